@@ -1,0 +1,45 @@
+# Everything here works on a fresh clone: the virtual environment is made when it is missing.
+#   make demo PYTHON=python3.12     another interpreter for the environment
+#   make demo EXTRA=cuda            vLLM's CUDA build instead of its CPU build
+PYTHON ?= python3
+EXTRA ?= cpu
+BIN := .venv/bin
+INSTALLED := build/installed
+
+.DEFAULT_GOAL := help
+.PHONY: help venv demo venv-dev test bench lint typecheck installed clean
+
+help:  ## Show this list
+	@grep -hE '^[a-z][a-z-]*:.*##' $(MAKEFILE_LIST) | awk -F ':.*## ' '{printf "  make %-10s %s\n", $$1, $$2}'
+
+venv:
+	@PYTHON="$(PYTHON)" scripts/bootstrap.sh "$(EXTRA),demo"
+
+venv-dev:
+	@PYTHON="$(PYTHON)" scripts/bootstrap.sh "$(EXTRA),demo,dev"
+
+demo: venv  ## Make SmolLM2-135M faster, from nothing: extract, train, convert, evaluate (about 20 minutes on 2 cores)
+	$(BIN)/draftsmith run recipes/demo.yaml
+
+test: venv-dev  ## Unit and integration tests
+	$(BIN)/python -m pytest
+
+bench: venv-dev  ## Measure; writes runs/bench/results.json
+	$(BIN)/python -m tests.benchmarks
+
+lint: venv-dev installed  ## Style, formatting, and which module may import which
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	cd $(INSTALLED) && "$(CURDIR)/$(BIN)/lint-imports" --config "$(CURDIR)/pyproject.toml"
+
+typecheck: venv-dev installed  ## mypy on the package as users install it
+	cd $(INSTALLED) && "$(CURDIR)/$(BIN)/mypy" --config-file "$(CURDIR)/pyproject.toml" -p draftsmith
+
+# Tools that read packages from disk see the stages only in an ordinary install.
+installed: venv-dev
+	@rm -rf build
+	@$(BIN)/python -m pip install --quiet --no-deps --no-build-isolation --target $(INSTALLED) .
+
+clean:  ## Remove build products and caches (runs/ and .venv/ stay)
+	rm -rf build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis .import_linter_cache
+	find . -name __pycache__ -not -path './.venv/*' -prune -exec rm -rf {} +

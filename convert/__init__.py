@@ -1,0 +1,1 @@
+"""Checkpoint to and from published formats."""

@@ -1,0 +1,144 @@
+"""The command line. Stages are imported only when they run, so that `--help` and recipe errors are instant."""
+
+from __future__ import annotations
+
+import json
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+
+from draftsmith import __version__
+from draftsmith.errors import DraftsmithError
+from draftsmith.progress import console
+from draftsmith.recipe import Recipe, load_recipe
+
+app = typer.Typer(
+    help="Make a language model faster with vLLM: extract its hidden states, train a drafter, convert, evaluate, serve.",
+    no_args_is_help=True,
+    add_completion=False,
+    pretty_exceptions_enable=False,
+)
+
+RecipePath = Annotated[Path, typer.Argument(help="The recipe, a YAML file; see recipes/.", show_default=False)]
+Overrides = Annotated[
+    list[str] | None,
+    typer.Option("-s", "--set", metavar="SECTION.KEY=VALUE", help="Override a value of the recipe; may be repeated."),
+]
+RunsDir = Annotated[Path, typer.Option("--runs", help="Folder of all runs; this one is written to RUNS/NAME.")]
+AsJson = Annotated[bool, typer.Option("--json", help="Print the figures as JSON on standard output.")]
+
+Stage = Callable[[Recipe, Path], dict[str, Any]]
+
+
+def _extract(recipe: Recipe, run_dir: Path) -> dict[str, Any]:
+    from draftsmith.extract.extract import run_extract
+
+    return run_extract(recipe, run_dir)
+
+
+def _train(recipe: Recipe, run_dir: Path) -> dict[str, Any]:
+    from draftsmith.train.train import run_train
+
+    return run_train(recipe, run_dir)
+
+
+def _convert(recipe: Recipe, run_dir: Path) -> dict[str, Any]:
+    from draftsmith.convert.convert import run_convert
+
+    return run_convert(recipe, run_dir)
+
+
+def _evaluate(recipe: Recipe, run_dir: Path) -> dict[str, Any]:
+    from draftsmith.serve.evaluate import run_evaluate
+
+    return run_evaluate(recipe, run_dir)
+
+
+STAGES: dict[str, Stage] = {"extract": _extract, "train": _train, "convert": _convert, "evaluate": _evaluate}
+
+
+def _run(names: list[str], recipe_path: Path, overrides: list[str] | None, runs: Path, as_json: bool) -> None:
+    recipe = load_recipe(recipe_path, overrides)
+    run_dir = runs / recipe.name
+    figures = {name: STAGES[name](recipe, run_dir) for name in names}
+    if as_json:
+        print(json.dumps(figures if len(names) > 1 else figures[names[0]], indent=2))
+
+
+@app.command()
+def run(recipe: RecipePath, overrides: Overrides = None, runs: RunsDir = Path("runs"), as_json: AsJson = False) -> None:
+    """Every stage in order; a finished stage whose inputs are unchanged is skipped."""
+    _run(list(STAGES), recipe, overrides, runs, as_json)
+
+
+@app.command()
+def extract(
+    recipe: RecipePath, overrides: Overrides = None, runs: RunsDir = Path("runs"), as_json: AsJson = False
+) -> None:
+    """Prompts to RUNS/NAME/store: the target answers, and its hidden states are saved as it does."""
+    _run(["extract"], recipe, overrides, runs, as_json)
+
+
+@app.command()
+def train(
+    recipe: RecipePath, overrides: Overrides = None, runs: RunsDir = Path("runs"), as_json: AsJson = False
+) -> None:
+    """Store to RUNS/NAME/checkpoint: train the drafter, predict its acceptance length on held-out text."""
+    _run(["train"], recipe, overrides, runs, as_json)
+
+
+@app.command()
+def convert(
+    recipe: RecipePath, overrides: Overrides = None, runs: RunsDir = Path("runs"), as_json: AsJson = False
+) -> None:
+    """Checkpoint to RUNS/NAME/vllm: the directory that stock vLLM loads."""
+    _run(["convert"], recipe, overrides, runs, as_json)
+
+
+@app.command()
+def evaluate(
+    recipe: RecipePath, overrides: Overrides = None, runs: RunsDir = Path("runs"), as_json: AsJson = False
+) -> None:
+    """Plain against speculative decoding, measured: RUNS/NAME/eval with results.json and report.html."""
+    _run(["evaluate"], recipe, overrides, runs, as_json)
+
+
+@app.command()
+def serve(
+    recipe: RecipePath,
+    overrides: Overrides = None,
+    runs: RunsDir = Path("runs"),
+    host: Annotated[str, typer.Option(help="Address to listen on.")] = "127.0.0.1",
+    port: Annotated[int, typer.Option(help="Port to listen on.")] = 8000,
+    k: Annotated[int | None, typer.Option("-k", help="Speculative tokens; absent: what the evaluation chose.")] = None,
+) -> None:
+    """vLLM's OpenAI-compatible server with the target and the run's drafter, until interrupted."""
+    from draftsmith.serve.server import serve as serve_forever
+
+    loaded = load_recipe(recipe, overrides)
+    serve_forever(loaded, runs / loaded.name, host=host, port=port, k=k)
+
+
+@app.command()
+def version() -> None:
+    """Print the version."""
+    print(__version__)
+
+
+def main() -> None:
+    """Entry point: errors are one paragraph and an exit status, never a traceback for bad input."""
+    try:
+        app()
+    except DraftsmithError as error:
+        console.print(f"[bold red]error:[/] {error}", highlight=False, markup=True, soft_wrap=True)
+        sys.exit(error.exit_status)
+    except KeyboardInterrupt:
+        console.print("interrupted; run the same command again to continue")
+        sys.exit(130)
+
+
+if __name__ == "__main__":
+    main()

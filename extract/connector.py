@@ -1,0 +1,232 @@
+"""Our vLLM KV connector: hands the target's hidden states of each finished request to the driver.
+
+vLLM's `extract_hidden_states` method keeps the chosen layers' states in a KV cache group of their own, so they
+are paged, chunked and preempted like any cache. When a request finishes, this connector gathers its states from
+the cache and writes them to a spool directory; the driver reads, checks and deletes the file.
+
+    scheduler process:  request_finished -> build_connector_meta  (which blocks hold which tokens)
+    worker process:     get_finished     -> gather, copy to host, write in a thread, rename into place
+
+The worker hears of a finished request in the engine's next step, so an engine that goes idle must be given one
+more step: the driver sends a request marked `discard` for that.
+
+Spool file: safetensors with `token_ids` int32 [M] and `hidden_states` dtype [M, L, H], where the M tokens are
+the ones that were inputs of the target (a last sampled token never was).
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+from safetensors.torch import save_file
+from vllm.config import VllmConfig, get_layers_from_vllm_config
+from vllm.distributed.kv_transfer.kv_connector.v1.base import (
+    KVConnectorBase_V1,
+    KVConnectorMetadata,
+    KVConnectorRole,
+    SupportsHMA,
+)
+from vllm.distributed.parallel_state import get_tensor_model_parallel_rank
+from vllm.logger import init_logger
+from vllm.v1.request import RequestStatus
+
+if TYPE_CHECKING:
+    from vllm.v1.core.kv_cache_manager import KVCacheBlocks
+    from vllm.v1.core.sched.output import SchedulerOutput
+    from vllm.v1.kv_cache_interface import KVCacheConfig
+    from vllm.v1.request import Request
+
+logger = init_logger(__name__)
+
+SPOOL_KEY = "draftsmith_spool_file"
+"""In a finished request's `kv_transfer_params`: the file name, inside the spool directory, of its states."""
+DISCARD_KEY = "draftsmith_discard"
+"""In a request's `kv_transfer_params`: save nothing for it."""
+PROMPT_ONLY_KEY = "draftsmith_prompt_only"
+"""In a request's `kv_transfer_params`: save the states of the prompt alone."""
+
+_WRITES_IN_FLIGHT = 64
+"""Requests whose states may wait in host memory for the disk; past that the engine waits too."""
+
+
+@dataclass
+class _Save:
+    request_id: str
+    file: str
+    token_ids: list[int]
+    block_ids: list[int]
+
+
+@dataclass
+class _Metadata(KVConnectorMetadata):
+    saves: list[_Save] = field(default_factory=list)
+
+
+class HiddenStatesConnector(KVConnectorBase_V1, SupportsHMA):
+    """Store-only connector. `kv_connector_extra_config` holds `spool_directory`."""
+
+    def __init__(self, vllm_config: VllmConfig, role: KVConnectorRole, kv_cache_config: KVCacheConfig) -> None:
+        super().__init__(vllm_config=vllm_config, role=role, kv_cache_config=kv_cache_config)
+        self._spool = Path(self._kv_transfer_config.get_from_extra_config("spool_directory", ""))
+        self._group, self._block_size = _hidden_states_group(kv_cache_config)
+        self._finished: list[_Save] = []  # scheduler: saves not yet told to the worker
+
+        # Worker side.
+        self._cache: torch.Tensor | None = None  # [blocks, layers, block size, hidden]
+        self._writes = True  # other tensor-parallel ranks hold the same states and must not write
+        self._copies: dict[str, Callable[[], bool]] = {}  # request id -> whether its copy to the host is done
+        self._stream: torch.cuda.Stream | None = None
+        self._threads = ThreadPoolExecutor(max_workers=2, thread_name_prefix="draftsmith-spool")
+        self._slots = threading.BoundedSemaphore(_WRITES_IN_FLIGHT)
+
+    # Scheduler side.
+
+    def get_num_new_matched_tokens(self, request: Request, num_computed_tokens: int) -> tuple[int, bool]:
+        return 0, False  # nothing is ever loaded
+
+    def update_state_after_alloc(self, request: Request, blocks: KVCacheBlocks, num_external_tokens: int) -> None:
+        pass
+
+    def request_finished(self, request: Request, block_ids: list[int]) -> tuple[bool, dict[str, Any] | None]:
+        """Note a finished request; True keeps its blocks until the worker has copied them."""
+        asked = request.kv_transfer_params or {}
+        if asked.get(DISCARD_KEY) or request.status == RequestStatus.FINISHED_ABORTED or not block_ids:
+            return False, None
+        if asked.get(PROMPT_ONLY_KEY):
+            token_ids = list(request.prompt_token_ids)
+        else:
+            token_ids = list(request.all_token_ids)[:-1]  # the last one was sampled, never an input
+        file = f"{request.request_id}.safetensors"
+        self._finished.append(_Save(request.request_id, file, token_ids, list(block_ids)))
+        return True, {SPOOL_KEY: file}
+
+    def request_finished_all_groups(
+        self, request: Request, block_ids: tuple[list[int], ...]
+    ) -> tuple[bool, dict[str, Any] | None]:
+        return self.request_finished(request, block_ids[self._group] if self._group < len(block_ids) else [])
+
+    def build_connector_meta(self, scheduler_output: SchedulerOutput) -> KVConnectorMetadata:
+        saves, self._finished = self._finished, []
+        return _Metadata(saves)
+
+    def get_finished_count(self) -> int:
+        return 1  # only rank 0 reports, so nobody may wait for the other ranks
+
+    # Worker side.
+
+    def register_kv_caches(self, kv_caches: dict[str, torch.Tensor]) -> None:
+        from vllm.model_executor.models.extract_hidden_states import CacheOnlyAttentionLayer
+
+        layers = get_layers_from_vllm_config(self._vllm_config, CacheOnlyAttentionLayer, list(kv_caches))
+        (name,) = layers
+        self._cache = kv_caches[name]
+        if self._cache.shape[2] != self._block_size:
+            raise ValueError(
+                f"the hidden-states cache has blocks of {self._cache.shape[2]} tokens, its spec says {self._block_size}"
+            )
+        self._writes = get_tensor_model_parallel_rank() == 0
+
+    def start_load_kv(self, forward_context: Any, **kwargs: Any) -> None:
+        pass
+
+    def wait_for_layer_load(self, layer_name: str) -> None:
+        pass
+
+    def save_kv_layer(self, layer_name: str, kv_layer: torch.Tensor, attn_metadata: Any, **kwargs: Any) -> None:
+        pass  # vLLM has put the states into the cache; they are gathered when the request is finished
+
+    def wait_for_save(self) -> None:
+        pass
+
+    def get_finished(self, finished_req_ids: set[str]) -> tuple[set[str] | None, set[str] | None]:
+        """Start the copies of newly finished requests; name the requests whose blocks may be freed."""
+        if self._writes and self.has_connector_metadata():
+            metadata = self._get_connector_metadata()
+            assert isinstance(metadata, _Metadata)
+            for save in metadata.saves:
+                self._start_copy(save)
+        done = {request_id for request_id, copied in self._copies.items() if copied()}
+        for request_id in done:
+            del self._copies[request_id]
+        return done or None, None
+
+    def _start_copy(self, save: _Save) -> None:
+        assert self._cache is not None
+        count = len(save.token_ids)
+        slots = (torch.tensor(save.block_ids)[:, None] * self._block_size + torch.arange(self._block_size)).flatten()[
+            :count
+        ]
+        self._slots.acquire()
+        if self._cache.is_cuda:
+            states, wait, copied = self._copy_from_gpu(slots)
+        else:
+            states = self._gather(slots)
+            wait, copied = (lambda: None), (lambda: True)
+        self._copies[save.request_id] = copied
+        self._threads.submit(self._write, save, states, wait)
+
+    def _gather(self, slots: torch.Tensor) -> torch.Tensor:
+        """States at cache slots: [M, L, H], a copy."""
+        assert self._cache is not None
+        return self._cache[slots // self._block_size, :, slots % self._block_size]
+
+    def _copy_from_gpu(self, slots: torch.Tensor) -> tuple[torch.Tensor, Callable[[], None], Callable[[], bool]]:
+        """Gather on a side stream into pinned memory, so that the model's stream never waits."""
+        assert self._cache is not None
+        if self._stream is None:
+            self._stream = torch.cuda.Stream(self._cache.device)
+        self._stream.wait_stream(torch.cuda.current_stream(self._cache.device))
+        with torch.cuda.stream(self._stream):
+            on_gpu = self._gather(slots.pin_memory().to(self._cache.device, non_blocking=True))
+            states = torch.empty(on_gpu.shape, dtype=on_gpu.dtype, pin_memory=True)
+            states.copy_(on_gpu, non_blocking=True)
+            event = torch.cuda.Event()
+            event.record()
+        return states, event.synchronize, event.query
+
+    def _write(self, save: _Save, states: torch.Tensor, wait: Callable[[], None]) -> None:
+        try:
+            wait()
+            path = self._spool / save.file
+            temporary = path.with_suffix(".tmp")
+            save_file(
+                {"token_ids": torch.tensor(save.token_ids, dtype=torch.int32), "hidden_states": states}, temporary
+            )
+            temporary.replace(path)
+        except Exception:
+            logger.exception("The hidden states of request %s could not be written", save.request_id)
+        finally:
+            self._slots.release()
+
+    def shutdown(self) -> None:
+        self._threads.shutdown(wait=True)
+
+    @classmethod
+    def get_required_kvcache_layout(cls, vllm_config: VllmConfig) -> str | None:
+        return "LBNHC"  # all layers' states of one token side by side
+
+
+def _hidden_states_group(kv_cache_config: KVCacheConfig | None) -> tuple[int, int]:
+    """Index of the KV cache group that holds hidden states, and its block size in tokens."""
+    from vllm.v1.kv_cache_interface import HiddenStateCacheSpec
+
+    assert kv_cache_config is not None
+    groups = kv_cache_config.kv_cache_groups
+    found = [
+        (number, group.kv_cache_spec.block_size)
+        for number, group in enumerate(groups)
+        if isinstance(group.kv_cache_spec, HiddenStateCacheSpec)
+    ]
+    if not found and len(groups) == 1:  # plain attention throughout: the states share the target's one group
+        found = [(0, groups[0].kv_cache_spec.block_size)]
+    if len(found) != 1:
+        raise ValueError(
+            f"expected one KV cache group of hidden states, found {len(found)}; this target is not supported"
+        )
+    return found[0]

@@ -1,0 +1,1 @@
+"""Inference with a drafter: offline evaluation, its report, and a server."""

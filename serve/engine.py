@@ -1,0 +1,354 @@
+"""A vLLM engine in a child process, driven over a pipe.
+
+One engine is one process, because a process can hold one set of vLLM counters and because an engine that
+dies must not take the program with it. Several engines can be alive together: start them all, then wait.
+
+The child talks to nobody but its parent. What it prints goes to a log file; its last lines are shown when
+it dies. It ends with its parent, however the parent ends.
+"""
+
+from __future__ import annotations
+
+import atexit
+import multiprocessing
+import multiprocessing.connection
+import os
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass
+from pathlib import Path
+from types import TracebackType
+from typing import Any
+
+from draftsmith import recipe, vllm_env
+from draftsmith.errors import DraftsmithError
+
+_LOG_LINES = 15
+"""Lines of an engine's log that an error shows."""
+_SECONDS_TO_CLOSE = 10.0
+
+
+@dataclass(frozen=True, kw_only=True)
+class EngineConfig:
+    """One engine: everything that decides what it computes and how fast."""
+
+    name: str
+    """For people: names the log file and appears in errors."""
+    target: str
+    """Directory of the target model, or its Hub id."""
+    dtype: str
+    """What the target computes in."""
+    engine: recipe.Engine
+    speculative: dict[str, Any] | None = None
+    """vLLM's `speculative_config`; None decodes plainly."""
+    max_num_seqs: int = 32
+    """Sequences that the engine runs at once."""
+    memory_share: float = 1.0
+    """This engine's part of `engine.kv_cache_gib` (CPU) or `engine.gpu_memory_utilization` (GPU)."""
+
+    def arguments(self) -> dict[str, Any]:
+        """Keyword arguments of `vllm.LLM`. Plain and speculative engines differ in `speculative_config` only."""
+        arguments: dict[str, Any] = {
+            "model": self.target,
+            "dtype": self.dtype,
+            "max_model_len": self.engine.max_model_len,
+            "max_num_seqs": self.max_num_seqs,
+            "enforce_eager": self.engine.enforce_eager,
+            "tensor_parallel_size": self.engine.tensor_parallel_size,
+            "enable_prefix_caching": False,  # a repeated prompt must cost what a new one costs
+            "disable_log_stats": False,  # the speculative decoding counters come from there
+            "seed": 0,
+        }
+        arguments |= vllm_env.memory_arguments(self.engine, share=self.memory_share)
+        if self.speculative is not None:
+            arguments["speculative_config"] = self.speculative
+        return arguments
+
+
+@dataclass(frozen=True)
+class Generated:
+    """What an engine answered to one prompt."""
+
+    token_ids: list[int]
+    """Response tokens, the end-of-sequence token included where one was generated."""
+    finish_reason: str | None
+    """`stop` or `length`."""
+
+
+@dataclass(frozen=True)
+class Counters:
+    """vLLM's speculative decoding counters since the engine started; differences of two describe what lies between.
+
+    A draft is one step of one request in which at least one token was proposed.
+    """
+
+    drafts: int = 0
+    draft_tokens: int = 0
+    accepted: int = 0
+    accepted_per_position: tuple[int, ...] = ()
+    """Drafts whose token at this position was accepted, position 0 first."""
+
+    def __sub__(self, earlier: Counters) -> Counters:
+        before = earlier.accepted_per_position or (0,) * len(self.accepted_per_position)
+        return Counters(
+            self.drafts - earlier.drafts,
+            self.draft_tokens - earlier.draft_tokens,
+            self.accepted - earlier.accepted,
+            tuple(now - then for now, then in zip(self.accepted_per_position, before, strict=True)),
+        )
+
+
+class EngineHost:
+    """The parent's side of one engine.
+
+    `start` returns at once; `wait_ready` blocks until the model is loaded. Use it as a context manager, or
+    call `close`.
+    """
+
+    def __init__(self, config: EngineConfig, log_directory: Path) -> None:
+        self.config = config
+        self.log = log_directory / f"engine-{config.name}.log"
+        self.seconds_to_start: float | None = None
+        """From the call of `start` until the model was loaded, other engines starting beside it."""
+        self._process: multiprocessing.process.BaseProcess | None = None
+        self._pipe: multiprocessing.connection.Connection | None = None
+        self._started = 0.0
+
+    def start(self) -> EngineHost:
+        """Begin loading; returns at once."""
+        self.log.parent.mkdir(parents=True, exist_ok=True)
+        self.log.write_text("")
+        context = _context()
+        self._pipe, theirs = context.Pipe()
+        self._process = context.Process(
+            target=_child, args=(theirs, self.config.arguments(), str(self.log)), name=f"engine-{self.config.name}"
+        )
+        self._started = time.monotonic()
+        with _environment(vllm_env.vllm_environment(self.config.engine)):
+            self._process.start()
+        theirs.close()
+        # Not a daemon process, because vLLM starts children of its own for tensor parallelism; so we end it ourselves.
+        atexit.register(self.close)
+        return self
+
+    def wait_ready(self) -> EngineHost:
+        """Block until the engine can answer.
+
+        Raises:
+            DraftsmithError: it could not start.
+        """
+        self._receive("while starting")
+        self.seconds_to_start = time.monotonic() - self._started
+        return self
+
+    def generate(self, prompts: Sequence[Sequence[int]], *, max_tokens: int) -> tuple[list[Generated], float]:
+        """Decode greedily until the end of the answer.
+
+        Args:
+            prompts: token ids, one sequence for each prompt; they run as one batch.
+            max_tokens: longest response.
+
+        Returns:
+            The answers in the prompts' order, and the seconds that the engine took.
+
+        Raises:
+            DraftsmithError: the engine failed.
+        """
+        answers, seconds = self._call("generate", [list(ids) for ids in prompts], max_tokens)
+        return [Generated(*answer) for answer in answers], seconds
+
+    def counters(self) -> Counters:
+        """The engine's speculative decoding counters; all zero for a plain engine."""
+        return Counters(*self._call("counters"))
+
+    def close(self) -> None:
+        """End the engine's process. Safe to call twice."""
+        atexit.unregister(self.close)
+        process, pipe = self._process, self._pipe
+        self._process = self._pipe = None
+        if pipe is not None:
+            pipe.close()  # the child reads the end of the pipe and leaves
+        if process is not None:
+            process.join(_SECONDS_TO_CLOSE if self.seconds_to_start is not None else 0)
+            if process.is_alive():
+                process.kill()
+                process.join()
+
+    def __enter__(self) -> EngineHost:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, value: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+    def _call(self, method: str, *arguments: Any) -> Any:
+        if self._pipe is None:
+            raise DraftsmithError(f"The engine `{self.config.name}` is not running.")
+        try:
+            self._pipe.send((method, arguments))
+        except OSError:
+            raise self._death(f"before `{method}`") from None
+        return self._receive(f"in `{method}`")
+
+    def _receive(self, when: str) -> Any:
+        if self._pipe is None:
+            raise DraftsmithError(f"The engine `{self.config.name}` is not running.")
+        try:
+            kind, value = self._pipe.recv()
+        except (EOFError, OSError):
+            raise self._death(when) from None
+        if kind == "error":
+            raise self._death(when, value)
+        return value
+
+    def _death(self, when: str, reason: str | None = None) -> DraftsmithError:
+        """The error that says what became of the engine, with the end of its log."""
+        process = self._process
+        self.close()
+        if reason is None:
+            status = process.exitcode if process is not None else None
+            reason = f"its process ended with status {status}"
+            if status == -9:
+                reason += " (killed: perhaps the machine ran out of memory; lower engine.kv_cache_gib or evaluate.k)"
+        lines = self.log.read_text(errors="replace").splitlines() if self.log.is_file() else []
+        tail = "\n".join(lines[-_LOG_LINES:])
+        return DraftsmithError(
+            f"The vLLM engine `{self.config.name}` failed {when}: {reason}. Its log is {self.log}"
+            + (f"; the last lines are:\n{tail}" if tail else ", which is empty.")
+        )
+
+
+def start_engines(
+    configs: Sequence[EngineConfig], log_directory: Path, on_ready: Callable[[int], None] = lambda ready: None
+) -> list[EngineHost]:
+    """Start engines and wait for all; ends those that started when one fails.
+
+    On a CPU they load side by side. On a GPU one loads after the other, because each measures the free memory.
+
+    Args:
+        on_ready: called with the number of engines that are ready, each time it grows.
+    """
+    hosts = [EngineHost(config, log_directory) for config in configs]
+    try:
+        if vllm_env.is_cpu():
+            for host in hosts:
+                host.start()
+        for ready, host in enumerate(hosts, start=1):
+            if not vllm_env.is_cpu():
+                host.start()
+            host.wait_ready()
+            on_ready(ready)
+    except BaseException:
+        for host in hosts:
+            host.close()
+        raise
+    return hosts
+
+
+def _context() -> multiprocessing.context.BaseContext:
+    """How children are made: on a CPU from one process that has imported vLLM already, elsewhere each from nothing."""
+    if sys.platform != "linux" or not vllm_env.is_cpu():
+        return multiprocessing.get_context("spawn")  # a forked process must not inherit a GPU driver's state
+    context = multiprocessing.get_context("forkserver")
+    context.set_forkserver_preload(["draftsmith.serve._preload"])
+    return context
+
+
+@contextmanager
+def _environment(values: dict[str, str]) -> Iterator[None]:
+    """Lay variables over `os.environ` while a child is started, and put the old ones back."""
+    before = {name: os.environ.get(name) for name in values}
+    os.environ.update(values)
+    try:
+        yield
+    finally:
+        for name, value in before.items():
+            if value is None:
+                del os.environ[name]
+            else:
+                os.environ[name] = value
+
+
+# --- the child's side ---
+
+
+def _child(pipe: multiprocessing.connection.Connection, arguments: dict[str, Any], log: str) -> None:
+    """Load the model, say so, then answer calls until the pipe ends."""
+    _end_with_parent()
+    _print_into(log)
+    try:
+        engine = _Engine(arguments)
+        pipe.send(("ok", None))
+        while True:
+            method, values = pipe.recv()
+            pipe.send(("ok", getattr(engine, method)(*values)))
+    except EOFError:
+        pass  # the parent is done
+    except BaseException as error:
+        import traceback
+
+        traceback.print_exc()
+        sys.stderr.flush()
+        with suppress(OSError):
+            pipe.send(("error", f"{type(error).__name__}: {str(error).strip()[:500]}"))
+    # vLLM's threads and destructors have nothing left to say, and some of them wait for each other.
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(0)
+
+
+def _end_with_parent() -> None:
+    """Leave at once when the parent is gone, even while generating."""
+    parent = multiprocessing.parent_process()
+    assert parent is not None
+
+    def watch() -> None:
+        parent.join()
+        os._exit(1)
+
+    threading.Thread(target=watch, daemon=True).start()
+
+
+def _print_into(log: str) -> None:
+    """Send what this process and its libraries print to a file."""
+    descriptor = os.open(log, os.O_WRONLY | os.O_CREAT | os.O_APPEND)
+    os.dup2(descriptor, 1)
+    os.dup2(descriptor, 2)
+    os.close(descriptor)
+
+
+class _Engine:
+    """The calls that a parent can make."""
+
+    def __init__(self, arguments: dict[str, Any]) -> None:
+        from vllm import LLM
+
+        self._llm = LLM(**arguments)
+
+    def generate(self, prompts: list[list[int]], max_tokens: int) -> tuple[list[tuple[list[int], str | None]], float]:
+        from vllm import SamplingParams
+
+        sampling = SamplingParams(temperature=0.0, max_tokens=max_tokens, detokenize=False)
+        inputs: list[Any] = [{"prompt_token_ids": ids} for ids in prompts]
+        started = time.perf_counter()
+        outputs = self._llm.generate(inputs, sampling, use_tqdm=False)
+        seconds = time.perf_counter() - started
+        return [(list(output.outputs[0].token_ids), output.outputs[0].finish_reason) for output in outputs], seconds
+
+    def counters(self) -> tuple[int, int, int, tuple[int, ...]]:
+        values: dict[str, Any] = {}
+        for metric in self._llm.get_metrics():
+            if metric.name.startswith("vllm:spec_decode_num_"):
+                values[metric.name.removeprefix("vllm:spec_decode_num_")] = (
+                    getattr(metric, "values", None) or metric.value
+                )
+        return (
+            values.get("drafts", 0),
+            values.get("draft_tokens", 0),
+            values.get("accepted_tokens", 0),
+            tuple(values.get("accepted_tokens_per_pos", ())),
+        )

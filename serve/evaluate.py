@@ -1,0 +1,392 @@
+"""Plain against speculative decoding, measured in one run.
+
+The plain engine and one engine for each K live side by side, alike but for speculation, and take turns at
+every prompt, so that whatever else the machine does hits them all. Three phases:
+
+a. the K curve: a few prompts of the first suite, one at a time, on every engine; the fastest K is chosen;
+b. speed: other prompts of every suite, one at a time, plain and speculative in turn, at the chosen K;
+c. acceptance and identity: all prompts in batches, plain and speculative, at the chosen K and `acceptance_k`.
+
+Reads the target and `runs/NAME/vllm`; writes `runs/NAME/eval/{results.json,report.html,stage.json}`.
+"""
+
+from __future__ import annotations
+
+import statistics
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from rich.table import Table
+
+from draftsmith import stage
+from draftsmith.errors import UserError
+from draftsmith.progress import Bar, console
+from draftsmith.prompts import Prompt, load_prompts, training_and_held_out
+from draftsmith.recipe import Recipe, digest
+from draftsmith.serve import results as res
+from draftsmith.serve.engine import Counters, EngineConfig, EngineHost, Generated, start_engines
+from draftsmith.serve.report import render
+from draftsmith.serve.results import Results
+from draftsmith.serve.speculation import drafter_name, speculative_config
+from draftsmith.target import describe_target, prepare_target, target_name
+
+_WARM_UP_TOKENS = 8
+"""Tokens that every engine generates before any is timed: first calls allocate and choose kernels."""
+_REPORT_VERSION = 1
+"""Counted up when results or report change their form, so that old ones are made again."""
+
+
+@dataclass(frozen=True)
+class SuiteInput:
+    """A suite, ready for an engine."""
+
+    name: str
+    prompt_ids: list[str]
+    token_ids: list[list[int]]
+    """One sequence a prompt, in the target's chat template, ready for the answer."""
+    max_tokens: int
+
+
+def run_evaluate(recipe: Recipe, run_dir: Path) -> Results:
+    """Evaluate a run's drafter, or return what an earlier evaluation of the same inputs found.
+
+    Args:
+        recipe: the whole recipe; `target`, `engine`, `evaluate` and the prompts of `extract` are read.
+        run_dir: `runs/NAME`, with the drafter in `vllm/`.
+
+    Returns:
+        The contents of `results.json`.
+
+    Raises:
+        UserError: no drafter is there, or a prompt does not fit the engine.
+        DraftsmithError: an engine failed.
+    """
+    started = time.time()
+    target_dir = prepare_target(recipe.target)
+    target = describe_target(target_dir, name=target_name(recipe.target))
+    drafter_dir = run_dir / "vllm"
+    for file in ("config.json", "model.safetensors"):
+        if not (drafter_dir / file).is_file():
+            raise UserError(
+                f"There is no drafter in {drafter_dir} ({file} is missing). Run `draftsmith convert` first."
+            )
+    prompts = _prompts(recipe)
+    predicted = _predicted(run_dir)
+    sections = {
+        "engine": recipe.engine.model_dump(mode="json"),
+        "evaluate": recipe.evaluate.model_dump(mode="json"),
+        "dtype": recipe.target.dtype,
+    }
+    inputs = digest(
+        {
+            "version": _REPORT_VERSION,
+            "target": [target.revision, target.config_hash, target.tokenizer_hash, target.chat_template_hash],
+            "drafter": {file: stage.sha256_of(drafter_dir / file) for file in ("config.json", "model.safetensors")},
+            "prompts": {name: [[p.id, p.messages] for p in items] for name, items in prompts.items()},
+            "max_tokens": recipe.extract.max_tokens,
+            "predicted": predicted,
+            **sections,
+        }
+    )
+    output = run_dir / recipe.evaluate.output
+    if stage.finished(output, inputs):
+        record = stage.read(output)
+        assert record is not None
+        found: Results = record["figures"]  # type: ignore[assignment]
+        console.print(f"evaluate: finished before, see {output / 'report.html'}", highlight=False)
+        print_table(found)
+        return found
+    stage.claim(output, fresh=True)
+    suites = [
+        _tokenise(name, items, target_dir, recipe.evaluate.suites[name].max_tokens or recipe.extract.max_tokens,
+                  recipe.engine.max_model_len)
+        for name, items in prompts.items()
+    ]  # fmt: skip
+    found = evaluate(
+        recipe, target_dir=target_dir, target_name=target.name, drafter_dir=drafter_dir, suites=suites,
+        predicted=predicted, log_dir=output,
+    )  # fmt: skip
+    stage.write_json(output / "results.json", found)
+    stage.write_bytes(output / "report.html", render(found).encode())
+    stage.finish(output, stage="evaluate", inputs=inputs, recipe=sections, figures=dict(found), started=started)
+    print_table(found)
+    console.print(f"evaluate: report in {output / 'report.html'}", highlight=False)
+    return found
+
+
+def evaluate(
+    recipe: Recipe,
+    *,
+    target_dir: Path,
+    target_name: str,
+    drafter_dir: Path,
+    suites: Sequence[SuiteInput],
+    predicted: Mapping[str, float] | None,
+    log_dir: Path,
+) -> Results:
+    """Measure; writes nothing but the engines' logs.
+
+    Args:
+        suites: what to evaluate on; the first gives the K curve.
+        predicted: acceptance length by K that training predicted, passed on into the results.
+        log_dir: folder for the engines' logs.
+    """
+    options = recipe.evaluate
+    ks = sorted({*options.k, options.acceptance_k})
+    configs = [
+        EngineConfig(
+            name="plain" if k == 0 else f"k{k}",
+            target=str(target_dir),
+            dtype=recipe.target.dtype,
+            engine=recipe.engine,
+            speculative=speculative_config(drafter_dir, k) if k else None,
+            max_num_seqs=options.batch_size,
+            memory_share=1 / (len(ks) + 1),
+        )
+        for k in (0, *ks)
+    ]
+    with Bar("start engines", total=len(configs), unit="engines") as bar:
+        hosts = start_engines(configs, log_dir, on_ready=bar.update)
+    engines = dict(zip((0, *ks), hosts, strict=True))
+    try:
+        for host in hosts:
+            host.generate([suites[0].token_ids[0]], max_tokens=_WARM_UP_TOKENS)
+        curve, curve_differences = _k_curve(engines, sorted(set(options.k)), suites[0], recipe)
+        best = res.fastest(curve)
+        for k in ks:
+            if k not in (best, options.acceptance_k):
+                engines.pop(k).close()
+        measured: dict[str, res.Suite] = {}
+        for suite in suites:
+            seen = options.curve_prompts if suite is suites[0] else 0
+            measured[suite.name] = _evaluate_suite(engines, best, suite, recipe, seen=seen)
+    finally:
+        for host in hosts:
+            host.close()
+
+    first = measured[suites[0].name]
+    for difference in curve_differences:
+        _add_difference(first, difference)
+    for k_text, at_k in first["at_k"].items():  # a larger sample than the curve's few prompts
+        if int(k_text) in curve:
+            curve[int(k_text)]["acceptance_length"] = at_k["acceptance_length"]
+            curve[int(k_text)]["acceptance_drafts"] = at_k["drafts"]
+    return {
+        "target": target_name,
+        "drafter": drafter_name(drafter_dir),
+        "num_speculative_tokens": best,
+        "suites": measured,
+        "k_curve": {str(k): point for k, point in curve.items()},
+        "predicted_acceptance_length": dict(predicted) if predicted is not None else None,
+        "dtype": recipe.target.dtype,
+        "versions": stage.versions(),
+        "machine": res.machine(),
+    }
+
+
+def _k_curve(
+    engines: Mapping[int, EngineHost], ks: Sequence[int], suite: SuiteInput, recipe: Recipe
+) -> tuple[dict[int, res.CurvePoint], list[res.Difference]]:
+    """Phase a: time every K (0 is plain) on the same few prompts, every prompt on every engine in turn."""
+    count = min(recipe.evaluate.curve_prompts, len(suite.token_ids))
+    order = [0, *ks]
+    seconds = dict.fromkeys(order, 0.0)
+    tokens = dict.fromkeys(order, 0)
+    before = {k: engines[k].counters() for k in ks}
+    different: list[res.Difference] = []
+    with Bar("choose K", total=count * len(order), unit="answers") as bar:
+        for index in range(count):
+            answers: dict[int, Generated] = {}
+            shift = index % len(order)  # nobody is always first
+            for k in order[shift:] + order[:shift]:
+                (answers[k],), spent = engines[k].generate(
+                    [suite.token_ids[index]], max_tokens=recipe.evaluate.speed_tokens
+                )
+                seconds[k] += spent
+                tokens[k] += len(answers[k].token_ids)
+                bar.update(index * len(order) + len(answers))
+            for k in ks:
+                different += res.differences([suite.prompt_ids[index]], [answers[0]], [answers[k]], k=k)
+    plain = tokens[0] / seconds[0]
+    curve: dict[int, res.CurvePoint] = {}
+    for k in ks:
+        figures = res.acceptance(engines[k].counters() - before[k])
+        speed = tokens[k] / seconds[k]
+        curve[k] = {
+            "acceptance_length": figures["acceptance_length"],
+            "acceptance_drafts": figures["drafts"],
+            "speedup": speed / plain,
+            "tokens_per_second": speed,
+        }
+    return curve, different
+
+
+def _evaluate_suite(
+    engines: Mapping[int, EngineHost], best: int, suite: SuiteInput, recipe: Recipe, *, seen: int
+) -> res.Suite:
+    """Phases b and c for one suite.
+
+    Args:
+        seen: prompts at the suite's head that chose K; others are timed where there are enough.
+    """
+    options = recipe.evaluate
+    total = len(suite.token_ids)
+    unseen = seen + min(options.speed_prompts, total) <= total
+    first = seen if unseen else 0
+    timed = range(first, min(first + options.speed_prompts, total))
+    ks = sorted({best, options.acceptance_k})
+    different: list[res.Difference] = []
+
+    plain_seconds: list[float] = []
+    speculative_seconds: list[float] = []
+    plain_tokens = speculative_tokens = 0
+    with Bar(f"{suite.name}: speed", total=len(timed), unit="prompts") as bar:
+        for done, index in enumerate(timed, start=1):
+            answers: dict[int, Generated] = {}
+            spent: dict[int, float] = {}
+            for k in (0, best) if done % 2 else (best, 0):
+                (answers[k],), spent[k] = engines[k].generate([suite.token_ids[index]], max_tokens=options.speed_tokens)
+            different += res.differences([suite.prompt_ids[index]], [answers[0]], [answers[best]], k=best)
+            plain_tokens += len(answers[0].token_ids)
+            speculative_tokens += len(answers[best].token_ids)
+            plain_seconds.append(spent[0])
+            speculative_seconds.append(spent[best])
+            bar.update(done, speedup=sum(plain_seconds) / sum(speculative_seconds))
+
+    before = {k: engines[k].counters() for k in ks}
+    identical = dict.fromkeys(ks, 0)
+    batch_seconds = dict.fromkeys((0, *ks), 0.0)
+    with Bar(f"{suite.name}: acceptance", total=total, unit="prompts") as bar:
+        for start in range(0, total, options.batch_size):
+            part = slice(start, start + options.batch_size)
+            plain_answers, spent_plain = engines[0].generate(suite.token_ids[part], max_tokens=suite.max_tokens)
+            batch_seconds[0] += spent_plain
+            for k in ks:
+                speculative_answers, spent_k = engines[k].generate(suite.token_ids[part], max_tokens=suite.max_tokens)
+                batch_seconds[k] += spent_k
+                found = res.differences(suite.prompt_ids[part], plain_answers, speculative_answers, k=k)
+                identical[k] += len(plain_answers) - len(found)
+                different += found
+            bar.update(min(start + options.batch_size, total))
+    at_k: dict[str, res.SuiteAtK] = {
+        str(k): {
+            **_acceptance_since(engines[k], before[k]),
+            "prompts_identical": identical[k],
+            "seconds": batch_seconds[k],
+        }
+        for k in ks
+    }
+    chosen = at_k[str(best)]
+    ratios = [a / b for a, b in zip(plain_seconds, speculative_seconds, strict=True)]
+    speeds: res.Speeds = {
+        "plain": plain_tokens / sum(plain_seconds),
+        "speculative": speculative_tokens / sum(speculative_seconds),
+    }
+    return {
+        "prompts": total,
+        "max_tokens": suite.max_tokens,
+        "acceptance_length": chosen["acceptance_length"],
+        "acceptance_per_position": chosen["acceptance_per_position"],
+        "acceptance_per_position_conditional": chosen["acceptance_per_position_conditional"],
+        "drafts": chosen["drafts"],
+        "draft_tokens": chosen["draft_tokens"],
+        "accepted": chosen["accepted"],
+        "tokens_per_second": speeds,
+        "speedup": speeds["speculative"] / speeds["plain"],
+        "speedup_per_prompt": {"min": min(ratios), "median": statistics.median(ratios), "max": max(ratios)},
+        "timed_prompts": len(timed),
+        "timed_prompts_unseen": unseen,
+        "identical_to_plain": not different,
+        "differences": different[: res.DIFFERENCES_KEPT],
+        "at_k": at_k,
+        "plain_seconds": batch_seconds[0],
+    }
+
+
+def _acceptance_since(engine: EngineHost, before: Counters) -> res.Acceptance:
+    return res.acceptance(engine.counters() - before)
+
+
+def _add_difference(suite: res.Suite, difference: res.Difference) -> None:
+    suite["identical_to_plain"] = False
+    if len(suite["differences"]) < res.DIFFERENCES_KEPT:
+        suite["differences"].append(difference)
+
+
+def _prompts(recipe: Recipe) -> dict[str, list[Prompt]]:
+    """The prompts of each suite to run, in the recipe's order."""
+    found: dict[str, list[Prompt]] = {}
+    for name in recipe.evaluate.only or recipe.evaluate.suites:
+        source = recipe.evaluate.suites[name].prompts
+        found[name] = training_and_held_out(recipe.extract)[1] if source == "held_out" else load_prompts(source)
+        if not found[name]:
+            raise UserError(f"The suite `{name}` has no prompts. Give `evaluate.suites.{name}.prompts` another source.")
+    if not found:
+        raise UserError("There is no suite to evaluate: `evaluate.suites` is empty.")
+    return found
+
+
+def _tokenise(
+    name: str, prompts: Sequence[Prompt], target_dir: Path, max_tokens: int, max_model_len: int
+) -> SuiteInput:
+    """Prompts in the target's chat template, ready for the assistant's answer."""
+    from transformers import AutoTokenizer
+
+    tokenizer: Any = AutoTokenizer.from_pretrained(target_dir)
+    if tokenizer.chat_template is None:
+        raise UserError(f"The tokenizer of the target in {target_dir} has no chat template, which prompts need.")
+    token_ids = []
+    for prompt in prompts:
+        ids = tokenizer.apply_chat_template(
+            prompt.messages, add_generation_prompt=True, tokenize=True, return_dict=False
+        )
+        if len(ids) + max_tokens > max_model_len:
+            raise UserError(
+                f"Prompt `{prompt.id}` of the suite `{name}` has {len(ids)} tokens; with {max_tokens} response tokens that "
+                f"is more than engine.max_model_len, {max_model_len}. Raise it, lower evaluate.suites.{name}.max_tokens, "
+                f"or leave long prompts out with evaluate.suites.{name}.prompts.max_chars."
+            )
+        token_ids.append(list(ids))
+    return SuiteInput(name, [prompt.id for prompt in prompts], token_ids, max_tokens)
+
+
+def _predicted(run_dir: Path) -> dict[str, float] | None:
+    """Acceptance length by K that training predicted, from the checkpoint's `stage.json`."""
+    record = stage.read(run_dir / "checkpoint")
+    predicted = record["figures"].get("predicted_acceptance_length") if record else None
+    return {str(k): float(value) for k, value in predicted.items()} if predicted else None
+
+
+def print_table(results: Results) -> None:
+    """The results on screen."""
+    best = results["num_speculative_tokens"]
+    table = Table(title=f"{results['target']} with {results['drafter']}, K = {best} (chosen by measurement)")
+    table.add_column("suite")
+    headings = "prompts,K,acceptance length,per position,plain tok/s,speculative tok/s,speed-up,identical"
+    for heading in headings.split(","):
+        table.add_column(heading, justify="right")
+    for name, suite in results["suites"].items():
+        for k, at_k in sorted(suite["at_k"].items(), key=lambda item: item[0] != str(best)):
+            chosen = k == str(best)
+            table.add_row(
+                name if chosen else "",
+                str(suite["prompts"]) if chosen else "",
+                k,
+                f"{at_k['acceptance_length']:.2f}",
+                " ".join(f"{share:.2f}" for share in at_k["acceptance_per_position"]),
+                f"{suite['tokens_per_second']['plain']:.1f}" if chosen else "",
+                f"{suite['tokens_per_second']['speculative']:.1f}" if chosen else "",
+                f"{suite['speedup']:.2f}x" if chosen else "",
+                f"{at_k['prompts_identical']}/{suite['prompts']}",
+            )
+    console.print(table)
+    for k, point in results["k_curve"].items():
+        predicted = (results["predicted_acceptance_length"] or {}).get(k)
+        said = f", predicted {predicted:.2f}" if predicted is not None else ""
+        console.print(
+            f"K = {k}: speed-up {point['speedup']:.2f}, acceptance length {point['acceptance_length']:.2f}{said}",
+            highlight=False,
+        )

@@ -1,0 +1,252 @@
+"""`report.html`: the results as one page that needs nothing but itself.
+
+Charts are inline SVG whose colours come from the page's style, so that they follow light and dark.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from html import escape
+
+from draftsmith.serve.results import Results, SuiteAtK
+
+_STYLE = """
+:root { color-scheme: light dark; --ink: #1d2430; --soft: #5d6878; --line: #d7dce3; --page: #ffffff; --panel: #f5f7fa;
+  --one: #1f6feb; --two: #d9730d; }
+@media (prefers-color-scheme: dark) { :root { --ink: #e6eaf0; --soft: #9aa6b5; --line: #343c48; --page: #12161c;
+  --panel: #1a2029; --one: #6cb0ff; --two: #ffa657; } }
+* { box-sizing: border-box; }
+body { margin: 0 auto; max-width: 60rem; padding: 2rem 1rem; background: var(--page); color: var(--ink);
+  font: 16px/1.5 system-ui, sans-serif; }
+h1 { font-size: 1.5rem; margin: 0 0 .25rem; } h2 { font-size: 1.1rem; margin: 2rem 0 .5rem; }
+p { margin: .25rem 0; } .soft { color: var(--soft); }
+.headline { font-size: 2.6rem; font-weight: 650; line-height: 1.2; margin-top: 1.25rem; color: var(--one); }
+.charts { display: grid; grid-template-columns: repeat(auto-fit, minmax(19rem, 1fr)); gap: 1rem; }
+figure { margin: 0; padding: 1rem; background: var(--panel); border-radius: .5rem; }
+figcaption { font-weight: 600; margin-bottom: .5rem; }
+svg { display: block; width: 100%; height: auto; font: 12px system-ui, sans-serif; }
+svg text { fill: var(--soft); } svg .value { fill: var(--ink); }
+svg .axis { stroke: var(--line); } .one { fill: var(--one); stroke: var(--one); } .two { fill: var(--two); stroke: var(--two); }
+svg polyline { fill: none; stroke-width: 2; } svg .one text, svg text.one, svg text.two { stroke: none; }
+.scroll { overflow-x: auto; } table { border-collapse: collapse; width: 100%; }
+th, td { padding: .35rem .6rem; text-align: right; border-bottom: 1px solid var(--line); white-space: nowrap; }
+th:first-child, td:first-child { text-align: left; } th { color: var(--soft); font-weight: 500; }
+"""
+
+_WIDTH, _HEIGHT = 360.0, 220.0
+_LEFT, _RIGHT, _TOP, _BOTTOM = 12.0, 12.0, 34.0, 26.0
+"""The plot lies inside these margins, in the SVG's own units."""
+
+
+def render(results: Results) -> str:
+    """The page as HTML.
+
+    Args:
+        results: the contents of `results.json`.
+    """
+    best = results["num_speculative_tokens"]
+    curve = results["k_curve"]
+    first_name, first = next(iter(results["suites"].items()))
+    same = all(suite["identical_to_plain"] for suite in results["suites"].values())
+    differing = ", ".join(name for name, suite in results["suites"].items() if not suite["identical_to_plain"])
+    identity = "Every answer is identical to plain decoding's, token for token." if same else (
+        f"Some answers differ from plain decoding's ({escape(differing)}); results.json lists the first of them."
+    )  # fmt: skip
+    charts = [
+        _figure(
+            f"Speed-up and acceptance length against K ({first_name})",
+            line_chart(
+                list(curve),
+                {
+                    "speed-up": [point["speedup"] for point in curve.values()],
+                    "acceptance length": [point["acceptance_length"] for point in curve.values()],
+                },
+            ),
+        ),
+        _figure(
+            "Drafted tokens accepted, by position",
+            line_chart(
+                [str(position + 1) for position in range(len(_longest(first["at_k"])))],
+                {
+                    name: list(_longest(suite["at_k"])) for name, suite in list(results["suites"].items())[:2]
+                },
+                percent=True,
+            ),
+        ),
+        _figure(
+            "Tokens per second, one prompt at a time",
+            bar_chart(
+                list(results["suites"]),
+                {
+                    "plain": [suite["tokens_per_second"]["plain"] for suite in results["suites"].values()],
+                    "speculative": [suite["tokens_per_second"]["speculative"] for suite in results["suites"].values()],
+                },
+            ),
+        ),
+    ]  # fmt: skip
+    return f"""<!doctype html>
+<html lang="en">
+<head>
+<meta charset="utf-8">
+<meta name="viewport" content="width=device-width, initial-scale=1">
+<title>{escape(results["target"])} with {escape(results["drafter"])}</title>
+<style>{_STYLE}</style>
+</head>
+<body>
+<h1>{escape(results["target"])}</h1>
+<p class="soft">drafted by {escape(results["drafter"])}, {best} speculative tokens, {escape(results["dtype"])}</p>
+<p class="headline">{first["speedup"]:.2f}&times; faster</p>
+<p>than plain decoding on {escape(first_name)}, one prompt at a time:
+{first["tokens_per_second"]["speculative"]:.1f} instead of {first["tokens_per_second"]["plain"]:.1f} tokens a second.
+{identity}</p>
+<h2>Charts</h2>
+<div class="charts">
+{"".join(charts)}
+</div>
+<h2>Suites</h2>
+{_suite_table(results)}
+<p class="soft">Acceptance length: tokens that one step of the target yields, 1 + accepted / drafts. Accepted by position:
+share of all drafts whose first, second, ... token was accepted. Tokens a second include reading the prompt.</p>
+<h2>Numbers of speculative tokens</h2>
+{_curve_table(results)}
+<h2>Measured with</h2>
+{_facts(results)}
+</body>
+</html>
+"""
+
+
+def line_chart(labels: Sequence[str], series: Mapping[str, Sequence[float]], *, percent: bool = False) -> str:
+    """SVG of up to two lines over evenly spaced labels, every point with its value; the axis starts at 0."""
+    top = max((value for values in series.values() for value in values), default=1.0) or 1.0
+    step = (_WIDTH - _LEFT - _RIGHT) / max(len(labels), 1)
+    xs = [_LEFT + step * (index + 0.5) for index in range(len(labels))]
+    parts = [_axis(), *_x_labels(labels, xs), *_legend(series)]
+    for style, (name, values) in zip(("one", "two"), series.items(), strict=False):
+        points = [(x, _y(value, top)) for x, value in zip(xs, values, strict=False)]
+        path = " ".join(f"{x:.1f},{y:.1f}" for x, y in points)
+        parts.append(f'<polyline class="{style}" style="fill:none" points="{path}"/>')
+        for (x, y), value in zip(points, values, strict=False):
+            shown = f"{100 * value:.0f}%" if percent else f"{value:.2f}"
+            # The second line's values stand below it, so that two close lines stay readable.
+            label_y = y - 8 if style == "one" else y + 16
+            parts.append(
+                f'<circle class="{style}" cx="{x:.1f}" cy="{y:.1f}" r="3"><title>{escape(name)} {shown}</title></circle>'
+            )
+            parts.append(f'<text class="value" x="{x:.1f}" y="{label_y:.1f}" text-anchor="middle">{shown}</text>')
+    return _svg(parts, f"{', '.join(series)} over {', '.join(labels)}")
+
+
+def bar_chart(labels: Sequence[str], series: Mapping[str, Sequence[float]]) -> str:
+    """SVG of up to two bars for each label, every bar with its value."""
+    top = max((value for values in series.values() for value in values), default=1.0) or 1.0
+    step = (_WIDTH - _LEFT - _RIGHT) / max(len(labels), 1)
+    xs = [_LEFT + step * (index + 0.5) for index in range(len(labels))]
+    width = min(step * 0.36, 44.0)
+    parts = [_axis(), *_x_labels(labels, xs), *_legend(series)]
+    for side, style, (name, values) in zip((-1, 0), ("one", "two"), series.items(), strict=False):
+        for x, value in zip(xs, values, strict=False):
+            y, left = _y(value, top), x + side * width
+            height = _HEIGHT - _BOTTOM - y
+            parts.append(
+                f'<rect class="{style}" x="{left + 1:.1f}" y="{y:.1f}" width="{width - 2:.1f}" height="{height:.1f}">'
+                f"<title>{escape(name)} {value:.2f}</title></rect>"
+                f'<text class="value" x="{left + width / 2:.1f}" y="{y - 5:.1f}" text-anchor="middle">{value:.1f}</text>'
+            )
+    return _svg(parts, f"{', '.join(series)} for {', '.join(labels)}")
+
+
+def _y(value: float, top: float) -> float:
+    return _HEIGHT - _BOTTOM - (_HEIGHT - _TOP - _BOTTOM - 12) * value / top
+
+
+def _axis() -> str:
+    y = _HEIGHT - _BOTTOM
+    return f'<line class="axis" x1="{_LEFT}" y1="{y}" x2="{_WIDTH - _RIGHT}" y2="{y}"/>'
+
+
+def _x_labels(labels: Sequence[str], xs: Sequence[float]) -> list[str]:
+    y = _HEIGHT - _BOTTOM + 17
+    return [
+        f'<text x="{x:.1f}" y="{y}" text-anchor="middle">{escape(label)}</text>'
+        for label, x in zip(labels, xs, strict=True)
+    ]
+
+
+def _legend(series: Mapping[str, Sequence[float]]) -> list[str]:
+    parts, x = [], _LEFT
+    for style, name in zip(("one", "two"), series, strict=False):
+        parts.append(f'<rect class="{style}" x="{x:.1f}" y="4" width="10" height="10"/>')
+        parts.append(f'<text x="{x + 15:.1f}" y="13">{escape(name)}</text>')
+        x += 30 + 7 * len(name)
+    return parts
+
+
+def _svg(parts: Sequence[str], description: str) -> str:
+    return (
+        f'<svg viewBox="0 0 {_WIDTH:.0f} {_HEIGHT:.0f}" role="img" aria-label="{escape(description, quote=True)}">'
+        + "".join(parts)
+        + "</svg>"
+    )
+
+
+def _figure(caption: str, svg: str) -> str:
+    return f"<figure><figcaption>{escape(caption)}</figcaption>{svg}</figure>\n"
+
+
+def _longest(at_k: Mapping[str, SuiteAtK]) -> list[float]:
+    """Acceptance by position at the largest K measured: the most positions."""
+    return at_k[max(at_k, key=int)]["acceptance_per_position"]
+
+
+def _table(headings: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
+    head = "".join(f"<th>{escape(text)}</th>" for text in headings)
+    body = "".join("<tr>" + "".join(f"<td>{escape(text)}</td>" for text in row) + "</tr>\n" for row in rows)
+    return f'<div class="scroll"><table><thead><tr>{head}</tr></thead>\n<tbody>{body}</tbody></table></div>\n'
+
+
+def _suite_table(results: Results) -> str:
+    rows = []
+    for name, suite in results["suites"].items():
+        for k, at_k in sorted(suite["at_k"].items(), key=lambda item: int(item[0])):
+            chosen = k == str(results["num_speculative_tokens"])
+            ratios = suite["speedup_per_prompt"]
+            rows.append(
+                [
+                    name, k, f"{at_k['acceptance_length']:.3f}",
+                    ", ".join(f"{100 * share:.1f}%" for share in at_k["acceptance_per_position"]),
+                    str(at_k["drafts"]), f"{at_k['prompts_identical']} of {suite['prompts']}",
+                    f"{suite['tokens_per_second']['plain']:.2f}" if chosen else "",
+                    f"{suite['tokens_per_second']['speculative']:.2f}" if chosen else "",
+                    f"{suite['speedup']:.3f} ({ratios['min']:.2f} to {ratios['max']:.2f})" if chosen else "",
+                ]
+            )  # fmt: skip
+    headings = (
+        "suite", "K", "acceptance length", "accepted by position", "drafts", "identical",
+        "plain tok/s", "speculative tok/s", "speed-up (prompts)",
+    )  # fmt: skip
+    return _table(headings, rows)
+
+
+def _curve_table(results: Results) -> str:
+    predicted = results["predicted_acceptance_length"] or {}
+    rows = [
+        [
+            k, f"{point['speedup']:.3f}", f"{point['tokens_per_second']:.2f}", f"{point['acceptance_length']:.3f}",
+            str(point["acceptance_drafts"]), f"{predicted[k]:.3f}" if k in predicted else "",
+        ]
+        for k, point in results["k_curve"].items()
+    ]  # fmt: skip
+    return _table(("K", "speed-up", "tok/s", "acceptance length", "drafts", "predicted acceptance length"), rows)
+
+
+def _facts(results: Results) -> str:
+    machine = results["machine"]
+    rows = [
+        ["processor", f"{machine['processor']}, {machine['cores']} cores"],
+        ["memory", f"{machine['memory_gib']:.1f} GiB"],
+        ["GPU", ", ".join(machine["gpus"]) or "none"],
+        ["system", machine["system"]],
+        *([name, version] for name, version in results["versions"].items()),
+    ]
+    return _table(("", ""), rows)

@@ -1,0 +1,190 @@
+"""The whole evaluation with real vLLM engines, on a tiny random target and a drafter made for it."""
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+import torch
+from pydantic import TypeAdapter
+from safetensors.torch import load_file, save_file
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers
+from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
+
+from draftsmith.errors import DraftsmithError, UserError
+from draftsmith.recipe import Recipe
+from draftsmith.serve import evaluate as evaluate_module
+from draftsmith.serve.engine import EngineConfig, EngineHost
+from draftsmith.serve.evaluate import run_evaluate
+from draftsmith.serve.results import Results
+
+pytestmark = pytest.mark.integration
+
+_HIDDEN, _LAYERS, _HEADS, _VOCAB, _DRAFT_VOCAB = 64, 3, 2, 320, 192
+_TEMPLATE = (
+    "{% for m in messages %}<{{ m['role'] }}>{{ m['content'] }}\n{% endfor %}"
+    "{% if add_generation_prompt %}<assistant>{% endif %}"
+)
+
+
+def _make_target(directory: Path) -> None:
+    """A random Llama with a tokenizer of single bytes."""
+    torch.manual_seed(0)
+    config = LlamaConfig(
+        hidden_size=_HIDDEN, intermediate_size=128, num_hidden_layers=_LAYERS, num_attention_heads=_HEADS,
+        num_key_value_heads=_HEADS, head_dim=32, vocab_size=_VOCAB, max_position_embeddings=512, bos_token_id=None,
+        eos_token_id=256, tie_word_embeddings=False, initializer_range=0.1,
+    )  # fmt: skip
+    LlamaForCausalLM(config).save_pretrained(directory)
+    alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
+    tokenizer = Tokenizer(models.BPE(vocab={letter: i for i, letter in enumerate(alphabet)}, merges=[]))
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    fast = PreTrainedTokenizerFast(tokenizer_object=tokenizer, eos_token="</s>")
+    fast.chat_template = _TEMPLATE
+    fast.save_pretrained(directory)
+
+
+def _make_drafter(directory: Path, target: Path) -> None:
+    """A drafter in vLLM's EAGLE-3 layout that proposes what the target's last state says: right now and then."""
+    directory.mkdir(parents=True)
+    generator = torch.Generator().manual_seed(1)
+    weights = load_file(target / "model.safetensors")
+
+    def random(*shape: int) -> torch.Tensor:
+        return torch.randn(*shape, generator=generator) * 0.1
+
+    first_id = 32  # the draft vocabulary is a window of the target's: an offset that vLLM must add
+    tensors = {
+        "fc.weight": torch.cat([torch.zeros(_HIDDEN, 2 * _HIDDEN), torch.eye(_HIDDEN)], dim=1),
+        "layers.0.input_layernorm.weight": torch.ones(_HIDDEN),
+        "layers.0.hidden_norm.weight": torch.ones(_HIDDEN),
+        "layers.0.post_attention_layernorm.weight": torch.ones(_HIDDEN),
+        "layers.0.self_attn.q_proj.weight": random(_HIDDEN, 2 * _HIDDEN),
+        "layers.0.self_attn.k_proj.weight": random(_HIDDEN, 2 * _HIDDEN),
+        "layers.0.self_attn.v_proj.weight": random(_HIDDEN, 2 * _HIDDEN),
+        "layers.0.self_attn.o_proj.weight": torch.zeros(_HIDDEN, _HIDDEN),
+        "layers.0.mlp.gate_proj.weight": random(128, _HIDDEN),
+        "layers.0.mlp.up_proj.weight": random(128, _HIDDEN),
+        "layers.0.mlp.down_proj.weight": torch.zeros(_HIDDEN, 128),
+        "norm.weight": weights["model.norm.weight"],
+        "lm_head.weight": weights["lm_head.weight"][first_id : first_id + _DRAFT_VOCAB].clone(),
+        "d2t": torch.full((_DRAFT_VOCAB,), first_id, dtype=torch.int64),
+    }
+    save_file(tensors, directory / "model.safetensors")
+    config = {
+        "architectures": ["LlamaForCausalLMEagle3"], "model_type": "llama", "num_hidden_layers": 1,
+        "hidden_size": _HIDDEN, "intermediate_size": 128, "num_attention_heads": _HEADS,
+        "num_key_value_heads": _HEADS, "head_dim": 32, "vocab_size": _VOCAB, "draft_vocab_size": _DRAFT_VOCAB,
+        "max_position_embeddings": 512, "rms_norm_eps": 1e-6, "hidden_act": "silu", "tie_word_embeddings": False,
+        "dtype": "float32", "eagle_config": {"eagle_aux_hidden_state_layer_ids": [1, 2, 3]},
+    }  # fmt: skip
+    (directory / "config.json").write_text(json.dumps(config))
+
+
+def _recipe(folder: Path) -> Recipe:
+    def prompts(name: str, count: int) -> dict[str, str]:
+        rows = [{"id": f"{name}-{n}", "prompt": f"{name} question number {n * n}?"} for n in range(count)]
+        (folder / f"{name}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+        return {"path": str(folder / f"{name}.jsonl")}
+
+    return Recipe.model_validate(
+        {
+            "name": "tiny",
+            "target": {"model": str(folder / "target"), "dtype": "float32"},
+            "engine": {"max_model_len": 256, "kv_cache_gib": 0.3},
+            "extract": {"prompts": prompts("train", 3), "held_out": prompts("held", 5), "max_tokens": 24},
+            "evaluate": {
+                "suites": {"held_out": {"prompts": "held_out"}, "other": {"prompts": prompts("other", 3), "max_tokens": 8}},
+                "k": [1, 2], "acceptance_k": 2, "curve_prompts": 2, "speed_prompts": 2, "speed_tokens": 12, "batch_size": 4,
+            },
+        }
+    )  # fmt: skip
+
+
+def _alive(pid: int) -> bool:
+    """Whether a process runs (a zombie that waits for its parent does not)."""
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
+    except OSError:
+        return False
+
+
+def test_evaluate(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    _make_target(tmp_path / "target")
+    run_dir = tmp_path / "runs" / "tiny"
+    recipe = _recipe(tmp_path)
+    with pytest.raises(UserError, match="no drafter"):
+        run_evaluate(recipe, run_dir)
+    _make_drafter(run_dir / "vllm", tmp_path / "target")
+
+    results = run_evaluate(recipe, run_dir)
+
+    written = json.loads((run_dir / "eval" / "results.json").read_text())
+    assert written == results
+    TypeAdapter(Results).validate_python(written, strict=True)
+    assert set(results["k_curve"]) == {"1", "2"}
+    assert results["num_speculative_tokens"] in (1, 2)
+    for name, prompts in (("held_out", 5), ("other", 3)):
+        suite = results["suites"][name]
+        assert suite["prompts"] == prompts
+        assert suite["identical_to_plain"], suite["differences"]
+        assert suite["at_k"]["2"]["prompts_identical"] == prompts
+        assert suite["at_k"]["2"]["draft_tokens"] == 2 * suite["at_k"]["2"]["drafts"] > 0
+        assert len(suite["at_k"]["2"]["acceptance_per_position"]) == 2
+        assert suite["tokens_per_second"]["speculative"] / suite["tokens_per_second"]["plain"] == suite["speedup"]
+    # This drafter is right now and then; a drafter that vLLM fails to load properly never is.
+    assert results["suites"]["held_out"]["at_k"]["2"]["accepted"] > 0
+    assert "tiny" in (run_dir / "eval" / "report.html").read_text()
+
+    def no_engine(*arguments: object, **named: object) -> None:
+        raise AssertionError("an evaluation that is finished must not start engines")
+
+    monkeypatch.setattr(evaluate_module, "start_engines", no_engine)
+    assert run_evaluate(recipe, run_dir) == results
+
+    # An engine that cannot start says why, from its log.
+    missing = EngineConfig(name="plain", target=str(tmp_path / "nothing"), dtype="float32", engine=recipe.engine)
+    with (
+        pytest.raises(DraftsmithError, match="engine `plain` failed while starting"),
+        EngineHost(missing, tmp_path) as host,
+    ):
+        host.start().wait_ready()
+
+
+_PARENT = """
+import sys
+from pathlib import Path
+from draftsmith.recipe import Engine
+from draftsmith.serve.engine import EngineConfig, EngineHost
+
+if __name__ == "__main__":
+    target, logs = sys.argv[1:]
+    config = EngineConfig(name="plain", target=target, dtype="float32", engine=Engine(max_model_len=512, kv_cache_gib=0.1))
+    host = EngineHost(config, Path(logs)).start().wait_ready()
+    print(host._process.pid, flush=True)
+    while True:
+        host.generate([[n] * 8 for n in range(32)], max_tokens=400)
+"""
+
+
+def test_a_killed_parent_leaves_no_engine(tmp_path: Path) -> None:
+    _make_target(tmp_path / "target")
+    (tmp_path / "parent.py").write_text(_PARENT)
+    parent = subprocess.Popen(
+        [sys.executable, str(tmp_path / "parent.py"), str(tmp_path / "target"), str(tmp_path)],
+        stdout=subprocess.PIPE, text=True,
+    )  # fmt: skip
+    assert parent.stdout is not None
+    engine = int(parent.stdout.readline())
+    assert _alive(engine)
+    os.kill(parent.pid, signal.SIGKILL)
+    parent.wait()
+    deadline = time.monotonic() + 20
+    while _alive(engine) and time.monotonic() < deadline:
+        time.sleep(0.1)
+    assert not _alive(engine)

@@ -1,0 +1,218 @@
+"""Prompts: layouts, drawing, and that training and held-out stay apart."""
+
+import gzip
+import json
+from pathlib import Path
+
+import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from draftsmith.errors import UserError
+from draftsmith.prompts import Prompt, load_prompts, training_and_held_out, without_overlap
+from draftsmith.recipe import Extract, Prompts
+
+SHIPPED = Path(__file__).parents[2] / "recipes" / "prompts"
+
+
+def prompt(text: str, id: str = "x") -> Prompt:
+    return Prompt(id, [{"role": "user", "content": text}])
+
+
+def write(path: Path, rows: list) -> Path:
+    path.write_text("\n".join(json.dumps(row) for row in rows) + "\n")
+    return path
+
+
+def texts(path: Path, **options) -> list[str]:
+    return [prompt.text for prompt in load_prompts(Prompts(path=str(path), **options))]
+
+
+# ---- layouts ----
+
+
+def test_lines_with_prompt_or_messages(tmp_path):
+    conversation = [
+        {"role": "system", "content": "Be brief."},
+        {"role": "user", "content": "Hello\u2028there"},
+        {"role": "assistant", "content": "Hi."},
+        {"role": "user", "content": "More"},
+    ]
+    path = write(tmp_path / "p.jsonl", [{"prompt": "Why?", "id": 7, "category": "x"}, {"messages": conversation}])
+    first, second = load_prompts(Prompts(path=str(path)))
+    assert first == Prompt("7", [{"role": "user", "content": "Why?"}])
+    assert second == Prompt("00002", conversation[:2])
+    assert second.text == "Hello\u2028there"
+
+
+def sharegpt(id: str, *turns: str) -> dict:
+    speakers = ("human", "gpt")
+    return {"id": id, "conversations": [{"from": speakers[i % 2], "value": turn} for i, turn in enumerate(turns)]}
+
+
+def test_a_sample_id_is_the_conversations_own():
+    known = prompt("Why?").sample_id
+    assert known == 136694256616538024
+    assert prompt("Why?", id="other").sample_id == known
+    assert prompt("Why not?").sample_id != known
+    assert 0 <= known < 2**63
+
+
+def test_sharegpt_cut_off_in_the_middle(tmp_path):
+    rows = [
+        sharegpt("a_0", "First?", "Yes."),
+        sharegpt("a_9", "and then?"),  # a later piece of a_0
+        {"id": "b_0", "conversations": [{"from": "gpt", "value": "answer without its question"}]},
+        {"id": "c_0", "conversations": []},
+        sharegpt("d", "Second?"),
+        sharegpt("d", "Second?"),
+        sharegpt("e_0", "never complete"),
+    ]
+    text = json.dumps(rows, indent=2)
+    path = tmp_path / "s.json"
+    path.write_text(text[: text.index("never")])
+    assert texts(path) == ["First?", "Second?"]
+    path.write_text(text)
+    assert texts(path) == ["First?", "Second?", "never complete"]
+
+
+def test_mt_bench_takes_first_turns(tmp_path):
+    path = write(tmp_path / "q.jsonl", [{"question_id": 81, "category": "writing", "turns": ["One", "Two"]}])
+    (only,) = load_prompts(Prompts(path=str(path)))
+    assert (only.id, only.text) == ("81", "One")
+
+
+def test_humaneval_asks_for_the_function(tmp_path):
+    row = {"task_id": "HumanEval/0", "prompt": "\ndef f(x):\n    pass\n", "entry_point": "f", "test": ""}
+    path = tmp_path / "h.jsonl.gz"
+    path.write_bytes(gzip.compress(json.dumps(row).encode()))
+    (text,) = texts(path)
+    assert "```python\ndef f(x):\n    pass\n```" in text
+    assert not text.startswith("def")
+
+
+def test_gsm8k_in_both_spellings(tmp_path):
+    assert texts(write(tmp_path / "a.jsonl", [{"id": "g", "source": "gsm8k", "prompt": "2+2?"}])) == ["2+2?"]
+    assert texts(write(tmp_path / "b.jsonl", [{"question": "2+2?", "answer": "4"}])) == ["2+2?"]
+
+
+@pytest.mark.parametrize(
+    ("line", "message"),
+    [
+        ("{", "line 3: not JSON"),
+        ("[1]", "line 3: a row must be a JSON object"),
+        ('{"text": "x"}', "line 3: not a row of the format `jsonl`: no 'prompt'"),
+        ('{"prompt": 3}', "line 3: .*not empty"),
+        ('{"prompt": " "}', "line 3: .*not empty"),
+        ('{"prompt": "x", "id": "00001"}', "line 3: the id '00001' is there twice"),
+        ('{"messages": []}', "line 3: .*no message has the role `user`"),
+        ('{"messages": [{"role": "robot", "content": "x"}]}', "line 3: .*unknown role 'robot'"),
+        ('{"messages": "hello"}', "line 3: not a row"),
+    ],
+)
+def test_a_bad_row_is_named_by_its_line(tmp_path, line, message):
+    path = tmp_path / "p.jsonl"
+    path.write_text('{"prompt": "good"}\n\n' + line + "\n")
+    with pytest.raises(UserError, match=message):
+        load_prompts(Prompts(path=str(path)))
+
+
+def test_nothing_to_ask_is_an_error(tmp_path):
+    path = tmp_path / "p.jsonl"
+    path.write_text("\n")
+    with pytest.raises(UserError, match="holds no prompts"):
+        load_prompts(Prompts(path=str(path)))
+    write(path, [{"prompt": "too long"}])
+    with pytest.raises(UserError, match="max_chars"):
+        load_prompts(Prompts(path=str(path), max_chars=3))
+    path.write_bytes(b"\xff\xfe")
+    with pytest.raises(UserError, match="Cannot read"):
+        load_prompts(Prompts(path=str(path)))
+
+
+# ---- drawing ----
+
+
+def test_the_draw_depends_on_the_seed_alone_and_keeps_the_order(tmp_path):
+    path = write(tmp_path / "p.jsonl", [{"prompt": f"number {i:03d}"} for i in range(100)])
+    drawn = texts(path, limit=10)
+    assert drawn == texts(path, limit=10) == sorted(drawn)
+    assert drawn != texts(path, limit=10, seed=1)
+    assert len(texts(path, limit=1000)) == 100
+
+
+def test_long_prompts_are_left_out_before_the_draw(tmp_path):
+    path = write(tmp_path / "p.jsonl", [{"prompt": "x" * i} for i in range(1, 21)])
+    assert all(len(text) <= 10 for text in texts(path, max_chars=10))
+    assert len(texts(path, max_chars=10, limit=10)) == 10
+
+
+# ---- apart ----
+
+short_texts = st.lists(st.text(alphabet="aAbB \n", min_size=1, max_size=4).filter(str.strip), min_size=1, max_size=40)
+
+
+def same(a: str, b: str) -> bool:
+    a, b = " ".join(a.casefold().split()), " ".join(b.casefold().split())
+    return a[:80] == b[:80]
+
+
+@settings(suppress_health_check=[HealthCheck.function_scoped_fixture], deadline=None, max_examples=50)
+@given(training=short_texts, held_out=short_texts)
+def test_training_and_held_out_never_meet(tmp_path, training, held_out):
+    files = {
+        name: Prompts(path=str(write(tmp_path / f"{name}.jsonl", [{"prompt": text} for text in rows])))
+        for name, rows in (("training", training), ("held", held_out))
+    }
+    wanted = [text for text in training if not any(same(text, other) for other in held_out)]
+    extract = Extract(prompts=files["training"], held_out=files["held"])
+    if not wanted:
+        with pytest.raises(UserError, match="No training prompts are left"):
+            training_and_held_out(extract)
+        return
+    kept, held = training_and_held_out(extract)
+    for group, source in ((kept, wanted), (held, held_out)):
+        assert all(not same(a.text, b.text) for a in group for b in group if a is not b)
+        assert all(any(same(text, p.text) for p in group) for text in source)
+    assert all(not same(a.text, b.text) for a in kept for b in held)
+
+
+def test_a_held_out_share_stays_held_out_when_prompts_are_added(tmp_path):
+    rows = [{"prompt": f"question number {i}"} for i in range(400)]
+    few = Extract(prompts=Prompts(path=str(write(tmp_path / "few.jsonl", rows[:200]))), held_out_fraction=0.1)
+    many = Extract(prompts=Prompts(path=str(write(tmp_path / "many.jsonl", rows))), held_out_fraction=0.1)
+    training, held_out = training_and_held_out(few)
+    assert len(training) + len(held_out) == 200
+    assert 5 < len(held_out) < 40
+    _, more_held_out = training_and_held_out(many)
+    assert {p.text for p in held_out} <= {p.text for p in more_held_out}
+
+
+def test_a_share_that_holds_nothing_out_is_an_error(tmp_path):
+    path = write(tmp_path / "p.jsonl", [{"prompt": "one"}])
+    with pytest.raises(UserError, match="holds none out"):
+        training_and_held_out(Extract(prompts=Prompts(path=str(path)), held_out_fraction=1e-9))
+    training, held_out = training_and_held_out(Extract(prompts=Prompts(path=str(path)), held_out_fraction=0))
+    assert (len(training), held_out) == (1, [])
+
+
+def test_overlap_is_equal_text_or_an_equal_beginning():
+    start = "word " * 20  # 100 characters
+    assert without_overlap([prompt("Hello  WORLD")], [prompt("hello\nworld")]) == []
+    assert without_overlap([prompt(start + "one")], [prompt(start + "two")]) == []
+    assert len(without_overlap([prompt("hello")], [prompt("hello world")])) == 1
+    assert len(without_overlap([prompt(start + "one")], [])) == 1
+
+
+def test_the_shipped_prompts_are_balanced_and_apart():
+    rows = {}
+    for name in ("train", "heldout"):
+        path = SHIPPED / f"demo-{name}.jsonl"
+        rows[name] = [json.loads(line) for line in path.read_text().splitlines()]
+        prompts = load_prompts(Prompts(path=str(path)))
+        assert len({p.text for p in prompts}) == len(rows[name])
+        categories = {row["category"] for row in rows[name]}
+        assert {row["category"] for row in rows[name][: len(categories)]} == categories
+    held_out = load_prompts(Prompts(path=str(SHIPPED / "demo-heldout.jsonl")))
+    training = load_prompts(Prompts(path=str(SHIPPED / "demo-train.jsonl")))
+    assert without_overlap(training, held_out) == training

@@ -1,0 +1,158 @@
+"""Recipes: what is refused and how it is said, overrides, and that every recipe shipped parses without torch."""
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import yaml
+
+from draftsmith.errors import UserError
+from draftsmith.recipe import FileSource, Recipe, digest, load_recipe
+
+RECIPES = Path(__file__).parents[2] / "recipes"
+MINIMAL = {"name": "tiny", "target": {"model": "owner/name"}, "extract": {"prompts": {"path": "prompts.jsonl"}}}
+
+
+def write(folder: Path, recipe: object) -> Path:
+    path = folder / "recipe.yaml"
+    path.write_text(yaml.safe_dump(recipe))
+    return path
+
+
+def with_key(key: str, value: object) -> dict:
+    recipe = yaml.safe_load(yaml.safe_dump(MINIMAL))
+    node = recipe
+    *parents, leaf = key.split(".")
+    for parent in parents:
+        node = node.setdefault(parent, {})
+    node[leaf] = value
+    return recipe
+
+
+@pytest.mark.parametrize("path", sorted(RECIPES.glob("*.yaml")), ids=lambda path: path.name)
+def test_every_recipe_parses_and_carries_its_command(path):
+    assert load_recipe(path).name
+    assert f"draftsmith run recipes/{path.name}" in path.read_text().split("\nname:")[0]
+
+
+def test_recipes_and_errors_need_neither_torch_nor_vllm():
+    code = (
+        "import sys; from draftsmith.recipe import load_recipe; import draftsmith.errors\n"
+        f"load_recipe({str(RECIPES / 'demo.yaml')!r})\n"
+        "sys.exit(bool({'torch', 'vllm', 'transformers', 'accelerate'} & set(sys.modules)))"
+    )
+    subprocess.run([sys.executable, "-c", code], check=True)
+
+
+def test_a_minimal_recipe_has_defaults(tmp_path):
+    recipe = load_recipe(write(tmp_path, MINIMAL))
+    assert recipe.train.drafter.kind == "eagle3"
+    assert recipe.evaluate.k == (1, 2, 3, 4)
+    assert recipe.evaluate.suites["held_out"].prompts == "held_out"
+
+
+@pytest.mark.parametrize(
+    ("key", "suggestion"),
+    [
+        ("tarain", "train"),
+        ("target.modle", "model"),
+        ("train.epoch", "epochs"),
+        ("train.drafter.draft_vocab", "draft_vocab_size"),
+        ("extract.prompts.limits", "limit"),
+        ("extract.held_out.fromat", "format"),
+        ("engine.kv_cache_gb", "kv_cache_gib"),
+        ("evaluate.suites.mine.max_token", "max_tokens"),
+        ("evaluate.suites.mine.prompts.sha", "sha256"),
+    ],
+)
+def test_an_unknown_key_names_the_nearest_known_one(tmp_path, key, suggestion):
+    with pytest.raises(UserError) as caught:
+        load_recipe(write(tmp_path, with_key(key, 1)))
+    assert f"did you mean `{suggestion}`?" in str(caught.value)
+    assert caught.value.exit_status == 2
+
+
+def test_an_unknown_key_with_nothing_near_lists_what_is_known(tmp_path):
+    with pytest.raises(UserError, match=r"unknown key `convert\.zzzzzz` \(known keys: dtype\)"):
+        load_recipe(write(tmp_path, with_key("convert.zzzzzz", 1)))
+
+
+@pytest.mark.parametrize(
+    ("key", "value", "message"),
+    [
+        ("name", "../elsewhere", "`name`"),
+        ("train.epochs", 0, "`train.epochs`"),
+        ("train.drafter.kind", "eagle9", "`train.drafter.kind`"),
+        ("target.gguf", {"path": "x.gguf"}, "not both"),
+        ("extract.prompts", {"path": "a", "package": "b==1"}, "not both"),
+        ("extract.prompts", {}, "either `path` or `package`"),
+        ("extract.prompts", {"package": "b", "file": "f", "sha256": "0" * 64}, "pin a version"),
+        ("extract.prompts", {"package": "--pre==1", "file": "f", "sha256": "0" * 64}, "pin a version"),
+        ("extract.prompts", {"package": "b==1", "file": "f"}, "sha256"),
+        ("extract.prompts", {"package": "b==1", "file": "f", "sha256": "abc"}, "sha256"),
+        ("evaluate.only", ["mt"], "not a suite; suites: held_out"),
+    ],
+)
+def test_a_wrong_value_is_named(tmp_path, key, value, message):
+    with pytest.raises(UserError) as caught:
+        load_recipe(write(tmp_path, with_key(key, value)))
+    assert message in str(caught.value)
+
+
+def test_missing_section_missing_file_and_broken_yaml(tmp_path):
+    with pytest.raises(UserError, match="`extract` is missing"):
+        load_recipe(write(tmp_path, {"name": "x", "target": {"model": "a/b"}}))
+    with pytest.raises(UserError, match=r"Did you mean .*recipe\.yaml\?"):
+        load_recipe(tmp_path / "recipes.yaml")
+    (tmp_path / "broken.yaml").write_text("name: [")
+    with pytest.raises(UserError, match="not valid YAML"):
+        load_recipe(tmp_path / "broken.yaml")
+    (tmp_path / "list.yaml").write_text("- 1")
+    with pytest.raises(UserError, match="must be a YAML mapping"):
+        load_recipe(tmp_path / "list.yaml")
+
+
+def test_overrides_reach_every_depth_and_are_yaml(tmp_path):
+    overrides = ["name=other", "train.epochs=0.5", "train.drafter.draft_vocab_size=null", "evaluate.k=[2, 3]"]
+    recipe = load_recipe(write(tmp_path, MINIMAL), overrides)
+    assert recipe.name == "other"
+    assert recipe.train.epochs == 0.5
+    assert recipe.train.drafter.draft_vocab_size is None
+    assert recipe.evaluate.k == (2, 3)
+
+
+@pytest.mark.parametrize(
+    ("override", "message"),
+    [
+        ("train.epochs", "is not an override"),
+        ("=3", "is not an override"),
+        ("train.epochs=[", "not valid YAML"),
+        ("name.first=x", "is a single value"),
+        ("train.epoch=2", "did you mean `epochs`"),
+    ],
+)
+def test_a_wrong_override_is_refused(tmp_path, override, message):
+    with pytest.raises(UserError) as caught:
+        load_recipe(write(tmp_path, MINIMAL), [override])
+    assert message in str(caught.value)
+
+
+def test_paths_are_relative_to_the_recipe_and_hub_ids_are_left_alone(tmp_path):
+    recipe = load_recipe(write(tmp_path, MINIMAL))
+    assert recipe.extract.prompts.path == str(tmp_path.resolve() / "prompts.jsonl")
+    assert recipe.target.model == "owner/name"
+    local = load_recipe(write(tmp_path, with_key("target.model", "./model")))
+    assert local.target.model == str(tmp_path.resolve() / "model")
+
+
+def test_digest_ignores_the_order_of_keys_and_sees_every_value():
+    assert digest({"a": 1, "b": 2}) == digest({"b": 2, "a": 1})
+    assert digest({"a": 1}) != digest({"a": 1.5})
+
+
+def test_sections_cannot_be_changed():
+    recipe = Recipe.model_validate(MINIMAL)
+    with pytest.raises(ValueError, match="frozen"):
+        recipe.name = "other"
+    assert FileSource(path="x").package is None

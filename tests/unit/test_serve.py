@@ -1,0 +1,302 @@
+"""Evaluation's own arithmetic, its report, and what happens when an engine dies. No vLLM."""
+
+import json
+import multiprocessing
+import os
+import re
+import shlex
+import time
+from html.parser import HTMLParser
+from pathlib import Path
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from draftsmith import recipe, vllm_env
+from draftsmith.errors import DraftsmithError, UserError
+from draftsmith.serve import engine as engine_module
+from draftsmith.serve import report, results, server
+from draftsmith.serve.engine import Counters, EngineConfig, EngineHost, Generated
+from draftsmith.serve.speculation import speculative_config
+
+# --- results from counters ---
+
+
+def test_acceptance_from_a_difference_of_counters() -> None:
+    before = Counters(drafts=10, draft_tokens=30, accepted=4, accepted_per_position=(3, 1, 0))
+    after = Counters(drafts=110, draft_tokens=330, accepted=84, accepted_per_position=(53, 26, 5))
+    found = results.acceptance(after - before)
+    assert found["acceptance_length"] == 1.8
+    assert found["acceptance_per_position"] == [0.5, 0.25, 0.05]
+    assert found["acceptance_per_position_conditional"] == [0.5, 0.5, 0.2]
+    assert (found["drafts"], found["draft_tokens"], found["accepted"]) == (100, 300, 80)
+
+
+def test_first_counters_may_have_no_positions_yet() -> None:
+    assert (Counters(5, 5, 2, (2,)) - Counters()).accepted_per_position == (2,)
+
+
+def test_nothing_drafted_is_plain_decoding() -> None:
+    assert results.acceptance(Counters())["acceptance_length"] == 1.0
+
+
+@given(st.integers(1, 1000), st.lists(st.floats(0, 1), min_size=1, max_size=6))
+def test_per_position_shares_add_up_to_the_acceptance_length(drafts: int, shares: list[float]) -> None:
+    counts: list[int] = []
+    for share in shares:
+        counts.append(int((counts[-1] if counts else drafts) * share))
+    found = results.acceptance(Counters(drafts, drafts * len(counts), sum(counts), tuple(counts)))
+    assert found["acceptance_length"] == pytest.approx(1 + sum(found["acceptance_per_position"]))
+    product = 1.0
+    for whole, conditional in zip(
+        found["acceptance_per_position"], found["acceptance_per_position_conditional"], strict=True
+    ):
+        product *= conditional
+        assert product == pytest.approx(whole)
+
+
+def test_differences_name_the_first_differing_token() -> None:
+    plain = [Generated([1, 2, 3], "stop"), Generated([4, 5], "length"), Generated([6, 7, 8], "stop")]
+    other = [Generated([1, 2, 3], "stop"), Generated([4, 9], "length"), Generated([6, 7], "stop")]
+    assert results.differences(["a", "b", "c"], plain, other, k=3) == [
+        {"prompt": "b", "position": 1, "num_speculative_tokens": 3},
+        {"prompt": "c", "position": 2, "num_speculative_tokens": 3},
+    ]
+
+
+def _point(speedup: float) -> results.CurvePoint:
+    return {"acceptance_length": 1.5, "acceptance_drafts": 100, "speedup": speedup, "tokens_per_second": 10 * speedup}
+
+
+def test_the_fastest_k_wins_and_the_smaller_of_equals() -> None:
+    assert results.fastest({1: _point(1.1), 2: _point(1.3), 3: _point(1.2)}) == 2
+    assert results.fastest({4: _point(1.2), 2: _point(1.2)}) == 2
+
+
+# --- report ---
+
+
+def _results(target: str = "a target") -> results.Results:
+    at_k: dict[str, results.SuiteAtK] = {}
+    for k, counters in (("2", Counters(100, 200, 70, (50, 20))), ("3", Counters(90, 270, 81, (45, 27, 9)))):
+        at_k[k] = {**results.acceptance(counters), "prompts_identical": 5, "seconds": 12.5}
+    suite: results.Suite = {
+        **results.acceptance(Counters(100, 200, 70, (50, 20))),
+        "prompts": 5,
+        "max_tokens": 64,
+        "tokens_per_second": {"plain": 11.25, "speculative": 14.5},
+        "speedup": 1.2889,
+        "speedup_per_prompt": {"min": 1.01, "median": 1.28, "max": 1.52},
+        "timed_prompts": 4,
+        "timed_prompts_unseen": True,
+        "identical_to_plain": True,
+        "differences": [],
+        "at_k": at_k,
+        "plain_seconds": 20.0,
+    }
+    return {
+        "target": target,
+        "drafter": "LlamaForCausalLMEagle3 (demo)",
+        "num_speculative_tokens": 2,
+        "suites": {"held_out": suite, "<b>mt</b>": suite},
+        "k_curve": {"1": _point(1.1), "2": _point(1.3), "3": _point(1.2)},
+        "predicted_acceptance_length": {"2": 1.678, "3": 1.9},
+        "dtype": "float32",
+        "versions": {"vllm": "0.32.0"},
+        "machine": {"processor": "P", "cores": 2, "memory_gib": 8.0, "gpus": [], "system": "Linux"},
+    }
+
+
+class _Page(HTMLParser):
+    """Text, tags and addresses of a page; checks that tags close in order."""
+
+    def __init__(self, html: str) -> None:
+        super().__init__()
+        self.text: list[str] = []
+        self.tags: list[str] = []
+        self.open: list[str] = []
+        self.feed(html)
+
+    def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
+        self.tags.append(tag)
+        assert not {"src", "href"} & {name for name, _ in attrs}, "the page must load nothing"
+        if tag not in ("meta",):
+            self.open.append(tag)
+
+    def handle_startendtag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
+        self.tags.append(tag)
+
+    def handle_endtag(self, tag: str) -> None:
+        assert self.open.pop() == tag
+
+    def handle_data(self, data: str) -> None:
+        self.text.append(data)
+
+
+def test_report_shows_the_figures_and_loads_nothing() -> None:
+    html = report.render(_results())
+    page = _Page(html)
+    assert page.open == []
+    assert page.tags.count("svg") == 3
+    text = "\n".join(page.text)
+    for figure in ("1.29", "14.5", "11.2", "1.700", "50.0%, 20.0%", "1.900", "1.678", "5 of 5", "0.32.0"):
+        assert figure in text, figure
+    assert "identical" in text
+    assert not re.search(r"https?://|@import|url\(", html)
+    assert "prefers-color-scheme: dark" in html
+
+
+def test_report_escapes_what_it_did_not_write() -> None:
+    html = report.render(_results(target='</title><script>alert("1")</script>'))
+    assert "<script" not in html
+    assert "<b>" not in html
+    assert '</title><script>alert("1")</script>' in "".join(_Page(html).text)
+
+
+def test_report_says_where_answers_differ() -> None:
+    found = _results()
+    found["suites"]["held_out"]["identical_to_plain"] = False
+    assert "Some answers differ" in report.render(found)
+
+
+def test_chart_heights_are_proportional_to_values() -> None:
+    svg = report.bar_chart(["x"], {"plain": [10.0], "speculative": [20.0]})
+    heights = [float(h) for h in re.findall(r'height="([\d.]+)"><title>', svg)]
+    assert heights[1] == pytest.approx(2 * heights[0], abs=0.2)
+
+
+# --- environment and configuration ---
+
+
+def test_memory_is_shared_and_not_rounded_to_whole_gib(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(vllm_env, "is_cpu", lambda: True)
+    assert vllm_env.memory_arguments(recipe.Engine(kv_cache_gib=1.5), share=0.5) == {"kv_cache_memory_bytes": 3 * 2**28}
+    monkeypatch.setattr(vllm_env, "is_cpu", lambda: False)
+    assert vllm_env.memory_arguments(recipe.Engine(), share=0.5) == {"gpu_memory_utilization": 0.425}
+
+
+def test_environment_keeps_a_preload_that_the_user_chose(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    (tmp_path / "lib").mkdir()
+    (tmp_path / "lib" / "libiomp5.so").touch()
+    monkeypatch.setattr("sys.prefix", str(tmp_path))
+    monkeypatch.setenv("LD_PRELOAD", "libmine.so")
+    assert vllm_env.openmp_environment()["LD_PRELOAD"] == f"{tmp_path}/lib/libiomp5.so:libmine.so"
+    monkeypatch.setenv("LD_PRELOAD", "/other/libiomp5.so")
+    assert "LD_PRELOAD" not in vllm_env.openmp_environment()
+
+
+def test_engines_differ_in_speculation_only() -> None:
+    plain = EngineConfig(name="plain", target="t", dtype="float32", engine=recipe.Engine())
+    speculative = EngineConfig(
+        name="k2", target="t", dtype="float32", engine=recipe.Engine(), speculative={"method": "eagle3"}
+    )
+    arguments = speculative.arguments()
+    assert arguments.pop("speculative_config") == {"method": "eagle3"}
+    assert arguments == plain.arguments()
+    assert arguments["enable_prefix_caching"] is False
+
+
+def test_a_drafter_of_another_kind_is_refused(tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text(json.dumps({"architectures": ["LlamaForCausalLM"]}))
+    with pytest.raises(UserError, match="LlamaForCausalLM"):
+        speculative_config(tmp_path, 3)
+    with pytest.raises(UserError, match=r"config\.json"):
+        speculative_config(tmp_path / "nothing", 3)
+
+
+# --- server ---
+
+
+def _recipe() -> recipe.Recipe:
+    return recipe.Recipe.model_validate(
+        {"name": "r", "target": {"model": "owner/name"}, "extract": {"prompts": {"path": "p.jsonl"}}}
+    )
+
+
+def test_the_server_takes_the_k_that_evaluation_chose(tmp_path: Path) -> None:
+    assert server.chosen_k(_recipe(), tmp_path) == 3  # acceptance_k
+    (tmp_path / "eval").mkdir()
+    (tmp_path / "eval" / "results.json").write_text('{"num_speculative_tokens": 2}')
+    assert server.chosen_k(_recipe(), tmp_path) == 2
+    (tmp_path / "eval" / "results.json").write_text("[]")
+    with pytest.raises(UserError):
+        server.chosen_k(_recipe(), tmp_path)
+
+
+def test_server_command_and_curl_quote_what_they_are_given() -> None:
+    command = server.server_command(_recipe(), Path("/t"), {"method": "eagle3"}, name="n", host="127.0.0.1", port=1)
+    assert json.loads(command[command.index("--speculative-config") + 1]) == {"method": "eagle3"}
+    body = json.loads(shlex.split(server.curl_command("http://x", "it's"))[-1])
+    assert body["model"] == "it's"
+
+
+# --- engine host ---
+
+
+@pytest.fixture
+def fake_child(monkeypatch: pytest.MonkeyPatch):
+    """Puts a function in the place of the engine's process, so that only the parent's side is under test."""
+
+    def use(child):
+        monkeypatch.setattr(engine_module, "_context", lambda: multiprocessing.get_context("fork"))
+        monkeypatch.setattr(engine_module, "_child", child)
+
+    return use
+
+
+_CONFIG = EngineConfig(name="plain", target="t", dtype="float32", engine=recipe.Engine())
+
+
+def test_an_engine_that_dies_shows_the_end_of_its_log(fake_child, tmp_path: Path) -> None:
+    def child(pipe, arguments, log):
+        pipe.send(("ok", None))
+        pipe.recv()
+        Path(log).write_text("".join(f"line {n}\n" for n in range(100)) + "the reason\n")
+        os._exit(7)
+
+    fake_child(child)
+    host = EngineHost(_CONFIG, tmp_path).start().wait_ready()
+    with pytest.raises(DraftsmithError) as error:
+        host.generate([[1]], max_tokens=1)
+    assert error.value.exit_status == 1
+    assert "status 7" in str(error.value)
+    assert str(error.value).endswith("the reason")
+    assert "line 1\n" not in str(error.value)
+    with pytest.raises(DraftsmithError, match="not running"):
+        host.generate([[1]], max_tokens=1)
+
+
+def test_an_engine_that_reports_an_error_is_ended(fake_child, tmp_path: Path) -> None:
+    def child(pipe, arguments, log):
+        pipe.send(("error", "ValueError: no such model"))
+        time.sleep(60)
+
+    fake_child(child)
+    host = EngineHost(_CONFIG, tmp_path).start()
+    process = host._process
+    with pytest.raises(DraftsmithError, match="while starting: ValueError: no such model"):
+        host.wait_ready()
+    assert process is not None
+    assert not process.is_alive()
+
+
+def test_one_failing_engine_ends_the_others(fake_child, tmp_path: Path) -> None:
+    pids = tmp_path / "pids"
+
+    def child(pipe, arguments, log):
+        with pids.open("a") as file:
+            file.write(f"{os.getpid()}\n")
+        if "speculative_config" in arguments:
+            os._exit(1)
+        pipe.send(("ok", None))
+        time.sleep(60)
+
+    fake_child(child)
+    second = EngineConfig(name="k1", target="t", dtype="float32", engine=recipe.Engine(), speculative={"k": 1})
+    started = time.monotonic()
+    with pytest.raises(DraftsmithError, match="`k1`"):
+        engine_module.start_engines([_CONFIG, second], tmp_path)
+    assert time.monotonic() - started < 30
+    for pid in pids.read_text().split():
+        assert not Path(f"/proc/{pid}").exists()

@@ -1,0 +1,63 @@
+"""Stage directories: finished, unfinished, somebody else's."""
+
+import time
+
+import pytest
+
+from draftsmith import stage
+from draftsmith.errors import UserError
+
+
+def finish(directory, inputs="abc"):
+    stage.finish(directory, stage="extract", inputs=inputs, recipe={}, figures={"tokens": 3}, started=time.time())
+
+
+def test_finished_only_for_the_same_inputs(tmp_path):
+    directory = tmp_path / "store"
+    assert not stage.finished(directory, "abc")
+    stage.claim(directory, fresh=False)
+    assert not stage.finished(directory, "abc")
+    finish(directory)
+    assert stage.finished(directory, "abc")
+    assert not stage.finished(directory, "other")
+    record = stage.read(directory)
+    assert record["figures"] == {"tokens": 3}
+    assert record["versions"]["draftsmith"]
+
+
+def test_claiming_unfinishes_and_keeps_or_clears(tmp_path):
+    directory = tmp_path / "store"
+    stage.claim(directory, fresh=False)
+    (directory / "shard").write_text("x")
+    finish(directory)
+    stage.claim(directory, fresh=False)
+    assert stage.read(directory) is None
+    assert (directory / "shard").exists()
+    stage.claim(directory, fresh=True)
+    assert not (directory / "shard").exists()
+
+
+def test_a_directory_of_somebody_else_is_left_alone(tmp_path):
+    (tmp_path / "thesis.txt").write_text("mine")
+    for fresh in (False, True):
+        with pytest.raises(UserError, match="not made by Draftsmith"):
+            stage.claim(tmp_path, fresh=fresh)
+    assert (tmp_path / "thesis.txt").read_text() == "mine"
+    with pytest.raises(UserError, match="is a file"):
+        stage.claim(tmp_path / "thesis.txt", fresh=False)
+
+
+@pytest.mark.parametrize("text", ["{", "[]", "{}", '{"inputs": 1, "figures": {}}', '{"inputs": "a", "figures": 0}'])
+def test_a_foreign_stage_record_is_refused(tmp_path, text):
+    (tmp_path / stage.MARKER).write_text(text)
+    with pytest.raises(UserError, match="is not a stage record"):
+        stage.read(tmp_path)
+
+
+def test_writing_replaces_in_one_step(tmp_path):
+    path = tmp_path / "a.json"
+    stage.write_json(path, {"a": 1})
+    stage.write_json(path, {"a": 2})
+    assert path.read_text() == '{\n  "a": 2\n}\n'
+    assert [file.name for file in tmp_path.iterdir()] == ["a.json"]
+    assert stage.sha256_of(path) == "c34a422b9e2e50de25cd966dc034dff66d56e60ce9a4fe18e554580455cdd1c6"

@@ -1,0 +1,179 @@
+"""Targets: tiny random models saved here, whole and sharded, tied and untied."""
+
+import json
+import shutil
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from tokenizers import Tokenizer, models
+from transformers import LlamaConfig, LlamaForCausalLM
+
+from draftsmith import target
+from draftsmith.errors import UserError
+from draftsmith.recipe import FileSource, Target
+
+LAYERS, HIDDEN, VOCAB = 3, 16, 50
+
+
+def save_model(folder, *, tied=False, max_shard_size="1GB", seed=0):
+    """A random Llama with a tokenizer beside it; returns its state dict."""
+    torch.manual_seed(seed)
+    config = LlamaConfig(
+        num_hidden_layers=LAYERS, hidden_size=HIDDEN, intermediate_size=24, vocab_size=VOCAB,
+        num_attention_heads=4, num_key_value_heads=2, tie_word_embeddings=tied,
+    )  # fmt: skip
+    model = LlamaForCausalLM(config)
+    with torch.no_grad():
+        model.model.norm.weight.uniform_(0.5, 1.5)
+    model.save_pretrained(folder, max_shard_size=max_shard_size)
+    Tokenizer(models.WordLevel({"a": 0, "b": 1}, unk_token="a")).save(str(folder / "tokenizer.json"))
+    (folder / "tokenizer_config.json").write_text(json.dumps({"chat_template": "{{ messages }}"}))
+    return model.state_dict()
+
+
+@pytest.mark.parametrize("tied", [True, False])
+@pytest.mark.parametrize("max_shard_size", ["1GB", "5KB"])
+def test_tensors_are_the_models_own(tmp_path, tied, max_shard_size):
+    state = save_model(tmp_path, tied=tied, max_shard_size=max_shard_size)
+    assert (tmp_path / "model.safetensors.index.json").exists() == (max_shard_size == "5KB")
+    tensors = target.load_target_tensors(tmp_path)
+    assert torch.equal(tensors.embedding, state["model.embed_tokens.weight"])
+    assert torch.equal(tensors.lm_head, state["lm_head.weight"])
+    assert (tensors.lm_head is tensors.embedding) == tied
+    assert torch.equal(tensors.final_norm_weight, state["model.norm.weight"])
+    for i in range(LAYERS):
+        prefix = f"model.layers.{i}."
+        expected = {name.removeprefix(prefix): t for name, t in state.items() if name.startswith(prefix)}
+        layer = tensors.layer(i)
+        assert layer.keys() == expected.keys()
+        assert all(torch.equal(layer[name], expected[name]) for name in layer)
+    with pytest.raises(UserError, match=r"model\.layers\.3\."):
+        tensors.layer(LAYERS)
+
+
+def test_what_is_missing_is_named(tmp_path):
+    save_model(tmp_path, max_shard_size="5KB")
+    index = json.loads((tmp_path / "model.safetensors.index.json").read_text())
+    shard = tmp_path / index["weight_map"]["model.norm.weight"]
+    moved = shard.rename(tmp_path / "moved")
+    with pytest.raises(UserError, match=shard.name):
+        target.load_target_tensors(tmp_path)
+    moved.rename(shard)
+    for name in ("lm_head.weight", "model.norm.weight", "model.embed_tokens.weight"):
+        fewer = {key: file for key, file in index["weight_map"].items() if key != name}
+        (tmp_path / "model.safetensors.index.json").write_text(json.dumps({"weight_map": fewer}))
+        with pytest.raises(UserError, match=name.removeprefix("model.")):
+            target.load_target_tensors(tmp_path)
+    (tmp_path / "model.safetensors.index.json").unlink()
+    with pytest.raises(UserError, match=r"has no model\.safetensors"):
+        target.load_target_tensors(tmp_path)
+    (tmp_path / "model.safetensors").write_bytes(b"not safetensors")
+    with pytest.raises(UserError, match="is damaged"):
+        target.load_target_tensors(tmp_path)
+
+
+def test_describing(tmp_path):
+    save_model(tmp_path / "one", seed=0)
+    info = target.describe_target(tmp_path / "one")
+    assert (info.name, info.num_hidden_layers, info.hidden_size, info.vocab_size) == ("one", LAYERS, HIDDEN, VOCAB)
+    assert target.describe_target(tmp_path / "one", name="owner/one").name == "owner/one"
+    assert target.describe_target(tmp_path / "one", Target(model="owner/two")).name == "owner/two"
+
+    # A copy is the same target; a fine-tune of it is not, although its config is equal.
+    shutil.copytree(tmp_path / "one", tmp_path / "copy")
+    copy = target.describe_target(tmp_path / "copy")
+    assert (copy.revision, copy.config_hash, copy.tokenizer_hash) == (
+        info.revision,
+        info.config_hash,
+        info.tokenizer_hash,
+    )
+    save_model(tmp_path / "tuned", seed=1)
+    tuned = target.describe_target(tmp_path / "tuned")
+    assert tuned.config_hash == info.config_hash
+    assert tuned.revision != info.revision
+
+
+def test_a_hub_snapshot_is_known_by_its_commit(tmp_path):
+    folder = tmp_path / "snapshots" / "0123abcd"
+    save_model(folder)
+    assert target.describe_target(folder).revision == "0123abcd"
+
+
+def test_hashes_see_what_they_name(tmp_path):
+    save_model(tmp_path)
+    before = target.describe_target(tmp_path)
+    config = json.loads((tmp_path / "config.json").read_text())
+    (tmp_path / "config.json").write_text(json.dumps({**config, "transformers_version": "5.0.0"}))
+    assert target.describe_target(tmp_path).config_hash == before.config_hash
+    (tmp_path / "config.json").write_text(json.dumps({**config, "rms_norm_eps": 1e-3}))
+    assert target.describe_target(tmp_path).config_hash != before.config_hash
+    (tmp_path / "chat_template.jinja").write_text("{{ messages }}")  # where newer tokenizers keep the same template
+    assert target.describe_target(tmp_path).chat_template_hash == before.chat_template_hash
+    (tmp_path / "chat_template.jinja").write_text("{{ messages }}!")
+    assert target.describe_target(tmp_path).chat_template_hash != before.chat_template_hash
+    (tmp_path / "tokenizer.json").unlink()
+    with pytest.raises(UserError, match="has no tokenizer"):
+        target.describe_target(tmp_path)
+
+
+def test_local_targets(tmp_path):
+    save_model(tmp_path / "model")
+    assert target.prepare_target(Target(model=str(tmp_path / "model"))) == tmp_path / "model"
+    with pytest.raises(UserError, match="does not exist"):
+        target.prepare_target(Target(model=str(tmp_path / "none")))
+    (tmp_path / "empty").mkdir()
+    with pytest.raises(UserError, match=r"has no config\.json"):
+        target.prepare_target(Target(model=str(tmp_path / "empty")))
+
+
+def test_hub_targets_that_are_not_there(monkeypatch):
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
+    with pytest.raises(UserError, match="Could not download the model owner/no-such-model"):
+        target.prepare_target(Target(model="owner/no-such-model"))
+    with pytest.raises(UserError, match="is no Hub id"):
+        target.prepare_target(Target(model="not a name"))
+
+
+def test_gguf_without_its_package_names_the_extra(tmp_path, monkeypatch):
+    (tmp_path / "model.gguf").write_bytes(b"GGUF")
+    monkeypatch.setenv("DRAFTSMITH_CACHE", str(tmp_path / "cache"))
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
+    with pytest.raises(UserError, match=r"draftsmith\[demo\]"):
+        target.prepare_target(Target(gguf=FileSource(path=str(tmp_path / "model.gguf"))))
+
+
+def test_names_for_people():
+    assert target.target_name(Target(model="owner/name")) == "owner/name"
+    assert target.target_name(Target(model="/models/mine")) == "mine"
+    assert target.target_name(Target(gguf=FileSource(path="/models/mine.Q4.gguf"))) == "mine.Q4"
+
+
+def test_default_layer_ids_of_known_depths():
+    assert target.default_layer_ids(30) == (2, 15, 27, 30)
+    assert target.default_layer_ids(32) == (2, 16, 29, 32)
+    assert target.default_layer_ids(7) == (2, 3, 4, 7)
+
+
+@given(st.integers(1, 200))
+def test_default_layer_ids_are_always_valid(n):
+    ids = target.default_layer_ids(n)
+    target.check_layer_ids(ids, n)
+    assert list(ids) == sorted(ids)
+    assert ids[-1] == n
+
+
+@pytest.mark.parametrize(
+    ("ids", "message"),
+    [
+        ((2, 31), "names 31, outside"),
+        ((-1,), "names -1, outside"),
+        ((2, 2, 5), "names 2 more than once"),
+        ((), "empty"),
+    ],
+)
+def test_wrong_layer_ids_are_told_the_range(ids, message):
+    with pytest.raises(UserError, match=message) as caught:
+        target.check_layer_ids(ids, 30)
+    assert "0 (the embedding) to 30" in str(caught.value)

@@ -1,0 +1,1 @@
+"""Store to checkpoint: packing and loading, losses, the loop, acceptance prediction."""

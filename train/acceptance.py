@@ -1,0 +1,61 @@
+"""Predicted acceptance length: what greedy speculative decoding would accept on held-out text, without an engine.
+
+A chain's guess at step k is only looked at when all guesses before it were right, and then the tokens before it
+are the true ones; so running the chain on true tokens and comparing each argmax with what the target wrote tells
+exactly which drafts would be accepted.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+import torch
+
+from draftsmith.drafters.eagle3 import Eagle3Drafter
+from draftsmith.store import Sequence
+from draftsmith.train.packing import pack
+
+
+@torch.no_grad()
+def predict_acceptance(
+    drafter: Eagle3Drafter, sequences: Iterable[Sequence], columns: list[int], *, k: int
+) -> dict[int, float]:
+    """Predicted acceptance length for every number of speculative tokens from 1 to `k`.
+
+    Args:
+        drafter: the module.
+        sequences: held-out conversations that the target answered greedily.
+        columns: which of the sequences' states the drafter fuses.
+        k: longest chain.
+
+    Returns:
+        {K: tokens per verification step of the target, the bonus token included}.
+    """
+    device = drafter.fc.weight.device
+    accepted = {length: [0, 0] for length in range(1, k + 1)}  # K: [tokens accepted, drafts made]
+    for sequence in sequences:
+        batch = pack([sequence], steps=k).with_layers(columns).to(device)
+        rows = batch.counts.sum(1).nonzero()[:, 0]
+        right = torch.stack(
+            [
+                (drafter.draft_token_ids[drafter.lm_head(step.normed).argmax(-1)] == batch.following[rows, j + 1])
+                & (step.counts > 0)
+                for j, step in enumerate(drafter.chain(batch, steps=k))
+            ],
+            dim=1,
+        )
+        run = right.int().cumprod(1).cpu()  # [Q, k]: 1 while every guess so far is right
+        for length, totals in accepted.items():
+            for hits in _walk(run[:, :length].sum(1).tolist()):
+                totals[0] += hits
+                totals[1] += 1
+    return {length: 1 + hits / max(drafts, 1) for length, (hits, drafts) in accepted.items()}
+
+
+def _walk(accepted_from: list[int]) -> Iterable[int]:
+    """Visit the positions that serving would draft from: each draft moves on by its accepted tokens and one more."""
+    # The first counted row predicts the first response token, which serving gets from prefill: it drafts from the next.
+    position = 1
+    while position < len(accepted_from):
+        yield accepted_from[position]
+        position += accepted_from[position] + 1

@@ -1,0 +1,60 @@
+"""Store to batches: which sequences go into a step, and what follows each token."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+import torch
+
+from draftsmith.drafters.batch import Batch
+from draftsmith.store import Sequence
+
+
+def plan_epoch(lengths: list[int], *, tokens_per_step: int, seed: int, epoch: int) -> list[list[int]]:
+    """Shuffle sequences and fill steps up to a budget of tokens; a pure function of its arguments.
+
+    Args:
+        lengths: tokens of each sequence.
+        tokens_per_step: budget of a step; a longer sequence gets a step of its own.
+
+    Returns:
+        Indices into `lengths`, one list a step; each index once.
+    """
+    generator = torch.Generator().manual_seed(seed * 1_000_003 + epoch)
+    steps: list[list[int]] = []
+    room = 0
+    for index in torch.randperm(len(lengths), generator=generator).tolist():
+        if lengths[index] > room or not steps:
+            steps.append([])
+            room = tokens_per_step
+        steps[-1].append(index)
+        room -= lengths[index]
+    return steps
+
+
+def pack(sequences: Iterable[Sequence], *, steps: int, prompt_weight: float = 0.0) -> Batch:
+    """Put sequences end to end.
+
+    A row is a token with a state. It counts for chain step k with weight 1 when the token it predicts, x_{p+2+k},
+    exists and is part of a response (the first response token included), with `prompt_weight` when it is part of
+    the prompt.
+    """
+    states, following, counts, positions, documents = [], [], [], [], []
+    for number, sequence in enumerate(sequences):
+        rows = len(sequence.hidden_states)
+        weight = torch.where(sequence.loss_mask, 1.0, prompt_weight)
+        padded_ids = torch.cat([sequence.token_ids.long(), torch.zeros(steps + 2, dtype=torch.long)])
+        padded_weight = torch.cat([weight, torch.zeros(steps + 2)])
+        states.append(sequence.hidden_states)
+        # windows: row p holds [p+1, ..., p+1+K] and the weights of [p+2, ..., p+1+K]
+        following.append(padded_ids[1:].unfold(0, steps + 1, 1)[:rows])
+        counts.append(padded_weight[2:].unfold(0, steps, 1)[:rows])
+        positions.append(torch.arange(rows))
+        documents.append(torch.full((rows,), number))
+    return Batch(
+        hidden_states=torch.cat(states),
+        following=torch.cat(following),
+        counts=torch.cat(counts),
+        positions=torch.cat(positions),
+        documents=torch.cat(documents),
+    )

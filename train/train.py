@@ -1,0 +1,293 @@
+"""The train stage: store to checkpoint."""
+
+from __future__ import annotations
+
+import math
+import os
+import time
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from accelerate import Accelerator
+from accelerate.utils import set_seed
+from transformers.models.llama.modeling_llama import LlamaRMSNorm
+
+from draftsmith import stage
+from draftsmith.checkpoint import Checkpoint
+from draftsmith.drafters.batch import Batch
+from draftsmith.drafters.eagle3 import Eagle3Drafter
+from draftsmith.errors import UserError
+from draftsmith.progress import Bar, console
+from draftsmith.recipe import Recipe, digest
+from draftsmith.store import Sequence, Store
+from draftsmith.target import TargetInfo, describe_target, load_target_tensors, prepare_target
+from draftsmith.train.acceptance import predict_acceptance
+from draftsmith.train.loss import ChainLoss
+from draftsmith.train.muon import Muon
+from draftsmith.train.packing import pack, plan_epoch
+from draftsmith.train.start import choose_draft_vocabulary, eagle3_config, start_from_target
+
+SNAPSHOT = "resume.pt"
+"""Beside the checkpoint while training runs: everything needed to go on after a crash."""
+
+
+@dataclass
+class Run:
+    """What the loop works with; built by `_set_up`."""
+
+    accelerator: Accelerator
+    loss: ChainLoss
+    optimizers: list[torch.optim.Optimizer]
+    plan: list[tuple[int, list[int]]]
+    """One entry an optimizer step: epoch, store rows."""
+    store: Store
+    held_out: list[Sequence]
+    columns: list[int]
+    """Which of the store's states the drafter fuses."""
+    last_column: int
+    """Which of the store's states is the target's last, for the teacher."""
+
+
+def run_train(recipe: Recipe, run_dir: Path) -> dict[str, Any]:
+    """Make `run_dir/checkpoint` from `run_dir/store`; continue after a crash; nothing happens when it is finished.
+
+    Returns:
+        The figures of `stage.json`.
+
+    Raises:
+        UserError: no finished store, or one that does not fit the recipe's target or layer ids.
+    """
+    started = time.time()
+    directory, store_dir = run_dir / "checkpoint", run_dir / "store"
+    store_record = stage.read(store_dir)
+    if store_record is None:
+        raise UserError(f"There is no finished store at {store_dir}. Run `draftsmith extract` with this recipe first.")
+    inputs = digest([store_record["inputs"], recipe.seed, recipe.train.model_dump(mode="json")])
+    if stage.finished(directory, inputs):
+        console.print(f"train: {directory} is up to date")
+        return stage.read(directory)["figures"]  # type: ignore[index]
+
+    target = describe_target(prepare_target(recipe.target), recipe.target)
+    store = Store(store_dir)
+    if store.identity.target_config_hash != target.config_hash:
+        raise UserError(
+            f"The store at {store_dir} was made for target {store.identity.target} and this recipe's target is {target.name}. "
+            "Extract for this target, or choose another run with `-s name=OTHER`."
+        )
+    resume = _read_snapshot(directory, inputs)
+    stage.claim(directory, fresh=resume is None)
+    set_seed(recipe.seed)
+    run = _set_up(recipe, target, store, run_dir)
+    figures = _fit(run, recipe, directory, inputs, resume)
+    if run.accelerator.is_main_process:
+        drafter = run.loss.drafter
+        Checkpoint(
+            kind=recipe.train.drafter.kind,
+            config=drafter.config.to_dict(),
+            target={"name": target.name, "revision": target.revision, "config_hash": target.config_hash},
+            draft_token_ids=drafter.draft_token_ids,
+            tensors=drafter.state_dict(),
+            training=figures,
+        ).save(directory)
+        (directory / SNAPSHOT).unlink(missing_ok=True)
+        sections = recipe.model_dump(mode="json", include={"seed", "target", "train"})
+        stage.finish(directory, stage="train", inputs=inputs, recipe=sections, figures=figures, started=started)
+    run.accelerator.wait_for_everyone()
+    run.accelerator.end_training()
+    return figures
+
+
+def _set_up(recipe: Recipe, target: TargetInfo, store: Store, run_dir: Path) -> Run:
+    options = recipe.train
+    if options.tracker == "wandb" and not os.environ.get("WANDB_API_KEY"):
+        os.environ.setdefault("WANDB_MODE", "offline")
+    accelerator = Accelerator(log_with=options.tracker, project_dir=run_dir)
+    if options.tracker:
+        accelerator.init_trackers(
+            "draftsmith", config=options.model_dump(mode="json"), init_kwargs={"wandb": {"name": recipe.name}}
+        )
+
+    saved = store.identity.layer_ids
+    fused = options.drafter.layer_ids or saved
+    missing = [layer for layer in (*fused, target.num_hidden_layers) if layer not in saved]
+    if missing:
+        raise UserError(
+            f"Training needs hidden states of layers {missing}, and the store at {store.directory} holds {list(saved)}. "
+            "Set train.drafter.layer_ids to a subset of these; the last layer's output, the teacher's, must be in the store "
+            f"(extract.layer_ids with {target.num_hidden_layers})."
+        )
+    tensors = load_target_tensors(target.path)
+    draft_token_ids = choose_draft_vocabulary(store.token_counts(target.vocab_size), options.drafter.draft_vocab_size)
+    config = eagle3_config(options.drafter, target, fused, len(draft_token_ids))
+    drafter = Eagle3Drafter(config, tensors.embedding.float(), draft_token_ids)
+    start_from_target(drafter, tensors, target.num_hidden_layers)
+    if not options.train_lm_head:
+        drafter.lm_head.requires_grad_(False)
+    norm = LlamaRMSNorm(config.hidden_size, config.rms_norm_eps)
+    norm.weight.data.copy_(tensors.final_norm_weight)
+    loss = ChainLoss(
+        drafter,
+        teacher_norm=norm,
+        teacher_head=tensors.lm_head[draft_token_ids].float(),
+        chain_steps=options.chain_steps,
+        chain_decay=options.chain_decay,
+    )
+    rows = store.rows(held_out=False)
+    if not rows:
+        raise UserError(f"The store at {store.directory} has no training sequences; lower extract.held_out_fraction.")
+    return Run(
+        accelerator=accelerator,
+        loss=loss.to(accelerator.device),
+        optimizers=_optimizers(recipe, drafter),
+        plan=_plan(recipe, [store.length(row) for row in rows], rows, accelerator.num_processes),
+        store=store,
+        held_out=[store[row] for row in store.rows(held_out=True)],
+        columns=[saved.index(layer) for layer in fused],
+        last_column=saved.index(target.num_hidden_layers),
+    )
+
+
+def _optimizers(recipe: Recipe, drafter: Eagle3Drafter) -> list[torch.optim.Optimizer]:
+    """Muon for the matrices inside the network, AdamW for norms and the head (Jordan's advice, see muon.py)."""
+    options = recipe.train
+    trained = {name: parameter for name, parameter in drafter.named_parameters() if parameter.requires_grad}
+    matrices = [p for name, p in trained.items() if p.ndim == 2 and "lm_head" not in name]
+    if options.optimizer == "adamw":
+        matrices = []
+    chosen = {id(p) for p in matrices}
+    rest = [p for p in trained.values() if id(p) not in chosen]
+    adamw = torch.optim.AdamW(rest, lr=options.lr, betas=(0.9, 0.95), weight_decay=options.weight_decay)
+    return [adamw] + ([Muon(matrices, lr=options.muon_lr, weight_decay=options.weight_decay)] if matrices else [])
+
+
+def _plan(recipe: Recipe, lengths: list[int], rows: list[int], processes: int) -> list[tuple[int, list[int]]]:
+    """Every optimizer step of the run: epoch and store rows, all processes' together."""
+    plan = []
+    for epoch in range(math.ceil(recipe.train.epochs)):
+        steps = plan_epoch(
+            lengths, tokens_per_step=recipe.train.tokens_per_step * processes, seed=recipe.seed, epoch=epoch
+        )
+        share = min(1.0, recipe.train.epochs - epoch)
+        plan += [(epoch, [rows[i] for i in step]) for step in steps[: math.ceil(len(steps) * share)]]
+    return plan
+
+
+def learning_rate_factor(step: int, total: int, warmup: float) -> float:
+    """Linear warm-up over the first `warmup` share of the steps, then a cosine to zero; in (0, 1]."""
+    rising = max(1, round(total * warmup))
+    if step < rising:
+        return (step + 1) / rising
+    return 0.5 * (1 + math.cos(math.pi * (step - rising) / max(1, total - rising)))
+
+
+def _fit(run: Run, recipe: Recipe, directory: Path, inputs: str, resume: dict[str, Any] | None) -> dict[str, Any]:
+    """The loop: one pass over the plan, held-out acceptance after each epoch."""
+    options, accelerator = recipe.train, run.accelerator
+    model = accelerator.prepare_model(run.loss)
+    peaks = [[group["lr"] for group in optimizer.param_groups] for optimizer in run.optimizers]
+    epochs: list[dict[str, Any]] = []
+    first, tokens, seconds = 0, 0, 0.0
+    if resume:
+        run.loss.drafter.load_state_dict(resume["drafter"])
+        for optimizer, saved in zip(run.optimizers, resume["optimizers"], strict=True):
+            optimizer.load_state_dict(saved)
+        first, tokens, seconds, epochs = resume["step"], resume["tokens"], resume["seconds"], resume["epochs"]
+        console.print(f"train: continuing {directory} at step {first}")
+
+    losses: list[float] = resume["losses"] if resume else []
+    with Bar("train", total=len(run.plan), unit="steps", done=first) as bar:
+        for number in range(first, len(run.plan)):
+            begun = time.perf_counter()
+            epoch, rows = run.plan[number]
+            factor = learning_rate_factor(number, len(run.plan), options.warmup)
+            for optimizer, peak in zip(run.optimizers, peaks, strict=True):
+                for group, lr in zip(optimizer.param_groups, peak, strict=True):
+                    group["lr"] = lr * factor
+            batch, last_states = _load(run, rows, recipe)
+            output = model(batch, last_states)
+            accelerator.backward(output.loss)
+            accelerator.clip_grad_norm_(run.loss.drafter.parameters(), options.max_grad_norm)
+            for optimizer in run.optimizers:
+                optimizer.step()
+                optimizer.zero_grad(set_to_none=True)
+            losses.append(output.loss.item())
+            tokens += len(batch.positions) * accelerator.num_processes
+            seconds += time.perf_counter() - begun
+
+            figures = {"loss": losses[-1], "match_1": output.matches[0].item(), "tokens_per_second": tokens / seconds}
+            accelerator.log(figures | {"learning_rate": options.lr * factor}, step=number)
+            if number + 1 == len(run.plan) or run.plan[number + 1][0] != epoch:
+                epochs.append(_finish_epoch(run, recipe, epoch, losses))
+                losses = []
+                accelerator.log(
+                    {"predicted_acceptance_length": epochs[-1]["predicted"].get(str(options.predict_positions))},
+                    step=number,
+                )
+            predicted = epochs[-1]["predicted"] if epochs else {}
+            shown = {"predicted_acceptance": predicted[str(options.predict_positions)]} if predicted else {}
+            bar.update(number + 1, epoch=f"{epoch + 1}", **figures, **shown)
+            if (number + 1) % options.save_every_steps == 0 and accelerator.is_main_process:
+                state = {"step": number + 1, "tokens": tokens, "seconds": seconds, "epochs": epochs, "losses": losses}
+                _write_snapshot(directory, inputs, run, state)
+    return {
+        "steps": len(run.plan),
+        "tokens": tokens,
+        "tokens_per_second": round(tokens / seconds, 1) if seconds else None,
+        "epochs": epochs,
+        "predicted_acceptance_length": epochs[-1]["predicted"],
+        "draft_vocabulary_coverage": _coverage(run),
+        "parameters_trained": sum(p.numel() for p in run.loss.drafter.parameters() if p.requires_grad),
+    }
+
+
+def _load(run: Run, rows: list[int], recipe: Recipe) -> tuple[Batch, torch.Tensor]:
+    """This process's share of a step: the drafter's batch, and the target's last states [T, H]."""
+    accelerator = run.accelerator
+    mine = rows[accelerator.process_index :: accelerator.num_processes] or rows[:1]
+    everything = pack(
+        (run.store[row] for row in mine), steps=recipe.train.chain_steps, prompt_weight=recipe.train.prompt_loss_weight
+    )
+    batch = everything.to(accelerator.device)
+    return batch.with_layers(run.columns), batch.hidden_states[:, run.last_column]
+
+
+def _finish_epoch(run: Run, recipe: Recipe, epoch: int, losses: list[float]) -> dict[str, Any]:
+    drafter = run.loss.drafter
+    predicted = (
+        predict_acceptance(drafter, run.held_out, run.columns, k=recipe.train.predict_positions) if run.held_out else {}
+    )
+    return {
+        "epoch": epoch + 1,
+        "loss": round(sum(losses) / len(losses), 4),
+        "predicted": {str(k): round(value, 4) for k, value in predicted.items()},
+    }
+
+
+def _coverage(run: Run) -> float:
+    """Share of the held-out response tokens that the drafter can propose."""
+    known = torch.zeros(len(run.loss.drafter.embedding), dtype=torch.bool)
+    known[run.loss.drafter.draft_token_ids.cpu()] = True
+    tokens = [s.token_ids[s.loss_mask].long() for s in run.held_out]
+    return round(known[torch.cat(tokens)].float().mean().item(), 4) if tokens else math.nan
+
+
+def _write_snapshot(directory: Path, inputs: str, run: Run, state: dict[str, Any]) -> None:
+    everything = state | {
+        "inputs": inputs,
+        "drafter": run.loss.drafter.state_dict(),
+        "optimizers": [optimizer.state_dict() for optimizer in run.optimizers],
+    }
+    temporary = directory / (SNAPSHOT + ".tmp")
+    torch.save(everything, temporary)
+    temporary.replace(directory / SNAPSHOT)
+
+
+def _read_snapshot(directory: Path, inputs: str) -> dict[str, Any] | None:
+    """The last snapshot of a run with these very inputs, or None."""
+    path = directory / SNAPSHOT
+    if not path.is_file():
+        return None
+    state: dict[str, Any] = torch.load(path, weights_only=True, map_location="cpu")
+    return state if state["inputs"] == inputs else None
