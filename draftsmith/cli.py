@@ -54,7 +54,7 @@ def _convert(recipe: Recipe, run_dir: Path) -> dict[str, Any]:
 def _evaluate(recipe: Recipe, run_dir: Path) -> dict[str, Any]:
     from draftsmith.serve.evaluate import run_evaluate
 
-    return run_evaluate(recipe, run_dir)
+    return dict(run_evaluate(recipe, run_dir))
 
 
 STAGES: dict[str, Stage] = {"extract": _extract, "train": _train, "convert": _convert, "evaluate": _evaluate}

@@ -98,12 +98,10 @@ class HiddenStatesConnector(KVConnectorBase_V1, SupportsHMA):
         asked = request.kv_transfer_params or {}
         if asked.get(DISCARD_KEY) or request.status == RequestStatus.FINISHED_ABORTED or not block_ids:
             return False, None
-        if asked.get(PROMPT_ONLY_KEY):
-            token_ids = list(request.prompt_token_ids)
-        else:
-            token_ids = list(request.all_token_ids)[:-1]  # the last one was sampled, never an input
+        # Of an answered request the last token was sampled and never an input: it has no state.
+        token_ids = request.prompt_token_ids if asked.get(PROMPT_ONLY_KEY) else request.all_token_ids[:-1]
         file = f"{request.request_id}.safetensors"
-        self._finished.append(_Save(request.request_id, file, token_ids, list(block_ids)))
+        self._finished.append(_Save(request.request_id, file, list(token_ids), list(block_ids)))
         return True, {SPOOL_KEY: file}
 
     def request_finished_all_groups(

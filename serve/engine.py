@@ -12,6 +12,7 @@ from __future__ import annotations
 import atexit
 import multiprocessing
 import multiprocessing.connection
+import multiprocessing.context
 import os
 import sys
 import threading
@@ -61,6 +62,7 @@ class EngineConfig:
             "enable_prefix_caching": False,  # a repeated prompt must cost what a new one costs
             "disable_log_stats": False,  # the speculative decoding counters come from there
             "seed": 0,
+            "use_tqdm_on_load": False,  # its output is for a log here, and its lock would outlive the process
         }
         arguments |= vllm_env.memory_arguments(self.engine, share=self.memory_share)
         if self.speculative is not None:
@@ -249,7 +251,7 @@ def start_engines(
     return hosts
 
 
-def _context() -> multiprocessing.context.BaseContext:
+def _context() -> multiprocessing.context.SpawnContext | multiprocessing.context.ForkServerContext:
     """How children are made: on a CPU from one process that has imported vLLM already, elsewhere each from nothing."""
     if sys.platform != "linux" or not vllm_env.is_cpu():
         return multiprocessing.get_context("spawn")  # a forked process must not inherit a GPU driver's state
@@ -284,21 +286,18 @@ def _child(pipe: multiprocessing.connection.Connection, arguments: dict[str, Any
         engine = _Engine(arguments)
         pipe.send(("ok", None))
         while True:
-            method, values = pipe.recv()
+            try:
+                method, values = pipe.recv()
+            except EOFError:
+                return  # the parent is done
             pipe.send(("ok", getattr(engine, method)(*values)))
-    except EOFError:
-        pass  # the parent is done
     except BaseException as error:
         import traceback
 
         traceback.print_exc()
-        sys.stderr.flush()
+        sys.stderr.flush()  # the parent reads the log as soon as it is told
         with suppress(OSError):
             pipe.send(("error", f"{type(error).__name__}: {str(error).strip()[:500]}"))
-    # vLLM's threads and destructors have nothing left to say, and some of them wait for each other.
-    sys.stdout.flush()
-    sys.stderr.flush()
-    os._exit(0)
 
 
 def _end_with_parent() -> None:

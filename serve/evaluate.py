@@ -19,6 +19,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from rich.box import SIMPLE_HEAD
 from rich.table import Table
 
 from draftsmith import stage
@@ -95,8 +96,8 @@ def run_evaluate(recipe: Recipe, run_dir: Path) -> Results:
     if stage.finished(output, inputs):
         record = stage.read(output)
         assert record is not None
-        found: Results = record["figures"]  # type: ignore[assignment]
-        console.print(f"evaluate: finished before, see {output / 'report.html'}", highlight=False)
+        found: Results = record["figures"]
+        console.print(f"evaluate: finished before, see {output / 'report.html'}", highlight=False, soft_wrap=True)
         print_table(found)
         return found
     stage.claim(output, fresh=True)
@@ -113,7 +114,7 @@ def run_evaluate(recipe: Recipe, run_dir: Path) -> Results:
     stage.write_bytes(output / "report.html", render(found).encode())
     stage.finish(output, stage="evaluate", inputs=inputs, recipe=sections, figures=dict(found), started=started)
     print_table(found)
-    console.print(f"evaluate: report in {output / 'report.html'}", highlight=False)
+    console.print(f"evaluate: report in {output / 'report.html'}", highlight=False, soft_wrap=True)
     return found
 
 
@@ -363,23 +364,25 @@ def _predicted(run_dir: Path) -> dict[str, float] | None:
 def print_table(results: Results) -> None:
     """The results on screen."""
     best = results["num_speculative_tokens"]
-    table = Table(title=f"{results['target']} with {results['drafter']}, K = {best} (chosen by measurement)")
+    table = Table(
+        title=f"{results['target']} with {results['drafter']}: K = {best} chosen by measurement",
+        caption="length: acceptance length; tok/s: plain to speculative, one prompt at a time; same: as plain decoding",
+        box=SIMPLE_HEAD,
+    )
     table.add_column("suite")
-    headings = "prompts,K,acceptance length,per position,plain tok/s,speculative tok/s,speed-up,identical"
-    for heading in headings.split(","):
-        table.add_column(heading, justify="right")
+    for heading in ("K", "length", "by position", "tok/s", "speed-up", "same"):
+        table.add_column(heading, justify="right", no_wrap=True)
     for name, suite in results["suites"].items():
+        speeds = suite["tokens_per_second"]
         for k, at_k in sorted(suite["at_k"].items(), key=lambda item: item[0] != str(best)):
             chosen = k == str(best)
             table.add_row(
                 name if chosen else "",
-                str(suite["prompts"]) if chosen else "",
                 k,
-                f"{at_k['acceptance_length']:.2f}",
+                f"{at_k['acceptance_length']:.3f}",
                 " ".join(f"{share:.2f}" for share in at_k["acceptance_per_position"]),
-                f"{suite['tokens_per_second']['plain']:.1f}" if chosen else "",
-                f"{suite['tokens_per_second']['speculative']:.1f}" if chosen else "",
-                f"{suite['speedup']:.2f}x" if chosen else "",
+                f"{speeds['plain']:.1f} to {speeds['speculative']:.1f}" if chosen else "",
+                f"{suite['speedup']:.2f}" if chosen else "",
                 f"{at_k['prompts_identical']}/{suite['prompts']}",
             )
     console.print(table)

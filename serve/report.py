@@ -29,7 +29,8 @@ svg text { fill: var(--soft); } svg .value { fill: var(--ink); }
 svg .axis { stroke: var(--line); } .one { fill: var(--one); stroke: var(--one); } .two { fill: var(--two); stroke: var(--two); }
 svg polyline { fill: none; stroke-width: 2; } svg .one text, svg text.one, svg text.two { stroke: none; }
 .scroll { overflow-x: auto; } table { border-collapse: collapse; width: 100%; }
-th, td { padding: .35rem .6rem; text-align: right; border-bottom: 1px solid var(--line); white-space: nowrap; }
+th, td { padding: .35rem .6rem; text-align: right; border-bottom: 1px solid var(--line); }
+td { white-space: nowrap; } th { vertical-align: bottom; }
 th:first-child, td:first-child { text-align: left; } th { color: var(--soft); font-weight: 500; }
 """
 
@@ -95,8 +96,8 @@ def render(results: Results) -> str:
 <body>
 <h1>{escape(results["target"])}</h1>
 <p class="soft">drafted by {escape(results["drafter"])}, {best} speculative tokens, {escape(results["dtype"])}</p>
-<p class="headline">{first["speedup"]:.2f}&times; faster</p>
-<p>than plain decoding on {escape(first_name)}, one prompt at a time:
+<p class="headline">{first["speedup"]:.2f}&times; the speed</p>
+<p>of plain decoding on {escape(first_name)}, one prompt at a time:
 {first["tokens_per_second"]["speculative"]:.1f} instead of {first["tokens_per_second"]["plain"]:.1f} tokens a second.
 {identity}</p>
 <h2>Charts</h2>
@@ -126,10 +127,11 @@ def line_chart(labels: Sequence[str], series: Mapping[str, Sequence[float]], *, 
         points = [(x, _y(value, top)) for x, value in zip(xs, values, strict=False)]
         path = " ".join(f"{x:.1f},{y:.1f}" for x, y in points)
         parts.append(f'<polyline class="{style}" style="fill:none" points="{path}"/>')
-        for (x, y), value in zip(points, values, strict=False):
+        for index, ((x, y), value) in enumerate(zip(points, values, strict=False)):
             shown = f"{100 * value:.0f}%" if percent else f"{value:.2f}"
-            # The second line's values stand below it, so that two close lines stay readable.
-            label_y = y - 8 if style == "one" else y + 16
+            # Of two lines, the higher one has its value above it and the lower one below: they never meet.
+            above = all(value >= others[index] for others in series.values() if index < len(others))
+            label_y = y - 8 if above else y + 17
             parts.append(
                 f'<circle class="{style}" cx="{x:.1f}" cy="{y:.1f}" r="3"><title>{escape(name)} {shown}</title></circle>'
             )
@@ -210,20 +212,21 @@ def _suite_table(results: Results) -> str:
     for name, suite in results["suites"].items():
         for k, at_k in sorted(suite["at_k"].items(), key=lambda item: int(item[0])):
             chosen = k == str(results["num_speculative_tokens"])
-            ratios = suite["speedup_per_prompt"]
+            speeds, ratios = suite["tokens_per_second"], suite["speedup_per_prompt"]
             rows.append(
                 [
                     name, k, f"{at_k['acceptance_length']:.3f}",
                     ", ".join(f"{100 * share:.1f}%" for share in at_k["acceptance_per_position"]),
                     str(at_k["drafts"]), f"{at_k['prompts_identical']} of {suite['prompts']}",
-                    f"{suite['tokens_per_second']['plain']:.2f}" if chosen else "",
-                    f"{suite['tokens_per_second']['speculative']:.2f}" if chosen else "",
-                    f"{suite['speedup']:.3f} ({ratios['min']:.2f} to {ratios['max']:.2f})" if chosen else "",
+                    f"{speeds['plain']:.2f}" if chosen else "",
+                    f"{speeds['speculative']:.2f}" if chosen else "",
+                    f"{suite['speedup']:.3f}" if chosen else "",
+                    f"{ratios['min']:.2f} to {ratios['max']:.2f}" if chosen else "",
                 ]
             )  # fmt: skip
     headings = (
         "suite", "K", "acceptance length", "accepted by position", "drafts", "identical",
-        "plain tok/s", "speculative tok/s", "speed-up (prompts)",
+        "plain tok/s", "spec. tok/s", "speed-up", "single prompts",
     )  # fmt: skip
     return _table(headings, rows)
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import os
 import time
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -79,7 +79,7 @@ def run_train(recipe: Recipe, run_dir: Path) -> dict[str, Any]:
     resume = _read_snapshot(directory, inputs)
     stage.claim(directory, fresh=resume is None)
     set_seed(recipe.seed)
-    run = _set_up(recipe, target, store, run_dir)
+    run = _set_up(recipe, target, store, run_dir, resuming=resume is not None)
     figures = _fit(run, recipe, directory, inputs, resume)
     if run.accelerator.is_main_process:
         drafter = run.loss.drafter
@@ -99,7 +99,7 @@ def run_train(recipe: Recipe, run_dir: Path) -> dict[str, Any]:
     return figures
 
 
-def _set_up(recipe: Recipe, target: TargetInfo, store: Store, run_dir: Path) -> Run:
+def _set_up(recipe: Recipe, target: TargetInfo, store: Store, run_dir: Path, *, resuming: bool) -> Run:
     options = recipe.train
     if options.tracker == "wandb" and not os.environ.get("WANDB_API_KEY"):
         os.environ.setdefault("WANDB_MODE", "offline")
@@ -122,7 +122,12 @@ def _set_up(recipe: Recipe, target: TargetInfo, store: Store, run_dir: Path) -> 
     draft_token_ids = choose_draft_vocabulary(store.token_counts(target.vocab_size), options.drafter.draft_vocab_size)
     config = eagle3_config(options.drafter, target, fused, len(draft_token_ids))
     drafter = Eagle3Drafter(config, tensors.embedding.float(), draft_token_ids)
-    start_from_target(drafter, tensors, target.num_hidden_layers)
+    columns, last_column = [saved.index(layer) for layer in fused], saved.index(target.num_hidden_layers)
+    rows = store.rows(held_out=False)
+    if not rows:
+        raise UserError(f"The store at {store.directory} has no training sequences; lower extract.held_out_fraction.")
+    if not resuming:
+        start_from_target(drafter, tensors, (_batch(store, [row], 1, columns, last_column) for row in rows))
     if not options.train_lm_head:
         drafter.lm_head.requires_grad_(False)
     norm = LlamaRMSNorm(config.hidden_size, config.rms_norm_eps)
@@ -134,9 +139,6 @@ def _set_up(recipe: Recipe, target: TargetInfo, store: Store, run_dir: Path) -> 
         chain_steps=options.chain_steps,
         chain_decay=options.chain_decay,
     )
-    rows = store.rows(held_out=False)
-    if not rows:
-        raise UserError(f"The store at {store.directory} has no training sequences; lower extract.held_out_fraction.")
     return Run(
         accelerator=accelerator,
         loss=loss.to(accelerator.device),
@@ -144,8 +146,8 @@ def _set_up(recipe: Recipe, target: TargetInfo, store: Store, run_dir: Path) -> 
         plan=_plan(recipe, [store.length(row) for row in rows], rows, accelerator.num_processes),
         store=store,
         held_out=[store[row] for row in store.rows(held_out=True)],
-        columns=[saved.index(layer) for layer in fused],
-        last_column=saved.index(target.num_hidden_layers),
+        columns=columns,
+        last_column=last_column,
     )
 
 
@@ -244,13 +246,21 @@ def _fit(run: Run, recipe: Recipe, directory: Path, inputs: str, resume: dict[st
 
 def _load(run: Run, rows: list[int], recipe: Recipe) -> tuple[Batch, torch.Tensor]:
     """This process's share of a step: the drafter's batch, and the target's last states [T, H]."""
-    accelerator = run.accelerator
+    accelerator, options = run.accelerator, recipe.train
     mine = rows[accelerator.process_index :: accelerator.num_processes] or rows[:1]
-    everything = pack(
-        (run.store[row] for row in mine), steps=recipe.train.chain_steps, prompt_weight=recipe.train.prompt_loss_weight
+    batch, last_states = _batch(
+        run.store, mine, options.chain_steps, run.columns, run.last_column, prompt_weight=options.prompt_loss_weight
     )
-    batch = everything.to(accelerator.device)
-    return batch.with_layers(run.columns), batch.hidden_states[:, run.last_column]
+    return batch.to(accelerator.device), last_states.to(accelerator.device, non_blocking=True)
+
+
+def _batch(
+    store: Store, rows: list[int], steps: int, columns: list[int], last_column: int, *, prompt_weight: float = 0.0
+) -> tuple[Batch, torch.Tensor]:
+    """Store rows packed: what the drafter fuses, and the target's last states, which teach."""
+    everything = pack((store[row] for row in rows), steps=steps, prompt_weight=prompt_weight)
+    states = everything.hidden_states.float()
+    return replace(everything, hidden_states=states).with_layers(columns), states[:, last_column]
 
 
 def _finish_epoch(run: Run, recipe: Recipe, epoch: int, losses: list[float]) -> dict[str, Any]:

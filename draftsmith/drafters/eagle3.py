@@ -121,7 +121,12 @@ class _Attention(nn.Module):
         return keys, self.v_proj(x).unflatten(-1, (self.kv_heads, self.head_dim))
 
 
-class _Layer(nn.Module):
+class DecoderLayer(nn.Module):
+    self_attn: _Attention
+    input_layernorm: LlamaRMSNorm
+    hidden_norm: LlamaRMSNorm
+    """Layer 0 only."""
+
     def __init__(self, config: Eagle3Config, index: int) -> None:
         super().__init__()
         hidden, eps = config.hidden_size, config.rms_norm_eps
@@ -186,6 +191,8 @@ class Eagle3Drafter(nn.Module):
 
     draft_token_ids: torch.Tensor
     embedding: torch.Tensor
+    fc: nn.Linear
+    lm_head: nn.Linear
 
     def __init__(self, config: Eagle3Config, embedding: torch.Tensor, draft_token_ids: torch.Tensor) -> None:
         super().__init__()
@@ -193,18 +200,26 @@ class Eagle3Drafter(nn.Module):
         self.config = config
         self.fc_norm = nn.ModuleList(LlamaRMSNorm(hidden, eps) for _ in config.layer_ids) if config.fc_norm else None
         self.fc = nn.Linear(len(config.layer_ids) * hidden, hidden, bias=False)
-        self.layers = nn.ModuleList(_Layer(config, index) for index in range(config.num_layers))
+        self.layers = nn.ModuleList(DecoderLayer(config, index) for index in range(config.num_layers))
         self.norm = LlamaRMSNorm(hidden, eps)
         self.lm_head = nn.Linear(hidden, config.draft_vocab_size, bias=False)
         self._rotary = LlamaRotaryEmbedding(config.llama())
         self.register_buffer("embedding", embedding, persistent=False)
         self.register_buffer("draft_token_ids", draft_token_ids, persistent=False)
 
-    def fuse(self, hidden_states: torch.Tensor) -> torch.Tensor:
-        """States of the config's layer ids [T, n, H] to the fused state [T, H]."""
+    def decoder_layers(self) -> list[DecoderLayer]:
+        """`layers`, typed."""
+        return [layer for layer in self.layers if isinstance(layer, DecoderLayer)]
+
+    def normed_states(self, hidden_states: torch.Tensor) -> torch.Tensor:
+        """What `fc` reads: [T, n, H] to [T, n * H]."""
         if self.fc_norm is not None:
             hidden_states = torch.stack([norm(hidden_states[:, i]) for i, norm in enumerate(self.fc_norm)], dim=1)
-        return self.fc(hidden_states.flatten(1))
+        return hidden_states.flatten(1)
+
+    def fuse(self, hidden_states: torch.Tensor) -> torch.Tensor:
+        """States of the config's layer ids [T, n, H] to the fused state [T, H]."""
+        return self.fc(self.normed_states(hidden_states))
 
     def chain(self, batch: Batch, *, steps: int, own_guesses: bool = False) -> Iterator[ChainStep]:
         """Run the chain from every row that counts at some step, and yield each step's output.
@@ -225,7 +240,7 @@ class Eagle3Drafter(nn.Module):
         for k in range(steps):
             rope = self._rope(positions, state)
             embeds = F.embedding(tokens, self.embedding)
-            for index, layer in enumerate(self.layers):
+            for index, layer in enumerate(self.decoder_layers()):
                 x, residual = self._inputs(layer, index, embeds, state)
                 keys_values = layer.self_attn.keys_values(x, rope)
                 grid = predicted
@@ -251,7 +266,7 @@ class Eagle3Drafter(nn.Module):
                 tokens = batch.following[queries, k + 1]
 
     def _inputs(
-        self, layer: _Layer, index: int, embeds: torch.Tensor, state: torch.Tensor
+        self, layer: DecoderLayer, index: int, embeds: torch.Tensor, state: torch.Tensor
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """What a layer's q, k and v read, and its residual."""
         if index > 0:
@@ -259,6 +274,10 @@ class Eagle3Drafter(nn.Module):
         normed = layer.hidden_norm(state)
         residual = normed if self.config.norm_before_residual else state
         return torch.cat([layer.input_layernorm(embeds), normed], dim=-1), residual
+
+    def inverse_frequencies(self) -> torch.Tensor:
+        """[C / 2]: radians that each rotary pair turns per position."""
+        return torch.as_tensor(self._rotary.inv_freq)
 
     def _rope(self, positions: torch.Tensor, like: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         cos, sin = self._rotary(like, positions[None])

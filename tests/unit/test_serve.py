@@ -140,7 +140,18 @@ def test_report_shows_the_figures_and_loads_nothing() -> None:
     assert page.open == []
     assert page.tags.count("svg") == 3
     text = "\n".join(page.text)
-    for figure in ("1.29", "14.5", "11.2", "1.700", "50.0%, 20.0%", "1.900", "1.678", "5 of 5", "0.32.0"):
+    for figure in (
+        "1.29",
+        "14.50",
+        "1.01 to 1.52",
+        "11.2",
+        "1.700",
+        "50.0%, 20.0%",
+        "1.900",
+        "1.678",
+        "5 of 5",
+        "0.32.0",
+    ):
         assert figure in text, figure
     assert "identical" in text
     assert not re.search(r"https?://|@import|url\(", html)
@@ -241,6 +252,7 @@ def fake_child(monkeypatch: pytest.MonkeyPatch):
     def use(child):
         monkeypatch.setattr(engine_module, "_context", lambda: multiprocessing.get_context("fork"))
         monkeypatch.setattr(engine_module, "_child", child)
+        monkeypatch.setattr(engine_module, "_SECONDS_TO_CLOSE", 0.5)  # a fake child does not listen
 
     return use
 

@@ -1,0 +1,46 @@
+"""What the integration tests share: the real target, and prompts for it."""
+
+import json
+from pathlib import Path
+
+import pytest
+import yaml
+
+from draftsmith.recipe import Recipe, load_recipe
+from draftsmith.target import prepare_target
+
+_ROOT = Path(__file__).parents[2]
+
+
+@pytest.fixture(scope="session")
+def smollm2() -> Path:
+    """SmolLM2-135M-Instruct in float32, the demo's target, as a Hugging Face directory."""
+    return prepare_target(load_recipe(_ROOT / "recipes" / "demo.yaml").target)
+
+
+def demo_prompts(count: int) -> list[str]:
+    """The first training prompts of the demo."""
+    lines = (_ROOT / "recipes" / "prompts" / "demo-train.jsonl").read_text().splitlines()[:count]
+    return [json.loads(line)["prompt"] for line in lines]
+
+
+def write_recipe(folder: Path, target: Path, prompts: list[str], held_out: list[str], **sections: dict) -> Path:
+    """A recipe file with its prompt files beside it; `sections` are merged over small defaults."""
+    for name, texts in (("train", prompts), ("held", held_out)):
+        rows = [json.dumps({"id": f"{name}-{i}", "prompt": text}) for i, text in enumerate(texts)]
+        (folder / f"{name}.jsonl").write_text("\n".join(rows) + "\n")
+    recipe = {
+        "name": "test",
+        "target": {"model": str(target), "dtype": "float32"},
+        "engine": {"max_model_len": 512, "kv_cache_gib": 0.5},
+        "extract": {"prompts": {"path": "train.jsonl"}, "held_out": {"path": "held.jsonl"}, "max_tokens": 24, "max_num_seqs": 16},
+    }  # fmt: skip
+    for name, values in sections.items():
+        recipe[name] = {**recipe.get(name, {}), **values}
+    path = folder / "recipe.yaml"
+    path.write_text(yaml.safe_dump(recipe))
+    return path
+
+
+def recipe_from(path: Path) -> Recipe:
+    return load_recipe(path)

@@ -1,0 +1,121 @@
+"""Extraction with a real engine and the real target: the states are true, and a killed run is continued."""
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+import torch
+from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaForCausalLM
+
+from draftsmith import stage
+from draftsmith.errors import UserError
+from draftsmith.extract.extract import run_extract
+from draftsmith.recipe import load_recipe
+from draftsmith.store import Store
+from tests.integration.conftest import demo_prompts, write_recipe
+
+pytestmark = pytest.mark.integration
+
+
+def reference_states(model: LlamaForCausalLM, token_ids: torch.Tensor, layer_ids: tuple[int, ...]) -> torch.Tensor:
+    """transformers' own residual stream [tokens, layers, hidden] in vLLM's layer numbering.
+
+    `output_hidden_states` gives what enters each layer, but its last entry is normed already: the last layer's own
+    output is caught by a hook.
+    """
+    caught = []
+    hook = model.model.layers[-1].register_forward_hook(lambda module, inputs, output: caught.append(output))
+    with torch.no_grad():
+        entering = model(token_ids[None].long(), output_hidden_states=True).hidden_states
+    hook.remove()
+    last = caught[0][0] if isinstance(caught[0], tuple) else caught[0]
+    states = [last.reshape(entering[0].shape) if i == len(model.model.layers) else entering[i] for i in layer_ids]
+    return torch.stack([state[0] for state in states], dim=1)
+
+
+@pytest.mark.parametrize("mode", ["generate", "prefill"])
+def test_states_are_true(mode: str, smollm2: Path, tmp_path: Path) -> None:
+    # Prompts of different lengths in one batch; the longest is prefilled in several chunks of 64 tokens.
+    prompts = [*demo_prompts(6), "Summarise this: " + " ".join(demo_prompts(12)), "Hi"]
+    options = {"mode": mode, "layer_ids": [0, 2, 15, 27, 30], "max_num_batched_tokens": 64, "max_num_seqs": 4}
+    recipe = load_recipe(
+        write_recipe(tmp_path, smollm2, prompts[:-1], prompts[-1:], extract={"max_tokens": 24} | options)
+    )
+    run_extract(recipe, tmp_path / "run")
+
+    store = Store(tmp_path / "run" / "store")
+    assert len(store) == len(prompts), "the last sequence to finish is there too"
+    assert len(store.rows(held_out=True)) == 1
+    assert max(store.length(i) for i in range(len(store))) > 200, "one prompt must be longer than a batch"
+    model = AutoModelForCausalLM.from_pretrained(smollm2, dtype=torch.float32).eval()
+    tokenizer = AutoTokenizer.from_pretrained(smollm2)
+    asked = {
+        tuple(tokenizer.apply_chat_template([{"role": "user", "content": p}], add_generation_prompt=True, return_dict=False))
+        for p in prompts
+    }  # fmt: skip
+    for sequence in store:
+        inputs = sequence.token_ids[: len(sequence.hidden_states)]
+        expected = reference_states(model, inputs, store.identity.layer_ids)
+        for column, layer in enumerate(store.identity.layer_ids):
+            found, wanted = sequence.hidden_states[:, column], expected[:, column]
+            error = (found - wanted).norm() / wanted.norm()
+            assert error < 1e-4, f"layer id {layer}: relative error {error:.2e}"
+        if mode == "generate":
+            prompt = tuple(sequence.token_ids[~sequence.loss_mask].tolist())
+            # The response is the target's own greedy one: each token is the argmax at the position before it.
+            with torch.no_grad():
+                best = model(inputs[None].long()).logits[0, len(prompt) - 1 :].argmax(-1)
+            assert torch.equal(best.int(), sequence.token_ids[sequence.loss_mask])
+        else:
+            prompt = tuple(sequence.token_ids.tolist())
+        assert prompt in asked
+
+
+def _manifest(run_dir: Path) -> dict:
+    path = run_dir / "store" / "manifest.json"
+    return json.loads(path.read_text()) if path.exists() else {"shards": []}
+
+
+def test_a_killed_run_is_continued(smollm2: Path, tmp_path: Path) -> None:
+    options = {"max_num_seqs": 2, "shard_tokens": 64, "max_tokens": 8}
+    path = write_recipe(tmp_path, smollm2, demo_prompts(24), ["Hello there"], extract=options)
+    command = [sys.executable, "-m", "draftsmith.cli", "extract", str(path), "--runs"]
+
+    process = subprocess.Popen([*command, str(tmp_path / "killed")], start_new_session=True, stderr=subprocess.DEVNULL)
+    run_dir = tmp_path / "killed" / "test"
+    deadline = time.monotonic() + 120
+    while len(_manifest(run_dir)["shards"]) < 3:
+        assert process.poll() is None, "it ended before it could be killed"
+        assert time.monotonic() < deadline
+        time.sleep(0.02)
+    os.killpg(process.pid, signal.SIGKILL)
+    process.wait()
+    assert stage.read(run_dir / "store") is None
+    kept = {sample for shard in _manifest(run_dir)["shards"] for sample in shard["sample_ids"]}
+    assert 3 <= len(kept) < 25
+
+    subprocess.run([*command, str(tmp_path / "killed")], check=True, stderr=subprocess.DEVNULL)
+    subprocess.run([*command, str(tmp_path / "whole")], check=True, stderr=subprocess.DEVNULL)
+    continued, whole = Store(run_dir / "store"), Store(tmp_path / "whole" / "test" / "store")
+    assert len(continued) == len(whole) == 25
+    for a, b in zip(continued, whole, strict=True):
+        assert (a.sample_id, a.held_out) == (b.sample_id, b.held_out)
+        assert torch.equal(a.token_ids, b.token_ids)
+        # Batches differ between the runs, so sums are taken in another order.
+        torch.testing.assert_close(a.hidden_states, b.hidden_states, rtol=1e-3, atol=1e-3)
+
+    # A third run does nothing; a recipe for something else is refused, with the difference shown.
+    before = (run_dir / "store" / "stage.json").read_bytes()
+    recipe = load_recipe(path)
+    run_extract(recipe, run_dir)
+    assert (run_dir / "store" / "stage.json").read_bytes() == before
+    other = load_recipe(path, ["extract.layer_ids=[1, 30]"])
+    with pytest.raises(UserError, match=r"layer_ids is \(2, 15, 27, 30\) there and \(1, 30\) in this run"):
+        run_extract(other, run_dir)
+    with pytest.raises(UserError, match="other prompts"):
+        run_extract(load_recipe(path, ["seed=5"]), run_dir)
