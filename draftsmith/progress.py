@@ -48,6 +48,10 @@ class Bar:
         elif time.monotonic() - self._last_line > _SECONDS_BETWEEN_LINES:
             self._print_line()
 
+    def step(self, **figures: float | str) -> None:
+        """Say that one more is done."""
+        self.update(self._done + 1, **figures)
+
     def _print_line(self) -> None:
         self._last_line = time.monotonic()
         console.print(f"{self._name}: {self._done}/{self._total} {self._unit}  {self._figures}", highlight=False)

@@ -117,6 +117,9 @@ class Extract(Section):
     `prefill`: states of the prompts alone."""
     max_tokens: int = Field(256, ge=1)
     """Longest response, tokens."""
+    held_out_max_tokens: int | None = Field(None, ge=1)
+    """Longest response to a held-out prompt; absent: as for training. Evaluation of `held_out` uses it too, so that
+    predicted and measured acceptance are of the same text."""
     temperature: float = Field(0.0, ge=0)
     """0 is greedy."""
     max_num_seqs: int = Field(128, ge=1)
@@ -125,6 +128,10 @@ class Extract(Section):
     """Tokens in one engine step; longer prompts are prefilled in chunks."""
     shard_tokens: int = Field(8192, ge=1)
     """A shard is closed when it holds this many tokens; what a crash can lose is one open shard."""
+
+    def response_tokens(self, *, held_out: bool) -> int:
+        """Longest response to a training or a held-out prompt."""
+        return (self.held_out_max_tokens or self.max_tokens) if held_out else self.max_tokens
 
 
 class Eagle3Options(Section):
@@ -171,10 +178,14 @@ class Train(Section):
     max_grad_norm: float = Field(1.0, gt=0)
     train_lm_head: bool = False
     """Train the drafter's head too; otherwise it stays the target's rows."""
+    loss_vocab_size: int | None = Field(None, ge=16)
+    """Take each step's loss over this many tokens of the draft vocabulary, those likely in the batch; absent: over all."""
     prompt_loss_weight: float = Field(0.0, ge=0, le=1)
     """Weight of the loss on prompt tokens (response tokens have 1)."""
     save_every_steps: int = Field(25, ge=1)
     """Optimizer steps between resumable snapshots."""
+    state_dropout: float = Field(0.1, ge=0, lt=1)
+    """Dropout on the target's states as the drafter reads them, in training: small stores overfit without."""
     predict_positions: int = Field(5, ge=1)
     """Chain length K at which predicted acceptance length is computed."""
     tracker: Literal["wandb", "tensorboard"] | None = None
@@ -194,7 +205,7 @@ class Suite(Section):
     prompts: Prompts | Literal["held_out"]
     """`held_out`: the held-out prompts of extraction, where predicted acceptance length applies too."""
     max_tokens: int | None = Field(None, ge=1)
-    """Longest response, tokens; absent: as in extraction."""
+    """Longest response, tokens; absent: as for held-out prompts in extraction."""
 
 
 class Evaluate(Section):

@@ -1,4 +1,4 @@
-"""The environment that a process needs before it imports vLLM. Imports vLLM itself nowhere.
+"""Child processes that run vLLM: the environment they need, and how they behave. Imports vLLM itself nowhere.
 
 Two of these settings work only when they are there as the process starts (`LD_PRELOAD` is read by the
 dynamic linker, `KMP_BLOCKTIME` when OpenMP is loaded), so they are given to a child process, not set late.
@@ -6,8 +6,12 @@ dynamic linker, `KMP_BLOCKTIME` when OpenMP is loaded), so they are given to a c
 
 from __future__ import annotations
 
+import multiprocessing
 import os
 import sys
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -74,3 +78,38 @@ def memory_arguments(engine: Engine, *, share: float = 1.0) -> dict[str, Any]:
         # An argument, not VLLM_CPU_KVCACHE_SPACE: that one takes whole GiB only.
         return {"kv_cache_memory_bytes": int(engine.kv_cache_gib * share * _GIB)}
     return {"gpu_memory_utilization": engine.gpu_memory_utilization * share}
+
+
+@contextmanager
+def environment(values: dict[str, str]) -> Iterator[None]:
+    """Lay variables over `os.environ` while a child is started, and put the old ones back."""
+    before = {name: os.environ.get(name) for name in values}
+    os.environ.update(values)
+    try:
+        yield
+    finally:
+        for name, value in before.items():
+            if value is None:
+                del os.environ[name]
+            else:
+                os.environ[name] = value
+
+
+def end_with_parent() -> None:
+    """Leave at once when the parent is gone, even while generating."""
+    parent = multiprocessing.parent_process()
+    assert parent is not None
+
+    def watch() -> None:
+        parent.join()
+        os._exit(1)
+
+    threading.Thread(target=watch, daemon=True).start()
+
+
+def print_into(log: str) -> None:
+    """Send what this process and its libraries print to a file."""
+    descriptor = os.open(log, os.O_WRONLY | os.O_CREAT | os.O_APPEND)
+    os.dup2(descriptor, 1)
+    os.dup2(descriptor, 2)
+    os.close(descriptor)

@@ -6,31 +6,25 @@ compared with what the engine said it produced before it goes into the store.
 
 from __future__ import annotations
 
-import os
 import shutil
 import time
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable
 from dataclasses import dataclass
-from itertools import islice
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from safetensors.torch import load
 
 from draftsmith import stage
 from draftsmith.errors import DraftsmithError, UserError
+from draftsmith.extract.engine import Answer, Ask, Job, run_engine
 from draftsmith.progress import Bar, console
-from draftsmith.prompts import Prompt, training_and_held_out
+from draftsmith.prompts import Prompt, load_prompts, training_and_held_out, without_overlap
 from draftsmith.recipe import Recipe, digest
-from draftsmith.store import Sequence, StoreIdentity, StoreWriter
+from draftsmith.store import Sequence, Store, StoreIdentity, StoreWriter
 from draftsmith.target import TargetInfo, check_layer_ids, default_layer_ids, describe_target, prepare_target
-from draftsmith.vllm_env import vllm_environment
-
-if TYPE_CHECKING:
-    from vllm import LLM, RequestOutput
-
-_FLUSH_SECONDS = 60.0
+from draftsmith.vllm_env import memory_arguments
 
 
 @dataclass(frozen=True)
@@ -40,6 +34,7 @@ class ExtractRequest:
     sample_id: int
     held_out: bool
     prompt_token_ids: list[int]
+    max_tokens: int
 
 
 def run_extract(recipe: Recipe, run_dir: Path) -> dict[str, Any]:
@@ -59,6 +54,9 @@ def run_extract(recipe: Recipe, run_dir: Path) -> dict[str, Any]:
     check_layer_ids(layer_ids, target.num_hidden_layers)
     identity = _identity(recipe, target, layer_ids)
     train, held_out = training_and_held_out(options)
+    for suite in recipe.evaluate.suites.values():  # what is evaluated on is not trained on
+        if suite.prompts != "held_out":
+            train = without_overlap(train, load_prompts(suite.prompts))
     requests, too_long = _tokenise(recipe, target, train, held_out)
     inputs = digest([vars(identity), recipe.seed, [vars(request) for request in requests]])
     if stage.finished(directory, inputs):
@@ -78,18 +76,19 @@ def run_extract(recipe: Recipe, run_dir: Path) -> dict[str, Any]:
         console.print(
             f"extract: continuing {directory}: {len(requests) - len(todo)} of {len(requests)} sequences are there"
         )
-    seconds = 0.0
     new_tokens = 0
+    seconds = 0.0
     if todo:
-        llm = _engine(recipe, target, layer_ids, spool)
-        begun = time.time()
+        console.print("extract: starting vLLM", highlight=False)
+        job = _job(recipe, target, layer_ids, spool, todo)
         with Bar("extract", total=len(requests), unit="prompts", done=len(requests) - len(todo)) as bar:
-            for count, sequence in enumerate(_sequences(llm, recipe, todo, spool), start=len(requests) - len(todo) + 1):
+            begun = time.time()
+            for answer in run_engine(job, recipe.engine, directory / "engine.log"):
+                sequence = _checked(spool, answer, todo[int(answer.name)], generate=job.generate)
                 writer.append(sequence)
                 new_tokens += len(sequence.hidden_states)
-                bar.update(count, tokens_per_second=new_tokens / (time.time() - begun))
-        seconds = time.time() - begun
-        del llm
+                seconds = time.time() - begun
+                bar.step(tokens_per_second=new_tokens / seconds)
     counts = writer.close()
     shutil.rmtree(spool, ignore_errors=True)
     figures = counts | {
@@ -113,14 +112,12 @@ def _identity(recipe: Recipe, target: TargetInfo, layer_ids: Iterable[int]) -> S
         layer_ids=tuple(layer_ids),
         hidden_size=target.hidden_size,
         dtype=recipe.target.dtype,
-        sampling={"mode": options.mode, "temperature": options.temperature, "max_tokens": options.max_tokens},
+        sampling=options.model_dump(include={"mode", "temperature", "max_tokens", "held_out_max_tokens"}),
     )
 
 
 def _why_not_same(recipe: Recipe, directory: Path, identity: StoreIdentity) -> str:
     """A finished store for other inputs is never thrown away silently: it may be a week of GPU time."""
-    from draftsmith.store import Store
-
     Store(directory, verify=False).identity.require(identity, directory)
     return (
         f"The store at {directory} is finished, and this recipe asks for other prompts, another split or another seed. "
@@ -139,135 +136,83 @@ def _tokenise(
         raise UserError(
             f"The tokenizer of {target.name} has no chat template, so prompts cannot be put to it as a user would."
         )
-    room = recipe.engine.max_model_len - (recipe.extract.max_tokens if recipe.extract.mode == "generate" else 1)
     requests, too_long = [], 0
     for prompts, is_held_out in ((train, False), (held_out, True)):
+        answer = recipe.extract.response_tokens(held_out=is_held_out) if recipe.extract.mode == "generate" else 1
+        room = recipe.engine.max_model_len - answer
         for prompt in prompts:
             ids = tokenizer.apply_chat_template(prompt.messages, add_generation_prompt=True, return_dict=False)
             if len(ids) > room:
                 too_long += 1
             else:
-                requests.append(ExtractRequest(prompt.sample_id, is_held_out, list(ids)))
+                requests.append(ExtractRequest(prompt.sample_id, is_held_out, list(ids), answer))
     if too_long:
         console.print(
-            f"extract: {too_long} prompts do not fit into {room} tokens and are left out (engine.max_model_len)"
+            f"extract: {too_long} prompts leave no room for an answer in engine.max_model_len tokens and are left out"
         )
     if not requests:
-        raise UserError(f"No prompt fits into {room} tokens; raise engine.max_model_len or lower extract.max_tokens.")
+        raise UserError("No prompt leaves room for an answer; raise engine.max_model_len or lower extract.max_tokens.")
     return requests, too_long
 
 
-def _engine(recipe: Recipe, target: TargetInfo, layer_ids: Iterable[int], spool: Path) -> LLM:
-    """Start vLLM with our connector. Environment first: vLLM reads it when imported."""
-    os.environ.update(vllm_environment(recipe.engine))
-    console.print("extract: starting vLLM")
-    from vllm import LLM
-
-    return LLM(
-        model=str(target.path),
-        dtype=recipe.target.dtype,
-        max_model_len=recipe.engine.max_model_len,
-        enforce_eager=recipe.engine.enforce_eager,
-        gpu_memory_utilization=recipe.engine.gpu_memory_utilization,
-        tensor_parallel_size=recipe.engine.tensor_parallel_size,
-        max_num_seqs=recipe.extract.max_num_seqs,
-        max_num_batched_tokens=recipe.extract.max_num_batched_tokens,
-        enable_prefix_caching=False,  # cached prefixes have no states of their own (reported length mismatches)
-        seed=recipe.seed,
-        speculative_config={
+def _job(recipe: Recipe, target: TargetInfo, layer_ids: Iterable[int], spool: Path, todo: list[ExtractRequest]) -> Job:
+    """What the engine is to do: vLLM's `extract_hidden_states` method with our connector."""
+    options = recipe.extract
+    arguments: dict[str, Any] = {
+        "model": str(target.path),
+        "dtype": recipe.target.dtype,
+        "max_model_len": recipe.engine.max_model_len,
+        "enforce_eager": recipe.engine.enforce_eager,
+        "tensor_parallel_size": recipe.engine.tensor_parallel_size,
+        "max_num_seqs": options.max_num_seqs,
+        "max_num_batched_tokens": options.max_num_batched_tokens,
+        "scheduler_cls": "draftsmith.extract.scheduler.ExtractionScheduler",
+        "async_scheduling": False,
+        "enable_prefix_caching": False,  # cached prefixes have no states of their own (reported length mismatches)
+        "seed": recipe.seed,
+        "speculative_config": {
             "method": "extract_hidden_states",
             "num_speculative_tokens": 1,
             "draft_model_config": {"hf_config": {"eagle_aux_hidden_state_layer_ids": list(layer_ids)}},
         },
-        kv_transfer_config={
+        "kv_transfer_config": {
             "kv_connector": "HiddenStatesConnector",
             "kv_connector_module_path": "draftsmith.extract.connector",
             "kv_role": "kv_producer",
             "kv_connector_extra_config": {"spool_directory": str(spool.resolve())},
         },
-    )
-
-
-def _sequences(llm: LLM, recipe: Recipe, todo: list[ExtractRequest], spool: Path) -> Iterator[Sequence]:
-    """Run every request and yield its checked sequence, in the order in which they finish."""
-    engine = llm.llm_engine
-    window = 2 * recipe.extract.max_num_seqs  # enough to keep the engine full, whatever the data set's size
-    requests = {str(number): request for number, request in enumerate(todo)}
-    waiting = iter(requests.items())
-    written: list[RequestOutput] = []  # finished, their spool files still to be read
-
-    while True:
-        for name, request in islice(waiting, window - engine.get_num_unfinished_requests()):
-            engine.add_request(name, {"prompt_token_ids": request.prompt_token_ids}, _sampling(recipe, request))
-        if not engine.has_unfinished_requests():
-            break
-        written += [output for output in engine.step() if output.finished]
-        ready = [output for output in written if (spool / _spool_file(output)).exists()]
-        written = [output for output in written if output not in ready]
-        for output in ready:
-            yield _read(spool, output, requests[output.request_id], recipe)
-
-    # The engine is idle: a save that rode on its next step has not happened unless there is one more step.
-    deadline = time.time() + _FLUSH_SECONDS
-    while written:
-        output = written[0]
-        if (spool / _spool_file(output)).exists():
-            yield _read(spool, written.pop(0), requests[output.request_id], recipe)
-        elif time.time() > deadline:
-            raise DraftsmithError(
-                f"vLLM answered {len(written)} prompts and did not hand over their hidden states within {_FLUSH_SECONDS:.0f} s. "
-                "Run the stage again: it continues with the sequences that are missing."
+        **memory_arguments(recipe.engine),
+    }
+    return Job(
+        engine_arguments=arguments,
+        asks=[
+            Ask(
+                name=str(number),
+                prompt_token_ids=request.prompt_token_ids,
+                max_tokens=request.max_tokens,
+                seed=(request.sample_id ^ recipe.seed) & 0x7FFFFFFF,
             )
-        else:
-            _step_once(llm)
-
-
-def _step_once(llm: LLM) -> None:
-    from vllm import SamplingParams
-
-    from draftsmith.extract.connector import DISCARD_KEY
-
-    params = SamplingParams(max_tokens=1, detokenize=False, extra_args={"kv_transfer_params": {DISCARD_KEY: True}})
-    llm.generate([{"prompt_token_ids": [0]}], params, use_tqdm=False)
-    time.sleep(0.05)
-
-
-def _sampling(recipe: Recipe, request: ExtractRequest) -> Any:
-    from vllm import SamplingParams
-
-    from draftsmith.extract.connector import PROMPT_ONLY_KEY
-
-    generate = recipe.extract.mode == "generate"
-    return SamplingParams(
-        temperature=recipe.extract.temperature,
-        max_tokens=recipe.extract.max_tokens if generate else 1,
-        seed=(request.sample_id ^ recipe.seed) & 0x7FFFFFFF,  # its own, so that order and batch do not matter
-        detokenize=False,
-        extra_args={"kv_transfer_params": {PROMPT_ONLY_KEY: not generate}},
+            for number, request in enumerate(todo)
+        ],
+        generate=options.mode == "generate",
+        temperature=options.temperature,
+        window=2 * options.max_num_seqs,  # enough to keep the engine full, whatever the data set's size
+        spool=spool,
     )
 
 
-def _spool_file(output: RequestOutput) -> str:
-    from draftsmith.extract.connector import SPOOL_KEY
-
-    file = (output.kv_transfer_params or {}).get(SPOOL_KEY)
-    if file is None:
-        raise DraftsmithError(f"vLLM finished request {output.request_id} without saving its hidden states.")
-    return str(file)
-
-
-def _read(spool: Path, output: RequestOutput, request: ExtractRequest, recipe: Recipe) -> Sequence:
+def _checked(spool: Path, answer: Answer, request: ExtractRequest, *, generate: bool) -> Sequence:
     """Read a spool file and hold it against what was asked and answered."""
-    path = spool / _spool_file(output)
+    path = spool / answer.spool_file
     tensors = load(path.read_bytes())
     path.unlink()
-    response = list(output.outputs[0].token_ids) if recipe.extract.mode == "generate" else []
+    response = answer.response_token_ids if generate else []
     token_ids = torch.tensor(request.prompt_token_ids + response, dtype=torch.int32)
     with_states = len(token_ids) - bool(response)
     saved, states = tensors["token_ids"], tensors["hidden_states"]
     if not torch.equal(saved, token_ids[:with_states]) or len(states) != with_states:
         raise DraftsmithError(
-            f"vLLM saved {len(states)} states for {len(saved)} tokens of request {output.request_id}, and it answered "
+            f"vLLM saved {len(states)} states for {len(saved)} tokens of request {answer.name}, and it answered "
             f"{with_states} tokens that should have states; tokens equal: {torch.equal(saved, token_ids[:with_states])}. "
             "Nothing wrong was stored; please report this with your vLLM version."
         )

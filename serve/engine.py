@@ -13,12 +13,10 @@ import atexit
 import multiprocessing
 import multiprocessing.connection
 import multiprocessing.context
-import os
 import sys
-import threading
 import time
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager, suppress
+from collections.abc import Callable, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from types import TracebackType
@@ -129,7 +127,7 @@ class EngineHost:
             target=_child, args=(theirs, self.config.arguments(), str(self.log)), name=f"engine-{self.config.name}"
         )
         self._started = time.monotonic()
-        with _environment(vllm_env.vllm_environment(self.config.engine)):
+        with vllm_env.environment(vllm_env.vllm_environment(self.config.engine)):
             self._process.start()
         theirs.close()
         # Not a daemon process, because vLLM starts children of its own for tensor parallelism; so we end it ourselves.
@@ -260,28 +258,13 @@ def _context() -> multiprocessing.context.SpawnContext | multiprocessing.context
     return context
 
 
-@contextmanager
-def _environment(values: dict[str, str]) -> Iterator[None]:
-    """Lay variables over `os.environ` while a child is started, and put the old ones back."""
-    before = {name: os.environ.get(name) for name in values}
-    os.environ.update(values)
-    try:
-        yield
-    finally:
-        for name, value in before.items():
-            if value is None:
-                del os.environ[name]
-            else:
-                os.environ[name] = value
-
-
 # --- the child's side ---
 
 
 def _child(pipe: multiprocessing.connection.Connection, arguments: dict[str, Any], log: str) -> None:
     """Load the model, say so, then answer calls until the pipe ends."""
-    _end_with_parent()
-    _print_into(log)
+    vllm_env.end_with_parent()
+    vllm_env.print_into(log)
     try:
         engine = _Engine(arguments)
         pipe.send(("ok", None))
@@ -298,26 +281,6 @@ def _child(pipe: multiprocessing.connection.Connection, arguments: dict[str, Any
         sys.stderr.flush()  # the parent reads the log as soon as it is told
         with suppress(OSError):
             pipe.send(("error", f"{type(error).__name__}: {str(error).strip()[:500]}"))
-
-
-def _end_with_parent() -> None:
-    """Leave at once when the parent is gone, even while generating."""
-    parent = multiprocessing.parent_process()
-    assert parent is not None
-
-    def watch() -> None:
-        parent.join()
-        os._exit(1)
-
-    threading.Thread(target=watch, daemon=True).start()
-
-
-def _print_into(log: str) -> None:
-    """Send what this process and its libraries print to a file."""
-    descriptor = os.open(log, os.O_WRONLY | os.O_CREAT | os.O_APPEND)
-    os.dup2(descriptor, 1)
-    os.dup2(descriptor, 2)
-    os.close(descriptor)
 
 
 class _Engine:

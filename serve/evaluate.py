@@ -87,7 +87,7 @@ def run_evaluate(recipe: Recipe, run_dir: Path) -> Results:
             "target": [target.revision, target.config_hash, target.tokenizer_hash, target.chat_template_hash],
             "drafter": {file: stage.sha256_of(drafter_dir / file) for file in ("config.json", "model.safetensors")},
             "prompts": {name: [[p.id, p.messages] for p in items] for name, items in prompts.items()},
-            "max_tokens": recipe.extract.max_tokens,
+            "max_tokens": recipe.extract.response_tokens(held_out=True),
             "predicted": predicted,
             **sections,
         }
@@ -102,7 +102,7 @@ def run_evaluate(recipe: Recipe, run_dir: Path) -> Results:
         return found
     stage.claim(output, fresh=True)
     suites = [
-        _tokenise(name, items, target_dir, recipe.evaluate.suites[name].max_tokens or recipe.extract.max_tokens,
+        _tokenise(name, items, target_dir, recipe.evaluate.suites[name].max_tokens or recipe.extract.response_tokens(held_out=True),
                   recipe.engine.max_model_len)
         for name, items in prompts.items()
     ]  # fmt: skip

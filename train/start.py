@@ -68,7 +68,7 @@ def start_from_target(
     tensors: TargetTensors,
     batches: Iterable[tuple[Batch, torch.Tensor]],
     *,
-    max_rows: int = 32_768,
+    max_rows: int = 131_072,
 ) -> None:
     """Initialise the drafter in place so that, untrained, it is the best linear drafter of its shape.
 
@@ -87,7 +87,7 @@ def start_from_target(
         tensors: the target's.
         batches: packed rows of the store with the target's last states [T, H], as for the loss; rows that count at
             step 0 are used.
-        max_rows: rows to fit on; more changes little.
+        max_rows: rows to fit on. Each costs (n + 1)^2 H^2 products; on small stores every row still helps.
     """
     config = drafter.config
     drafter.lm_head.weight.copy_(tensors.lm_head[drafter.draft_token_ids])

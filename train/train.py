@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from accelerate import Accelerator
 from accelerate.utils import set_seed
-from transformers.models.llama.modeling_llama import LlamaRMSNorm
+from torch import nn
 
 from draftsmith import stage
 from draftsmith.checkpoint import Checkpoint
@@ -130,7 +130,7 @@ def _set_up(recipe: Recipe, target: TargetInfo, store: Store, run_dir: Path, *, 
         start_from_target(drafter, tensors, (_batch(store, [row], 1, columns, last_column) for row in rows))
     if not options.train_lm_head:
         drafter.lm_head.requires_grad_(False)
-    norm = LlamaRMSNorm(config.hidden_size, config.rms_norm_eps)
+    norm = nn.RMSNorm(config.hidden_size, config.rms_norm_eps)
     norm.weight.data.copy_(tensors.final_norm_weight)
     loss = ChainLoss(
         drafter,
@@ -138,6 +138,7 @@ def _set_up(recipe: Recipe, target: TargetInfo, store: Store, run_dir: Path, *, 
         teacher_head=tensors.lm_head[draft_token_ids].float(),
         chain_steps=options.chain_steps,
         chain_decay=options.chain_decay,
+        loss_vocab_size=options.loss_vocab_size,
     )
     return Run(
         accelerator=accelerator,
@@ -207,7 +208,7 @@ def _fit(run: Run, recipe: Recipe, directory: Path, inputs: str, resume: dict[st
             for optimizer, peak in zip(run.optimizers, peaks, strict=True):
                 for group, lr in zip(optimizer.param_groups, peak, strict=True):
                     group["lr"] = lr * factor
-            batch, last_states = _load(run, rows, recipe)
+            batch, last_states = _load(run, rows, recipe, step=number)
             output = model(batch, last_states)
             accelerator.backward(output.loss)
             accelerator.clip_grad_norm_(run.loss.drafter.parameters(), options.max_grad_norm)
@@ -244,13 +245,18 @@ def _fit(run: Run, recipe: Recipe, directory: Path, inputs: str, resume: dict[st
     }
 
 
-def _load(run: Run, rows: list[int], recipe: Recipe) -> tuple[Batch, torch.Tensor]:
+def _load(run: Run, rows: list[int], recipe: Recipe, *, step: int) -> tuple[Batch, torch.Tensor]:
     """This process's share of a step: the drafter's batch, and the target's last states [T, H]."""
     accelerator, options = run.accelerator, recipe.train
     mine = rows[accelerator.process_index :: accelerator.num_processes] or rows[:1]
     batch, last_states = _batch(
         run.store, mine, options.chain_steps, run.columns, run.last_column, prompt_weight=options.prompt_loss_weight
     )
+    if options.state_dropout:
+        # Its randomness comes from the step's number alone, so that a continued run sees what an unbroken one does.
+        generator = torch.Generator().manual_seed((recipe.seed * 1_000_003 + step) * 4099 + accelerator.process_index)
+        kept = torch.rand(batch.hidden_states.shape, generator=generator) >= options.state_dropout
+        batch = replace(batch, hidden_states=batch.hidden_states * kept / (1 - options.state_dropout))
     return batch.to(accelerator.device), last_states.to(accelerator.device, non_blocking=True)
 
 

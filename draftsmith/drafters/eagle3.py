@@ -31,7 +31,7 @@ import torch
 from torch import nn
 from torch.nn import functional as F
 from transformers import LlamaConfig
-from transformers.models.llama.modeling_llama import LlamaMLP, LlamaRMSNorm, LlamaRotaryEmbedding, apply_rotary_pos_emb
+from transformers.models.llama.modeling_llama import LlamaMLP, LlamaRotaryEmbedding, apply_rotary_pos_emb
 
 from draftsmith.drafters.batch import Batch
 
@@ -123,18 +123,18 @@ class _Attention(nn.Module):
 
 class DecoderLayer(nn.Module):
     self_attn: _Attention
-    input_layernorm: LlamaRMSNorm
-    hidden_norm: LlamaRMSNorm
+    input_layernorm: nn.RMSNorm
+    hidden_norm: nn.RMSNorm
     """Layer 0 only."""
 
     def __init__(self, config: Eagle3Config, index: int) -> None:
         super().__init__()
         hidden, eps = config.hidden_size, config.rms_norm_eps
-        self.input_layernorm = LlamaRMSNorm(hidden, eps)
+        self.input_layernorm = nn.RMSNorm(hidden, eps)
         if index == 0:
-            self.hidden_norm = LlamaRMSNorm(hidden, eps)
+            self.hidden_norm = nn.RMSNorm(hidden, eps)
         self.self_attn = _Attention(config, 2 * hidden if index == 0 else hidden)
-        self.post_attention_layernorm = LlamaRMSNorm(hidden, eps)
+        self.post_attention_layernorm = nn.RMSNorm(hidden, eps)
         self.mlp = LlamaMLP(config.llama())
 
 
@@ -198,10 +198,10 @@ class Eagle3Drafter(nn.Module):
         super().__init__()
         hidden, eps = config.hidden_size, config.rms_norm_eps
         self.config = config
-        self.fc_norm = nn.ModuleList(LlamaRMSNorm(hidden, eps) for _ in config.layer_ids) if config.fc_norm else None
+        self.fc_norm = nn.ModuleList(nn.RMSNorm(hidden, eps) for _ in config.layer_ids) if config.fc_norm else None
         self.fc = nn.Linear(len(config.layer_ids) * hidden, hidden, bias=False)
         self.layers = nn.ModuleList(DecoderLayer(config, index) for index in range(config.num_layers))
-        self.norm = LlamaRMSNorm(hidden, eps)
+        self.norm = nn.RMSNorm(hidden, eps)
         self.lm_head = nn.Linear(hidden, config.draft_vocab_size, bias=False)
         self._rotary = LlamaRotaryEmbedding(config.llama())
         self.register_buffer("embedding", embedding, persistent=False)
@@ -307,7 +307,7 @@ def _attend(queries: torch.Tensor, context: _KeysValues, own: list[_KeysValues],
     if own:
         own_scores = torch.stack([(grouped * keys[:, :, None]).sum(-1) for keys, _ in own], dim=-1)  # [Q, M, G, k]
         scores = torch.cat([scores, grid.pad_queries(own_scores).permute(0, 2, 3, 1, 4)], dim=-1)
-    weights = scores.softmax(-1, dtype=torch.float32).to(queries.dtype)
+    weights = scores.softmax(-1, dtype=torch.promote_types(scores.dtype, torch.float32)).to(scores.dtype)
     length = context[0].shape[1]
     mixed = grid.unpad_queries(torch.einsum("dmgqk,dkmc->dqmgc", weights[..., :length], context[1]))
     if own:

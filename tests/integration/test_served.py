@@ -1,0 +1,156 @@
+"""What is served is what was trained: extract, train, convert with the real target; then stock vLLM's proposals."""
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+from draftsmith import stage
+from draftsmith.checkpoint import Checkpoint
+from draftsmith.convert.convert import run_convert
+from draftsmith.drafters.eagle3 import Eagle3Config, Eagle3Drafter
+from draftsmith.errors import UserError
+from draftsmith.extract.extract import run_extract
+from draftsmith.recipe import load_recipe
+from draftsmith.store import Sequence
+from draftsmith.target import load_target_tensors
+from draftsmith.train.packing import pack
+from draftsmith.train.train import SNAPSHOT, run_train
+from tests.integration.conftest import demo_prompts, write_recipe
+from tests.integration.test_extract import reference_states
+
+pytestmark = pytest.mark.integration
+
+K = 3
+NEAR_TIE = 1e-3
+"""Logits; float32 sums taken in another order differ by less, and a real difference between modules by far more."""
+
+
+@pytest.fixture(scope="module")
+def run(smollm2: Path, tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
+    """A small run up to `vllm/`: recipe path and run directory."""
+    folder = tmp_path_factory.mktemp("served")
+    options = {"drafter": {"draft_vocab_size": 2048}, "epochs": 3, "tokens_per_step": 512, "save_every_steps": 2}
+    recipe_path = write_recipe(
+        folder, smollm2, demo_prompts(40), ["What is a comet?", "Name three rivers."],
+        extract={"max_num_seqs": 42, "max_tokens": 32}, train=options,
+    )  # fmt: skip
+    recipe = load_recipe(recipe_path)
+    run_extract(recipe, folder / "run")
+    run_train(recipe, folder / "run")
+    run_convert(recipe, folder / "run")
+    return recipe_path, folder / "run"
+
+
+@pytest.fixture(scope="module")
+def served(run: tuple[Path, Path], smollm2: Path, tmp_path_factory: pytest.TempPathFactory) -> dict:
+    """Everything stock vLLM proposed for some prompts: `record_proposals.py`."""
+    folder = tmp_path_factory.mktemp("recorded")
+    tokenizer = AutoTokenizer.from_pretrained(smollm2)
+    chats = [[{"role": "user", "content": text}] for text in demo_prompts(72)[40:]]
+    prompts = [tokenizer.apply_chat_template(chat, add_generation_prompt=True, return_dict=False) for chat in chats]
+    (folder / "prompts.json").write_text(json.dumps(prompts))
+    arguments = [smollm2, run[1] / "vllm", K, 96, folder / "prompts.json", folder / "out.json"]
+    script = Path(__file__).with_name("record_proposals.py")
+    subprocess.run([sys.executable, script, *map(str, arguments)], check=True, timeout=280)
+    return json.loads((folder / "out.json").read_text())
+
+
+def load_drafter(run_dir: Path, target: Path) -> Eagle3Drafter:
+    checkpoint = Checkpoint.load(run_dir / "checkpoint")
+    config = Eagle3Config.from_dict(checkpoint.config)
+    drafter = Eagle3Drafter(config, load_target_tensors(target).embedding, checkpoint.draft_token_ids)
+    drafter.load_state_dict(checkpoint.tensors)
+    return drafter
+
+
+def test_trained_equals_served(run: tuple[Path, Path], served: dict, smollm2: Path) -> None:
+    drafter = load_drafter(run[1], smollm2)
+    model = AutoModelForCausalLM.from_pretrained(smollm2, dtype=torch.float32).eval()
+    # The longest context of each request holds all its shorter ones.
+    longest: dict[tuple, list[int]] = {}
+    for proposal in served["proposals"]:
+        key = tuple(proposal["context"][:60])
+        if len(proposal["context"]) > len(longest.get(key, [])):
+            longest[key] = proposal["context"]
+    chains = {}
+    for key, tokens in longest.items():
+        ids = torch.tensor(tokens)
+        states = reference_states(model, ids[:-1], drafter.config.layer_ids)
+        # Every row counts: its proposal is wanted wherever serving may have drafted from it.
+        sequence = Sequence(0, False, torch.cat([ids, ids[-1:]]), torch.ones(len(ids) + 1, dtype=torch.bool), states)
+        batch = pack([sequence], steps=K)
+        with torch.no_grad():
+            chains[key] = [drafter.lm_head(step.normed) for step in drafter.chain(batch, steps=K, own_guesses=True)]
+
+    compared, different = [0] * K, [0] * K
+    for proposal in served["proposals"]:
+        logits_of = chains[tuple(proposal["context"][:60])]
+        row = len(proposal["context"]) - 2  # p: the context's last token is x_{p+1}
+        for k, proposed in enumerate(proposal["draft"]):
+            logits = logits_of[k][row]
+            best = int(drafter.draft_token_ids[logits.argmax()])
+            compared[k] += 1
+            if proposed != best:
+                different[k] += 1
+                theirs = (drafter.draft_token_ids == proposed).nonzero()
+                assert len(theirs) == 1, f"vLLM proposed {proposed}, which is not in the draft vocabulary"
+                gap = float(logits.max() - logits[theirs[0, 0]])
+                assert gap < NEAR_TIE, f"step {k + 1}, position {row}: not a near-tie, the logits differ by {gap}"
+                break  # the chain goes on from another token
+    assert compared[0] >= 2000, compared
+    for k in range(K):
+        assert different[k] <= 0.005 * compared[k], (compared, different)
+
+
+def test_acceptance_is_real(served: dict) -> None:
+    """Stock vLLM, without our package, accepts some of what this drafter proposes."""
+    drafts = served["counters"]["vllm:spec_decode_num_drafts"]
+    accepted = served["counters"]["vllm:spec_decode_num_accepted_tokens"]
+    assert drafts > 1000
+    assert accepted > 0.05 * drafts, "a drafter that is misread is never right; this one was trained for seconds only"
+
+
+def test_training_again_does_nothing_and_foreign_stores_are_refused(run: tuple[Path, Path], smollm2: Path) -> None:
+    recipe_path, run_dir = run
+    before = (run_dir / "checkpoint" / "stage.json").read_bytes()
+    run_train(load_recipe(recipe_path), run_dir)
+    assert (run_dir / "checkpoint" / "stage.json").read_bytes() == before
+    with pytest.raises(UserError, match=r"layers \[7\]"):
+        run_train(load_recipe(recipe_path, ["train.drafter.layer_ids=[7, 30]"]), run_dir)
+
+
+def test_interrupted_training_ends_like_an_uninterrupted_one(
+    run: tuple[Path, Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Stop after a snapshot, run again: the checkpoint's tensors are those of the run that was never stopped."""
+    from draftsmith.train import train as module
+
+    recipe_path, whole = run
+    interrupted = tmp_path / "run"
+    interrupted.mkdir()
+    (interrupted / "store").symlink_to(whole / "store")
+    write, calls = module._write_snapshot, []
+
+    def write_and_die(*arguments: object) -> None:
+        write(*arguments)  # type: ignore[arg-type]
+        calls.append(1)
+        if len(calls) == 2:
+            raise KeyboardInterrupt
+
+    monkeypatch.setattr(module, "_write_snapshot", write_and_die)
+    with pytest.raises(KeyboardInterrupt):
+        run_train(load_recipe(recipe_path), interrupted)
+    assert (interrupted / "checkpoint" / SNAPSHOT).exists()
+    assert stage.read(interrupted / "checkpoint") is None
+    monkeypatch.undo()
+    run_train(load_recipe(recipe_path), interrupted)
+    first, second = Checkpoint.load(whole / "checkpoint"), Checkpoint.load(interrupted / "checkpoint")
+    assert first.tensors.keys() == second.tensors.keys()
+    for name, value in first.tensors.items():
+        assert torch.equal(value, second.tensors[name]), name
+    assert not (interrupted / "checkpoint" / SNAPSHOT).exists()

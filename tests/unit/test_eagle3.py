@@ -1,0 +1,137 @@
+"""EAGLE-3's chain against a plain re-computation, packing, the linear start and the loss."""
+
+import math
+
+import pytest
+import torch
+from torch.nn import functional as F
+
+from draftsmith.drafters.eagle3 import Eagle3Config, Eagle3Drafter
+from draftsmith.store import Sequence
+from draftsmith.train.packing import pack
+
+HIDDEN, HEADS, KV_HEADS, HEAD_DIM, VOCAB, DRAFT = 24, 4, 2, 6, 40, 30
+
+
+def make_drafter(**changes: object) -> Eagle3Drafter:
+    fields: dict = {
+        "layer_ids": (1, 2, 3), "hidden_size": HIDDEN, "intermediate_size": 20, "num_layers": 1, "num_attention_heads": HEADS,
+        "num_key_value_heads": KV_HEADS, "head_dim": HEAD_DIM, "hidden_act": "silu", "rms_norm_eps": 1e-5,
+        "rope_parameters": {"rope_type": "default", "rope_theta": 100.0}, "max_position_embeddings": 64,
+        "vocab_size": VOCAB, "draft_vocab_size": DRAFT, "norm_before_residual": False, "fc_norm": True, "norm_output": False,
+    }  # fmt: skip
+    torch.manual_seed(0)
+    ids = torch.randperm(VOCAB)[:DRAFT].sort().values
+    drafter = Eagle3Drafter(Eagle3Config(**fields | changes), torch.randn(VOCAB, HIDDEN), ids).double()
+    for parameter in drafter.parameters():
+        torch.nn.init.normal_(parameter, std=0.3)
+    return drafter
+
+
+def make_sequence(tokens: int, prompt: int, seed: int) -> Sequence:
+    generator = torch.Generator().manual_seed(seed)
+    return Sequence(
+        sample_id=seed, held_out=False, token_ids=torch.randint(0, VOCAB, (tokens,), generator=generator),
+        loss_mask=torch.arange(tokens) >= prompt,
+        hidden_states=torch.randn(tokens - 1, 3, HIDDEN, generator=generator, dtype=torch.float64),
+    )  # fmt: skip
+
+
+def plain_chain(d: Eagle3Drafter, sequence: Sequence, p: int, steps: int) -> list[torch.Tensor]:
+    """Logits [V] of each chain step from position p, one token at a time, from the formulas."""
+    weights = d.state_dict()
+    config = d.config
+
+    def rms(x: torch.Tensor, name: str) -> torch.Tensor:
+        return x / (x.pow(2).mean(-1, keepdim=True) + config.rms_norm_eps).sqrt() * weights[name]
+
+    def rope(x: torch.Tensor, position: int) -> torch.Tensor:
+        half = HEAD_DIM // 2
+        frequencies = 1 / (100.0 ** (torch.arange(0, HEAD_DIM, 2).float() / HEAD_DIM))  # rounded as transformers rounds
+        angle = position * frequencies
+        cos, sin = angle.cos().double(), angle.sin().double()
+        a, b = x[..., :half], x[..., half:]
+        return torch.cat([a * cos - b * sin, b * cos + a * sin], dim=-1)
+
+    layer = "layers.0."
+
+    def project(name: str, x: torch.Tensor, heads: int) -> torch.Tensor:
+        return (weights[f"{layer}self_attn.{name}.weight"] @ x).view(heads, HEAD_DIM)
+
+    def inputs(state: torch.Tensor, token: int) -> tuple[torch.Tensor, torch.Tensor]:
+        normed = rms(state, layer + "hidden_norm.weight")
+        x = torch.cat([rms(d.embedding[token], layer + "input_layernorm.weight"), normed])
+        return x, normed if config.norm_before_residual else state
+
+    def fused(q: int) -> torch.Tensor:
+        states = sequence.hidden_states[q]
+        if config.fc_norm:
+            states = torch.stack([rms(states[i], f"fc_norm.{i}.weight") for i in range(3)])
+        return weights["fc.weight"] @ states.flatten()
+
+    tokens = sequence.token_ids.tolist()
+    keys, values = [], []
+    for q in range(p + 1):
+        x, _ = inputs(fused(q), tokens[q + 1])
+        keys.append(rope(project("k_proj", x, KV_HEADS), q))
+        values.append(project("v_proj", x, KV_HEADS))
+    state, logits = fused(p), []
+    for k in range(steps):
+        x, residual = inputs(state, tokens[p + 1 + k])
+        if k > 0:
+            keys.append(rope(project("k_proj", x, KV_HEADS), p + k))
+            values.append(project("v_proj", x, KV_HEADS))
+        query = rope(project("q_proj", x, HEADS), p + k)
+        mixed = []
+        for head in range(HEADS):
+            group = head // (HEADS // KV_HEADS)
+            scores = torch.stack([query[head] @ key[group] for key in keys]) / math.sqrt(HEAD_DIM)
+            mixed.append(scores.softmax(0) @ torch.stack([value[group] for value in values]))
+        state = residual + weights[layer + "self_attn.o_proj.weight"] @ torch.cat(mixed)
+        y = rms(state, layer + "post_attention_layernorm.weight")
+        gate, up, down = (weights[f"{layer}mlp.{name}_proj.weight"] for name in ("gate", "up", "down"))
+        state = state + down @ (F.silu(gate @ y) * (up @ y))
+        normed = rms(state, "norm.weight")
+        logits.append(weights["lm_head.weight"] @ normed)
+        if config.norm_output:
+            state = normed
+    return logits
+
+
+@pytest.mark.parametrize("changes", [{}, {"norm_before_residual": True}, {"fc_norm": False}, {"norm_output": True}])
+def test_packed_chain_equals_the_formulas(changes: dict) -> None:
+    drafter = make_drafter(**changes)
+    documents = [make_sequence(9, 4, 1), make_sequence(14, 6, 2), make_sequence(6, 2, 3)]
+    steps = 3
+    batch = pack(documents, steps=steps)
+    rows = batch.counts.sum(1).nonzero()[:, 0]
+    with torch.no_grad():
+        found = [drafter.lm_head(step.normed) for step in drafter.chain(batch, steps=steps)]
+        compared = 0
+        for q, row in enumerate(rows.tolist()):
+            document, p = int(batch.documents[row]), int(batch.positions[row])
+            expected = plain_chain(drafter, documents[document], p, int((batch.counts[row] > 0).sum()))
+            for k, logits in enumerate(expected):
+                torch.testing.assert_close(found[k][q], logits, rtol=1e-9, atol=1e-9)
+                compared += 1
+    assert compared == int((batch.counts > 0).sum()) > 30
+
+
+def test_what_counts() -> None:
+    """The first response token counts at step 0 of the row two before it; nothing past the end does."""
+    batch = pack([make_sequence(7, 3, 1)], steps=2)
+    assert batch.counts.tolist() == [[0, 1], [1, 1], [1, 1], [1, 1], [1, 0], [0, 0]]
+    tokens = make_sequence(7, 3, 1).token_ids.tolist()
+    assert batch.following[1].tolist() == tokens[2:5]
+    assert batch.following[5].tolist() == [tokens[6], 0, 0]
+
+
+def test_more_layers_run_every_row() -> None:
+    """With two layers, rows that are not predicted from still reach the second layer's keys."""
+    drafter = make_drafter(num_layers=2)
+    sequence = make_sequence(12, 6, 1)
+    everything = Sequence(1, False, sequence.token_ids, torch.ones(12, dtype=torch.bool), sequence.hidden_states)
+    with torch.no_grad():
+        some = next(iter(drafter.chain(pack([sequence], steps=1), steps=1))).normed
+        every = next(iter(drafter.chain(pack([everything], steps=1), steps=1))).normed
+    torch.testing.assert_close(some, every[-len(some) :], rtol=1e-9, atol=1e-9)
