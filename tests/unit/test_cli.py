@@ -1,0 +1,62 @@
+"""The command line's promise for bad input: one paragraph on standard error, exit status 2, no traceback."""
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import yaml
+
+RECIPE = {
+    "name": "cli",
+    "target": {"model": "./target", "dtype": "float32"},
+    "extract": {"prompts": {"path": "prompts.jsonl"}},
+}
+
+
+def run(*arguments: str) -> subprocess.CompletedProcess[str]:
+    return subprocess.run([sys.executable, "-m", "draftsmith.cli", *arguments], capture_output=True, text=True, check=False)
+
+
+@pytest.fixture
+def recipe(tmp_path: Path) -> Path:
+    (tmp_path / "prompts.jsonl").write_text('{"prompt": "Hello"}\n')
+    path = tmp_path / "recipe.yaml"
+    path.write_text(yaml.safe_dump(RECIPE))
+    return path
+
+
+def test_bad_input(recipe: Path, tmp_path: Path) -> None:
+    runs = ["--runs", str(tmp_path / "runs")]
+    cases = [
+        (["extract", str(tmp_path / "nothing.yaml")], "No recipe at"),
+        (["extract", str(recipe), "-s", "train.epoch=3"], "did you mean `epochs`?"),
+        (["extract", str(recipe), "-s", "nonsense"], "is not an override"),
+        (["extract", str(recipe), *runs], "target does not exist"),
+        (["train", str(recipe), *runs], "no finished store"),
+        (["convert", str(recipe), *runs], "no finished checkpoint"),
+    ]
+    for arguments, said in cases:
+        done = run(*arguments)
+        assert done.returncode == 2, (arguments, done.stderr)
+        assert said in " ".join(done.stderr.split()), (arguments, done.stderr)
+        assert "Traceback" not in done.stderr
+        assert done.stdout == ""
+
+
+def test_another_s_directory_is_left_alone(recipe: Path, tmp_path: Path) -> None:
+    checkpoint = tmp_path / "runs" / "cli" / "vllm"
+    checkpoint.mkdir(parents=True)
+    (checkpoint / "thesis.txt").write_text("years of work")
+    from draftsmith import stage
+    from draftsmith.errors import UserError
+
+    with pytest.raises(UserError, match="was not made by Draftsmith"):
+        stage.claim(checkpoint, fresh=True)
+    assert (checkpoint / "thesis.txt").read_text() == "years of work"
+
+
+def test_help_and_version() -> None:
+    for command in ("--help", "run --help", "extract --help", "train --help", "evaluate --help", "serve --help"):
+        assert run(*command.split()).returncode == 0
+    assert run("version").stdout.strip() == "0.1.0"
