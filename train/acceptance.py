@@ -44,7 +44,8 @@ def predict_acceptance(
             ],
             dim=1,
         )
-        run = right.int().cumprod(1).cpu()  # [Q, k]: 1 while every guess so far is right
+        # Rows from which a response token is predicted at once; the others only reach one later in the chain.
+        run = right[batch.counts[rows, 0] > 0].int().cumprod(1).cpu()  # [rows, k]: 1 while every guess so far is right
         for length, totals in accepted.items():
             for hits in _walk(run[:, :length].sum(1).tolist()):
                 totals[0] += hits
@@ -54,7 +55,7 @@ def predict_acceptance(
 
 def _walk(accepted_from: list[int]) -> Iterable[int]:
     """Visit the positions that serving would draft from: each draft moves on by its accepted tokens and one more."""
-    # The first counted row predicts the first response token, which serving gets from prefill: it drafts from the next.
+    # The first row predicts the first response token, which serving gets from prefill: it drafts from the next.
     position = 1
     while position < len(accepted_from):
         yield accepted_from[position]

@@ -2,14 +2,19 @@
 
 import json
 import os
+import re
 import signal
+import socket
 import subprocess
 import sys
+import threading
 import time
+import urllib.request
 from pathlib import Path
 
 import pytest
 import torch
+import yaml
 from pydantic import TypeAdapter
 from safetensors.torch import load_file, save_file
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
@@ -188,3 +193,57 @@ def test_a_killed_parent_leaves_no_engine(tmp_path: Path) -> None:
     while _alive(engine) and time.monotonic() < deadline:
         time.sleep(0.1)
     assert not _alive(engine)
+
+
+def _free_port() -> int:
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        return int(free.getsockname()[1])
+
+
+def test_serve(tmp_path: Path) -> None:
+    """`draftsmith serve` says when it is ready, answers, drafts, and leaves nothing behind when told to stop."""
+    _make_target(tmp_path / "target")
+    _make_drafter(tmp_path / "runs" / "tiny" / "vllm", tmp_path / "target")
+    recipe = tmp_path / "recipe.yaml"
+    recipe.write_text(yaml.safe_dump(_recipe(tmp_path).model_dump(mode="json", exclude_none=True)))
+    port = _free_port()
+    command = [
+        sys.executable,
+        "-m",
+        "draftsmith.cli",
+        "serve",
+        str(recipe),
+        "--runs",
+        str(tmp_path / "runs"),
+        "--port",
+        str(port),
+    ]
+    server = subprocess.Popen(
+        command, start_new_session=True, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True
+    )
+    assert server.stderr is not None
+    said = ""
+    for line in server.stderr:
+        said += line
+        if "curl" in line:
+            break
+    assert f"curl http://127.0.0.1:{port}/v1/chat/completions" in said
+    threading.Thread(target=server.stderr.read, daemon=True).start()  # or the pipe fills up
+
+    url = f"http://127.0.0.1:{port}"
+    body = {"model": "target", "messages": [{"role": "user", "content": "Hello?"}], "temperature": 0, "max_tokens": 16}
+    request = urllib.request.Request(
+        f"{url}/v1/chat/completions", json.dumps(body).encode(), {"Content-Type": "application/json"}
+    )
+    with urllib.request.urlopen(request, timeout=60) as answer:
+        assert json.load(answer)["usage"]["completion_tokens"] > 0
+    with urllib.request.urlopen(f"{url}/metrics", timeout=10) as answer:
+        drafts = re.search(r"^vllm:spec_decode_num_drafts_total\S* (\S+)$", answer.read().decode(), re.M)
+    assert drafts is not None
+    assert float(drafts[1]) > 0
+
+    server.send_signal(signal.SIGTERM)
+    assert server.wait(60) == 0
+    left = subprocess.run(["pgrep", "-g", str(server.pid)], capture_output=True, text=True, check=False).stdout.split()
+    assert not left

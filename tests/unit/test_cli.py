@@ -15,7 +15,9 @@ RECIPE = {
 
 
 def run(*arguments: str) -> subprocess.CompletedProcess[str]:
-    return subprocess.run([sys.executable, "-m", "draftsmith.cli", *arguments], capture_output=True, text=True, check=False)
+    return subprocess.run(
+        [sys.executable, "-m", "draftsmith.cli", *arguments], capture_output=True, text=True, check=False
+    )
 
 
 @pytest.fixture

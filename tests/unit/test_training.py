@@ -1,0 +1,176 @@
+"""The trainer's parts: plan, optimizer, loss, prediction, linear start, conversion."""
+
+from dataclasses import replace
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from torch.nn import functional as F
+
+from draftsmith.checkpoint import Checkpoint
+from draftsmith.convert.vllm import eagle3_to_vllm
+from draftsmith.errors import DraftsmithError
+from draftsmith.train.acceptance import _walk, predict_acceptance
+from draftsmith.train.loss import ChainLoss
+from draftsmith.train.muon import Muon, orthogonalise
+from draftsmith.train.packing import pack, plan_epoch
+from draftsmith.train.start import _look_at_own_position, _reduced_rank_fit, choose_draft_vocabulary
+from draftsmith.train.train import learning_rate_factor
+from tests.unit.test_eagle3 import DRAFT, HIDDEN, VOCAB, make_drafter, make_sequence
+
+
+@given(st.lists(st.integers(1, 50), min_size=1, max_size=60), st.integers(1, 120), st.integers(0, 5), st.integers(0, 3))
+def test_every_sequence_once_within_the_budget(lengths: list[int], budget: int, seed: int, epoch: int) -> None:
+    steps = plan_epoch(lengths, tokens_per_step=budget, seed=seed, epoch=epoch)
+    assert sorted(i for step in steps for i in step) == list(range(len(lengths)))
+    assert all(len(step) == 1 or sum(lengths[i] for i in step) <= budget for step in steps)
+    assert steps == plan_epoch(lengths, tokens_per_step=budget, seed=seed, epoch=epoch)
+
+
+def test_learning_rate() -> None:
+    factors = [learning_rate_factor(step, 100, 0.1) for step in range(100)]
+    assert factors[0] == pytest.approx(0.1)
+    assert max(factors) == factors[9] == factors[10] == 1
+    assert factors[11:] == sorted(factors[11:], reverse=True)
+    assert 0 < factors[-1] < 0.01
+
+
+@pytest.mark.parametrize("shape", [(12, 30), (30, 12), (16, 16)])
+def test_muon_orthogonalises(shape: tuple[int, int]) -> None:
+    matrix = torch.randn(shape, generator=torch.Generator().manual_seed(1), dtype=torch.float64)
+    found = orthogonalise(matrix, torch.float64)
+    # Jordan's iteration, on the whole matrix.
+    x = matrix / (matrix.norm() + 1e-7)
+    for _ in range(5):
+        gram = x @ x.T
+        x = 3.4445 * x + (-4.7750 * gram + 2.0315 * gram @ gram) @ x
+    torch.testing.assert_close(found, x, rtol=1e-6, atol=1e-6)
+    weight = torch.nn.Parameter(matrix.float())
+    weight.grad = matrix.float()
+    before = weight.detach().clone()
+    Muon([weight], lr=0.1).step()
+    size = (weight.detach() - before).pow(2).mean().sqrt()
+    assert 0.6 < float(size / (0.1 * 0.2)) < 1.3, "an update has about 0.2 of the learning rate, whatever the shape"
+
+
+def make_loss(loss_vocab_size: int | None = None) -> ChainLoss:
+    drafter = make_drafter()
+    torch.manual_seed(3)
+    head = torch.randn(DRAFT, HIDDEN, dtype=torch.float64)
+    norm = torch.nn.RMSNorm(HIDDEN, eps=1e-5).double()
+    return ChainLoss(
+        drafter, teacher_norm=norm, teacher_head=head, chain_steps=3, chain_decay=0.8, loss_vocab_size=loss_vocab_size
+    )
+
+
+def test_loss_is_the_formula() -> None:
+    loss = make_loss()
+    sequences = [make_sequence(11, 4, 1), make_sequence(8, 3, 2)]
+    batch = pack(sequences, steps=3)
+    last_states = torch.randn(len(batch.positions), HIDDEN, dtype=torch.float64)
+    found = loss(batch, last_states)
+    known = {int(token): i for i, token in enumerate(loss.drafter.draft_token_ids)}
+    teacher = F.linear(loss.teacher_norm(last_states), loss.teacher_head).softmax(-1)
+    rows = batch.counts.sum(1).nonzero()[:, 0].tolist()
+    expected = torch.zeros((), dtype=torch.float64)
+    for k, step in enumerate(loss.drafter.chain(batch, steps=3)):
+        logp = loss.drafter.lm_head(step.normed).log_softmax(-1)
+        each = [
+            -(teacher[row + 1 + k] * logp[q]).sum()
+            for q, row in enumerate(rows)
+            if batch.counts[row, k] > 0 and int(batch.following[row, k + 1]) in known
+        ]
+        expected = expected + 0.8**k * torch.stack(each).mean()
+    torch.testing.assert_close(found.loss, expected, rtol=1e-9, atol=1e-9)
+    # A part of the vocabulary that leaves nothing out changes nothing; a real part keeps every true token.
+    torch.testing.assert_close(make_loss(DRAFT)(batch, last_states).loss, found.loss)
+    part = make_loss(20)
+    labels = part.to_draft[batch.following[rows, 1:]]
+    columns = part._columns(teacher, labels)
+    assert columns is not None
+    assert len(columns) == 20
+    assert set(labels[labels >= 0].tolist()) <= set(columns.tolist())
+
+
+def test_walk_moves_by_what_is_accepted() -> None:
+    # Row 0's token comes from prefill. From row 1 two drafts hold and the target adds a third token: on to row 4.
+    assert list(_walk([9, 2, 8, 8, 0, 0, 1, 8])) == [2, 0, 0, 1]
+    assert list(_walk([0, 1, 5, 0])) == [1, 0]
+    assert list(_walk([3])) == []
+
+
+def test_predicted_acceptance_of_a_drafter_that_is_always_right() -> None:
+    drafter = make_drafter(draft_vocab_size=VOCAB)
+    drafter.draft_token_ids = torch.arange(VOCAB)
+    sequence = make_sequence(30, 4, 1)
+    with torch.no_grad():
+        drafter.lm_head.weight.zero_()  # the argmax of equal logits is token 0
+    zeros = replace(sequence, token_ids=torch.zeros(30, dtype=torch.int32))
+    # 26 response tokens, the first from prefill: 25 rows to draft from. K = 1: 12 drafts of two tokens, and a last
+    # one, from row 25, of one. K = 3: from rows 1, 5, ... 21 three each, from row 25 one: its text ends there.
+    found = predict_acceptance(drafter, [zeros], [0, 1, 2], k=3)
+    assert found[1] == pytest.approx(1 + 13 / 13)
+    assert found[3] == pytest.approx(1 + (6 * 3 + 1) / 7)
+
+
+def test_draft_vocabulary() -> None:
+    counts = torch.tensor([0, 5, 0, 9, 5, 0])
+    assert choose_draft_vocabulary(counts, 2).tolist() == [1, 3]
+    assert choose_draft_vocabulary(counts, 4).tolist() == [0, 1, 3, 4]
+    assert choose_draft_vocabulary(counts, None).tolist() == list(range(6))
+
+
+def test_reduced_rank_fit_recovers_what_is_there() -> None:
+    generator = torch.Generator().manual_seed(0)
+
+    def random(*shape: int) -> torch.Tensor:
+        return torch.randn(*shape, generator=generator, dtype=torch.float64)
+
+    a, b, c = random(10, 6), random(6, 2), random(2, 6)
+    reads = random(4000, 16)
+    wanted = reads[:, :10] @ a + reads[:, 10:] @ b @ c + 0.01 * random(4000, 6)
+    found_a, found_b, found_c = _reduced_rank_fit(reads, wanted, hidden=6, rank=2)
+    assert found_b.shape == (6, 2)
+    torch.testing.assert_close(found_a, a, rtol=0, atol=0.05)
+    torch.testing.assert_close(found_b @ found_c, b @ c, rtol=0, atol=0.05)
+
+
+def test_first_heads_look_at_their_own_position() -> None:
+    drafter = make_drafter(
+        rope_parameters={"rope_type": "default", "rope_theta": 10000.0}, head_dim=16, max_position_embeddings=512
+    )
+    generator = torch.Generator().manual_seed(0)
+    states = (
+        torch.randn(400, HIDDEN, generator=generator, dtype=torch.float64) * 0.3 + 1.0
+    )  # all have something in common
+    with torch.no_grad():
+        drafter.layers[0].hidden_norm.weight.fill_(1)
+        _look_at_own_position(drafter, states)
+        x = torch.cat([torch.randn(400, HIDDEN, dtype=torch.float64), drafter.layers[0].hidden_norm(states)], dim=1)
+        attention = drafter.layers[0].self_attn
+        rope = drafter._rope(torch.arange(400), states)
+        q, (k, _) = attention.queries(x, rope), attention.keys_values(x, rope)
+    scores = torch.einsum("qc,kc->qk", q[:, 0], k[:, 0]) / 4
+    weights = scores.masked_fill(torch.ones(400, 400).triu(1).bool(), -torch.inf).softmax(-1)
+    assert weights.diagonal().median() > 0.5, (
+        "most of the attention is on the row itself, 400 positions notwithstanding"
+    )
+
+
+def test_conversion_is_closed() -> None:
+    drafter = make_drafter()
+    checkpoint = Checkpoint(
+        "eagle3", drafter.config.to_dict(), {"name": "t"}, drafter.draft_token_ids, drafter.state_dict()
+    )
+    config, tensors = eagle3_to_vllm(checkpoint, "float32")
+    assert torch.equal(torch.arange(DRAFT) + tensors["d2t"], drafter.draft_token_ids)
+    assert tensors["t2d"].nonzero()[:, 0].tolist() == drafter.draft_token_ids.tolist()
+    assert set(tensors) - {"d2t", "t2d"} == set(drafter.state_dict())
+    assert config["eagle_config"]["eagle_aux_hidden_state_layer_ids"] == [1, 2, 3]
+    for change in ({"extra.weight": torch.ones(1)}, {"norm.weight": torch.ones(HIDDEN + 1)}):
+        with pytest.raises(DraftsmithError, match="not those of its config"):
+            eagle3_to_vllm(replace(checkpoint, tensors={**checkpoint.tensors, **change}), "float32")
+    missing = {name: value for name, value in checkpoint.tensors.items() if name != "fc.weight"}
+    with pytest.raises(DraftsmithError, match=r"fc\.weight"):
+        eagle3_to_vllm(replace(checkpoint, tensors=missing), "float32")
