@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Annotated, Any
 
 import typer
+from rich.markup import escape
 
 from draftsmith import __version__
 from draftsmith.errors import DraftsmithError
@@ -133,7 +134,7 @@ def main() -> None:
     try:
         app()
     except DraftsmithError as error:
-        console.print(f"[bold red]error:[/] {error}", highlight=False, markup=True, soft_wrap=True)
+        console.print(f"[bold red]error:[/] {escape(str(error))}", highlight=False, soft_wrap=True)
         sys.exit(error.exit_status)
     except KeyboardInterrupt:
         console.print("interrupted; run the same command again to continue")

@@ -168,9 +168,9 @@ class Train(Section):
     """Chain step k's loss has weight chain_decay**k."""
     optimizer: Literal["muon", "adamw"] = "muon"
     """`muon`: Muon for the matrices, AdamW for the rest. `adamw`: AdamW for all."""
-    lr: float = Field(1e-3, gt=0)
+    lr: float = Field(3e-4, gt=0)
     """AdamW's peak learning rate."""
-    muon_lr: float = Field(5e-3, gt=0)
+    muon_lr: float = Field(2e-3, gt=0)
     """Muon's peak learning rate."""
     warmup: float = Field(0.05, ge=0, lt=1)
     """Share of the steps in which the learning rate rises linearly; it then falls with a cosine to zero."""

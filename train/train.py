@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import netrc
 import os
 import time
 from dataclasses import dataclass, replace
@@ -77,9 +78,9 @@ def run_train(recipe: Recipe, run_dir: Path) -> dict[str, Any]:
             "Extract for this target, or choose another run with `-s name=OTHER`."
         )
     resume = _read_snapshot(directory, inputs)
-    stage.claim(directory, fresh=resume is None)
     set_seed(recipe.seed)
     run = _set_up(recipe, target, store, run_dir, resuming=resume is not None)
+    stage.claim(directory, fresh=resume is None)  # only now: a recipe that does not fit must not cost a checkpoint
     figures = _fit(run, recipe, directory, inputs, resume)
     if run.accelerator.is_main_process:
         drafter = run.loss.drafter
@@ -101,13 +102,13 @@ def run_train(recipe: Recipe, run_dir: Path) -> dict[str, Any]:
 
 def _set_up(recipe: Recipe, target: TargetInfo, store: Store, run_dir: Path, *, resuming: bool) -> Run:
     options = recipe.train
-    if options.tracker == "wandb" and not os.environ.get("WANDB_API_KEY"):
-        os.environ.setdefault("WANDB_MODE", "offline")
+    if options.tracker == "wandb" and not (os.environ.get("WANDB_API_KEY") or _logged_in_to_wandb()):
+        os.environ.setdefault("WANDB_MODE", "offline")  # `wandb sync` uploads it later
     accelerator = Accelerator(log_with=options.tracker, project_dir=run_dir)
     if options.tracker:
-        accelerator.init_trackers(
-            "draftsmith", config=options.model_dump(mode="json"), init_kwargs={"wandb": {"name": recipe.name}}
-        )
+        wandb_arguments = {"name": recipe.name, "dir": str(run_dir)}
+        settings = {key: str(value) for key, value in options.model_dump(mode="json").items()}
+        accelerator.init_trackers("draftsmith", config=settings, init_kwargs={"wandb": wandb_arguments})
 
     saved = store.identity.layer_ids
     fused = options.drafter.layer_ids or saved
@@ -150,6 +151,14 @@ def _set_up(recipe: Recipe, target: TargetInfo, store: Store, run_dir: Path, *, 
         columns=columns,
         last_column=last_column,
     )
+
+
+def _logged_in_to_wandb() -> bool:
+    """Whether `wandb login` was done here: it writes the key into ~/.netrc."""
+    try:
+        return netrc.netrc().authenticators("api.wandb.ai") is not None
+    except (OSError, netrc.NetrcParseError):
+        return False
 
 
 def _optimizers(recipe: Recipe, drafter: Eagle3Drafter) -> list[torch.optim.Optimizer]:

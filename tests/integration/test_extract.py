@@ -41,7 +41,7 @@ def reference_states(model: LlamaForCausalLM, token_ids: torch.Tensor, layer_ids
 @pytest.mark.parametrize("mode", ["generate", "prefill"])
 def test_states_are_true(mode: str, smollm2: Path, tmp_path: Path) -> None:
     # Prompts of different lengths in one batch; the longest is prefilled in several chunks of 64 tokens.
-    prompts = [*demo_prompts(6), "Summarise this: " + " ".join(demo_prompts(12)), "Hi"]
+    prompts = [*demo_prompts(6), "Summarise this: " + " ".join(demo_prompts(12))[:1200], "Hi"]
     options = {"mode": mode, "layer_ids": [0, 2, 15, 27, 30], "max_num_batched_tokens": 64, "max_num_seqs": 4}
     recipe = load_recipe(
         write_recipe(tmp_path, smollm2, prompts[:-1], prompts[-1:], extract={"max_tokens": 24} | options)
@@ -88,7 +88,7 @@ def test_a_killed_run_is_continued(smollm2: Path, tmp_path: Path) -> None:
 
     process = subprocess.Popen([*command, str(tmp_path / "killed")], start_new_session=True, stderr=subprocess.DEVNULL)
     run_dir = tmp_path / "killed" / "test"
-    deadline = time.monotonic() + 120
+    deadline = time.monotonic() + 300
     while len(_manifest(run_dir)["shards"]) < 3:
         assert process.poll() is None, "it ended before it could be killed"
         assert time.monotonic() < deadline
