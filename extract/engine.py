@@ -2,7 +2,7 @@
 
 A child, because its environment (OpenMP) has to be there as the process starts, and because an engine that dies must
 not take the driver with it. Inside the child the engine runs in-process: vLLM's own engine processes would keep one
-CPU core of two for scheduling, which halves the speed.
+CPU core of two for scheduling.
 """
 
 from __future__ import annotations

@@ -2,7 +2,7 @@
 
 vLLM's `extract_hidden_states` hands the sampled token back as a draft of itself, so that its drafting machinery runs.
 Verified in the next step, that draft would add a second row to every sequence's decode step and next to nothing to
-its output: on a CPU, where rows cost, generation ran at half its speed. This scheduler lets the drafts go.
+its output, and on a CPU rows cost. This scheduler lets the drafts go.
 """
 
 from vllm.v1.core.sched.scheduler import Scheduler
