@@ -75,7 +75,9 @@ def run_evaluate(recipe: Recipe, run_dir: Path) -> Results:
                 f"There is no drafter in {drafter_dir} ({file} is missing). Run `draftsmith convert` first."
             )
     prompts = _prompts(recipe)
-    predicted = _predicted(run_dir)
+    # Training predicted for the held-out text: beside another suite's measurement the number would mislead.
+    on_held_out = recipe.evaluate.suites[next(iter(prompts))].prompts == "held_out"
+    predicted = _predicted(run_dir) if on_held_out else None
     sections = {
         "engine": recipe.engine.model_dump(mode="json"),
         "evaluate": recipe.evaluate.model_dump(mode="json"),

@@ -1,7 +1,8 @@
 """Muon (Jordan et al., kellerjordan.github.io/posts/muon): momentum, orthogonalised, for the hidden matrices.
 
-torch.optim.Muon does its products in bf16, which CPUs without bf16 arithmetic emulate. This one runs them in the dtype it is given, and iterates on the small Gram matrix, so that
-each iteration multiplies [m, m] matrices (m the shorter side) and the long side enters twice in all.
+torch.optim.Muon does its products in bf16, which CPUs without bf16 arithmetic emulate. This one runs them
+in the dtype it is given, and iterates on the small Gram matrix, so that each iteration multiplies [m, m] matrices (m the
+shorter side) and the long side enters twice in all.
 """
 
 from __future__ import annotations
