@@ -215,11 +215,11 @@ class Evaluate(Section):
     only: tuple[str, ...] | None = None
     """Names of the suites to run; absent: all."""
     k: tuple[int, ...] = (1, 2, 3, 4)
-    """Numbers of speculative tokens to try on the first suite; the fastest is served."""
+    """Numbers of speculative tokens to try on the first suite; the one that promises the highest speed-up is served."""
     acceptance_k: int = Field(3, ge=1)
     """Acceptance length is reported at this K for every suite, beside the chosen one, so that runs compare."""
     curve_prompts: int = Field(4, ge=1)
-    """Prompts of the first suite that choose K, one at a time."""
+    """Prompts of the first suite on which the cost of a step is timed, one at a time, at every K."""
     speed_prompts: int = Field(8, ge=1)
     """Prompts of each suite timed one at a time, plain and speculative in turn."""
     speed_tokens: int = Field(64, ge=2)

@@ -76,6 +76,8 @@ class Generated:
     """Response tokens, the end-of-sequence token included where one was generated."""
     finish_reason: str | None
     """`stop` or `length`."""
+    decode_seconds: float
+    """From the first token to the last, by the engine's own clock: without the prompt's processing."""
 
 
 @dataclass(frozen=True)
@@ -291,7 +293,9 @@ class _Engine:
 
         self._llm = LLM(**arguments)
 
-    def generate(self, prompts: list[list[int]], max_tokens: int) -> tuple[list[tuple[list[int], str | None]], float]:
+    def generate(
+        self, prompts: list[list[int]], max_tokens: int
+    ) -> tuple[list[tuple[list[int], str | None, float]], float]:
         from vllm import SamplingParams
 
         sampling = SamplingParams(temperature=0.0, max_tokens=max_tokens, detokenize=False)
@@ -299,7 +303,12 @@ class _Engine:
         started = time.perf_counter()
         outputs = self._llm.generate(inputs, sampling, use_tqdm=False)
         seconds = time.perf_counter() - started
-        return [(list(output.outputs[0].token_ids), output.outputs[0].finish_reason) for output in outputs], seconds
+        answers = []
+        for output in outputs:
+            stats, (answer,) = output.metrics, output.outputs
+            decode_seconds = stats.last_token_ts - stats.first_token_ts
+            answers.append((list(answer.token_ids), answer.finish_reason, decode_seconds))
+        return answers, seconds
 
     def counters(self) -> tuple[int, int, int, tuple[int, ...]]:
         values: dict[str, Any] = {}

@@ -3,9 +3,14 @@
 The plain engine and one engine for each K live side by side, alike but for speculation, and take turns at
 every prompt, so that whatever else the machine does hits them all. Three phases:
 
-a. the K curve: a few prompts of the first suite, one at a time, on every engine; the fastest K is chosen;
-b. speed: other prompts of every suite, one at a time, plain and speculative in turn, at the chosen K;
-c. acceptance and identity: all prompts in batches, plain and speculative, at the chosen K and `acceptance_k`.
+a. step cost: a few prompts of the first suite, one at a time, on every engine. What an engine step costs hardly
+   depends on the prompt, so a few tell it well;
+b. acceptance and identity: all prompts in batches. The first suite runs at every K; acceptance length over step cost
+   is the speed-up to expect, and the K with the highest is chosen. Other suites run at that K and at `acceptance_k`;
+c. speed: some prompts of every suite, one at a time, plain and at the chosen K in turn, by the clock.
+
+Acceptance varies from prompt to prompt far more than the cost of a step. Choosing K by the clock alone would take
+hundreds of prompts, one at a time, on every engine.
 
 Reads the target and `runs/NAME/vllm`; writes `runs/NAME/eval/{results.json,report.html,stage.json}`.
 """
@@ -28,7 +33,7 @@ from draftsmith.progress import Bar, console
 from draftsmith.prompts import Prompt, load_prompts, training_and_held_out
 from draftsmith.recipe import Recipe, digest
 from draftsmith.serve import results as res
-from draftsmith.serve.engine import Counters, EngineConfig, EngineHost, Generated, start_engines
+from draftsmith.serve.engine import EngineConfig, EngineHost, Generated, start_engines
 from draftsmith.serve.report import render
 from draftsmith.serve.results import Results
 from draftsmith.serve.speculation import drafter_name, speculative_config
@@ -36,7 +41,7 @@ from draftsmith.target import describe_target, prepare_target, target_name
 
 _WARM_UP_TOKENS = 8
 """Tokens that every engine generates before any is timed: first calls allocate and choose kernels."""
-_REPORT_VERSION = 1
+_REPORT_VERSION = 2
 """Counted up when results or report change their form, so that old ones are made again."""
 
 
@@ -157,26 +162,37 @@ def evaluate(
     try:
         for host in hosts:
             host.generate([suites[0].token_ids[0]], max_tokens=_WARM_UP_TOKENS)
-        curve, curve_differences = _k_curve(engines, sorted(set(options.k)), suites[0], recipe)
-        best = res.fastest(curve)
-        for k in ks:
-            if k not in (best, options.acceptance_k):
-                engines.pop(k).close()
+        costs, different = _step_costs(engines, suites[0], recipe)
         measured: dict[str, res.Suite] = {}
+        curve: dict[int, res.CurvePoint] = {}
+        best = 0
         for suite in suites:
-            seen = options.curve_prompts if suite is suites[0] else 0
-            measured[suite.name] = _evaluate_suite(engines, best, suite, recipe, seen=seen)
+            first = suite is suites[0]
+            at_k, plain_seconds, more = _acceptance(
+                engines, ks if first else sorted({best, options.acceptance_k}), suite, options.batch_size
+            )
+            if first:
+                curve = {k: res.curve_point(at_k[str(k)], costs[k] / costs[0]) for k in ks}
+                best = res.fastest({k: curve[k] for k in options.k})
+                for k in ks:
+                    if k not in (best, options.acceptance_k):
+                        engines.pop(k).close()
+            speed, differing = _speed(engines, best, suite, recipe)
+            different = [*(different if first else []), *more, *differing]
+            measured[suite.name] = {
+                "prompts": len(suite.token_ids),
+                "max_tokens": suite.max_tokens,
+                **res.acceptance_of(at_k[str(best)]),
+                **speed,
+                "identical_to_plain": not different,
+                "differences": different[: res.DIFFERENCES_KEPT],
+                "at_k": at_k,
+                "plain_seconds": plain_seconds,
+            }
     finally:
         for host in hosts:
             host.close()
 
-    first = measured[suites[0].name]
-    for difference in curve_differences:
-        _add_difference(first, difference)
-    for k_text, at_k in first["at_k"].items():  # a larger sample than the curve's few prompts
-        if int(k_text) in curve:
-            curve[int(k_text)]["acceptance_length"] = at_k["acceptance_length"]
-            curve[int(k_text)]["acceptance_drafts"] = at_k["drafts"]
     return {
         "target": target_name,
         "drafter": drafter_name(drafter_dir),
@@ -190,133 +206,104 @@ def evaluate(
     }
 
 
-def _k_curve(
-    engines: Mapping[int, EngineHost], ks: Sequence[int], suite: SuiteInput, recipe: Recipe
-) -> tuple[dict[int, res.CurvePoint], list[res.Difference]]:
-    """Phase a: time every K (0 is plain) on the same few prompts, every prompt on every engine in turn."""
+def _step_costs(
+    engines: Mapping[int, EngineHost], suite: SuiteInput, recipe: Recipe
+) -> tuple[dict[int, float], list[res.Difference]]:
+    """Phase a: seconds that one decoding step takes at each K (0: plain), every prompt on every engine in turn."""
+    order = list(engines)
     count = min(recipe.evaluate.curve_prompts, len(suite.token_ids))
-    order = [0, *ks]
-    seconds = dict.fromkeys(order, 0.0)
-    tokens = dict.fromkeys(order, 0)
-    before = {k: engines[k].counters() for k in ks}
+    seconds, steps = dict.fromkeys(order, 0.0), dict.fromkeys(order, 0)
+    before = {k: engines[k].counters() for k in order}
     different: list[res.Difference] = []
-    with Bar("choose K", total=count * len(order), unit="answers") as bar:
+    with Bar("step cost", total=count * len(order), unit="answers") as bar:
         for index in range(count):
             answers: dict[int, Generated] = {}
             shift = index % len(order)  # nobody is always first
             for k in order[shift:] + order[:shift]:
-                (answers[k],), spent = engines[k].generate(
+                (answers[k],), _ = engines[k].generate(
                     [suite.token_ids[index]], max_tokens=recipe.evaluate.speed_tokens
                 )
-                seconds[k] += spent
-                tokens[k] += len(answers[k].token_ids)
+                seconds[k] += answers[k].decode_seconds
                 bar.update(index * len(order) + len(answers))
-            for k in ks:
+            steps[0] += len(answers[0].token_ids) - 1  # prefill gives the first
+            for k in order[1:]:
                 different += res.differences([suite.prompt_ids[index]], [answers[0]], [answers[k]], k=k)
-    plain = tokens[0] / seconds[0]
-    curve: dict[int, res.CurvePoint] = {}
-    for k in ks:
-        figures = res.acceptance(engines[k].counters() - before[k])
-        speed = tokens[k] / seconds[k]
-        curve[k] = {
-            "acceptance_length": figures["acceptance_length"],
-            "acceptance_drafts": figures["drafts"],
-            "speedup": speed / plain,
-            "tokens_per_second": speed,
-        }
-    return curve, different
+    for k in order[1:]:
+        steps[k] = (engines[k].counters() - before[k]).drafts  # one request: every step after prefill checks a draft
+    if not all(steps.values()):
+        raise UserError(
+            f"The first {count} answers of the suite `{suite.name}` are a single token long, too short to time a step. "
+            "Raise evaluate.curve_prompts, or put a suite with longer answers first."
+        )
+    return {k: seconds[k] / steps[k] for k in order}, different
 
 
-def _evaluate_suite(
-    engines: Mapping[int, EngineHost], best: int, suite: SuiteInput, recipe: Recipe, *, seen: int
-) -> res.Suite:
-    """Phases b and c for one suite.
-
-    Args:
-        seen: prompts at the suite's head that chose K; others are timed where there are enough.
-    """
-    options = recipe.evaluate
+def _acceptance(
+    engines: Mapping[int, EngineHost], ks: Sequence[int], suite: SuiteInput, batch_size: int
+) -> tuple[dict[str, res.SuiteAtK], float, list[res.Difference]]:
+    """Phase b for one suite: figures by K, seconds of plain decoding, and where answers differ from it."""
     total = len(suite.token_ids)
-    unseen = seen + min(options.speed_prompts, total) <= total
-    first = seen if unseen else 0
-    timed = range(first, min(first + options.speed_prompts, total))
-    ks = sorted({best, options.acceptance_k})
-    different: list[res.Difference] = []
-
-    plain_seconds: list[float] = []
-    speculative_seconds: list[float] = []
-    plain_tokens = speculative_tokens = 0
-    with Bar(f"{suite.name}: speed", total=len(timed), unit="prompts") as bar:
-        for done, index in enumerate(timed, start=1):
-            answers: dict[int, Generated] = {}
-            spent: dict[int, float] = {}
-            for k in (0, best) if done % 2 else (best, 0):
-                (answers[k],), spent[k] = engines[k].generate([suite.token_ids[index]], max_tokens=options.speed_tokens)
-            different += res.differences([suite.prompt_ids[index]], [answers[0]], [answers[best]], k=best)
-            plain_tokens += len(answers[0].token_ids)
-            speculative_tokens += len(answers[best].token_ids)
-            plain_seconds.append(spent[0])
-            speculative_seconds.append(spent[best])
-            bar.update(done, speedup=sum(plain_seconds) / sum(speculative_seconds))
-
     before = {k: engines[k].counters() for k in ks}
     identical = dict.fromkeys(ks, 0)
-    batch_seconds = dict.fromkeys((0, *ks), 0.0)
-    with Bar(f"{suite.name}: acceptance", total=total, unit="prompts") as bar:
-        for start in range(0, total, options.batch_size):
-            part = slice(start, start + options.batch_size)
-            plain_answers, spent_plain = engines[0].generate(suite.token_ids[part], max_tokens=suite.max_tokens)
-            batch_seconds[0] += spent_plain
-            for k in ks:
-                speculative_answers, spent_k = engines[k].generate(suite.token_ids[part], max_tokens=suite.max_tokens)
-                batch_seconds[k] += spent_k
-                found = res.differences(suite.prompt_ids[part], plain_answers, speculative_answers, k=k)
-                identical[k] += len(plain_answers) - len(found)
-                different += found
-            bar.update(min(start + options.batch_size, total))
+    seconds = dict.fromkeys((0, *ks), 0.0)
+    different: list[res.Difference] = []
+    with Bar(f"{suite.name}: acceptance", total=total * (len(ks) + 1), unit="answers") as bar:
+        for start in range(0, total, batch_size):
+            part = slice(start, min(start + batch_size, total))
+            size = part.stop - start
+            plain: list[Generated] = []
+            for turn, k in enumerate((0, *ks), start=1):
+                answers, spent = engines[k].generate(suite.token_ids[part], max_tokens=suite.max_tokens)
+                seconds[k] += spent
+                if k == 0:
+                    plain = answers
+                else:
+                    found = res.differences(suite.prompt_ids[part], plain, answers, k=k)
+                    identical[k] += size - len(found)
+                    different += found
+                bar.update(start * (len(ks) + 1) + turn * size)
     at_k: dict[str, res.SuiteAtK] = {
         str(k): {
-            **_acceptance_since(engines[k], before[k]),
+            **res.acceptance(engines[k].counters() - before[k]),
             "prompts_identical": identical[k],
-            "seconds": batch_seconds[k],
+            "seconds": seconds[k],
         }
         for k in ks
     }
-    chosen = at_k[str(best)]
-    ratios = [a / b for a, b in zip(plain_seconds, speculative_seconds, strict=True)]
+    return at_k, seconds[0], different
+
+
+def _speed(
+    engines: Mapping[int, EngineHost], best: int, suite: SuiteInput, recipe: Recipe
+) -> tuple[res.Timed, list[res.Difference]]:
+    """Phase c for one suite: prompts one at a time, by the clock."""
+    # The prompts that step costs were measured on come first in the suite; these are its last.
+    timed = range(max(0, len(suite.token_ids) - recipe.evaluate.speed_prompts), len(suite.token_ids))
+    seconds: dict[int, list[float]] = {0: [], best: []}
+    tokens = {0: 0, best: 0}
+    different: list[res.Difference] = []
+    with Bar(f"{suite.name}: speed", total=len(timed), unit="prompts") as bar:
+        for done, index in enumerate(timed, start=1):
+            answers: dict[int, Generated] = {}
+            for k in (0, best) if done % 2 else (best, 0):
+                (answers[k],), spent = engines[k].generate(
+                    [suite.token_ids[index]], max_tokens=recipe.evaluate.speed_tokens
+                )
+                seconds[k].append(spent)
+                tokens[k] += len(answers[k].token_ids)
+            different += res.differences([suite.prompt_ids[index]], [answers[0]], [answers[best]], k=best)
+            bar.update(done, speedup=sum(seconds[0]) / sum(seconds[best]))
+    ratios = [a / b for a, b in zip(seconds[0], seconds[best], strict=True)]
     speeds: res.Speeds = {
-        "plain": plain_tokens / sum(plain_seconds),
-        "speculative": speculative_tokens / sum(speculative_seconds),
+        "plain": tokens[0] / sum(seconds[0]),
+        "speculative": tokens[best] / sum(seconds[best]),
     }
     return {
-        "prompts": total,
-        "max_tokens": suite.max_tokens,
-        "acceptance_length": chosen["acceptance_length"],
-        "acceptance_per_position": chosen["acceptance_per_position"],
-        "acceptance_per_position_conditional": chosen["acceptance_per_position_conditional"],
-        "drafts": chosen["drafts"],
-        "draft_tokens": chosen["draft_tokens"],
-        "accepted": chosen["accepted"],
         "tokens_per_second": speeds,
         "speedup": speeds["speculative"] / speeds["plain"],
         "speedup_per_prompt": {"min": min(ratios), "median": statistics.median(ratios), "max": max(ratios)},
         "timed_prompts": len(timed),
-        "timed_prompts_unseen": unseen,
-        "identical_to_plain": not different,
-        "differences": different[: res.DIFFERENCES_KEPT],
-        "at_k": at_k,
-        "plain_seconds": batch_seconds[0],
-    }
-
-
-def _acceptance_since(engine: EngineHost, before: Counters) -> res.Acceptance:
-    return res.acceptance(engine.counters() - before)
-
-
-def _add_difference(suite: res.Suite, difference: res.Difference) -> None:
-    suite["identical_to_plain"] = False
-    if len(suite["differences"]) < res.DIFFERENCES_KEPT:
-        suite["differences"].append(difference)
+    }, different
 
 
 def _prompts(recipe: Recipe) -> dict[str, list[Prompt]]:
@@ -390,8 +377,9 @@ def print_table(results: Results) -> None:
     console.print(table)
     for k, point in results["k_curve"].items():
         predicted = (results["predicted_acceptance_length"] or {}).get(k)
-        said = f", predicted {predicted:.2f}" if predicted is not None else ""
+        said = f" (predicted {predicted:.3f})" if predicted is not None else ""
         console.print(
-            f"K = {k}: speed-up {point['speedup']:.2f}, acceptance length {point['acceptance_length']:.2f}{said}",
+            f"K = {k}: acceptance length {point['acceptance_length']:.3f}{said}; a step costs {point['step_cost']:.2f} plain "
+            f"steps; speed-up to expect {point['speedup']:.2f}",
             highlight=False,
         )

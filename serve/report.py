@@ -55,7 +55,7 @@ def render(results: Results) -> str:
     )  # fmt: skip
     charts = [
         _figure(
-            f"Speed-up and acceptance length against K ({first_name})",
+            f"Acceptance length and the speed-up to expect, by K ({first_name})",
             line_chart(
                 list(curve),
                 {
@@ -109,6 +109,8 @@ def render(results: Results) -> str:
 <p class="soft">Acceptance length: tokens that one step of the target yields, 1 + accepted / drafts. Accepted by position:
 share of all drafts whose first, second, ... token was accepted. Tokens a second include reading the prompt.</p>
 <h2>Numbers of speculative tokens</h2>
+<p class="soft">Step cost: the time of a decoding step over that of a plain one, one prompt at a time. The speed-up to expect
+is acceptance length over step cost; the K with the highest is chosen, and the speed-up above is then taken by the clock.</p>
 {_curve_table(results)}
 <h2>Measured with</h2>
 {_facts(results)}
@@ -235,12 +237,12 @@ def _curve_table(results: Results) -> str:
     predicted = results["predicted_acceptance_length"] or {}
     rows = [
         [
-            k, f"{point['speedup']:.3f}", f"{point['tokens_per_second']:.2f}", f"{point['acceptance_length']:.3f}",
-            str(point["acceptance_drafts"]), f"{predicted[k]:.3f}" if k in predicted else "",
+            k, f"{point['acceptance_length']:.3f}", f"{predicted[k]:.3f}" if k in predicted else "",
+            f"{point['step_cost']:.3f}", f"{point['speedup']:.3f}",
         ]
         for k, point in results["k_curve"].items()
     ]  # fmt: skip
-    return _table(("K", "speed-up", "tok/s", "acceptance length", "drafts", "predicted acceptance length"), rows)
+    return _table(("K", "acceptance length", "predicted acceptance length", "step cost", "speed-up to expect"), rows)
 
 
 def _facts(results: Results) -> str:

@@ -70,26 +70,31 @@ class SuiteAtK(Acceptance):
     """Engine time for all of the suite, in batches."""
 
 
-class Suite(Acceptance):
+class Timed(TypedDict):
+    """One suite by the clock, one prompt at a time, at the chosen K."""
+
+    tokens_per_second: Speeds
+    """Over the timed prompts, each run plainly and speculatively in turn; prompt processing included."""
+    speedup: float
+    """Ratio of the two: total over total."""
+    speedup_per_prompt: Ratios
+    timed_prompts: int
+    """The suite's last ones; step costs are measured on its first."""
+
+
+class Suite(Acceptance, Timed):
     """One set of prompts. Acceptance is at the chosen K and over all its prompts."""
 
     prompts: int
     max_tokens: int
     """Longest response where acceptance is measured; timed responses are `evaluate.speed_tokens` long."""
-    tokens_per_second: Speeds
-    """At the chosen K, over the timed prompts, each run plainly and speculatively in turn."""
-    speedup: float
-    """Ratio of the two: total over total."""
-    speedup_per_prompt: Ratios
-    timed_prompts: int
-    timed_prompts_unseen: bool
-    """None of the timed prompts was used in choosing K, so the choice cannot flatter the speed-up."""
     identical_to_plain: bool
     """Every speculative answer of this suite, at every K in `at_k` and in the timed runs, equals plain decoding's."""
     differences: list[Difference]
     """The first few where it does not."""
     at_k: dict[str, SuiteAtK]
-    """The same at each K measured on all prompts: the chosen one and `evaluate.acceptance_k`."""
+    """The same at each K measured on all prompts: the first suite at every K, others at the chosen one and at
+    `evaluate.acceptance_k`."""
     plain_seconds: float
     """Engine time of plain decoding for all of the suite, in batches."""
 
@@ -98,12 +103,11 @@ class CurvePoint(TypedDict):
     """One K on the first suite."""
 
     acceptance_length: float
-    """Over the whole suite where it was measured at this K, otherwise over the curve's prompts."""
-    acceptance_drafts: int
-    """Drafts that this acceptance length rests on."""
+    """Over the whole suite."""
+    step_cost: float
+    """Seconds of one decoding step at this K over those of a plain step, one prompt at a time, over the curve's prompts."""
     speedup: float
-    """Plain over speculative seconds, total over total, of the curve's prompts."""
-    tokens_per_second: float
+    """What decoding should gain: acceptance length over step cost. K is chosen by it; `Suite.speedup` is by the clock."""
 
 
 class Machine(TypedDict):
@@ -125,7 +129,7 @@ class Results(TypedDict):
     drafter: str
     """The drafter's architecture and directory name, for people."""
     num_speculative_tokens: int
-    """The K with the highest speed-up in `k_curve`: the K to serve."""
+    """The K of `evaluate.k` with the highest speed-up in `k_curve`: the K to serve."""
     suites: dict[str, Suite]
     k_curve: dict[str, CurvePoint]
     """K as a string, ascending; measured on the first suite."""
@@ -151,6 +155,24 @@ def acceptance(counters: Counters) -> Acceptance:
         "draft_tokens": counters.draft_tokens,
         "accepted": counters.accepted,
     }
+
+
+def acceptance_of(at_k: SuiteAtK) -> Acceptance:
+    """The acceptance figures alone."""
+    return {
+        "acceptance_length": at_k["acceptance_length"],
+        "acceptance_per_position": at_k["acceptance_per_position"],
+        "acceptance_per_position_conditional": at_k["acceptance_per_position_conditional"],
+        "drafts": at_k["drafts"],
+        "draft_tokens": at_k["draft_tokens"],
+        "accepted": at_k["accepted"],
+    }
+
+
+def curve_point(at_k: SuiteAtK, step_cost: float) -> CurvePoint:
+    """One K: what it accepts, what its steps cost, and the speed-up that follows."""
+    length = at_k["acceptance_length"]
+    return {"acceptance_length": length, "step_cost": step_cost, "speedup": length / step_cost}
 
 
 def differences(
