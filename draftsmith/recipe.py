@@ -218,9 +218,9 @@ class Evaluate(Section):
     """Numbers of speculative tokens to try on the first suite; the one that promises the highest speed-up is served."""
     acceptance_k: int = Field(3, ge=1)
     """Acceptance length is reported at this K for every suite, beside the chosen one, so that runs compare."""
-    curve_prompts: int = Field(4, ge=1)
+    curve_prompts: int = Field(12, ge=1)
     """Prompts of the first suite on which the cost of a step is timed, one at a time, at every K."""
-    speed_prompts: int = Field(8, ge=1)
+    speed_prompts: int = Field(12, ge=1)
     """Prompts of each suite timed one at a time, plain and speculative in turn."""
     speed_tokens: int = Field(64, ge=2)
     """Response tokens of a timed prompt."""

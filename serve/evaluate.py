@@ -41,7 +41,9 @@ from draftsmith.target import describe_target, prepare_target, target_name
 
 _WARM_UP_TOKENS = 8
 """Tokens that every engine generates before any is timed: first calls allocate and choose kernels."""
-_REPORT_VERSION = 2
+_COST_TOKENS = 16
+"""Response tokens of an answer whose steps are timed."""
+_REPORT_VERSION = 3
 """Counted up when results or report change their form, so that old ones are made again."""
 
 
@@ -172,7 +174,7 @@ def evaluate(
                 engines, ks if first else sorted({best, options.acceptance_k}), suite, options.batch_size
             )
             if first:
-                curve = {k: res.curve_point(at_k[str(k)], costs[k] / costs[0]) for k in ks}
+                curve = {k: res.curve_point(at_k[str(k)], costs[k]) for k in ks}
                 best = res.fastest({k: curve[k] for k in options.k})
                 for k in ks:
                     if k not in (best, options.acceptance_k):
@@ -209,33 +211,37 @@ def evaluate(
 def _step_costs(
     engines: Mapping[int, EngineHost], suite: SuiteInput, recipe: Recipe
 ) -> tuple[dict[int, float], list[res.Difference]]:
-    """Phase a: seconds that one decoding step takes at each K (0: plain), every prompt on every engine in turn."""
+    """Phase a: what one decoding step costs at each K, over a plain step's cost.
+
+    Answers are short and every prompt goes to every engine in turn, so that what disturbs the machine for a second or
+    two spoils one ratio of many; the median leaves it out.
+    """
     order = list(engines)
-    count = min(recipe.evaluate.curve_prompts, len(suite.token_ids))
-    seconds, steps = dict.fromkeys(order, 0.0), dict.fromkeys(order, 0)
-    before = {k: engines[k].counters() for k in order}
+    ratios: dict[int, list[float]] = {k: [] for k in order[1:]}
     different: list[res.Difference] = []
+    count = min(recipe.evaluate.curve_prompts, len(suite.token_ids))
     with Bar("step cost", total=count * len(order), unit="answers") as bar:
         for index in range(count):
             answers: dict[int, Generated] = {}
+            seconds: dict[int, float] = {}
             shift = index % len(order)  # nobody is always first
             for k in order[shift:] + order[:shift]:
-                (answers[k],), _ = engines[k].generate(
-                    [suite.token_ids[index]], max_tokens=recipe.evaluate.speed_tokens
-                )
-                seconds[k] += answers[k].decode_seconds
+                before = engines[k].counters()
+                (answers[k],), _ = engines[k].generate([suite.token_ids[index]], max_tokens=_COST_TOKENS)
+                # Prefill gives the first token; from there every step of a speculative engine checks a draft.
+                steps = (engines[k].counters() - before).drafts if k else len(answers[0].token_ids) - 1
+                seconds[k] = answers[k].decode_seconds / steps if steps else 0.0
                 bar.update(index * len(order) + len(answers))
-            steps[0] += len(answers[0].token_ids) - 1  # prefill gives the first
             for k in order[1:]:
                 different += res.differences([suite.prompt_ids[index]], [answers[0]], [answers[k]], k=k)
-    for k in order[1:]:
-        steps[k] = (engines[k].counters() - before[k]).drafts  # one request: every step after prefill checks a draft
-    if not all(steps.values()):
+                if seconds[0] and seconds[k]:
+                    ratios[k].append(seconds[k] / seconds[0])
+    if not all(ratios.values()):
         raise UserError(
             f"The first {count} answers of the suite `{suite.name}` are a single token long, too short to time a step. "
             "Raise evaluate.curve_prompts, or put a suite with longer answers first."
         )
-    return {k: seconds[k] / steps[k] for k in order}, different
+    return {k: statistics.median(found) for k, found in ratios.items()}, different
 
 
 def _acceptance(

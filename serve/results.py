@@ -105,7 +105,8 @@ class CurvePoint(TypedDict):
     acceptance_length: float
     """Over the whole suite."""
     step_cost: float
-    """Seconds of one decoding step at this K over those of a plain step, one prompt at a time, over the curve's prompts."""
+    """Seconds of one decoding step at this K over those of a plain step, one prompt at a time: the median over the curve's
+    prompts, each run plainly and at every K in turn."""
     speedup: float
     """What decoding should gain: acceptance length over step cost. K is chosen by it; `Suite.speedup` is by the clock."""
 
