@@ -129,7 +129,7 @@ def read_conversations(source: Prompts, *, whole: bool, skips: Skips | None) -> 
 def _usable(source: Prompts, whole: bool, skips: Skips | None) -> Iterator[Conversation]:
     """Every row that is a conversation; the others are counted, or errors where there is no `skips`."""
     strict, skips = skips is None, Skips() if skips is None else skips
-    format = None if source.format == "auto" else source.format
+    format: str | None = None if source.format == "auto" else source.format
     ids: set[int] = set()
     rows = parsed = usable = 0
     for where, row in read_rows(source):

@@ -39,6 +39,10 @@ class FileSource(Section):
 
     @model_validator(mode="after")
     def _one_origin(self) -> FileSource:
+        self._check_origin()
+        return self
+
+    def _check_origin(self) -> None:
         if (self.path is None) == (self.package is None):
             raise ValueError("give either `path` or `package`, not both and not neither")
         if self.package is not None:
@@ -46,7 +50,6 @@ class FileSource(Section):
                 raise ValueError("`package` must pin a version, as in `name==1.2.3`")
             if self.file is None or self.sha256 is None:
                 raise ValueError("`package` needs `file` (its path inside the package) and `sha256`")
-        return self
 
 
 class Target(Section):
@@ -112,19 +115,17 @@ class Prompts(FileSource):
     max_chars: int | None = Field(None, ge=1)
     """Leave out conversations with more characters than this."""
 
-    @model_validator(mode="after")
-    def _one_origin(self) -> Prompts:
+    def _check_origin(self) -> None:
         if self.dataset is None:
             if self.config is not None or self.revision is not None:
                 raise ValueError("`config` and `revision` go with `dataset`")
             if self.path is None and self.package is None:
                 raise ValueError("give either `path` or `package` or `dataset`")
-            super()._one_origin()
+            super()._check_origin()
         elif self.path is not None or self.package is not None or self.sha256 is not None or self.file is not None:
             raise ValueError("give `dataset` without `path`, `package`, `file` and `sha256`: it is another source")
         elif not re.fullmatch(r"[\w.-]+(/[\w.-]+)?", self.dataset):
             raise ValueError("`dataset` must be a Hub id, as in `owner/name`; local files go into `path`")
-        return self
 
 
 class Extract(Section):

@@ -16,7 +16,7 @@ import zlib
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import IO, Any
+from typing import IO, Any, cast
 
 from draftsmith.errors import UserError
 from draftsmith.files import fetch
@@ -78,7 +78,7 @@ def _file_rows(path: Path) -> Iterator[tuple[str, Any]]:
             yield from _table_rows(kind, path)
             return
         with gzip.open(path) if head[:2] == b"\x1f\x8b" else path.open("rb") as text:
-            yield from _json_rows(path, text)
+            yield from _json_rows(path, cast("IO[bytes]", text))
     except (OSError, EOFError, zlib.error) as error:
         raise UserError(f"Cannot read {path}: {error}. {_WANTED}") from None
 

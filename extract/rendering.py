@@ -135,6 +135,23 @@ class Renderer:
         encoded = self._encoder.encode(text, add_special_tokens=False)
         return Rendered(list(encoded.ids), _mask([start for start, _ in encoded.offsets], spans))
 
+    def _marked(self, messages: list[dict[str, Any]], tools: Any) -> tuple[str, list[tuple[int, int]]]:
+        """The text, and the characters that the template's `{% generation %}` blocks wrote.
+
+        What `apply_chat_template(return_assistant_tokens_mask=True)` does, up to characters: its step to tokens loses a
+        turn whose first character is a space that the tokenizer's offsets leave out.
+        """
+        from transformers.utils.chat_template_utils import render_jinja_template
+
+        texts, spans = render_jinja_template(
+            conversations=[messages],
+            tools=tools,
+            chat_template=self._tokenizer.get_chat_template(tools=tools),
+            return_assistant_tokens_mask=True,
+            **self._tokenizer.special_tokens_map,
+        )
+        return texts[0], spans[0]
+
     def _span(self, messages: list[dict[str, Any]], turn: int, tools: Any, text: str, after: int) -> tuple[int, int]:
         """Characters [start, end) of `text` that the assistant produces in message `turn`; `start` is not before
         `after`."""
