@@ -201,15 +201,18 @@ class Renderer:
         raise Unrenderable("the chat template's generation prompt is not how it begins the answer")
 
     def _end(self, messages: list[dict[str, Any]], turn: int, tools: Any) -> str:
-        """What the template puts after the words of a turn, up to and including the first special token."""
-        if messages[turn].get("tool_calls"):  # the end of the call belongs to it
-            alone = self._render(messages[: turn + 1], tools)
-            return self._to_special(alone[self._words(messages[: turn + 1], turn, tools, alone)[1] :])
+        """What the template puts after the words of a turn, up to and including the token that ends it."""
         if self._plain_end is None:
             word = _STAND_INS[0]
             probe = [{"role": "user", "content": "Hello"}, {"role": "assistant", "content": word}]
             self._plain_end = self._to_special(self._render(probe, None).rpartition(word)[2])
-        return self._plain_end
+        if not messages[turn].get("tool_calls"):
+            return self._plain_end
+        # The rest of the call is the assistant's as well, and may hold special tokens of its own before the usual end.
+        alone = self._render(messages[: turn + 1], tools)
+        rest = alone[self._words(messages[: turn + 1], turn, tools, alone)[1] :]
+        call, found, _ = rest.partition(self._plain_end)
+        return call + found if found else self._to_special(rest)
 
     def _to_special(self, text: str) -> str:
         encoded = self._encoder.encode(text, add_special_tokens=False)
