@@ -1,116 +1,97 @@
-"""Prompts: read from the layouts they are published in, drawn, deduplicated, and split from the held-out ones."""
+"""Which conversations a run uses: read, drawn, deduplicated, and split into training and held-out."""
 
 from __future__ import annotations
 
-import gzip
 import hashlib
-import json
 import random
-import re
 from collections.abc import Iterable, Iterator
-from dataclasses import dataclass
-from pathlib import Path
-from typing import Any
+from itertools import islice
 
+from draftsmith.conversations import EXPECTED, Conversation, Skip, Skips, detect, parse
 from draftsmith.errors import UserError
-from draftsmith.files import fetch
 from draftsmith.recipe import Extract, Prompts
+from draftsmith.rows import Unreadable, name_of, read_rows
+
+Prompt = Conversation
+"""A conversation that ends with its first user turn: what the target is asked, once."""
 
 _OVERLAP_CHARS = 80
 """Two prompts that begin alike for this many normalised characters count as the same one, reworded at its end."""
 
-_ROLES = ("system", "user", "assistant")
-
-
-@dataclass(frozen=True)
-class Prompt:
-    """What the target is asked, once: a conversation that ends with its first user turn."""
-
-    id: str
-    """Unique in its file."""
-    messages: list[dict[str, str]]
-    """`role` and `content`, as chat templates take them."""
-
-    @property
-    def text(self) -> str:
-        """The user's words, without a system message."""
-        return self.messages[-1]["content"]
-
-    @property
-    def sample_id(self) -> int:
-        """A hash of the conversation, 63 bits: the same in every run, whatever else its file holds."""
-        found = hashlib.sha256(json.dumps(self.messages, sort_keys=True).encode()).digest()
-        return int.from_bytes(found[:8], "big") >> 1
-
 
 def load_prompts(source: Prompts) -> list[Prompt]:
-    """Read the prompts that `source` names, in the file's order.
+    """Read the prompts that `source` names, in the file's order; a wrong row is an error.
 
-    `max_chars` is applied before `limit`; the draw depends on `seed` and the file alone.
+    For the fixed sets that figures are compared on. `max_chars` is applied before `limit`; the draw depends on `seed`
+    and the file alone.
 
     Raises:
         UserError: the file is missing, a row is wrong (its line is named), or nothing is left.
     """
-    path = fetch(source)
-    rows = list(_rows(path))
-    if not rows:
-        raise UserError(f"{path} holds no prompts.")
-    format = _detect(rows[0][1]) if source.format == "auto" else source.format
-    prompts: list[Prompt] = []
-    seen: set[str] = set()
-    for position, row in rows:
-        try:
-            prompt = _parse(row, format, fallback_id=f"{len(prompts) + 1:05d}")
-        except (KeyError, TypeError, ValueError, AttributeError, IndexError) as error:
-            what = f"no {error}" if isinstance(error, KeyError) else str(error)
-            raise UserError(
-                f"{path}, {position}: not a row of the format `{format}`: {what}. {_EXPECTED[format]}"
-            ) from None
-        if prompt is None:
-            continue
-        if prompt.id in seen:
-            if format != "sharegpt":
-                raise UserError(
-                    f"{path}, {position}: the id {prompt.id!r} is there twice. Ids must differ; or leave them out."
-                )
-            continue  # ShareGPT itself holds some conversations twice
-        seen.add(prompt.id)
-        prompts.append(prompt)
-    if source.max_chars is not None:
-        prompts = [prompt for prompt in prompts if sum(len(m["content"]) for m in prompt.messages) <= source.max_chars]
-    if not prompts:
-        raise UserError(f"{path} holds no prompts that `format` and `max_chars` let through.")
-    if source.limit is not None and source.limit < len(prompts):
-        drawn = random.Random(source.seed).sample(range(len(prompts)), source.limit)
-        prompts = [prompts[i] for i in sorted(drawn)]
-    return prompts
+    return list(read_conversations(source, whole=False, skips=None))
 
 
 def training_and_held_out(extract: Extract) -> tuple[list[Prompt], list[Prompt]]:
     """The training and the held-out prompts of a run; no text is in both, and none is in training twice.
 
-    Without a held-out file, a conversation is held out by a hash of its text: adding prompts moves none of the
-    others.
-
     Raises:
         UserError: either set cannot be read or comes out empty although the recipe asks for it.
     """
-    prompts = _without_duplicates(load_prompts(extract.prompts))
+    training, held_out = split(extract, whole=False, skips=Skips())
+    return list(training), held_out
+
+
+def split(
+    extract: Extract, *, whole: bool, skips: Skips, apart_from: Iterable[Prompts] = ()
+) -> tuple[Iterator[Conversation], list[Conversation]]:
+    """The training conversations of a run, one at a time, and the held-out ones.
+
+    No conversation is in both, and none is in training twice. Without a held-out file, a conversation is held out by
+    a hash of its opening: adding rows moves none of the others, and all conversations that begin with the same
+    question stay together.
+
+    Args:
+        whole: conversations with all their turns; otherwise up to the first user's.
+        skips: receives the rows that are not used. Complete when the training conversations are exhausted.
+        apart_from: what is evaluated on is not trained on.
+
+    Raises:
+        UserError: either set cannot be read or comes out empty although the recipe asks for it; for training, when
+            the iterator ends.
+    """
+    fraction = extract.held_out_fraction if extract.held_out is None else 0.0
     if extract.held_out is not None:
-        held_out = _without_duplicates(load_prompts(extract.held_out))
-    else:
-        held_out = [prompt for prompt in prompts if _uniform(prompt) < extract.held_out_fraction]
-        if not held_out and extract.held_out_fraction > 0:
+        held_out = list(_unique(read_conversations(extract.held_out, whole=whole, skips=skips), whole, skips))
+    elif fraction > 0:  # a first pass over the rows, which counts nothing
+        unique = _unique(read_conversations(extract.prompts, whole=whole, skips=Skips()), whole, Skips())
+        held_out = [conversation for conversation in unique if _uniform(conversation) < fraction]
+        if not held_out:
             raise UserError(
-                f"`extract.held_out_fraction: {extract.held_out_fraction}` of {len(prompts)} prompts holds none out. "
+                f"`extract.held_out_fraction: {fraction}` of the prompts in {name_of(extract.prompts)} holds none out. "
                 "Raise it, or name a held-out file in `extract.held_out`."
             )
-    training = without_overlap(prompts, held_out)
-    if not training:
-        raise UserError(
-            "No training prompts are left: all of them are among the held-out ones. Use two different files."
-        )
-    return training, held_out
+    else:
+        held_out = []
+    known = {_beginning(other) for other in held_out}
+    for source in apart_from:
+        known |= {_beginning(other) for other in load_prompts(source)}
+
+    def training() -> Iterator[Conversation]:
+        some = False
+        for conversation in _unique(read_conversations(extract.prompts, whole=whole, skips=skips), whole, skips):
+            if _uniform(conversation) < fraction:
+                continue
+            if _beginning(conversation) in known:
+                skips.add("begins like a conversation that is held out or evaluated on", conversation.where)
+                continue
+            some = True
+            yield conversation
+        if not some:
+            raise UserError(
+                "No training prompts are left: all of them are among the held-out ones. Use two different files."
+            )
+
+    return training(), held_out
 
 
 def without_overlap(prompts: Iterable[Prompt], others: Iterable[Prompt]) -> list[Prompt]:
@@ -118,127 +99,110 @@ def without_overlap(prompts: Iterable[Prompt], others: Iterable[Prompt]) -> list
 
     Letter case and white space do not count.
     """
-    known = {_normalised(other)[:_OVERLAP_CHARS] for other in others}
-    return [prompt for prompt in prompts if _normalised(prompt)[:_OVERLAP_CHARS] not in known]
+    known = {_beginning(other) for other in others}
+    return [prompt for prompt in prompts if _beginning(prompt) not in known]
 
 
-def _without_duplicates(prompts: list[Prompt]) -> list[Prompt]:
-    """The first of each text, in order."""
-    return list({_normalised(prompt): prompt for prompt in reversed(prompts)}.values())[::-1]
+def read_conversations(source: Prompts, *, whole: bool, skips: Skips | None) -> Iterator[Conversation]:
+    """The conversations that `source` names, in its order, one at a time; `limit` draws as `load_prompts` says.
+
+    Args:
+        whole: all turns; otherwise up to the first user's.
+        skips: receives the rows that cannot be used. Without it they are errors, but for those that a published
+            layout is known to hold.
+
+    Raises:
+        UserError: the source is missing or is no data set, or nothing in it can be used.
+    """
+    if source.limit is None:
+        yield from _usable(source, whole, skips)
+    elif source.dataset is not None:  # shuffled already; the rest is not fetched
+        yield from islice(_usable(source, whole, skips), source.limit)
+    else:
+        total = sum(1 for _ in _usable(source, whole, None if skips is None else Skips()))
+        drawn = set(range(total))
+        if source.limit < total:
+            drawn = set(random.Random(source.seed).sample(range(total), source.limit))
+        yield from (found for i, found in enumerate(_usable(source, whole, skips)) if i in drawn)
 
 
-def _normalised(prompt: Prompt) -> str:
-    return " ".join(prompt.text.casefold().split())
-
-
-def _uniform(prompt: Prompt) -> float:
-    """A number in [0, 1) that depends on the conversation's text alone."""
-    found = hashlib.sha256(_normalised(prompt).encode()).digest()
-    return int.from_bytes(found[:8], "big") / 2**64
-
-
-# ---- layouts ----
-
-
-def _rows(path: Path) -> Iterator[tuple[str, dict[str, Any]]]:
-    """Every row and where it is, from JSON lines or one JSON array; either may be gzipped."""
-    try:
-        data = path.read_bytes()
-        text = (gzip.decompress(data) if data[:2] == b"\x1f\x8b" else data).decode()
-    except (OSError, EOFError, UnicodeDecodeError) as error:
-        raise UserError(f"Cannot read {path}: {error}. Prompts are UTF-8 JSON lines, or one JSON array.") from None
-    if text.lstrip()[:1] == "[":
-        yield from _array_rows(text)
-        return
-    for number, line in enumerate(text.split("\n"), 1):
-        if not line.strip():
+def _usable(source: Prompts, whole: bool, skips: Skips | None) -> Iterator[Conversation]:
+    """Every row that is a conversation; the others are counted, or errors where there is no `skips`."""
+    strict, skips = skips is None, Skips() if skips is None else skips
+    format: str | None = None if source.format == "auto" else source.format
+    ids: set[int] = set()
+    rows = parsed = usable = 0
+    for where, row in read_rows(source):
+        rows += 1
+        try:
+            if isinstance(row, Unreadable):
+                raise ValueError(row.reason)
+            format = format or detect(row)
+            if format is None and isinstance(row, dict):
+                raise ValueError("it has the keys of no known format")
+            conversation = parse(row, format or "jsonl", where=where, fallback_id=f"{parsed + 1:05d}", whole=whole)
+        except Skip as reason:
+            skips.add(str(reason), where)
             continue
-        try:
-            row = json.loads(line)
-        except json.JSONDecodeError as error:
-            raise UserError(f"{path}, line {number}: not JSON ({error}).") from None
-        if not isinstance(row, dict):
-            raise UserError(
-                f'{path}, line {number}: a row must be a JSON object, as in {{"prompt": "Why is the sky blue?"}}.'
-            )
-        yield f"line {number}", row
+        except ValueError as error:
+            cut_off = format == "sharegpt" and isinstance(row, Unreadable)  # as one published copy of ShareGPT is
+            if strict and not cut_off:
+                raise UserError(_bad_row(source, where, row, format or "jsonl", error)) from None
+            skips.add(str(error), where)
+            continue
+        if hash(conversation.id) in ids:
+            if strict and format != "sharegpt":  # ShareGPT itself holds some conversations twice
+                raise UserError(
+                    f"{name_of(source)}, {where}: the id {conversation.id!a} is there twice. Ids must differ; or leave "
+                    "them out."
+                )
+            skips.add("its id is there twice", where)
+            continue
+        ids.add(hash(conversation.id))
+        parsed += 1
+        chars = len(conversation.document or "") + sum(len(message["content"]) for message in conversation.messages)
+        if source.max_chars is not None and chars > source.max_chars:
+            skips.add("longer than `max_chars`", where)
+            continue
+        usable += 1
+        yield conversation
+    if not rows:
+        raise UserError(f"{name_of(source)} holds no prompts: it is empty. {EXPECTED['jsonl']}")
+    if not usable:
+        why = "; ".join(skips.lines()[:3])
+        raise UserError(
+            f"{name_of(source)} holds no prompts that `format` and `max_chars` let through. Not used: {why}. "
+            f"{EXPECTED[format or 'jsonl']}"
+        )
 
 
-def _array_rows(text: str) -> Iterator[tuple[str, dict[str, Any]]]:
-    """The objects of a JSON array up to its end, or to where it was cut off: one published copy of ShareGPT is."""
-    decoder, separator = json.JSONDecoder(), re.compile(r"[\s,]*")
-    place = text.index("[") + 1
-    number = 0
-    while True:
-        place = separator.match(text, place).end()  # type: ignore[union-attr]  # the pattern matches everywhere
-        try:
-            row, place = decoder.raw_decode(text, place)
-        except json.JSONDecodeError:
-            return
-        number += 1
-        yield f"row {number}", row
+def _bad_row(source: Prompts, where: str, row: object, format: str, error: ValueError) -> str:
+    if isinstance(row, dict):
+        return f"{name_of(source)}, {where}: not a row of the format `{format}`: {error}. {EXPECTED[format]}"
+    return f"{name_of(source)}, {where}: {error}."
 
 
-def _detect(row: dict[str, Any]) -> str:
-    """The format of a file by its first row."""
-    if "conversations" in row:
-        return "sharegpt"
-    if "turns" in row:
-        return "mt_bench"
-    if "task_id" in row and "entry_point" in row:
-        return "humaneval"
-    if row.get("source") == "gsm8k" or ("question" in row and "answer" in row):
-        return "gsm8k"
-    return "jsonl"
+def _unique(conversations: Iterable[Conversation], whole: bool, skips: Skips) -> Iterator[Conversation]:
+    """The first of each: of prompts, each wording but for case and white space; of whole conversations, each text."""
+    seen: set[int] = set()
+    for conversation in conversations:
+        key = conversation.sample_id if whole else hash(_normalised(conversation))
+        if key in seen:
+            skips.add("the same conversation is there twice", conversation.where)
+            continue
+        seen.add(key)
+        yield conversation
 
 
-_EXPECTED = {
-    "jsonl": 'Write {"prompt": "..."} or {"messages": [{"role": "user", "content": "..."}]}, and an `id` if you like.',
-    "sharegpt": 'Rows are {"id": "...", "conversations": [{"from": "human", "value": "..."}, ...]}.',
-    "mt_bench": 'Rows are {"question_id": 1, "turns": ["...", "..."]}.',
-    "humaneval": 'Rows are {"task_id": "...", "prompt": "def ..."}.',
-    "gsm8k": 'Rows are {"prompt": "..."} or {"question": "..."}.',
-}
+def _normalised(conversation: Conversation) -> str:
+    return " ".join(conversation.text.casefold().split())
 
 
-def _parse(row: dict[str, Any], format: str, *, fallback_id: str) -> Prompt | None:
-    """One row as a prompt; None where the format has rows that are not the start of a conversation."""
-    if format == "jsonl":
-        id = str(row.get("id", fallback_id))
-        if "messages" in row:
-            return Prompt(id, _first_turn(row["messages"]))
-        return _ask(id, row["prompt"])
-    if format == "sharegpt":
-        # Long conversations were cut into pieces `ID_0`, `ID_9`, ...; a later piece starts in the middle.
-        piece = re.search(r"_(\d+)$", str(row["id"]))
-        turns = row["conversations"]
-        starts = bool(turns) and turns[0]["from"] in ("human", "user") and bool(turns[0]["value"].strip())
-        return _ask(str(row["id"]), turns[0]["value"]) if starts and (piece is None or int(piece[1]) == 0) else None
-    if format == "mt_bench":
-        return _ask(str(row["question_id"]), row["turns"][0])
-    if format == "humaneval":
-        code = row["prompt"].strip("\n")
-        return _ask(str(row["task_id"]), f"Write the body of this Python function:\n\n```python\n{code}\n```")
-    assert format == "gsm8k"
-    return _ask(str(row.get("id", fallback_id)), row["prompt"] if "prompt" in row else row["question"])
+def _beginning(conversation: Conversation) -> str:
+    return _normalised(conversation)[:_OVERLAP_CHARS]
 
 
-def _ask(id: str, text: Any) -> Prompt:
-    if not isinstance(text, str) or not text.strip():
-        raise ValueError("the prompt must be a text that is not empty")
-    return Prompt(id, [{"role": "user", "content": text}])
-
-
-def _first_turn(messages: Any) -> list[dict[str, str]]:
-    """A conversation up to its first user turn; the target answers from there itself."""
-    kept: list[dict[str, str]] = []
-    for message in messages:
-        role, content = message["role"], message["content"]
-        if role not in _ROLES:
-            raise ValueError(f"unknown role {role!r}; roles: {', '.join(_ROLES)}")
-        if not isinstance(content, str) or not content.strip():
-            raise ValueError("`content` must be a text that is not empty")
-        kept.append({"role": role, "content": content})
-        if role == "user":
-            return kept
-    raise ValueError("no message has the role `user`")
+def _uniform(conversation: Conversation) -> float:
+    """A number in [0, 1) that depends on the conversation's opening alone."""
+    found = hashlib.sha256(_normalised(conversation).encode()).digest()
+    return int.from_bytes(found[:8], "big") / 2**64

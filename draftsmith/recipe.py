@@ -39,6 +39,10 @@ class FileSource(Section):
 
     @model_validator(mode="after")
     def _one_origin(self) -> FileSource:
+        self._check_origin()
+        return self
+
+    def _check_origin(self) -> None:
         if (self.path is None) == (self.package is None):
             raise ValueError("give either `path` or `package`, not both and not neither")
         if self.package is not None:
@@ -46,7 +50,6 @@ class FileSource(Section):
                 raise ValueError("`package` must pin a version, as in `name==1.2.3`")
             if self.file is None or self.sha256 is None:
                 raise ValueError("`package` needs `file` (its path inside the package) and `sha256`")
-        return self
 
 
 class Target(Section):
@@ -83,21 +86,46 @@ class Engine(Section):
     """GPUs that the target is split over."""
 
 
-PromptFormat = Literal["auto", "jsonl", "sharegpt", "mt_bench", "humaneval", "gsm8k"]
+PromptFormat = Literal["auto", "jsonl", "sharegpt", "text", "tokens", "mt_bench", "humaneval", "gsm8k"]
 
 
 class Prompts(FileSource):
-    """Where prompts come from. Each prompt becomes one single-turn conversation in the target's chat template."""
+    """Where conversations come from: a file (JSON, JSON lines, Parquet, Arrow), a folder of them, or a data set of the
+    Hugging Face Hub. In `generate` mode and in evaluation each is used up to its first user turn."""
 
+    dataset: str | None = None
+    """A data set of the Hugging Face Hub, as in `owner/name`; instead of `path` and `package`."""
+    config: str | None = None
+    """With `dataset`: its configuration, where it has several."""
+    split: str = "train"
+    """With `dataset`: its split."""
+    revision: str | None = None
+    """With `dataset`: a commit or tag. Pin one: a data set that changes is another run."""
+    streaming: bool = True
+    """With `dataset`: read it over the network row by row; otherwise download it whole first."""
     format: PromptFormat = "auto"
-    """`jsonl`: rows with `prompt` (text) or `messages`; the others are published data sets' own layouts.
-    `auto` tells them apart by their first row."""
+    """`jsonl`: rows with `messages` (and `tools`), or `prompt` and perhaps `response`. `sharegpt`: `conversations`.
+    `text`: plain `text`. `tokens`: `input_ids` and perhaps `loss_mask`. The others are published data sets' own
+    layouts. `auto` goes by the first row that has the keys of one of them."""
     limit: int | None = Field(None, ge=1)
-    """Use this many prompts, drawn with `seed`; all of them when absent."""
+    """Use this many rows, drawn with `seed`; all of them when absent. With `dataset` and `streaming`, the first ones
+    after shuffling through a buffer of 10,000 rows."""
     seed: int = 0
     """Seed of the draw when `limit` is smaller than the file."""
     max_chars: int | None = Field(None, ge=1)
-    """Leave out prompts longer than this many characters."""
+    """Leave out conversations with more characters than this."""
+
+    def _check_origin(self) -> None:
+        if self.dataset is None:
+            if self.config is not None or self.revision is not None:
+                raise ValueError("`config` and `revision` go with `dataset`")
+            if self.path is None and self.package is None:
+                raise ValueError("give either `path` or `package` or `dataset`")
+            super()._check_origin()
+        elif self.path is not None or self.package is not None or self.sha256 is not None or self.file is not None:
+            raise ValueError("give `dataset` without `path`, `package`, `file` and `sha256`: it is another source")
+        elif not re.fullmatch(r"[\w.-]+(/[\w.-]+)?", self.dataset):
+            raise ValueError("`dataset` must be a Hub id, as in `owner/name`; local files go into `path`")
 
 
 class Extract(Section):
@@ -114,7 +142,8 @@ class Extract(Section):
     `num_hidden_layers` is the last layer's output before the final norm. Absent: 2, n//2, n-3 and n."""
     mode: Literal["generate", "prefill"] = "generate"
     """`generate`: the target answers and states of prompt and response are saved in one pass.
-    `prefill`: states of the prompts alone."""
+    `prefill`: states of the conversations as they are given, with the loss on the assistant's turns; of prompts that
+    have none, states of the prompts alone."""
     max_tokens: int = Field(256, ge=1)
     """Longest response, tokens."""
     held_out_max_tokens: int | None = Field(None, ge=1)

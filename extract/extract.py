@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import shutil
 import time
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -17,10 +17,12 @@ import torch
 from safetensors.torch import load
 
 from draftsmith import stage
+from draftsmith.conversations import Conversation, Skips
 from draftsmith.errors import DraftsmithError, UserError
 from draftsmith.extract.engine import Answer, Ask, Job, run_engine
+from draftsmith.extract.rendering import Rendered, Renderer, Unrenderable
 from draftsmith.progress import Bar, console
-from draftsmith.prompts import Prompt, load_prompts, training_and_held_out, without_overlap
+from draftsmith.prompts import split
 from draftsmith.recipe import Recipe, digest
 from draftsmith.store import Sequence, Store, StoreIdentity, StoreWriter
 from draftsmith.target import TargetInfo, check_layer_ids, default_layer_ids, describe_target, prepare_target
@@ -29,12 +31,18 @@ from draftsmith.vllm_env import memory_arguments
 
 @dataclass(frozen=True)
 class ExtractRequest:
-    """One prompt as the engine gets it."""
+    """One prompt, or one whole text, as the engine gets it."""
 
     sample_id: int
     held_out: bool
     prompt_token_ids: list[int]
     max_tokens: int
+    loss_mask: list[bool] | None = None
+    """Which of `prompt_token_ids` are to be learnt; None where the target answers, and the answer is."""
+
+    def identity(self) -> dict[str, Any]:
+        """What its sequence depends on."""
+        return {name: value for name, value in vars(self).items() if value is not None}
 
 
 def run_extract(recipe: Recipe, run_dir: Path) -> dict[str, Any]:
@@ -53,12 +61,9 @@ def run_extract(recipe: Recipe, run_dir: Path) -> dict[str, Any]:
     layer_ids = options.layer_ids or default_layer_ids(target.num_hidden_layers)
     check_layer_ids(layer_ids, target.num_hidden_layers)
     identity = _identity(recipe, target, layer_ids)
-    train, held_out = training_and_held_out(options)
-    for suite in recipe.evaluate.suites.values():  # what is evaluated on is not trained on
-        if suite.prompts != "held_out":
-            train = without_overlap(train, load_prompts(suite.prompts))
-    requests, too_long = _tokenise(recipe, target, train, held_out)
-    inputs = digest([vars(identity), recipe.seed, [vars(request) for request in requests]])
+    skips = Skips()
+    requests = _requests(recipe, target, skips)
+    inputs = digest([vars(identity), recipe.seed, [request.identity() for request in requests]])
     if stage.finished(directory, inputs):
         console.print(f"extract: {directory} is up to date")
         return stage.read(directory)["figures"]  # type: ignore[index]
@@ -92,7 +97,7 @@ def run_extract(recipe: Recipe, run_dir: Path) -> dict[str, Any]:
     counts = writer.close()
     shutil.rmtree(spool, ignore_errors=True)
     figures = counts | {
-        "prompts_too_long": too_long,
+        "rows_skipped": skips.figures(),
         "tokens_per_second": round(new_tokens / seconds, 1) if seconds else None,
         "engine_seconds": round(seconds, 1),
     }
@@ -125,34 +130,50 @@ def _why_not_same(recipe: Recipe, directory: Path, identity: StoreIdentity) -> s
     )
 
 
-def _tokenise(
-    recipe: Recipe, target: TargetInfo, train: list[Prompt], held_out: list[Prompt]
-) -> tuple[list[ExtractRequest], int]:
-    """Prompts through the target's chat template; also how many were left out for their length."""
+def _requests(recipe: Recipe, target: TargetInfo, skips: Skips) -> list[ExtractRequest]:
+    """The recipe's conversations as tokens, training first; what is left out is reported, counted in `skips`."""
     from transformers import AutoTokenizer
 
-    tokenizer = AutoTokenizer.from_pretrained(target.path)
-    if tokenizer.chat_template is None:
-        raise UserError(
-            f"The tokenizer of {target.name} has no chat template, so prompts cannot be put to it as a user would."
-        )
-    requests, too_long = [], 0
-    for prompts, is_held_out in ((train, False), (held_out, True)):
-        answer = recipe.extract.response_tokens(held_out=is_held_out) if recipe.extract.mode == "generate" else 1
-        room = recipe.engine.max_model_len - answer
-        for prompt in prompts:
-            ids = tokenizer.apply_chat_template(prompt.messages, add_generation_prompt=True, return_dict=False)
-            if len(ids) > room:
-                too_long += 1
-            else:
-                requests.append(ExtractRequest(prompt.sample_id, is_held_out, list(ids), answer))
-    if too_long:
-        console.print(
-            f"extract: {too_long} prompts leave no room for an answer in engine.max_model_len tokens and are left out"
-        )
+    whole = recipe.extract.mode == "prefill"
+    renderer = Renderer(AutoTokenizer.from_pretrained(target.path))
+    suites = [suite.prompts for suite in recipe.evaluate.suites.values() if suite.prompts != "held_out"]
+    training, held_out = split(recipe.extract, whole=whole, skips=skips, apart_from=suites)
+    requests = list(_tokenise(recipe, renderer, training, skips, held_out=False))
     if not requests:
-        raise UserError("No prompt leaves room for an answer; raise engine.max_model_len or lower extract.max_tokens.")
-    return requests, too_long
+        raise UserError(
+            f"No training conversation can be used: {'; '.join(skips.lines()[:3])}. Where they are too long, raise "
+            "engine.max_model_len or lower extract.max_tokens."
+        )
+    requests += _tokenise(recipe, renderer, held_out, skips, held_out=True)
+    for line in skips.lines():
+        console.print(f"extract: not used: {line}", highlight=False, markup=False, soft_wrap=True)
+    return requests
+
+
+def _tokenise(
+    recipe: Recipe, renderer: Renderer, conversations: Iterable[Conversation], skips: Skips, *, held_out: bool
+) -> Iterator[ExtractRequest]:
+    """Conversations through the target's chat template, one at a time."""
+    generate = recipe.extract.mode == "generate"
+    answer = recipe.extract.response_tokens(held_out=held_out) if generate else 1
+    for conversation in conversations:
+        try:
+            if generate:
+                ids, mask = renderer.prompt(conversation), None
+            else:
+                rendered: Rendered = renderer.text(conversation)
+                ids, mask = rendered.token_ids, rendered.loss_mask
+        except Unrenderable as reason:
+            skips.add(str(reason), conversation.where)
+            continue
+        if len(ids) + answer > recipe.engine.max_model_len:
+            skips.add("too long: no room for an answer in engine.max_model_len tokens", conversation.where)
+        elif mask is not None and not any(mask):
+            skips.add("no token of it is to be learnt", conversation.where)
+        elif not ids:
+            skips.add("no tokens", conversation.where)
+        else:
+            yield ExtractRequest(conversation.sample_id, held_out, ids, answer, mask)
 
 
 def _job(recipe: Recipe, target: TargetInfo, layer_ids: Iterable[int], spool: Path, todo: list[ExtractRequest]) -> Job:
@@ -216,5 +237,8 @@ def _checked(spool: Path, answer: Answer, request: ExtractRequest, *, generate: 
             f"{with_states} tokens that should have states; tokens equal: {torch.equal(saved, token_ids[:with_states])}. "
             "Nothing wrong was stored; please report this with your vLLM version."
         )
-    loss_mask = torch.arange(len(token_ids)) >= (len(request.prompt_token_ids) if response else 0)
+    if request.loss_mask is not None:
+        loss_mask = torch.tensor(request.loss_mask)
+    else:
+        loss_mask = torch.arange(len(token_ids)) >= len(request.prompt_token_ids)
     return Sequence(request.sample_id, request.held_out, token_ids, loss_mask, states)

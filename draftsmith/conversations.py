@@ -1,0 +1,377 @@
+"""Conversations: rows of the layouts that people and published data sets use, as one form.
+
+    messages          {"messages": [{"role": "user", "content": "..."}, ...], "tools": [...]}   OpenAI's
+    sharegpt          {"conversations": [{"from": "human", "value": "..."}, ...]}
+    prompt            {"prompt": "...", "response": "..."}, or {"instruction", "input", "output"}
+    text              {"text": "..."}                  as it is, without a chat template
+    tokens            {"input_ids": [...], "loss_mask": [...]}
+    mt_bench, humaneval, gsm8k                         their published layouts
+
+A row that is none of these is skipped for a reason, and reasons are counted; nothing vanishes.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import re
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any
+
+_ROLES = ("system", "user", "assistant", "tool")
+_SAME_ROLE = {
+    "human": "user",
+    "gpt": "assistant", "chatgpt": "assistant", "bot": "assistant", "model": "assistant",
+    "developer": "system",
+    "function": "tool", "observation": "tool", "function_response": "tool",
+}  # fmt: skip
+_MAX_REASONS = 50
+
+
+@dataclass(frozen=True)
+class Conversation:
+    """What one row says: messages, or a plain text, or token ids; exactly one of the three.
+
+    `messages` may have any number of turns; a conversation that ends with a user's turn is a prompt.
+    """
+
+    id: str
+    """Unique in its file."""
+    messages: list[dict[str, Any]] = field(default_factory=list)
+    """`role` and `content` (a text), `tool_calls` with arguments as objects, ...: as chat templates take them."""
+    tools: list[dict[str, Any]] | None = None
+    """Schemas of the functions that the model may call."""
+    document: str | None = None
+    """A plain text, to be read without a chat template."""
+    token_ids: list[int] | None = None
+    """Tokens, where the row is tokenised already."""
+    loss_mask: list[bool] | None = None
+    """With `token_ids`: which of them are to be learnt; absent: all."""
+    where: str = field(default="", compare=False)
+    """Its place in its file, for messages."""
+
+    @property
+    def text(self) -> str:
+        """What opens the conversation: the first user's words, without a system message; or the plain text."""
+        if self.document is not None:
+            return self.document
+        if self.token_ids is not None:
+            return " ".join(map(str, self.token_ids))
+        return next((str(m["content"]) for m in self.messages if m["role"] == "user"), "")
+
+    @property
+    def has_answers(self) -> bool:
+        """Whether it holds turns of the assistant, or a text that stands for itself."""
+        return not self.messages or any(message["role"] == "assistant" for message in self.messages)
+
+    @property
+    def sample_id(self) -> int:
+        """A hash of the conversation, 63 bits: the same in every run, whatever else its file holds."""
+        content: Any = self.messages
+        if not self.messages:
+            content = {"text": self.document, "token_ids": self.token_ids, "loss_mask": self.loss_mask}
+        elif self.tools is not None:
+            content = {"messages": self.messages, "tools": self.tools}
+        found = hashlib.sha256(json.dumps(content, sort_keys=True).encode()).digest()
+        return int.from_bytes(found[:8], "big") >> 1
+
+    def user_turns(self) -> list[list[dict[str, Any]]]:
+        """What to add before each answer, to have the target answer the conversation itself, turn by turn.
+
+        `[system, user, assistant, user]` gives `[[system, user], [user]]`. The turns end before the first tool
+        result: it answers a call that the target may not make again.
+        """
+        turns: list[list[dict[str, Any]]] = []
+        waiting: list[dict[str, Any]] = []
+        for message in self.messages:
+            if message["role"] == "tool" or message.get("tool_calls"):
+                break
+            if message["role"] != "assistant" or not turns:  # an assistant that speaks first is part of the start
+                waiting.append(message)
+            if message["role"] == "user":
+                turns.append(waiting)
+                waiting = []
+        return turns
+
+
+class Skip(Exception):
+    """A row that is fine where it stands and not to be used, such as the middle of a conversation that was cut up."""
+
+
+@dataclass
+class Skips:
+    """Rows that were not used: how many for each reason, and where the first one is."""
+
+    _rows: dict[str, int] = field(default_factory=dict)
+    _first: dict[str, str] = field(default_factory=dict)
+
+    def add(self, reason: str, where: str) -> None:
+        """Count one row."""
+        if reason not in self._rows and len(self._rows) >= _MAX_REASONS:
+            reason = "another reason"
+        self._rows[reason] = self._rows.get(reason, 0) + 1
+        self._first.setdefault(reason, where)
+
+    def __len__(self) -> int:
+        return sum(self._rows.values())
+
+    def figures(self) -> dict[str, dict[str, Any]]:
+        """`{reason: {"rows": how many, "first": where}}`, the most frequent reason first."""
+        ordered = sorted(self._rows.items(), key=lambda item: -item[1])
+        return {reason: {"rows": rows, "first": self._first[reason]} for reason, rows in ordered}
+
+    def lines(self) -> list[str]:
+        """The same for people."""
+        return [f"{entry['rows']} x {reason} (first: {entry['first']})" for reason, entry in self.figures().items()]
+
+
+def detect(row: Any) -> str | None:
+    """The layout of a row by its keys; None where it has none of the known ones."""
+    if not isinstance(row, dict):
+        return None
+    if "messages" in row:
+        return "jsonl"
+    if "conversations" in row or "conversation" in row:
+        return "sharegpt"
+    if "turns" in row:
+        return "mt_bench"
+    if "task_id" in row and "entry_point" in row:
+        return "humaneval"
+    if row.get("source") == "gsm8k" or ("question" in row and "answer" in row):
+        return "gsm8k"
+    if "prompt" in row or "instruction" in row:
+        return "jsonl"
+    if "input_ids" in row or "token_ids" in row:
+        return "tokens"
+    return "text" if "text" in row else None
+
+
+EXPECTED = {
+    "jsonl": 'Write {"prompt": "..."} or {"messages": [{"role": "user", "content": "..."}]}, and an `id` if you like.',
+    "sharegpt": 'Rows are {"id": "...", "conversations": [{"from": "human", "value": "..."}, ...]}.',
+    "text": 'Rows are {"text": "..."}.',
+    "tokens": 'Rows are {"input_ids": [1, 2, ...]}, with a `loss_mask` of as many 0s and 1s if you like.',
+    "mt_bench": 'Rows are {"question_id": 1, "turns": ["...", "..."]}.',
+    "humaneval": 'Rows are {"task_id": "...", "prompt": "def ..."}.',
+    "gsm8k": 'Rows are {"prompt": "..."} or {"question": "..."}.',
+}
+
+
+def parse(row: Any, format: str, *, where: str, fallback_id: str, whole: bool) -> Conversation:
+    """One row as a conversation.
+
+    Args:
+        format: a key of `EXPECTED`.
+        where: the row's place in its file.
+        fallback_id: the id of a row without one.
+        whole: all turns; otherwise up to the first user's, which is what the target is asked.
+
+    Raises:
+        ValueError: the row is not of that format; the text says why, for people.
+        Skip: the row is of that format and is not to be used.
+    """
+    if not isinstance(row, dict):
+        raise ValueError('a row must be a JSON object, as in {"prompt": "Why is the sky blue?"}')
+    try:
+        found = _PARSERS[format](row, fallback_id, whole)
+        # Half of a surrogate pair is no character: no tokenizer takes it.
+        json.dumps([found["messages"], found.get("tools"), found.get("document")], ensure_ascii=False).encode()
+    except KeyError as error:
+        raise ValueError(f"no {error}") from None
+    except UnicodeEncodeError:
+        raise ValueError("it holds surrogate characters, which are no text") from None
+    except (TypeError, AttributeError, IndexError, OverflowError, RecursionError):
+        raise ValueError("a value is of another type than the format has there") from None
+    return Conversation(**found, where=where)
+
+
+Parsed = dict[str, Any]
+
+
+def _jsonl(row: dict[str, Any], fallback_id: str, whole: bool) -> Parsed:
+    id = _id(row, fallback_id)
+    if "messages" in row:
+        return {"id": id, "messages": _messages(row["messages"], whole), "tools": _tools(row)}
+    if "instruction" in row and "prompt" not in row:
+        prompt, answers = row["instruction"], ("output", "response")
+        if row.get("input"):
+            prompt = f"{_text(prompt)}\n\n{_text(row['input'])}"
+    else:
+        prompt, answers = row["prompt"], ("response", "completion")
+    answer = next((row[key] for key in answers if row.get(key) is not None), None)
+    if isinstance(prompt, list):  # messages under another name
+        answers_too = answer if isinstance(answer, list) else [] if answer is None else _say("assistant", answer)
+        return {"id": id, "messages": _messages(prompt + answers_too, whole), "tools": _tools(row)}
+    return {"id": id, "messages": _ask(prompt, answer, whole)}
+
+
+def _sharegpt(row: dict[str, Any], fallback_id: str, whole: bool) -> Parsed:
+    # Long conversations were cut into pieces `ID_0`, `ID_9`, ...; a later piece starts in the middle.
+    id = _id(row, fallback_id)
+    piece = re.search(r"_(\d+)$", id)
+    turns = row["conversations"] if "conversations" in row else row["conversation"]
+    if not isinstance(turns, list):
+        raise TypeError
+    if piece is not None and int(piece[1][:9]) != 0:
+        raise Skip("a later piece of a conversation that was cut up")
+    if not turns:
+        raise Skip("a conversation without turns")
+    start = [_role(turn) for turn in turns[:2]]
+    if start[0] != "user" and start != ["system", "user"]:
+        raise Skip("a conversation that does not start with a user's turn")
+    return {"id": id, "messages": _messages(turns, whole), "tools": _tools(row)}
+
+
+def _plain_text(row: dict[str, Any], fallback_id: str, whole: bool) -> Parsed:
+    return {"id": _id(row, fallback_id), "messages": [], "document": _not_empty(row["text"], "`text`")}
+
+
+def _tokens(row: dict[str, Any], fallback_id: str, whole: bool) -> Parsed:
+    ids = row["input_ids"] if "input_ids" in row else row["token_ids"]
+    if not isinstance(ids, list) or not ids or not all(type(i) is int and 0 <= i < 2**31 for i in ids):
+        raise ValueError("the token ids must be a list of whole numbers from 0 that is not empty")
+    mask = row.get("loss_mask")
+    if mask is not None:
+        if not isinstance(mask, list) or len(mask) != len(ids) or not all(value in (0, 1) for value in mask):
+            raise ValueError("`loss_mask` must be a list of 0s and 1s, as long as the token ids")
+        mask = [bool(value) for value in mask]
+    if not whole and mask is not None and True in mask:  # what is to be learnt is the answer
+        ids, mask = ids[: mask.index(True)], None
+        if not ids:
+            raise ValueError("`loss_mask` leaves no prompt before the answer")
+    return {"id": _id(row, fallback_id), "messages": [], "token_ids": list(ids), "loss_mask": mask}
+
+
+def _mt_bench(row: dict[str, Any], fallback_id: str, whole: bool) -> Parsed:
+    return {"id": str(row["question_id"]), "messages": _ask(row["turns"][0], None, whole)}
+
+
+def _humaneval(row: dict[str, Any], fallback_id: str, whole: bool) -> Parsed:
+    code = row["prompt"].strip("\n")
+    question = f"Write the body of this Python function:\n\n```python\n{code}\n```"
+    return {"id": str(row["task_id"]), "messages": _ask(question, None, whole)}
+
+
+def _gsm8k(row: dict[str, Any], fallback_id: str, whole: bool) -> Parsed:
+    question = row["prompt"] if "prompt" in row else row["question"]
+    return {"id": _id(row, fallback_id), "messages": _ask(question, row.get("answer"), whole)}
+
+
+_PARSERS: dict[str, Callable[[dict[str, Any], str, bool], Parsed]] = {
+    "jsonl": _jsonl,
+    "sharegpt": _sharegpt,
+    "text": _plain_text,
+    "tokens": _tokens,
+    "mt_bench": _mt_bench,
+    "humaneval": _humaneval,
+    "gsm8k": _gsm8k,
+}
+
+
+def _id(row: dict[str, Any], fallback_id: str) -> str:
+    return fallback_id if row.get("id") is None else str(row["id"])
+
+
+# ---- messages ----
+
+
+def _ask(question: Any, answer: Any, whole: bool) -> list[dict[str, Any]]:
+    asked = _say("user", _not_empty(question, "the prompt"))
+    return asked + _say("assistant", _not_empty(answer, "the response")) if whole and answer is not None else asked
+
+
+def _say(role: str, text: Any) -> list[dict[str, Any]]:
+    return [{"role": role, "content": text}]
+
+
+def _messages(messages: Any, whole: bool) -> list[dict[str, Any]]:
+    """A conversation, or its part up to the first user's turn; the target answers from there itself."""
+    if not isinstance(messages, list):
+        raise TypeError
+    kept: list[dict[str, Any]] = []
+    for message in messages:
+        kept.append(_message(message))
+        if kept[-1]["role"] == "user" and not whole:
+            return kept
+    if not whole or not any(message["role"] in ("user", "assistant") for message in kept):
+        raise ValueError("no message has the role `user`")
+    return kept
+
+
+def _message(message: Any) -> dict[str, Any]:
+    role = _role(message)
+    content = message.get("content") if "role" in message else message["value"]
+    kept: dict[str, Any] = {"role": role}
+    calls = message.get("tool_calls")
+    if content is None and not calls:
+        raise KeyError("content")
+    kept["content"] = "" if content is None else _text(content)
+    if role == "tool":  # a function may return nothing
+        for key in ("name", "tool_call_id"):
+            if message.get(key) is not None:
+                kept[key] = _text(message[key])
+        return kept
+    if not calls:
+        _not_empty(kept["content"], "`content`")
+    if role == "assistant":
+        if message.get("reasoning_content"):
+            kept["reasoning_content"] = _text(message["reasoning_content"])
+        if calls:
+            kept["tool_calls"] = [_tool_call(call) for call in calls]
+    return kept
+
+
+def _role(message: Any) -> str:
+    role = message["role"] if "role" in message else message["from"] if "from" in message else message["role"]
+    if not isinstance(role, str) or (role := _SAME_ROLE.get(role, role)) not in _ROLES:
+        raise ValueError(f"unknown role {str(role)[:40]!a}; roles: {', '.join(_ROLES)}")
+    return role
+
+
+def _text(content: Any) -> str:
+    """A text, or a list of text parts, joined as vLLM's server joins them."""
+    if isinstance(content, str):
+        return content
+    if isinstance(content, list) and content:
+        if not all(
+            isinstance(part, str) or (isinstance(part, dict) and part.get("type") == "text") for part in content
+        ):
+            raise ValueError("`content` has parts that are not text")
+        return "\n".join(_text(part if isinstance(part, str) else part["text"]) for part in content)
+    raise ValueError("`content` must be a text that is not empty")
+
+
+def _tool_call(call: Any) -> dict[str, Any]:
+    """A call as chat templates take it: its arguments an object, where OpenAI's rows have them as JSON text."""
+    function = call.get("function", call)
+    arguments = function["arguments"]
+    if isinstance(arguments, str):
+        try:
+            arguments = json.loads(arguments)
+        except ValueError:
+            raise ValueError("the `arguments` of a tool call are not JSON") from None
+    if not isinstance(arguments, dict):
+        raise ValueError("the `arguments` of a tool call must be a JSON object")
+    kept: dict[str, Any] = {"type": "function", "function": {"name": _text(function["name"]), "arguments": arguments}}
+    return kept | ({"id": _text(call["id"])} if call.get("id") is not None else {})
+
+
+def _tools(row: dict[str, Any]) -> list[dict[str, Any]] | None:
+    tools = row.get("tools")
+    if isinstance(tools, str):  # some data sets keep the list as JSON text, so that every row has the same columns
+        try:
+            tools = json.loads(tools) if tools.strip() else None
+        except ValueError:
+            raise ValueError("`tools` is not JSON") from None
+    if not tools:
+        return None
+    if not isinstance(tools, list) or not all(isinstance(tool, dict) for tool in tools):
+        raise ValueError("`tools` must be a list of function schemas")
+    return tools
+
+
+def _not_empty(text: Any, name: str) -> str:
+    if not isinstance(text, str) or not text.strip():
+        raise ValueError(f"{name} must be a text that is not empty")
+    return text
