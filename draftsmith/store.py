@@ -414,6 +414,13 @@ class Store:
     def __len__(self) -> int:
         return len(self._index)
 
+    @property
+    def plain_bytes(self) -> int:
+        """Bytes of the states as the target computed them, uncompressed."""
+        identity = self.identity
+        row = len(identity.layer_ids) * identity.hidden_size * getattr(torch, identity.dtype).itemsize
+        return int(self.counts["tokens"] * row)
+
     def rows(self, *, held_out: bool) -> list[int]:
         """Indices of the sequences of one part of the split, in order."""
         return [i for i, entry in enumerate(self._index) if entry.held_out == held_out]
@@ -562,7 +569,7 @@ def _read_manifest(directory: Path) -> dict[str, Any]:
     except (ValueError, KeyError, TypeError):
         version = None
     has_checksum = re.search(rb'"checksum": "[0-9a-f]{16}"\n\}\n$', text) is not None
-    if version is None and not has_checksum:
+    if version is None and not has_checksum and b'"schema_version"' not in text:
         raise UserError(f"{path} is not a store's manifest. If it was one, delete {directory} and extract again.")
     # A store of another schema says so itself. Our own with a flipped byte in the version does not pass for one.
     if version is not None and version != SCHEMA_VERSION and (whole or not has_checksum):
