@@ -340,39 +340,43 @@ FULL = """
 import resource, sys
 from pathlib import Path
 from draftsmith.errors import DraftsmithError
-from tests.unit.test_store import filled
+from tests.unit.test_store import fill_with_a_long_one
 resource.setrlimit(resource.RLIMIT_FSIZE, (int(sys.argv[2]), int(sys.argv[2])))
 try:
-    filled(Path(sys.argv[1])).close()
+    fill_with_a_long_one(Path(sys.argv[1]))
 except DraftsmithError as error:
     print(error)
     sys.exit(error.exit_status)
 """
 
 
+def fill_with_a_long_one(directory: Path) -> None:
+    """Two sequences a shard, but the fifth, long, has one of its own; continues what is there."""
+    writer = open_writer(directory)
+    for sample_id in sorted(set(range(7)) - writer.sample_ids):
+        writer.append(make_sequence(sample_id, 3, 200 if sample_id == 4 else 3, last_has_state=False))
+    writer.close()
+
+
 def test_no_room_stops_cleanly_and_continues(tmp_path: Path) -> None:
-    """The system's own error: a file may grow no further than the manifest does after the first shard."""
-    for name in ("one", "whole", "full"):
-        (tmp_path / name).mkdir()
-    filled(tmp_path / "one", range(2)).close()
-    filled(tmp_path / "whole").close()
-    room = (tmp_path / "one" / "manifest.json").stat().st_size + 50  # the manifest of two shards does not fit
-    assert all(file.stat().st_size < room for file in (tmp_path / "whole").glob("shard*"))
-    arguments = [sys.executable, "-c", FULL, str(tmp_path / "full"), str(room)]
+    """The system's own error: files may grow to the size of a usual shard, and one shard is larger."""
+    whole, full = tmp_path / "whole", tmp_path / "full"
+    whole.mkdir()
+    full.mkdir()
+    fill_with_a_long_one(whole)
+    sizes = sorted(file.stat().st_size for file in whole.iterdir())
+    room = sizes[-1] - 100
+    assert sizes[-2] < room
+    arguments = [sys.executable, "-c", FULL, str(full), str(room)]
     done = subprocess.run(arguments, capture_output=True, text=True, check=False)
     assert done.returncode == 1, done.stderr
-    assert "There is no room for" in done.stdout
+    assert f"There is no room for {full / 'shard-00002.safetensors'}" in done.stdout
     assert "run the same command again" in done.stdout
-    assert not list((tmp_path / "full").glob("*.tmp")), "nothing half-written"
-    kept = len(Store(tmp_path / "full"))
-    assert 0 < kept < 6
-    assert inspect(tmp_path / "full")["good"]
-    writer = open_writer(tmp_path / "full")
-    for sample_id in sorted(set(range(6)) - writer.sample_ids):
-        writer.append(make_sequence(sample_id, 3, 3, last_has_state=False))
-    writer.close()
-    for name in ("manifest.json", "shard-00000.safetensors", "shard-00001.safetensors", "shard-00002.safetensors"):
-        assert (tmp_path / "full" / name).read_bytes() == (tmp_path / "whole" / name).read_bytes()
+    assert not list(full.glob("*.tmp")), "nothing half-written"
+    assert inspect(full)["good"]
+    assert [s.sample_id for s in Store(full)] == [0, 1, 2, 3]
+    fill_with_a_long_one(full)  # now there is room
+    assert {f.name: f.read_bytes() for f in full.iterdir()} == {f.name: f.read_bytes() for f in whole.iterdir()}
 
 
 @pytest.mark.parametrize("form", ["none", "lossless", "int8"])
