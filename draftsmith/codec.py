@@ -13,7 +13,7 @@ orders of magnitude. A plane as large as it would be uncompressed is uncompresse
 from __future__ import annotations
 
 import sys
-from typing import Literal
+from typing import Any, Literal
 
 import numpy as np
 import numpy.typing as npt
@@ -42,7 +42,8 @@ _HUFFMAN = zstandard.ZstdCompressionParameters.from_level(
     1, strategy=zstandard.STRATEGY_FAST, min_match=7, hash_log=6, write_content_size=1
 )
 
-_Words = npt.NDArray[np.uint16] | npt.NDArray[np.uint32]
+_Words = npt.NDArray[Any]
+"""uint16 or uint32."""
 
 
 def encode(states: torch.Tensor, form: Form) -> bytes:
@@ -72,7 +73,7 @@ def decode(frame: npt.NDArray[np.uint8], form: Form, shape: tuple[int, int, int]
     for size, raw_size in zip(sizes, raw_sizes, strict=True):
         plane = frame[start : start + size]
         if size != raw_size:
-            plane = np.frombuffer(decompressor.decompress(plane, max_output_size=raw_size), dtype=np.uint8)
+            plane = np.frombuffer(decompressor.decompress(plane.data, max_output_size=raw_size), dtype=np.uint8)
         planes.append(plane)
         start += size
     if form == "lossless":
@@ -81,7 +82,7 @@ def decode(frame: npt.NDArray[np.uint8], form: Form, shape: tuple[int, int, int]
 
 
 def _squeezed(plane: npt.NDArray[np.generic], compressor: zstandard.ZstdCompressor) -> bytes | memoryview:
-    data = memoryview(plane.reshape(-1).view(np.uint8))
+    data = plane.reshape(-1).view(np.uint8).data
     if data.nbytes > 2 * _SAMPLE and len(compressor.compress(data[:_SAMPLE])) > 0.97 * _SAMPLE:
         return data
     squeezed = compressor.compress(data)

@@ -43,8 +43,6 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, TypeVar
 
-import numpy as np
-import numpy.typing as npt
 import torch
 import xxhash
 
@@ -352,10 +350,10 @@ def _head(waiting: list[_Waiting], identity: StoreIdentity, compression: Form) -
 
 
 def _bytes_of(tensor: torch.Tensor) -> memoryview:
-    return memoryview(tensor.reshape(-1).view(torch.uint8).numpy())
+    return tensor.reshape(-1).view(torch.uint8).numpy().data
 
 
-def _checksum(data: bytes | memoryview | npt.NDArray[np.uint8]) -> int:
+def _checksum(data: bytes | memoryview) -> int:
     """XXH3-64 as the signed integer that fits an int64 tensor."""
     return int.from_bytes(xxhash.xxh3_64_digest(data), "big", signed=True)
 
@@ -484,10 +482,9 @@ class _OpenShard:
             start, end = sorted((size, about.bytes))
             raise StoreDamaged(self.path, start, end, f"the file has {size} bytes instead of {about.bytes}")
         # Mapped privately and without keeping the file open: a store has more shards than a process may open files.
-        storage = torch.UntypedStorage.from_file(str(self.path), shared=False, nbytes=size)
-        self._bytes = torch.empty(0, dtype=torch.uint8).set_(storage)
+        self._bytes = torch.from_file(str(self.path), shared=False, size=size, dtype=torch.uint8)
         head = self._bytes[: about.head_bytes].numpy()
-        if xxhash.xxh3_64_hexdigest(head) != about.head_checksum:
+        if xxhash.xxh3_64_hexdigest(head.data) != about.head_checksum:
             raise StoreDamaged(self.path, 0, about.head_bytes, "the head")
         end_of_header = 8 + int.from_bytes(head[:8].tobytes(), "little")
         header = json.loads(head[8:end_of_header].tobytes())
@@ -518,7 +515,7 @@ class _OpenShard:
         """The bytes of a sequence's states, uint8, after comparing their checksum."""
         start, end = self._starts[row], self._starts[row + 1]
         data = self._bytes[start:end]
-        if _checksum(data.numpy()) != self._checksums[row]:
+        if _checksum(data.numpy().data) != self._checksums[row]:
             raise StoreDamaged(self.path, start, end, f"the states of sequence {int(self.sample_ids[row])}")
         return data
 
