@@ -2,9 +2,11 @@
 
 import json
 import random
+import shutil
 import subprocess
 import sys
 import threading
+import types
 import warnings
 from dataclasses import replace
 from pathlib import Path
@@ -17,7 +19,9 @@ from safetensors import safe_open
 
 from draftsmith.codec import Form
 from draftsmith.errors import DraftsmithError, UserError
+from draftsmith.extract.extract import ExtractRequest, _require_room
 from draftsmith.inspection import inspect
+from draftsmith.recipe import Recipe
 from draftsmith.store import (
     Sequence,
     Store,
@@ -396,6 +400,26 @@ def test_what_does_not_fit_is_not_started(tmp_path: Path) -> None:
     require_room(tmp_path, 1000, way_out="")
     with pytest.raises(UserError, match=r"needs up to 1000000000.00 GB in .* GB are free. Ask for less."):
         require_room(tmp_path, 10**18, way_out="Ask for less.")
+
+
+def test_extraction_counts_the_longest_answers_before_it_starts(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    recipe = Recipe.model_validate(
+        {
+            "name": "n",
+            "target": {"model": "owner/name"},
+            "extract": {"prompts": {"path": "p"}, "compression": "none", "max_num_seqs": 1},
+        }
+    )
+    about = identity(hidden_size=1000, dtype="bfloat16")
+    todo = [ExtractRequest(i, False, [1] * 50, 200) for i in range(10)]
+    states = 250 * LAYERS * 1000 * 2  # bytes of one request; ten go to the store, and two at once to the spool
+    monkeypatch.setattr(shutil, "disk_usage", lambda _: types.SimpleNamespace(free=12 * states + 40_000))
+    _require_room(recipe, tmp_path, about, todo)
+    monkeypatch.setattr(shutil, "disk_usage", lambda _: types.SimpleNamespace(free=12 * states - 1))
+    with pytest.raises(UserError, match=r"needs up to 0\.01 GB in .*extract\.check_free_space=false"):
+        _require_room(recipe, tmp_path, about, todo)
 
 
 # ---- what is refused on the way in ----
