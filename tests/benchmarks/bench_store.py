@@ -35,7 +35,8 @@ def store_costs() -> dict[str, dict[str, Any]]:
     sequences = _real_states()
     plain_mb = sum(s.hidden_states.nbytes for s in sequences) / 1e6
     results: dict[str, dict[str, Any]] = {}
-    with tempfile.TemporaryDirectory(prefix="draftsmith-bench-", dir=".") as folder:
+    Path("runs/bench").mkdir(parents=True, exist_ok=True)
+    with tempfile.TemporaryDirectory(dir="runs/bench") as folder:
         directories = {form: Path(folder) / form for form in FORMS}
         writes: dict[str, list[float]] = {form: [] for form in FORMS}
         for run in range(RUNS):
