@@ -124,6 +124,61 @@ def serve(
 
 
 @app.command()
+def inspect(
+    path: Annotated[Path, typer.Argument(help="A store, a checkpoint or a drafter for vLLM.", show_default=False)],
+    stats: Annotated[bool, typer.Option("--stats", help="A store's lengths, tokens and vocabulary coverage.")] = False,
+    plot: Annotated[Path | None, typer.Option(help="Write the stats as a picture (.png, .svg, .pdf).")] = None,
+    as_json: AsJson = False,
+) -> None:
+    """Say what a directory is and read all of it: status 0 when it is whole, 1 when damaged, 2 when it is not ours."""
+    from draftsmith.inspection import inspect as inspect_directory
+    from draftsmith.inspection import write_plot
+
+    report = inspect_directory(path, stats=stats or plot is not None)
+    if plot is not None and report["good"]:
+        write_plot(report["stats"], plot)
+    if as_json:
+        print(json.dumps(report, indent=2))
+    else:
+        _print_report(report)
+    if not report["good"]:
+        raise typer.Exit(1)
+
+
+def _print_report(report: dict[str, Any]) -> None:
+    """`inspect` for people, on standard output: it is what was asked for."""
+    what = {"store": "a store", "checkpoint": "a checkpoint", "vllm": "a drafter for vLLM"}[report["kind"]]
+    print(f"{report['path']} is {what}{'' if report['finished'] else ', its stage not finished'}")
+    for name, value in report["about"].items():
+        print(f"  {name.replace('_', ' ')}: {value}")
+    if not report["good"]:
+        places = report["damage"]["places"]
+        print(("" if places == 1 else f"{places} places are damaged. The first: ") + report["damage"]["message"])
+        return
+    print("whole: every byte is as it was written" if report["kind"] == "store" else "whole: it opens and is finite")
+    if "stats" not in report:
+        return
+    lengths, tokens, coverage = (report["stats"][name] for name in ("lengths", "tokens", "coverage"))
+    for part, counts in tokens.items():
+        print(
+            f"{part.replace('_', '-')}: "
+            + ", ".join(f"{value} {name.replace('_', ' ')}" for name, value in counts.items())
+        )
+    if lengths:
+        print(
+            "tokens in a sequence: " + ", ".join(f"{name} {lengths[name]}" for name in ("min", "median", "mean", "max"))
+        )
+        most = max(row[2] for row in lengths["histogram"])
+        for start, end, count in lengths["histogram"]:
+            print(f"  {start:>6} to {end - 1:<6} {'#' * -(-40 * count // most):<40} {count}")
+    if coverage:
+        print("share of response tokens among the most frequent of the training part (training, held-out):")
+        for row in coverage:
+            shares = ["-" if row[part] is None else f"{row[part]:.3f}" for part in ("training", "held_out")]
+            print(f"  {row['vocabulary']:>7} tokens  {'  '.join(shares)}")
+
+
+@app.command()
 def version() -> None:
     """Print the version."""
     print(__version__)

@@ -6,6 +6,7 @@ unfinished and is continued or made again.
 
 from __future__ import annotations
 
+import errno
 import hashlib
 import importlib.metadata
 import json
@@ -17,11 +18,13 @@ from pathlib import Path
 from typing import Any
 
 from draftsmith import __version__
-from draftsmith.errors import UserError
+from draftsmith.errors import DraftsmithError, UserError
 
 MARKER = "stage.json"
 OWNER = ".draftsmith"
 """An empty file that marks a directory as ours from its first moment, so that we never write into another's."""
+NO_ROOM = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
+"""What the system says when a disk, a quota or a file is full."""
 
 
 def finished(directory: Path, inputs: str) -> bool:
@@ -99,14 +102,34 @@ def write_json(path: Path, value: Any) -> None:
     write_bytes(path, (json.dumps(value, indent=2) + "\n").encode())
 
 
-def write_bytes(path: Path, data: bytes) -> None:
-    """Write a file atomically and durably."""
+def write_bytes(path: Path, *parts: bytes | memoryview) -> None:
+    """Write a file atomically and durably: the parts, end to end.
+
+    Raises:
+        DraftsmithError: there is no room; nothing of the file is left, and an earlier one is as it was.
+    """
     temporary = path.with_name(path.name + ".tmp")
-    with temporary.open("wb") as file:
-        file.write(data)
-        file.flush()
-        os.fsync(file.fileno())
-    temporary.replace(path)
+    try:
+        with temporary.open("wb") as file:
+            for part in parts:
+                file.write(part)
+            file.flush()
+            os.fsync(file.fileno())
+        temporary.replace(path)
+        folder = os.open(path.parent, os.O_RDONLY)  # the rename itself must survive a power cut
+        try:
+            os.fsync(folder)
+        finally:
+            os.close(folder)
+    except OSError as error:
+        temporary.unlink(missing_ok=True)
+        if error.errno not in NO_ROOM:
+            raise
+        size = sum(memoryview(part).nbytes for part in parts)
+        raise DraftsmithError(
+            f"There is no room for {path} ({size / 1e6:.1f} MB): {error.strerror}. Make room in {path.parent} and run the "
+            "same command again; what was finished before is kept."
+        ) from None
 
 
 def sha256_of(path: Path) -> str:

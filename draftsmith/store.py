@@ -3,40 +3,76 @@
 A store is a directory with `manifest.json` and `shard-NNNNN.safetensors`. A shard holds many sequences end
 to end. With T tokens, S sequences, L saved layers and H the target's hidden size:
 
-    token_ids      int32 [T]        tokens that were inputs of the target, so that each has a state
-    loss_mask      uint8 [T]        1 where the token is part of a response
-    hidden_states  dtype [T, L, H]  the residual stream at that token, one row per layer id of the manifest
-    next_token_ids int32 [S]        the token sampled after the last state, -1 where there is none: it ends the
-                                    sequence, often with the end-of-turn token, and was never an input
     offsets        int64 [S + 1]    sequence s is rows offsets[s] : offsets[s + 1]
     sample_ids     int64 [S]        hash of the conversation (`Prompt.sample_id`)
+    checksums      int64 [S]        XXH3-64 of each sequence's bytes in `hidden_states` or `frames`
+    token_ids      int32 [T]        tokens that were inputs of the target, so that each has a state
+    next_token_ids int32 [S]        the token sampled after the last state, -1 where there is none: it ends the
+                                    sequence, often with the end-of-turn token, and was never an input
+    loss_mask      uint8 [T]        1 where the token is part of a response
     held_out       uint8 [S]        1 where the conversation is held out from training
+    padding        uint8 [0 to 63]  so that what follows starts at a multiple of 64 bytes in the file
 
-Shards are written whole and renamed into place; the manifest names the shards that count, with checksums, and
-is rewritten after each. Whatever else lies in the directory is left over from a crash and is ignored.
+and last, uncompressed
+
+    hidden_states  dtype [T, L, H]  the residual stream at that token, one row per layer id of the manifest
+
+or, compressed,
+
+    frame_offsets  int64 [S + 1]    (with the other int64) sequence s is frames[frame_offsets[s] : frame_offsets[s + 1]]
+    frames         uint8 [bytes]    a frame of `draftsmith.codec` for each sequence
+
+All before the states is the shard's head. Every byte is covered: the head by a checksum in the manifest, the states by
+`checksums`, the manifest by its own last line. Heads and manifest are checked when a store is opened, states whenever
+they are read. The checksum is XXH3: what it must find is damage, not forgery, and it is faster than memory is copied.
+
+Shards are written whole and renamed into place; the manifest names the shards that count and is rewritten after each.
+Whatever else lies in the directory is left over from a crash and is ignored.
 """
 
 from __future__ import annotations
 
+import fcntl
 import json
-from collections.abc import Iterator
-from dataclasses import dataclass, field
+import re
+import shutil
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
-from safetensors import safe_open
-from safetensors.torch import save
+import xxhash
 
-from draftsmith.errors import UserError
-from draftsmith.stage import sha256_of, write_bytes, write_json
+from draftsmith.codec import LARGEST_RATIO, Form, decode, encode
+from draftsmith.errors import DraftsmithError, UserError
+from draftsmith.stage import write_bytes
 
-SCHEMA_VERSION = 1
+SCHEMA_VERSION = 2
 MANIFEST = "manifest.json"
+LOCK = ".lock"
+"""Locked by the process that writes; the system lets go of it when that process ends, however it ends."""
 LAYER_ID_MEANING = (
     "id i is the residual stream entering decoder layer i; id num_hidden_layers is the last layer's output "
     "before the final norm"
 )
+
+Item = TypeVar("Item")
+Loaded = TypeVar("Loaded")
+
+
+class StoreDamaged(DraftsmithError):
+    """Bytes of a store are not the ones that were written."""
+
+    def __init__(self, path: Path, start: int, end: int, what: str) -> None:
+        self.path, self.start, self.end = path, start, end
+        """Bytes `start : end` of the file at `path` hold the damage."""
+        super().__init__(
+            f"{path} is damaged in bytes {start} to {end - 1} ({what}): they are not the ones that were written. "
+            "Restore the file from a copy, or delete the store and extract again."
+        )
 
 
 @dataclass(frozen=True)
@@ -67,6 +103,8 @@ class StoreIdentity:
     hidden_size: int
     dtype: str
     sampling: dict[str, Any]
+    states: str = "exact"
+    """`exact`, or `int8` where they were rounded to 8 bits."""
 
     def require(self, wanted: StoreIdentity, where: Path) -> None:
         """Refuse a store that is not the wanted one.
@@ -74,28 +112,45 @@ class StoreIdentity:
         Raises:
             UserError: naming every field that differs.
         """
+        self.require_fields(vars(wanted), where, way_out="Delete it, or choose another run with `-s name=OTHER`.")
+
+    def require_fields(self, wanted: dict[str, Any], where: Path, *, way_out: str) -> None:
+        """Refuse a store whose `wanted` fields differ, as `require` does for all of them."""
         differences = [
-            f"{name} is {getattr(self, name)!r} there and {getattr(wanted, name)!r} in this run"
-            for name in self.__dataclass_fields__
-            if getattr(self, name) != getattr(wanted, name)
+            f"{name} is {getattr(self, name)!r} there and {value!r} in this run"
+            for name, value in wanted.items()
+            if getattr(self, name) != value
         ]
         if differences:
-            raise UserError(
-                f"The store at {where} was made for something else: {'; '.join(differences)}. "
-                "Delete it, or choose another run with `-s name=OTHER`."
-            )
+            raise UserError(f"The store at {where} was made for something else: {'; '.join(differences)}. {way_out}")
 
 
 @dataclass
 class _Shard:
+    """A shard's entry in the manifest."""
+
     file: str
-    sha256: str
+    compression: Form
     bytes: int
+    head_bytes: int
+    head_checksum: str
+    """XXH3-64 of the first `head_bytes` bytes, hex."""
     sequences: int
     tokens: int
     response_tokens: int
     held_out_sequences: int
-    sample_ids: list[int] = field(repr=False)
+
+
+# ---- writing ----
+
+
+@dataclass
+class _Waiting:
+    """A sequence of the open shard: its states are bytes already."""
+
+    sequence: Sequence
+    tokens: int
+    data: bytes | memoryview
 
 
 class StoreWriter:
@@ -103,64 +158,92 @@ class StoreWriter:
 
     Opening a directory that holds an unfinished store of the same identity continues it; `sample_ids` says
     which conversations it already has.
+
+    Raises:
+        UserError: the store there is another's, or another process is writing to it.
+        StoreDamaged: the store there is not as it was written.
     """
 
-    def __init__(self, directory: Path, identity: StoreIdentity, *, shard_tokens: int) -> None:
+    def __init__(
+        self, directory: Path, identity: StoreIdentity, *, shard_tokens: int, compression: Form = "none"
+    ) -> None:
+        if (compression == "int8") != (identity.states == "int8"):
+            raise ValueError(f"compression {compression} does not go with states {identity.states}")
         self._directory, self._identity, self._shard_tokens = directory, identity, shard_tokens
-        self._open: list[Sequence] = []
-        self._open_tokens = 0
+        self._compression = compression
+        self._waiting: list[_Waiting] = []
+        self._waiting_tokens = 0
         self._shards: list[_Shard] = []
+        self._sample_ids: set[int] = set()
+        self._lock = (directory / LOCK).open("w")
+        try:
+            fcntl.flock(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            raise UserError(
+                f"Another process is writing to the store at {directory}. Wait for it or stop it, or choose another run "
+                "with `-s name=OTHER`."
+            ) from None
         if (directory / MANIFEST).exists():
             earlier = _read_manifest(directory)
-            _identity_of(earlier, directory).require(identity, directory)
+            _identity_of(earlier).require(identity, directory)
             self._shards = [_Shard(**entry) for entry in earlier["shards"]]
+            for shard in self._shards:
+                self._sample_ids.update(_OpenShard(directory, shard, identity).sample_ids.tolist())
         self._publish_manifest()
 
     @property
     def sample_ids(self) -> set[int]:
         """Conversations that are safely on disk."""
-        return {sample_id for shard in self._shards for sample_id in shard.sample_ids}
+        return set(self._sample_ids)
 
     @property
     def tokens(self) -> int:
         """Tokens with states, those of the open shard included."""
-        return sum(shard.tokens for shard in self._shards) + self._open_tokens
+        return sum(shard.tokens for shard in self._shards) + self._waiting_tokens
 
     def append(self, sequence: Sequence) -> None:
         """Check a sequence and add it.
 
         Raises:
             ValueError: the sequence does not hold what a store promises (lengths, shape, finite, not all zero).
+            DraftsmithError: there is no room on the disk. What is on disk already stays and can be continued.
         """
-        _check(sequence, len(self._identity.layer_ids), self._identity.hidden_size)
-        self._open.append(sequence)
-        self._open_tokens += len(sequence.hidden_states)
-        if self._open_tokens >= self._shard_tokens:
+        _check(sequence, self._identity)
+        tokens, states = len(sequence.hidden_states), sequence.hidden_states.contiguous()
+        data = _bytes_of(states) if self._compression == "none" else encode(states, self._compression)
+        self._waiting.append(_Waiting(sequence, tokens, data))
+        self._waiting_tokens += tokens
+        if self._waiting_tokens >= self._shard_tokens:
             self._close_shard()
 
     def close(self) -> dict[str, Any]:
-        """Write what is open; return the manifest's counts."""
-        if self._open:
+        """Write what is open and let go of the store; return the manifest's counts."""
+        if self._waiting:
             self._close_shard()
+        self._lock.close()
         return self._counts()
 
     def _close_shard(self) -> None:
         file = f"shard-{len(self._shards):05d}.safetensors"
-        write_bytes(self._directory / file, save(_pack(self._open)))
+        head = _head(self._waiting, self._identity, self._compression)
+        write_bytes(self._directory / file, head, *(one.data for one in self._waiting))
+        sequences = [one.sequence for one in self._waiting]
         self._shards.append(
             _Shard(
                 file=file,
-                sha256=sha256_of(self._directory / file),
-                bytes=(self._directory / file).stat().st_size,
-                sequences=len(self._open),
-                tokens=self._open_tokens,
-                response_tokens=sum(int(s.loss_mask.sum()) for s in self._open),
-                held_out_sequences=sum(s.held_out for s in self._open),
-                sample_ids=[s.sample_id for s in self._open],
+                compression=self._compression,
+                bytes=len(head) + sum(len(one.data) for one in self._waiting),
+                head_bytes=len(head),
+                head_checksum=xxhash.xxh3_64_hexdigest(head),
+                sequences=len(sequences),
+                tokens=self._waiting_tokens,
+                response_tokens=sum(int(s.loss_mask.sum()) for s in sequences),
+                held_out_sequences=sum(s.held_out for s in sequences),
             )
         )
         self._publish_manifest()
-        self._open, self._open_tokens = [], 0
+        self._sample_ids.update(s.sample_id for s in sequences)
+        self._waiting, self._waiting_tokens = [], 0
 
     def _counts(self) -> dict[str, int]:
         names = ("sequences", "held_out_sequences", "tokens", "response_tokens", "bytes")
@@ -174,84 +257,34 @@ class StoreWriter:
             "counts": self._counts(),
             "shards": [vars(shard) for shard in self._shards],
         }
-        write_json(self._directory / MANIFEST, manifest)
+        body = json.dumps(manifest, indent=2).removesuffix("\n}").encode()
+        write_bytes(self._directory / MANIFEST, body, _last_lines(body))
 
 
-class Store:
-    """A finished store, memory-mapped: sequences come in the order of their sample ids.
+def most_bytes(identity: StoreIdentity, compression: Form, *, tokens: int, sequences: int) -> int:
+    """Bytes that a store of so many tokens and sequences takes at most, as far as states like those measured go."""
+    dtype = getattr(torch, identity.dtype)
+    states = tokens * len(identity.layer_ids) * identity.hidden_size * dtype.itemsize
+    if compression != "none":
+        states = int(states * LARGEST_RATIO[compression, identity.dtype])
+    return states + 5 * tokens + 64 * sequences + 4096
 
-    That order does not depend on the order in which the target happened to finish them, so neither does what is
-    trained from it.
+
+def require_room(directory: Path, needed: int, *, way_out: str) -> None:
+    """Refuse to start what the disk cannot hold.
 
     Raises:
-        UserError: the directory holds no store, one of another schema, or one whose bytes changed.
+        UserError: naming what is needed, what is free, and `way_out`.
     """
-
-    def __init__(self, directory: Path, *, verify: bool = True) -> None:
-        self.directory = directory
-        manifest = _read_manifest(directory)
-        self.identity = _identity_of(manifest, directory)
-        self.counts: dict[str, int] = manifest["counts"]
-        self._files = []
-        for entry in manifest["shards"]:
-            path = directory / entry["file"]
-            if not path.is_file():
-                raise UserError(
-                    f"{directory} is damaged: its manifest names {entry['file']}, which is not there. Extract again."
-                )
-            if verify and (path.stat().st_size != entry["bytes"] or sha256_of(path) != entry["sha256"]):
-                raise UserError(
-                    f"{path} is damaged: its bytes are not the ones that were written. Delete the store and extract again."
-                )
-            self._files.append(safe_open(path, framework="pt"))
-        self._index = []  # (sample id, shard, first row, last row + 1, next token, held out)
-        for number, shard in enumerate(self._files):
-            offsets = shard.get_tensor("offsets").tolist()
-            names = ("sample_ids", "next_token_ids", "held_out")
-            columns = zip(*(shard.get_tensor(name).tolist() for name in names), strict=True)
-            for row, (sample_id, next_token, held_out) in enumerate(columns):
-                self._index.append((sample_id, number, offsets[row], offsets[row + 1], next_token, bool(held_out)))
-        self._index.sort()
-
-    def __len__(self) -> int:
-        return len(self._index)
-
-    def rows(self, *, held_out: bool) -> list[int]:
-        """Indices of the sequences of one part of the split, in order."""
-        return [i for i, entry in enumerate(self._index) if entry[5] == held_out]
-
-    def length(self, index: int) -> int:
-        """Tokens with states of a sequence."""
-        return self._index[index][3] - self._index[index][2]
-
-    def __getitem__(self, index: int) -> Sequence:
-        sample_id, number, start, end, next_token, held_out = self._index[index]
-        shard = self._files[number]
-        token_ids = shard.get_slice("token_ids")[start:end]
-        loss_mask = shard.get_slice("loss_mask")[start:end].bool()
-        if next_token >= 0:  # a sampled token is always part of a response
-            token_ids = torch.cat([token_ids, token_ids.new_tensor([next_token])])
-            loss_mask = torch.cat([loss_mask, loss_mask.new_tensor([True])])
-        return Sequence(sample_id, held_out, token_ids, loss_mask, shard.get_slice("hidden_states")[start:end])
-
-    def token_counts(self, vocab_size: int) -> torch.Tensor:
-        """How often each token occurs in the responses of the training part: int64 [vocab_size]."""
-        counts = torch.zeros(vocab_size, dtype=torch.int64)
-        for shard in self._files:
-            train = shard.get_tensor("held_out") == 0
-            offsets = shard.get_tensor("offsets")
-            row_is_train = torch.repeat_interleave(train, offsets.diff())
-            chosen = shard.get_tensor("token_ids")[shard.get_tensor("loss_mask").bool() & row_is_train]
-            last = shard.get_tensor("next_token_ids")[train]
-            for ids in (chosen, last[last >= 0]):
-                counts += torch.bincount(ids.long(), minlength=vocab_size)
-        return counts
-
-    def __iter__(self) -> Iterator[Sequence]:
-        return (self[i] for i in range(len(self)))
+    free = shutil.disk_usage(directory).free
+    if needed > free:
+        raise UserError(
+            f"The extraction needs up to {needed / 1e9:.2f} GB in {directory}, where {free / 1e9:.2f} GB are free. {way_out}"
+        )
 
 
-def _check(sequence: Sequence, layers: int, hidden_size: int) -> None:
+def _check(sequence: Sequence, identity: StoreIdentity) -> None:
+    layers, hidden_size = len(identity.layer_ids), identity.hidden_size
     tokens, states = len(sequence.token_ids), sequence.hidden_states
     if len(sequence.loss_mask) != tokens or len(states) not in (tokens, tokens - 1):
         raise ValueError(
@@ -259,6 +292,8 @@ def _check(sequence: Sequence, layers: int, hidden_size: int) -> None:
         )
     if states.shape[1:] != (layers, hidden_size) or len(states) == 0:
         raise ValueError(f"states have shape {tuple(states.shape)}, expected [tokens, {layers}, {hidden_size}]")
+    if states.dtype != getattr(torch, identity.dtype):
+        raise ValueError(f"states are {states.dtype}, and the store is of {identity.dtype}")
     if not torch.isfinite(states).all():
         raise ValueError("states are not all finite")
     if (states == 0).all(dim=-1).any():
@@ -267,40 +302,283 @@ def _check(sequence: Sequence, layers: int, hidden_size: int) -> None:
         raise ValueError("the last token has no state and is not part of a response")
 
 
-def _pack(sequences: list[Sequence]) -> dict[str, torch.Tensor]:
-    lengths = [len(s.hidden_states) for s in sequences]
+_DTYPES = {torch.int64: "I64", torch.int32: "I32", torch.uint8: "U8"}
+_STATES_DTYPES = {"bfloat16": "BF16", "float16": "F16", "float32": "F32"}
+
+
+def _head(waiting: list[_Waiting], identity: StoreIdentity, compression: Form) -> bytes:
+    """A safetensors file up to where the states begin.
+
+    Written here and not by the safetensors library because that orders tensors by size of element, and the states must
+    come last, at a multiple of 64 bytes.
+    """
+    lengths = [one.tokens for one in waiting]
+    sequences = [one.sequence for one in waiting]
     pairs = list(zip(sequences, lengths, strict=True))
-    return {
+    tensors = {
+        "offsets": torch.tensor([0, *lengths], dtype=torch.int64).cumsum(0),
+        "sample_ids": torch.tensor([s.sample_id for s in sequences], dtype=torch.int64),
+        "checksums": torch.tensor([_checksum(one.data) for one in waiting], dtype=torch.int64),
         "token_ids": torch.cat([s.token_ids[:n] for s, n in pairs]).to(torch.int32),
-        "loss_mask": torch.cat([s.loss_mask[:n] for s, n in pairs]).to(torch.uint8),
-        "hidden_states": torch.cat([s.hidden_states for s in sequences]),
         "next_token_ids": torch.tensor(
             [int(s.token_ids[-1]) if len(s.token_ids) > n else -1 for s, n in pairs], dtype=torch.int32
         ),
-        "offsets": torch.tensor([0, *lengths], dtype=torch.int64).cumsum(0),
-        "sample_ids": torch.tensor([s.sample_id for s in sequences], dtype=torch.int64),
+        "loss_mask": torch.cat([s.loss_mask[:n] for s, n in pairs]).to(torch.uint8),
         "held_out": torch.tensor([s.held_out for s in sequences], dtype=torch.uint8),
     }
+    sizes = [len(one.data) for one in waiting]
+    if compression == "none":
+        states = (
+            "hidden_states",
+            _STATES_DTYPES[identity.dtype],
+            [sum(lengths), len(identity.layer_ids), identity.hidden_size],
+        )
+    else:
+        tensors = {"frame_offsets": torch.tensor([0, *sizes], dtype=torch.int64).cumsum(0), **tensors}
+        states = ("frames", "U8", [sum(sizes)])
+    tensors["padding"] = torch.zeros(-sum(t.nbytes for t in tensors.values()) % 64, dtype=torch.uint8)
+
+    header, end = {}, 0
+    for name, tensor in tensors.items():
+        start, end = end, end + tensor.nbytes
+        header[name] = {"dtype": _DTYPES[tensor.dtype], "shape": list(tensor.shape), "data_offsets": [start, end]}
+    name, dtype, shape = states
+    header[name] = {"dtype": dtype, "shape": shape, "data_offsets": [end, end + sum(sizes)]}
+    text = json.dumps(header, separators=(",", ":")).encode()
+    text += b" " * (-(8 + len(text)) % 64)  # the format allows spaces after the header
+    return b"".join([len(text).to_bytes(8, "little"), text, *(_bytes_of(t) for t in tensors.values())])
+
+
+def _bytes_of(tensor: torch.Tensor) -> memoryview:
+    return tensor.reshape(-1).view(torch.uint8).numpy().data
+
+
+def _checksum(data: bytes | memoryview) -> int:
+    """XXH3-64 as the signed integer that fits an int64 tensor."""
+    return int.from_bytes(xxhash.xxh3_64_digest(data), "big", signed=True)
+
+
+# ---- reading ----
+
+
+@dataclass(frozen=True, order=True)
+class _Entry:
+    """Where a sequence lies; ordered by sample id."""
+
+    sample_id: int
+    shard: int
+    row: int
+    start: int
+    end: int
+    next_token: int
+    held_out: bool
+
+
+class Store:
+    """A store, memory-mapped: sequences come in the order of their sample ids.
+
+    That order does not depend on the order in which the target happened to finish them, so neither does what is
+    trained from it. Several stores of one identity read as one: a conversation that several hold is the first one's, and
+    held out if it is held out in any. Safe to read from several threads.
+
+    Raises:
+        UserError: a directory holds no store, or one of another schema, or stores differ in identity.
+        StoreDamaged: a manifest, a shard's size or a shard's head is not as it was written.
+    """
+
+    def __init__(self, directory: Path, *more: Path) -> None:
+        self.directory = directory
+        self.counts: dict[str, int] = {}
+        self._shards: list[_OpenShard] = []
+        entries: dict[int, _Entry] = {}
+        for number, folder in enumerate((directory, *more)):
+            manifest = _read_manifest(folder)
+            identity = _identity_of(manifest)
+            if number == 0:
+                self.identity = identity
+            identity.require_fields(
+                vars(self.identity), folder, way_out=f"Only stores of one identity mix; the first is {directory}."
+            )
+            for fields in manifest["shards"]:
+                shard = _OpenShard(folder, _Shard(**fields), identity)
+                self._shards.append(shard)
+                for entry in shard.entries(len(self._shards) - 1):
+                    first = entries.get(entry.sample_id, entry)
+                    entries[entry.sample_id] = replace(first, held_out=first.held_out or entry.held_out)
+        self._index = sorted(entries.values())
+        for name in ("sequences", "held_out_sequences", "tokens", "response_tokens", "bytes"):
+            self.counts[name] = sum(getattr(shard.about, name) for shard in self._shards)
+
+    def __len__(self) -> int:
+        return len(self._index)
+
+    @property
+    def plain_bytes(self) -> int:
+        """Bytes of the states as the target computed them, uncompressed."""
+        identity = self.identity
+        row = len(identity.layer_ids) * identity.hidden_size * getattr(torch, identity.dtype).itemsize
+        return int(self.counts["tokens"] * row)
+
+    def rows(self, *, held_out: bool) -> list[int]:
+        """Indices of the sequences of one part of the split, in order."""
+        return [i for i, entry in enumerate(self._index) if entry.held_out == held_out]
+
+    def length(self, index: int) -> int:
+        """Tokens with states of a sequence."""
+        return self._index[index].end - self._index[index].start
+
+    def __getitem__(self, index: int) -> Sequence:
+        """A sequence, its bytes checked; uncompressed states are mapped and take no memory of their own.
+
+        Raises:
+            StoreDamaged: the states are not as they were written.
+        """
+        entry = self._index[index]
+        token_ids, loss_mask = self._text(entry)
+        states = self._shards[entry.shard].states(entry.row)
+        return Sequence(entry.sample_id, entry.held_out, token_ids, loss_mask, states)
+
+    def __iter__(self) -> Iterator[Sequence]:
+        return (self[i] for i in range(len(self)))
+
+    def response_tokens(self, *, held_out: bool) -> torch.Tensor:
+        """The tokens of all responses of one part of the split, end to end: int64 [tokens]."""
+        texts = (self._text(entry) for entry in self._index if entry.held_out == held_out)
+        return torch.cat([torch.zeros(0, dtype=torch.int64), *(ids[mask].long() for ids, mask in texts)])
+
+    def token_counts(self, vocab_size: int) -> torch.Tensor:
+        """How often each token occurs in the responses of the training part: int64 [vocab_size]."""
+        return torch.bincount(self.response_tokens(held_out=False), minlength=vocab_size)
+
+    def damages(self) -> Iterator[StoreDamaged]:
+        """Read every byte of the states; yield what is damaged, in the order of the files."""
+        for shard in self._shards:
+            for row in range(shard.about.sequences):
+                try:
+                    shard.checked(row)
+                except StoreDamaged as damage:
+                    yield damage
+
+    def _text(self, entry: _Entry) -> tuple[torch.Tensor, torch.Tensor]:
+        """Token ids int32 [N] and loss mask bool [N] of the whole text."""
+        shard = self._shards[entry.shard]
+        token_ids = shard.tensors["token_ids"][entry.start : entry.end]
+        loss_mask = shard.tensors["loss_mask"][entry.start : entry.end].bool()
+        if entry.next_token >= 0:  # a sampled token is always part of a response
+            token_ids = torch.cat([token_ids, token_ids.new_tensor([entry.next_token])])
+            loss_mask = torch.cat([loss_mask, loss_mask.new_tensor([True])])
+        return token_ids, loss_mask
+
+
+class _OpenShard:
+    """One shard, mapped, its head checked."""
+
+    def __init__(self, directory: Path, about: _Shard, identity: StoreIdentity) -> None:
+        self.about, self.path = about, directory / about.file
+        if not self.path.is_file():
+            raise StoreDamaged(self.path, 0, about.bytes, "the file is not there")
+        size = self.path.stat().st_size
+        if size != about.bytes:
+            start, end = sorted((size, about.bytes))
+            raise StoreDamaged(self.path, start, end, f"the file has {size} bytes instead of {about.bytes}")
+        # Mapped privately and without keeping the file open: a store has more shards than a process may open files.
+        self._bytes = torch.from_file(str(self.path), shared=False, size=size, dtype=torch.uint8)
+        head = self._bytes[: about.head_bytes].numpy()
+        if xxhash.xxh3_64_hexdigest(head.data) != about.head_checksum:
+            raise StoreDamaged(self.path, 0, about.head_bytes, "the head")
+        end_of_header = 8 + int.from_bytes(head[:8].tobytes(), "little")
+        header = json.loads(head[8:end_of_header].tobytes())
+        self.tensors = {}
+        for name, field in header.items():
+            dtype = next((dtype for dtype, code in _DTYPES.items() if code == field["dtype"]), None)
+            start, end = (end_of_header + offset for offset in field["data_offsets"])
+            if end <= about.head_bytes and dtype is not None:
+                self.tensors[name] = self._bytes[start:end].view(dtype)
+        self.sample_ids = self.tensors["sample_ids"]
+        self._dtype: torch.dtype = getattr(torch, identity.dtype)
+        self._shape = (len(identity.layer_ids), identity.hidden_size)
+        self._offsets: list[int] = self.tensors["offsets"].tolist()
+        self._checksums: list[int] = self.tensors["checksums"].tolist()
+        if about.compression == "none":
+            row = self._dtype.itemsize * self._shape[0] * self._shape[1]
+            self._starts = [about.head_bytes + row * offset for offset in self._offsets]
+        else:
+            self._starts = [about.head_bytes + offset for offset in self.tensors["frame_offsets"].tolist()]
+
+    def entries(self, number: int) -> Iterator[_Entry]:
+        names = ("sample_ids", "next_token_ids", "held_out")
+        columns = zip(*(self.tensors[name].tolist() for name in names), strict=True)
+        for row, (sample_id, next_token, held_out) in enumerate(columns):
+            yield _Entry(sample_id, number, row, self._offsets[row], self._offsets[row + 1], next_token, bool(held_out))
+
+    def checked(self, row: int) -> torch.Tensor:
+        """The bytes of a sequence's states, uint8, after comparing their checksum."""
+        start, end = self._starts[row], self._starts[row + 1]
+        data = self._bytes[start:end]
+        if _checksum(data.numpy().data) != self._checksums[row]:
+            raise StoreDamaged(self.path, start, end, f"the states of sequence {int(self.sample_ids[row])}")
+        return data
+
+    def states(self, row: int) -> torch.Tensor:
+        data = self.checked(row)
+        shape = (self._offsets[row + 1] - self._offsets[row], *self._shape)
+        if self.about.compression == "none":
+            return data.view(self._dtype).view(shape)
+        return decode(data.numpy(), self.about.compression, shape, self._dtype)
+
+
+def prefetched(load: Callable[[Item], Loaded], items: Iterable[Item], *, ahead: int = 2) -> Iterator[Loaded]:
+    """`load(item)` for each item in order, made by a background thread up to `ahead` items early.
+
+    What `load` raises is raised here, when its item is due.
+    """
+    waiting: deque[Future[Loaded]] = deque()
+    pool = ThreadPoolExecutor(max_workers=1, thread_name_prefix="prefetch")
+    try:
+        for item in items:
+            waiting.append(pool.submit(load, item))
+            if len(waiting) > ahead:
+                yield waiting.popleft().result()
+        while waiting:
+            yield waiting.popleft().result()
+    finally:
+        pool.shutdown(cancel_futures=True)
+
+
+# ---- the manifest ----
+
+
+def _last_lines(body: bytes) -> bytes:
+    """What ends a manifest: the checksum of all before it."""
+    return b',\n  "checksum": "%s"\n}\n' % xxhash.xxh3_64_hexdigest(body).encode()
 
 
 def _read_manifest(directory: Path) -> dict[str, Any]:
     path = directory / MANIFEST
     if not path.is_file():
         raise UserError(f"There is no store at {directory}: it has no {MANIFEST}. Run the extract stage first.")
+    text = path.read_bytes()
+    body = text[: -len(_last_lines(b""))]
+    whole = text == body + _last_lines(body)
     try:
-        manifest = json.loads(path.read_text())
+        manifest = json.loads(text)
         version = manifest["schema_version"]
     except (ValueError, KeyError, TypeError):
-        raise UserError(f"{path} is not a store's manifest. Delete {directory} and extract again.") from None
-    if version != SCHEMA_VERSION:
-        raise UserError(f"{directory} has store schema {version}, and this version of Draftsmith reads schema {SCHEMA_VERSION}. "
-                        "Use the version that wrote it, or extract again.")  # fmt: skip
+        version = None
+    has_checksum = re.search(rb'"checksum": "[0-9a-f]{16}"\n\}\n$', text) is not None
+    if version is None and not has_checksum and b'"schema_version"' not in text:
+        raise UserError(f"{path} is not a store's manifest. If it was one, delete {directory} and extract again.")
+    # A store of another schema says so itself. Our own with a flipped byte in the version does not pass for one.
+    if version is not None and version != SCHEMA_VERSION and (whole or not has_checksum):
+        raise UserError(
+            f"{directory} has store schema {version}, and this version of Draftsmith reads schema {SCHEMA_VERSION}. "
+            "Use the version that wrote it, or extract again."
+        )
+    if not whole:
+        raise StoreDamaged(path, 0, len(text), "the manifest")
     return manifest
 
 
-def _identity_of(manifest: dict[str, Any], directory: Path) -> StoreIdentity:
-    try:
-        fields = manifest["identity"]
-        return StoreIdentity(**fields | {"layer_ids": tuple(fields["layer_ids"])})
-    except (KeyError, TypeError):
-        raise UserError(f"{directory / MANIFEST} is incomplete. Delete {directory} and extract again.") from None
+def _identity_of(manifest: dict[str, Any]) -> StoreIdentity:
+    fields = manifest["identity"]
+    return StoreIdentity(**fields | {"layer_ids": tuple(fields["layer_ids"])})

@@ -24,7 +24,7 @@ from draftsmith.extract.rendering import Rendered, Renderer, Unrenderable
 from draftsmith.progress import Bar, console
 from draftsmith.prompts import split
 from draftsmith.recipe import Recipe, digest
-from draftsmith.store import Sequence, Store, StoreIdentity, StoreWriter
+from draftsmith.store import Sequence, Store, StoreIdentity, StoreWriter, most_bytes, require_room
 from draftsmith.target import TargetInfo, check_layer_ids, default_layer_ids, describe_target, prepare_target
 from draftsmith.vllm_env import memory_arguments
 
@@ -71,12 +71,15 @@ def run_extract(recipe: Recipe, run_dir: Path) -> dict[str, Any]:
         raise UserError(_why_not_same(recipe, directory, identity))
 
     stage.claim(directory, fresh=False)
+    # The writer first: it refuses a second one, whose spool would be removed here.
+    writer = StoreWriter(directory, identity, shard_tokens=options.shard_tokens, compression=options.compression)
     spool = directory / "spool"
     shutil.rmtree(spool, ignore_errors=True)  # left by a run that was killed
     spool.mkdir()
-    writer = StoreWriter(directory, identity, shard_tokens=options.shard_tokens)
     done = writer.sample_ids
     todo = [request for request in requests if request.sample_id not in done]
+    if options.check_free_space:
+        _require_room(recipe, directory, identity, todo)
     if done:
         console.print(
             f"extract: continuing {directory}: {len(requests) - len(todo)} of {len(requests)} sequences are there"
@@ -118,12 +121,29 @@ def _identity(recipe: Recipe, target: TargetInfo, layer_ids: Iterable[int]) -> S
         hidden_size=target.hidden_size,
         dtype=recipe.target.dtype,
         sampling=options.model_dump(include={"mode", "temperature", "max_tokens", "held_out_max_tokens"}),
+        states="int8" if options.compression == "int8" else "exact",
+    )
+
+
+def _require_room(recipe: Recipe, directory: Path, identity: StoreIdentity, todo: list[ExtractRequest]) -> None:
+    """Count every answer at its longest, and the spool at its fullest."""
+    options = recipe.extract
+    tokens = sorted((len(request.prompt_token_ids) + request.max_tokens for request in todo), reverse=True)
+    waiting = tokens[: 2 * options.max_num_seqs]  # `Job.window`
+    store = most_bytes(identity, options.compression, tokens=sum(tokens), sequences=len(tokens))
+    spool = most_bytes(identity, "none", tokens=sum(waiting), sequences=len(waiting))
+    require_room(
+        directory,
+        store + spool,
+        way_out="Make room, put the run elsewhere (`--runs`), ask for fewer prompts (`extract.prompts.limit`), shorter "
+        "answers (`extract.max_tokens`), fewer layers (`extract.layer_ids`) or smaller states (`extract.compression`); or "
+        "start anyway with `-s extract.check_free_space=false`: a full disk stops it cleanly, and it continues when there is room.",
     )
 
 
 def _why_not_same(recipe: Recipe, directory: Path, identity: StoreIdentity) -> str:
     """A finished store for other inputs is never thrown away silently: it may be a week of GPU time."""
-    Store(directory, verify=False).identity.require(identity, directory)
+    Store(directory).identity.require(identity, directory)
     return (
         f"The store at {directory} is finished, and this recipe asks for other prompts, another split or another seed. "
         f"Delete it to extract again, or choose another run with `-s name=OTHER`."

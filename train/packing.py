@@ -10,12 +10,15 @@ from draftsmith.drafters.batch import Batch
 from draftsmith.store import Sequence
 
 
-def plan_epoch(lengths: list[int], *, tokens_per_step: int, seed: int, epoch: int) -> list[list[int]]:
+def plan_epoch(
+    lengths: list[int], *, tokens_per_step: int, seed: int, epoch: int, processes: int = 1
+) -> list[list[int]]:
     """Shuffle sequences and fill steps up to a budget of tokens; a pure function of its arguments.
 
     Args:
         lengths: tokens of each sequence.
         tokens_per_step: budget of a step; a longer sequence gets a step of its own.
+        processes: the least sequences in a step, whatever the budget: every process works on at least one.
 
     Returns:
         Indices into `lengths`, one list a step; each index once.
@@ -24,11 +27,14 @@ def plan_epoch(lengths: list[int], *, tokens_per_step: int, seed: int, epoch: in
     steps: list[list[int]] = []
     room = 0
     for index in torch.randperm(len(lengths), generator=generator).tolist():
-        if lengths[index] > room or not steps:
+        if not steps or (lengths[index] > room and len(steps[-1]) >= processes):
             steps.append([])
             room = tokens_per_step
         steps[-1].append(index)
         room -= lengths[index]
+    if len(steps) > 1 and len(steps[-1]) < processes:
+        last = steps.pop()
+        steps[-1] += last
     return steps
 
 

@@ -22,7 +22,7 @@ from draftsmith.drafters.eagle3 import Eagle3Drafter
 from draftsmith.errors import UserError
 from draftsmith.progress import Bar, console
 from draftsmith.recipe import Recipe, digest
-from draftsmith.store import Sequence, Store
+from draftsmith.store import Sequence, Store, prefetched
 from draftsmith.target import TargetInfo, describe_target, load_target_tensors, prepare_target
 from draftsmith.train.acceptance import predict_acceptance
 from draftsmith.train.loss import ChainLoss
@@ -61,22 +61,33 @@ def run_train(recipe: Recipe, run_dir: Path) -> dict[str, Any]:
         UserError: no finished store, or one that does not fit the recipe's target or layer ids.
     """
     started = time.time()
-    directory, store_dir = run_dir / "checkpoint", run_dir / "store"
-    store_record = stage.read(store_dir)
-    if store_record is None:
-        raise UserError(f"There is no finished store at {store_dir}. Run `draftsmith extract` with this recipe first.")
-    inputs = digest([store_record["inputs"], recipe.seed, recipe.train.model_dump(mode="json")])
+    directory = run_dir / "checkpoint"
+    store_dirs = [run_dir / "store", *(Path(folder.path) for folder in recipe.train.more_stores)]
+    stored = []
+    for store_dir in store_dirs:
+        record = stage.read(store_dir)
+        if record is None:
+            raise UserError(
+                f"There is no finished store at {store_dir}. Run `draftsmith extract` with its recipe first."
+            )
+        stored.append(record["inputs"])
+    inputs = digest([stored, recipe.seed, recipe.train.model_dump(mode="json")])
     if stage.finished(directory, inputs):
         console.print(f"train: {directory} is up to date")
         return stage.read(directory)["figures"]  # type: ignore[index]
 
     target = describe_target(prepare_target(recipe.target), recipe.target)
-    store = Store(store_dir)
-    if store.identity.target_config_hash != target.config_hash:
-        raise UserError(
-            f"The store at {store_dir} was made for target {store.identity.target} and this recipe's target is {target.name}. "
-            "Extract for this target, or choose another run with `-s name=OTHER`."
-        )
+    store = Store(*store_dirs)
+    store.identity.require_fields(
+        {
+            "target_revision": target.revision,
+            "target_config_hash": target.config_hash,
+            "tokenizer_hash": target.tokenizer_hash,
+            "chat_template_hash": target.chat_template_hash,
+        },
+        store.directory,
+        way_out="Extract for this recipe's target, or choose another run with `-s name=OTHER`.",
+    )
     resume = _read_snapshot(directory, inputs)
     set_seed(recipe.seed)
     run = _set_up(recipe, target, store, run_dir, resuming=resume is not None)
@@ -127,6 +138,11 @@ def _set_up(recipe: Recipe, target: TargetInfo, store: Store, run_dir: Path, *, 
     rows = store.rows(held_out=False)
     if not rows:
         raise UserError(f"The store at {store.directory} has no training sequences; lower extract.held_out_fraction.")
+    if len(rows) < accelerator.num_processes:
+        raise UserError(
+            f"The store at {store.directory} has {len(rows)} training sequences, fewer than the {accelerator.num_processes} "
+            "training processes. Extract more, or train with fewer processes."
+        )
     if not resuming:
         start_from_target(drafter, tensors, (_batch(store, [row], 1, columns, last_column) for row in rows))
     if not options.train_lm_head:
@@ -179,7 +195,11 @@ def _plan(recipe: Recipe, lengths: list[int], rows: list[int], processes: int) -
     plan = []
     for epoch in range(math.ceil(recipe.train.epochs)):
         steps = plan_epoch(
-            lengths, tokens_per_step=recipe.train.tokens_per_step * processes, seed=recipe.seed, epoch=epoch
+            lengths,
+            tokens_per_step=recipe.train.tokens_per_step * processes,
+            processes=processes,
+            seed=recipe.seed,
+            epoch=epoch,
         )
         share = min(1.0, recipe.train.epochs - epoch)
         plan += [(epoch, [rows[i] for i in step]) for step in steps[: math.ceil(len(steps) * share)]]
@@ -209,15 +229,20 @@ def _fit(run: Run, recipe: Recipe, directory: Path, inputs: str, resume: dict[st
         console.print(f"train: continuing {directory} at step {first}")
 
     losses: list[float] = resume["losses"] if resume else []
+    numbers = range(first, len(run.plan))
+    # Reading, decompressing and packing go on beside the computation; what comes out depends on the step's number alone.
+    batches = prefetched(lambda number: _load(run, recipe, step=number), numbers)
     with Bar("train", total=len(run.plan), unit="steps", done=first) as bar:
-        for number in range(first, len(run.plan)):
+        for number in numbers:
             begun = time.perf_counter()
-            epoch, rows = run.plan[number]
+            epoch = run.plan[number][0]
             factor = learning_rate_factor(number, len(run.plan), options.warmup)
             for optimizer, peak in zip(run.optimizers, peaks, strict=True):
                 for group, lr in zip(optimizer.param_groups, peak, strict=True):
                     group["lr"] = lr * factor
-            batch, last_states = _load(run, rows, recipe, step=number)
+            batch, last_states = next(batches)
+            batch = batch.to(accelerator.device)
+            last_states = last_states.to(accelerator.device, non_blocking=True)
             output = model(batch, last_states)
             accelerator.backward(output.loss)
             accelerator.clip_grad_norm_(run.loss.drafter.parameters(), options.max_grad_norm)
@@ -254,10 +279,10 @@ def _fit(run: Run, recipe: Recipe, directory: Path, inputs: str, resume: dict[st
     }
 
 
-def _load(run: Run, rows: list[int], recipe: Recipe, *, step: int) -> tuple[Batch, torch.Tensor]:
-    """This process's share of a step: the drafter's batch, and the target's last states [T, H]."""
+def _load(run: Run, recipe: Recipe, *, step: int) -> tuple[Batch, torch.Tensor]:
+    """This process's share of a step, on the CPU: the drafter's batch, and the target's last states [T, H]."""
     accelerator, options = run.accelerator, recipe.train
-    mine = rows[accelerator.process_index :: accelerator.num_processes] or rows[:1]
+    mine = run.plan[step][1][accelerator.process_index :: accelerator.num_processes]
     batch, last_states = _batch(
         run.store, mine, options.chain_steps, run.columns, run.last_column, prompt_weight=options.prompt_loss_weight
     )
@@ -266,7 +291,7 @@ def _load(run: Run, rows: list[int], recipe: Recipe, *, step: int) -> tuple[Batc
         generator = torch.Generator().manual_seed((recipe.seed * 1_000_003 + step) * 4099 + accelerator.process_index)
         kept = torch.rand(batch.hidden_states.shape, generator=generator) >= options.state_dropout
         batch = replace(batch, hidden_states=batch.hidden_states * kept / (1 - options.state_dropout))
-    return batch.to(accelerator.device), last_states.to(accelerator.device, non_blocking=True)
+    return batch, last_states
 
 
 def _batch(

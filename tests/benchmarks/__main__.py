@@ -6,11 +6,12 @@ from pathlib import Path
 
 from draftsmith.progress import console
 from draftsmith.stage import write_json
+from tests.benchmarks.bench_store import store_costs
 from tests.benchmarks.bench_train import training_step
 
 
 def main() -> None:
-    results = training_step()
+    results = store_costs() | training_step()
     for name, entry in results.items():
         console.print(f"{name}: {entry['value']:.3g} {entry['unit']} (against {entry['against']})", highlight=False)
     output = Path("runs/bench/results.json")

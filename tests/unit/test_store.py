@@ -1,17 +1,40 @@
 """The store: what goes in comes out, damage and foreign stores are refused, an interrupted one is continued."""
 
 import json
+import random
+import shutil
+import subprocess
+import sys
+import threading
+import types
+import warnings
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from safetensors import safe_open
 
-from draftsmith.errors import UserError
-from draftsmith.store import Sequence, Store, StoreIdentity, StoreWriter
+from draftsmith.codec import Form
+from draftsmith.errors import DraftsmithError, UserError
+from draftsmith.extract.extract import ExtractRequest, _require_room
+from draftsmith.inspection import inspect
+from draftsmith.recipe import Recipe
+from draftsmith.store import (
+    Sequence,
+    Store,
+    StoreDamaged,
+    StoreIdentity,
+    StoreWriter,
+    most_bytes,
+    prefetched,
+    require_room,
+)
 
 LAYERS, HIDDEN = 2, 4
+FORMS: list[Form] = ["none", "lossless", "int8"]
 
 
 def identity(**changes: object) -> StoreIdentity:
@@ -21,6 +44,11 @@ def identity(**changes: object) -> StoreIdentity:
         "sampling": {"mode": "generate", "temperature": 0.0, "max_tokens": 8},
     }  # fmt: skip
     return StoreIdentity(**fields | changes)
+
+
+def open_writer(directory: Path, form: Form = "none", shard_tokens: int = 10, **changes: object) -> StoreWriter:
+    states = {"states": "int8"} if form == "int8" else {}
+    return StoreWriter(directory, identity(**states | changes), shard_tokens=shard_tokens, compression=form)
 
 
 def make_sequence(
@@ -37,6 +65,18 @@ def make_sequence(
     )
 
 
+def same(found: Sequence, expected: Sequence, *, states: bool = True) -> None:
+    assert (found.sample_id, found.held_out) == (expected.sample_id, expected.held_out)
+    assert torch.equal(found.token_ids, expected.token_ids)
+    assert torch.equal(found.loss_mask, expected.loss_mask)
+    assert found.hidden_states.dtype == expected.hidden_states.dtype
+    if states:
+        assert torch.equal(found.hidden_states, expected.hidden_states)
+    else:
+        bound = expected.hidden_states.abs().amax(dim=-1, keepdim=True) / 253
+        assert ((found.hidden_states - expected.hidden_states).abs() <= bound).all()
+
+
 sequences = st.builds(
     make_sequence,
     st.integers(0, 2**63 - 1), st.integers(1, 5), st.integers(1, 6), last_has_state=st.booleans(), held_out=st.booleans(),
@@ -44,21 +84,33 @@ sequences = st.builds(
 
 
 @settings(max_examples=40, deadline=None)
-@given(st.lists(sequences, min_size=1, max_size=12, unique_by=lambda s: s.sample_id), st.integers(1, 40))
-def test_round_trip(tmp_path_factory: pytest.TempPathFactory, written: list[Sequence], shard_tokens: int) -> None:
+@given(
+    st.lists(sequences, min_size=1, max_size=12, unique_by=lambda s: s.sample_id),
+    st.integers(1, 40),
+    st.sampled_from(FORMS),
+    st.sampled_from(["float32", "bfloat16", "float16"]),
+)
+def test_round_trip(
+    tmp_path_factory: pytest.TempPathFactory, written: list[Sequence], shard_tokens: int, form: Form, dtype: str
+) -> None:
     directory = tmp_path_factory.mktemp("store")
-    writer = StoreWriter(directory, identity(), shard_tokens=shard_tokens)
+    written = [replace(s, hidden_states=s.hidden_states.to(getattr(torch, dtype))) for s in written]
+    writer = open_writer(directory, form, shard_tokens, dtype=dtype)
     for sequence in written:
         writer.append(sequence)
     counts = writer.close()
 
     store = Store(directory)
-    assert store.identity == identity()
+    assert store.identity.dtype == dtype
     assert len(store) == counts["sequences"] == len(written)
-    for found, expected in zip(store, sorted(written, key=lambda s: s.sample_id), strict=True):
-        assert (found.sample_id, found.held_out) == (expected.sample_id, expected.held_out)
-        for name in ("token_ids", "loss_mask", "hidden_states"):
-            assert torch.equal(getattr(found, name), getattr(expected, name)), name
+    assert counts["bytes"] == store.counts["bytes"] == sum(f.stat().st_size for f in directory.glob("*.safetensors"))
+    exact = form != "int8"
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")  # mapped bytes that cannot be written to would make torch warn
+        for found, expected in zip(store, sorted(written, key=lambda s: s.sample_id), strict=True):
+            if exact or dtype == "float32":
+                same(found, expected, states=exact)
+    assert list(store.damages()) == []
     assert sorted(store.rows(held_out=True) + store.rows(held_out=False)) == list(range(len(written)))
     expected_counts = torch.zeros(50, dtype=torch.int64)
     for sequence in written:
@@ -67,21 +119,55 @@ def test_round_trip(tmp_path_factory: pytest.TempPathFactory, written: list[Sequ
     assert torch.equal(store.token_counts(50), expected_counts)
 
 
-def filled(directory: Path, sample_ids: range = range(6)) -> StoreWriter:
-    writer = StoreWriter(directory, identity(), shard_tokens=10)
+@pytest.mark.parametrize("form", FORMS)
+def test_shards_are_safetensors_files(tmp_path: Path, form: Form) -> None:
+    """Whoever has no Draftsmith opens them with the library; the states of an uncompressed one lie there plainly."""
+    writer = open_writer(tmp_path, form, 1000)
+    written = [make_sequence(i, 3, 2 + i, last_has_state=bool(i % 2)) for i in range(3)]
+    for sequence in written:
+        writer.append(sequence)
+    writer.close()
+    with safe_open(tmp_path / "shard-00000.safetensors", "pt") as file:
+        named = {
+            "offsets",
+            "sample_ids",
+            "checksums",
+            "token_ids",
+            "next_token_ids",
+            "loss_mask",
+            "held_out",
+            "padding",
+        }
+        extra = {"hidden_states"} if form == "none" else {"frames", "frame_offsets"}
+        assert set(file.keys()) == named | extra
+        assert file.get_tensor("sample_ids").tolist() == [0, 1, 2]
+        offsets = file.get_tensor("offsets").tolist()
+        assert offsets[-1] == sum(len(s.hidden_states) for s in written)
+        if form == "none":
+            assert torch.equal(file.get_tensor("hidden_states"), torch.cat([s.hidden_states for s in written]))
+    about = json.loads((tmp_path / "manifest.json").read_text())["shards"][0]
+    assert about["head_bytes"] % 64 == 0
+
+
+def filled(directory: Path, sample_ids: range = range(6), form: Form = "none") -> StoreWriter:
+    writer = open_writer(directory, form)
     for sample_id in sample_ids:
         writer.append(make_sequence(sample_id, 3, 3, last_has_state=False))
     return writer
 
 
+# ---- continuing, and refusing ----
+
+
 def test_an_interrupted_store_is_continued(tmp_path: Path) -> None:
     filled(tmp_path)  # never closed: shards of two sequences, all six are in
     (tmp_path / "shard-00003.safetensors.tmp").write_bytes(b"half")
-    writer = StoreWriter(tmp_path, identity(), shard_tokens=10)
+    writer = open_writer(tmp_path, "lossless")  # shards of both forms read as one store
     assert writer.sample_ids == set(range(6))
     writer.append(make_sequence(6, 3, 3, last_has_state=False))
     assert writer.close()["sequences"] == 7
-    assert [s.sample_id for s in Store(tmp_path)] == list(range(7))
+    for found, sample_id in zip(Store(tmp_path), range(7), strict=True):
+        same(found, make_sequence(sample_id, 3, 3, last_has_state=False))
 
 
 @pytest.mark.parametrize(
@@ -94,36 +180,249 @@ def test_an_interrupted_store_is_continued(tmp_path: Path) -> None:
     ],
 )
 def test_a_store_for_something_else_is_refused(tmp_path: Path, change: dict, said: str) -> None:
-    filled(tmp_path).close()
+    for name in ("a", "b"):
+        (tmp_path / name).mkdir()
+    filled(tmp_path / "a").close()
     with pytest.raises(UserError, match=said):
-        StoreWriter(tmp_path, identity(**change), shard_tokens=10)
+        StoreWriter(tmp_path / "a", identity(**change), shard_tokens=10)
+    StoreWriter(tmp_path / "b", identity(**change), shard_tokens=10).close()
+    with pytest.raises(UserError, match="Only stores of one identity mix"):
+        Store(tmp_path / "a", tmp_path / "b")
 
 
-@settings(max_examples=30, deadline=None)
-@given(position=st.floats(0, 0.999), flip=st.integers(1, 255))
-def test_any_changed_byte_is_noticed(tmp_path_factory: pytest.TempPathFactory, position: float, flip: int) -> None:
-    directory = tmp_path_factory.mktemp("store")
-    filled(directory).close()
-    shard = directory / "shard-00001.safetensors"
-    data = bytearray(shard.read_bytes())
-    data[int(position * len(data))] ^= flip
-    shard.write_bytes(data)
-    with pytest.raises(UserError, match=r"shard-00001\.safetensors is damaged"):
-        Store(directory)
+def test_exact_and_8_bit_states_do_not_mix(tmp_path: Path) -> None:
+    filled(tmp_path).close()
+    with pytest.raises(UserError, match="states is 'exact' there and 'int8' in this run"):
+        open_writer(tmp_path, "int8")
 
 
 def test_missing_and_newer_stores(tmp_path: Path) -> None:
     with pytest.raises(UserError, match="no store"):
         Store(tmp_path)
     filled(tmp_path).close()
-    manifest = json.loads((tmp_path / "manifest.json").read_text())
-    (tmp_path / "manifest.json").write_text(json.dumps(manifest | {"schema_version": 99}))
-    with pytest.raises(UserError, match="schema 99"):
+    text = (tmp_path / "manifest.json").read_text()
+    for version in (1, 99):  # ours before there were checksums, and one that does without ours
+        (tmp_path / "manifest.json").write_text(json.dumps({"schema_version": version}))
+        with pytest.raises(UserError, match=f"schema {version}, and this version of Draftsmith reads schema 2"):
+            Store(tmp_path)
+    (tmp_path / "manifest.json").write_text('{"name": "an app", "start_url": "/"}')
+    with pytest.raises(UserError, match="is not a store's manifest"):
         Store(tmp_path)
-    (tmp_path / "manifest.json").write_text(json.dumps(manifest))
+    (tmp_path / "manifest.json").write_text(text)
     (tmp_path / "shard-00000.safetensors").unlink()
-    with pytest.raises(UserError, match=r"shard-00000\.safetensors, which is not there"):
+    with pytest.raises(StoreDamaged, match=r"shard-00000\.safetensors is damaged .*not there"):
         Store(tmp_path)
+
+
+WRITER = """
+import sys, time
+from pathlib import Path
+from tests.unit.test_store import filled
+writer = filled(Path(sys.argv[1]), range(2))
+print("writing", flush=True)
+time.sleep(60)
+"""
+
+
+def test_a_second_writer_is_refused_until_the_first_is_gone(tmp_path: Path) -> None:
+    first = subprocess.Popen([sys.executable, "-c", WRITER, str(tmp_path)], stdout=subprocess.PIPE, text=True)
+    assert first.stdout is not None
+    assert first.stdout.readline() == "writing\n"
+    with pytest.raises(UserError, match="Another process is writing"):
+        open_writer(tmp_path)
+    assert len(Store(tmp_path)) == 2, "reading what is there is always allowed"
+    first.kill()
+    first.wait()
+    assert open_writer(tmp_path).sample_ids == {0, 1}
+
+
+# ---- damage ----
+
+
+def read_as_training_does(directory: Path) -> None:
+    store = Store(directory)
+    store.token_counts(50)
+    for _ in prefetched(store.__getitem__, range(len(store))):
+        pass
+
+
+@pytest.mark.parametrize("form", FORMS)
+def test_every_single_byte_of_damage_is_found(tmp_path: Path, form: Form) -> None:
+    """Over shards and manifest: by `inspect`, which names bytes that hold it, and by reading before the bytes are used."""
+    filled(tmp_path, form=form).close()
+    assert inspect(tmp_path)["good"]
+    read_as_training_does(tmp_path)
+    files = [tmp_path / "manifest.json", *sorted(tmp_path.glob("shard-*.safetensors"))]
+    chooser = random.Random(form)
+    positions = [(file, at) for file in files for at in range(file.stat().st_size)]
+    edges = [(file, at) for file in files for at in (0, file.stat().st_size - 1)]
+    for file, at in edges + chooser.sample(positions, 240 - len(edges)):
+        data = bytearray(whole := file.read_bytes())
+        data[at] ^= chooser.randrange(1, 256)
+        file.write_bytes(data)
+        try:
+            with pytest.raises(DraftsmithError):
+                read_as_training_does(tmp_path)
+            report = inspect(tmp_path)
+            assert not report["good"], (file.name, at)
+            damage = report["damage"]
+            assert damage["file"] == str(file)
+            assert damage["start"] <= at < damage["end"], (file.name, at, damage)
+        finally:
+            file.write_bytes(whole)
+    assert inspect(tmp_path)["good"]
+
+
+@pytest.mark.parametrize("change", [lambda data: data[:-1], lambda data: data + b"x", lambda data: b""])
+def test_a_file_of_another_length_is_found(tmp_path: Path, change) -> None:  # type: ignore[no-untyped-def]
+    filled(tmp_path).close()
+    for file in (tmp_path / "manifest.json", tmp_path / "shard-00001.safetensors"):
+        whole = file.read_bytes()
+        file.write_bytes(change(whole))
+        with pytest.raises(DraftsmithError, match=file.name):
+            Store(tmp_path)
+        file.write_bytes(whole)
+
+
+# ---- killed, and out of room ----
+
+# Starting Python costs far more than writing, so that one interpreter forks all the writers.
+KILLER = """
+import os, random, shutil, signal, sys, time
+from pathlib import Path
+from tests.unit.test_store import make_sequence, open_writer
+
+def write(directory):
+    writer = open_writer(directory, "lossless", 30)
+    done = writer.sample_ids
+    for sample_id in range(60):
+        if sample_id not in done:
+            writer.append(make_sequence(sample_id, 3, 4, last_has_state=False))
+    writer.close()
+
+def started(directory):
+    child = os.fork()
+    if child == 0:
+        write(directory)
+        os._exit(0)
+    return child
+
+folder, chooser, killed = Path(sys.argv[1]), random.Random(5), 0
+whole = folder / "whole"
+whole.mkdir()
+begun = time.perf_counter()
+os.waitpid(started(whole), 0)
+seconds = time.perf_counter() - begun
+expected = {file.name: file.read_bytes() for file in whole.iterdir()}
+for case in range(24):
+    directory = folder / str(case)
+    directory.mkdir()
+    for _ in range(2):
+        child = started(directory)
+        time.sleep(seconds * chooser.random())
+        os.kill(child, signal.SIGKILL)
+        _, status = os.waitpid(child, 0)
+        killed += os.WIFSIGNALED(status)
+    _, status = os.waitpid(started(directory), 0)
+    assert status == 0, case
+    found = {file.name: file.read_bytes() for file in directory.iterdir() if file.suffix != ".tmp"}
+    assert found == expected, (case, sorted(found), sorted(expected))
+    shutil.rmtree(directory)
+print(killed)
+"""
+
+
+def test_killed_at_any_moment_and_run_again_is_the_uninterrupted_store(tmp_path: Path) -> None:
+    done = subprocess.run([sys.executable, "-c", KILLER, str(tmp_path)], capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+    assert int(done.stdout) >= 20, "most of 48 writers were killed before they were through"
+    store = Store(tmp_path / "whole")
+    assert [s.sample_id for s in store] == list(range(60))
+
+
+FULL = """
+import resource, sys
+from pathlib import Path
+from draftsmith.errors import DraftsmithError
+from tests.unit.test_store import fill_with_a_long_one
+resource.setrlimit(resource.RLIMIT_FSIZE, (int(sys.argv[2]), int(sys.argv[2])))
+try:
+    fill_with_a_long_one(Path(sys.argv[1]))
+except DraftsmithError as error:
+    print(error)
+    sys.exit(error.exit_status)
+"""
+
+
+def fill_with_a_long_one(directory: Path) -> None:
+    """Two sequences a shard, but the fifth, long, has one of its own; continues what is there."""
+    writer = open_writer(directory)
+    for sample_id in sorted(set(range(7)) - writer.sample_ids):
+        writer.append(make_sequence(sample_id, 3, 200 if sample_id == 4 else 3, last_has_state=False))
+    writer.close()
+
+
+def test_no_room_stops_cleanly_and_continues(tmp_path: Path) -> None:
+    """The system's own error: files may grow to the size of a usual shard, and one shard is larger."""
+    whole, full = tmp_path / "whole", tmp_path / "full"
+    whole.mkdir()
+    full.mkdir()
+    fill_with_a_long_one(whole)
+    sizes = sorted(file.stat().st_size for file in whole.iterdir())
+    room = sizes[-1] - 100
+    assert sizes[-2] < room
+    arguments = [sys.executable, "-c", FULL, str(full), str(room)]
+    done = subprocess.run(arguments, capture_output=True, text=True, check=False)
+    assert done.returncode == 1, done.stderr
+    assert f"There is no room for {full / 'shard-00002.safetensors'}" in done.stdout
+    assert "run the same command again" in done.stdout
+    assert not list(full.glob("*.tmp")), "nothing half-written"
+    assert inspect(full)["good"]
+    assert [s.sample_id for s in Store(full)] == [0, 1, 2, 3]
+    fill_with_a_long_one(full)  # now there is room
+    assert {f.name: f.read_bytes() for f in full.iterdir()} == {f.name: f.read_bytes() for f in whole.iterdir()}
+
+
+@pytest.mark.parametrize("form", ["none", "lossless", "int8"])
+def test_the_estimate_is_no_less_than_the_store(tmp_path: Path, form: Form) -> None:
+    about = identity(hidden_size=256, dtype="bfloat16", **({"states": "int8"} if form == "int8" else {}))
+    writer = StoreWriter(tmp_path, about, shard_tokens=400, compression=form)
+    generator = torch.Generator().manual_seed(1)
+    for sample_id in range(12):
+        states = (torch.randn(100, LAYERS, 256, generator=generator) * 5).bfloat16()
+        writer.append(Sequence(sample_id, False, torch.arange(100, dtype=torch.int32), torch.ones(100).bool(), states))
+    used = writer.close()["bytes"] + (tmp_path / "manifest.json").stat().st_size
+    needed = most_bytes(about, form, tokens=1200, sequences=12)
+    assert used <= needed <= 1.2 * used + 8192
+
+
+def test_what_does_not_fit_is_not_started(tmp_path: Path) -> None:
+    require_room(tmp_path, 1000, way_out="")
+    with pytest.raises(UserError, match=r"needs up to 1000000000.00 GB in .* GB are free. Ask for less."):
+        require_room(tmp_path, 10**18, way_out="Ask for less.")
+
+
+def test_extraction_counts_the_longest_answers_before_it_starts(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    recipe = Recipe.model_validate(
+        {
+            "name": "n",
+            "target": {"model": "owner/name"},
+            "extract": {"prompts": {"path": "p"}, "compression": "none", "max_num_seqs": 1},
+        }
+    )
+    about = identity(hidden_size=1000, dtype="bfloat16")
+    todo = [ExtractRequest(i, False, [1] * 50, 200) for i in range(10)]
+    states = 250 * LAYERS * 1000 * 2  # bytes of one request; ten go to the store, and two at once to the spool
+    monkeypatch.setattr(shutil, "disk_usage", lambda _: types.SimpleNamespace(free=12 * states + 40_000))
+    _require_room(recipe, tmp_path, about, todo)
+    monkeypatch.setattr(shutil, "disk_usage", lambda _: types.SimpleNamespace(free=12 * states - 1))
+    with pytest.raises(UserError, match=r"needs up to 0\.01 GB in .*extract\.check_free_space=false"):
+        _require_room(recipe, tmp_path, about, todo)
+
+
+# ---- what is refused on the way in ----
 
 
 @pytest.mark.parametrize(
@@ -137,11 +436,74 @@ def test_untrue_states_are_refused(tmp_path: Path, spoil, said: str) -> None:  #
     sequence = make_sequence(1, 3, 3, last_has_state=False)
     spoil(sequence)
     with pytest.raises(ValueError, match=said):
-        StoreWriter(tmp_path, identity(), shard_tokens=10).append(sequence)
+        open_writer(tmp_path).append(sequence)
 
 
-def test_wrong_lengths_are_refused(tmp_path: Path) -> None:
+def test_wrong_lengths_and_dtypes_are_refused(tmp_path: Path) -> None:
     good = make_sequence(1, 3, 3, last_has_state=False)
-    short = Sequence(1, False, good.token_ids, good.loss_mask, good.hidden_states[:-1])
     with pytest.raises(ValueError, match="do not go together"):
-        StoreWriter(tmp_path, identity(), shard_tokens=10).append(short)
+        open_writer(tmp_path).append(replace(good, hidden_states=good.hidden_states[:-1]))
+    with pytest.raises(ValueError, match="the store is of float32"):
+        open_writer(tmp_path).append(replace(good, hidden_states=good.hidden_states.half()))
+
+
+# ---- reading ----
+
+
+def test_several_stores_read_as_one(tmp_path: Path) -> None:
+    parts = [(range(4), "none"), (range(3, 7), "lossless")]
+    for name, (sample_ids, form) in zip("ab", parts, strict=True):
+        (tmp_path / name).mkdir()
+        writer = open_writer(tmp_path / name, form)  # type: ignore[arg-type]
+        for sample_id in sample_ids:
+            sequence = make_sequence(sample_id, 3, 3, last_has_state=False)
+            writer.append(replace(sequence, held_out=(name, sample_id) in {("b", 3), ("a", 1)}))
+        writer.close()
+    store = Store(tmp_path / "a", tmp_path / "b")
+    for found, sample_id in zip(store, range(7), strict=True):
+        # Conversation 3 is in both and held out in one: it is there once, and not trained on.
+        same(found, replace(make_sequence(sample_id, 3, 3, last_has_state=False), held_out=sample_id in (1, 3)))
+    assert store.rows(held_out=True) == [1, 3]
+
+
+def test_states_stay_private(tmp_path: Path) -> None:
+    """Writing into what was read changes neither the file nor what a later run reads."""
+    filled(tmp_path).close()
+    before = (tmp_path / "shard-00000.safetensors").read_bytes()
+    Store(tmp_path)[0].hidden_states.zero_()
+    assert (tmp_path / "shard-00000.safetensors").read_bytes() == before
+    assert inspect(tmp_path)["good"]
+
+
+@given(st.integers(0, 12), st.integers(1, 4))
+def test_prefetching_keeps_the_order(items: int, ahead: int) -> None:
+    started: list[int] = []
+
+    def load(item: int) -> int:
+        started.append(item)
+        return item * item
+
+    for number, found in enumerate(prefetched(load, range(items), ahead=ahead)):
+        assert found == number * number
+        assert len(started) <= number + ahead + 1, "no further ahead than was asked"
+    assert started == list(range(items))
+
+
+def test_prefetching_hands_on_errors_and_stops(tmp_path: Path) -> None:
+    def load(item: int) -> int:
+        if item == 2:
+            raise ValueError("the third")
+        return item
+
+    found = []
+    with pytest.raises(ValueError, match="the third"):
+        found.extend(prefetched(load, range(100)))
+    assert threading.active_count() == 1 or not any("prefetch" in t.name for t in threading.enumerate())
+
+
+def test_prefetched_reading_from_threads_is_exact(tmp_path: Path) -> None:
+    filled(tmp_path, range(40), form="lossless").close()
+    store = Store(tmp_path)
+    ahead = prefetched(store.__getitem__, range(40))
+    for index, found in enumerate(ahead):
+        same(found, store[index])  # read here at the same time

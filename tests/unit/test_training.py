@@ -28,6 +28,16 @@ def test_every_sequence_once_within_the_budget(lengths: list[int], budget: int, 
     assert steps == plan_epoch(lengths, tokens_per_step=budget, seed=seed, epoch=epoch)
 
 
+@given(st.lists(st.integers(1, 50), min_size=4, max_size=60), st.integers(1, 120), st.integers(1, 4), st.integers(0, 5))
+def test_every_process_has_its_own_share_of_every_step(
+    lengths: list[int], budget: int, processes: int, seed: int
+) -> None:
+    steps = plan_epoch(lengths, tokens_per_step=budget, seed=seed, epoch=0, processes=processes)
+    shares = [step[rank::processes] for step in steps for rank in range(processes)]
+    assert all(shares), "no process is without work, or it would have to repeat another's"
+    assert sorted(i for share in shares for i in share) == list(range(len(lengths)))
+
+
 def test_learning_rate() -> None:
     factors = [learning_rate_factor(step, 100, 0.1) for step in range(100)]
     assert factors[0] == pytest.approx(0.1)

@@ -1,0 +1,150 @@
+"""How a sequence's states become bytes in a compressed store: a frame, lossless or 8-bit.
+
+**Lossless.** A float's bits rotated left by one put the exponent into the top byte and the sign behind the mantissa.
+The exponents of one layer take few values, so their byte plane is entropy-coded; mantissas are noise and stay as they
+are. Every bit pattern comes back, NaN payloads and -0 included. What was tried and measured is in docs/log.md.
+
+**int8.** A token's state at one layer becomes 8-bit integers times one scale, the largest magnitude / 127.
+
+A frame is `uint32 [P]` plane sizes, then the planes. Planes are grouped by layer, because layers differ in scale by
+orders of magnitude. A plane as large as it would be uncompressed is uncompressed.
+"""
+
+from __future__ import annotations
+
+import sys
+from typing import Any, Literal
+
+import numpy as np
+import numpy.typing as npt
+import torch
+import zstandard
+
+Form = Literal["none", "lossless", "int8"]
+
+LARGEST_RATIO: dict[tuple[str, str], float] = {
+    ("lossless", "bfloat16"): 0.75,
+    ("lossless", "float16"): 0.95,
+    ("lossless", "float32"): 0.9,
+    ("int8", "bfloat16"): 0.51,
+    ("int8", "float16"): 0.51,
+    ("int8", "float32"): 0.255,
+}
+"""Frame bytes / plain bytes to count on before anything is written: above what was measured on real states."""
+
+assert sys.byteorder == "little", "stores are little-endian"
+
+_SAMPLE = 8192
+"""Bytes of a plane that are tried first; noise costs no more than that."""
+
+# Entropy coding with hardly any search for matches: exponents repeat too rarely for matches to pay.
+_HUFFMAN = zstandard.ZstdCompressionParameters.from_level(
+    1, strategy=zstandard.STRATEGY_FAST, min_match=7, hash_log=6, write_content_size=1
+)
+
+_Words = npt.NDArray[Any]
+"""uint16 or uint32."""
+
+
+def encode(states: torch.Tensor, form: Form) -> bytes:
+    """The frame of states [N, L, H] (bfloat16, float16 or float32), `form` not being `none`."""
+    planes = _lossless_planes(_words(states)) if form == "lossless" else _int8_planes(states)
+    compressor = zstandard.ZstdCompressor(compression_params=_HUFFMAN)  # one a call: it must not be shared by threads
+    stored = [_squeezed(plane, compressor) for plane in planes]
+    sizes = np.array([len(plane) for plane in stored], dtype=np.uint32)
+    return b"".join([sizes.tobytes(), *stored])
+
+
+def decode(frame: npt.NDArray[np.uint8], form: Form, shape: tuple[int, int, int], dtype: torch.dtype) -> torch.Tensor:
+    """The states [N, L, H] of a frame whose checksum holds.
+
+    For `lossless` bit for bit those that were encoded. For `int8` a value differs by at most 1/254 of the largest
+    magnitude of its token and layer (plus `dtype`'s rounding).
+    """
+    tokens, layers, hidden = shape
+    itemsize = dtype.itemsize
+    lossless = [[1, 1], [1, 1, 2]][itemsize == 4] * layers  # bytes a value in each plane
+    raw_sizes = [n * tokens * hidden for n in lossless] if form == "lossless" else (
+        [4 * tokens * layers] + [tokens * hidden] * layers
+    )  # fmt: skip
+    sizes = frame[: 4 * len(raw_sizes)].view(np.uint32).tolist()
+    decompressor = zstandard.ZstdDecompressor()
+    planes, start = [], 4 * len(raw_sizes)
+    for size, raw_size in zip(sizes, raw_sizes, strict=True):
+        plane = frame[start : start + size]
+        if size != raw_size:
+            plane = np.frombuffer(decompressor.decompress(plane.data, max_output_size=raw_size), dtype=np.uint8)
+        planes.append(plane)
+        start += size
+    if form == "lossless":
+        return _from_lossless_planes(planes, shape, itemsize).view(dtype)
+    return _from_int8_planes(planes, shape).to(dtype)
+
+
+def _squeezed(plane: npt.NDArray[np.generic], compressor: zstandard.ZstdCompressor) -> bytes | memoryview:
+    data = plane.reshape(-1).view(np.uint8).data
+    if data.nbytes > 2 * _SAMPLE and len(compressor.compress(data[:_SAMPLE])) > 0.97 * _SAMPLE:
+        return data
+    squeezed = compressor.compress(data)
+    return squeezed if len(squeezed) < data.nbytes else data
+
+
+def _words(states: torch.Tensor) -> _Words:
+    """The bits of floats as unsigned integers of their size."""
+    if states.element_size() == 2:
+        return states.view(torch.int16).numpy().view(np.uint16)
+    return states.view(torch.int32).numpy().view(np.uint32)
+
+
+def _lossless_planes(words: _Words) -> list[npt.NDArray[np.generic]]:
+    """Layer by layer: the top byte of the rotated words, then the rest (16 bits: a byte; 32: a byte and a half word)."""
+    bits = 8 * words.itemsize
+    planes: list[npt.NDArray[np.generic]] = []
+    for layer in range(words.shape[1]):
+        plain = np.ascontiguousarray(words[:, layer])
+        rotated = plain << 1
+        rotated |= plain >> (bits - 1)
+        planes.append((rotated >> (bits - 8)).astype(np.uint8))
+        if bits == 32:
+            planes += [(rotated >> 16).astype(np.uint8), rotated.astype(np.uint16)]
+        else:
+            planes.append(rotated.astype(np.uint8))
+    return planes
+
+
+def _from_lossless_planes(
+    planes: list[npt.NDArray[np.uint8]], shape: tuple[int, int, int], itemsize: int
+) -> torch.Tensor:
+    tokens, layers, hidden = shape
+    words: _Words = np.empty(shape, np.uint16 if itemsize == 2 else np.uint32)
+    for layer in range(layers):
+        if itemsize == 2:
+            top, rest = planes[2 * layer : 2 * layer + 2]
+            rotated: _Words = np.left_shift(top, 8, dtype=np.uint16)
+            rotated |= rest
+        else:
+            top, middle, low = planes[3 * layer : 3 * layer + 3]
+            rotated = np.left_shift(top, 24, dtype=np.uint32)
+            rotated |= np.left_shift(middle, 16, dtype=np.uint32)
+            rotated |= low.view(np.uint16)
+        plain = rotated >> 1
+        rotated <<= 8 * itemsize - 1
+        np.bitwise_or(plain.reshape(tokens, hidden), rotated.reshape(tokens, hidden), out=words[:, layer])
+    return torch.from_numpy(words.view(np.int16 if itemsize == 2 else np.int32))
+
+
+def _int8_planes(states: torch.Tensor) -> list[npt.NDArray[np.generic]]:
+    """The scales float32 [N, L], then the integers layer by layer."""
+    scales = states.abs().amax(dim=-1).float() / 127
+    divisors = torch.where(scales > 0, scales, 1)  # zero only where all values are (next to) zero
+    integers = (states.float() / divisors.unsqueeze(-1)).round_().clamp_(-127, 127).to(torch.int8)
+    return [scales.numpy(), *(np.ascontiguousarray(layer) for layer in integers.transpose(0, 1).numpy())]
+
+
+def _from_int8_planes(planes: list[npt.NDArray[np.uint8]], shape: tuple[int, int, int]) -> torch.Tensor:
+    tokens, layers, hidden = shape
+    scales = planes[0].view(np.float32).reshape(tokens, layers, 1)
+    states = np.empty(shape, np.float32)
+    for layer, integers in enumerate(planes[1:]):
+        np.multiply(integers.view(np.int8).reshape(tokens, hidden), scales[:, layer], out=states[:, layer])
+    return torch.from_numpy(states)

@@ -1,0 +1,155 @@
+"""What the store costs: bytes a token against plain bfloat16, and the time to write and to read it.
+
+The states are real: SmolLM2-135M's own, from the demo's store where that is there and of this schema, else computed here
+from the demo's prompts with transformers. They are stored as bfloat16, what a target on a GPU computes in.
+
+Reading is compared with a plain sequential read of the very same files into one small buffer, in turns. "Cold" is after
+the system was told to drop the files from its memory, which is how a store larger than memory is read; "warm" is with all
+of it in memory, where a plain read costs next to nothing.
+"""
+
+from __future__ import annotations
+
+import os
+import statistics
+import tempfile
+import time
+from collections.abc import Callable, Iterable, Iterator
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from draftsmith.codec import Form
+from draftsmith.errors import DraftsmithError
+from draftsmith.recipe import load_recipe
+from draftsmith.store import Sequence, Store, StoreIdentity, StoreWriter, prefetched
+from draftsmith.train.packing import plan_epoch
+
+RUNS, TOKENS, TOKENS_PER_STEP = 5, 16_000, 2048
+FORMS: tuple[Form, ...] = ("none", "lossless", "int8")
+
+
+def store_costs() -> dict[str, dict[str, Any]]:
+    """`store.bytes_ratio`, `store.write_MBps`, `store.read_MBps` and `store.read_ratio`, and the like of other forms."""
+    sequences = _real_states()
+    plain_mb = sum(s.hidden_states.nbytes for s in sequences) / 1e6
+    results: dict[str, dict[str, Any]] = {}
+    Path("runs/bench").mkdir(parents=True, exist_ok=True)
+    with tempfile.TemporaryDirectory(dir="runs/bench") as folder:
+        directories = {form: Path(folder) / form for form in FORMS}
+        writes: dict[str, list[float]] = {form: [] for form in FORMS}
+        for run in range(RUNS):
+            for form in FORMS:
+                directory = Path(folder) / f"{form}-{run}" if run else directories[form]
+                writes[form].append(_seconds(lambda d=directory, f=form: _write(d, f, sequences)))  # type: ignore[misc]
+        for form, directory in directories.items():
+            store = Store(directory)
+            ratio = store.counts["bytes"] / store.plain_bytes
+            del store  # what is mapped is not forgotten
+            suffix = "" if form == "lossless" else f".{form}"
+            results[f"store.bytes_ratio{suffix}"] = _figure([ratio], "ratio", "plain bfloat16", 0.75)
+            rates = [plain_mb / seconds for seconds in writes[form]]
+            results[f"store.write_MBps{suffix}"] = _figure(
+                rates, "MB/s of plain states", "nothing; fsync included", None
+            )
+            times: dict[str, list[float]] = {name: [] for name in ("cold", "cold plain", "warm", "warm plain")}
+            for _ in range(RUNS):
+                for name, work in (("", _deliver), (" plain", _read_plainly)):
+                    _forget(directory)
+                    times["cold" + name].append(_seconds(lambda w=work, d=directory: w(d)))  # type: ignore[misc]
+                for name, work in (("", _deliver), (" plain", _read_plainly)):
+                    times["warm" + name].append(_seconds(lambda w=work, d=directory: w(d)))  # type: ignore[misc]
+            rates = [plain_mb / seconds for seconds in times["warm"]]
+            results[f"store.read_MBps{suffix}"] = _figure(
+                rates, "MB/s of plain states", "nothing; files in memory", None
+            )
+            for kind in ("cold", "warm"):
+                ratios = [plain / ours for ours, plain in zip(times[kind], times[f"{kind} plain"], strict=True)]
+                name = f"store.read_ratio{suffix}" if kind == "cold" else f"store.read_ratio{suffix}.warm"
+                limit = 0.8 if kind == "cold" else None
+                results[name] = _figure(ratios, "ratio", f"sequential read of the same files, {kind}", limit)
+    return results
+
+
+def _figure(runs: list[float], unit: str, against: str, limit: float | None) -> dict[str, Any]:
+    return {"value": statistics.median(runs), "unit": unit, "runs": runs, "against": against, "limit": limit}
+
+
+def _seconds(work: Callable[[], object]) -> float:
+    begun = time.perf_counter()
+    work()
+    return time.perf_counter() - begun
+
+
+def _write(directory: Path, form: Form, sequences: list[Sequence]) -> None:
+    directory.mkdir()
+    first = sequences[0].hidden_states
+    identity = StoreIdentity(
+        target="bench", target_revision="", target_config_hash="", tokenizer_hash="", chat_template_hash=None,
+        layer_ids=tuple(range(first.shape[1])), hidden_size=first.shape[2], dtype="bfloat16", sampling={},
+        states="int8" if form == "int8" else "exact",
+    )  # fmt: skip
+    writer = StoreWriter(directory, identity, shard_tokens=8192, compression=form)
+    for sequence in sequences:
+        writer.append(sequence)
+    writer.close()
+
+
+def _deliver(directory: Path) -> None:
+    """As the trainer reads: opened, shuffled, every byte checked, step by step ahead of whoever computes."""
+    store = Store(directory)
+    lengths = [store.length(row) for row in range(len(store))]
+    steps = plan_epoch(lengths, tokens_per_step=TOKENS_PER_STEP, seed=0, epoch=0)
+    for _ in prefetched(lambda rows: [store[row] for row in rows], steps):
+        pass
+
+
+def _read_plainly(directory: Path) -> None:
+    buffer = bytearray(1 << 20)
+    for file in sorted(directory.glob("shard-*")):
+        with file.open("rb", buffering=0) as opened:
+            while opened.readinto(buffer):
+                pass
+
+
+def _forget(directory: Path) -> None:
+    """Drop the files from the system's memory, those parts that nobody maps."""
+    for file in directory.glob("shard-*"):
+        with file.open("rb") as opened:
+            os.posix_fadvise(opened.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
+
+
+def _real_states() -> list[Sequence]:
+    recipe = load_recipe("recipes/demo.yaml")
+    found: Iterable[Sequence]
+    try:
+        found = Store(Path("runs/demo/store"))
+    except DraftsmithError:  # none there, or one of another schema: not this benchmark's business
+        found = _computed_states(recipe)
+    taken: list[Sequence] = []
+    for sequence in found:
+        states = sequence.hidden_states.bfloat16()
+        taken.append(Sequence(len(taken), False, sequence.token_ids, sequence.loss_mask, states))
+        if sum(len(s.hidden_states) for s in taken) >= TOKENS:
+            break
+    return taken
+
+
+def _computed_states(recipe: Any) -> Iterator[Sequence]:
+    """The demo's prompts through the target: states at layers like those that the demo's store has."""
+    from transformers import AutoModelForCausalLM, AutoTokenizer
+
+    from draftsmith.prompts import load_prompts
+    from draftsmith.target import prepare_target
+
+    path = prepare_target(recipe.target)
+    tokenizer = AutoTokenizer.from_pretrained(path)
+    model = AutoModelForCausalLM.from_pretrained(path).eval()
+    layers = model.config.num_hidden_layers
+    for prompt in load_prompts(recipe.extract.prompts):
+        ids = tokenizer.apply_chat_template(prompt.messages, add_generation_prompt=True, return_dict=False)
+        with torch.no_grad():
+            states = model.model(torch.tensor([ids]), output_hidden_states=True).hidden_states
+        chosen = torch.stack([states[i][0] for i in (2, layers // 2, layers - 3, layers - 1)], dim=1)
+        yield Sequence(0, False, torch.tensor(ids, dtype=torch.int32), torch.ones(len(ids), dtype=torch.bool), chosen)

@@ -1,0 +1,151 @@
+"""`draftsmith inspect`: what it says, and the exit status that scripts rely on."""
+
+import json
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from typer.testing import CliRunner
+
+from draftsmith import stage
+from draftsmith.checkpoint import Checkpoint
+from draftsmith.cli import app
+from draftsmith.errors import UserError
+from draftsmith.inspection import inspect, store_stats, write_plot
+from draftsmith.store import Sequence, Store
+from tests.unit.test_store import HIDDEN, LAYERS, filled, open_writer
+
+
+def run(*arguments: str) -> tuple[int, str]:
+    done = CliRunner().invoke(app, ["inspect", *arguments])
+    if done.exception is not None and not isinstance(done.exception, SystemExit):
+        raise done.exception
+    return done.exit_code, done.stdout
+
+
+def test_a_good_and_a_damaged_store(tmp_path: Path) -> None:
+    filled(tmp_path, form="lossless").close()
+    status, said = run(str(tmp_path))
+    assert status == 0
+    assert "is a store, its stage not finished" in said
+    assert "whole: every byte is as it was written" in said
+    shard = tmp_path / "shard-00001.safetensors"
+    data = bytearray(shard.read_bytes())
+    data[-3] ^= 1
+    shard.write_bytes(data)
+    status, said = run(str(tmp_path))
+    assert status == 1
+    assert f"{shard} is damaged in bytes" in said
+    status, said = run(str(tmp_path), "--json")
+    assert status == 1
+    damage = json.loads(said)["damage"]
+    assert damage["file"] == str(shard)
+    assert damage["start"] <= len(data) - 3 < damage["end"] == len(data)
+    assert damage["places"] == 1
+
+
+def test_several_places_are_counted_and_the_first_named(tmp_path: Path) -> None:
+    filled(tmp_path).close()
+    shards = sorted(tmp_path.glob("shard-*"))
+    for shard in shards[1:]:
+        data = bytearray(shard.read_bytes())
+        data[-1] ^= 128
+        shard.write_bytes(data)
+    status, said = run(str(tmp_path))
+    assert status == 1
+    assert f"2 places are damaged. The first: {shards[1]}" in said
+
+
+def test_what_is_not_ours(tmp_path: Path) -> None:
+    for path in (tmp_path, tmp_path / "nothing"):
+        with pytest.raises(UserError, match="is no store"):
+            inspect(path)
+    (tmp_path / "store").mkdir()
+    with pytest.raises(UserError, match="It is a run: inspect"):
+        inspect(tmp_path)
+    (tmp_path / "config.json").write_text("{}")
+    (tmp_path / "model.safetensors").write_bytes(b"")
+    with pytest.raises(UserError, match="`--stats` is for stores"):
+        inspect(tmp_path, stats=True)
+
+
+def test_checkpoint_and_drafter(tmp_path: Path) -> None:
+    checkpoint = Checkpoint(
+        kind="eagle3", config={}, target={"name": "tiny", "revision": "r", "config_hash": "c"},
+        draft_token_ids=torch.arange(5), tensors={"fc.weight": torch.ones(2, 3)}, training={},
+    )  # fmt: skip
+    checkpoint.save(tmp_path)
+    report = inspect(tmp_path)
+    assert report["kind"] == "checkpoint"
+    assert report["good"]
+    assert (report["about"]["target"], report["about"]["parameters"]) == ("tiny", 6)
+    drafter = tmp_path / "vllm"
+    drafter.mkdir()
+    weights = (tmp_path / "draft.safetensors").read_bytes()
+    (drafter / "model.safetensors").write_bytes(weights)
+    (drafter / "config.json").write_text(json.dumps({"architectures": ["X"], "draft_vocab_size": 5}))
+    stage.finish(drafter, stage="convert", inputs="x", recipe={}, figures={}, started=0.0)
+    status, said = run(str(drafter))
+    assert status == 0
+    assert "is a drafter for vLLM\n" in said
+    for folder, weights_file in ((tmp_path, "draft.safetensors"), (drafter, "model.safetensors")):
+        (folder / weights_file).write_bytes(weights[:-1])
+        status, said = run(str(folder))
+        assert status == 1
+        assert f"{weights_file} and what describes it cannot be used" in said
+
+
+def store_of(directory: Path, texts: list[tuple[list[int], bool]]) -> Store:
+    """Sequences of one prompt token, 9, and a response."""
+    writer = open_writer(directory)
+    for sample_id, (response, held_out) in enumerate(texts):
+        ids = torch.tensor([9, *response], dtype=torch.int32)
+        states = torch.ones(len(ids), LAYERS, HIDDEN)
+        writer.append(Sequence(sample_id, held_out, ids, torch.arange(len(ids)) > 0, states))
+    writer.close()
+    return Store(directory)
+
+
+def test_stats_are_counted_by_hand(tmp_path: Path) -> None:
+    training = [*range(256)] * 2 + [1000] * 3 + [300]  # distinct: 258; 1000 is the most frequent, 300 the rarest
+    store = store_of(tmp_path, [(training, False), ([1000, 300, 5, 4000], True)])
+    stats = store_stats(store)
+    assert stats["tokens"]["training"] == {
+        "sequences": 1, "tokens": 517, "response_tokens": 516, "distinct_response_tokens": 258,
+    }  # fmt: skip
+    assert stats["tokens"]["held_out"]["response_tokens"] == 4
+    lengths = stats["lengths"]
+    assert (lengths["min"], lengths["max"], lengths["mean"]) == (5, 517, 261.0)
+    assert sum(row[2] for row in lengths["histogram"]) == 2
+    # The 256 most frequent: 1000 and the lowest 255 ids; all 258 hold everything but the token training never saw.
+    assert stats["coverage"] == [
+        {"vocabulary": 256, "training": round((3 + 2 * 255) / 516, 4), "held_out": 0.5},
+        {"vocabulary": 258, "training": 1.0, "held_out": 0.75},
+    ]
+    status, said = run(str(tmp_path), "--stats")
+    assert status == 0
+    assert "training: 1 sequences, 517 tokens, 516 response tokens" in said
+    assert json.loads(run(str(tmp_path), "--stats", "--json")[1])["stats"] == stats
+
+
+def test_stats_without_responses(tmp_path: Path) -> None:
+    stats = store_stats(store_of(tmp_path, [([], False)]))
+    assert stats["coverage"] == []
+    assert run(str(tmp_path), "--stats")[0] == 0
+
+
+def test_plot(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    pytest.importorskip("matplotlib")
+    (tmp_path / "store").mkdir()
+    stats = store_stats(store_of(tmp_path / "store", [([1, 2, 2], False), ([2], True)]))
+    assert run(str(tmp_path / "store"), "--plot", str(tmp_path / "stats.svg"))[0] == 0
+    assert "<svg" in (tmp_path / "stats.svg").read_text()
+    with pytest.raises(UserError, match=r"Name a \.png"):
+        write_plot(stats, tmp_path / "stats.nonsense")
+
+
+def test_plot_without_matplotlib(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setitem(sys.modules, "matplotlib.figure", None)
+    with pytest.raises(UserError, match=r"pip install 'draftsmith\[plots\]'"):
+        write_plot({}, tmp_path / "stats.png")
