@@ -150,7 +150,22 @@ class Extract(Section):
     """Longest response to a held-out prompt; absent: as for training. Evaluation of `held_out` uses it too, so that
     predicted and measured acceptance are of the same text."""
     temperature: float = Field(0.0, ge=0)
-    """0 is greedy."""
+    """0 is greedy. Sampled answers repeat from run to run: every row has its own seed."""
+    top_p: float = Field(1.0, gt=0, le=1)
+    """Sample from the most likely tokens that together hold this probability."""
+    top_k: int | None = Field(None, ge=1)
+    """Sample from this many most likely tokens; absent: from all."""
+    stop: tuple[str, ...] = ()
+    """Texts that end an answer where they appear, beside the target's own end tokens."""
+    samples: int = Field(1, ge=1)
+    """Answers to each prompt, each with a seed of its own; more than one needs a temperature. Held-out prompts have one."""
+    turns: Literal["first", "all"] = "first"
+    """With `generate`: answer the first user turn of a conversation, or each in order, the target reading its own earlier
+    answers. All turns are one sequence either way."""
+    backend: Literal["vllm", "transformers"] = "vllm"
+    """`transformers` is slow, needs no vLLM, and is what vLLM's states are tested against."""
+    workers: int = Field(1, ge=1)
+    """Engines on this machine, which divide its cores or GPUs; what one that dies had goes to the others."""
     max_num_seqs: int = Field(128, ge=1)
     """Sequences that the engine runs at once."""
     max_num_batched_tokens: int = Field(4096, ge=16)
@@ -163,6 +178,16 @@ class Extract(Section):
     check_free_space: bool = True
     """Refuse to start when the disk could not hold the store if every answer were as long as `max_tokens` allows.
     Without it, a disk that fills up stops the extraction cleanly; it continues when there is room."""
+
+    @model_validator(mode="after")
+    def _samples_differ(self) -> Extract:
+        if self.samples > 1 and (self.temperature == 0 or self.mode == "prefill"):
+            raise ValueError(
+                "`samples` above 1 needs `mode: generate` and a `temperature` above 0: greedy answers are alike"
+            )
+        if self.backend == "transformers" and (self.stop or self.turns == "all" or self.workers > 1):
+            raise ValueError("`stop`, `turns: all` and `workers` need `backend: vllm`")
+        return self
 
     def response_tokens(self, *, held_out: bool) -> int:
         """Longest response to a training or a held-out prompt."""

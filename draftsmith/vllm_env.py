@@ -15,6 +15,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+from draftsmith.errors import UserError
 from draftsmith.recipe import Engine
 
 _GIB = 1024**3
@@ -65,6 +66,32 @@ def openmp_environment() -> dict[str, str]:
     if library.is_file() and "libiomp" not in preloaded:
         values["LD_PRELOAD"] = f"{library}:{preloaded}".rstrip(":")
     return values
+
+
+def share_of_machine(number: int, count: int, tensor_parallel_size: int) -> dict[str, str]:
+    """Variables that give engine `number` of `count` its own cores, or its own `tensor_parallel_size` GPUs.
+
+    Raises:
+        UserError: there are not enough cores or GPUs.
+    """
+    if count == 1:
+        return {}
+    if is_cpu():
+        cores = sorted(os.sched_getaffinity(0))
+        if count > len(cores):
+            raise UserError(f"extract.workers is {count} and this machine has {len(cores)} cores; use fewer workers.")
+        mine = cores[number * len(cores) // count : (number + 1) * len(cores) // count]
+        return {"VLLM_CPU_OMP_THREADS_BIND": ",".join(map(str, mine))}
+    import torch
+
+    visible = os.environ.get("CUDA_VISIBLE_DEVICES")
+    devices = visible.split(",") if visible else [str(index) for index in range(torch.cuda.device_count())]
+    if count * tensor_parallel_size > len(devices):
+        raise UserError(
+            f"extract.workers is {count} with {tensor_parallel_size} GPUs each, and {len(devices)} GPUs are visible; use fewer."
+        )
+    mine_gpus = devices[number * tensor_parallel_size : (number + 1) * tensor_parallel_size]
+    return {"CUDA_VISIBLE_DEVICES": ",".join(mine_gpus)}
 
 
 def memory_arguments(engine: Engine, *, share: float = 1.0) -> dict[str, Any]:

@@ -36,6 +36,8 @@ from vllm.distributed.parallel_state import get_tensor_model_parallel_rank
 from vllm.logger import init_logger
 from vllm.v1.request import RequestStatus
 
+from draftsmith.extract.engine import spool_file
+
 if TYPE_CHECKING:
     from vllm.v1.core.kv_cache_manager import KVCacheBlocks
     from vllm.v1.core.sched.output import SchedulerOutput
@@ -46,6 +48,9 @@ logger = init_logger(__name__)
 
 SPOOL_KEY = "draftsmith_spool_file"
 """In a finished request's `kv_transfer_params`: the file name, inside the spool directory, of its states."""
+NAME_KEY = "draftsmith_name"
+"""In a request's `kv_transfer_params`: what its spool file is named after (`spool_file`), instead of vLLM's own id for it.
+Such a request is saved even when it ends as aborted, which is how vLLM ends one that met a stop string."""
 DISCARD_KEY = "draftsmith_discard"
 """In a request's `kv_transfer_params`: save nothing for it."""
 PROMPT_ONLY_KEY = "draftsmith_prompt_only"
@@ -84,6 +89,7 @@ class HiddenStatesConnector(KVConnectorBase_V1, SupportsHMA):
         self._stream: torch.cuda.Stream | None = None
         self._threads = ThreadPoolExecutor(max_workers=2, thread_name_prefix="draftsmith-spool")
         self._slots = threading.BoundedSemaphore(_WRITES_IN_FLIGHT)
+        self._failure: Exception | None = None  # of a writing thread; ends the engine in its next step
 
     # Scheduler side.
 
@@ -96,11 +102,13 @@ class HiddenStatesConnector(KVConnectorBase_V1, SupportsHMA):
     def request_finished(self, request: Request, block_ids: list[int]) -> tuple[bool, dict[str, Any] | None]:
         """Note a finished request; True keeps its blocks until the worker has copied them."""
         asked = request.kv_transfer_params or {}
-        if asked.get(DISCARD_KEY) or request.status == RequestStatus.FINISHED_ABORTED or not block_ids:
+        name = asked.get(NAME_KEY)
+        aborted = request.status == RequestStatus.FINISHED_ABORTED and name is None
+        if asked.get(DISCARD_KEY) or aborted or not block_ids:
             return False, None
         # Of an answered request the last token was sampled and never an input: it has no state.
         token_ids = request.prompt_token_ids if asked.get(PROMPT_ONLY_KEY) else request.all_token_ids[:-1]
-        file = f"{request.request_id}.safetensors"
+        file = spool_file(str(name or request.request_id))  # a hash: clients of a server must not choose paths
         self._finished.append(_Save(request.request_id, file, list(token_ids), list(block_ids)))
         return True, {SPOOL_KEY: file}
 
@@ -143,7 +151,13 @@ class HiddenStatesConnector(KVConnectorBase_V1, SupportsHMA):
         pass
 
     def get_finished(self, finished_req_ids: set[str]) -> tuple[set[str] | None, set[str] | None]:
-        """Start the copies of newly finished requests; name the requests whose blocks may be freed."""
+        """Start the copies of newly finished requests; name the requests whose blocks may be freed.
+
+        Raises:
+            OSError: earlier states could not be written, the disk being full for one.
+        """
+        if self._failure is not None:
+            raise self._failure
         if self._writes and self.has_connector_metadata():
             metadata = self._get_connector_metadata()
             assert isinstance(metadata, _Metadata)
@@ -197,8 +211,9 @@ class HiddenStatesConnector(KVConnectorBase_V1, SupportsHMA):
                 {"token_ids": torch.tensor(save.token_ids, dtype=torch.int32), "hidden_states": states}, temporary
             )
             temporary.replace(path)
-        except Exception:
+        except Exception as error:
             logger.exception("The hidden states of request %s could not be written", save.request_id)
+            self._failure = error
         finally:
             self._slots.release()
 

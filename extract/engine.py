@@ -1,116 +1,241 @@
-"""The engine that extracts, in a child process: requests in, answers with their spool files out.
+"""Engines that extract, in child processes: prompts in, spool files with their states out.
 
-A child, because its environment (OpenMP) has to be there as the process starts, and because an engine that dies must
-not take the driver with it. Inside the child the engine runs in-process: vLLM's own engine processes would keep one
-CPU core of two for scheduling.
+Children, because an engine's environment (OpenMP, its cores or GPUs) has to be there as the process starts, and because
+an engine that dies must not take the driver with it. Inside a child the engine runs in-process: vLLM's own engine
+processes would keep one CPU core of two for scheduling.
+
+The driver hands prompts out as workers ask for more, so a data set is never in memory whole, a fast worker gets more,
+and what a dead worker had goes to the others. Back-pressure: a worker whose states the driver has not taken yet stops
+stepping.
 """
 
 from __future__ import annotations
 
 import multiprocessing
+import os
+import queue
+import threading
 import time
-from collections.abc import Iterator
+from collections import deque
+from collections.abc import Iterable, Iterator
 from contextlib import suppress
-from dataclasses import dataclass
-from itertools import islice
-from multiprocessing.connection import Connection
+from dataclasses import dataclass, field, replace
+from multiprocessing.connection import Connection, wait
+from multiprocessing.process import BaseProcess
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+import torch
+from safetensors.torch import load
+
 from draftsmith import recipe, vllm_env
+from draftsmith.conversations import Conversation
 from draftsmith.errors import DraftsmithError
+from draftsmith.progress import console
 
 if TYPE_CHECKING:
-    from vllm import LLM, RequestOutput
+    from vllm import LLM
 
 _FLUSH_SECONDS = 60.0
 _LOG_LINES = 15
+_UNTAKEN = 64
+"""Finished requests whose states may lie in a worker's spool before it waits for the driver."""
 
 
 @dataclass(frozen=True)
 class Ask:
-    """One prompt for the engine. Driver to child."""
+    """One prompt for an engine. Driver to worker."""
 
     name: str
+    """Names the request and its spool file; unique in a run."""
     prompt_token_ids: list[int]
     max_tokens: int
     seed: int
     """Its own, so that order and batch do not matter to sampling."""
+    conversation: Conversation | None = None
+    """With `later`: the messages that `prompt_token_ids` render."""
+    later: tuple[list[dict[str, Any]], ...] = ()
+    """What is added after each answer, to be answered in turn (`Conversation.user_turns`)."""
 
 
 @dataclass(frozen=True)
-class Answer:
-    """A finished request whose states are on disk. Child to driver."""
+class Extracted:
+    """A finished request with its states."""
 
     name: str
+    prompt_token_ids: list[int]
+    """As asked; with later turns, those of the last one answered, earlier answers included."""
+    prompt_loss_mask: list[bool]
+    """True at earlier answers in the prompt."""
     response_token_ids: list[int]
-    spool_file: str
+    """Empty when only the prompt was asked for."""
+    saved_token_ids: torch.Tensor
+    """int32 [M]: the tokens that the states are of, as the engine saved them."""
+    hidden_states: torch.Tensor
+    """[M, L, H]"""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Job:
-    """Everything the child needs. Driver to child, once."""
+    """What is the same for every prompt. Driver to worker, once."""
 
     engine_arguments: dict[str, Any]
-    """Keyword arguments of `vllm.LLM`."""
-    asks: list[Ask]
+    """Keyword arguments of `vllm.LLM`, without the connector's."""
     generate: bool
     """Answer the prompts, or only prefill them."""
-    temperature: float
+    sampling: dict[str, Any]
+    """Keyword arguments of `vllm.SamplingParams` that all prompts share."""
     window: int
-    """Requests in the engine at once, waiting ones included."""
-    spool: Path
+    """Requests in an engine at once, waiting ones included."""
+    max_model_len: int
+    """Longest sequence: a turn that would not fit ends its conversation."""
 
 
-def run_engine(job: Job, engine: recipe.Engine, log: Path) -> Iterator[Answer]:
-    """Run a job in a child process and yield each answer as it finishes.
+def run_engines(
+    job: Job, asks: Iterable[Ask], engine: recipe.Engine, *, workers: int, directory: Path
+) -> Iterator[Extracted]:
+    """Run a job on several engines of this machine and yield each request as it finishes, in no order.
+
+    Args:
+        asks: read as engines have room.
+        workers: engines; a CPU's cores and a machine's GPUs are divided among them.
+        directory: for spool files and logs.
 
     Raises:
-        DraftsmithError: the engine failed; with the end of its log.
+        DraftsmithError: every engine failed; with the end of the last one's log.
     """
-    context = multiprocessing.get_context("spawn")
-    ours, theirs = context.Pipe()
-    log.write_text("")
-    process = context.Process(target=_child, args=(theirs, job, str(log)), name="extraction-engine")
-    with vllm_env.environment(vllm_env.vllm_environment(engine)):
-        process.start()
-    theirs.close()
+    pending = iter(asks)
+    returned: deque[Ask] = deque()  # of workers that died
+    crew = [_Worker(number, job, engine, workers, directory) for number in range(workers)]
+
+    def hand_out(worker: _Worker) -> None:
+        batch: list[Ask] = []
+        while len(batch) < worker.wants:
+            ask = returned.popleft() if returned else next(pending, None)
+            if ask is None:
+                break
+            batch.append(ask)
+        worker.give(batch)
+
     try:
-        while True:
-            try:
-                message = ours.recv()
-            except (EOFError, OSError):
-                process.join()
-                message = f"its process ended with status {process.exitcode}"
-            if message is None:
-                return
-            if isinstance(message, str):
-                tail = "\n".join(log.read_text(errors="replace").splitlines()[-_LOG_LINES:])
-                raise DraftsmithError(
-                    f"The vLLM engine failed: {message}. What was extracted so far is kept; run the stage again to "
-                    f"continue. Its log is {log}; the last lines are:\n{tail}"
-                )
-            yield message
+        while crew:
+            for pipe in wait([worker.pipe for worker in crew]):
+                (worker,) = (one for one in crew if one.pipe is pipe)
+                message = worker.receive()
+                if isinstance(message, int):
+                    worker.wants += message
+                elif isinstance(message, Extracted):
+                    del worker.outstanding[message.name]
+                    yield message
+                else:
+                    crew.remove(worker)
+                    worker.close()
+                    if not crew:
+                        raise DraftsmithError(worker.obituary(message))
+                    returned.extend(worker.outstanding.values())
+                    console.print(f"extract: {worker.obituary(message)} The other engines take over.", style="yellow")
+            for worker in crew:
+                hand_out(worker)
+            if all(worker.wants and not worker.outstanding for worker in crew):
+                return  # everybody wanted more and there was none
     finally:
-        ours.close()  # a child that is still working reads the end of the pipe and leaves
-        process.join(10)
-        if process.is_alive():
-            process.kill()
-            process.join()
+        for worker in crew:
+            worker.close()
+
+
+@dataclass
+class _Worker:
+    """The driver's side of one engine."""
+
+    number: int
+    job: Job
+    engine: recipe.Engine
+    workers: int
+    directory: Path
+    wants: int = 0
+    outstanding: dict[str, Ask] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        context = multiprocessing.get_context("spawn")
+        self.log = self.directory / (f"engine-{self.number}.log" if self.workers > 1 else "engine.log")
+        self.log.write_text("")
+        self.spool = self.directory / "spool" / str(self.number)
+        self.spool.mkdir(parents=True)
+        self.pipe, theirs = context.Pipe()
+        self.process: BaseProcess = context.Process(
+            target=_child, args=(theirs, self.job, self.spool, str(self.log)), name=f"extraction-engine-{self.number}"
+        )
+        environment = vllm_env.vllm_environment(self.engine) | vllm_env.share_of_machine(
+            self.number, self.workers, self.engine.tensor_parallel_size
+        )
+        with vllm_env.environment(environment):
+            self.process.start()
+        theirs.close()
+
+    def give(self, asks: list[Ask]) -> None:
+        if not asks:
+            return
+        self.outstanding |= {ask.name: ask for ask in asks}
+        self.wants -= len(asks)
+        with suppress(OSError):  # it died: the next receive says so
+            self.pipe.send(asks)
+
+    def receive(self) -> int | Extracted | str:
+        """How many more prompts it has room for, a finished request, or why it failed."""
+        try:
+            message = self.pipe.recv()
+        except (EOFError, OSError):
+            self.process.join()
+            return f"its process ended with status {self.process.exitcode}"
+        if isinstance(message, tuple):
+            name, file, prompt, mask, response = message
+            path = self.spool / file
+            tensors = load(path.read_bytes())
+            path.unlink()
+            prompt = self.outstanding[name].prompt_token_ids if prompt is None else prompt
+            mask = [False] * len(prompt) if mask is None else mask
+            return Extracted(name, prompt, mask, response, tensors["token_ids"], tensors["hidden_states"])
+        assert isinstance(message, int | str)
+        return message
+
+    def obituary(self, reason: str) -> str:
+        tail = "\n".join(self.log.read_text(errors="replace").splitlines()[-_LOG_LINES:])
+        return (
+            f"The vLLM engine failed: {reason}. What was extracted so far is kept; run the stage again to continue. "
+            f"Its log is {self.log}; the last lines are:\n{tail}\n"
+        )
+
+    def close(self) -> None:
+        self.pipe.close()  # a child that is still working reads the end of the pipe and leaves
+        self.process.join(10)
+        if self.process.is_alive():
+            self.process.kill()
+            self.process.join()
+
+
+def spool_file(name: str) -> str:
+    """The file name of a request's states in its spool directory; also the connector's. Never a path of `name`'s choice."""
+    import hashlib
+
+    return hashlib.sha256(name.encode()).hexdigest()[:32] + ".safetensors"
 
 
 # --- the child's side ---
 
 
-def _child(pipe: Connection, job: Job, log: str) -> None:
+def _child(pipe: Connection, job: Job, spool: Path, log: str) -> None:
     vllm_env.end_with_parent()
     vllm_env.print_into(log)
     try:
         from vllm import LLM
 
-        for answer in _answers(LLM(**job.engine_arguments), job):
-            pipe.send(answer)
-        pipe.send(None)
+        connector = {
+            "kv_connector": "HiddenStatesConnector",
+            "kv_connector_module_path": "draftsmith.extract.connector",
+            "kv_role": "kv_producer",
+            "kv_connector_extra_config": {"spool_directory": str(spool.resolve())},
+        }
+        _work(LLM(**job.engine_arguments, kv_transfer_config=connector), pipe, job, spool)
     except BaseException as error:
         import traceback
 
@@ -119,59 +244,153 @@ def _child(pipe: Connection, job: Job, log: str) -> None:
             pipe.send(f"{type(error).__name__}: {str(error).strip()[:500]}")
 
 
-def _answers(llm: LLM, job: Job) -> Iterator[Answer]:
-    """Keep the engine full; yield each request when it is finished and its states are on disk."""
-    engine = llm.llm_engine
-    waiting = iter(job.asks)
-    unsaved: list[RequestOutput] = []
+@dataclass
+class _Turn:
+    """A request in the engine: one user turn of an ask."""
 
-    def saved() -> Iterator[Answer]:
-        for output in list(unsaved):
-            file = _spool_file(output)
-            if (job.spool / file).exists():
-                unsaved.remove(output)
-                yield Answer(output.request_id, list(output.outputs[0].token_ids), file)
+    ask: Ask
+    number: int
+    prompt_token_ids: list[int]
+    conversation: Conversation | None
+    response: list[int] = field(default_factory=list)
+
+    @property
+    def request_id(self) -> str:
+        return f"{self.ask.name}-{self.number}"
+
+    @property
+    def file(self) -> str:
+        return spool_file(self.request_id)
+
+
+def _work(llm: LLM, pipe: Connection, job: Job, spool: Path) -> None:
+    """Keep the engine full; tell the driver of each ask that is finished and whose states are on disk."""
+    engine = llm.llm_engine
+    conversations = _Conversations(llm.get_tokenizer(), job.max_model_len)
+    inbox: queue.SimpleQueue[list[Ask] | None] = queue.SimpleQueue()
+    # Always reading, so that the driver never waits to send while we wait to send.
+    threading.Thread(target=_read, args=(pipe, inbox), daemon=True).start()
+    running: dict[str, _Turn] = {}  # by request id
+    unsaved: list[_Turn] = []  # answered, states not on disk yet
+    untaken: deque[Path] = deque()  # on disk, not taken by the driver yet
+    expected = job.window
+    pipe.send(expected)
+    flush_by = 0.0
+
+    def begin(turn: _Turn) -> None:
+        running[turn.request_id] = turn
+        engine.add_request(turn.request_id, {"prompt_token_ids": turn.prompt_token_ids}, _sampling(job, turn))
 
     while True:
-        for ask in islice(waiting, job.window - engine.get_num_unfinished_requests()):
-            engine.add_request(ask.name, {"prompt_token_ids": ask.prompt_token_ids}, _sampling(job, ask))
-        if not engine.has_unfinished_requests():
-            break
-        unsaved += [output for output in engine.step() if output.finished]
-        yield from saved()
+        while inbox.qsize() or not (running or unsaved):
+            asks = inbox.get()
+            if asks is None:
+                return
+            expected -= len(asks)
+            for ask in asks:
+                begin(_Turn(ask, 0, ask.prompt_token_ids, ask.conversation))
+        while len(untaken) >= _UNTAKEN:
+            while untaken and not untaken[0].exists():
+                untaken.popleft()
+            if len(untaken) >= _UNTAKEN:
+                time.sleep(0.002)
+        if running:
+            flush_by = time.monotonic() + _FLUSH_SECONDS
+            for output in engine.step():
+                if output.finished and output.request_id in running:
+                    turn = running.pop(output.request_id)
+                    turn.response = list(output.outputs[0].token_ids) if job.generate else []
+                    unsaved.append(turn)
+        else:  # the last requests' states are handed over in the engine's next step, so give it one
+            if time.monotonic() > flush_by:
+                raise TimeoutError(
+                    f"vLLM did not hand over the states of {len(unsaved)} requests in {_FLUSH_SECONDS} s"
+                )
+            _step_once(llm)
+        for turn in [turn for turn in unsaved if (spool / turn.file).exists()]:
+            unsaved.remove(turn)
+            following = conversations.next_turn(turn)
+            if following is not None:
+                (spool / turn.file).unlink()
+                begin(following)
+                continue
+            later = turn.number > 0  # what the driver does not know already
+            prompt = turn.prompt_token_ids if later else None
+            mask = conversations.answers_in_prompt(turn) if later else None
+            pipe.send((turn.ask.name, turn.file, prompt, mask, turn.response))
+            untaken.append(spool / turn.file)
+        room = job.window - len(running) - expected
+        if room >= max(1, job.window // 8):
+            pipe.send(room)
+            expected += room
 
-    # The engine is idle. The last requests' states are handed over in its next step, so give it one.
-    deadline = time.monotonic() + _FLUSH_SECONDS
-    while unsaved:
-        if time.monotonic() > deadline:
-            raise TimeoutError(
-                f"vLLM did not hand over the states of {len(unsaved)} requests in {_FLUSH_SECONDS:.0f} s"
-            )
-        _step_once(llm)
-        yield from saved()
+
+class _Conversations:
+    """Turns of a conversation that the target answers itself."""
+
+    def __init__(self, tokenizer: Any, max_model_len: int) -> None:
+        from draftsmith.extract.rendering import Renderer
+
+        self._tokenizer, self._max_model_len = tokenizer, max_model_len
+        self._renderer = Renderer(tokenizer)
+
+    def next_turn(self, turn: _Turn) -> _Turn | None:
+        """The turn after an answered one; None where there is none, or it leaves no room for an answer."""
+        if turn.conversation is None or turn.number >= len(turn.ask.later):
+            return None
+        messages = [*self._answered(turn).messages, *turn.ask.later[turn.number]]
+        conversation = replace(turn.conversation, messages=messages)
+        prompt = self._renderer.prompt(conversation)
+        if len(prompt) + turn.ask.max_tokens > self._max_model_len:
+            return None
+        return _Turn(turn.ask, turn.number + 1, prompt, conversation)
+
+    def answers_in_prompt(self, turn: _Turn) -> list[bool]:
+        """Loss mask of a later turn's prompt: True at earlier answers.
+
+        Found by rendering the whole conversation. Where its tokens do not begin with the prompt's (an answer may read
+        back as other tokens), earlier answers are left as context, rather than guessed.
+        """
+        from draftsmith.extract.rendering import Unrenderable
+
+        count = len(turn.prompt_token_ids)
+        try:
+            rendered = self._renderer.text(self._answered(turn))
+        except Unrenderable:
+            return [False] * count
+        if rendered.token_ids[:count] != turn.prompt_token_ids:
+            return [False] * count
+        return rendered.loss_mask[:count]
+
+    def _answered(self, turn: _Turn) -> Conversation:
+        assert turn.conversation is not None
+        answer = self._tokenizer.decode(turn.response, skip_special_tokens=True)
+        messages = [*turn.conversation.messages, {"role": "assistant", "content": answer}]
+        return replace(turn.conversation, messages=messages)
 
 
-def _sampling(job: Job, ask: Ask) -> Any:
+def _read(pipe: Connection, inbox: queue.SimpleQueue[list[Ask] | None]) -> None:
+    try:
+        while True:
+            inbox.put(pipe.recv())
+    except (EOFError, OSError):
+        inbox.put(None)
+        # The driver is gone or done. A step that is still running has nobody to report to.
+        time.sleep(5)
+        os._exit(0)
+
+
+def _sampling(job: Job, turn: _Turn) -> Any:
     from vllm import SamplingParams
 
-    from draftsmith.extract.connector import PROMPT_ONLY_KEY
+    from draftsmith.extract.connector import NAME_KEY, PROMPT_ONLY_KEY
 
     return SamplingParams(
-        temperature=job.temperature,
-        max_tokens=ask.max_tokens,
-        seed=ask.seed,
-        detokenize=False,
-        extra_args={"kv_transfer_params": {PROMPT_ONLY_KEY: not job.generate}},
+        **job.sampling,
+        max_tokens=turn.ask.max_tokens,
+        seed=turn.ask.seed + turn.number,
+        extra_args={"kv_transfer_params": {NAME_KEY: turn.request_id, PROMPT_ONLY_KEY: not job.generate}},
     )
-
-
-def _spool_file(output: RequestOutput) -> str:
-    from draftsmith.extract.connector import SPOOL_KEY
-
-    file = (output.kv_transfer_params or {}).get(SPOOL_KEY)
-    if file is None:
-        raise RuntimeError(f"vLLM finished request {output.request_id} without saving its hidden states")
-    return str(file)
 
 
 def _step_once(llm: LLM) -> None:

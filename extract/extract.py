@@ -6,27 +6,27 @@ compared with what the engine said it produced before it goes into the store.
 
 from __future__ import annotations
 
+import hashlib
 import shutil
 import time
 from collections.abc import Iterable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors.torch import load
 
 from draftsmith import stage
 from draftsmith.conversations import Conversation, Skips
 from draftsmith.errors import DraftsmithError, UserError
-from draftsmith.extract.engine import Answer, Ask, Job, run_engine
+from draftsmith.extract.engine import Ask, Extracted, Job, run_engines
 from draftsmith.extract.rendering import Rendered, Renderer, Unrenderable
 from draftsmith.progress import Bar, console
 from draftsmith.prompts import split
 from draftsmith.recipe import Recipe, digest
 from draftsmith.store import Sequence, Store, StoreIdentity, StoreWriter, most_bytes, require_room
 from draftsmith.target import TargetInfo, check_layer_ids, default_layer_ids, describe_target, prepare_target
-from draftsmith.vllm_env import memory_arguments
+from draftsmith.vllm_env import is_cpu, memory_arguments
 
 
 @dataclass(frozen=True)
@@ -39,10 +39,15 @@ class ExtractRequest:
     max_tokens: int
     loss_mask: list[bool] | None = None
     """Which of `prompt_token_ids` are to be learnt; None where the target answers, and the answer is."""
+    conversation: Conversation | None = None
+    """With `later`: the messages that `prompt_token_ids` render."""
+    later: tuple[list[dict[str, Any]], ...] = ()
+    """Turns that the target answers after the first."""
 
     def identity(self) -> dict[str, Any]:
         """What its sequence depends on."""
-        return {name: value for name, value in vars(self).items() if value is not None}
+        fields = {name: value for name, value in vars(self).items() if value not in (None, ())}
+        return fields | ({"conversation": self.conversation.messages} if self.conversation else {})
 
 
 def run_extract(recipe: Recipe, run_dir: Path) -> dict[str, Any]:
@@ -73,13 +78,11 @@ def run_extract(recipe: Recipe, run_dir: Path) -> dict[str, Any]:
     stage.claim(directory, fresh=False)
     # The writer first: it refuses a second one, whose spool would be removed here.
     writer = StoreWriter(directory, identity, shard_tokens=options.shard_tokens, compression=options.compression)
-    spool = directory / "spool"
-    shutil.rmtree(spool, ignore_errors=True)  # left by a run that was killed
-    spool.mkdir()
+    shutil.rmtree(directory / "spool", ignore_errors=True)  # left by a run that was killed
     done = writer.sample_ids
-    todo = [request for request in requests if request.sample_id not in done]
+    todo = {str(request.sample_id): request for request in requests if request.sample_id not in done}
     if options.check_free_space:
-        _require_room(recipe, directory, identity, todo)
+        _require_room(recipe, directory, identity, list(todo.values()))
     if done:
         console.print(
             f"extract: continuing {directory}: {len(requests) - len(todo)} of {len(requests)} sequences are there"
@@ -87,18 +90,17 @@ def run_extract(recipe: Recipe, run_dir: Path) -> dict[str, Any]:
     new_tokens = 0
     seconds = 0.0
     if todo:
-        console.print("extract: starting vLLM", highlight=False)
-        job = _job(recipe, target, layer_ids, spool, todo)
+        console.print(f"extract: starting {options.backend}", highlight=False)
         with Bar("extract", total=len(requests), unit="prompts", done=len(requests) - len(todo)) as bar:
             begun = time.time()
-            for answer in run_engine(job, recipe.engine, directory / "engine.log"):
-                sequence = _checked(spool, answer, todo[int(answer.name)], generate=job.generate)
+            for extracted in _extracted(recipe, target, tuple(layer_ids), todo, directory):
+                sequence = _checked(extracted, todo[extracted.name])
                 writer.append(sequence)
                 new_tokens += len(sequence.hidden_states)
                 seconds = time.time() - begun
                 bar.step(tokens_per_second=new_tokens / seconds)
     counts = writer.close()
-    shutil.rmtree(spool, ignore_errors=True)
+    shutil.rmtree(directory / "spool", ignore_errors=True)
     figures = counts | {
         "rows_skipped": skips.figures(),
         "tokens_per_second": round(new_tokens / seconds, 1) if seconds else None,
@@ -120,7 +122,20 @@ def _identity(recipe: Recipe, target: TargetInfo, layer_ids: Iterable[int]) -> S
         layer_ids=tuple(layer_ids),
         hidden_size=target.hidden_size,
         dtype=recipe.target.dtype,
-        sampling=options.model_dump(include={"mode", "temperature", "max_tokens", "held_out_max_tokens"}),
+        sampling=options.model_dump(
+            mode="json",
+            include={
+                "mode",
+                "temperature",
+                "top_p",
+                "top_k",
+                "stop",
+                "samples",
+                "turns",
+                "max_tokens",
+                "held_out_max_tokens",
+            },
+        ),
         states="int8" if options.compression == "int8" else "exact",
     )
 
@@ -154,7 +169,7 @@ def _requests(recipe: Recipe, target: TargetInfo, skips: Skips) -> list[ExtractR
     """The recipe's conversations as tokens, training first; what is left out is reported, counted in `skips`."""
     from transformers import AutoTokenizer
 
-    whole = recipe.extract.mode == "prefill"
+    whole = recipe.extract.mode == "prefill" or recipe.extract.turns == "all"
     renderer = Renderer(AutoTokenizer.from_pretrained(target.path))
     suites = [suite.prompts for suite in recipe.evaluate.suites.values() if suite.prompts != "held_out"]
     training, held_out = split(recipe.extract, whole=whole, skips=skips, apart_from=suites)
@@ -174,12 +189,17 @@ def _tokenise(
     recipe: Recipe, renderer: Renderer, conversations: Iterable[Conversation], skips: Skips, *, held_out: bool
 ) -> Iterator[ExtractRequest]:
     """Conversations through the target's chat template, one at a time."""
-    generate = recipe.extract.mode == "generate"
-    answer = recipe.extract.response_tokens(held_out=held_out) if generate else 1
+    options, generate = recipe.extract, recipe.extract.mode == "generate"
+    answer = options.response_tokens(held_out=held_out) if generate else 1
     for conversation in conversations:
+        later: tuple[list[dict[str, Any]], ...] = ()
+        opening = conversation
+        turns = conversation.user_turns() if generate and conversation.messages else []
+        if turns:
+            opening, later = replace(conversation, messages=turns[0]), tuple(turns[1:])
         try:
             if generate:
-                ids, mask = renderer.prompt(conversation), None
+                ids, mask = renderer.prompt(opening), None
             else:
                 rendered: Rendered = renderer.text(conversation)
                 ids, mask = rendered.token_ids, rendered.loss_mask
@@ -193,13 +213,64 @@ def _tokenise(
         elif not ids:
             skips.add("no tokens", conversation.where)
         else:
-            yield ExtractRequest(conversation.sample_id, held_out, ids, answer, mask)
+            for sample in range(1 if held_out else options.samples):
+                yield ExtractRequest(
+                    sample_id=_nth_sample(conversation.sample_id, sample),
+                    held_out=held_out,
+                    prompt_token_ids=ids,
+                    max_tokens=answer,
+                    loss_mask=mask,
+                    conversation=opening if later else None,
+                    later=later,
+                )
 
 
-def _job(recipe: Recipe, target: TargetInfo, layer_ids: Iterable[int], spool: Path, todo: list[ExtractRequest]) -> Job:
-    """What the engine is to do: vLLM's `extract_hidden_states` method with our connector."""
+def _nth_sample(sample_id: int, number: int) -> int:
+    """The id of a conversation's answer `number`: 63 bits, the conversation's own for the first."""
+    if number == 0:
+        return sample_id
+    return int.from_bytes(hashlib.sha256(f"{sample_id}/{number}".encode()).digest()[:8], "big") >> 1
+
+
+def _extracted(
+    recipe: Recipe, target: TargetInfo, layer_ids: tuple[int, ...], todo: dict[str, ExtractRequest], directory: Path
+) -> Iterator[Extracted]:
+    """Every request of `todo` with its states, from the recipe's backend."""
     options = recipe.extract
-    arguments: dict[str, Any] = {
+    generate = options.mode == "generate"
+    sampling = {"temperature": options.temperature, "top_p": options.top_p, "top_k": options.top_k}
+    asks = (
+        Ask(
+            name=name,
+            prompt_token_ids=request.prompt_token_ids,
+            max_tokens=request.max_tokens,
+            seed=(request.sample_id ^ recipe.seed) & 0x7FFFFFFF,
+            conversation=request.conversation,
+            later=request.later,
+        )
+        for name, request in todo.items()
+    )
+    if options.backend == "transformers":
+        from draftsmith.extract.hf import run_transformers
+
+        yield from run_transformers(
+            target.path, recipe.target.dtype, layer_ids, asks, generate=generate, sampling=sampling
+        )
+        return
+    job = Job(
+        engine_arguments=_engine_arguments(recipe, target, layer_ids),
+        generate=generate,
+        sampling=sampling | {"top_k": options.top_k or 0, "stop": list(options.stop), "detokenize": bool(options.stop)},
+        window=2 * options.max_num_seqs,  # enough to keep the engine full, whatever the data set's size
+        max_model_len=recipe.engine.max_model_len,
+    )
+    yield from run_engines(job, asks, recipe.engine, workers=options.workers, directory=directory)
+
+
+def _engine_arguments(recipe: Recipe, target: TargetInfo, layer_ids: Iterable[int]) -> dict[str, Any]:
+    """vLLM's `extract_hidden_states` method; the worker adds our connector."""
+    options = recipe.extract
+    return {
         "model": str(target.path),
         "dtype": recipe.target.dtype,
         "max_model_len": recipe.engine.max_model_len,
@@ -216,49 +287,24 @@ def _job(recipe: Recipe, target: TargetInfo, layer_ids: Iterable[int], spool: Pa
             "num_speculative_tokens": 1,
             "draft_model_config": {"hf_config": {"eagle_aux_hidden_state_layer_ids": list(layer_ids)}},
         },
-        "kv_transfer_config": {
-            "kv_connector": "HiddenStatesConnector",
-            "kv_connector_module_path": "draftsmith.extract.connector",
-            "kv_role": "kv_producer",
-            "kv_connector_extra_config": {"spool_directory": str(spool.resolve())},
-        },
-        **memory_arguments(recipe.engine),
+        **memory_arguments(recipe.engine, share=1 / options.workers if is_cpu() else 1.0),
     }
-    return Job(
-        engine_arguments=arguments,
-        asks=[
-            Ask(
-                name=str(number),
-                prompt_token_ids=request.prompt_token_ids,
-                max_tokens=request.max_tokens,
-                seed=(request.sample_id ^ recipe.seed) & 0x7FFFFFFF,
-            )
-            for number, request in enumerate(todo)
-        ],
-        generate=options.mode == "generate",
-        temperature=options.temperature,
-        window=2 * options.max_num_seqs,  # enough to keep the engine full, whatever the data set's size
-        spool=spool,
-    )
 
 
-def _checked(spool: Path, answer: Answer, request: ExtractRequest, *, generate: bool) -> Sequence:
-    """Read a spool file and hold it against what was asked and answered."""
-    path = spool / answer.spool_file
-    tensors = load(path.read_bytes())
-    path.unlink()
-    response = answer.response_token_ids if generate else []
-    token_ids = torch.tensor(request.prompt_token_ids + response, dtype=torch.int32)
+def _checked(extracted: Extracted, request: ExtractRequest) -> Sequence:
+    """Hold what the engine saved against what was asked and answered."""
+    prompt, response = extracted.prompt_token_ids, extracted.response_token_ids
+    token_ids = torch.tensor(prompt + response, dtype=torch.int32)
     with_states = len(token_ids) - bool(response)
-    saved, states = tensors["token_ids"], tensors["hidden_states"]
+    saved, states = extracted.saved_token_ids, extracted.hidden_states
     if not torch.equal(saved, token_ids[:with_states]) or len(states) != with_states:
         raise DraftsmithError(
-            f"vLLM saved {len(states)} states for {len(saved)} tokens of request {answer.name}, and it answered "
+            f"vLLM saved {len(states)} states for {len(saved)} tokens of request {extracted.name}, and it answered "
             f"{with_states} tokens that should have states; tokens equal: {torch.equal(saved, token_ids[:with_states])}. "
             "Nothing wrong was stored; please report this with your vLLM version."
         )
     if request.loss_mask is not None:
         loss_mask = torch.tensor(request.loss_mask)
     else:
-        loss_mask = torch.arange(len(token_ids)) >= len(request.prompt_token_ids)
+        loss_mask = torch.tensor(extracted.prompt_loss_mask + [True] * len(response))
     return Sequence(request.sample_id, request.held_out, token_ids, loss_mask, states)

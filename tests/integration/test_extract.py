@@ -119,3 +119,104 @@ def test_a_killed_run_is_continued(smollm2: Path, tmp_path: Path) -> None:
         run_extract(other, run_dir)
     with pytest.raises(UserError, match="other prompts"):
         run_extract(load_recipe(path, ["seed=5"]), run_dir)
+
+
+def _tokens_and_states(run_dir: Path) -> list:
+    return list(Store(run_dir / "store"))
+
+
+def test_transformers_writes_the_same_store(smollm2: Path, tmp_path: Path) -> None:
+    path = write_recipe(tmp_path, smollm2, demo_prompts(5), ["Hello there"], extract={"max_tokens": 12})
+    run_extract(load_recipe(path), tmp_path / "vllm")
+    run_extract(load_recipe(path, ["extract.backend=transformers"]), tmp_path / "transformers")
+    ours, reference = _tokens_and_states(tmp_path / "vllm"), _tokens_and_states(tmp_path / "transformers")
+    assert len(ours) == len(reference) == 6
+    for a, b in zip(ours, reference, strict=True):
+        assert (a.sample_id, a.held_out) == (b.sample_id, b.held_out)
+        assert torch.equal(a.token_ids, b.token_ids)
+        assert torch.equal(a.loss_mask, b.loss_mask)
+        error = (a.hidden_states - b.hidden_states).norm(dim=(0, 2)) / b.hidden_states.norm(dim=(0, 2))
+        assert (error < 1e-4).all(), f"relative error by layer: {error}"
+
+
+def _conversation_recipe(folder: Path, target: Path) -> Path:
+    """Conversations of one to three user turns, sampled twice, some answers ended by a text."""
+    path = write_recipe(folder, target, ["unused"], ["Hello there"], extract={
+        "turns": "all", "temperature": 0.8, "top_p": 0.9, "samples": 2, "stop": [".", "!"], "max_tokens": 12,
+        "max_num_seqs": 4, "shard_tokens": 256,
+    })  # fmt: skip
+    prompts = demo_prompts(18)
+    rows = []
+    for number in range(10):
+        turns = [{"role": "user", "content": prompt} for prompt in prompts[number : number + 1 + number % 3]]
+        talk = [message for turn in turns for message in (turn, {"role": "assistant", "content": "not used"})]
+        rows.append(json.dumps({"messages": talk[:-1]}))
+    (folder / "train.jsonl").write_text("\n".join(rows) + "\n")
+    return path
+
+
+def _processes_of(parent: int, name: str) -> list[int]:
+    """Descendants of a process whose command line holds `name`."""
+    listed = subprocess.run(["ps", "-eo", "pid=,ppid=,args="], capture_output=True, text=True, check=True).stdout
+    rows = [line.split(None, 2) for line in listed.splitlines()]
+    family, grown = {parent}, True
+    while grown:
+        more = {int(pid) for pid, ppid, _ in rows if int(ppid) in family} - family
+        family |= more
+        grown = bool(more)
+    return [int(pid) for pid, _, args in rows if int(pid) in family and name in args]
+
+
+def test_two_workers_of_which_one_is_killed(smollm2: Path, tmp_path: Path) -> None:
+    """Conversations answered turn by turn, sampled, by two engines; one dies; the store is what one engine makes."""
+    path = _conversation_recipe(tmp_path, smollm2)
+    command = [sys.executable, "-m", "draftsmith.cli", "extract", str(path), "--runs", str(tmp_path / "two")]
+    process = subprocess.Popen([*command, "-s", "extract.workers=2"], stderr=subprocess.PIPE, text=True)
+    store = tmp_path / "two" / "test" / "store"
+    deadline = time.monotonic() + 300
+    while len(_manifest(tmp_path / "two" / "test")["shards"]) < 1:
+        assert process.poll() is None, "it ended before a worker could be killed"
+        assert time.monotonic() < deadline
+        time.sleep(0.02)
+    workers = _processes_of(process.pid, "spawn_main")
+    assert len(workers) == 2
+    os.kill(workers[0], signal.SIGKILL)
+    _, said = process.communicate(timeout=300)
+    assert process.returncode == 0, said
+    assert "The other engines take over" in said
+    assert not (store / "spool").exists()
+
+    run_extract(load_recipe(path), tmp_path / "one")
+    ours, reference = _tokens_and_states(tmp_path / "two" / "test"), _tokens_and_states(tmp_path / "one")
+    assert len(ours) == len(reference) == 2 * 10 + 1
+    tokenizer = AutoTokenizer.from_pretrained(smollm2)
+    answers = []
+    for a, b in zip(ours, reference, strict=True):
+        assert (a.sample_id, a.held_out) == (b.sample_id, b.held_out)
+        assert torch.equal(a.token_ids, b.token_ids)
+        assert torch.equal(a.loss_mask, b.loss_mask)
+        torch.testing.assert_close(a.hidden_states, b.hidden_states, rtol=1e-3, atol=1e-3)
+        text = tokenizer.decode(a.token_ids)
+        assert "not used" not in text, "the target answers itself"
+        asked = text.count("<|im_start|>user")
+        begins = (a.loss_mask & ~torch.cat([torch.tensor([False]), a.loss_mask[:-1]])).sum()
+        assert begins == asked, "every answer is learnt, the earlier ones too"
+        answers.append(tokenizer.decode(a.token_ids[a.loss_mask]))
+    assert len(set(answers)) == len(answers), "samples differ"
+    assert any(answer.rstrip().endswith(".") for answer in answers), "a stop text ends answers"
+
+
+def test_preempted_sequences_keep_their_states(smollm2: Path, tmp_path: Path) -> None:
+    """A KV cache that holds a few sequences and not all: vLLM takes blocks away and computes again."""
+    options = {"max_tokens": 150, "max_num_seqs": 12, "layer_ids": [2, 30]}
+    path = write_recipe(
+        tmp_path, smollm2, demo_prompts(12), ["Hello there"], extract=options, engine={"kv_cache_gib": 0.08}
+    )
+    run_extract(load_recipe(path), tmp_path / "small")
+    log = (tmp_path / "small" / "store" / "engine.log").read_text()
+    assert "preempt" in log.lower(), "the cache was large enough for all: the test tests nothing"
+    model = AutoModelForCausalLM.from_pretrained(smollm2, dtype=torch.float32).eval()
+    for sequence in Store(tmp_path / "small" / "store"):
+        expected = reference_states(model, sequence.token_ids[: len(sequence.hidden_states)], (2, 30))
+        error = (sequence.hidden_states - expected).norm() / expected.norm()
+        assert error < 1e-4

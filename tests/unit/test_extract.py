@@ -1,13 +1,11 @@
 """What the engine is asked, and what goes into the store with its answer."""
 
-from pathlib import Path
-
 import pytest
 import torch
-from safetensors.torch import save_file
 
 from draftsmith.conversations import Conversation, Skips
-from draftsmith.extract.engine import Answer
+from draftsmith.errors import DraftsmithError
+from draftsmith.extract.engine import Extracted
 from draftsmith.extract.extract import ExtractRequest, _checked, _tokenise
 from draftsmith.extract.rendering import Renderer
 from draftsmith.recipe import Recipe
@@ -15,8 +13,9 @@ from tests.unit.chat_templates import GEMMA
 from tests.unit.test_rendering import chat, make_tokenizer
 
 
-def recipe(mode: str) -> Recipe:
-    sections = {"extract": {"prompts": {"path": "p"}, "mode": mode, "max_tokens": 10}, "engine": {"max_model_len": 64}}
+def recipe(mode: str, **options: object) -> Recipe:
+    extract = {"prompts": {"path": "p"}, "mode": mode, "max_tokens": 10, **options}
+    sections = {"extract": extract, "engine": {"max_model_len": 64}}
     return Recipe.model_validate({"name": "r", "target": {"model": "owner/name"}} | sections)
 
 
@@ -50,17 +49,46 @@ def test_requests_are_what_fits(mode: str):
     assert first == ({} if mode == "generate" else {"no token of it is to be learnt": "line 4"})
 
 
-def test_the_mask_goes_into_the_store(tmp_path: Path):
-    tokens = torch.tensor([4, 5, 6], dtype=torch.int32)
+def test_the_mask_goes_into_the_store():
+    def stored(request: ExtractRequest, response: list[int]):
+        saved = torch.tensor([*request.prompt_token_ids, *response[:-1]], dtype=torch.int32)
+        states = torch.ones(len(saved), 1, 2)
+        return _checked(Extracted("1", request.prompt_token_ids, [False] * 3, response, saved, states), request)
 
-    def stored(request: ExtractRequest, response: list[int], *, generate: bool):
-        ids = torch.cat([tokens, torch.tensor(response[:-1] if generate else [], dtype=torch.int32)])
-        save_file({"token_ids": ids, "hidden_states": torch.ones(len(ids), 1, 2)}, tmp_path / "spooled")
-        return _checked(tmp_path, Answer("0", response, "spooled"), request, generate=generate)
-
-    given = stored(ExtractRequest(1, False, [4, 5, 6], 1, [False, True, True]), [9], generate=False)
+    given = stored(ExtractRequest(1, False, [4, 5, 6], 1, [False, True, True]), [])
     assert (given.token_ids.tolist(), given.loss_mask.tolist()) == ([4, 5, 6], [False, True, True])
-    answered = stored(ExtractRequest(1, False, [4, 5, 6], 2), [8, 9], generate=True)
+    answered = stored(ExtractRequest(1, False, [4, 5, 6], 2), [8, 9])
     assert answered.token_ids.tolist() == [4, 5, 6, 8, 9]
     assert answered.loss_mask.tolist() == [False, False, False, True, True]
     assert len(answered.hidden_states) == 4
+
+
+@pytest.mark.parametrize("spoil", ["tokens", "length"])
+def test_states_of_other_tokens_are_refused(spoil: str):
+    saved = torch.tensor([4, 5, 7 if spoil == "tokens" else 6, 8], dtype=torch.int32)
+    states = torch.ones(3 if spoil == "length" else 4, 1, 2)
+    with pytest.raises(DraftsmithError, match="should have states"):
+        _checked(Extracted("1", [4, 5, 6], [False] * 3, [8, 9], saved, states), ExtractRequest(1, False, [4, 5, 6], 2))
+
+
+def test_samples_have_ids_of_their_own_and_the_first_the_conversations():
+    options = {"temperature": 0.7, "samples": 3}
+    tokenizer = make_tokenizer(GEMMA, ["<bos>", "<start_of_turn>", "<end_of_turn>"], "<bos>", "<end_of_turn>")
+    conversations = [Conversation(text, chat(text, "b")[:1]) for text in ("a", "c")]
+    found = list(_tokenise(recipe("generate", **options), Renderer(tokenizer), conversations, Skips(), held_out=False))
+    assert len({request.sample_id for request in found}) == 6
+    assert {conversation.sample_id for conversation in conversations} < {request.sample_id for request in found}
+    assert (
+        len(list(_tokenise(recipe("generate", **options), Renderer(tokenizer), conversations, Skips(), held_out=True)))
+        == 2
+    )
+
+
+def test_later_turns_are_asked_after_the_first():
+    tokenizer = make_tokenizer(GEMMA, ["<bos>", "<start_of_turn>", "<end_of_turn>"], "<bos>", "<end_of_turn>")
+    talk = Conversation("talk", [*chat("one", "old answer"), *chat("two", "old")])
+    (found,) = _tokenise(recipe("generate", turns="all"), Renderer(tokenizer), [talk], Skips(), held_out=False)
+    assert "old answer" not in tokenizer.decode(found.prompt_token_ids)
+    assert found.later == ([{"role": "user", "content": "two"}],)
+    assert found.conversation is not None
+    assert [m["content"] for m in found.conversation.messages] == ["one"]

@@ -1,0 +1,104 @@
+"""The driver of several engines, with workers that are no engines: what is asked is answered once, whoever dies."""
+
+import multiprocessing
+import os
+import random
+import signal
+import threading
+import time
+from collections import Counter
+from multiprocessing.connection import Connection
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import save_file
+
+from draftsmith.errors import DraftsmithError
+from draftsmith.extract import engine
+from draftsmith.extract.engine import Ask, Job, run_engines, spool_file
+from draftsmith.recipe import Engine
+
+JOB = Job(engine_arguments={}, generate=True, sampling={}, window=5, max_model_len=64)
+
+
+def answers(pipe: Connection, job: Job, spool: Path, log: str) -> None:
+    """A worker that answers every prompt with its length, in random order."""
+    chooser = random.Random(os.getpid())
+    waiting: list[Ask] = []
+    pipe.send(job.window)
+    while True:
+        while not waiting or pipe.poll():
+            try:
+                waiting += pipe.recv()
+            except (EOFError, OSError):
+                return
+        ask = waiting.pop(chooser.randrange(len(waiting)))
+        if ask.prompt_token_ids == [0]:
+            os._exit(3)
+        time.sleep(0.001)
+        tokens = torch.tensor(ask.prompt_token_ids, dtype=torch.int32)
+        file = spool_file(ask.name)
+        save_file({"token_ids": tokens, "hidden_states": torch.ones(len(tokens), 1, 1)}, spool / (file + ".tmp"))
+        (spool / (file + ".tmp")).replace(spool / file)
+        pipe.send((ask.name, file, None, None, [len(tokens)]))
+        pipe.send(1)
+
+
+@pytest.fixture(autouse=True)
+def workers_that_are_no_engines(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(engine, "_child", answers)
+    # Forked from a process that holds nothing: forked from this one, workers would hold each other's pipes open.
+    context = multiprocessing.get_context("forkserver")
+    context.set_forkserver_preload([__name__])
+    monkeypatch.setattr(engine.multiprocessing, "get_context", lambda method: context)
+    monkeypatch.setattr(engine.vllm_env, "vllm_environment", lambda options: {})
+    monkeypatch.setattr(engine.vllm_env, "share_of_machine", lambda number, count, tensor_parallel: {})
+
+
+def asks(count: int) -> list[Ask]:
+    return [Ask(f"ask {n}", [1] * (1 + n % 7), 4, n) for n in range(count)]
+
+
+@pytest.mark.parametrize("workers", [1, 3])
+@pytest.mark.parametrize("count", [0, 1, 4, 60])
+def test_everything_is_answered_once(workers: int, count: int, tmp_path: Path) -> None:
+    found = list(run_engines(JOB, iter(asks(count)), Engine(), workers=workers, directory=tmp_path))
+    assert sorted(extracted.name for extracted in found) == sorted(ask.name for ask in asks(count))
+    for extracted in found:
+        assert extracted.response_token_ids == [len(extracted.saved_token_ids)]
+    assert not [path for path in (tmp_path / "spool").rglob("*") if path.is_file()], "spool files are taken"
+
+
+def test_prompts_are_read_as_they_are_needed(tmp_path: Path) -> None:
+    read = 0
+
+    def counted():
+        nonlocal read
+        for ask in asks(500):
+            read += 1
+            yield ask
+
+    running = run_engines(JOB, counted(), Engine(), workers=2, directory=tmp_path)
+    for _ in range(10):
+        next(running)
+    assert read <= 10 + 2 * (JOB.window + 1) + 10, "a data set is not read ahead of the engines"
+    running.close()
+
+
+@pytest.mark.parametrize("seed", range(5))
+def test_a_killed_workers_share_is_taken_over(seed: int, tmp_path: Path) -> None:
+    chooser = random.Random(seed)
+    running = run_engines(JOB, iter(asks(120)), Engine(), workers=3, directory=tmp_path)
+    found = [next(running) for _ in range(chooser.randrange(1, 60))]
+    victims = chooser.sample(multiprocessing.active_children(), 2)
+    threading.Timer(chooser.uniform(0, 0.05), os.kill, (victims[1].pid, signal.SIGKILL)).start()
+    os.kill(victims[0].pid, signal.SIGKILL)  # type: ignore[arg-type]
+    found += running
+    assert Counter(extracted.name for extracted in found) == Counter(ask.name for ask in asks(120))
+
+
+def test_when_the_last_worker_dies_the_run_stops_and_says_why(tmp_path: Path) -> None:
+    poisoned = [*asks(6), Ask("poison", [0], 4, 0), *asks(0)]
+    with pytest.raises(DraftsmithError, match=r"ended with status 3.*run the stage again to continue"):
+        list(run_engines(JOB, iter(poisoned), Engine(), workers=2, directory=tmp_path))
