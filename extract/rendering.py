@@ -40,6 +40,7 @@ from draftsmith.errors import UserError
 
 _STAND_INS = ("0qzj0", "9Xkv9")
 """Words put in the place of others. No two begin or end alike, so each real text differs from one of them there."""
+_STAND_IN_CHARS = range(1, 6)
 
 
 class Unrenderable(Exception):
@@ -178,6 +179,9 @@ class Renderer:
                 raise Unrenderable("the chat template leaves out a turn or its tool calls")
             first = min(first, _common_prefix(text, other))
             after = min(after, _common_prefix(text[::-1], other[::-1]))
+            before_words, after_words = text[:first], text[len(text) - after :]
+            if not any(before_words.endswith(word[:n]) or after_words.startswith(word[-n:]) for n in _STAND_IN_CHARS):
+                break  # what the texts have in common ends where the word is, so it holds none of the message's own
         return first, max(first, len(text) - after)
 
     def _start_after_rewriting(
