@@ -13,8 +13,8 @@ Where a turn lies in the text is found by rendering, so that it holds for any te
    system prompt to the last question.
 2. *Where it begins.* The template's own text between the generation prompt and the words (a space, `<think>`) is said
    by the target too. If the turns before it, rendered with the generation prompt, begin the text, the turn begins
-   there. If later turns changed the text before it, the turn begins where the last message's end and the generation
-   prompt are found just before the words.
+   there. If later turns changed the text before it, the turn begins after what the prompt ends with, which must
+   follow the words of the message before it here as well.
 3. *Where it ends.* At the first special token that the template puts after the words.
 
 Of a turn from which the template took the thinking, what is left is the assistant's. A template for which this cannot
@@ -40,6 +40,7 @@ from draftsmith.errors import UserError
 
 _STAND_INS = ("0qzj0", "9Xkv9")
 """Words put in the place of others. No two begin or end alike, so each real text differs from one of them there."""
+_STAND_IN_CHARS = range(1, 6)
 
 
 class Unrenderable(Exception):
@@ -166,39 +167,37 @@ class Renderer:
             raise Unrenderable("the chat template ends an earlier answer in another way than the last one")
         return start, last + len(end)
 
-    def _words(self, messages: list[dict[str, Any]], turn: int, tools: Any, text: str) -> tuple[int, int]:
-        """Characters [first, last) of `text` that depend on what message `turn` says."""
+    def _words(
+        self, messages: list[dict[str, Any]], turn: int, tools: Any, text: str, *, answer_next: bool = False
+    ) -> tuple[int, int]:
+        """Characters [first, last) of `text`, which is the messages rendered, that depend on what message `turn` says."""
         first = after = len(text)
         for word in _STAND_INS:
-            other = self._render([*messages[:turn], _saying(messages[turn], word), *messages[turn + 1 :]], tools)
+            said = [*messages[:turn], _saying(messages[turn], word), *messages[turn + 1 :]]
+            other = self._render(said, tools, answer_next=answer_next)
             if word not in other or (messages[turn].get("tool_calls") and f"{word}f" not in other):
                 raise Unrenderable("the chat template leaves out a turn or its tool calls")
             first = min(first, _common_prefix(text, other))
             after = min(after, _common_prefix(text[::-1], other[::-1]))
+            before_words, after_words = text[:first], text[len(text) - after :]
+            if not any(before_words.endswith(word[:n]) or after_words.startswith(word[-n:]) for n in _STAND_IN_CHARS):
+                break  # what the texts have in common ends where the word is, so it holds none of the message's own
         return first, max(first, len(text) - after)
 
     def _start_after_rewriting(
         self, messages: list[dict[str, Any]], turn: int, tools: Any, text: str, prompt: str, first: int
     ) -> int:
-        """Where a turn begins whose earlier text the template changed for the sake of later turns.
-
-        What the template says between the generation prompt and the words may be there as in the last turn, or not.
-        """
+        """Where a turn begins whose earlier text the template changed for the sake of later turns: after what the
+        template puts between the words before it and the answer, in the prompt and here alike."""
         if turn == 0 or messages[turn - 1]["role"] == "assistant":
             raise Unrenderable("the chat template rewrites a conversation whose answers do not each follow a question")
-        before = len(prompt)
-        for word in _STAND_INS:
-            asked = [*messages[: turn - 1], _saying(messages[turn - 1], word)]
-            other = self._render(asked, tools, answer_next=True)
-            before = min(before, _common_prefix(prompt[::-1], other[::-1]))
-        lead_in = prompt[len(prompt) - before :]
-        alone = self._render(messages[: turn + 1], tools)
-        if lead_in and alone.startswith(prompt):
-            between = alone[len(prompt) : self._words(messages[: turn + 1], turn, tools, alone)[0]]
-            for said in dict.fromkeys((between, "")):
-                if text[:first].endswith(lead_in + said):
-                    return first - len(said)
-        raise Unrenderable("the chat template's generation prompt is not how it begins the answer")
+        lead_in = prompt[self._words(messages[:turn], turn - 1, tools, prompt, answer_next=True)[1] :]
+        asked = self._words(messages, turn - 1, tools, text)[1]
+        start = asked + len(lead_in)
+        answered_last = self._render(messages[: turn + 1], tools)
+        if not answered_last.startswith(prompt) or not text.startswith(lead_in, asked) or start > first:
+            raise Unrenderable("the chat template's generation prompt is not how it begins the answer")
+        return start
 
     def _end(self, messages: list[dict[str, Any]], turn: int, tools: Any) -> str:
         """What the template puts after the words of a turn, up to and including the token that ends it."""

@@ -306,10 +306,8 @@ def test_reasons_do_not_grow_without_end():
 
 
 def test_the_split_counts_what_it_leaves_out(tmp_path):
-    rows = [
-        {"messages": [{"role": "user", "content": f"Question {i % 90}"}, {"role": "assistant", "content": f"{i % 95}"}]}
-        for i in range(100)
-    ]
+    turns = [(f"Question {i % 90}", f"Answer {i}") for i in [*range(95), *range(5)]]
+    rows = [{"prompt": question, "response": answer} for question, answer in turns]
     path = write(tmp_path / "rows.jsonl", [*rows, {"nothing": 1}])
     for whole in (True, False):
         skips = Skips()
