@@ -7,7 +7,7 @@ BIN := .venv/bin
 INSTALLED := build/installed
 
 .DEFAULT_GOAL := help
-.PHONY: help venv demo venv-dev test bench lint typecheck installed clean
+.PHONY: help venv demo venv-dev test soak bench lint typecheck installed clean
 
 help:  ## Show this list
 	@grep -hE '^[a-z][a-z-]*:.*##' $(MAKEFILE_LIST) | awk -F ':.*## ' '{printf "  make %-10s %s\n", $$1, $$2}'
@@ -23,6 +23,9 @@ demo: venv  ## Make SmolLM2-135M faster, from nothing: extract, train, convert, 
 
 test: venv-dev  ## Unit and integration tests
 	$(BIN)/python -m pytest
+
+soak: venv-dev  ## Kill writers 200 times at random moments; every store must end as if nothing had happened
+	DRAFTSMITH_KILL_CASES=100 $(BIN)/python -m pytest tests/unit/test_store.py -k killed
 
 bench: venv-dev  ## Measure; writes runs/bench/results.json
 	$(BIN)/python -m tests.benchmarks

@@ -45,12 +45,20 @@ def predict_acceptance(
             dim=1,
         )
         # Rows from which a response token is predicted at once; the others only reach one later in the chain.
-        run = right[batch.counts[rows, 0] > 0].int().cumprod(1).cpu()  # [rows, k]: 1 while every guess so far is right
-        for length, totals in accepted.items():
-            for hits in _walk(run[:, :length].sum(1).tolist()):
-                totals[0] += hits
-                totals[1] += 1
+        at_once = batch.counts[rows, 0] > 0
+        run = right[at_once].int().cumprod(1).cpu()  # [rows, k]: 1 while every guess so far is right
+        for response in _responses(rows[at_once].tolist()):
+            for length, totals in accepted.items():
+                for hits in _walk(run[response, :length].sum(1).tolist()):
+                    totals[0] += hits
+                    totals[1] += 1
     return {length: 1 + hits / max(drafts, 1) for length, (hits, drafts) in accepted.items()}
+
+
+def _responses(rows: list[int]) -> Iterable[slice]:
+    """The answers of a conversation: stretches of consecutive rows."""
+    ends = [i for i in range(1, len(rows)) if rows[i] != rows[i - 1] + 1]
+    return (slice(start, end) for start, end in zip([0, *ends], [*ends, len(rows)], strict=True))
 
 
 def _walk(accepted_from: list[int]) -> Iterable[int]:

@@ -6,12 +6,13 @@ from pathlib import Path
 
 from draftsmith.progress import console
 from draftsmith.stage import write_json
+from tests.benchmarks.bench_extract import extraction_ratios, memory_growth
 from tests.benchmarks.bench_store import store_costs
 from tests.benchmarks.bench_train import training_step
 
 
 def main() -> None:
-    results = store_costs() | training_step()
+    results = extraction_ratios() | memory_growth() | store_costs() | training_step()
     for name, entry in results.items():
         console.print(f"{name}: {entry['value']:.3g} {entry['unit']} (against {entry['against']})", highlight=False)
     output = Path("runs/bench/results.json")

@@ -8,6 +8,7 @@ import sys
 import time
 from pathlib import Path
 
+import psutil
 import pytest
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaForCausalLM
@@ -154,18 +155,6 @@ def _conversation_recipe(folder: Path, target: Path) -> Path:
     return path
 
 
-def _processes_of(parent: int, name: str) -> list[int]:
-    """Descendants of a process whose command line holds `name`."""
-    listed = subprocess.run(["ps", "-eo", "pid=,ppid=,args="], capture_output=True, text=True, check=True).stdout
-    rows = [line.split(None, 2) for line in listed.splitlines()]
-    family, grown = {parent}, True
-    while grown:
-        more = {int(pid) for pid, ppid, _ in rows if int(ppid) in family} - family
-        family |= more
-        grown = bool(more)
-    return [int(pid) for pid, _, args in rows if int(pid) in family and name in args]
-
-
 def test_two_workers_of_which_one_is_killed(smollm2: Path, tmp_path: Path) -> None:
     """Conversations answered turn by turn, sampled, by two engines; one dies; the store is what one engine makes."""
     path = _conversation_recipe(tmp_path, smollm2)
@@ -177,9 +166,10 @@ def test_two_workers_of_which_one_is_killed(smollm2: Path, tmp_path: Path) -> No
         assert process.poll() is None, "it ended before a worker could be killed"
         assert time.monotonic() < deadline
         time.sleep(0.02)
-    workers = _processes_of(process.pid, "spawn_main")
-    assert len(workers) == 2
-    os.kill(workers[0], signal.SIGKILL)
+    family = psutil.Process(process.pid).children(recursive=True)
+    workers = [child for child in family if "spawn_main" in " ".join(child.cmdline())]
+    assert len(workers) == 2, [child.cmdline() for child in family]
+    workers[0].kill()
     _, said = process.communicate(timeout=300)
     assert process.returncode == 0, said
     assert "The other engines take over" in said

@@ -124,6 +124,18 @@ def test_predicted_acceptance_of_a_drafter_that_is_always_right() -> None:
     assert found[3] == pytest.approx(1 + (6 * 3 + 1) / 7)
 
 
+def test_predicted_acceptance_walks_each_answer_of_a_conversation() -> None:
+    drafter = make_drafter(draft_vocab_size=VOCAB)
+    drafter.draft_token_ids = torch.arange(VOCAB)
+    with torch.no_grad():
+        drafter.lm_head.weight.zero_()
+    places = torch.arange(30)
+    answers = ((places >= 4) & (places < 13)) | (places >= 20)  # of 9 and of 10 tokens
+    zeros = replace(make_sequence(30, 4, 1), token_ids=torch.zeros(30, dtype=torch.int32), loss_mask=answers)
+    # K = 3: in the first answer from its tokens 2 and 6, three each, which ends it; in the second three, three and one.
+    assert predict_acceptance(drafter, [zeros], [0, 1, 2], k=3)[3] == pytest.approx(1 + (6 + 7) / (2 + 3))
+
+
 def test_draft_vocabulary() -> None:
     counts = torch.tensor([0, 5, 0, 9, 5, 0])
     assert choose_draft_vocabulary(counts, 2).tolist() == [1, 3]

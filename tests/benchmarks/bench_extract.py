@@ -1,0 +1,170 @@
+"""What saving hidden states costs the engine: extraction against plain vLLM on the same prompts, SmolLM2-135M, float32.
+
+Both engines are alive at once, in processes of their own, and take turns. What limits extraction is the target's own
+forward pass; the states themselves are 9 kB a token in and out of memory, next to 540 MB of weights a step.
+
+`extract.memory_growth` extracts 200k tokens with a tiny target, so that it is over in minutes: what could grow (requests,
+spool files, shards) does not know how large the target is.
+"""
+
+from __future__ import annotations
+
+import json
+import statistics
+import tempfile
+import threading
+import time
+from pathlib import Path
+from typing import Any
+
+import psutil
+import torch
+
+from draftsmith.extract.engine import Ask, Extracted, Job, _Worker
+from draftsmith.extract.extract import _engine_arguments, run_extract
+from draftsmith.extract.rendering import Renderer
+from draftsmith.prompts import load_prompts
+from draftsmith.recipe import Recipe, load_recipe
+from draftsmith.serve.engine import EngineConfig, start_engines
+from draftsmith.target import default_layer_ids, describe_target, prepare_target
+
+RUNS, PROMPTS, ANSWER, AT_ONCE = 5, 48, 48, 48
+MEMORY_TOKENS = 200_000
+
+
+def extraction_ratios() -> dict[str, dict[str, Any]]:
+    """`extract.prefill_ratio`, `extract.onepass_ratio`, `extract.onepass_time_ratio`."""
+    from transformers import AutoTokenizer
+
+    options = [f"extract.max_num_seqs={AT_ONCE}", "engine.kv_cache_gib=2"]
+    recipe = load_recipe(Path("recipes/demo.yaml"), options)
+    target = describe_target(prepare_target(recipe.target), recipe.target)
+    renderer = Renderer(AutoTokenizer.from_pretrained(target.path))
+    prompts = [renderer.prompt(prompt) for prompt in load_prompts(recipe.extract.prompts)[:PROMPTS]]
+    layer_ids = default_layer_ids(target.num_hidden_layers)
+    times: dict[str, list[float]] = {name: [] for name in ("plain", "prefill", "texts", "answers", "onepass")}
+    with tempfile.TemporaryDirectory() as folder:
+        config = EngineConfig(
+            name="plain", target=str(target.path), dtype=recipe.target.dtype, engine=recipe.engine, max_num_seqs=AT_ONCE,
+            memory_share=0.3,
+        )  # fmt: skip
+        (plain,) = start_engines([config], Path(folder))
+        workers = {}
+        for generate in (False, True):
+            job = Job(
+                engine_arguments=_engine_arguments(recipe, target, layer_ids) | {"kv_cache_memory_bytes": 2**29},
+                generate=generate,
+                sampling={"temperature": 0.0, "detokenize": False},
+                window=2 * PROMPTS,
+                max_model_len=recipe.engine.max_model_len,
+            )
+            directory = Path(folder) / str(generate)
+            directory.mkdir()
+            workers[generate] = _Worker(0, job, recipe.engine, 1, directory)
+            assert isinstance(workers[generate].receive(), int)  # it is ready
+        try:
+            answers, _ = plain.generate(prompts, max_tokens=ANSWER)
+            texts = [ids + answer.token_ids for ids, answer in zip(prompts, answers, strict=True)]
+            for run in range(RUNS + 1):
+                found = {
+                    "plain": plain.generate(prompts, max_tokens=1)[1],
+                    "prefill": _round(workers[False], prompts, 1, run),
+                    "texts": _round(workers[False], texts, 1, run),
+                    "answers": plain.generate(prompts, max_tokens=ANSWER)[1],
+                    "onepass": _round(workers[True], prompts, ANSWER, run),
+                }
+                if run:  # the first warms up
+                    for name, seconds in found.items():
+                        times[name].append(seconds)
+        finally:
+            plain.close()
+            for worker in workers.values():
+                worker.close()
+    columns = {name: torch.tensor(seconds) for name, seconds in times.items()}
+    return {
+        "extract.prefill_ratio": _figure(columns["plain"] / columns["prefill"], "plain vLLM prefill", 0.95),
+        "extract.onepass_ratio": _figure(columns["answers"] / columns["onepass"], "plain vLLM generation", 0.92),
+        "extract.onepass_time_ratio": _figure(
+            columns["onepass"] / (columns["answers"] + columns["texts"]), "generation, then prefill extraction", 0.75
+        ),
+    }
+
+
+def memory_growth() -> dict[str, dict[str, Any]]:
+    """`extract.memory_growth`: peak memory of driver and worker in the second half of a long extraction over the first's."""
+    from transformers import AutoTokenizer, LlamaConfig, LlamaForCausalLM
+
+    demo = load_recipe(Path("recipes/demo.yaml"))
+    tokenizer = AutoTokenizer.from_pretrained(prepare_target(demo.target))
+    with tempfile.TemporaryDirectory() as folder:
+        directory = Path(folder)
+        config = LlamaConfig(
+            hidden_size=64, intermediate_size=128, num_hidden_layers=3, num_attention_heads=2, num_key_value_heads=2,
+            head_dim=32, vocab_size=len(tokenizer), max_position_embeddings=1024,
+        )  # fmt: skip
+        LlamaForCausalLM(config).save_pretrained(directory / "target")
+        tokenizer.save_pretrained(directory / "target")
+        generator = torch.Generator().manual_seed(0)
+        lengths = torch.randint(100, 500, (MEMORY_TOKENS // 300,), generator=generator).tolist()
+        rows = [
+            json.dumps({"input_ids": torch.randint(20, 40_000, (n,), generator=generator).tolist()}) for n in lengths
+        ]
+        (directory / "rows.jsonl").write_text("\n".join(rows) + "\n")
+        recipe = Recipe.model_validate({
+            "name": "memory",
+            "target": {"model": str(directory / "target"), "dtype": "float32"},
+            "engine": {"max_model_len": 1024, "kv_cache_gib": 0.3},
+            "extract": {
+                "prompts": {"path": str(directory / "rows.jsonl")}, "held_out_fraction": 0.0, "mode": "prefill",
+                "max_num_seqs": 32,
+            },
+        })  # fmt: skip
+        samples: list[tuple[float, int]] = []
+        done = threading.Event()
+
+        def watch() -> None:
+            driver = psutil.Process()
+            while not done.wait(0.1):
+                used = 0
+                for process in (driver, *driver.children(recursive=True)):
+                    try:
+                        used += process.memory_info().rss
+                    except psutil.Error:
+                        continue
+                shards = sum(1 for _ in (directory / "run" / "store").glob("shard-*"))
+                if shards:  # the engine is up and has begun
+                    samples.append((time.monotonic(), used))
+
+        watcher = threading.Thread(target=watch)
+        watcher.start()
+        try:
+            figures = run_extract(recipe, directory / "run")
+        finally:
+            done.set()
+            watcher.join()
+    middle = (samples[0][0] + samples[-1][0]) / 2
+    first = max(used for at, used in samples if at <= middle)
+    second = max(used for at, used in samples if at > middle)
+    return {
+        "extract.memory_growth": {
+            "value": second / first, "unit": "ratio", "runs": [second / first], "limit": 1.05,
+            "against": f"the first half's peak, {first / 2**30:.2f} GiB; {figures['tokens']} tokens",
+        }
+    }  # fmt: skip
+
+
+def _round(worker: _Worker, prompts: list[list[int]], max_tokens: int, run: int) -> float:
+    """Seconds from handing out the prompts until the driver holds the last one's states."""
+    begun = time.perf_counter()
+    worker.give([Ask(f"{run} {max_tokens} {len(prompts[0])} {i}", ids, max_tokens, 0) for i, ids in enumerate(prompts)])
+    left = len(prompts)
+    while left:
+        message = worker.receive()
+        assert not isinstance(message, str), message
+        left -= isinstance(message, Extracted)
+    return time.perf_counter() - begun
+
+
+def _figure(ratios: torch.Tensor, against: str, limit: float) -> dict[str, Any]:
+    runs = ratios.tolist()
+    return {"value": statistics.median(runs), "unit": "ratio", "runs": runs, "against": against, "limit": limit}
