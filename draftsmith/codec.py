@@ -4,7 +4,9 @@
 The exponents of one layer take few values, so their byte plane is entropy-coded; mantissas are noise and stay as they
 are. Every bit pattern comes back, NaN payloads and -0 included. What was tried and measured is in docs/log.md.
 
-**int8.** A token's state at one layer becomes 8-bit integers times one scale, the largest magnitude / 127.
+**int8.** A value becomes an 8-bit integer times its token's scale times its channel's. Channels of a residual stream
+differ in scale by orders of magnitude, and with one scale for all of a token's channels (measured: docs/log.md) the quiet
+ones are lost. Token and channel scales belong to one layer of one sequence; channels' are powers of two.
 
 A frame is `uint32 [P]` plane sizes, then the planes. Planes are grouped by layer, because layers differ in scale by
 orders of magnitude. A plane as large as it would be uncompressed is uncompressed.
@@ -26,9 +28,9 @@ LARGEST_RATIO: dict[tuple[str, str], float] = {
     ("lossless", "bfloat16"): 0.75,
     ("lossless", "float16"): 0.95,
     ("lossless", "float32"): 0.9,
-    ("int8", "bfloat16"): 0.51,
-    ("int8", "float16"): 0.51,
-    ("int8", "float32"): 0.255,
+    ("int8", "bfloat16"): 0.52,
+    ("int8", "float16"): 0.52,
+    ("int8", "float32"): 0.26,
 }
 """Frame bytes / plain bytes to count on before anything is written: above what was measured on real states."""
 
@@ -55,17 +57,18 @@ def encode(states: torch.Tensor, form: Form) -> bytes:
     return b"".join([sizes.tobytes(), *stored])
 
 
-def decode(frame: npt.NDArray[np.uint8], form: Form, shape: tuple[int, int, int], dtype: torch.dtype) -> torch.Tensor:
+def decode(data: bytes | memoryview, form: Form, shape: tuple[int, int, int], dtype: torch.dtype) -> torch.Tensor:
     """The states [N, L, H] of a frame whose checksum holds.
 
-    For `lossless` bit for bit those that were encoded. For `int8` a value differs by at most 1/254 of the largest
-    magnitude of its token and layer (plus `dtype`'s rounding).
+    For `lossless` bit for bit those that were encoded. For `int8` a value of channel h differs by at most
+    c[h] / 254 * max over channels j of |x[j]| / c[j], with the scales c of its layer's channels (plus `dtype`'s rounding).
     """
+    frame = np.frombuffer(data, dtype=np.uint8)
     tokens, layers, hidden = shape
     itemsize = dtype.itemsize
     lossless = [[1, 1], [1, 1, 2]][itemsize == 4] * layers  # bytes a value in each plane
     raw_sizes = [n * tokens * hidden for n in lossless] if form == "lossless" else (
-        [4 * tokens * layers] + [tokens * hidden] * layers
+        [layers * hidden, 4 * tokens * layers] + [tokens * hidden] * layers
     )  # fmt: skip
     sizes = frame[: 4 * len(raw_sizes)].view(np.uint32).tolist()
     decompressor = zstandard.ZstdDecompressor()
@@ -133,18 +136,37 @@ def _from_lossless_planes(
     return torch.from_numpy(words.view(np.int16 if itemsize == 2 else np.int32))
 
 
+def channel_exponents(states: torch.Tensor) -> torch.Tensor:
+    """The powers of two that the channels of states [N, L, H] are divided by before rounding: int32 [L, H].
+
+    A channel's is that of its median magnitude over some tokens: the median, because the first token of a text can be
+    thousands of times larger than the others in a few channels.
+    """
+    some = states[:: max(1, len(states) // 32)].float().abs()
+    _, exponents = torch.frexp(some.permute(1, 2, 0).contiguous().median(dim=-1).values)
+    _, largest = torch.frexp(states.abs().amax(dim=(0, 2)).float())
+    typical = exponents.median(dim=1).values
+    least = torch.maximum(typical - 6, largest - 30)  # channels that are silent, or nearly, must not rule the others
+    return torch.maximum(exponents, least.unsqueeze(1)).clamp(-120, 120)
+
+
 def _int8_planes(states: torch.Tensor) -> list[npt.NDArray[np.generic]]:
-    """The scales float32 [N, L], then the integers layer by layer."""
-    scales = states.abs().amax(dim=-1).float() / 127
+    """Channel exponents int8 [L, H], token scales float32 [N, L], then the integers layer by layer."""
+    exponents = channel_exponents(states)
+    scaled = torch.ldexp(states.float(), -exponents)
+    scales = scaled.abs().amax(dim=-1) / 127
     divisors = torch.where(scales > 0, scales, 1)  # zero only where all values are (next to) zero
-    integers = (states.float() / divisors.unsqueeze(-1)).round_().clamp_(-127, 127).to(torch.int8)
-    return [scales.numpy(), *(np.ascontiguousarray(layer) for layer in integers.transpose(0, 1).numpy())]
+    integers = scaled.div_(divisors.unsqueeze(-1)).round_().clamp_(-127, 127).to(torch.int8)
+    by_layer = (np.ascontiguousarray(layer) for layer in integers.transpose(0, 1).numpy())
+    return [exponents.to(torch.int8).numpy(), scales.numpy(), *by_layer]
 
 
 def _from_int8_planes(planes: list[npt.NDArray[np.uint8]], shape: tuple[int, int, int]) -> torch.Tensor:
     tokens, layers, hidden = shape
-    scales = planes[0].view(np.float32).reshape(tokens, layers, 1)
+    channels = np.ldexp(np.float32(1), planes[0].view(np.int8).reshape(layers, hidden).astype(np.int32))
+    scales = planes[1].view(np.float32).reshape(tokens, layers, 1)
     states = np.empty(shape, np.float32)
-    for layer, integers in enumerate(planes[1:]):
+    for layer, integers in enumerate(planes[2:]):
         np.multiply(integers.view(np.int8).reshape(tokens, hidden), scales[:, layer], out=states[:, layer])
+        states[:, layer] *= channels[layer]
     return torch.from_numpy(states)

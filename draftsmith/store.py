@@ -39,9 +39,9 @@ import shutil
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any, NamedTuple, TypeVar
 
 import torch
 import xxhash
@@ -361,8 +361,7 @@ def _checksum(data: bytes | memoryview) -> int:
 # ---- reading ----
 
 
-@dataclass(frozen=True, order=True)
-class _Entry:
+class _Entry(NamedTuple):
     """Where a sequence lies; ordered by sample id."""
 
     sample_id: int
@@ -404,7 +403,7 @@ class Store:
                 self._shards.append(shard)
                 for entry in shard.entries(len(self._shards) - 1):
                     first = entries.get(entry.sample_id, entry)
-                    entries[entry.sample_id] = replace(first, held_out=first.held_out or entry.held_out)
+                    entries[entry.sample_id] = first._replace(held_out=True) if entry.held_out else first
         self._index = sorted(entries.values())
         for name in ("sequences", "held_out_sequences", "tokens", "response_tokens", "bytes"):
             self.counts[name] = sum(getattr(shard.about, name) for shard in self._shards)
@@ -463,7 +462,7 @@ class Store:
         """Token ids int32 [N] and loss mask bool [N] of the whole text."""
         shard = self._shards[entry.shard]
         token_ids = shard.tensors["token_ids"][entry.start : entry.end]
-        loss_mask = shard.tensors["loss_mask"][entry.start : entry.end].bool()
+        loss_mask = shard.tensors["loss_mask"][entry.start : entry.end].view(torch.bool)  # it holds 0 and 1 alone
         if entry.next_token >= 0:  # a sampled token is always part of a response
             token_ids = torch.cat([token_ids, token_ids.new_tensor([entry.next_token])])
             loss_mask = torch.cat([loss_mask, loss_mask.new_tensor([True])])
@@ -482,18 +481,19 @@ class _OpenShard:
             start, end = sorted((size, about.bytes))
             raise StoreDamaged(self.path, start, end, f"the file has {size} bytes instead of {about.bytes}")
         # Mapped privately and without keeping the file open: a store has more shards than a process may open files.
-        self._bytes = torch.from_file(str(self.path), shared=False, size=size, dtype=torch.uint8)
-        head = self._bytes[: about.head_bytes].numpy()
-        if xxhash.xxh3_64_hexdigest(head.data) != about.head_checksum:
+        mapped = torch.from_file(str(self.path), shared=False, size=size, dtype=torch.uint8)
+        self._bytes = mapped.numpy().data
+        head = self._bytes[: about.head_bytes]
+        if xxhash.xxh3_64_hexdigest(head) != about.head_checksum:
             raise StoreDamaged(self.path, 0, about.head_bytes, "the head")
-        end_of_header = 8 + int.from_bytes(head[:8].tobytes(), "little")
+        end_of_header = 8 + int.from_bytes(head[:8], "little")
         header = json.loads(head[8:end_of_header].tobytes())
         self.tensors = {}
         for name, field in header.items():
             dtype = next((dtype for dtype, code in _DTYPES.items() if code == field["dtype"]), None)
             start, end = (end_of_header + offset for offset in field["data_offsets"])
             if end <= about.head_bytes and dtype is not None:
-                self.tensors[name] = self._bytes[start:end].view(dtype)
+                self.tensors[name] = mapped[start:end].view(dtype)
         self.sample_ids = self.tensors["sample_ids"]
         self._dtype: torch.dtype = getattr(torch, identity.dtype)
         self._shape = (len(identity.layer_ids), identity.hidden_size)
@@ -502,6 +502,7 @@ class _OpenShard:
         if about.compression == "none":
             row = self._dtype.itemsize * self._shape[0] * self._shape[1]
             self._starts = [about.head_bytes + row * offset for offset in self._offsets]
+            self._plain = mapped[about.head_bytes :].view(self._dtype).view(-1, *self._shape)
         else:
             self._starts = [about.head_bytes + offset for offset in self.tensors["frame_offsets"].tolist()]
 
@@ -511,29 +512,29 @@ class _OpenShard:
         for row, (sample_id, next_token, held_out) in enumerate(columns):
             yield _Entry(sample_id, number, row, self._offsets[row], self._offsets[row + 1], next_token, bool(held_out))
 
-    def checked(self, row: int) -> torch.Tensor:
-        """The bytes of a sequence's states, uint8, after comparing their checksum."""
+    def checked(self, row: int) -> memoryview:
+        """The bytes of a sequence's states, after comparing their checksum."""
         start, end = self._starts[row], self._starts[row + 1]
         data = self._bytes[start:end]
-        if _checksum(data.numpy().data) != self._checksums[row]:
+        if _checksum(data) != self._checksums[row]:
             raise StoreDamaged(self.path, start, end, f"the states of sequence {int(self.sample_ids[row])}")
         return data
 
     def states(self, row: int) -> torch.Tensor:
         data = self.checked(row)
-        shape = (self._offsets[row + 1] - self._offsets[row], *self._shape)
+        start, end = self._offsets[row : row + 2]
         if self.about.compression == "none":
-            return data.view(self._dtype).view(shape)
-        return decode(data.numpy(), self.about.compression, shape, self._dtype)
+            return self._plain[start:end]
+        return decode(data, self.about.compression, (end - start, *self._shape), self._dtype)
 
 
 def prefetched(load: Callable[[Item], Loaded], items: Iterable[Item], *, ahead: int = 2) -> Iterator[Loaded]:
-    """`load(item)` for each item in order, made by a background thread up to `ahead` items early.
+    """`load(item)` for each item in order, made by background threads up to `ahead` items early.
 
-    What `load` raises is raised here, when its item is due.
+    `load` is called by several threads at once. What it raises is raised here, when its item is due.
     """
     waiting: deque[Future[Loaded]] = deque()
-    pool = ThreadPoolExecutor(max_workers=1, thread_name_prefix="prefetch")
+    pool = ThreadPoolExecutor(max_workers=2, thread_name_prefix="prefetch")  # reading and decoding leave Python's lock
     try:
         for item in items:
             waiting.append(pool.submit(load, item))

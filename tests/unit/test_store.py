@@ -18,7 +18,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from safetensors import safe_open
 
-from draftsmith.codec import Form
+from draftsmith.codec import Form, channel_exponents
 from draftsmith.errors import DraftsmithError, UserError
 from draftsmith.extract.extract import ExtractRequest, _require_room
 from draftsmith.inspection import inspect
@@ -74,7 +74,8 @@ def same(found: Sequence, expected: Sequence, *, states: bool = True) -> None:
     if states:
         assert torch.equal(found.hidden_states, expected.hidden_states)
     else:
-        bound = expected.hidden_states.abs().amax(dim=-1, keepdim=True) / 253
+        channels = torch.exp2(channel_exponents(expected.hidden_states).float())
+        bound = channels * (expected.hidden_states.abs() / channels).amax(dim=-1, keepdim=True) / 253
         assert ((found.hidden_states - expected.hidden_states).abs() <= bound).all()
 
 
