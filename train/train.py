@@ -230,8 +230,14 @@ def _fit(run: Run, recipe: Recipe, directory: Path, inputs: str, resume: dict[st
 
     losses: list[float] = resume["losses"] if resume else []
     numbers = range(first, len(run.plan))
-    # Reading, decompressing and packing go on beside the computation; what comes out depends on the step's number alone.
-    batches = prefetched(lambda number: _load(run, recipe, step=number), numbers)
+
+    def load(number: int) -> tuple[Batch, torch.Tensor]:
+        return _load(run, recipe, step=number)
+
+    # Beside a GPU's computation: reading, decompressing and packing the next steps. On a CPU that would take the cores
+    # that compute. What comes out depends on the step's number alone.
+    on_cpu = accelerator.device.type == "cpu"
+    batches = map(load, numbers) if on_cpu else prefetched(load, numbers)
     with Bar("train", total=len(run.plan), unit="steps", done=first) as bar:
         for number in numbers:
             begun = time.perf_counter()
