@@ -22,8 +22,14 @@ from draftsmith.recipe import Engine
 JOB = Job(engine_arguments={}, generate=True, sampling={}, window=5, max_model_len=64)
 
 
+OURS: list[Connection] = []
+"""The driver's ends of all pipes."""
+
+
 def answers(pipe: Connection, job: Job, spool: Path, log: str) -> None:
     """A worker that answers every prompt with its length, in random order."""
+    for ours in OURS:
+        ours.close()
     chooser = random.Random(os.getpid())
     waiting: list[Ask] = []
     pipe.send(job.window)
@@ -45,13 +51,25 @@ def answers(pipe: Connection, job: Job, spool: Path, log: str) -> None:
         pipe.send(1)
 
 
+class Forked:
+    """Starts workers in milliseconds. A fork holds its elder siblings' pipes open, so it closes them first."""
+
+    context = multiprocessing.get_context("fork")
+
+    @classmethod
+    def Pipe(cls) -> tuple[Connection, Connection]:
+        ours, theirs = cls.context.Pipe()
+        OURS.append(ours)
+        return ours, theirs
+
+    Process = context.Process
+
+
 @pytest.fixture(autouse=True)
 def workers_that_are_no_engines(monkeypatch: pytest.MonkeyPatch) -> None:
+    OURS.clear()
     monkeypatch.setattr(engine, "_child", answers)
-    # Forked from a process that holds nothing: forked from this one, workers would hold each other's pipes open.
-    context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload([__name__])
-    monkeypatch.setattr(engine.multiprocessing, "get_context", lambda method: context)
+    monkeypatch.setattr(engine.multiprocessing, "get_context", lambda method: Forked)
     monkeypatch.setattr(engine.vllm_env, "vllm_environment", lambda options: {})
     monkeypatch.setattr(engine.vllm_env, "share_of_machine", lambda number, count, tensor_parallel: {})
 
