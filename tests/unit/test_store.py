@@ -319,12 +319,20 @@ expected = {file.name: file.read_bytes() for file in whole.iterdir()}
 for case in range(int(sys.argv[2])):
     directory = folder / str(case)
     directory.mkdir()
-    for _ in range(2):
+    kills = 0
+    while kills < 2:
         child = started(directory)
         time.sleep(seconds * chooser.random())
         os.kill(child, signal.SIGKILL)
         _, status = os.waitpid(child, 0)
-        killed += os.WIFSIGNALED(status)
+        if os.WIFSIGNALED(status):
+            kills += 1
+        else:  # it was through first: a writer is faster now than the one timed above
+            seconds *= 0.8
+            shutil.rmtree(directory)
+            directory.mkdir()
+            kills = 0
+    killed += kills
     _, status = os.waitpid(started(directory), 0)
     assert status == 0, case
     found = {file.name: file.read_bytes() for file in directory.iterdir() if file.suffix != ".tmp"}
@@ -339,7 +347,7 @@ def test_killed_at_any_moment_and_run_again_is_the_uninterrupted_store(tmp_path:
     command = [sys.executable, "-c", KILLER, str(tmp_path), str(cases)]
     done = subprocess.run(command, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr
-    assert int(done.stdout) >= cases, "most writers were killed before they were through"
+    assert int(done.stdout) == 2 * cases, "two writers of every store were killed before they were through"
     store = Store(tmp_path / "whole")
     assert [s.sample_id for s in store] == list(range(60))
 
