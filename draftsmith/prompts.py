@@ -37,70 +37,57 @@ def training_and_held_out(extract: Extract) -> tuple[list[Prompt], list[Prompt]]
     Raises:
         UserError: either set cannot be read or comes out empty although the recipe asks for it.
     """
-    training, held_out = split(extract, whole=False, skips=Skips())
-    return list(training), held_out
+    prompts = list(split(extract, whole=False, skips=Skips()))
+    return [one for one, held_out in prompts if not held_out], [one for one, held_out in prompts if held_out]
 
 
 def split(
     extract: Extract, *, whole: bool, skips: Skips, apart_from: Iterable[Prompts] = ()
-) -> tuple[Iterator[Conversation], list[Conversation]]:
-    """The training conversations of a run, one at a time, and the held-out ones.
+) -> Iterator[tuple[Conversation, bool]]:
+    """The conversations of a run, one at a time, each with whether it is held out.
 
-    No conversation is in both, and none is in training twice. Without a held-out file, a conversation is held out by
+    None is in both parts, and none is in training twice. Without a held-out file, a conversation is held out by
     a hash of its opening: adding rows moves none of the others, and all conversations that begin with the same
-    question stay together.
+    question stay together. The rows are read more than once, so that none of them has to stay in memory.
 
     Args:
         whole: conversations with all their turns; otherwise up to the first user's.
-        skips: receives the rows that are not used. Complete when the training conversations are exhausted.
+        skips: receives the rows that are not used. Complete when the iterator is exhausted.
         apart_from: what is evaluated on is not trained on.
 
     Raises:
-        UserError: either set cannot be read or comes out empty although the recipe asks for it; for training, when
-            the iterator ends.
+        UserError: either part cannot be read, or is empty although the recipe asks for it.
     """
     fraction = extract.held_out_fraction if extract.held_out is None else 0.0
+    known = {_beginning(other) for source in apart_from for other in load_prompts(source)}
+    # A first pass over what is held out, which counts nothing.
     if extract.held_out is not None:
-        held_out = list(_unique(read_conversations(extract.held_out, whole=whole, skips=skips), whole, skips))
-    elif fraction > 0:  # a first pass over the rows, which counts nothing
-        unique = _unique(read_conversations(extract.prompts, whole=whole, skips=Skips()), whole, Skips())
-        held_out = [conversation for conversation in unique if _uniform(conversation) < fraction]
-        if not held_out:
+        known |= {_beginning(other) for other in _distinct(extract.held_out, whole, Skips())}
+    elif fraction > 0:
+        before = len(known)
+        held_out = (one for one in _distinct(extract.prompts, whole, Skips()) if _uniform(one) < fraction)
+        known |= {_beginning(other) for other in held_out}
+        if len(known) == before:
             raise UserError(
                 f"`extract.held_out_fraction: {fraction}` of the prompts in {name_of(extract.prompts)} holds none out. "
                 "Raise it, or name a held-out file in `extract.held_out`."
             )
-    else:
-        held_out = []
-    known = {_beginning(other) for other in held_out}
-    for source in apart_from:
-        known |= {_beginning(other) for other in load_prompts(source)}
-
-    def training() -> Iterator[Conversation]:
-        some = False
-        for conversation in _unique(read_conversations(extract.prompts, whole=whole, skips=skips), whole, skips):
-            if _uniform(conversation) < fraction:
-                continue
-            if _beginning(conversation) in known:
-                skips.add("begins like a conversation that is held out or evaluated on", conversation.where)
-                continue
+    some = False
+    for conversation in _distinct(extract.prompts, whole, skips):
+        if _uniform(conversation) < fraction:
+            yield conversation, True
+        elif _beginning(conversation) in known:
+            skips.add("begins like a conversation that is held out or evaluated on", conversation.where)
+        else:
             some = True
-            yield conversation
-        if not some:
-            raise UserError(
-                "No training prompts are left: all of them are among the held-out ones. Use two different files."
-            )
-
-    return training(), held_out
-
-
-def without_overlap(prompts: Iterable[Prompt], others: Iterable[Prompt]) -> list[Prompt]:
-    """The prompts that are in no way in `others`: neither the same text nor the same first 80 characters.
-
-    Letter case and white space do not count.
-    """
-    known = {_beginning(other) for other in others}
-    return [prompt for prompt in prompts if _beginning(prompt) not in known]
+            yield conversation, False
+    if not some:
+        raise UserError(
+            "No training prompts are left: all of them are among the held-out ones. Use two different files."
+        )
+    if extract.held_out is not None:
+        for conversation in _distinct(extract.held_out, whole, skips):
+            yield conversation, True
 
 
 def read_conversations(source: Prompts, *, whole: bool, skips: Skips | None) -> Iterator[Conversation]:
@@ -182,10 +169,10 @@ def _bad_row(source: Prompts, where: str, row: object, format: str, error: Value
     return f"{name_of(source)}, {where}: {error}."
 
 
-def _unique(conversations: Iterable[Conversation], whole: bool, skips: Skips) -> Iterator[Conversation]:
+def _distinct(source: Prompts, whole: bool, skips: Skips) -> Iterator[Conversation]:
     """The first of each: of prompts, each wording but for case and white space; of whole conversations, each text."""
     seen: set[int] = set()
-    for conversation in conversations:
+    for conversation in read_conversations(source, whole=whole, skips=skips):
         key = conversation.sample_id if whole else hash(_normalised(conversation))
         if key in seen:
             skips.add("the same conversation is there twice", conversation.where)
@@ -198,8 +185,9 @@ def _normalised(conversation: Conversation) -> str:
     return " ".join(conversation.text.casefold().split())
 
 
-def _beginning(conversation: Conversation) -> str:
-    return _normalised(conversation)[:_OVERLAP_CHARS]
+def _beginning(conversation: Conversation) -> int:
+    """A number instead of the text: millions of them stay in memory."""
+    return hash(_normalised(conversation)[:_OVERLAP_CHARS])
 
 
 def _uniform(conversation: Conversation) -> float:

@@ -395,8 +395,11 @@ class Store:
             identity = _identity_of(manifest)
             if number == 0:
                 self.identity = identity
+            samplings = [{k: v for k, v in one.sampling.items() if k != "seed"} for one in (identity, self.identity)]
+            same_but_seed = samplings[0] == samplings[1]  # several seeds are a good reason to have several stores
+            wanted = vars(self.identity) | {"sampling": identity.sampling if same_but_seed else self.identity.sampling}
             identity.require_fields(
-                vars(self.identity), folder, way_out=f"Only stores of one identity mix; the first is {directory}."
+                wanted, folder, way_out=f"Only stores of one identity mix; the first is {directory}."
             )
             for fields in manifest["shards"]:
                 shard = _OpenShard(folder, _Shard(**fields), identity)

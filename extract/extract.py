@@ -6,48 +6,25 @@ compared with what the engine said it produced before it goes into the store.
 
 from __future__ import annotations
 
-import hashlib
+import heapq
 import shutil
 import time
 from collections.abc import Iterable, Iterator
-from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 import torch
 
 from draftsmith import stage
-from draftsmith.conversations import Conversation, Skips
+from draftsmith.conversations import Skips
 from draftsmith.errors import DraftsmithError, UserError
 from draftsmith.extract.engine import Ask, Extracted, Job, run_engines
-from draftsmith.extract.rendering import Rendered, Renderer, Unrenderable
+from draftsmith.extract.requests import ExtractRequest, Requests, requests_of
 from draftsmith.progress import Bar, console
-from draftsmith.prompts import split
 from draftsmith.recipe import Recipe, digest
 from draftsmith.store import Sequence, Store, StoreIdentity, StoreWriter, most_bytes, require_room
 from draftsmith.target import TargetInfo, check_layer_ids, default_layer_ids, describe_target, prepare_target
 from draftsmith.vllm_env import is_cpu, memory_arguments
-
-
-@dataclass(frozen=True)
-class ExtractRequest:
-    """One prompt, or one whole text, as the engine gets it."""
-
-    sample_id: int
-    held_out: bool
-    prompt_token_ids: list[int]
-    max_tokens: int
-    loss_mask: list[bool] | None = None
-    """Which of `prompt_token_ids` are to be learnt; None where the target answers, and the answer is."""
-    conversation: Conversation | None = None
-    """With `later`: the messages that `prompt_token_ids` render."""
-    later: tuple[list[dict[str, Any]], ...] = ()
-    """Turns that the target answers after the first."""
-
-    def identity(self) -> dict[str, Any]:
-        """What its sequence depends on."""
-        fields = {name: value for name, value in vars(self).items() if value not in (None, ())}
-        return fields | ({"conversation": self.conversation.messages} if self.conversation else {})
 
 
 def run_extract(recipe: Recipe, run_dir: Path) -> dict[str, Any]:
@@ -67,8 +44,11 @@ def run_extract(recipe: Recipe, run_dir: Path) -> dict[str, Any]:
     check_layer_ids(layer_ids, target.num_hidden_layers)
     identity = _identity(recipe, target, layer_ids)
     skips = Skips()
-    requests = _requests(recipe, target, skips)
-    inputs = digest([vars(identity), recipe.seed, [request.identity() for request in requests]])
+    run_dir.mkdir(parents=True, exist_ok=True)
+    requests = Requests(run_dir, requests_of(recipe, target.path, skips))
+    for line in skips.lines():
+        console.print(f"extract: not used: {line}", highlight=False, markup=False, soft_wrap=True)
+    inputs = digest([vars(identity), recipe.seed, requests.digest])
     if stage.finished(directory, inputs):
         console.print(f"extract: {directory} is up to date")
         return stage.read(directory)["figures"]  # type: ignore[index]
@@ -80,25 +60,36 @@ def run_extract(recipe: Recipe, run_dir: Path) -> dict[str, Any]:
     writer = StoreWriter(directory, identity, shard_tokens=options.shard_tokens, compression=options.compression)
     shutil.rmtree(directory / "spool", ignore_errors=True)  # left by a run that was killed
     done = writer.sample_ids
-    todo = {str(request.sample_id): request for request in requests if request.sample_id not in done}
-    if options.check_free_space:
-        _require_room(recipe, directory, identity, list(todo.values()))
-    if done:
-        console.print(
-            f"extract: continuing {directory}: {len(requests) - len(todo)} of {len(requests)} sequences are there"
+    if sum(request.sample_id in done for request in requests) < len(done):
+        raise UserError(
+            f"The unfinished store at {directory} holds answers to prompts that are not in this recipe. Run the recipe that "
+            "began it to finish it, or delete it, or choose another run with `-s name=OTHER`."
         )
+    if options.check_free_space:
+        _require_room(recipe, directory, identity, (request for request in requests if request.sample_id not in done))
+    if done:
+        console.print(f"extract: continuing {directory}: {len(done)} of {len(requests)} sequences are there")
     new_tokens = 0
     seconds = 0.0
-    if todo:
+    if len(done) < len(requests):
+        flying: dict[str, ExtractRequest] = {}
+
+        def asks() -> Iterator[Ask]:
+            for request in requests:
+                if request.sample_id not in done:
+                    flying[request.name] = request
+                    yield request.ask(recipe.seed)
+
         console.print(f"extract: starting {options.backend}", highlight=False)
-        with Bar("extract", total=len(requests), unit="prompts", done=len(requests) - len(todo)) as bar:
+        with Bar("extract", total=len(requests), unit="prompts", done=len(done)) as bar:
             begun = time.time()
-            for extracted in _extracted(recipe, target, tuple(layer_ids), todo, directory):
-                sequence = _checked(extracted, todo[extracted.name])
+            for extracted in _extracted(recipe, target, tuple(layer_ids), asks(), directory):
+                sequence = _checked(extracted, flying.pop(extracted.name))
                 writer.append(sequence)
                 new_tokens += len(sequence.hidden_states)
                 seconds = time.time() - begun
                 bar.step(tokens_per_second=new_tokens / seconds)
+    requests.close()
     counts = writer.close()
     shutil.rmtree(directory / "spool", ignore_errors=True)
     figures = counts | {
@@ -135,17 +126,27 @@ def _identity(recipe: Recipe, target: TargetInfo, layer_ids: Iterable[int]) -> S
                 "max_tokens",
                 "held_out_max_tokens",
             },
-        ),
+        )
+        | ({"seed": recipe.seed} if options.temperature > 0 else {}),
         states="int8" if options.compression == "int8" else "exact",
     )
 
 
-def _require_room(recipe: Recipe, directory: Path, identity: StoreIdentity, todo: list[ExtractRequest]) -> None:
+def _require_room(recipe: Recipe, directory: Path, identity: StoreIdentity, todo: Iterable[ExtractRequest]) -> None:
     """Count every answer at its longest, and the spool at its fullest."""
     options = recipe.extract
-    tokens = sorted((len(request.prompt_token_ids) + request.max_tokens for request in todo), reverse=True)
-    waiting = tokens[: 2 * options.max_num_seqs]  # `Job.window`
-    store = most_bytes(identity, options.compression, tokens=sum(tokens), sequences=len(tokens))
+    at_once = 2 * options.max_num_seqs * options.workers  # `Job.window`
+    waiting: list[int] = []  # the longest ones' tokens, a heap
+    tokens = sequences = 0
+    for request in todo:
+        length = len(request.prompt_token_ids) + request.max_tokens
+        tokens += length
+        sequences += 1
+        if len(waiting) < at_once:
+            heapq.heappush(waiting, length)
+        else:
+            heapq.heappushpop(waiting, length)
+    store = most_bytes(identity, options.compression, tokens=tokens, sequences=sequences)
     spool = most_bytes(identity, "none", tokens=sum(waiting), sequences=len(waiting))
     require_room(
         directory,
@@ -165,91 +166,13 @@ def _why_not_same(recipe: Recipe, directory: Path, identity: StoreIdentity) -> s
     )
 
 
-def _requests(recipe: Recipe, target: TargetInfo, skips: Skips) -> list[ExtractRequest]:
-    """The recipe's conversations as tokens, training first; what is left out is reported, counted in `skips`."""
-    from transformers import AutoTokenizer
-
-    whole = recipe.extract.mode == "prefill" or recipe.extract.turns == "all"
-    renderer = Renderer(AutoTokenizer.from_pretrained(target.path))
-    suites = [suite.prompts for suite in recipe.evaluate.suites.values() if suite.prompts != "held_out"]
-    training, held_out = split(recipe.extract, whole=whole, skips=skips, apart_from=suites)
-    requests = list(_tokenise(recipe, renderer, training, skips, held_out=False))
-    if not requests:
-        raise UserError(
-            f"No training conversation can be used: {'; '.join(skips.lines()[:3])}. Where they are too long, raise "
-            "engine.max_model_len or lower extract.max_tokens."
-        )
-    requests += _tokenise(recipe, renderer, held_out, skips, held_out=True)
-    for line in skips.lines():
-        console.print(f"extract: not used: {line}", highlight=False, markup=False, soft_wrap=True)
-    return requests
-
-
-def _tokenise(
-    recipe: Recipe, renderer: Renderer, conversations: Iterable[Conversation], skips: Skips, *, held_out: bool
-) -> Iterator[ExtractRequest]:
-    """Conversations through the target's chat template, one at a time."""
-    options, generate = recipe.extract, recipe.extract.mode == "generate"
-    answer = options.response_tokens(held_out=held_out) if generate else 1
-    for conversation in conversations:
-        later: tuple[list[dict[str, Any]], ...] = ()
-        opening = conversation
-        turns = conversation.user_turns() if generate and conversation.messages else []
-        if turns:
-            opening, later = replace(conversation, messages=turns[0]), tuple(turns[1:])
-        try:
-            if generate:
-                ids, mask = renderer.prompt(opening), None
-            else:
-                rendered: Rendered = renderer.text(conversation)
-                ids, mask = rendered.token_ids, rendered.loss_mask
-        except Unrenderable as reason:
-            skips.add(str(reason), conversation.where)
-            continue
-        if len(ids) + answer > recipe.engine.max_model_len:
-            skips.add("too long: no room for an answer in engine.max_model_len tokens", conversation.where)
-        elif mask is not None and not any(mask):
-            skips.add("no token of it is to be learnt", conversation.where)
-        elif not ids:
-            skips.add("no tokens", conversation.where)
-        else:
-            for sample in range(1 if held_out else options.samples):
-                yield ExtractRequest(
-                    sample_id=_nth_sample(conversation.sample_id, sample),
-                    held_out=held_out,
-                    prompt_token_ids=ids,
-                    max_tokens=answer,
-                    loss_mask=mask,
-                    conversation=opening if later else None,
-                    later=later,
-                )
-
-
-def _nth_sample(sample_id: int, number: int) -> int:
-    """The id of a conversation's answer `number`: 63 bits, the conversation's own for the first."""
-    if number == 0:
-        return sample_id
-    return int.from_bytes(hashlib.sha256(f"{sample_id}/{number}".encode()).digest()[:8], "big") >> 1
-
-
 def _extracted(
-    recipe: Recipe, target: TargetInfo, layer_ids: tuple[int, ...], todo: dict[str, ExtractRequest], directory: Path
+    recipe: Recipe, target: TargetInfo, layer_ids: tuple[int, ...], asks: Iterable[Ask], directory: Path
 ) -> Iterator[Extracted]:
-    """Every request of `todo` with its states, from the recipe's backend."""
+    """Every one of `asks` with its states, from the recipe's backend."""
     options = recipe.extract
     generate = options.mode == "generate"
     sampling = {"temperature": options.temperature, "top_p": options.top_p, "top_k": options.top_k}
-    asks = (
-        Ask(
-            name=name,
-            prompt_token_ids=request.prompt_token_ids,
-            max_tokens=request.max_tokens,
-            seed=(request.sample_id ^ recipe.seed) & 0x7FFFFFFF,
-            conversation=request.conversation,
-            later=request.later,
-        )
-        for name, request in todo.items()
-    )
     if options.backend == "transformers":
         from draftsmith.extract.hf import run_transformers
 

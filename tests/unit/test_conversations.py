@@ -311,10 +311,8 @@ def test_the_split_counts_what_it_leaves_out(tmp_path):
     path = write(tmp_path / "rows.jsonl", [*rows, {"nothing": 1}])
     for whole in (True, False):
         skips = Skips()
-        training, held_out = split(
-            Extract(prompts=Prompts(path=str(path)), held_out_fraction=0.2), whole=whole, skips=skips
-        )
-        kept = list(training)
+        found = list(split(Extract(prompts=Prompts(path=str(path)), held_out_fraction=0.2), whole=whole, skips=skips))
+        kept, held_out = ([c for c, held in found if held == part] for part in (False, True))
         assert held_out
         assert not {c.text for c in kept} & {c.text for c in held_out}, "the same question is never in both"
         ids = {c.sample_id for c in [*kept, *held_out]}

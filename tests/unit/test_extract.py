@@ -1,13 +1,21 @@
 """What the engine is asked, and what goes into the store with its answer."""
 
+import json
+from pathlib import Path
+from typing import Any
+
 import pytest
 import torch
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+from transformers import LlamaConfig
 
 from draftsmith.conversations import Conversation, Skips
-from draftsmith.errors import DraftsmithError
+from draftsmith.errors import DraftsmithError, UserError
 from draftsmith.extract.engine import Extracted
-from draftsmith.extract.extract import ExtractRequest, _checked, _tokenise
+from draftsmith.extract.extract import _checked, run_extract
 from draftsmith.extract.rendering import Renderer
+from draftsmith.extract.requests import ExtractRequest, Requests, tokenised
 from draftsmith.recipe import Recipe
 from tests.unit.chat_templates import GEMMA
 from tests.unit.test_rendering import chat, make_tokenizer
@@ -17,6 +25,13 @@ def recipe(mode: str, **options: object) -> Recipe:
     extract = {"prompts": {"path": "p"}, "mode": mode, "max_tokens": 10, **options}
     sections = {"extract": extract, "engine": {"max_model_len": 64}}
     return Recipe.model_validate({"name": "r", "target": {"model": "owner/name"}} | sections)
+
+
+def requests_for(
+    of: Recipe, tokenizer: Any, conversations: list[Conversation], skips: Skips, *, held_out: bool = False
+) -> list[ExtractRequest]:
+    renderer = Renderer(tokenizer)
+    return [one for talk in conversations for one in tokenised(of, renderer, talk, skips, held_out=held_out)]
 
 
 @pytest.mark.parametrize("mode", ["generate", "prefill"])
@@ -31,13 +46,12 @@ def test_requests_are_what_fits(mode: str):
     if mode == "generate":
         conversations = [Conversation(c.id, c.messages[:-1], where=c.where) for c in conversations[:3]]
     skips = Skips()
-    (found,) = _tokenise(recipe(mode), Renderer(tokenizer), conversations, skips, held_out=True)
+    (found,) = requests_for(recipe(mode), tokenizer, conversations, skips, held_out=True)
     assert (found.sample_id, found.held_out) == (conversations[0].sample_id, True)
     text = tokenizer.decode(found.prompt_token_ids)
     if mode == "generate":
         assert text == "<bos><start_of_turn>user\na<end_of_turn>\n<start_of_turn>model\n"
         assert (found.max_tokens, found.loss_mask) == (10, None)
-        assert "loss_mask" not in found.identity(), "stores of answered prompts keep their identity"
     else:
         assert text == "<bos><start_of_turn>user\na<end_of_turn>\n<start_of_turn>model\nthe answer<end_of_turn>\n"
         learnt = [i for i, learn in zip(found.prompt_token_ids, found.loss_mask, strict=True) if learn]
@@ -75,20 +89,84 @@ def test_samples_have_ids_of_their_own_and_the_first_the_conversations():
     options = {"temperature": 0.7, "samples": 3}
     tokenizer = make_tokenizer(GEMMA, ["<bos>", "<start_of_turn>", "<end_of_turn>"], "<bos>", "<end_of_turn>")
     conversations = [Conversation(text, chat(text, "b")[:1]) for text in ("a", "c")]
-    found = list(_tokenise(recipe("generate", **options), Renderer(tokenizer), conversations, Skips(), held_out=False))
+    found = requests_for(recipe("generate", **options), tokenizer, conversations, Skips())
     assert len({request.sample_id for request in found}) == 6
     assert {conversation.sample_id for conversation in conversations} < {request.sample_id for request in found}
-    assert (
-        len(list(_tokenise(recipe("generate", **options), Renderer(tokenizer), conversations, Skips(), held_out=True)))
-        == 2
-    )
+    assert len(requests_for(recipe("generate", **options), tokenizer, conversations, Skips(), held_out=True)) == 2
 
 
 def test_later_turns_are_asked_after_the_first():
     tokenizer = make_tokenizer(GEMMA, ["<bos>", "<start_of_turn>", "<end_of_turn>"], "<bos>", "<end_of_turn>")
     talk = Conversation("talk", [*chat("one", "old answer"), *chat("two", "old")])
-    (found,) = _tokenise(recipe("generate", turns="all"), Renderer(tokenizer), [talk], Skips(), held_out=False)
+    (found,) = requests_for(recipe("generate", turns="all"), tokenizer, [talk], Skips())
     assert "old answer" not in tokenizer.decode(found.prompt_token_ids)
     assert found.later == ([{"role": "user", "content": "two"}],)
     assert found.conversation is not None
     assert [m["content"] for m in found.conversation.messages] == ["one"]
+
+
+any_text = st.text(st.characters(codec="utf-8"), max_size=20)
+messages = st.lists(st.fixed_dictionaries({"role": st.just("user"), "content": any_text}), min_size=1, max_size=3)
+any_request = st.builds(
+    ExtractRequest,
+    sample_id=st.integers(0, 2**63 - 1),
+    held_out=st.booleans(),
+    prompt_token_ids=st.lists(st.integers(0, 200_000), min_size=1, max_size=5),
+    max_tokens=st.integers(1, 1000),
+    loss_mask=st.none() | st.lists(st.booleans(), min_size=1, max_size=5),
+    conversation=st.none()
+    | st.builds(Conversation, id=st.just("x"), messages=messages, tools=st.none() | st.just([{"name": "f"}])),
+    later=st.lists(messages, max_size=2).map(tuple),
+)
+
+
+@settings(suppress_health_check=[HealthCheck.function_scoped_fixture], deadline=None)
+@given(requests=st.lists(any_request, max_size=5))
+def test_requests_come_back_from_disk(tmp_path: Path, requests: list[ExtractRequest]) -> None:
+    def plain(request: ExtractRequest) -> dict[str, Any]:  # a conversation's id is not needed any more
+        talk = request.conversation
+        return vars(request) | {"conversation": talk and (talk.messages, talk.tools)}
+
+    kept = Requests(tmp_path, iter(requests))
+    assert len(kept) == len(requests)
+    pairs = list(zip(kept, kept, strict=True))  # two readers at once
+    assert [plain(a) for a, _ in pairs] == [plain(b) for _, b in pairs] == [plain(request) for request in requests]
+    assert kept.digest == Requests(tmp_path, requests).digest
+    if requests:
+        changed = [*requests[:-1], ExtractRequest(**vars(requests[-1]) | {"max_tokens": 1001})]
+        assert kept.digest != Requests(tmp_path, changed).digest
+    assert not list(tmp_path.iterdir())
+
+
+def test_an_unfinished_store_of_other_prompts_is_not_continued(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Not by adding to it: what it holds would be trained on."""
+    rows = [json.dumps({"prompt": f"question {i}"}) for i in range(4)]
+    (tmp_path / "prompts.jsonl").write_text("\n".join(rows))
+    options = {"prompts": {"path": str(tmp_path / "prompts.jsonl")}, "held_out_fraction": 0.0}
+    layers, hidden, target = 1, 32, tmp_path / "target"
+    LlamaConfig(hidden_size=hidden, num_hidden_layers=2, num_attention_heads=2).save_pretrained(target)
+    make_tokenizer(GEMMA, ["<bos>", "<start_of_turn>", "<end_of_turn>"], "<bos>", "<end_of_turn>").save_pretrained(
+        target
+    )
+    given = Recipe.model_validate({
+        "name": "r", "target": {"model": str(target), "dtype": "float32"},
+        "extract": options | {"layer_ids": [1], "shard_tokens": 1},
+    })  # fmt: skip
+
+    def some(recipe: Any, target: Any, layer_ids: Any, asks: Any, directory: Path, stop: int = 2):
+        for number, ask in enumerate(asks):
+            if number == stop:
+                raise DraftsmithError("the engine failed")
+            ids = torch.tensor(ask.prompt_token_ids, dtype=torch.int32)
+            mask = [False] * len(ids)
+            yield Extracted(ask.name, ids.tolist(), mask, [7], ids, torch.ones(len(ids), layers, hidden))
+
+    monkeypatch.setattr("draftsmith.extract.extract._extracted", some)
+    with pytest.raises(DraftsmithError, match="the engine failed"):
+        run_extract(given, tmp_path / "run")
+    (tmp_path / "prompts.jsonl").write_text("\n".join(rows[2:]))
+    with pytest.raises(UserError, match="holds answers to prompts that are not in this recipe"):
+        run_extract(given, tmp_path / "run")
+    (tmp_path / "prompts.jsonl").write_text("\n".join(rows + rows[:1]))
+    monkeypatch.setattr("draftsmith.extract.extract._extracted", lambda *given: some(*given, stop=100))
+    assert run_extract(given, tmp_path / "run")["sequences"] == 4

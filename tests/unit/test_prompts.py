@@ -9,7 +9,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from draftsmith.errors import UserError
-from draftsmith.prompts import Prompt, load_prompts, training_and_held_out, without_overlap
+from draftsmith.prompts import Prompt, load_prompts, training_and_held_out
 from draftsmith.recipe import Extract, Prompts
 
 SHIPPED = Path(__file__).parents[2] / "recipes" / "prompts"
@@ -196,12 +196,19 @@ def test_a_share_that_holds_nothing_out_is_an_error(tmp_path):
     assert (len(training), held_out) == (1, [])
 
 
-def test_overlap_is_equal_text_or_an_equal_beginning():
+def test_overlap_is_equal_text_or_an_equal_beginning(tmp_path):
     start = "word " * 20  # 100 characters
-    assert without_overlap([prompt("Hello  WORLD")], [prompt("hello\nworld")]) == []
-    assert without_overlap([prompt(start + "one")], [prompt(start + "two")]) == []
-    assert len(without_overlap([prompt("hello")], [prompt("hello world")])) == 1
-    assert len(without_overlap([prompt(start + "one")], [])) == 1
+
+    def kept(training: list[str], held_out: list[str]) -> list[str]:
+        paths = [
+            write(tmp_path / f"{i}.jsonl", [{"prompt": p} for p in one]) for i, one in enumerate((training, held_out))
+        ]
+        files = [Prompts(path=str(path)) for path in paths]
+        return [p.text for p in training_and_held_out(Extract(prompts=files[0], held_out=files[1]))[0]]
+
+    assert kept(["Hello  WORLD", "other"], ["hello\nworld"]) == ["other"]
+    assert kept([start + "one", "other"], [start + "two"]) == ["other"]
+    assert kept(["hello"], ["hello world"]) == ["hello"]
 
 
 def test_the_shipped_prompts_are_balanced_and_apart():
@@ -213,6 +220,6 @@ def test_the_shipped_prompts_are_balanced_and_apart():
         assert len({p.text for p in prompts}) == len(rows[name])
         categories = {row["category"] for row in rows[name]}
         assert {row["category"] for row in rows[name][: len(categories)]} == categories
-    held_out = load_prompts(Prompts(path=str(SHIPPED / "demo-heldout.jsonl")))
-    training = load_prompts(Prompts(path=str(SHIPPED / "demo-train.jsonl")))
-    assert without_overlap(training, held_out) == training
+    files = [Prompts(path=str(SHIPPED / f"demo-{name}.jsonl")) for name in ("train", "heldout")]
+    training, held_out = training_and_held_out(Extract(prompts=files[0], held_out=files[1]))
+    assert (training, held_out) == (load_prompts(files[0]), load_prompts(files[1])), "none is like one of the others"

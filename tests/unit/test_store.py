@@ -20,7 +20,8 @@ from safetensors import safe_open
 
 from draftsmith.codec import Form, channel_exponents
 from draftsmith.errors import DraftsmithError, UserError
-from draftsmith.extract.extract import ExtractRequest, _require_room
+from draftsmith.extract.extract import _require_room
+from draftsmith.extract.requests import ExtractRequest
 from draftsmith.inspection import inspect
 from draftsmith.recipe import Recipe
 from draftsmith.store import (
