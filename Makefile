@@ -27,8 +27,8 @@ test: venv-dev  ## Unit and integration tests
 soak: venv-dev  ## Kill writers 200 times at random moments; every store must end as if nothing had happened
 	DRAFTSMITH_KILL_CASES=100 $(BIN)/python -m pytest tests/unit/test_store.py -k killed
 
-bench: venv-dev  ## Measure; writes runs/bench/results.json
-	$(BIN)/python -m tests.benchmarks
+bench: venv-dev  ## Measure; writes runs/bench/results.json (some: ONLY="store_costs training_step")
+	$(BIN)/python -m tests.benchmarks $(ONLY)
 
 lint: venv-dev installed  ## Style, formatting, and which module may import which
 	$(BIN)/ruff check .

@@ -20,12 +20,15 @@ from typing import Any
 import psutil
 import torch
 
-from draftsmith.extract.engine import Ask, Extracted, Job, _Worker
-from draftsmith.extract.extract import _engine_arguments, run_extract
+from draftsmith.codec import Form
+from draftsmith.extract.engine import Extracted, Job, _Worker
+from draftsmith.extract.extract import _checked, _engine_arguments, _identity, run_extract
 from draftsmith.extract.rendering import Renderer
+from draftsmith.extract.requests import ExtractRequest
 from draftsmith.prompts import load_prompts
 from draftsmith.recipe import Recipe, load_recipe
 from draftsmith.serve.engine import EngineConfig, start_engines
+from draftsmith.store import StoreWriter
 from draftsmith.target import default_layer_ids, describe_target, prepare_target
 
 RUNS, PROMPTS, ANSWER, AT_ONCE = 5, 48, 48, 48
@@ -33,7 +36,10 @@ MEMORY_TOKENS = 200_000
 
 
 def extraction_ratios() -> dict[str, dict[str, Any]]:
-    """`extract.prefill_ratio`, `extract.onepass_ratio`, `extract.onepass_time_ratio`."""
+    """`extract.prefill_ratio`, `extract.onepass_ratio`, `extract.onepass_time_ratio`, `extract.compression_ratio`.
+
+    Extraction is timed to the end: states checked, compressed and on disk as a store.
+    """
     from transformers import AutoTokenizer
 
     options = [f"extract.max_num_seqs={AT_ONCE}", "engine.kv_cache_gib=2"]
@@ -42,7 +48,8 @@ def extraction_ratios() -> dict[str, dict[str, Any]]:
     renderer = Renderer(AutoTokenizer.from_pretrained(target.path))
     prompts = [renderer.prompt(prompt) for prompt in load_prompts(recipe.extract.prompts)[:PROMPTS]]
     layer_ids = default_layer_ids(target.num_hidden_layers)
-    times: dict[str, list[float]] = {name: [] for name in ("plain", "prefill", "texts", "answers", "onepass")}
+    identity = _identity(recipe, target, layer_ids)
+    times: dict[str, list[float]] = {}
     with tempfile.TemporaryDirectory() as folder:
         config = EngineConfig(
             name="plain", target=str(target.path), dtype=recipe.target.dtype, engine=recipe.engine, max_num_seqs=AT_ONCE,
@@ -65,17 +72,24 @@ def extraction_ratios() -> dict[str, dict[str, Any]]:
         try:
             answers, _ = plain.generate(prompts, max_tokens=ANSWER)
             texts = [ids + answer.token_ids for ids, answer in zip(prompts, answers, strict=True)]
+
+            def extracting(generate: bool, inputs: list[list[int]], form: Form) -> float:
+                with tempfile.TemporaryDirectory(dir=folder) as store:
+                    writer = StoreWriter(Path(store), identity, shard_tokens=8192, compression=form)
+                    return _round(workers[generate], writer, inputs, ANSWER if generate else 1)
+
             for run in range(RUNS + 1):
                 found = {
                     "plain": plain.generate(prompts, max_tokens=1)[1],
-                    "prefill": _round(workers[False], prompts, 1, run),
-                    "texts": _round(workers[False], texts, 1, run),
+                    "prefill": extracting(False, prompts, "lossless"),
+                    "texts": extracting(False, texts, "lossless"),
                     "answers": plain.generate(prompts, max_tokens=ANSWER)[1],
-                    "onepass": _round(workers[True], prompts, ANSWER, run),
+                    "onepass": extracting(True, prompts, "lossless"),
+                    "uncompressed": extracting(True, prompts, "none"),
                 }
                 if run:  # the first warms up
                     for name, seconds in found.items():
-                        times[name].append(seconds)
+                        times.setdefault(name, []).append(seconds)
         finally:
             plain.close()
             for worker in workers.values():
@@ -86,6 +100,9 @@ def extraction_ratios() -> dict[str, dict[str, Any]]:
         "extract.onepass_ratio": _figure(columns["answers"] / columns["onepass"], "plain vLLM generation", 0.92),
         "extract.onepass_time_ratio": _figure(
             columns["onepass"] / (columns["answers"] + columns["texts"]), "generation, then prefill extraction", 0.75
+        ),
+        "extract.compression_ratio": _figure(
+            columns["uncompressed"] / columns["onepass"], "extraction without compression", 0.97
         ),
     }
 
@@ -153,15 +170,17 @@ def memory_growth() -> dict[str, dict[str, Any]]:
     }  # fmt: skip
 
 
-def _round(worker: _Worker, prompts: list[list[int]], max_tokens: int, run: int) -> float:
-    """Seconds from handing out the prompts until the driver holds the last one's states."""
+def _round(worker: _Worker, writer: StoreWriter, inputs: list[list[int]], max_tokens: int) -> float:
+    """Seconds from handing out the inputs until the store with their states is closed."""
+    requests = {str(i): ExtractRequest(i, False, ids, max_tokens) for i, ids in enumerate(inputs)}
     begun = time.perf_counter()
-    worker.give([Ask(f"{run} {max_tokens} {len(prompts[0])} {i}", ids, max_tokens, 0) for i, ids in enumerate(prompts)])
-    left = len(prompts)
-    while left:
+    worker.give([request.ask(0) for request in requests.values()])
+    while requests:
         message = worker.receive()
         assert not isinstance(message, str), message
-        left -= isinstance(message, Extracted)
+        if isinstance(message, Extracted):
+            writer.append(_checked(message, requests.pop(message.name)))
+    writer.close()
     return time.perf_counter() - begun
 
 
