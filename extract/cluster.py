@@ -11,6 +11,7 @@ to the others. If it still lives somewhere and goes on writing, nobody listens: 
 
 from __future__ import annotations
 
+import fcntl
 import queue
 import secrets
 import shutil
@@ -18,7 +19,7 @@ import tempfile
 import threading
 from collections import deque
 from collections.abc import Iterable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -110,9 +111,7 @@ class Machine:
             self._directory,
             way_out="All machines need the same target: pin `target.revision`, or put its directory where all see it.",
         )
-        # Spool files are many and short-lived: they stay on the machine's own disk.
-        folder = Path(tempfile.mkdtemp(prefix="draftsmith-"))
-        try:
+        with _local_folder() as folder:
             for sequence in extracted_sequences(self._recipe, target, self._identity, self._requests(), folder):
                 self._maker.add(sequence)
                 self._finished += 1
@@ -120,13 +119,6 @@ class Machine:
                     self._write_shard()
                 if self._given - self._finished <= self._capacity * 3 // 4:
                     self._news.set()
-        except DraftsmithError:
-            shutil.rmtree(folder / "spool", ignore_errors=True)  # the engines' logs stay: the error names them
-            raise
-        except BaseException:
-            shutil.rmtree(folder, ignore_errors=True)
-            raise
-        shutil.rmtree(folder, ignore_errors=True)
 
     def _requests(self) -> Iterator[ExtractRequest | None]:
         """What the driver gave, for the engines. When they run dry, what they made is written: it may be all there is."""
@@ -149,6 +141,28 @@ class Machine:
         self._finished_shards.put(self._maker.write(path))
         self._shards_written += 1
         self._news.set()
+
+
+@contextmanager
+def _local_folder() -> Iterator[Path]:
+    """A folder on this machine's own disk, for spool files and logs; those of killed actors are removed first.
+
+    Of an actor that fails the logs stay, until the next one comes: the error names them.
+    """
+    here = Path(tempfile.gettempdir())
+    for path in here.glob("draftsmith-machine-*/lock"):
+        with path.open() as lock, suppress(BlockingIOError):
+            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)  # held while its actor lives
+            shutil.rmtree(path.parent, ignore_errors=True)
+    folder = Path(tempfile.mkdtemp(prefix="draftsmith-machine-"))
+    with (folder / "new").open("w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        (folder / "new").rename(folder / "lock")  # others see it locked only
+        try:
+            yield folder
+        finally:
+            shutil.rmtree(folder / "spool", ignore_errors=True)
+    shutil.rmtree(folder, ignore_errors=True)
 
 
 def extract_on_machines(

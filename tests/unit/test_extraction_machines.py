@@ -97,6 +97,8 @@ def answering(requests: Iterable[ExtractRequest | None]) -> Iterator[Sequence]:
 def start(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., list[_Machine]]:
     """Starts machines; each takes the way of answering that it is given."""
     ways: dict[int, Answering] = {}
+    (tmp_path / "local").mkdir()
+    monkeypatch.setattr(cluster.tempfile, "tempdir", str(tmp_path / "local"))
 
     def extracted(
         recipe: object, target: object, identity: object, requests: Any, directory: Path
@@ -253,6 +255,30 @@ def test_machines_with_gpus_are_used_where_there_are_any(
             cluster._nodes(cluster_of(*resources), recipe)
     else:
         assert {node["NodeID"]: asked for node, asked in cluster._nodes(cluster_of(*resources), recipe)} == found
+
+
+def test_spools_of_killed_machines_are_removed_and_those_of_living_ones_are_not(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.setattr(cluster.tempfile, "tempdir", str(tmp_path))
+    left = tmp_path / "draftsmith-machine-left"
+    left.mkdir()
+    (left / "lock").touch()
+    with cluster._local_folder() as first:
+        with cluster._local_folder() as second:
+            assert {*tmp_path.iterdir()} == {first, second}
+        (first / "spool").mkdir()
+        assert [*tmp_path.iterdir()] == [first]
+    assert not [*tmp_path.iterdir()]
+
+
+def test_a_failed_machines_logs_stay(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setattr(cluster.tempfile, "tempdir", str(tmp_path))
+    with pytest.raises(DraftsmithError), cluster._local_folder() as folder:  # noqa: PT012
+        (folder / "spool").mkdir()
+        (folder / "engine.log").touch()
+        raise DraftsmithError("its log is there")
+    assert {path.name for path in folder.iterdir()} == {"engine.log", "lock"}
 
 
 # ---- adopting ----
