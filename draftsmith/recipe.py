@@ -11,7 +11,7 @@ import hashlib
 import json
 import re
 from pathlib import Path
-from typing import Any, Literal
+from typing import Annotated, Any, Literal
 
 import yaml
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator, model_validator
@@ -165,7 +165,10 @@ class Extract(Section):
     backend: Literal["vllm", "transformers"] = "vllm"
     """`transformers` is slow, needs no vLLM, and is what vLLM's states are tested against."""
     workers: int = Field(1, ge=1)
-    """Engines on this machine, which divide its cores or GPUs; what one that dies had goes to the others."""
+    """Engines on a machine, which divide its cores or GPUs; what one that dies had goes to the others."""
+    machines: Annotated[int, Field(ge=1)] | Literal["all"] | None = None
+    """Machines of the Ray cluster that this one belongs to, each with `workers` engines; absent: this machine, without
+    Ray. All see the run's folder under the same path; what a machine that dies had goes to the others."""
     max_num_seqs: int = Field(128, ge=1)
     """Sequences that the engine runs at once."""
     max_num_batched_tokens: int = Field(4096, ge=16)
@@ -185,8 +188,9 @@ class Extract(Section):
             raise ValueError(
                 "`samples` above 1 needs `mode: generate` and a `temperature` above 0: greedy answers are alike"
             )
-        if self.backend == "transformers" and (self.stop or self.turns == "all" or self.workers > 1):
-            raise ValueError("`stop`, `turns: all` and `workers` need `backend: vllm`")
+        beyond = self.stop or self.turns == "all" or self.workers > 1 or self.machines is not None
+        if self.backend == "transformers" and beyond:
+            raise ValueError("`stop`, `turns: all`, `workers` and `machines` need `backend: vllm`")
         return self
 
     def response_tokens(self, *, held_out: bool) -> int:

@@ -27,7 +27,8 @@ All before the states is the shard's head. Every byte is covered: the head by a 
 they are read. The checksum is XXH3: what it must find is damage, not forgery, and it is faster than memory is copied.
 
 Shards are written whole and renamed into place; the manifest names the shards that count and is rewritten after each.
-Whatever else lies in the directory is left over from a crash and is ignored.
+Whatever else lies in the directory is left over from a crash and is ignored. One process writes the manifest. Shard files
+may come from several machines, each with names of its own, and count once that process has adopted them.
 """
 
 from __future__ import annotations
@@ -126,7 +127,7 @@ class StoreIdentity:
 
 
 @dataclass
-class _Shard:
+class Shard:
     """A shard's entry in the manifest."""
 
     file: str
@@ -153,11 +154,63 @@ class _Waiting:
     data: bytes | memoryview
 
 
+class ShardMaker:
+    """Gathers sequences and makes shard files of them, on any machine. A shard counts once a `StoreWriter` has it."""
+
+    def __init__(self, identity: StoreIdentity, compression: Form) -> None:
+        if (compression == "int8") != (identity.states == "int8"):
+            raise ValueError(f"compression {compression} does not go with states {identity.states}")
+        self._identity, self._compression = identity, compression
+        self._waiting: list[_Waiting] = []
+        self.tokens = 0
+        """Tokens with states that wait to be written."""
+
+    @property
+    def sample_ids(self) -> list[int]:
+        """Conversations that wait to be written."""
+        return [one.sequence.sample_id for one in self._waiting]
+
+    def add(self, sequence: Sequence) -> None:
+        """Check a sequence, encode it and keep it for the next shard.
+
+        Raises:
+            ValueError: the sequence does not hold what a store promises (lengths, shape, finite, not all zero).
+        """
+        _check(sequence, self._identity)
+        states = sequence.hidden_states.contiguous()
+        data = _bytes_of(states) if self._compression == "none" else encode(states, self._compression)
+        self._waiting.append(_Waiting(sequence, len(states), data))
+        self.tokens += len(states)
+
+    def write(self, path: Path) -> Shard:
+        """Write what waits as a shard file, and begin the next.
+
+        Raises:
+            DraftsmithError: there is no room on the disk; everything still waits.
+        """
+        head = _head(self._waiting, self._identity, self._compression)
+        write_bytes(path, head, *(one.data for one in self._waiting))
+        sequences = [one.sequence for one in self._waiting]
+        shard = Shard(
+            file=path.name,
+            compression=self._compression,
+            bytes=len(head) + sum(len(one.data) for one in self._waiting),
+            head_bytes=len(head),
+            head_checksum=xxhash.xxh3_64_hexdigest(head),
+            sequences=len(sequences),
+            tokens=self.tokens,
+            response_tokens=sum(int(s.loss_mask.sum()) for s in sequences),
+            held_out_sequences=sum(s.held_out for s in sequences),
+        )
+        self._waiting, self.tokens = [], 0
+        return shard
+
+
 class StoreWriter:
     """Appends sequences to a store and can be killed at any moment: what is in the manifest stays.
 
     Opening a directory that holds an unfinished store of the same identity continues it; `sample_ids` says
-    which conversations it already has.
+    which conversations it already has. Shard files that the manifest does not name are removed then, and on closing.
 
     Raises:
         UserError: the store there is another's, or another process is writing to it.
@@ -167,13 +220,9 @@ class StoreWriter:
     def __init__(
         self, directory: Path, identity: StoreIdentity, *, shard_tokens: int, compression: Form = "none"
     ) -> None:
-        if (compression == "int8") != (identity.states == "int8"):
-            raise ValueError(f"compression {compression} does not go with states {identity.states}")
+        self._maker = ShardMaker(identity, compression)
         self._directory, self._identity, self._shard_tokens = directory, identity, shard_tokens
-        self._compression = compression
-        self._waiting: list[_Waiting] = []
-        self._waiting_tokens = 0
-        self._shards: list[_Shard] = []
+        self._shards: list[Shard] = []
         self._sample_ids: set[int] = set()
         self._lock = (directory / LOCK).open("w")
         try:
@@ -186,10 +235,11 @@ class StoreWriter:
         if (directory / MANIFEST).exists():
             earlier = _read_manifest(directory)
             _identity_of(earlier).require(identity, directory)
-            self._shards = [_Shard(**entry) for entry in earlier["shards"]]
+            self._shards = [Shard(**entry) for entry in earlier["shards"]]
             for shard in self._shards:
                 self._sample_ids.update(_OpenShard(directory, shard, identity).sample_ids.tolist())
         self._publish_manifest()
+        self._remove_leftovers()
 
     @property
     def sample_ids(self) -> set[int]:
@@ -199,7 +249,7 @@ class StoreWriter:
     @property
     def tokens(self) -> int:
         """Tokens with states, those of the open shard included."""
-        return sum(shard.tokens for shard in self._shards) + self._waiting_tokens
+        return sum(shard.tokens for shard in self._shards) + self._maker.tokens
 
     def append(self, sequence: Sequence) -> None:
         """Check a sequence and add it.
@@ -208,42 +258,47 @@ class StoreWriter:
             ValueError: the sequence does not hold what a store promises (lengths, shape, finite, not all zero).
             DraftsmithError: there is no room on the disk. What is on disk already stays and can be continued.
         """
-        _check(sequence, self._identity)
-        tokens, states = len(sequence.hidden_states), sequence.hidden_states.contiguous()
-        data = _bytes_of(states) if self._compression == "none" else encode(states, self._compression)
-        self._waiting.append(_Waiting(sequence, tokens, data))
-        self._waiting_tokens += tokens
-        if self._waiting_tokens >= self._shard_tokens:
+        self._maker.add(sequence)
+        if self._maker.tokens >= self._shard_tokens:
             self._close_shard()
+
+    def adopt(self, shard: Shard) -> list[int]:
+        """Add a shard that another process wrote into this directory; return the ids of its conversations.
+
+        Raises:
+            StoreDamaged: the file is not there, or its length or head is not as it was written.
+            ValueError: it holds a conversation that the store has already, or holds one twice.
+            DraftsmithError: there is no room on the disk for the manifest.
+        """
+        sample_ids: list[int] = _OpenShard(self._directory, shard, self._identity).sample_ids.tolist()
+        if len(set(sample_ids)) < len(sample_ids) or not self._sample_ids.isdisjoint(sample_ids):
+            raise ValueError(f"{shard.file} holds conversations that are in the store already")
+        self._add_shard(shard, sample_ids)
+        return sample_ids
 
     def close(self) -> dict[str, Any]:
         """Write what is open and let go of the store; return the manifest's counts."""
-        if self._waiting:
+        if self._maker.tokens:
             self._close_shard()
+        self._remove_leftovers()
         self._lock.close()
         return self._counts()
 
     def _close_shard(self) -> None:
-        file = f"shard-{len(self._shards):05d}.safetensors"
-        head = _head(self._waiting, self._identity, self._compression)
-        write_bytes(self._directory / file, head, *(one.data for one in self._waiting))
-        sequences = [one.sequence for one in self._waiting]
-        self._shards.append(
-            _Shard(
-                file=file,
-                compression=self._compression,
-                bytes=len(head) + sum(len(one.data) for one in self._waiting),
-                head_bytes=len(head),
-                head_checksum=xxhash.xxh3_64_hexdigest(head),
-                sequences=len(sequences),
-                tokens=self._waiting_tokens,
-                response_tokens=sum(int(s.loss_mask.sum()) for s in sequences),
-                held_out_sequences=sum(s.held_out for s in sequences),
-            )
-        )
+        sample_ids = self._maker.sample_ids
+        self._add_shard(self._maker.write(self._directory / f"shard-{len(self._shards):05d}.safetensors"), sample_ids)
+
+    def _add_shard(self, shard: Shard, sample_ids: list[int]) -> None:
+        self._shards.append(shard)
         self._publish_manifest()
-        self._sample_ids.update(s.sample_id for s in sequences)
-        self._waiting, self._waiting_tokens = [], 0
+        self._sample_ids.update(sample_ids)
+
+    def _remove_leftovers(self) -> None:
+        """A machine that is thought dead may still write some, under names that nobody uses again."""
+        named = {shard.file for shard in self._shards}
+        for path in self._directory.glob("shard-*"):
+            if path.name not in named:
+                path.unlink(missing_ok=True)
 
     def _counts(self) -> dict[str, int]:
         names = ("sequences", "held_out_sequences", "tokens", "response_tokens", "bytes")
@@ -403,7 +458,7 @@ class Store:
                 wanted, folder, way_out=f"Only stores of one identity mix; the first is {directory}."
             )
             for fields in manifest["shards"]:
-                shard = _OpenShard(folder, _Shard(**fields), identity)
+                shard = _OpenShard(folder, Shard(**fields), identity)
                 self._shards.append(shard)
                 for entry in shard.entries(len(self._shards) - 1):
                     first = entries.get(entry.sample_id, entry)
@@ -476,7 +531,7 @@ class Store:
 class _OpenShard:
     """One shard, mapped, its head checked."""
 
-    def __init__(self, directory: Path, about: _Shard, identity: StoreIdentity) -> None:
+    def __init__(self, directory: Path, about: Shard, identity: StoreIdentity) -> None:
         self.about, self.path = about, directory / about.file
         if not self.path.is_file():
             raise StoreDamaged(self.path, 0, about.bytes, "the file is not there")

@@ -38,6 +38,8 @@ if TYPE_CHECKING:
 
 _FLUSH_SECONDS = 60.0
 _LOG_LINES = 15
+_ASK_AGAIN_SECONDS = 1.0
+"""Between two looks for new prompts where there were none, though no engine says anything."""
 _UNTAKEN = 64
 """Finished requests whose states may lie in a worker's spool before it waits for the driver."""
 
@@ -92,12 +94,13 @@ class Job:
 
 
 def run_engines(
-    job: Job, asks: Iterable[Ask], engine: recipe.Engine, *, workers: int, directory: Path
+    job: Job, asks: Iterable[Ask | None], engine: recipe.Engine, *, workers: int, directory: Path
 ) -> Iterator[Extracted]:
     """Run a job on several engines of this machine and yield each request as it finishes, in no order.
 
     Args:
-        asks: read as engines have room.
+        asks: read as engines have room. None: there are none just now. Not to be given while nothing is under way: then
+            the iterator waits for the next, or ends.
         workers: engines; a CPU's cores and a machine's GPUs are divided among them.
         directory: for spool files and logs.
 
@@ -119,7 +122,7 @@ def run_engines(
 
     try:
         while crew:
-            for pipe in wait([worker.pipe for worker in crew]):
+            for pipe in wait([worker.pipe for worker in crew], timeout=_ASK_AGAIN_SECONDS):
                 (worker,) = (one for one in crew if one.pipe is pipe)
                 message = worker.receive()
                 if isinstance(message, int):

@@ -42,7 +42,7 @@ def run_extract(recipe: Recipe, run_dir: Path) -> dict[str, Any]:
     target = describe_target(prepare_target(recipe.target), recipe.target)
     layer_ids = options.layer_ids or default_layer_ids(target.num_hidden_layers)
     check_layer_ids(layer_ids, target.num_hidden_layers)
-    identity = _identity(recipe, target, layer_ids)
+    identity = store_identity(recipe, target, layer_ids)
     skips = Skips()
     run_dir.mkdir(parents=True, exist_ok=True)
     requests = Requests(run_dir, requests_of(recipe, target.path, skips))
@@ -72,23 +72,19 @@ def run_extract(recipe: Recipe, run_dir: Path) -> dict[str, Any]:
     new_tokens = 0
     seconds = 0.0
     if len(done) < len(requests):
-        flying: dict[str, ExtractRequest] = {}
-
-        def asks() -> Iterator[Ask]:
-            for request in requests:
-                if request.sample_id not in done:
-                    flying[request.name] = request
-                    yield request.ask(recipe.seed)
-
+        todo = (request for request in requests if request.sample_id not in done)
         console.print(f"extract: starting {options.backend}", highlight=False)
         with Bar("extract", total=len(requests), unit="prompts", done=len(done)) as bar:
             begun = time.time()
-            for extracted in _extracted(recipe, target, tuple(layer_ids), asks(), directory):
-                sequence = _checked(extracted, flying.pop(extracted.name))
-                writer.append(sequence)
-                new_tokens += len(sequence.hidden_states)
+            if options.machines is not None:
+                from draftsmith.extract.cluster import extract_on_machines
+
+                progress = extract_on_machines(recipe, identity, todo, writer, directory)
+            else:
+                progress = _extract_here(recipe, target, identity, todo, writer, directory)
+            for sequences, new_tokens in progress:
                 seconds = time.time() - begun
-                bar.step(tokens_per_second=new_tokens / seconds)
+                bar.update(len(done) + sequences, tokens_per_second=new_tokens / seconds)
     requests.close()
     counts = writer.close()
     shutil.rmtree(directory / "spool", ignore_errors=True)
@@ -102,7 +98,28 @@ def run_extract(recipe: Recipe, run_dir: Path) -> dict[str, Any]:
     return figures
 
 
-def _identity(recipe: Recipe, target: TargetInfo, layer_ids: Iterable[int]) -> StoreIdentity:
+def _extract_here(
+    recipe: Recipe,
+    target: TargetInfo,
+    identity: StoreIdentity,
+    requests: Iterable[ExtractRequest],
+    writer: StoreWriter,
+    directory: Path,
+) -> Iterator[tuple[int, int]]:
+    """Extract on this machine. After each sequence: how many there are, and how many tokens they have."""
+    tokens = 0
+    for count, sequence in enumerate(extracted_sequences(recipe, target, identity, requests, directory), 1):
+        writer.append(sequence)
+        tokens += len(sequence.hidden_states)
+        yield count, tokens
+
+
+def store_identity(recipe: Recipe, target: TargetInfo, layer_ids: Iterable[int]) -> StoreIdentity:
+    """What the recipe's store is made from.
+
+    Args:
+        layer_ids: those of the recipe, or the default ones.
+    """
     options = recipe.extract
     return StoreIdentity(
         target=target.name,
@@ -166,8 +183,36 @@ def _why_not_same(recipe: Recipe, directory: Path, identity: StoreIdentity) -> s
     )
 
 
+def extracted_sequences(
+    recipe: Recipe,
+    target: TargetInfo,
+    identity: StoreIdentity,
+    requests: Iterable[ExtractRequest | None],
+    directory: Path,
+) -> Iterator[Sequence]:
+    """Have every request answered on this machine; yield its checked sequence when it is finished, in no order.
+
+    Args:
+        requests: read as engines have room; None as in `run_engines`.
+        directory: for spool files and logs.
+
+    Raises:
+        DraftsmithError: every engine failed, or produced states that are not what was asked for.
+    """
+    flying: dict[str, ExtractRequest] = {}
+
+    def asks() -> Iterator[Ask | None]:
+        for request in requests:
+            if request is not None:
+                flying[request.name] = request
+            yield None if request is None else request.ask(recipe.seed)
+
+    for extracted in _extracted(recipe, target, identity.layer_ids, asks(), directory):
+        yield _checked(extracted, flying.pop(extracted.name))
+
+
 def _extracted(
-    recipe: Recipe, target: TargetInfo, layer_ids: tuple[int, ...], asks: Iterable[Ask], directory: Path
+    recipe: Recipe, target: TargetInfo, layer_ids: tuple[int, ...], asks: Iterable[Ask | None], directory: Path
 ) -> Iterator[Extracted]:
     """Every one of `asks` with its states, from the recipe's backend."""
     options = recipe.extract
@@ -176,8 +221,9 @@ def _extracted(
     if options.backend == "transformers":
         from draftsmith.extract.hf import run_transformers
 
+        some = (ask for ask in asks if ask is not None)
         yield from run_transformers(
-            target.path, recipe.target.dtype, layer_ids, asks, generate=generate, sampling=sampling
+            target.path, recipe.target.dtype, layer_ids, some, generate=generate, sampling=sampling
         )
         return
     job = Job(

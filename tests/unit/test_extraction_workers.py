@@ -104,6 +104,25 @@ def test_prompts_are_read_as_they_are_needed(tmp_path: Path) -> None:
     running.close()
 
 
+def test_prompts_may_come_later(tmp_path: Path) -> None:
+    under_way = 0
+
+    def now_and_then():
+        nonlocal under_way
+        for number, ask in enumerate(asks(60)):
+            if number % 7 == 6:
+                while under_way:
+                    yield None
+            under_way += 1
+            yield ask
+
+    found = []
+    for extracted in run_engines(JOB, now_and_then(), Engine(), workers=2, directory=tmp_path):
+        under_way -= 1
+        found.append(extracted.name)
+    assert sorted(found) == sorted(ask.name for ask in asks(60))
+
+
 @pytest.mark.parametrize("seed", range(5))
 def test_a_killed_workers_share_is_taken_over(seed: int, tmp_path: Path) -> None:
     chooser = random.Random(seed)

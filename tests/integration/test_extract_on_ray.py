@@ -1,0 +1,105 @@
+"""Extraction on a real Ray cluster with real engines: whoever is killed, the store is what one engine makes."""
+
+import importlib.util
+import json
+import os
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Iterator
+from contextlib import suppress
+from pathlib import Path
+
+import psutil
+import pytest
+import torch
+
+from draftsmith.extract.extract import run_extract
+from draftsmith.recipe import load_recipe
+from draftsmith.store import Store
+from tests.integration.conftest import demo_prompts, write_recipe
+
+pytestmark = [
+    pytest.mark.integration,
+    pytest.mark.skipif(importlib.util.find_spec("ray") is None, reason="Ray is not installed: the extra `ray`"),
+]
+
+
+@pytest.fixture
+def address() -> Iterator[str]:
+    """A Ray cluster of two machines with one core each, both on this one."""
+    from ray.cluster_utils import Cluster
+
+    with tempfile.TemporaryDirectory(prefix="ray-", ignore_cleanup_errors=True) as folder:  # short: sockets lie in it
+        small = {"num_cpus": 1, "object_store_memory": 80 * 2**20, "include_dashboard": False}
+        cluster = Cluster(initialize_head=True, head_node_args=small | {"temp_dir": folder})
+        try:
+            cluster.add_node(**small)
+            yield cluster.address
+        finally:
+            cluster.shutdown()
+
+
+def _sequences(store: Path) -> int:
+    return len(Store(store)) if (store / "manifest.json").exists() else 0
+
+
+def _started(command: list[str], address: str) -> subprocess.Popen:
+    environment = os.environ | {"RAY_ADDRESS": address}
+    return subprocess.Popen(command, env=environment, stderr=subprocess.PIPE, text=True)
+
+
+def _wait_for(count: int, store: Path, process: subprocess.Popen) -> None:
+    deadline = time.monotonic() + 300
+    while _sequences(store) < count:
+        assert process.poll() is None, f"it ended before the kill: {process.communicate()[1]}"
+        assert time.monotonic() < deadline
+        time.sleep(0.02)
+
+
+def _actors() -> list[psutil.Process]:
+    found = []
+    for process in psutil.Process().children(recursive=True):
+        with suppress(psutil.Error):  # it has just ended
+            if process.cmdline()[0].startswith("ray::Machine"):
+                found.append(process)
+    return found
+
+
+def test_driver_and_machine_are_killed(address: str, smollm2: Path, tmp_path: Path) -> None:
+    options = {"max_num_seqs": 2, "shard_tokens": 64, "max_tokens": 8}
+    path = write_recipe(tmp_path, smollm2, demo_prompts(48), ["Hello there"], extract=options)
+    store = tmp_path / "two" / "test" / "store"
+    command = [sys.executable, "-m", "draftsmith.cli", "extract", str(path), "--runs", str(tmp_path / "two")]
+    command += ["-s", "extract.machines=all"]
+
+    driver = _started(command, address)
+    _wait_for(3, store, driver)
+    driver.kill()
+    driver.wait()
+    before = _sequences(store)
+    assert 3 <= before < 49
+
+    driver = _started(command, address)
+    _wait_for(before + 1, store, driver)
+    actors = _actors()
+    assert len(actors) == 2, "those of the killed driver are gone"
+    victim = next(actor for actor in actors if actor.children())
+    engines = victim.children(recursive=True)
+    victim.kill()
+    _, said = driver.communicate(timeout=300)
+    assert driver.returncode == 0, said
+    assert "The other machines take over" in said
+    assert psutil.wait_procs(engines, timeout=60)[1] == [], "the dead machine's engines have ended"
+    assert not list(store.glob(".machine-*"))
+
+    run_extract(load_recipe(path), tmp_path / "one")
+    ours, reference = Store(store), Store(tmp_path / "one" / "store")
+    assert len(ours) == ours.counts["sequences"] == len(reference) == 49
+    assert len(list(store.glob("shard-*"))) == len(json.loads((store / "manifest.json").read_text())["shards"])
+    for a, b in zip(ours, reference, strict=True):
+        assert (a.sample_id, a.held_out) == (b.sample_id, b.held_out)
+        assert torch.equal(a.token_ids, b.token_ids)
+        assert torch.equal(a.loss_mask, b.loss_mask)
+        torch.testing.assert_close(a.hidden_states, b.hidden_states, rtol=1e-3, atol=1e-3)
