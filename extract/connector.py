@@ -119,7 +119,7 @@ class HiddenStatesConnector(KVConnectorBase_V1, SupportsHMA):
         pass
 
     def request_finished(self, request: Request, block_ids: list[int]) -> tuple[bool, dict[str, Any] | None]:
-        """Note a finished request; True keeps its blocks until the worker has copied them."""
+        """Note a finished request; True keeps its blocks until the worker has written its file."""
         asked = request.kv_transfer_params or {}
         name = asked.get(NAME_KEY) if self._names_from_requests else None
         aborted = request.status == RequestStatus.FINISHED_ABORTED and name is None

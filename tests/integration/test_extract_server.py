@@ -241,14 +241,29 @@ def test_what_a_client_may_ask_for(server: Server, model: Any) -> None:
     assert not list(server.spool.iterdir())
 
 
-def test_no_folder_to_write_to(smollm2: Path, tmp_path: Path) -> None:
-    """The document's start without its `mkdir`: the server ends, and its log says why."""
-    start = commands(smollm2, 8000)[0].replace("mkdir -p spool\n", "")
-    process = run(tmp_path, start)
+def test_a_failed_write_ends_an_idle_server(server: Server) -> None:
+    """Rather than clients that wait for ever. The last test of this server."""
+    server.spool.rmdir()
+    server.ask(prompt="The sky is")
+    assert server.process.wait(60) != 0
+    assert "No such file or directory" in server.log()
+
+
+@pytest.mark.parametrize(
+    ("left_out", "said"),
+    [
+        ("mkdir -p spool\n", "spool, and no file can be written there (No such file or directory). Make that folder"),
+        ("--no-enable-prefix-caching ", "Start it with --no-enable-prefix-caching."),
+    ],
+)
+def test_a_wrong_start_says_why(left_out: str, said: str, smollm2: Path, tmp_path: Path) -> None:
+    start = commands(smollm2, 8000)[0]
+    assert left_out in start
+    process = run(tmp_path, start.replace(left_out, ""))
     try:
         assert process.wait(300) != 0
     finally:
         end(process)
     log = (tmp_path / "server.log").read_text()
-    assert "UserError: spool_directory" in log, log[-3000:]
-    assert f"is {tmp_path}/spool, and no file can be written there (No such file or directory). Make that folder" in log
+    assert "UserError: " in log, log[-3000:]
+    assert said in log
