@@ -7,8 +7,11 @@ the cache and writes them to a spool directory; the driver reads, checks and del
     scheduler process:  request_finished -> build_connector_meta  (which blocks hold which tokens)
     worker process:     get_finished     -> gather, copy to host, write in a thread, rename into place
 
-The worker hears of a finished request in the engine's next step, so an engine that goes idle must be given one
-more step: the driver sends a request marked `discard` for that.
+The worker hears of a finished request in the engine's next step. An engine that vLLM runs itself (a server's) takes
+that step without being asked; a program that steps an engine must step on until the file is there.
+
+It also works in vLLM's own server (docs/extraction-server.md), whose clients write `kv_transfer_params` as they
+like: they learn the name of their file from the answer, and have no say in it.
 
 Spool file: safetensors with `token_ids` int32 [M] and `hidden_states` dtype [M, L, H], where the M tokens are
 the ones that were inputs of the target (a last sampled token never was).
@@ -16,9 +19,11 @@ the ones that were inputs of the target (a last sampled token never was).
 
 from __future__ import annotations
 
+import secrets
+import tempfile
 import threading
 from collections.abc import Callable
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -33,9 +38,9 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import (
     SupportsHMA,
 )
 from vllm.distributed.parallel_state import get_tensor_model_parallel_rank
-from vllm.logger import init_logger
 from vllm.v1.request import RequestStatus
 
+from draftsmith.errors import UserError
 from draftsmith.extract.engine import spool_file
 
 if TYPE_CHECKING:
@@ -44,12 +49,10 @@ if TYPE_CHECKING:
     from vllm.v1.kv_cache_interface import KVCacheConfig
     from vllm.v1.request import Request
 
-logger = init_logger(__name__)
-
 SPOOL_KEY = "draftsmith_spool_file"
 """In a finished request's `kv_transfer_params`: the file name, inside the spool directory, of its states."""
 NAME_KEY = "draftsmith_name"
-"""In a request's `kv_transfer_params`: what its spool file is named after (`spool_file`), instead of vLLM's own id for it.
+"""In a request's `kv_transfer_params`: what its spool file is named after (`spool_file`). Only with `names_from_requests`.
 Such a request is saved even when it ends as aborted, which is how vLLM ends one that met a stop string."""
 DISCARD_KEY = "draftsmith_discard"
 """In a request's `kv_transfer_params`: save nothing for it."""
@@ -74,22 +77,38 @@ class _Metadata(KVConnectorMetadata):
 
 
 class HiddenStatesConnector(KVConnectorBase_V1, SupportsHMA):
-    """Store-only connector. `kv_connector_extra_config` holds `spool_directory`."""
+    """Store-only connector.
+
+    Its `kv_connector_extra_config`:
+        spool_directory: an existing folder for the files.
+        names_from_requests: whether a request may name its file (`NAME_KEY`). For an engine whose every request comes
+            from one program; on a server, a client that knows another's name could overwrite its file.
+
+    Raises:
+        UserError: the engine uses prefix caching, or (`register_kv_caches`) the spool directory cannot be written to.
+    """
 
     def __init__(self, vllm_config: VllmConfig, role: KVConnectorRole, kv_cache_config: KVCacheConfig) -> None:
         super().__init__(vllm_config=vllm_config, role=role, kv_cache_config=kv_cache_config)
-        self._spool = Path(self._kv_transfer_config.get_from_extra_config("spool_directory", ""))
+        if vllm_config.cache_config.enable_prefix_caching:
+            raise UserError(
+                "Hidden states are not known to be right with vLLM's prefix caching, and this engine uses it. "
+                "Start it with --no-enable-prefix-caching."
+            )
         self._group, self._block_size = _hidden_states_group(kv_cache_config)
-        self._finished: list[_Save] = []  # scheduler: saves not yet told to the worker
+
+        # Scheduler side.
+        self._names_from_requests = self._kv_transfer_config.get_from_extra_config("names_from_requests", False) is True
+        self._finished: list[_Save] = []  # not yet told to the worker
 
         # Worker side.
+        self._spool = Path()
         self._cache: torch.Tensor | None = None  # [blocks, layers, block size, hidden]
         self._writes = True  # other tensor-parallel ranks hold the same states and must not write
-        self._copies: dict[str, Callable[[], bool]] = {}  # request id -> whether its copy to the host is done
+        self._running: dict[str, Future[None]] = {}  # by request id, its file being written
         self._stream: torch.cuda.Stream | None = None
         self._threads = ThreadPoolExecutor(max_workers=2, thread_name_prefix="draftsmith-spool")
         self._slots = threading.BoundedSemaphore(_WRITES_IN_FLIGHT)
-        self._failure: Exception | None = None  # of a writing thread; ends the engine in its next step
 
     # Scheduler side.
 
@@ -100,15 +119,17 @@ class HiddenStatesConnector(KVConnectorBase_V1, SupportsHMA):
         pass
 
     def request_finished(self, request: Request, block_ids: list[int]) -> tuple[bool, dict[str, Any] | None]:
-        """Note a finished request; True keeps its blocks until the worker has copied them."""
+        """Note a finished request; True keeps its blocks until the worker has written its file."""
         asked = request.kv_transfer_params or {}
-        name = asked.get(NAME_KEY)
+        name = asked.get(NAME_KEY) if self._names_from_requests else None
         aborted = request.status == RequestStatus.FINISHED_ABORTED and name is None
-        if asked.get(DISCARD_KEY) or aborted or not block_ids:
+        without_ids = request.prompt_embeds is not None  # nobody could tell later what the states are of
+        if asked.get(DISCARD_KEY) or aborted or without_ids or not block_ids:
             return False, None
         # Of an answered request the last token was sampled and never an input: it has no state.
         token_ids = request.prompt_token_ids if asked.get(PROMPT_ONLY_KEY) else request.all_token_ids[:-1]
-        file = spool_file(str(name or request.request_id))  # a hash: clients of a server must not choose paths
+        # Not named after vLLM's id of the request either: a client of a server chooses most of it (X-Request-Id).
+        file = spool_file(secrets.token_hex(16) if name is None else name)
         self._finished.append(_Save(request.request_id, file, list(token_ids), list(block_ids)))
         return True, {SPOOL_KEY: file}
 
@@ -137,6 +158,8 @@ class HiddenStatesConnector(KVConnectorBase_V1, SupportsHMA):
                 f"the hidden-states cache has blocks of {self._cache.shape[2]} tokens, its spec says {self._block_size}"
             )
         self._writes = get_tensor_model_parallel_rank() == 0
+        if self._writes:
+            self._spool = _spool_directory(self._kv_transfer_config.get_from_extra_config("spool_directory", None))
 
     def start_load_kv(self, forward_context: Any, **kwargs: Any) -> None:
         pass
@@ -151,21 +174,22 @@ class HiddenStatesConnector(KVConnectorBase_V1, SupportsHMA):
         pass
 
     def get_finished(self, finished_req_ids: set[str]) -> tuple[set[str] | None, set[str] | None]:
-        """Start the copies of newly finished requests; name the requests whose blocks may be freed.
+        """Start the copies of newly finished requests; name the requests whose files are written.
+
+        vLLM frees a request's blocks when it is named here, and goes on stepping until then. The copy alone would do
+        for the blocks; waiting for the file as well lets an engine that has nothing else to do hear that it failed.
 
         Raises:
-            OSError: earlier states could not be written, the disk being full for one.
+            Exception: a file could not be written, the disk being full for one; this ends the engine.
         """
-        if self._failure is not None:
-            raise self._failure
         if self._writes and self.has_connector_metadata():
             metadata = self._get_connector_metadata()
             assert isinstance(metadata, _Metadata)
             for save in metadata.saves:
                 self._start_copy(save)
-        done = {request_id for request_id, copied in self._copies.items() if copied()}
+        done = {request_id for request_id, writing in self._running.items() if writing.done()}
         for request_id in done:
-            del self._copies[request_id]
+            self._running.pop(request_id).result()
         return done or None, None
 
     def _start_copy(self, save: _Save) -> None:
@@ -176,20 +200,18 @@ class HiddenStatesConnector(KVConnectorBase_V1, SupportsHMA):
         ]
         self._slots.acquire()
         if self._cache.is_cuda:
-            states, wait, copied = self._copy_from_gpu(slots)
+            states, wait = self._copy_from_gpu(slots)
         else:
-            states = self._gather(slots)
-            wait, copied = (lambda: None), (lambda: True)
-        self._copies[save.request_id] = copied
-        self._threads.submit(self._write, save, states, wait)
+            states, wait = self._gather(slots), lambda: None
+        self._running[save.request_id] = self._threads.submit(self._write, save, states, wait)
 
     def _gather(self, slots: torch.Tensor) -> torch.Tensor:
         """States at cache slots: [M, L, H], a copy."""
         assert self._cache is not None
         return self._cache[slots // self._block_size, :, slots % self._block_size]
 
-    def _copy_from_gpu(self, slots: torch.Tensor) -> tuple[torch.Tensor, Callable[[], None], Callable[[], bool]]:
-        """Gather on a side stream into pinned memory, so that the model's stream never waits."""
+    def _copy_from_gpu(self, slots: torch.Tensor) -> tuple[torch.Tensor, Callable[[], None]]:
+        """Gather on a side stream into pinned memory, so that the model's stream never waits; the second waits for it."""
         assert self._cache is not None
         if self._stream is None:
             self._stream = torch.cuda.Stream(self._cache.device)
@@ -200,7 +222,7 @@ class HiddenStatesConnector(KVConnectorBase_V1, SupportsHMA):
             states.copy_(on_gpu, non_blocking=True)
             event = torch.cuda.Event()
             event.record()
-        return states, event.synchronize, event.query
+        return states, event.synchronize
 
     def _write(self, save: _Save, states: torch.Tensor, wait: Callable[[], None]) -> None:
         try:
@@ -211,9 +233,6 @@ class HiddenStatesConnector(KVConnectorBase_V1, SupportsHMA):
                 {"token_ids": torch.tensor(save.token_ids, dtype=torch.int32), "hidden_states": states}, temporary
             )
             temporary.replace(path)
-        except Exception as error:
-            logger.exception("The hidden states of request %s could not be written", save.request_id)
-            self._failure = error
         finally:
             self._slots.release()
 
@@ -223,6 +242,25 @@ class HiddenStatesConnector(KVConnectorBase_V1, SupportsHMA):
     @classmethod
     def get_required_kvcache_layout(cls, vllm_config: VllmConfig) -> str | None:
         return "LBNHC"  # all layers' states of one token side by side
+
+
+def _spool_directory(given: Any) -> Path:
+    """The folder for the files, tried out: an engine that cannot write must fail as it starts.
+
+    Raises:
+        UserError: there is none, or nothing can be written there.
+    """
+    where = "spool_directory, in kv_connector_extra_config of vLLM's --kv-transfer-config,"
+    if not isinstance(given, str) or not given:
+        raise UserError(f"{where} must name the folder for the files with hidden states; it is {given!r}.")
+    try:
+        tempfile.TemporaryFile(dir=given).close()
+    except OSError as error:
+        raise UserError(
+            f"{where} is {Path(given).absolute()}, and no file can be written there ({error.strerror}). Make that folder "
+            "with write permission for the engine's user, or name another one."
+        ) from None
+    return Path(given)
 
 
 def _hidden_states_group(kv_cache_config: KVCacheConfig | None) -> tuple[int, int]:

@@ -236,7 +236,7 @@ def _child(pipe: Connection, job: Job, spool: Path, log: str) -> None:
             "kv_connector": "HiddenStatesConnector",
             "kv_connector_module_path": "draftsmith.extract.connector",
             "kv_role": "kv_producer",
-            "kv_connector_extra_config": {"spool_directory": str(spool.resolve())},
+            "kv_connector_extra_config": {"spool_directory": str(spool.resolve()), "names_from_requests": True},
         }
         _work(LLM(**job.engine_arguments, kv_transfer_config=connector), pipe, job, spool)
     except BaseException as error:
@@ -304,12 +304,13 @@ def _work(llm: LLM, pipe: Connection, job: Job, spool: Path) -> None:
                     turn = running.pop(output.request_id)
                     turn.response = list(output.outputs[0].token_ids) if job.generate else []
                     unsaved.append(turn)
-        else:  # the last requests' states are handed over in the engine's next step, so give it one
+        else:  # the last requests' states are handed over in the engine's next steps, so give it some
             if time.monotonic() > flush_by:
                 raise TimeoutError(
                     f"vLLM did not hand over the states of {len(unsaved)} requests in {_FLUSH_SECONDS} s"
                 )
-            _step_once(llm)
+            engine.step()
+            time.sleep(0.002)  # for the writing threads
         for turn in [turn for turn in unsaved if (spool / turn.file).exists()]:
             unsaved.remove(turn)
             following = conversations.next_turn(turn)
@@ -394,13 +395,3 @@ def _sampling(job: Job, turn: _Turn) -> Any:
         seed=turn.ask.seed + turn.number,
         extra_args={"kv_transfer_params": {NAME_KEY: turn.request_id, PROMPT_ONLY_KEY: not job.generate}},
     )
-
-
-def _step_once(llm: LLM) -> None:
-    from vllm import SamplingParams
-
-    from draftsmith.extract.connector import DISCARD_KEY
-
-    params = SamplingParams(max_tokens=1, detokenize=False, extra_args={"kv_transfer_params": {DISCARD_KEY: True}})
-    llm.generate([{"prompt_token_ids": [0]}], params, use_tqdm=False)
-    time.sleep(0.02)

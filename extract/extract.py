@@ -107,11 +107,15 @@ def _extract_here(
     directory: Path,
 ) -> Iterator[tuple[int, int]]:
     """Extract on this machine. After each sequence: how many there are, and how many tokens they have."""
-    tokens = 0
-    for count, sequence in enumerate(extracted_sequences(recipe, target, identity, requests, directory), 1):
-        writer.append(sequence)
-        tokens += len(sequence.hidden_states)
-        yield count, tokens
+    tokens, threads = 0, torch.get_num_threads()
+    torch.set_num_threads(1)  # the engines' own threads wait for one another, so a core taken from one stops them all
+    try:
+        for count, sequence in enumerate(extracted_sequences(recipe, target, identity, requests, directory), 1):
+            writer.append(sequence)
+            tokens += len(sequence.hidden_states)
+            yield count, tokens
+    finally:
+        torch.set_num_threads(threads)
 
 
 def store_identity(recipe: Recipe, target: TargetInfo, layer_ids: Iterable[int]) -> StoreIdentity:

@@ -4,7 +4,9 @@ import json
 from pathlib import Path
 
 import pytest
+import torch
 import yaml
+from transformers import LlamaForCausalLM
 
 from draftsmith.recipe import Recipe, load_recipe
 from draftsmith.target import prepare_target
@@ -22,6 +24,22 @@ def demo_prompts(count: int) -> list[str]:
     """The first training prompts of the demo."""
     lines = (_ROOT / "recipes" / "prompts" / "demo-train.jsonl").read_text().splitlines()[:count]
     return [json.loads(line)["prompt"] for line in lines]
+
+
+def reference_states(model: LlamaForCausalLM, token_ids: torch.Tensor, layer_ids: tuple[int, ...]) -> torch.Tensor:
+    """transformers' own residual stream [tokens, layers, hidden] in vLLM's layer numbering.
+
+    `output_hidden_states` gives what enters each layer, but its last entry is normed already: the last layer's own
+    output is caught by a hook.
+    """
+    caught = []
+    hook = model.model.layers[-1].register_forward_hook(lambda module, inputs, output: caught.append(output))
+    with torch.no_grad():
+        entering = model(token_ids[None].long(), output_hidden_states=True).hidden_states
+    hook.remove()
+    last = caught[0][0] if isinstance(caught[0], tuple) else caught[0]
+    states = [last.reshape(entering[0].shape) if i == len(model.model.layers) else entering[i] for i in layer_ids]
+    return torch.stack([state[0] for state in states], dim=1)
 
 
 def write_recipe(folder: Path, target: Path, prompts: list[str], held_out: list[str], **sections: dict) -> Path:

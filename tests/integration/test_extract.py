@@ -11,32 +11,16 @@ from pathlib import Path
 import psutil
 import pytest
 import torch
-from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaForCausalLM
+from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from draftsmith import stage
 from draftsmith.errors import UserError
 from draftsmith.extract.extract import run_extract
 from draftsmith.recipe import load_recipe
 from draftsmith.store import Store
-from tests.integration.conftest import demo_prompts, write_recipe
+from tests.integration.conftest import demo_prompts, reference_states, write_recipe
 
 pytestmark = pytest.mark.integration
-
-
-def reference_states(model: LlamaForCausalLM, token_ids: torch.Tensor, layer_ids: tuple[int, ...]) -> torch.Tensor:
-    """transformers' own residual stream [tokens, layers, hidden] in vLLM's layer numbering.
-
-    `output_hidden_states` gives what enters each layer, but its last entry is normed already: the last layer's own
-    output is caught by a hook.
-    """
-    caught = []
-    hook = model.model.layers[-1].register_forward_hook(lambda module, inputs, output: caught.append(output))
-    with torch.no_grad():
-        entering = model(token_ids[None].long(), output_hidden_states=True).hidden_states
-    hook.remove()
-    last = caught[0][0] if isinstance(caught[0], tuple) else caught[0]
-    states = [last.reshape(entering[0].shape) if i == len(model.model.layers) else entering[i] for i in layer_ids]
-    return torch.stack([state[0] for state in states], dim=1)
 
 
 @pytest.mark.parametrize("mode", ["generate", "prefill"])
