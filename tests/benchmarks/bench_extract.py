@@ -22,7 +22,7 @@ import torch
 
 from draftsmith.codec import Form
 from draftsmith.extract.engine import Extracted, Job, _Worker
-from draftsmith.extract.extract import _checked, _engine_arguments, _identity, run_extract
+from draftsmith.extract.extract import _checked, _engine_arguments, run_extract, store_identity
 from draftsmith.extract.rendering import Renderer
 from draftsmith.extract.requests import ExtractRequest
 from draftsmith.prompts import load_prompts
@@ -48,7 +48,7 @@ def extraction_ratios() -> dict[str, dict[str, Any]]:
     renderer = Renderer(AutoTokenizer.from_pretrained(target.path))
     prompts = [renderer.prompt(prompt) for prompt in load_prompts(recipe.extract.prompts)[:PROMPTS]]
     layer_ids = default_layer_ids(target.num_hidden_layers)
-    identity = _identity(recipe, target, layer_ids)
+    identity = store_identity(recipe, target, layer_ids)
     times: dict[str, list[float]] = {}
     with tempfile.TemporaryDirectory() as folder:
         config = EngineConfig(
