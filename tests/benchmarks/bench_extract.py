@@ -31,7 +31,7 @@ from draftsmith.serve.engine import EngineConfig, start_engines
 from draftsmith.store import StoreWriter
 from draftsmith.target import default_layer_ids, describe_target, prepare_target
 
-RUNS, PROMPTS, ANSWER, AT_ONCE = 5, 48, 48, 48
+RUNS, PROMPTS, ANSWER, AT_ONCE = 6, 32, 32, 32
 MEMORY_TOKENS = 200_000
 
 
@@ -78,15 +78,18 @@ def extraction_ratios() -> dict[str, dict[str, Any]]:
                     writer = StoreWriter(Path(store), identity, shard_tokens=8192, compression=form)
                     return _round(workers[generate], writer, inputs, ANSWER if generate else 1)
 
+            arms = {
+                "plain": lambda: plain.generate(prompts, max_tokens=1)[1],
+                "prefill": lambda: extracting(False, prompts, "lossless"),
+                "texts": lambda: extracting(False, texts, "lossless"),
+                "answers": lambda: plain.generate(prompts, max_tokens=ANSWER)[1],
+                "onepass": lambda: extracting(True, prompts, "lossless"),
+                "uncompressed": lambda: extracting(True, prompts, "none"),
+            }
             for run in range(RUNS + 1):
-                found = {
-                    "plain": plain.generate(prompts, max_tokens=1)[1],
-                    "prefill": extracting(False, prompts, "lossless"),
-                    "texts": extracting(False, texts, "lossless"),
-                    "answers": plain.generate(prompts, max_tokens=ANSWER)[1],
-                    "onepass": extracting(True, prompts, "lossless"),
-                    "uncompressed": extracting(True, prompts, "none"),
-                }
+                # In turns forward and backward: whoever comes after a rest, or after another, has no advantage.
+                found = {name: arms[name]() for name in (list(arms) if run % 2 else reversed(arms))}
+                print(run, {k: round(v, 2) for k, v in found.items()}, flush=True)
                 if run:  # the first warms up
                     for name, seconds in found.items():
                         times.setdefault(name, []).append(seconds)

@@ -2,6 +2,7 @@
 
 import json
 import os
+import random
 import signal
 import subprocess
 import sys
@@ -66,28 +67,41 @@ def _manifest(run_dir: Path) -> dict:
     return json.loads(path.read_text()) if path.exists() else {"shards": []}
 
 
-def test_a_killed_run_is_continued(smollm2: Path, tmp_path: Path) -> None:
+@pytest.fixture(scope="module")
+def whole(smollm2: Path, tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
+    """A recipe, and a run directory with its store, never interrupted."""
+    folder = tmp_path_factory.mktemp("whole")
     options = {"max_num_seqs": 2, "shard_tokens": 64, "max_tokens": 8}
-    path = write_recipe(tmp_path, smollm2, demo_prompts(24), ["Hello there"], extract=options)
-    command = [sys.executable, "-m", "draftsmith.cli", "extract", str(path), "--runs"]
+    path = write_recipe(folder, smollm2, demo_prompts(24), ["Hello there"], extract=options)
+    run_extract(load_recipe(path), folder / "run")
+    return path, folder / "run"
 
-    process = subprocess.Popen([*command, str(tmp_path / "killed")], start_new_session=True, stderr=subprocess.DEVNULL)
-    run_dir = tmp_path / "killed" / "test"
+
+def test_a_run_killed_at_random_moments_is_continued(whole: tuple[Path, Path], tmp_path: Path) -> None:
+    """Killed as the engine starts, then between two of its shards; the moments are others in every run of the tests."""
+    path, uninterrupted = whole
+    command = [sys.executable, "-m", "draftsmith.cli", "extract", str(path), "--runs", str(tmp_path)]
+    run_dir, chooser = tmp_path / "test", random.Random(seed := random.randrange(10_000))
+    print(f"moments drawn with seed {seed}")
     deadline = time.monotonic() + 300
-    while len(_manifest(run_dir)["shards"]) < 3:
-        assert process.poll() is None, "it ended before it could be killed"
-        assert time.monotonic() < deadline
-        time.sleep(0.02)
-    os.killpg(process.pid, signal.SIGKILL)
-    process.wait()
-    assert stage.read(run_dir / "store") is None
-    assert 3 <= len(Store(run_dir / "store")) < 25
+    for moment in ("starting", "extracting"):
+        process = subprocess.Popen(command, start_new_session=True, stderr=subprocess.DEVNULL)
+        if moment == "starting":
+            time.sleep(8 * chooser.random())
+        shards = chooser.randint(1, 12) if moment == "extracting" else 0
+        while len(_manifest(run_dir)["shards"]) < shards:
+            assert process.poll() is None, "it ended before it could be killed"
+            assert time.monotonic() < deadline
+            time.sleep(0.02)
+        os.killpg(process.pid, signal.SIGKILL)
+        process.wait()
+        assert stage.read(run_dir / "store") is None
+    assert 1 <= len(Store(run_dir / "store")) < 25
 
-    subprocess.run([*command, str(tmp_path / "killed")], check=True, stderr=subprocess.DEVNULL)
-    subprocess.run([*command, str(tmp_path / "whole")], check=True, stderr=subprocess.DEVNULL)
-    continued, whole = Store(run_dir / "store"), Store(tmp_path / "whole" / "test" / "store")
-    assert len(continued) == len(whole) == 25
-    for a, b in zip(continued, whole, strict=True):
+    subprocess.run(command, check=True, stderr=subprocess.DEVNULL)
+    continued, expected = Store(run_dir / "store"), Store(uninterrupted / "store")
+    assert len(continued) == len(expected) == 25
+    for a, b in zip(continued, expected, strict=True):
         assert (a.sample_id, a.held_out) == (b.sample_id, b.held_out)
         assert torch.equal(a.token_ids, b.token_ids)
         # Batches differ between the runs, so sums are taken in another order.
@@ -109,12 +123,11 @@ def _tokens_and_states(run_dir: Path) -> list:
     return list(Store(run_dir / "store"))
 
 
-def test_transformers_writes_the_same_store(smollm2: Path, tmp_path: Path) -> None:
-    path = write_recipe(tmp_path, smollm2, demo_prompts(5), ["Hello there"], extract={"max_tokens": 12})
-    run_extract(load_recipe(path), tmp_path / "vllm")
-    run_extract(load_recipe(path, ["extract.backend=transformers"]), tmp_path / "transformers")
-    ours, reference = _tokens_and_states(tmp_path / "vllm"), _tokens_and_states(tmp_path / "transformers")
-    assert len(ours) == len(reference) == 6
+def test_transformers_writes_the_same_store(whole: tuple[Path, Path], tmp_path: Path) -> None:
+    path, by_vllm = whole
+    run_extract(load_recipe(path, ["extract.backend=transformers"]), tmp_path)
+    ours, reference = _tokens_and_states(by_vllm), _tokens_and_states(tmp_path)
+    assert len(ours) == len(reference) == 25
     for a, b in zip(ours, reference, strict=True):
         assert (a.sample_id, a.held_out) == (b.sample_id, b.held_out)
         assert torch.equal(a.token_ids, b.token_ids)
