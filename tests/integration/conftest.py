@@ -8,6 +8,7 @@ import torch
 import yaml
 from transformers import LlamaForCausalLM
 
+from draftsmith.extract.extract import run_extract
 from draftsmith.recipe import Recipe, load_recipe
 from draftsmith.target import prepare_target
 
@@ -62,3 +63,13 @@ def write_recipe(folder: Path, target: Path, prompts: list[str], held_out: list[
 
 def recipe_from(path: Path) -> Recipe:
     return load_recipe(path)
+
+
+@pytest.fixture(scope="session")
+def whole(smollm2: Path, tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
+    """A recipe, and a run directory with the store that one engine made of it, never interrupted: 25 sequences."""
+    folder = tmp_path_factory.mktemp("whole")
+    options = {"max_num_seqs": 2, "shard_tokens": 64, "max_tokens": 8}
+    path = write_recipe(folder, smollm2, demo_prompts(24), ["Hello there"], extract=options)
+    run_extract(load_recipe(path), folder / "run")
+    return path, folder / "run"

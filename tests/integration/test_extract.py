@@ -67,16 +67,6 @@ def _manifest(run_dir: Path) -> dict:
     return json.loads(path.read_text()) if path.exists() else {"shards": []}
 
 
-@pytest.fixture(scope="module")
-def whole(smollm2: Path, tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
-    """A recipe, and a run directory with its store, never interrupted."""
-    folder = tmp_path_factory.mktemp("whole")
-    options = {"max_num_seqs": 2, "shard_tokens": 64, "max_tokens": 8}
-    path = write_recipe(folder, smollm2, demo_prompts(24), ["Hello there"], extract=options)
-    run_extract(load_recipe(path), folder / "run")
-    return path, folder / "run"
-
-
 def test_a_run_killed_at_random_moments_is_continued(whole: tuple[Path, Path], tmp_path: Path) -> None:
     """Killed as the engine starts, then between two of its shards; the moments are others in every run of the tests."""
     path, uninterrupted = whole
