@@ -1,6 +1,7 @@
 """What the integration tests share: the real target, and prompts for it."""
 
 import json
+import os
 from pathlib import Path
 
 import pytest
@@ -13,6 +14,10 @@ from draftsmith.recipe import Recipe, load_recipe
 from draftsmith.target import prepare_target
 
 _ROOT = Path(__file__).parents[2]
+
+in_soak = pytest.mark.skipif(
+    "DRAFTSMITH_SOAK" not in os.environ, reason="takes minutes, and its logic has quick tests: `make soak` runs it"
+)
 
 
 @pytest.fixture(scope="session")

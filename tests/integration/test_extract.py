@@ -134,7 +134,7 @@ def _conversation_recipe(folder: Path, target: Path) -> Path:
     })  # fmt: skip
     prompts = demo_prompts(18)
     rows = []
-    for number in range(10):
+    for number in range(7):
         turns = [{"role": "user", "content": prompt} for prompt in prompts[number : number + 1 + number % 3]]
         talk = [message for turn in turns for message in (turn, {"role": "assistant", "content": "not used"})]
         rows.append(json.dumps({"messages": talk[:-1]}))
@@ -164,7 +164,7 @@ def test_two_workers_of_which_one_is_killed(smollm2: Path, tmp_path: Path) -> No
 
     run_extract(load_recipe(path), tmp_path / "one")
     ours, reference = _tokens_and_states(tmp_path / "two" / "test"), _tokens_and_states(tmp_path / "one")
-    assert len(ours) == len(reference) == 2 * 10 + 1
+    assert len(ours) == len(reference) == 2 * 7 + 1
     tokenizer = AutoTokenizer.from_pretrained(smollm2)
     answers = []
     for a, b in zip(ours, reference, strict=True):
@@ -184,9 +184,9 @@ def test_two_workers_of_which_one_is_killed(smollm2: Path, tmp_path: Path) -> No
 
 def test_preempted_sequences_keep_their_states(smollm2: Path, tmp_path: Path) -> None:
     """A KV cache that holds a few sequences and not all: vLLM takes blocks away and computes again."""
-    options = {"max_tokens": 150, "max_num_seqs": 12, "layer_ids": [2, 30]}
+    options = {"max_tokens": 96, "max_num_seqs": 12, "layer_ids": [2, 30]}
     path = write_recipe(
-        tmp_path, smollm2, demo_prompts(12), ["Hello there"], extract=options, engine={"kv_cache_gib": 0.08}
+        tmp_path, smollm2, demo_prompts(12), ["Hello there"], extract=options, engine={"kv_cache_gib": 0.055}
     )
     run_extract(load_recipe(path), tmp_path / "small")
     log = (tmp_path / "small" / "store" / "engine.log").read_text()

@@ -16,9 +16,11 @@ import pytest
 import torch
 
 from draftsmith.store import Store
+from tests.integration.conftest import in_soak
 
 pytestmark = [
     pytest.mark.integration,
+    in_soak,
     pytest.mark.skipif(importlib.util.find_spec("ray") is None, reason="Ray is not installed: the extra `ray`"),
 ]
 

@@ -23,7 +23,7 @@ from transformers import AutoModelForCausalLM
 
 from draftsmith import vllm_env
 from draftsmith.recipe import Engine
-from tests.integration.conftest import reference_states
+from tests.integration.conftest import in_soak, reference_states
 
 pytestmark = pytest.mark.integration
 
@@ -249,6 +249,7 @@ def test_a_failed_write_ends_an_idle_server(server: Server) -> None:
     assert "No such file or directory" in server.log()
 
 
+@in_soak
 @pytest.mark.parametrize(
     ("left_out", "said"),
     [

@@ -36,7 +36,7 @@ def run(smollm2: Path, tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, 
     folder = tmp_path_factory.mktemp("served")
     options = {
         "drafter": {"draft_vocab_size": 2048},
-        "epochs": 3,
+        "epochs": 1,
         "tokens_per_step": 512,
         "save_every_steps": 2,
         "tracker": "wandb",
