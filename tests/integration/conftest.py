@@ -11,6 +11,7 @@ from transformers import LlamaForCausalLM
 
 from draftsmith.extract.extract import run_extract
 from draftsmith.recipe import Recipe, load_recipe
+from draftsmith.store import Store
 from draftsmith.target import prepare_target
 
 _ROOT = Path(__file__).parents[2]
@@ -72,9 +73,33 @@ def recipe_from(path: Path) -> Recipe:
 
 @pytest.fixture(scope="session")
 def whole(smollm2: Path, tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
-    """A recipe, and a run directory with the store that one engine made of it, never interrupted: 25 sequences."""
+    """A recipe, and a run directory with the store that one engine made of it, never interrupted: 15 sequences.
+
+    Conversations of one to three user turns, answered turn by turn, sampled twice, some answers ended by a text.
+    """
     folder = tmp_path_factory.mktemp("whole")
-    options = {"max_num_seqs": 2, "shard_tokens": 64, "max_tokens": 8}
-    path = write_recipe(folder, smollm2, demo_prompts(24), ["Hello there"], extract=options)
+    path = write_recipe(folder, smollm2, ["unused"], ["Hello there"], extract={
+        "turns": "all", "temperature": 0.8, "top_p": 0.9, "samples": 2, "stop": [".", "!"], "max_tokens": 12,
+        "max_num_seqs": 2, "shard_tokens": 64,
+    })  # fmt: skip
+    prompts = demo_prompts(12)
+    rows = []
+    for number in range(7):
+        turns = [{"role": "user", "content": prompt} for prompt in prompts[number : number + 1 + number % 3]]
+        talk = [message for turn in turns for message in (turn, {"role": "assistant", "content": "not used"})]
+        rows.append(json.dumps({"messages": talk[:-1]}))
+    (folder / "train.jsonl").write_text("\n".join(rows) + "\n")
     run_extract(load_recipe(path), folder / "run")
     return path, folder / "run"
+
+
+def check_same(directory: Path, expected: Path) -> None:
+    """Two stores hold the same sequences, each once, with the same tokens and states."""
+    ours, reference = Store(directory), Store(expected)
+    assert len(ours) == ours.counts["sequences"] == len(reference)
+    for a, b in zip(ours, reference, strict=True):
+        assert (a.sample_id, a.held_out) == (b.sample_id, b.held_out)
+        assert torch.equal(a.token_ids, b.token_ids)
+        assert torch.equal(a.loss_mask, b.loss_mask)
+        # Batches differ between the runs, so sums are taken in another order.
+        torch.testing.assert_close(a.hidden_states, b.hidden_states, rtol=1e-3, atol=1e-3)

@@ -17,9 +17,9 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 from draftsmith import stage
 from draftsmith.errors import UserError
 from draftsmith.extract.extract import run_extract
-from draftsmith.recipe import load_recipe
+from draftsmith.recipe import Recipe, load_recipe
 from draftsmith.store import Store
-from tests.integration.conftest import demo_prompts, reference_states, write_recipe
+from tests.integration.conftest import check_same, demo_prompts, reference_states, write_recipe
 
 pytestmark = pytest.mark.integration
 
@@ -60,6 +60,22 @@ def test_states_are_true(mode: str, smollm2: Path, tmp_path: Path) -> None:
         else:
             prompt = tuple(sequence.token_ids.tolist())
         assert prompt in asked
+    if mode == "generate":
+        _check_transformers_backend(recipe, store, tmp_path)
+
+
+def _check_transformers_backend(recipe: Recipe, store: Store, folder: Path) -> None:
+    """Extraction without vLLM writes the same store, but for the order of sums."""
+    options = recipe.extract.model_copy(update={"backend": "transformers"})
+    run_extract(recipe.model_copy(update={"extract": options}), folder / "transformers")
+    reference = Store(folder / "transformers" / "store")
+    assert len(store) == len(reference)
+    for a, b in zip(store, reference, strict=True):
+        assert (a.sample_id, a.held_out) == (b.sample_id, b.held_out)
+        assert torch.equal(a.token_ids, b.token_ids)
+        assert torch.equal(a.loss_mask, b.loss_mask)
+        error = (a.hidden_states - b.hidden_states).norm(dim=(0, 2)) / b.hidden_states.norm(dim=(0, 2))
+        assert (error < 1e-4).all(), f"relative error by layer: {error}"
 
 
 def _manifest(run_dir: Path) -> dict:
@@ -78,7 +94,7 @@ def test_a_run_killed_at_random_moments_is_continued(whole: tuple[Path, Path], t
         process = subprocess.Popen(command, start_new_session=True, stderr=subprocess.DEVNULL)
         if moment == "starting":
             time.sleep(8 * chooser.random())
-        shards = chooser.randint(1, 12) if moment == "extracting" else 0
+        shards = chooser.randint(1, 6) if moment == "extracting" else 0
         while len(_manifest(run_dir)["shards"]) < shards:
             assert process.poll() is None, "it ended before it could be killed"
             assert time.monotonic() < deadline
@@ -86,16 +102,10 @@ def test_a_run_killed_at_random_moments_is_continued(whole: tuple[Path, Path], t
         os.killpg(process.pid, signal.SIGKILL)
         process.wait()
         assert stage.read(run_dir / "store") is None
-    assert 1 <= len(Store(run_dir / "store")) < 25
+    assert 1 <= len(Store(run_dir / "store")) < 15
 
     subprocess.run(command, check=True, stderr=subprocess.DEVNULL)
-    continued, expected = Store(run_dir / "store"), Store(uninterrupted / "store")
-    assert len(continued) == len(expected) == 25
-    for a, b in zip(continued, expected, strict=True):
-        assert (a.sample_id, a.held_out) == (b.sample_id, b.held_out)
-        assert torch.equal(a.token_ids, b.token_ids)
-        # Batches differ between the runs, so sums are taken in another order.
-        torch.testing.assert_close(a.hidden_states, b.hidden_states, rtol=1e-3, atol=1e-3)
+    check_same(run_dir / "store", uninterrupted / "store")
 
     # A third run does nothing; a recipe for something else is refused, with the difference shown.
     before = (run_dir / "store" / "stage.json").read_bytes()
@@ -105,46 +115,15 @@ def test_a_run_killed_at_random_moments_is_continued(whole: tuple[Path, Path], t
     other = load_recipe(path, ["extract.layer_ids=[1, 30]"])
     with pytest.raises(UserError, match=r"layer_ids is \(2, 15, 27, 30\) there and \(1, 30\) in this run"):
         run_extract(other, run_dir)
-    with pytest.raises(UserError, match="other prompts"):
+    with pytest.raises(UserError, match="'seed': 5} in this run"):
         run_extract(load_recipe(path, ["seed=5"]), run_dir)
+    with pytest.raises(UserError, match="other prompts"):
+        run_extract(load_recipe(path, ["extract.prompts.limit=3"]), run_dir)
 
 
-def _tokens_and_states(run_dir: Path) -> list:
-    return list(Store(run_dir / "store"))
-
-
-def test_transformers_writes_the_same_store(whole: tuple[Path, Path], tmp_path: Path) -> None:
-    path, by_vllm = whole
-    run_extract(load_recipe(path, ["extract.backend=transformers"]), tmp_path)
-    ours, reference = _tokens_and_states(by_vllm), _tokens_and_states(tmp_path)
-    assert len(ours) == len(reference) == 25
-    for a, b in zip(ours, reference, strict=True):
-        assert (a.sample_id, a.held_out) == (b.sample_id, b.held_out)
-        assert torch.equal(a.token_ids, b.token_ids)
-        assert torch.equal(a.loss_mask, b.loss_mask)
-        error = (a.hidden_states - b.hidden_states).norm(dim=(0, 2)) / b.hidden_states.norm(dim=(0, 2))
-        assert (error < 1e-4).all(), f"relative error by layer: {error}"
-
-
-def _conversation_recipe(folder: Path, target: Path) -> Path:
-    """Conversations of one to three user turns, sampled twice, some answers ended by a text."""
-    path = write_recipe(folder, target, ["unused"], ["Hello there"], extract={
-        "turns": "all", "temperature": 0.8, "top_p": 0.9, "samples": 2, "stop": [".", "!"], "max_tokens": 12,
-        "max_num_seqs": 4, "shard_tokens": 256,
-    })  # fmt: skip
-    prompts = demo_prompts(18)
-    rows = []
-    for number in range(7):
-        turns = [{"role": "user", "content": prompt} for prompt in prompts[number : number + 1 + number % 3]]
-        talk = [message for turn in turns for message in (turn, {"role": "assistant", "content": "not used"})]
-        rows.append(json.dumps({"messages": talk[:-1]}))
-    (folder / "train.jsonl").write_text("\n".join(rows) + "\n")
-    return path
-
-
-def test_two_workers_of_which_one_is_killed(smollm2: Path, tmp_path: Path) -> None:
+def test_two_workers_of_which_one_is_killed(smollm2: Path, whole: tuple[Path, Path], tmp_path: Path) -> None:
     """Conversations answered turn by turn, sampled, by two engines; one dies; the store is what one engine makes."""
-    path = _conversation_recipe(tmp_path, smollm2)
+    path, by_one_engine = whole
     command = [sys.executable, "-m", "draftsmith.cli", "extract", str(path), "--runs", str(tmp_path / "two")]
     process = subprocess.Popen([*command, "-s", "extract.workers=2"], stderr=subprocess.PIPE, text=True)
     store = tmp_path / "two" / "test" / "store"
@@ -162,22 +141,15 @@ def test_two_workers_of_which_one_is_killed(smollm2: Path, tmp_path: Path) -> No
     assert "The other engines take over" in said
     assert not (store / "spool").exists()
 
-    run_extract(load_recipe(path), tmp_path / "one")
-    ours, reference = _tokens_and_states(tmp_path / "two" / "test"), _tokens_and_states(tmp_path / "one")
-    assert len(ours) == len(reference) == 2 * 7 + 1
+    check_same(store, by_one_engine / "store")
     tokenizer = AutoTokenizer.from_pretrained(smollm2)
     answers = []
-    for a, b in zip(ours, reference, strict=True):
-        assert (a.sample_id, a.held_out) == (b.sample_id, b.held_out)
-        assert torch.equal(a.token_ids, b.token_ids)
-        assert torch.equal(a.loss_mask, b.loss_mask)
-        torch.testing.assert_close(a.hidden_states, b.hidden_states, rtol=1e-3, atol=1e-3)
-        text = tokenizer.decode(a.token_ids)
+    for sequence in Store(store):
+        mask, text = sequence.loss_mask, tokenizer.decode(sequence.token_ids)
         assert "not used" not in text, "the target answers itself"
-        asked = text.count("<|im_start|>user")
-        begins = (a.loss_mask & ~torch.cat([torch.tensor([False]), a.loss_mask[:-1]])).sum()
-        assert begins == asked, "every answer is learnt, the earlier ones too"
-        answers.append(tokenizer.decode(a.token_ids[a.loss_mask]))
+        begins = (mask & ~torch.cat([torch.tensor([False]), mask[:-1]])).sum()
+        assert begins == text.count("<|im_start|>user"), "every answer is learnt, the earlier ones too"
+        answers.append(tokenizer.decode(sequence.token_ids[mask]))
     assert len(set(answers)) == len(answers), "samples differ"
     assert any(answer.rstrip().endswith(".") for answer in answers), "a stop text ends answers"
 
