@@ -33,8 +33,10 @@ may come from several machines, each with names of its own, and count once that 
 
 from __future__ import annotations
 
+import ctypes
 import fcntl
 import json
+import mmap
 import re
 import shutil
 from collections import deque
@@ -59,6 +61,10 @@ LAYER_ID_MEANING = (
     "id i is the residual stream entering decoder layer i; id num_hidden_layers is the last layer's output "
     "before the final norm"
 )
+
+# Python's own `mmap.madvise` would keep each file open.
+_MADVISE = ctypes.CDLL(None).madvise
+_MADVISE.argtypes = [ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int]
 
 Item = TypeVar("Item")
 Loaded = TypeVar("Loaded")
@@ -499,6 +505,13 @@ class Store:
     def __iter__(self) -> Iterator[Sequence]:
         return (self[i] for i in range(len(self)))
 
+    def read(self, indices: list[int]) -> Iterator[Sequence]:
+        """Several sequences. The disk is asked for all of them at once, and works while the first are checked."""
+        for index in indices:
+            entry = self._index[index]
+            self._shards[entry.shard].read_ahead(entry.row)
+        return (self[index] for index in indices)
+
     def response_tokens(self, *, held_out: bool) -> torch.Tensor:
         """The tokens of all responses of one part of the split, end to end: int64 [tokens]."""
         texts = (self._text(entry) for entry in self._index if entry.held_out == held_out)
@@ -542,6 +555,10 @@ class _OpenShard:
         # Mapped privately and without keeping the file open: a store has more shards than a process may open files.
         mapped = torch.from_file(str(self.path), shared=False, size=size, dtype=torch.uint8)
         self._bytes = mapped.numpy().data
+        self._address = mapped.data_ptr()
+        # What is touched is asked for here and in `read_ahead`. Left to itself the system reads megabytes around it first.
+        self._advise(0, size, mmap.MADV_RANDOM)
+        self._advise(0, about.head_bytes, mmap.MADV_WILLNEED)
         head = self._bytes[: about.head_bytes]
         if xxhash.xxh3_64_hexdigest(head) != about.head_checksum:
             raise StoreDamaged(self.path, 0, about.head_bytes, "the head")
@@ -571,9 +588,19 @@ class _OpenShard:
         for row, (sample_id, next_token, held_out) in enumerate(columns):
             yield _Entry(sample_id, number, row, self._offsets[row], self._offsets[row + 1], next_token, bool(held_out))
 
+    def read_ahead(self, row: int) -> None:
+        """Have the system bring a sequence's states into memory; returns at once."""
+        self._advise(self._starts[row], self._starts[row + 1], mmap.MADV_WILLNEED)
+
+    def _advise(self, start: int, end: int, advice: int) -> None:
+        """Tell the system about bytes of the file; whether it follows does not matter."""
+        start = start // mmap.PAGESIZE * mmap.PAGESIZE
+        _MADVISE(self._address + start, end - start, advice)
+
     def checked(self, row: int) -> memoryview:
         """The bytes of a sequence's states, after comparing their checksum."""
         start, end = self._starts[row], self._starts[row + 1]
+        self.read_ahead(row)
         data = self._bytes[start:end]
         if _checksum(data) != self._checksums[row]:
             raise StoreDamaged(self.path, start, end, f"the states of sequence {int(self.sample_ids[row])}")

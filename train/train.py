@@ -304,7 +304,7 @@ def _batch(
     store: Store, rows: list[int], steps: int, columns: list[int], last_column: int, *, prompt_weight: float = 0.0
 ) -> tuple[Batch, torch.Tensor]:
     """Store rows packed: what the drafter fuses, and the target's last states, which teach."""
-    everything = pack((store[row] for row in rows), steps=steps, prompt_weight=prompt_weight)
+    everything = pack(store.read(rows), steps=steps, prompt_weight=prompt_weight)
     states = everything.hidden_states.float()
     return replace(everything, hidden_states=states).with_layers(columns), states[:, last_column]
 

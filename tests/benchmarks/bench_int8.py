@@ -19,7 +19,7 @@ from draftsmith.recipe import load_recipe
 from draftsmith.store import Store, StoreWriter
 from draftsmith.train.train import run_train
 
-SEEDS = (0, 1, 2)
+SEEDS = (0, 1)
 OPTIONS = ["extract.prompts.limit=240", "extract.max_tokens=64", "extract.held_out_max_tokens=64", "train.epochs=2"]
 
 

@@ -110,7 +110,7 @@ def _deliver(directory: Path) -> None:
     store = Store(directory)
     lengths = [store.length(row) for row in range(len(store))]
     steps = plan_epoch(lengths, tokens_per_step=TOKENS_PER_STEP, seed=0, epoch=0)
-    for _ in prefetched(lambda rows: [store[row] for row in rows], steps):
+    for _ in prefetched(lambda rows: list(store.read(rows)), steps):
         pass
 
 
