@@ -21,8 +21,9 @@ venv-dev:
 demo: venv  ## Make SmolLM2-135M faster, from nothing: extract, train, convert, evaluate (about 20 minutes on 2 cores)
 	$(BIN)/draftsmith run recipes/demo.yaml
 
+# Two processes, a file of tests at a time: an engine's start is work for one core.
 test: venv-dev  ## Unit and integration tests
-	$(BIN)/python -m pytest
+	$(BIN)/python -m pytest --numprocesses 2 --dist loadfile --no-loadscope-reorder
 
 soak: venv-dev  ## The tests that take longer: writers killed 200 times, a machine of a Ray cluster killed, servers started wrongly
 	DRAFTSMITH_KILL_CASES=100 $(BIN)/python -m pytest tests/unit/test_store.py -k killed

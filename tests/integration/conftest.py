@@ -2,6 +2,7 @@
 
 import json
 import os
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -19,6 +20,18 @@ _ROOT = Path(__file__).parents[2]
 in_soak = pytest.mark.skipif(
     "DRAFTSMITH_SOAK" not in os.environ, reason="takes minutes, and its logic has quick tests: `make soak` runs it"
 )
+
+
+@pytest.fixture
+def every_core() -> Iterator[None]:
+    """The machine's cores for a test that needs several, where tests have a part of them each."""
+    if not hasattr(os, "sched_setaffinity"):
+        yield
+        return
+    part = os.sched_getaffinity(0)
+    os.sched_setaffinity(0, range(os.cpu_count() or 1))
+    yield
+    os.sched_setaffinity(0, part)
 
 
 @pytest.fixture(scope="session")

@@ -121,6 +121,7 @@ def test_a_run_killed_at_random_moments_is_continued(whole: tuple[Path, Path], t
         run_extract(load_recipe(path, ["extract.prompts.limit=3"]), run_dir)
 
 
+@pytest.mark.usefixtures("every_core")
 def test_two_workers_of_which_one_is_killed(smollm2: Path, whole: tuple[Path, Path], tmp_path: Path) -> None:
     """Conversations answered turn by turn, sampled, by two engines; one dies; the store is what one engine makes."""
     path, by_one_engine = whole
