@@ -10,7 +10,7 @@ from safetensors.torch import save
 
 from draftsmith import stage
 from draftsmith.checkpoint import RECORD, WEIGHTS, Checkpoint
-from draftsmith.convert.vllm import eagle3_to_vllm
+from draftsmith.convert.vllm import to_vllm
 from draftsmith.errors import UserError
 from draftsmith.progress import console
 from draftsmith.recipe import Recipe, digest
@@ -33,7 +33,7 @@ def run_convert(recipe: Recipe, run_dir: Path) -> dict[str, Any]:
         return stage.read(directory)["figures"]  # type: ignore[index]
 
     checkpoint = Checkpoint.load(source)
-    config, tensors = eagle3_to_vllm(checkpoint, dtype)
+    config, tensors = to_vllm(checkpoint, dtype)
     stage.claim(directory, fresh=True)
     stage.write_bytes(directory / "model.safetensors", save(tensors, metadata={"format": "pt"}))
     stage.write_json(directory / "config.json", config)

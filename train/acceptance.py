@@ -10,35 +10,36 @@ from __future__ import annotations
 from collections.abc import Iterable
 
 import torch
+from torch.nn import functional as F
 
-from draftsmith.drafters.eagle3 import Eagle3Drafter
+from draftsmith.drafters import Drafter
 from draftsmith.store import Sequence
 from draftsmith.train.packing import pack
 
 
 @torch.no_grad()
 def predict_acceptance(
-    drafter: Eagle3Drafter, sequences: Iterable[Sequence], columns: list[int], *, k: int
+    drafter: Drafter, sequences: Iterable[Sequence], columns: list[int], *, k: int
 ) -> dict[int, float]:
     """Predicted acceptance length for every number of speculative tokens from 1 to `k`.
 
     Args:
         drafter: the module.
         sequences: held-out conversations that the target answered greedily.
-        columns: which of the sequences' states the drafter fuses.
+        columns: which of the sequences' states the drafter reads.
         k: longest chain.
 
     Returns:
         {K: tokens per verification step of the target, the bonus token included}.
     """
-    device = drafter.fc.weight.device
+    device = drafter.draft_token_ids.device
     accepted = {length: [0, 0] for length in range(1, k + 1)}  # K: [tokens accepted, drafts made]
     for sequence in sequences:
         batch = pack([sequence], steps=k).with_layers(columns).to(device)
         rows = batch.counts.sum(1).nonzero()[:, 0]
         right = torch.stack(
             [
-                (drafter.draft_token_ids[drafter.lm_head(step.normed).argmax(-1)] == batch.following[rows, j + 1])
+                (drafter.draft_token_ids[F.linear(step.normed, step.head).argmax(-1)] == batch.following[rows, j + 1])
                 & (step.counts > 0)
                 for j, step in enumerate(drafter.chain(batch, steps=k))
             ],

@@ -17,8 +17,8 @@ from torch import nn
 
 from draftsmith import stage
 from draftsmith.checkpoint import Checkpoint
+from draftsmith.drafters import Drafter, drafter_class
 from draftsmith.drafters.batch import Batch
-from draftsmith.drafters.eagle3 import Eagle3Drafter
 from draftsmith.errors import UserError
 from draftsmith.progress import Bar, console
 from draftsmith.recipe import Recipe, digest
@@ -28,7 +28,7 @@ from draftsmith.train.acceptance import predict_acceptance
 from draftsmith.train.loss import ChainLoss
 from draftsmith.train.muon import Muon
 from draftsmith.train.packing import pack, plan_epoch
-from draftsmith.train.start import choose_draft_vocabulary, eagle3_config, start_from_target
+from draftsmith.train.vocabulary import choose_draft_vocabulary
 
 SNAPSHOT = "resume.pt"
 """Beside the checkpoint while training runs: everything needed to go on after a crash."""
@@ -46,7 +46,7 @@ class Run:
     store: Store
     held_out: list[Sequence]
     columns: list[int]
-    """Which of the store's states the drafter fuses."""
+    """Which of the store's states the drafter reads."""
     last_column: int
     """Which of the store's states is the target's last, for the teacher."""
 
@@ -121,20 +121,22 @@ def _set_up(recipe: Recipe, target: TargetInfo, store: Store, run_dir: Path, *, 
         settings = {key: str(value) for key, value in options.model_dump(mode="json").items()}
         accelerator.init_trackers("draftsmith", config=settings, init_kwargs={"wandb": wandb_arguments})
 
+    kind = drafter_class(options.drafter.kind)
     saved = store.identity.layer_ids
-    fused = options.drafter.layer_ids or saved
-    missing = [layer for layer in (*fused, target.num_hidden_layers) if layer not in saved]
+    read = kind.layer_ids(options.drafter, saved, target.num_hidden_layers)
+    missing = sorted({*read, target.num_hidden_layers} - {*saved})
     if missing:
         raise UserError(
             f"Training needs hidden states of layers {missing}, and the store at {store.directory} holds {list(saved)}. "
-            "Set train.drafter.layer_ids to a subset of these; the last layer's output, the teacher's, must be in the store "
-            f"(extract.layer_ids with {target.num_hidden_layers})."
+            "EAGLE-3's train.drafter.layer_ids must be a subset of these; the last layer's output, the teacher's, must be in "
+            f"the store (extract.layer_ids with {target.num_hidden_layers})."
         )
     tensors = load_target_tensors(target.path)
     draft_token_ids = choose_draft_vocabulary(store.token_counts(target.vocab_size), options.drafter.draft_vocab_size)
-    config = eagle3_config(options.drafter, target, fused, len(draft_token_ids))
-    drafter = Eagle3Drafter(config, tensors.embedding.float(), draft_token_ids)
-    columns, last_column = [saved.index(layer) for layer in fused], saved.index(target.num_hidden_layers)
+    config = kind.make_config(options.drafter, target, read, len(draft_token_ids))
+    drafter = kind.make(config, tensors, draft_token_ids)
+    steps = drafter.max_steps or options.chain_steps
+    columns, last_column = [saved.index(layer) for layer in read], saved.index(target.num_hidden_layers)
     rows = store.rows(held_out=False)
     if not rows:
         raise UserError(f"The store at {store.directory} has no training sequences; lower extract.held_out_fraction.")
@@ -144,18 +146,19 @@ def _set_up(recipe: Recipe, target: TargetInfo, store: Store, run_dir: Path, *, 
             "training processes. Extract more, or train with fewer processes."
         )
     if not resuming:
-        start_from_target(drafter, tensors, (_batch(store, [row], 1, columns, last_column) for row in rows))
-    if not options.train_lm_head:
-        drafter.lm_head.requires_grad_(False)
+        drafter.start(tensors, (_batch(store, [row], steps, columns, last_column) for row in rows))
+    for head in drafter.head_parameters():
+        head.requires_grad_(options.train_lm_head)
     norm = nn.RMSNorm(config.hidden_size, config.rms_norm_eps)
     norm.weight.data.copy_(tensors.final_norm_weight)
     loss = ChainLoss(
         drafter,
         teacher_norm=norm,
         teacher_head=tensors.lm_head[draft_token_ids].float(),
-        chain_steps=options.chain_steps,
+        chain_steps=steps,
         chain_decay=options.chain_decay,
         loss_vocab_size=options.loss_vocab_size,
+        terms=drafter.loss_terms(options.drafter),
     )
     return Run(
         accelerator=accelerator,
@@ -177,15 +180,16 @@ def _logged_in_to_wandb() -> bool:
         return False
 
 
-def _optimizers(recipe: Recipe, drafter: Eagle3Drafter) -> list[torch.optim.Optimizer]:
-    """Muon for the matrices inside the network, AdamW for norms and the head (Jordan's advice, see muon.py)."""
+def _optimizers(recipe: Recipe, drafter: Drafter) -> list[torch.optim.Optimizer]:
+    """Muon for the matrices inside the network, AdamW for norms, heads and tables (Jordan's advice, see muon.py)."""
     options = recipe.train
-    trained = {name: parameter for name, parameter in drafter.named_parameters() if parameter.requires_grad}
-    matrices = [p for name, p in trained.items() if p.ndim == 2 and "lm_head" not in name]
+    trained = [parameter for parameter in drafter.parameters() if parameter.requires_grad]
+    by_token = {id(p) for p in (*drafter.head_parameters(), *drafter.table_parameters())}
+    matrices = [p for p in trained if p.ndim == 2 and id(p) not in by_token]
     if options.optimizer == "adamw":
         matrices = []
     chosen = {id(p) for p in matrices}
-    rest = [p for p in trained.values() if id(p) not in chosen]
+    rest = [p for p in trained if id(p) not in chosen]
     adamw = torch.optim.AdamW(rest, lr=options.lr, betas=(0.9, 0.95), weight_decay=options.weight_decay)
     return [adamw] + ([Muon(matrices, lr=options.muon_lr, weight_decay=options.weight_decay)] if matrices else [])
 
@@ -264,12 +268,10 @@ def _fit(run: Run, recipe: Recipe, directory: Path, inputs: str, resume: dict[st
             if number + 1 == len(run.plan) or run.plan[number + 1][0] != epoch:
                 epochs.append(_finish_epoch(run, recipe, epoch, losses))
                 losses = []
-                accelerator.log(
-                    {"predicted_acceptance_length": epochs[-1]["predicted"].get(str(options.predict_positions))},
-                    step=number,
-                )
-            predicted = epochs[-1]["predicted"] if epochs else {}
-            shown = {"predicted_acceptance": predicted[str(options.predict_positions)]} if predicted else {}
+                longest = list(epochs[-1]["predicted"].values())[-1:]  # at the largest K
+                accelerator.log({"predicted_acceptance_length": longest[0] if longest else None}, step=number)
+            predicted = list(epochs[-1]["predicted"].values()) if epochs else []
+            shown = {"predicted_acceptance": predicted[-1]} if predicted else {}
             bar.update(number + 1, epoch=f"{epoch + 1}", **figures, **shown)
             if (number + 1) % options.save_every_steps == 0 and accelerator.is_main_process:
                 state = {"step": number + 1, "tokens": tokens, "seconds": seconds, "epochs": epochs, "losses": losses}
@@ -290,7 +292,7 @@ def _load(run: Run, recipe: Recipe, *, step: int) -> tuple[Batch, torch.Tensor]:
     accelerator, options = run.accelerator, recipe.train
     mine = run.plan[step][1][accelerator.process_index :: accelerator.num_processes]
     batch, last_states = _batch(
-        run.store, mine, options.chain_steps, run.columns, run.last_column, prompt_weight=options.prompt_loss_weight
+        run.store, mine, run.loss.chain_steps, run.columns, run.last_column, prompt_weight=options.prompt_loss_weight
     )
     if options.state_dropout:
         # Its randomness comes from the step's number alone, so that a continued run sees what an unbroken one does.
@@ -303,7 +305,7 @@ def _load(run: Run, recipe: Recipe, *, step: int) -> tuple[Batch, torch.Tensor]:
 def _batch(
     store: Store, rows: list[int], steps: int, columns: list[int], last_column: int, *, prompt_weight: float = 0.0
 ) -> tuple[Batch, torch.Tensor]:
-    """Store rows packed: what the drafter fuses, and the target's last states, which teach."""
+    """Store rows packed: what the drafter reads, and the target's last states, which teach."""
     everything = pack(store.read(rows), steps=steps, prompt_weight=prompt_weight)
     states = everything.hidden_states.float()
     return replace(everything, hidden_states=states).with_layers(columns), states[:, last_column]
@@ -311,9 +313,8 @@ def _batch(
 
 def _finish_epoch(run: Run, recipe: Recipe, epoch: int, losses: list[float]) -> dict[str, Any]:
     drafter = run.loss.drafter
-    predicted = (
-        predict_acceptance(drafter, run.held_out, run.columns, k=recipe.train.predict_positions) if run.held_out else {}
-    )
+    k = min(recipe.train.predict_positions, drafter.max_steps or recipe.train.predict_positions)
+    predicted = predict_acceptance(drafter, run.held_out, run.columns, k=k) if run.held_out else {}
     return {
         "epoch": epoch + 1,
         "loss": round(sum(losses) / len(losses), 4),
@@ -323,7 +324,7 @@ def _finish_epoch(run: Run, recipe: Recipe, epoch: int, losses: list[float]) -> 
 
 def _coverage(run: Run) -> float:
     """Share of the held-out response tokens that the drafter can propose."""
-    known = torch.zeros(len(run.loss.drafter.embedding), dtype=torch.bool)
+    known = torch.zeros(run.loss.drafter.config.vocab_size, dtype=torch.bool)
     known[run.loss.drafter.draft_token_ids.cpu()] = True
     tokens = [s.token_ids[s.loss_mask].long() for s in run.held_out]
     return round(known[torch.cat(tokens)].float().mean().item(), 4) if tokens else math.nan

@@ -9,14 +9,15 @@ from hypothesis import strategies as st
 from torch.nn import functional as F
 
 from draftsmith.checkpoint import Checkpoint
-from draftsmith.convert.vllm import eagle3_to_vllm
+from draftsmith.convert.vllm import to_vllm
+from draftsmith.drafters.eagle3 import _look_at_own_position, _reduced_rank_fit
 from draftsmith.errors import DraftsmithError
 from draftsmith.train.acceptance import _walk, predict_acceptance
 from draftsmith.train.loss import ChainLoss
 from draftsmith.train.muon import Muon, orthogonalise
 from draftsmith.train.packing import pack, plan_epoch
-from draftsmith.train.start import _look_at_own_position, _reduced_rank_fit, choose_draft_vocabulary
 from draftsmith.train.train import learning_rate_factor
+from draftsmith.train.vocabulary import choose_draft_vocabulary
 from tests.unit.test_eagle3 import DRAFT, HIDDEN, VOCAB, make_drafter, make_sequence
 
 
@@ -185,14 +186,14 @@ def test_conversion_is_closed() -> None:
     checkpoint = Checkpoint(
         "eagle3", drafter.config.to_dict(), {"name": "t"}, drafter.draft_token_ids, drafter.state_dict()
     )
-    config, tensors = eagle3_to_vllm(checkpoint, "float32")
+    config, tensors = to_vllm(checkpoint, "float32")
     assert torch.equal(torch.arange(DRAFT) + tensors["d2t"], drafter.draft_token_ids)
     assert tensors["t2d"].nonzero()[:, 0].tolist() == drafter.draft_token_ids.tolist()
     assert set(tensors) - {"d2t", "t2d"} == set(drafter.state_dict())
     assert config["eagle_config"]["eagle_aux_hidden_state_layer_ids"] == [1, 2, 3]
     for change in ({"extra.weight": torch.ones(1)}, {"norm.weight": torch.ones(HIDDEN + 1)}):
         with pytest.raises(DraftsmithError, match="not those of its config"):
-            eagle3_to_vllm(replace(checkpoint, tensors={**checkpoint.tensors, **change}), "float32")
+            to_vllm(replace(checkpoint, tensors={**checkpoint.tensors, **change}), "float32")
     missing = {name: value for name, value in checkpoint.tensors.items() if name != "fc.weight"}
     with pytest.raises(DraftsmithError, match=r"fc\.weight"):
-        eagle3_to_vllm(replace(checkpoint, tensors=missing), "float32")
+        to_vllm(replace(checkpoint, tensors=missing), "float32")

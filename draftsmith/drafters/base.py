@@ -1,0 +1,135 @@
+"""What every kind of drafter has, so that training, prediction and conversion need to know none of them."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import asdict, dataclass
+from typing import Any, ClassVar, Literal, Self
+
+import torch
+from torch import nn
+
+from draftsmith.drafters.batch import Batch
+from draftsmith.target import TargetInfo, TargetTensors
+
+
+@dataclass(frozen=True, kw_only=True)
+class DrafterConfig:
+    """Everything that decides a module's shape and mathematics; written to `draft.json`."""
+
+    layer_ids: tuple[int, ...]
+    """The target's states that the drafter reads, vLLM's numbering."""
+    hidden_size: int
+    rms_norm_eps: float
+    vocab_size: int
+    """The target's vocabulary."""
+    draft_vocab_size: int
+
+    def to_dict(self) -> dict[str, Any]:
+        return asdict(self) | {"layer_ids": list(self.layer_ids)}
+
+    @classmethod
+    def from_dict(cls, fields: Mapping[str, Any]) -> Self:
+        return cls(**{**fields, "layer_ids": tuple(fields["layer_ids"])})
+
+
+@dataclass(frozen=True)
+class LossTerms:
+    """What a kind is taught, and with which weights."""
+
+    targets: Literal["distribution", "tokens"] = "distribution"
+    """Cross-entropy against the target's distribution, or against what it wrote."""
+    token_weight: float = 1.0
+    """Weight of that cross-entropy."""
+    feature_weight: float = 0.0
+    """Weight of SmoothL1 between what the head reads and the target's normed last state there."""
+
+
+@dataclass
+class ChainStep:
+    """Output of one chain step for the Q rows that are predicted from."""
+
+    normed: torch.Tensor
+    """[Q, H']: what the head reads."""
+    head: torch.Tensor
+    """[V, H']: the head of this step; logits over the draft vocabulary are their product."""
+    counts: torch.Tensor
+    """[Q]: weight of each row in the loss."""
+
+
+class Drafter(nn.Module, ABC):
+    """A drafter as it is trained. What it shares with the target is frozen and not part of the state dict."""
+
+    config_class: ClassVar[type[DrafterConfig]]
+    vllm_method: ClassVar[str | None]
+    """`method` of vLLM's `speculative_config`; None where stock vLLM cannot serve the kind."""
+
+    config: DrafterConfig
+    draft_token_ids: torch.Tensor
+    """int64 [V] ascending: target id of each draft token."""
+    max_steps: int | None = None
+    """Tokens that it can guess ahead, where its shape decides that; all of them are trained."""
+
+    @staticmethod
+    def layer_ids(options: Any, saved: tuple[int, ...], last: int) -> tuple[int, ...]:
+        """The states to read, of a store that holds `saved`; `last` is the id of the target's last."""
+        return (last,)
+
+    @classmethod
+    @abstractmethod
+    def make_config(
+        cls, options: Any, target: TargetInfo, layer_ids: tuple[int, ...], draft_vocab_size: int
+    ) -> DrafterConfig:
+        """The drafter's shape: the target's sizes with what the recipe (`options`, the kind's own) sets."""
+
+    @classmethod
+    @abstractmethod
+    def make(cls, config: Any, tensors: TargetTensors, draft_token_ids: torch.Tensor) -> Self:
+        """The module in float32, on the CPU, with what it shares with the target."""
+
+    @abstractmethod
+    def start(self, tensors: TargetTensors, batches: Iterable[tuple[Batch, torch.Tensor]]) -> None:
+        """Initialise the parameters in place, from the target's weights and from packed rows of the store with the
+        target's last states [T, H] beside, which may be read as far as they help."""
+
+    def loss_terms(self, options: Any) -> LossTerms:
+        """What the kind is taught."""
+        return LossTerms()
+
+    @abstractmethod
+    def head_parameters(self) -> list[nn.Parameter]:
+        """The drafter's own vocabulary heads, which `train.train_lm_head` trains or freezes."""
+
+    def table_parameters(self) -> list[nn.Parameter]:
+        """Other parameters that have a row a token: matrices by shape only, so AdamW trains them."""
+        return []
+
+    @abstractmethod
+    def chain(self, batch: Batch, *, steps: int, own_guesses: bool = False) -> Iterator[ChainStep]:
+        """Run the chain from every row that counts at some step, and yield each step's output.
+
+        Args:
+            batch: packed rows; its `hidden_states` are those of the config's layer ids.
+            steps: chain steps, at most the batch's K.
+            own_guesses: steps after the first read the drafter's own greedy tokens, as in serving, and not the
+                true ones, as in training.
+        """
+
+    @staticmethod
+    @abstractmethod
+    def shapes(config: Any) -> dict[str, tuple[int, ...]]:
+        """Name and shape of every tensor of the state dict."""
+
+    @staticmethod
+    @abstractmethod
+    def to_vllm(
+        config: Any, tensors: dict[str, torch.Tensor], draft_token_ids: torch.Tensor
+    ) -> tuple[dict[str, Any], dict[str, torch.Tensor]]:
+        """`config.json` (without its dtype) and the tensors of the directory that vLLM loads.
+
+        Args:
+            config: the kind's own.
+            tensors: exactly those of `shapes`.
+            draft_token_ids: int64 [V].
+        """

@@ -1,0 +1,58 @@
+"""A run in miniature up to its store, made without an engine: a random target and sequences that it wrote greedily."""
+
+from pathlib import Path
+
+import torch
+from tokenizers import Tokenizer, models
+from transformers import LlamaConfig, LlamaForCausalLM
+
+from draftsmith import stage
+from draftsmith.recipe import Recipe, Target
+from draftsmith.store import Sequence, StoreIdentity, StoreWriter
+from draftsmith.target import describe_target
+
+HIDDEN, LAYERS, VOCAB = 32, 3, 80
+
+
+def make_run(folder: Path, *, tied: bool = False, sequences: int = 12, tokens: int = 24, prompt: int = 6) -> Path:
+    """`folder/target` and `folder/run/store`, one in six sequences held out; returns the run directory."""
+    torch.manual_seed(0)
+    config = LlamaConfig(
+        hidden_size=HIDDEN, intermediate_size=48, num_hidden_layers=LAYERS, num_attention_heads=4, num_key_value_heads=2,
+        head_dim=8, vocab_size=VOCAB, max_position_embeddings=128, tie_word_embeddings=tied, initializer_range=0.15,
+        bos_token_id=None, eos_token_id=None, pad_token_id=0,
+    )  # fmt: skip
+    model = LlamaForCausalLM(config).eval()
+    model.save_pretrained(folder / "target")
+    Tokenizer(models.WordLevel({"a": 0}, unk_token="a")).save(str(folder / "target" / "tokenizer.json"))
+    target = describe_target(folder / "target")
+    directory = folder / "run" / "store"
+    stage.claim(directory, fresh=True)
+    identity = StoreIdentity(
+        target=target.name, target_revision=target.revision, target_config_hash=target.config_hash,
+        tokenizer_hash=target.tokenizer_hash, chat_template_hash=target.chat_template_hash, layer_ids=(1, 2, LAYERS),
+        hidden_size=HIDDEN, dtype="float32", sampling={"mode": "generate", "temperature": 0.0, "max_tokens": tokens - prompt},
+    )  # fmt: skip
+    writer = StoreWriter(directory, identity, shard_tokens=100)
+    last: list[torch.Tensor] = []
+    model.model.layers[-1].register_forward_hook(lambda module, inputs, output: last.append(output))
+    for number in range(sequences):
+        ids = torch.randint(0, VOCAB, (1, prompt), generator=torch.Generator().manual_seed(number))
+        with torch.no_grad():
+            ids = model.generate(ids, attention_mask=torch.ones_like(ids), max_length=tokens, do_sample=False)
+            entering = model(ids[:, :-1], output_hidden_states=True).hidden_states
+        states = torch.stack([entering[1][0], entering[2][0], last[-1].reshape(-1, HIDDEN)], dim=1)
+        held_out = number % 6 == 5
+        writer.append(Sequence(number, held_out, ids[0].int(), torch.arange(ids.shape[1]) >= prompt, states))
+    writer.close()
+    stage.finish(directory, stage="extract", inputs="tiny", recipe={}, figures={}, started=0.0)
+    return directory.parent
+
+
+def make_recipe(folder: Path, **train: object) -> Recipe:
+    """Twenty steps of training on that store."""
+    options = {"epochs": 5, "tokens_per_step": 64, "chain_steps": 3, "save_every_steps": 100, **train}
+    target = Target(model=str(folder / "target"), dtype="float32")
+    return Recipe.model_validate({
+        "name": "run", "target": target.model_dump(), "extract": {"prompts": {"path": "unused"}}, "train": options,
+    })  # fmt: skip

@@ -1,0 +1,21 @@
+"""The draft vocabulary."""
+
+from __future__ import annotations
+
+import torch
+
+
+def choose_draft_vocabulary(counts: torch.Tensor, size: int | None) -> torch.Tensor:
+    """The most frequent tokens of the training responses.
+
+    Args:
+        counts: int64 [vocab]; how often each token occurs.
+        size: how many to keep; all when None or larger than the vocabulary.
+
+    Returns:
+        int64 [V], ascending target ids. Tokens that never occur fill up by lowest id, which byte-pair
+        vocabularies give to the pieces merged first, the common ones.
+    """
+    size = min(size or len(counts), len(counts))
+    order = torch.sort(counts, descending=True, stable=True).indices  # stable: ties and zeros by lowest id
+    return order[:size].sort().values
