@@ -11,6 +11,7 @@ from safetensors.torch import save
 from draftsmith import stage
 from draftsmith.checkpoint import RECORD, WEIGHTS, Checkpoint
 from draftsmith.convert.vllm import to_vllm
+from draftsmith.drafters import drafter_class
 from draftsmith.errors import UserError
 from draftsmith.progress import console
 from draftsmith.recipe import Recipe, digest
@@ -39,7 +40,7 @@ def run_convert(recipe: Recipe, run_dir: Path) -> dict[str, Any]:
     stage.write_json(directory / "config.json", config)
     stage.write_bytes(directory / "README.md", _model_card(checkpoint).encode())
     figures = {
-        "parameters": sum(t.numel() for name, t in tensors.items() if name not in ("d2t", "t2d")),
+        "parameters": sum(t.numel() for t in tensors.values() if t.is_floating_point()),
         "bytes": (directory / "model.safetensors").stat().st_size,
     }
     sections = recipe.model_dump(mode="json", include={"convert"})
@@ -58,11 +59,12 @@ def _model_card(checkpoint: Checkpoint) -> str:
         if rows
         else ""
     )
+    method = drafter_class(checkpoint.kind).vllm_method
     return f"""---
 base_model: {target}
-tags: [speculative-decoding, eagle3, vllm]
+tags: [speculative-decoding, {checkpoint.kind}, vllm]
 ---
-# EAGLE-3 drafter for {target}
+# {checkpoint.kind.upper()} drafter for {target}
 
 Trained with Draftsmith on hidden states of {target}, config hash
 `{checkpoint.target["config_hash"][:16]}`. It drafts for this target only.
@@ -71,6 +73,6 @@ Serve it with vLLM:
 
 ```
 python -m vllm.entrypoints.openai.api_server --model TARGET \\
-    --speculative-config '{{"method": "eagle3", "model": "THIS_DIRECTORY", "num_speculative_tokens": 3}}'
+    --speculative-config '{{"method": "{method}", "model": "THIS_DIRECTORY", "num_speculative_tokens": 3}}'
 ```
 """

@@ -199,8 +199,20 @@ class Extract(Section):
         return (self.held_out_max_tokens or self.max_tokens) if held_out else self.max_tokens
 
 
-class Eagle3Options(Section):
-    """EAGLE-3 (arXiv 2503.01840): what of its shape is free. The rest follows from the target."""
+class DrafterOptions(Section):
+    """What is free in the shape of a kind of drafter, and how it is taught. The rest follows from the target."""
+
+    draft_vocab_size: int | None
+    """Tokens the drafter can propose: the most frequent in the store. Absent (null): the target's whole vocabulary."""
+
+    @property
+    def most_ahead(self) -> int | None:
+        """Tokens that it can guess ahead; None where any number."""
+        return None
+
+
+class Eagle3Options(DrafterOptions):
+    """EAGLE-3 (arXiv 2503.01840)."""
 
     kind: Literal["eagle3"] = "eagle3"
     layer_ids: tuple[int, ...] | None = None
@@ -208,7 +220,6 @@ class Eagle3Options(Section):
     num_layers: int = Field(1, ge=1)
     """Decoder layers in the drafter."""
     draft_vocab_size: int | None = Field(8192, ge=16)
-    """Tokens the drafter can propose: the most frequent in the store. Absent (null): the target's whole vocabulary."""
     norm_before_residual: bool = False
     """The residual is the normed state instead of the raw one."""
     fc_norm: bool = True
@@ -217,6 +228,41 @@ class Eagle3Options(Section):
     """The next chain step reads the normed output instead of the raw one."""
     intermediate_size: int | None = Field(None, ge=1)
     """Width of the MLP; absent: the target's."""
+
+
+class MedusaOptions(DrafterOptions):
+    """Medusa (arXiv 2401.10774): heads on the target's last state, one for each token ahead."""
+
+    kind: Literal["medusa"]
+    num_heads: int = Field(4, ge=1)
+    """Tokens that it can guess ahead; all heads are trained, whatever `chain_steps` says."""
+    num_layers: int = Field(1, ge=1)
+    """Residual blocks in a head."""
+    bias: bool = False
+    """Give the blocks biases, as the original implementation does."""
+    shared_head: bool = True
+    """All heads share one vocabulary head, the target's at the start; otherwise each has its own, of the target's whole
+    vocabulary."""
+    draft_vocab_size: int | None = Field(None, ge=16)
+    """Needs `shared_head`."""
+    targets: Literal["distribution", "tokens"] = "tokens"
+    """Learn what the target wrote, as published, or its distribution over next tokens."""
+
+    @model_validator(mode="after")
+    def _vllm_can_load_it(self) -> MedusaOptions:
+        if self.draft_vocab_size is not None and not self.shared_head:
+            raise ValueError(
+                "`draft_vocab_size` needs `shared_head: true`: vLLM loads no other Medusa heads over a part"
+            )
+        return self
+
+    @property
+    def most_ahead(self) -> int | None:
+        return self.num_heads
+
+
+AnyDrafterOptions = Annotated[Eagle3Options | MedusaOptions, Field(discriminator="kind")]
+"""One section for each kind of drafter; `kind` says which, and without it EAGLE-3 is meant."""
 
 
 class StoreFolder(Section):
@@ -229,7 +275,7 @@ class StoreFolder(Section):
 class Train(Section):
     """Store to checkpoint."""
 
-    drafter: Eagle3Options = Eagle3Options()
+    drafter: AnyDrafterOptions = Eagle3Options()
     epochs: float = Field(3, gt=0)
     """Passes over the training part of the store."""
     tokens_per_step: int = Field(2048, ge=16)
@@ -265,6 +311,11 @@ class Train(Section):
     """Chain length K at which predicted acceptance length is computed."""
     tracker: Literal["wandb", "tensorboard"] | None = None
     """Where to log through accelerate; wandb runs offline when no account is configured."""
+
+    @field_validator("drafter", mode="before")
+    @classmethod
+    def _eagle3_unless_named(cls, value: Any) -> Any:
+        return {"kind": "eagle3", **value} if isinstance(value, dict) else value
 
 
 class Convert(Section):
@@ -317,6 +368,16 @@ class Recipe(Section):
     train: Train = Train()
     convert: Convert = Convert()
     evaluate: Evaluate = Evaluate()
+
+    @model_validator(mode="after")
+    def _drafter_guesses_that_far(self) -> Recipe:
+        most = self.train.drafter.most_ahead
+        longest = max(*self.evaluate.k, self.evaluate.acceptance_k)
+        if most is not None and longest > most:
+            raise ValueError(
+                f"`evaluate` asks for {longest} speculative tokens (`k`, `acceptance_k`), and this drafter guesses {most}"
+            )
+        return self
 
     @field_validator("evaluate")
     @classmethod
@@ -397,7 +458,12 @@ def _explain(error: ValidationError, path: Path) -> str:
     problems = []
     for item in error.errors()[:4]:
         location = [str(part) for part in item["loc"]]
-        where = ".".join(location) or "the recipe"
+        if item["type"] == "union_tag_invalid":
+            location.append(item["ctx"]["discriminator"].strip("'"))
+        written = location.copy()
+        if location[:2] == ["train", "drafter"] and item["type"] != "union_tag_invalid":
+            del written[2:3]  # pydantic's name for the member of the union
+        where = ".".join(written) or "the recipe"
         if item["type"] == "extra_forbidden":
             known = _known_keys(location[:-1])
             near = difflib.get_close_matches(location[-1], known, n=1, cutoff=0.5)
@@ -418,7 +484,9 @@ def _known_keys(location: list[str]) -> list[str]:
         for model in models:
             if part in model.model_fields:
                 found += _models_in(model.model_fields[part].annotation)
-            else:  # a key of a mapping of sections, or pydantic's name for a member of a union
+            elif "kind" in model.model_fields:  # a member of a union, named by its kind
+                found += [model] if part in getattr(model.model_fields["kind"].annotation, "__args__", ()) else []
+            else:  # a key of a mapping of sections, or pydantic's name for a member of another union
                 found.append(model)
         models = found
     return sorted({key for model in models for key in model.model_fields})

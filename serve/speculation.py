@@ -8,6 +8,9 @@ from typing import Any
 
 from draftsmith.errors import UserError
 
+_METHODS = ("eagle3", "medusa")
+"""vLLM's methods for the drafters that this version makes; each is part of its architectures' names."""
+
 
 def speculative_config(drafter_dir: Path, k: int) -> dict[str, Any]:
     """vLLM's `speculative_config` for a drafter directory.
@@ -17,12 +20,22 @@ def speculative_config(drafter_dir: Path, k: int) -> dict[str, Any]:
         k: number of speculative tokens.
 
     Raises:
-        UserError: the directory holds no drafter that this version can serve.
+        UserError: the directory holds no drafter that this version can serve, or one that guesses fewer tokens.
     """
-    architectures = _config(drafter_dir).get("architectures") or ["none"]
-    if "eagle3" not in architectures[0].lower():
-        raise UserError(f"{drafter_dir} holds a drafter of the architecture {architectures[0]}, which is not EAGLE-3.")
-    return {"method": "eagle3", "model": str(drafter_dir), "num_speculative_tokens": k}
+    config = _config(drafter_dir)
+    architecture = (config.get("architectures") or ["none"])[0]
+    method = next((method for method in _METHODS if method in architecture.lower()), None)
+    if method is None:
+        raise UserError(
+            f"{drafter_dir} holds a drafter of the architecture {architecture}, which is none of those that can be "
+            f"served: {', '.join(_METHODS)}."
+        )
+    if method == "medusa" and k > config["num_heads"]:  # vLLM would serve the rest untrained, and not say so
+        raise UserError(
+            f"{drafter_dir} guesses {config['num_heads']} tokens ahead, and {k} were asked for. Ask for fewer, or train it "
+            "with more heads (train.drafter.num_heads)."
+        )
+    return {"method": method, "model": str(drafter_dir), "num_speculative_tokens": k}
 
 
 def drafter_name(drafter_dir: Path) -> str:

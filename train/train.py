@@ -190,8 +190,12 @@ def _optimizers(recipe: Recipe, drafter: Drafter) -> list[torch.optim.Optimizer]
         matrices = []
     chosen = {id(p) for p in matrices}
     rest = [p for p in trained if id(p) not in chosen]
-    adamw = torch.optim.AdamW(rest, lr=options.lr, betas=(0.9, 0.95), weight_decay=options.weight_decay)
-    return [adamw] + ([Muon(matrices, lr=options.muon_lr, weight_decay=options.weight_decay)] if matrices else [])
+    optimizers: list[torch.optim.Optimizer] = []
+    if rest:
+        optimizers.append(torch.optim.AdamW(rest, lr=options.lr, betas=(0.9, 0.95), weight_decay=options.weight_decay))
+    if matrices:
+        optimizers.append(Muon(matrices, lr=options.muon_lr, weight_decay=options.weight_decay))
+    return optimizers
 
 
 def _plan(recipe: Recipe, lengths: list[int], rows: list[int], processes: int) -> list[tuple[int, list[int]]]:

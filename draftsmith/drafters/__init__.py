@@ -4,10 +4,12 @@ from __future__ import annotations
 
 from draftsmith.drafters.base import Drafter
 from draftsmith.drafters.eagle3 import Eagle3Drafter
+from draftsmith.drafters.medusa import MedusaDrafter
 from draftsmith.errors import UserError
 
 KINDS: dict[str, type[Drafter]] = {
     "eagle3": Eagle3Drafter,
+    "medusa": MedusaDrafter,
 }
 """Every kind, by the name that recipes and checkpoints give it."""
 

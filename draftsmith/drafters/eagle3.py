@@ -35,7 +35,7 @@ from transformers.models.llama.modeling_llama import LlamaMLP, LlamaRotaryEmbedd
 
 from draftsmith.drafters.base import ChainStep, Drafter, DrafterConfig
 from draftsmith.drafters.batch import Batch
-from draftsmith.drafters.linear import RIDGE, unit_rms
+from draftsmith.drafters.linear import RIDGE, ROWS_TO_FIT, unit_rms
 from draftsmith.recipe import Eagle3Options
 from draftsmith.target import TargetInfo, TargetTensors
 
@@ -45,8 +45,6 @@ what is hundreds of positions away, where the fast ones happen to meet again: wi
 positions into a text of SmolLM2's frequencies gave itself 0.56 of its attention, with these 0.998."""
 _OWN_POSITION_LEAD = 6.0
 """By how much a head's score of its own position exceeds that of the one before, in logits."""
-_ROWS_TO_FIT = 65_536
-"""Rows that the start is fitted on. Each costs (n + 1)^2 H^2 products; on small stores every row still helps."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -449,7 +447,7 @@ def _regression_rows(
         reads.append(torch.cat([states, embeds], dim=1))
         wanted.append(unit_rms(last_states[rows + 1]))
         count += len(rows)
-        if count >= _ROWS_TO_FIT:
+        if count >= ROWS_TO_FIT:
             break
     return torch.cat(reads), torch.cat(wanted)
 

@@ -1,6 +1,6 @@
 """Run stock vLLM with a drafter and write down every chain it proposes, with the context it proposed it for.
 
-Run as a program: record_proposals.py TARGET DRAFTER K MAX_TOKENS PROMPTS.json OUT.json. PROMPTS is a list of token
+Run as a program: record_proposals.py TARGET DRAFTER METHOD K MAX_TOKENS PROMPTS.json OUT.json. PROMPTS is a list of token
 id lists. `draftsmith` cannot be imported in this process, so what loads here loads for people who do not have it.
 """
 
@@ -13,7 +13,7 @@ os.environ |= {"VLLM_ENABLE_V1_MULTIPROCESSING": "0", "VLLM_PLUGINS": "", "VLLM_
 
 
 def main() -> None:
-    target, drafter, k, max_tokens, prompts_path, out = sys.argv[1:]
+    target, drafter, method, k, max_tokens, prompts_path, out = sys.argv[1:]
     with open(prompts_path) as file:
         prompts = json.load(file)
     from vllm import LLM, SamplingParams
@@ -22,7 +22,7 @@ def main() -> None:
         model=target, dtype="float32", max_model_len=1024, enforce_eager=True, max_num_seqs=32, seed=0,
         enable_prefix_caching=False, disable_log_stats=False, kv_cache_memory_bytes=2 << 30,
         async_scheduling=False,  # otherwise proposals stay in the worker
-        speculative_config={"method": "eagle3", "model": drafter, "num_speculative_tokens": int(k)},
+        speculative_config={"method": method, "model": drafter, "num_speculative_tokens": int(k)},
     )  # fmt: skip
     scheduler = llm.llm_engine.engine_core.engine_core.scheduler
     update = scheduler.update_draft_token_ids

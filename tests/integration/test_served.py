@@ -12,7 +12,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 from draftsmith import stage
 from draftsmith.checkpoint import Checkpoint
 from draftsmith.convert.convert import run_convert
-from draftsmith.drafters.eagle3 import Eagle3Config, Eagle3Drafter
+from draftsmith.drafters import Drafter, drafter_class
 from draftsmith.errors import UserError
 from draftsmith.extract.extract import run_extract
 from draftsmith.recipe import load_recipe
@@ -54,28 +54,60 @@ def run(smollm2: Path, tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, 
 
 @pytest.fixture(scope="module")
 def served(run: tuple[Path, Path], smollm2: Path, tmp_path_factory: pytest.TempPathFactory) -> dict:
+    return record(run[1], smollm2, tmp_path_factory.mktemp("recorded"))
+
+
+def record(run_dir: Path, smollm2: Path, folder: Path) -> dict:
     """Everything stock vLLM proposed for some prompts: `record_proposals.py`."""
-    folder = tmp_path_factory.mktemp("recorded")
     tokenizer = AutoTokenizer.from_pretrained(smollm2)
     chats = [[{"role": "user", "content": text}] for text in demo_prompts(72)[40:]]
     prompts = [tokenizer.apply_chat_template(chat, add_generation_prompt=True, return_dict=False) for chat in chats]
     (folder / "prompts.json").write_text(json.dumps(prompts))
-    arguments = [smollm2, run[1] / "vllm", K, 96, folder / "prompts.json", folder / "out.json"]
+    method = drafter_class(Checkpoint.load(run_dir / "checkpoint").kind).vllm_method
+    arguments = [smollm2, run_dir / "vllm", method, K, 96, folder / "prompts.json", folder / "out.json"]
     script = Path(__file__).with_name("record_proposals.py")
     subprocess.run([sys.executable, script, *map(str, arguments)], check=True, timeout=800)
     return json.loads((folder / "out.json").read_text())
 
 
-def load_drafter(run_dir: Path, target: Path) -> Eagle3Drafter:
+def load_drafter(run_dir: Path, target: Path) -> Drafter:
     checkpoint = Checkpoint.load(run_dir / "checkpoint")
-    config = Eagle3Config.from_dict(checkpoint.config)
-    drafter = Eagle3Drafter(config, load_target_tensors(target).embedding, checkpoint.draft_token_ids)
+    kind = drafter_class(checkpoint.kind)
+    config = kind.config_class.from_dict(checkpoint.config)
+    drafter = kind.make(config, load_target_tensors(target), checkpoint.draft_token_ids)
     drafter.load_state_dict(checkpoint.tensors)
     return drafter
 
 
 def test_trained_equals_served(run: tuple[Path, Path], served: dict, smollm2: Path) -> None:
-    drafter = load_drafter(run[1], smollm2)
+    check_proposals(load_drafter(run[1], smollm2), served, smollm2)
+
+
+OTHER_KINDS = {
+    "medusa": {"kind": "medusa", "num_heads": K, "num_layers": 2, "bias": True, "draft_vocab_size": 2048},
+    "medusa-own-heads": {"kind": "medusa", "num_heads": K, "shared_head": False},
+}
+
+
+@pytest.mark.parametrize("name", OTHER_KINDS)
+def test_trained_equals_served_for_other_kinds(
+    run: tuple[Path, Path], name: str, smollm2: Path, tmp_path: Path
+) -> None:
+    """From the same store."""
+    options = [f"train.drafter={json.dumps(OTHER_KINDS[name])}", "train.tracker=null", f"evaluate.k={[K]}"]
+    recipe = load_recipe(run[0], options)
+    run_dir = tmp_path / "run"
+    run_dir.mkdir()
+    (run_dir / "store").symlink_to(run[1] / "store")
+    run_train(recipe, run_dir)
+    run_convert(recipe, run_dir)
+    served = record(run_dir, smollm2, tmp_path)
+    check_proposals(load_drafter(run_dir, smollm2), served, smollm2)
+    assert served["counters"]["vllm:spec_decode_num_accepted_tokens"] > 0
+
+
+def check_proposals(drafter: Drafter, served: dict, smollm2: Path) -> None:
+    """Every proposal of vLLM is the module's own first choice for that context, near-ties apart."""
     model = AutoModelForCausalLM.from_pretrained(smollm2, dtype=torch.float32).eval()
     # The longest context of each request holds all its shorter ones.
     longest: dict[tuple, list[int]] = {}
@@ -91,7 +123,8 @@ def test_trained_equals_served(run: tuple[Path, Path], served: dict, smollm2: Pa
         sequence = Sequence(0, False, torch.cat([ids, ids[-1:]]), torch.ones(len(ids) + 1, dtype=torch.bool), states)
         batch = pack([sequence], steps=K)
         with torch.no_grad():
-            chains[key] = [drafter.lm_head(step.normed) for step in drafter.chain(batch, steps=K, own_guesses=True)]
+            steps = drafter.chain(batch, steps=K, own_guesses=True)
+            chains[key] = [step.normed @ step.head.T for step in steps]
 
     compared, different = [0] * K, [0] * K
     for proposal in served["proposals"]:

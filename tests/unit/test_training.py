@@ -12,6 +12,7 @@ from draftsmith.checkpoint import Checkpoint
 from draftsmith.convert.vllm import to_vllm
 from draftsmith.drafters.eagle3 import _look_at_own_position, _reduced_rank_fit
 from draftsmith.errors import DraftsmithError
+from draftsmith.train import loss as loss_module
 from draftsmith.train.acceptance import _walk, predict_acceptance
 from draftsmith.train.loss import ChainLoss
 from draftsmith.train.muon import Muon, orthogonalise
@@ -102,6 +103,20 @@ def test_loss_is_the_formula() -> None:
     assert columns is not None
     assert len(columns) == 20
     assert set(labels[labels >= 0].tolist()) <= set(columns.tolist())
+
+
+def test_logits_in_parts_give_the_same_loss_and_gradients(monkeypatch: pytest.MonkeyPatch) -> None:
+    batch = pack([make_sequence(11, 4, 1), make_sequence(8, 3, 2)], steps=3)
+    last_states = torch.randn(len(batch.positions), HIDDEN, dtype=torch.float64)
+    outcomes = []
+    for at_once in (1 << 27, 4 * DRAFT):
+        monkeypatch.setattr(loss_module, "_LOGITS_AT_ONCE", at_once)
+        loss = make_loss()
+        found = loss(batch, last_states)
+        found.loss.backward()
+        outcomes.append((found.loss, found.matches, *(p.grad for p in loss.drafter.parameters())))
+    for whole, parts in zip(*outcomes, strict=True):
+        torch.testing.assert_close(whole, parts, rtol=1e-12, atol=1e-12)
 
 
 def test_walk_moves_by_what_is_accepted() -> None:

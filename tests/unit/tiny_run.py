@@ -51,8 +51,16 @@ def make_run(folder: Path, *, tied: bool = False, sequences: int = 12, tokens: i
 
 def make_recipe(folder: Path, **train: object) -> Recipe:
     """Twenty steps of training on that store."""
-    options = {"epochs": 5, "tokens_per_step": 64, "chain_steps": 3, "save_every_steps": 100, **train}
+    options = {
+        "epochs": 5,
+        "tokens_per_step": 70,
+        "chain_steps": 3,
+        "state_dropout": 0,
+        "save_every_steps": 100,
+        **train,
+    }
     target = Target(model=str(folder / "target"), dtype="float32")
     return Recipe.model_validate({
         "name": "run", "target": target.model_dump(), "extract": {"prompts": {"path": "unused"}}, "train": options,
+        "evaluate": {"k": [1, 2], "acceptance_k": 2},
     })  # fmt: skip

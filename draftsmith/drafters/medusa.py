@@ -1,0 +1,170 @@
+"""Medusa (Cai et al., arXiv 2401.10774): independent heads on the target's last state, each for a token further ahead.
+
+Alignment. At position p head i reads the target's last state h_p, after its final norm, and predicts x_{p+2+i}: x_{p+1}
+is the target's own. No head knows what another one guesses, nor which token x_{p+1} became.
+
+Mathematics of head i with L residual blocks (the paper's first formula; W starts at zero, so a block at the identity):
+
+    y_0 = h_p;  y_{l+1} = y_l + SiLU(W_{i,l} y_l + b_{i,l});  logits = lm_head_i(y_L)
+
+Names and shapes of the tensors are those of vLLM's `medusa.py`. It reads two layouts: a vocabulary head for each head
+over the target's whole vocabulary, or one head that all share (`original_lm_head`), over a draft vocabulary if wanted
+(`token_map`). Draft vocabularies with a head for each it cannot load.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+from typing import Any, ClassVar, Self
+
+import torch
+from torch import nn
+from torch.nn import functional as F
+
+from draftsmith.drafters.base import ChainStep, Drafter, DrafterConfig, LossTerms
+from draftsmith.drafters.batch import Batch
+from draftsmith.drafters.linear import fit_ahead
+from draftsmith.recipe import MedusaOptions
+from draftsmith.target import TargetInfo, TargetTensors
+
+
+@dataclass(frozen=True, kw_only=True)
+class MedusaConfig(DrafterConfig):
+    """See `DrafterConfig`; the only layer is the target's last."""
+
+    num_heads: int
+    num_layers: int
+    bias: bool
+    shared_head: bool
+
+
+class _Block(nn.Module):
+    """The residual blocks of one head."""
+
+    def __init__(self, config: MedusaConfig) -> None:
+        super().__init__()
+        size = config.hidden_size
+        self.layers = nn.ModuleList(nn.Linear(size, size, bias=config.bias) for _ in range(config.num_layers))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for layer in self.layers:
+            x = x + F.silu(layer(x))
+        return x
+
+
+class MedusaDrafter(Drafter):
+    """The heads as they are trained. The target's final norm is shared.
+
+    Args:
+        config: shapes.
+        final_norm: float [H], the weight of the target's final norm.
+        draft_token_ids: int64 [V] ascending: target id of each draft token.
+    """
+
+    config_class: ClassVar = MedusaConfig
+    vllm_method: ClassVar = "medusa"
+    config: MedusaConfig
+    final_norm: torch.Tensor
+
+    def __init__(self, config: MedusaConfig, final_norm: torch.Tensor, draft_token_ids: torch.Tensor) -> None:
+        super().__init__()
+        self.config, self.max_steps = config, config.num_heads
+        self.blocks = nn.ModuleList(_Block(config) for _ in range(config.num_heads))
+        heads = 1 if config.shared_head else config.num_heads
+        self.lm_heads = nn.ModuleList(
+            nn.Linear(config.hidden_size, config.draft_vocab_size, bias=False) for _ in range(heads)
+        )
+        self.register_buffer("final_norm", final_norm, persistent=False)
+        self.register_buffer("draft_token_ids", draft_token_ids, persistent=False)
+
+    @classmethod
+    def make_config(
+        cls, options: MedusaOptions, target: TargetInfo, layer_ids: tuple[int, ...], draft_vocab_size: int
+    ) -> MedusaConfig:
+        return MedusaConfig(
+            layer_ids=layer_ids,
+            hidden_size=target.hidden_size,
+            rms_norm_eps=target.config.rms_norm_eps,
+            vocab_size=target.vocab_size,
+            draft_vocab_size=draft_vocab_size,
+            num_heads=options.num_heads,
+            num_layers=options.num_layers,
+            bias=options.bias,
+            shared_head=options.shared_head,
+        )
+
+    @classmethod
+    def make(cls, config: MedusaConfig, tensors: TargetTensors, draft_token_ids: torch.Tensor) -> Self:
+        return cls(config, tensors.final_norm_weight.float(), draft_token_ids)
+
+    @torch.no_grad()
+    def start(self, tensors: TargetTensors, batches: Iterable[tuple[Batch, torch.Tensor]]) -> None:
+        """Blocks at the identity, as in the paper, and heads at the target's.
+
+        Heads of their own take the best linear guess from the state with them: if z_{p+1+i} ~ A_i z_p for the normed
+        states, by least squares, then head i starts as lm_head A_i.
+        """
+        for parameter in self.blocks.parameters():
+            parameter.zero_()
+        target_head = tensors.lm_head[self.draft_token_ids].to(self._head(0))
+        if self.config.shared_head:
+            self._head(0).copy_(target_head)
+            return
+        for i, ahead in enumerate(fit_ahead(self._normed, batches, steps=self.config.num_heads)):
+            self._head(i).copy_(target_head @ ahead)
+
+    def loss_terms(self, options: MedusaOptions) -> LossTerms:
+        return LossTerms(targets=options.targets)
+
+    def head_parameters(self) -> list[nn.Parameter]:
+        return [*self.lm_heads.parameters()]
+
+    def chain(self, batch: Batch, *, steps: int, own_guesses: bool = False) -> Iterator[ChainStep]:
+        """See `Drafter.chain`; `own_guesses` changes nothing, as no head reads a guess."""
+        rows = batch.counts[:, :steps].sum(1).nonzero()[:, 0]
+        state = self._normed(batch.hidden_states[rows, 0])
+        for k in range(steps):
+            yield ChainStep(self.blocks[k](state), self._head(k), batch.counts[rows, k])
+
+    def _normed(self, states: torch.Tensor) -> torch.Tensor:
+        """The target's final norm."""
+        return F.rms_norm(states, states.shape[-1:], self.final_norm, self.config.rms_norm_eps)
+
+    def _head(self, i: int) -> torch.Tensor:
+        """[V, H]"""
+        head = self.lm_heads[0 if self.config.shared_head else i]
+        assert isinstance(head, nn.Linear)
+        return head.weight
+
+    @staticmethod
+    def shapes(config: MedusaConfig) -> dict[str, tuple[int, ...]]:
+        hidden, heads = config.hidden_size, range(config.num_heads)
+        linears = [f"blocks.{i}.layers.{j}" for i in heads for j in range(config.num_layers)]
+        shapes: dict[str, tuple[int, ...]] = {f"{name}.weight": (hidden, hidden) for name in linears}
+        if config.bias:
+            shapes |= {f"{name}.bias": (hidden,) for name in linears}
+        return shapes | {
+            f"lm_heads.{i}.weight": (config.draft_vocab_size, hidden)
+            for i in heads[: 1 if config.shared_head else None]
+        }
+
+    @staticmethod
+    def to_vllm(
+        config: MedusaConfig, tensors: dict[str, torch.Tensor], draft_token_ids: torch.Tensor
+    ) -> tuple[dict[str, Any], dict[str, torch.Tensor]]:
+        """For vLLM's `MedusaModel` (vllm/model_executor/models/medusa.py); names are those of the module."""
+        if config.draft_vocab_size != config.vocab_size:
+            tensors = tensors | {"token_map": draft_token_ids}
+        json_config = {
+            "architectures": ["MedusaModel"],
+            "model_type": "medusa",
+            "hidden_size": config.hidden_size,
+            "vocab_size": config.vocab_size,
+            "truncated_vocab_size": config.draft_vocab_size,
+            "num_heads": config.num_heads,
+            "num_hidden_layers": config.num_layers,
+            "medusa_fc_bias": config.bias,
+            "original_lm_head": config.shared_head,
+        }
+        return json_config, tensors

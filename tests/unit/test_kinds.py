@@ -1,0 +1,98 @@
+"""Every kind of drafter, trained and converted on a tiny store: losses do not move unnoticed, and guesses are real."""
+
+import json
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file
+
+from draftsmith.checkpoint import Checkpoint
+from draftsmith.convert.convert import run_convert
+from draftsmith.drafters import KINDS, drafter_class
+from draftsmith.errors import UserError
+from draftsmith.inspection import inspect
+from draftsmith.serve.speculation import speculative_config
+from draftsmith.store import Store
+from draftsmith.target import load_target_tensors
+from draftsmith.train.acceptance import predict_acceptance
+from draftsmith.train.train import run_train
+from tests.unit.tiny_run import make_recipe, make_run
+
+CASES: dict[str, tuple[dict, list[float]]] = {
+    "eagle3": ({"drafter": {"kind": "eagle3", "draft_vocab_size": 60}, "lr": 1e-2, "muon_lr": 3e-2}, [9.5245, 9.4004, 9.3693, 9.3266, 9.3652]),
+    "medusa": ({"drafter": {"kind": "medusa", "num_heads": 3, "draft_vocab_size": 60}, "lr": 1e-2, "muon_lr": 3e-2}, [7.5903, 6.9947, 7.0312, 6.5675, 7.122]),
+    "medusa-own-heads": (
+        {"drafter": {"kind": "medusa", "num_heads": 2, "num_layers": 2, "bias": True, "shared_head": False,
+                     "targets": "distribution"}, "train_lm_head": True, "optimizer": "adamw", "lr": 1e-2}, [7.4876, 7.4692, 7.4708, 7.448, 7.4835],
+    ),
+}  # fmt: skip
+"""Options of training, and the loss of each of its epochs: 20 steps in all."""
+
+
+@pytest.fixture(scope="module", params=[False, True], ids=["untied", "tied"])
+def folder(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    path = tmp_path_factory.mktemp("kinds")
+    make_run(path, tied=request.param)
+    return path
+
+
+@pytest.fixture(autouse=True)
+def _one_thread() -> Iterator[None]:
+    """Sums are then always in one order."""
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(threads)
+
+
+def test_every_kind_is_here() -> None:
+    assert {options["drafter"]["kind"] for options, _ in CASES.values()} == set(KINDS)
+    with pytest.raises(UserError, match="knows no drafter of the kind `other`"):
+        drafter_class("other")
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_training_is_what_it_was(folder: Path, name: str, request: pytest.FixtureRequest) -> None:
+    """Train, convert and look at what came out; golden losses for the untied target."""
+    options, golden = CASES[name]
+    run_dir = folder / name
+    run_dir.mkdir()
+    (run_dir / "store").symlink_to(folder / "run" / "store")
+    recipe = make_recipe(folder, **options)
+    figures = run_train(recipe, run_dir)
+    assert figures["steps"] == 20
+    losses = [epoch["loss"] for epoch in figures["epochs"]]
+    assert min(losses[1:]) < losses[0]
+    if "untied" in request.node.name:
+        assert losses == pytest.approx(golden, rel=2e-4)
+
+    checkpoint = Checkpoint.load(run_dir / "checkpoint")
+    kind = drafter_class(checkpoint.kind)
+    config = kind.config_class.from_dict(checkpoint.config)
+    assert kind.shapes(config) == {key: tuple(value.shape) for key, value in checkpoint.tensors.items()}
+    drafter = kind.make(config, load_target_tensors(folder / "target"), checkpoint.draft_token_ids)
+    drafter.load_state_dict(checkpoint.tensors)
+    store = Store(run_dir / "store")
+    k = min(5, drafter.max_steps or 5)
+    columns = [store.identity.layer_ids.index(layer) for layer in config.layer_ids]
+    held_out = [store[row] for row in store.rows(held_out=True)]
+    predicted = predict_acceptance(drafter, held_out, columns, k=k)
+    assert predicted == pytest.approx(
+        {int(key): v for key, v in figures["predicted_acceptance_length"].items()}, abs=1e-4
+    )
+
+    run_convert(recipe, run_dir)
+    served = json.loads((run_dir / "vllm" / "config.json").read_text())
+    assert load_file(run_dir / "vllm" / "model.safetensors").keys() >= checkpoint.tensors.keys()
+    assert served["torch_dtype"] == "float32"
+    assert inspect(run_dir / "vllm")["good"]
+    if kind.vllm_method:
+        assert speculative_config(run_dir / "vllm", 2)["method"] == kind.vllm_method
+        assert kind.vllm_method in (run_dir / "vllm" / "README.md").read_text()
+
+
+def test_medusa_guesses_no_further_than_it_has_heads(folder: Path) -> None:
+    with pytest.raises(UserError, match="guesses 3 tokens ahead, and 4 were asked for"):
+        speculative_config(folder / "medusa" / "vllm", 4)
