@@ -60,19 +60,24 @@ def _model_card(checkpoint: Checkpoint) -> str:
         else ""
     )
     method = drafter_class(checkpoint.kind).vllm_method
-    return f"""---
-base_model: {target}
-tags: [speculative-decoding, {checkpoint.kind}, vllm]
----
-# {checkpoint.kind.upper()} drafter for {target}
-
-Trained with Draftsmith on hidden states of {target}, config hash
-`{checkpoint.target["config_hash"][:16]}`. It drafts for this target only.
-{table}
-Serve it with vLLM:
+    serving = (
+        f"""Serve it with vLLM:
 
 ```
 python -m vllm.entrypoints.openai.api_server --model TARGET \\
     --speculative-config '{{"method": "{method}", "model": "THIS_DIRECTORY", "num_speculative_tokens": 3}}'
 ```
 """
+        if method
+        else "vLLM reads this layout, and cannot serve drafters of this kind yet.\n"
+    )
+    return f"""---
+base_model: {target}
+tags: [speculative-decoding, {checkpoint.kind}, vllm]
+---
+# Drafter ({checkpoint.kind}) for {target}
+
+Trained with Draftsmith on hidden states of {target}, config hash
+`{checkpoint.target["config_hash"][:16]}`. It drafts for this target only.
+{table}
+{serving}"""

@@ -11,7 +11,7 @@ import hashlib
 import json
 import re
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, ClassVar, Literal
 
 import yaml
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator, model_validator
@@ -202,6 +202,8 @@ class Extract(Section):
 class DrafterOptions(Section):
     """What is free in the shape of a kind of drafter, and how it is taught. The rest follows from the target."""
 
+    served: ClassVar[bool] = True
+    """Whether vLLM can serve it."""
     draft_vocab_size: int | None
     """Tokens the drafter can propose: the most frequent in the store. Absent (null): the target's whole vocabulary."""
 
@@ -261,7 +263,37 @@ class MedusaOptions(DrafterOptions):
         return self.num_heads
 
 
-AnyDrafterOptions = Annotated[Eagle3Options | MedusaOptions, Field(discriminator="kind")]
+class MlpOptions(DrafterOptions):
+    """MLP speculator (arXiv 2404.19124): a small recurrent network on the target's last state. It is trained and
+    converted; stock vLLM cannot serve it."""
+
+    served: ClassVar[bool] = False
+    kind: Literal["mlp_speculator"]
+    n_predict: int = Field(3, ge=1)
+    """Tokens that it can guess ahead; all are trained, whatever `chain_steps` says."""
+    inner_size: int | None = Field(None, ge=1)
+    """Width of its state; absent: the target's hidden size."""
+    tie_weights: bool = True
+    """All steps share their weights, except the first one's projection."""
+    scale_input: bool = True
+    """Norm the target's state once more on its way in."""
+    draft_vocab_size: None = None
+    """The published layout has the target's whole vocabulary."""
+    targets: Literal["distribution", "tokens"] = "tokens"
+    """Learn what the target wrote, as published, or its distribution over next tokens."""
+
+    @model_validator(mode="after")
+    def _tied_steps_are_several(self) -> MlpOptions:
+        if self.tie_weights and self.n_predict == 1:
+            raise ValueError("`tie_weights` needs an `n_predict` above 1")
+        return self
+
+    @property
+    def most_ahead(self) -> int | None:
+        return self.n_predict
+
+
+AnyDrafterOptions = Annotated[Eagle3Options | MedusaOptions | MlpOptions, Field(discriminator="kind")]
 """One section for each kind of drafter; `kind` says which, and without it EAGLE-3 is meant."""
 
 

@@ -5,11 +5,13 @@ from __future__ import annotations
 from draftsmith.drafters.base import Drafter
 from draftsmith.drafters.eagle3 import Eagle3Drafter
 from draftsmith.drafters.medusa import MedusaDrafter
+from draftsmith.drafters.mlp import MlpDrafter
 from draftsmith.errors import UserError
 
 KINDS: dict[str, type[Drafter]] = {
     "eagle3": Eagle3Drafter,
     "medusa": MedusaDrafter,
+    "mlp_speculator": MlpDrafter,
 }
 """Every kind, by the name that recipes and checkpoints give it."""
 

@@ -27,6 +27,11 @@ CASES: dict[str, tuple[dict, list[float]]] = {
         {"drafter": {"kind": "medusa", "num_heads": 2, "num_layers": 2, "bias": True, "shared_head": False,
                      "targets": "distribution"}, "train_lm_head": True, "optimizer": "adamw", "lr": 1e-2}, [7.4876, 7.4692, 7.4708, 7.448, 7.4835],
     ),
+    "mlp_speculator": ({"drafter": {"kind": "mlp_speculator"}, "chain_decay": 1.0, "train_lm_head": True, "lr": 1e-2}, [12.4731, 11.0799, 10.2845, 9.6989, 9.7524]),
+    "mlp-own-weights": (
+        {"drafter": {"kind": "mlp_speculator", "inner_size": 20, "tie_weights": False, "scale_input": False},
+         "loss_vocab_size": 40, "lr": 1e-2}, [8.5533, 8.273, 8.1492, 8.0953, 8.212],
+    ),
 }  # fmt: skip
 """Options of training, and the loss of each of its epochs: 20 steps in all."""
 
@@ -85,10 +90,15 @@ def test_training_is_what_it_was(folder: Path, name: str, request: pytest.Fixtur
 
     run_convert(recipe, run_dir)
     served = json.loads((run_dir / "vllm" / "config.json").read_text())
-    assert load_file(run_dir / "vllm" / "model.safetensors").keys() >= checkpoint.tensors.keys()
+    written = load_file(run_dir / "vllm" / "model.safetensors")
+    assert {name.removeprefix("speculator.") for name in written} >= checkpoint.tensors.keys()
     assert served["torch_dtype"] == "float32"
     assert inspect(run_dir / "vllm")["good"]
-    if kind.vllm_method:
+    assert recipe.train.drafter.served == (kind.vllm_method is not None)
+    if kind.vllm_method is None:
+        with pytest.raises(UserError, match="none of those that can be served"):
+            speculative_config(run_dir / "vllm", 2)
+    else:
         assert speculative_config(run_dir / "vllm", 2)["method"] == kind.vllm_method
         assert kind.vllm_method in (run_dir / "vllm" / "README.md").read_text()
 

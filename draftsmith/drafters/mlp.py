@@ -1,0 +1,202 @@
+"""MLP speculator (Wertheimer et al., arXiv 2404.19124): a small recurrent network on the target's last state.
+
+Alignment. At position p it takes the target's last state h_p, after its final norm, and the token x_{p+1}, and predicts
+x_{p+2}; step i takes its own state of step i-1 and the token x_{p+1+i}, and predicts x_{p+2+i}.
+
+Mathematics, for n steps and an inner size D, with norm(x) = x / sqrt(mean(x^2) + 1e-6):
+
+    w_s = 0.5^(0.5 / n),  w_e = sqrt((1 - w_s^2) D / 2)      state and token weigh alike after n steps
+    s_{-1} = h_p                                             (scale_input: norm(h_p) / sqrt(2))
+    s_i = GELU(ln_i(proj_i s_{i-1} + (w_e / w_s) emb_i[x_{p+1+i}]))      ln_i(x) = a_i norm(x) + b_i
+    logits_i = head_i s_i                                    over the target's vocabulary
+
+`tie_weights`: all steps share emb, ln and head, and all but the first share proj.
+
+Names and shapes of the tensors are those of the published accelerators (ibm-fms, ibm-granite) without their prefix.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+from typing import Any, ClassVar, Self
+
+import torch
+from torch import nn
+from torch.nn import functional as F
+
+from draftsmith.drafters.base import ChainStep, Drafter, DrafterConfig, LossTerms
+from draftsmith.drafters.batch import Batch
+from draftsmith.drafters.linear import fit_ahead, unit_rms
+from draftsmith.recipe import MlpOptions
+from draftsmith.target import TargetInfo, TargetTensors
+
+
+@dataclass(frozen=True, kw_only=True)
+class MlpConfig(DrafterConfig):
+    """See `DrafterConfig`; the only layer is the target's last, the draft vocabulary the target's."""
+
+    inner_size: int
+    n_predict: int
+    tie_weights: bool
+    scale_input: bool
+
+
+class _Norm(nn.Module):
+    """RMS norm with a weight and a bias."""
+
+    def __init__(self, size: int) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(size))
+        self.bias = nn.Parameter(torch.zeros(size))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.weight * unit_rms(x) + self.bias
+
+
+class MlpDrafter(Drafter):
+    """The speculator as it is trained. The target's final norm is shared.
+
+    Args:
+        config: shapes.
+        final_norm: float [H], the weight of the target's final norm.
+    """
+
+    config_class: ClassVar = MlpConfig
+    vllm_method: ClassVar = None
+    config: MlpConfig
+    final_norm: torch.Tensor
+
+    def __init__(self, config: MlpConfig, final_norm: torch.Tensor) -> None:
+        super().__init__()
+        size, steps = config.inner_size, config.n_predict
+        self.config, self.max_steps = config, steps
+        own = 1 if config.tie_weights else steps
+        inputs = [config.hidden_size] + [size] * (min(steps, 2) - 1 if config.tie_weights else steps - 1)
+        self.emb = nn.ModuleList(nn.Embedding(config.vocab_size, size) for _ in range(own))
+        self.proj = nn.ModuleList(nn.Linear(read, size, bias=False) for read in inputs)
+        self.ln = nn.ModuleList(_Norm(size) for _ in range(own))
+        self.head = nn.ModuleList(nn.Linear(size, config.vocab_size, bias=False) for _ in range(own))
+        for table in (*self.emb, *self.proj, *self.head):
+            assert isinstance(table, nn.Linear | nn.Embedding)
+            nn.init.normal_(table.weight, std=size**-0.5)
+        self._token_weight = math.sqrt((1 - 0.5 ** (1 / steps)) * size / 2) / 0.5 ** (0.5 / steps)  # w_e / w_s
+        self.register_buffer("final_norm", final_norm, persistent=False)
+        self.register_buffer("draft_token_ids", torch.arange(config.vocab_size), persistent=False)
+
+    @classmethod
+    def make_config(
+        cls, options: MlpOptions, target: TargetInfo, layer_ids: tuple[int, ...], draft_vocab_size: int
+    ) -> MlpConfig:
+        return MlpConfig(
+            layer_ids=layer_ids,
+            hidden_size=target.hidden_size,
+            rms_norm_eps=target.config.rms_norm_eps,
+            vocab_size=target.vocab_size,
+            draft_vocab_size=draft_vocab_size,
+            inner_size=options.inner_size or target.hidden_size,
+            n_predict=options.n_predict,
+            tie_weights=options.tie_weights,
+            scale_input=options.scale_input,
+        )
+
+    @classmethod
+    def make(cls, config: MlpConfig, tensors: TargetTensors, draft_token_ids: torch.Tensor) -> Self:
+        return cls(config, tensors.final_norm_weight.float())
+
+    @torch.no_grad()
+    def start(self, tensors: TargetTensors, batches: Iterable[tuple[Batch, torch.Tensor]]) -> None:
+        """Put the target's vocabulary into the heads and what it is likely to say next into the first projection.
+
+        The heads are the target's in the D directions in which its head varies most; `proj_0` gives the coordinates in
+        them of the state foretold from h_p by least squares. With an inner size above H, the columns beyond stay at the
+        random start, as do the embeddings and the other projections (the paper's: N(0, 1/D)).
+        """
+        head = tensors.lm_head.to(self.final_norm)
+        kept = min(self.config.inner_size, self.config.hidden_size)
+        directions = torch.linalg.eigh(head.T @ head).eigenvectors[:, -kept:]  # [H, D], ascending
+        (ahead,) = fit_ahead(self._normed, batches, steps=1)
+        for step in range(len(self.head)):
+            self._head(step)[:, :kept] = head @ directions
+        first = self.proj[0]
+        assert isinstance(first, nn.Linear)
+        first.weight[:kept] = directions.T @ ahead
+
+    def loss_terms(self, options: MlpOptions) -> LossTerms:
+        return LossTerms(targets=options.targets)
+
+    def head_parameters(self) -> list[nn.Parameter]:
+        return [*self.head.parameters()]
+
+    def table_parameters(self) -> list[nn.Parameter]:
+        return [*self.emb.parameters()]
+
+    def chain(self, batch: Batch, *, steps: int, own_guesses: bool = False) -> Iterator[ChainStep]:
+        rows = batch.counts[:, :steps].sum(1).nonzero()[:, 0]
+        state = self._normed(batch.hidden_states[rows, 0])
+        if self.config.scale_input:
+            state = unit_rms(state) / math.sqrt(2)
+        tokens = batch.following[rows, 0]
+        for k in range(steps):
+            shared = 0 if self.config.tie_weights else k
+            projected = self.proj[min(k, len(self.proj) - 1)](state)
+            state = F.gelu(self.ln[shared](projected + self._token_weight * self.emb[shared](tokens)))
+            head = self._head(shared)
+            yield ChainStep(state, head, batch.counts[rows, k])
+            tokens = F.linear(state, head).argmax(-1) if own_guesses else batch.following[rows, k + 1]
+
+    def _normed(self, states: torch.Tensor) -> torch.Tensor:
+        """The target's final norm."""
+        return F.rms_norm(states, states.shape[-1:], self.final_norm, self.config.rms_norm_eps)
+
+    def _head(self, i: int) -> torch.Tensor:
+        """[V, D]"""
+        head = self.head[i]
+        assert isinstance(head, nn.Linear)
+        return head.weight
+
+    @staticmethod
+    def shapes(config: MlpConfig) -> dict[str, tuple[int, ...]]:
+        size, vocabulary = config.inner_size, config.vocab_size
+        shapes: dict[str, tuple[int, ...]] = {"proj.0.weight": (size, config.hidden_size)}
+        for i in range(1, 2 if config.tie_weights else config.n_predict):
+            shapes[f"proj.{i}.weight"] = (size, size)
+        for i in range(1 if config.tie_weights else config.n_predict):
+            shapes |= {
+                f"emb.{i}.weight": (vocabulary, size),
+                f"head.{i}.weight": (vocabulary, size),
+                f"ln.{i}.weight": (size,),
+                f"ln.{i}.bias": (size,),
+            }
+        return shapes
+
+    @staticmethod
+    def to_vllm(
+        config: MlpConfig, tensors: dict[str, torch.Tensor], draft_token_ids: torch.Tensor
+    ) -> tuple[dict[str, Any], dict[str, torch.Tensor]]:
+        """The published accelerators' layout, which vLLM's `mlp_speculator.py` reads.
+
+        Shared tensors are written once for each step: with `tie_weights`, vLLM still loads a head for every step.
+        """
+        published = {}
+        for i in range(config.n_predict):
+            shared = 0 if config.tie_weights else i
+            sources = {"proj": min(i, 1) if config.tie_weights else i, "emb": shared, "head": shared, "ln": shared}
+            for name, value in tensors.items():
+                part, number, what = name.split(".")
+                if int(number) == sources[part]:
+                    published[f"speculator.{part}.{i}.{what}"] = value.clone()
+        json_config = {
+            "architectures": ["MLPSpeculatorPreTrainedModel"],
+            "model_type": "mlp_speculator",
+            "emb_dim": config.hidden_size,
+            "inner_dim": config.inner_size,
+            "n_predict": config.n_predict,
+            "n_candidates": 1,
+            "top_k_tokens_per_head": [1] * config.n_predict,
+            "vocab_size": config.vocab_size,
+            "tie_weights": config.tie_weights,
+            "scale_input": config.scale_input,
+        }
+        return json_config, published
