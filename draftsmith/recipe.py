@@ -293,7 +293,23 @@ class MlpOptions(DrafterOptions):
         return self.n_predict
 
 
-AnyDrafterOptions = Annotated[Eagle3Options | MedusaOptions | MlpOptions, Field(discriminator="kind")]
+class EagleOptions(DrafterOptions):
+    """EAGLE, the first version (arXiv 2401.15077)."""
+
+    kind: Literal["eagle"]
+    num_layers: int = Field(1, ge=1)
+    """Decoder layers in the drafter."""
+    draft_vocab_size: None = None
+    """The target's own head is served: its whole vocabulary."""
+    feature_weight: float = Field(1.0, ge=0)
+    """Weight of the loss on the foretold state (SmoothL1)."""
+    token_weight: float = Field(0.1, gt=0)
+    """Weight of the cross-entropy against the target's distribution."""
+    noise: float = Field(0.2, ge=0)
+    """Uniform noise on the target's normed states in training, in (-1/2, 1/2) * noise * 512 / T for T states of a sequence."""
+
+
+AnyDrafterOptions = Annotated[EagleOptions | Eagle3Options | MedusaOptions | MlpOptions, Field(discriminator="kind")]
 """One section for each kind of drafter; `kind` says which, and without it EAGLE-3 is meant."""
 
 

@@ -8,8 +8,9 @@ from typing import Any
 
 from draftsmith.errors import UserError
 
-_METHODS = ("eagle3", "medusa")
-"""vLLM's methods for the drafters that this version makes; each is part of its architectures' names."""
+_METHODS = ("eagle3", "eagle", "medusa")
+"""vLLM's methods for the drafters that this version makes; each is part of its architectures' names, and
+the first that fits is meant."""
 
 
 def speculative_config(drafter_dir: Path, k: int) -> dict[str, Any]:

@@ -33,6 +33,8 @@ def predict_acceptance(
         {K: tokens per verification step of the target, the bonus token included}.
     """
     device = drafter.draft_token_ids.device
+    training = drafter.training
+    drafter.eval()
     accepted = {length: [0, 0] for length in range(1, k + 1)}  # K: [tokens accepted, drafts made]
     for sequence in sequences:
         batch = pack([sequence], steps=k).with_layers(columns).to(device)
@@ -53,6 +55,7 @@ def predict_acceptance(
                 for hits in _walk(run[response, :length].sum(1).tolist()):
                     totals[0] += hits
                     totals[1] += 1
+    drafter.train(training)
     return {length: 1 + hits / max(drafts, 1) for length, (hits, drafts) in accepted.items()}
 
 

@@ -257,6 +257,7 @@ def _fit(run: Run, recipe: Recipe, directory: Path, inputs: str, resume: dict[st
             batch, last_states = next(batches)
             batch = batch.to(accelerator.device)
             last_states = last_states.to(accelerator.device, non_blocking=True)
+            torch.manual_seed(_step_seed(recipe, number, accelerator.process_index))  # for a drafter that draws noise
             output = model(batch, last_states)
             accelerator.backward(output.loss)
             accelerator.clip_grad_norm_(run.loss.drafter.parameters(), options.max_grad_norm)
@@ -299,11 +300,15 @@ def _load(run: Run, recipe: Recipe, *, step: int) -> tuple[Batch, torch.Tensor]:
         run.store, mine, run.loss.chain_steps, run.columns, run.last_column, prompt_weight=options.prompt_loss_weight
     )
     if options.state_dropout:
-        # Its randomness comes from the step's number alone, so that a continued run sees what an unbroken one does.
-        generator = torch.Generator().manual_seed((recipe.seed * 1_000_003 + step) * 4099 + accelerator.process_index)
+        generator = torch.Generator().manual_seed(_step_seed(recipe, step, accelerator.process_index))
         kept = torch.rand(batch.hidden_states.shape, generator=generator) >= options.state_dropout
         batch = replace(batch, hidden_states=batch.hidden_states * kept / (1 - options.state_dropout))
     return batch, last_states
+
+
+def _step_seed(recipe: Recipe, step: int, process: int) -> int:
+    """A step's randomness comes from its number alone, so that a continued run sees what an unbroken one does."""
+    return (recipe.seed * 1_000_003 + step) * 4099 + process
 
 
 def _batch(

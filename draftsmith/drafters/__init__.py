@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 from draftsmith.drafters.base import Drafter
+from draftsmith.drafters.eagle import EagleDrafter
 from draftsmith.drafters.eagle3 import Eagle3Drafter
 from draftsmith.drafters.medusa import MedusaDrafter
 from draftsmith.drafters.mlp import MlpDrafter
 from draftsmith.errors import UserError
 
 KINDS: dict[str, type[Drafter]] = {
+    "eagle": EagleDrafter,
     "eagle3": Eagle3Drafter,
     "medusa": MedusaDrafter,
     "mlp_speculator": MlpDrafter,

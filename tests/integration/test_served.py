@@ -76,7 +76,7 @@ def load_drafter(run_dir: Path, target: Path) -> Drafter:
     config = kind.config_class.from_dict(checkpoint.config)
     drafter = kind.make(config, load_target_tensors(target), checkpoint.draft_token_ids)
     drafter.load_state_dict(checkpoint.tensors)
-    return drafter
+    return drafter.eval()
 
 
 def test_trained_equals_served(run: tuple[Path, Path], served: dict, smollm2: Path) -> None:
@@ -84,6 +84,7 @@ def test_trained_equals_served(run: tuple[Path, Path], served: dict, smollm2: Pa
 
 
 OTHER_KINDS = {
+    "eagle": {"kind": "eagle"},
     "medusa": {"kind": "medusa", "num_heads": K, "num_layers": 2, "bias": True, "draft_vocab_size": 2048},
     "medusa-own-heads": {"kind": "medusa", "num_heads": K, "shared_head": False},
 }

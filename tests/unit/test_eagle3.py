@@ -37,9 +37,10 @@ def make_sequence(tokens: int, prompt: int, seed: int) -> Sequence:
     )  # fmt: skip
 
 
-def plain_chain(d: Eagle3Drafter, sequence: Sequence, p: int, steps: int) -> list[torch.Tensor]:
+def plain_chain(
+    d: Eagle3Drafter, sequence: Sequence, p: int, steps: int, weights: dict[str, torch.Tensor]
+) -> list[torch.Tensor]:
     """Logits [V] of each chain step from position p, one token at a time, from the formulas."""
-    weights = d.state_dict()
     config = d.config
 
     def rms(x: torch.Tensor, name: str) -> torch.Tensor:
@@ -100,21 +101,30 @@ def plain_chain(d: Eagle3Drafter, sequence: Sequence, p: int, steps: int) -> lis
 
 @pytest.mark.parametrize("changes", [{}, {"norm_before_residual": True}, {"fc_norm": False}, {"norm_output": True}])
 def test_packed_chain_equals_the_formulas(changes: dict) -> None:
+    """Outputs, and gradients of a random function of them."""
     drafter = make_drafter(**changes)
     documents = [make_sequence(9, 4, 1), make_sequence(14, 6, 2), make_sequence(6, 2, 3)]
     steps = 3
     batch = pack(documents, steps=steps)
     rows = batch.counts.sum(1).nonzero()[:, 0]
-    with torch.no_grad():
-        found = [drafter.lm_head(step.normed) for step in drafter.chain(batch, steps=steps)]
-        compared = 0
-        for q, row in enumerate(rows.tolist()):
-            document, p = int(batch.documents[row]), int(batch.positions[row])
-            expected = plain_chain(drafter, documents[document], p, int((batch.counts[row] > 0).sum()))
-            for k, logits in enumerate(expected):
-                torch.testing.assert_close(found[k][q], logits, rtol=1e-9, atol=1e-9)
-                compared += 1
+    weights = {name: value.detach().clone().requires_grad_() for name, value in drafter.state_dict().items()}
+    found = [drafter.lm_head(step.normed) for step in drafter.chain(batch, steps=steps)]
+    picks = [torch.randn(*logits.shape, dtype=torch.float64) for logits in found]
+    total, plain_total = torch.zeros((), dtype=torch.float64), torch.zeros((), dtype=torch.float64)
+    compared = 0
+    for q, row in enumerate(rows.tolist()):
+        document, p = int(batch.documents[row]), int(batch.positions[row])
+        expected = plain_chain(drafter, documents[document], p, int((batch.counts[row] > 0).sum()), weights)
+        for k, logits in enumerate(expected):
+            torch.testing.assert_close(found[k][q], logits, rtol=1e-9, atol=1e-9)
+            total = total + (found[k][q] * picks[k][q]).sum()
+            plain_total = plain_total + (logits * picks[k][q]).sum()
+            compared += 1
     assert compared == int((batch.counts > 0).sum()) > 30
+    total.backward()
+    plain_total.backward()
+    for name, parameter in drafter.named_parameters():
+        torch.testing.assert_close(parameter.grad, weights[name].grad, rtol=1e-9, atol=1e-9)
 
 
 def test_what_counts() -> None:

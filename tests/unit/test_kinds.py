@@ -21,6 +21,7 @@ from draftsmith.train.train import run_train
 from tests.unit.tiny_run import make_recipe, make_run
 
 CASES: dict[str, tuple[dict, list[float]]] = {
+    "eagle": ({"drafter": {"kind": "eagle"}, "lr": 1e-2, "muon_lr": 3e-2}, [2.0017, 1.7253, 1.629, 1.5398, 1.5367]),
     "eagle3": ({"drafter": {"kind": "eagle3", "draft_vocab_size": 60}, "lr": 1e-2, "muon_lr": 3e-2}, [9.5245, 9.4004, 9.3693, 9.3266, 9.3652]),
     "medusa": ({"drafter": {"kind": "medusa", "num_heads": 3, "draft_vocab_size": 60}, "lr": 1e-2, "muon_lr": 3e-2}, [7.5903, 6.9947, 7.0312, 6.5675, 7.122]),
     "medusa-own-heads": (

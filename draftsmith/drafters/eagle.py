@@ -1,0 +1,164 @@
+"""EAGLE, the first version (Li et al., arXiv 2401.15077): foretell the target's last state, and let its own head read it.
+
+Alignment and attention: see `decoder.py`. Mathematics of a step, for state f and token embedding e:
+
+    x = fc([e, f])                                    H wide, read by q, k and v of layer 0, which has no norm before
+    r = x + o(attention(q(x), k(x), v(x)))
+    y = r + mlp(post_attention_layernorm(r))          the next step's state
+    logits = lm_head(y)                               the target's own head
+
+and at step 0 f is the target's last state after its final norm, h_p. Further layers are plain Llama layers. y is taught
+to be the target's next normed state (SmoothL1), and its logits the target's distribution. In training, h_p carries noise
+that is uniform in (-1/2, 1/2) * noise * 512 / T, for a sequence of T states.
+
+Names and shapes of the tensors are those of the published checkpoints and of vLLM's `llama_eagle.py`, which has no bias
+in `fc`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+from typing import Any, ClassVar, Self
+
+import torch
+from torch import nn
+from torch.nn import functional as F
+from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
+
+from draftsmith.drafters.base import LossTerms
+from draftsmith.drafters.batch import Batch
+from draftsmith.drafters.decoder import DecoderConfig, DecoderDrafter, DecoderLayer, shape_of_target
+from draftsmith.drafters.linear import RIDGE, ROWS_TO_FIT
+from draftsmith.recipe import EagleOptions
+from draftsmith.target import TargetInfo, TargetTensors
+
+
+@dataclass(frozen=True, kw_only=True)
+class EagleConfig(DecoderConfig):
+    """See `DecoderConfig`; the only layer id is the target's last, the draft vocabulary the target's."""
+
+    noise: float
+
+
+class EagleDrafter(DecoderDrafter):
+    """The drafter as it is trained. The target's embedding, final norm and head are shared.
+
+    Args:
+        config: shapes.
+        embedding: float [vocab, H], the target's.
+        final_norm: float [H], the weight of the target's final norm.
+        lm_head: float [vocab, H], the target's.
+    """
+
+    config_class: ClassVar = EagleConfig
+    vllm_method: ClassVar = "eagle"
+    config: EagleConfig
+    final_norm: torch.Tensor
+    lm_head: torch.Tensor
+
+    def __init__(
+        self, config: EagleConfig, embedding: torch.Tensor, final_norm: torch.Tensor, lm_head: torch.Tensor
+    ) -> None:
+        super().__init__()
+        hidden = config.hidden_size
+        self.config = config
+        self.fc = nn.Linear(2 * hidden, hidden, bias=False)
+        self.layers = nn.ModuleList(
+            DecoderLayer(config, reads=hidden, input_norm=index > 0) for index in range(config.num_layers)
+        )
+        self._rotary = LlamaRotaryEmbedding(config.llama())
+        self.register_buffer("embedding", embedding, persistent=False)
+        self.register_buffer("final_norm", final_norm, persistent=False)
+        self.register_buffer("lm_head", lm_head, persistent=False)
+        self.register_buffer("draft_token_ids", torch.arange(config.vocab_size), persistent=False)
+
+    @classmethod
+    def make_config(
+        cls, options: EagleOptions, target: TargetInfo, layer_ids: tuple[int, ...], draft_vocab_size: int
+    ) -> EagleConfig:
+        return EagleConfig(
+            **shape_of_target(target),
+            layer_ids=layer_ids,
+            num_layers=options.num_layers,
+            draft_vocab_size=draft_vocab_size,
+            noise=options.noise,
+        )
+
+    @classmethod
+    def make(cls, config: EagleConfig, tensors: TargetTensors, draft_token_ids: torch.Tensor) -> Self:
+        return cls(config, tensors.embedding.float(), tensors.final_norm_weight.float(), tensors.lm_head.float())
+
+    @torch.no_grad()
+    def start(self, tensors: TargetTensors, batches: Iterable[tuple[Batch, torch.Tensor]]) -> None:
+        """`fc` foretells the next normed state as well as least squares can, from what it reads; the layers add nothing yet."""
+        for layer in self.decoder_layers():
+            layer.self_attn.o_proj.weight.zero_()
+            layer.mlp.down_proj.weight.zero_()
+        size = 2 * self.config.hidden_size
+        gram = self.embedding.new_zeros(size, size)
+        cross = self.embedding.new_zeros(size, self.config.hidden_size)
+        used = 0
+        for batch, last_states in batches:
+            # Where a token is predicted from row p, row p + 1 is in the batch.
+            rows = (batch.counts[:, 0] > 0).nonzero()[:, 0]
+            states = self._normed(last_states)
+            reads = torch.cat([F.embedding(batch.following[rows, 0], self.embedding), states[rows]], dim=1)
+            gram += reads.T @ reads
+            cross += reads.T @ states[rows + 1]
+            used += len(rows)
+            if used >= ROWS_TO_FIT:
+                break
+        # Embeddings are small beside states: each half has a ridge of its own size.
+        for half in gram.diagonal().chunk(2):
+            half.add_(RIDGE * half.mean())
+        self.fc.weight.copy_(torch.linalg.solve(gram, cross).T)
+
+    def loss_terms(self, options: EagleOptions) -> LossTerms:
+        return LossTerms(token_weight=options.token_weight, feature_weight=options.feature_weight)
+
+    def head_parameters(self) -> list[nn.Parameter]:
+        return []
+
+    def first_state(self, batch: Batch) -> torch.Tensor:
+        state = self._normed(batch.hidden_states[:, 0])
+        if self.training and self.config.noise:
+            lengths = torch.bincount(batch.documents)[batch.documents, None]
+            state = state + (torch.rand_like(state) - 0.5) * self.config.noise * 512 / lengths
+        return state
+
+    def inputs(
+        self, layer: DecoderLayer, index: int, embeds: torch.Tensor, state: torch.Tensor
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        if index > 0:
+            return layer.input_layernorm(state), state
+        x = self.fc(torch.cat([embeds, state], dim=-1))
+        return x, x
+
+    def outputs(self, state: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        return state, state
+
+    def head(self) -> torch.Tensor:
+        return self.lm_head
+
+    def _normed(self, states: torch.Tensor) -> torch.Tensor:
+        """The target's final norm."""
+        return F.rms_norm(states, states.shape[-1:], self.final_norm, self.config.rms_norm_eps)
+
+    @staticmethod
+    def shapes(config: EagleConfig) -> dict[str, tuple[int, ...]]:
+        hidden = config.hidden_size
+        shapes: dict[str, tuple[int, ...]] = {"fc.weight": (hidden, 2 * hidden)}
+        for i in range(config.num_layers):
+            shapes |= config.layer_shapes(i, reads=hidden)
+            if i > 0:
+                shapes[f"layers.{i}.input_layernorm.weight"] = (hidden,)
+        return shapes
+
+    @staticmethod
+    def to_vllm(
+        config: EagleConfig, tensors: dict[str, torch.Tensor], draft_token_ids: torch.Tensor
+    ) -> tuple[dict[str, Any], dict[str, torch.Tensor]]:
+        """For vLLM's `EagleLlamaForCausalLM` (vllm/model_executor/models/llama_eagle.py), which shares the target's
+        embedding and head where the checkpoint has none."""
+        return {"architectures": ["EagleLlamaForCausalLM"], **config.vllm_fields()}, tensors
