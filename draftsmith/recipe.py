@@ -242,21 +242,12 @@ class MedusaOptions(DrafterOptions):
     """Residual blocks in a head."""
     bias: bool = False
     """Give the blocks biases, as the original implementation does."""
-    shared_head: bool = True
-    """All heads share one vocabulary head, the target's at the start; otherwise each has its own, of the target's whole
-    vocabulary."""
-    draft_vocab_size: int | None = Field(None, ge=16)
-    """Needs `shared_head`."""
+    shared_head: bool = False
+    """All heads share one vocabulary head, the target's at the start; otherwise each has its own."""
+    draft_vocab_size: None = None
+    """vLLM loads no Medusa heads over a part of the vocabulary."""
     targets: Literal["distribution", "tokens"] = "tokens"
     """Learn what the target wrote, as published, or its distribution over next tokens."""
-
-    @model_validator(mode="after")
-    def _vllm_can_load_it(self) -> MedusaOptions:
-        if self.draft_vocab_size is not None and not self.shared_head:
-            raise ValueError(
-                "`draft_vocab_size` needs `shared_head: true`: vLLM loads no other Medusa heads over a part"
-            )
-        return self
 
     @property
     def most_ahead(self) -> int | None:

@@ -7,9 +7,9 @@ Mathematics of head i with L residual blocks (the paper's first formula; W start
 
     y_0 = h_p;  y_{l+1} = y_l + SiLU(W_{i,l} y_l + b_{i,l});  logits = lm_head_i(y_L)
 
-Names and shapes of the tensors are those of vLLM's `medusa.py`. It reads two layouts: a vocabulary head for each head
-over the target's whole vocabulary, or one head that all share (`original_lm_head`), over a draft vocabulary if wanted
-(`token_map`). Draft vocabularies with a head for each it cannot load.
+Names and shapes of the tensors are those of vLLM's `medusa.py`, with a vocabulary head for each head or one that all share
+(`original_lm_head`). Heads are over the target's whole vocabulary: vLLM 0.32 refuses a checkpoint with a `token_map`,
+since its loader then misses a weight of that name.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ from draftsmith.target import TargetInfo, TargetTensors
 
 @dataclass(frozen=True, kw_only=True)
 class MedusaConfig(DrafterConfig):
-    """See `DrafterConfig`; the only layer is the target's last."""
+    """See `DrafterConfig`; the only layer is the target's last, the draft vocabulary the target's."""
 
     num_heads: int
     num_layers: int
@@ -59,7 +59,6 @@ class MedusaDrafter(Drafter):
     Args:
         config: shapes.
         final_norm: float [H], the weight of the target's final norm.
-        draft_token_ids: int64 [V] ascending: target id of each draft token.
     """
 
     config_class: ClassVar = MedusaConfig
@@ -67,16 +66,16 @@ class MedusaDrafter(Drafter):
     config: MedusaConfig
     final_norm: torch.Tensor
 
-    def __init__(self, config: MedusaConfig, final_norm: torch.Tensor, draft_token_ids: torch.Tensor) -> None:
+    def __init__(self, config: MedusaConfig, final_norm: torch.Tensor) -> None:
         super().__init__()
         self.config, self.max_steps = config, config.num_heads
         self.blocks = nn.ModuleList(_Block(config) for _ in range(config.num_heads))
         heads = 1 if config.shared_head else config.num_heads
         self.lm_heads = nn.ModuleList(
-            nn.Linear(config.hidden_size, config.draft_vocab_size, bias=False) for _ in range(heads)
+            nn.Linear(config.hidden_size, config.vocab_size, bias=False) for _ in range(heads)
         )
         self.register_buffer("final_norm", final_norm, persistent=False)
-        self.register_buffer("draft_token_ids", draft_token_ids, persistent=False)
+        self.register_buffer("draft_token_ids", torch.arange(config.vocab_size), persistent=False)
 
     @classmethod
     def make_config(
@@ -96,7 +95,7 @@ class MedusaDrafter(Drafter):
 
     @classmethod
     def make(cls, config: MedusaConfig, tensors: TargetTensors, draft_token_ids: torch.Tensor) -> Self:
-        return cls(config, tensors.final_norm_weight.float(), draft_token_ids)
+        return cls(config, tensors.final_norm_weight.float())
 
     @torch.no_grad()
     def start(self, tensors: TargetTensors, batches: Iterable[tuple[Batch, torch.Tensor]]) -> None:
@@ -107,7 +106,7 @@ class MedusaDrafter(Drafter):
         """
         for parameter in self.blocks.parameters():
             parameter.zero_()
-        target_head = tensors.lm_head[self.draft_token_ids].to(self._head(0))
+        target_head = tensors.lm_head.to(self._head(0))
         if self.config.shared_head:
             self._head(0).copy_(target_head)
             return
@@ -145,8 +144,7 @@ class MedusaDrafter(Drafter):
         if config.bias:
             shapes |= {f"{name}.bias": (hidden,) for name in linears}
         return shapes | {
-            f"lm_heads.{i}.weight": (config.draft_vocab_size, hidden)
-            for i in heads[: 1 if config.shared_head else None]
+            f"lm_heads.{i}.weight": (config.vocab_size, hidden) for i in heads[: 1 if config.shared_head else None]
         }
 
     @staticmethod
@@ -154,14 +152,12 @@ class MedusaDrafter(Drafter):
         config: MedusaConfig, tensors: dict[str, torch.Tensor], draft_token_ids: torch.Tensor
     ) -> tuple[dict[str, Any], dict[str, torch.Tensor]]:
         """For vLLM's `MedusaModel` (vllm/model_executor/models/medusa.py); names are those of the module."""
-        if config.draft_vocab_size != config.vocab_size:
-            tensors = tensors | {"token_map": draft_token_ids}
         json_config = {
             "architectures": ["MedusaModel"],
             "model_type": "medusa",
             "hidden_size": config.hidden_size,
             "vocab_size": config.vocab_size,
-            "truncated_vocab_size": config.draft_vocab_size,
+            "truncated_vocab_size": config.vocab_size,
             "num_heads": config.num_heads,
             "num_hidden_layers": config.num_layers,
             "medusa_fc_bias": config.bias,

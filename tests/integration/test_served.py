@@ -85,8 +85,8 @@ def test_trained_equals_served(run: tuple[Path, Path], served: dict, smollm2: Pa
 
 OTHER_KINDS = {
     "eagle": {"kind": "eagle"},
-    "medusa": {"kind": "medusa", "num_heads": K, "num_layers": 2, "bias": True, "draft_vocab_size": 2048},
-    "medusa-own-heads": {"kind": "medusa", "num_heads": K, "shared_head": False},
+    "medusa": {"kind": "medusa", "num_heads": K},
+    "medusa-shared-head": {"kind": "medusa", "num_heads": K + 1, "num_layers": 2, "bias": True, "shared_head": True},
 }
 
 

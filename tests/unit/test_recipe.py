@@ -87,11 +87,8 @@ def test_an_unknown_key_with_nothing_near_lists_what_is_known(tmp_path):
         ("train.drafter", {"kind": "medusa", "num_heads": 0}, "`train.drafter.num_heads`"),
         ("train.drafter", {"kind": "medusa", "num_head": 3}, "`train.drafter.num_head` (did you mean `num_heads`?)"),
         ("train.drafter", {"kind": "medusa", "fc_norms": True}, "known keys: bias, draft_vocab_size, kind, num_heads"),
-        (
-            "train.drafter",
-            {"kind": "medusa", "shared_head": False, "draft_vocab_size": 64},
-            "needs `shared_head: true`",
-        ),
+        ("train.drafter", {"kind": "medusa", "draft_vocab_size": 64}, "`train.drafter.draft_vocab_size`"),
+        ("train.drafter", {"kind": "mlp_speculator", "n_predict": 1}, "`tie_weights` needs an `n_predict` above 1"),
         ("train.drafter", {"kind": "medusa", "num_heads": 3}, "asks for 4 speculative tokens"),
         ("target.gguf", {"path": "x.gguf"}, "not both"),
         ("extract.prompts", {"path": "a", "package": "b==1"}, "not both"),
