@@ -252,6 +252,10 @@ def check_layer_ids(ids: Sequence[int], num_hidden_layers: int) -> None:
 # ---- weights ----
 
 
+_NORMS_LESS_ONE = ("gemma", "gemma2", "gemma3_text", "qwen3_next")
+"""Models whose RMSNorm multiplies by 1 + weight."""
+
+
 @dataclass(frozen=True)
 class TargetTensors:
     """The target's weights that drafters share or start from, in the dtype of its files."""
@@ -261,7 +265,7 @@ class TargetTensors:
     lm_head: torch.Tensor
     """[vocab_size, hidden_size]; the same tensor as `embedding` where the target ties them."""
     final_norm_weight: torch.Tensor
-    """[hidden_size]"""
+    """[hidden_size]; what the normed state is multiplied with. Gemma's files hold it less one; here it is whole."""
     _files: dict[str, Path]
     """Tensor name to the file that holds it."""
     _prefix: str
@@ -306,10 +310,13 @@ def load_target_tensors(path: Path) -> TargetTensors:
         )
 
     embedding = _read_tensor(files, embeddings[0])
+    final_norm_weight = _read_tensor(files, f"{prefix}norm.weight")
+    if config.get_text_config().model_type in _NORMS_LESS_ONE:
+        final_norm_weight = 1 + final_norm_weight.float()
     return TargetTensors(
         embedding=embedding,
         lm_head=embedding if tied else _read_tensor(files, heads[0]),
-        final_norm_weight=_read_tensor(files, f"{prefix}norm.weight"),
+        final_norm_weight=final_norm_weight,
         _files=files,
         _prefix=prefix,
     )

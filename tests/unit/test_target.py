@@ -5,6 +5,7 @@ import shutil
 
 import pytest
 import torch
+import transformers
 from hypothesis import given
 from hypothesis import strategies as st
 from tokenizers import Tokenizer, models
@@ -51,6 +52,29 @@ def test_tensors_are_the_models_own(tmp_path, tied, max_shard_size):
         assert all(torch.equal(layer[name], expected[name]) for name in layer)
     with pytest.raises(UserError, match=r"model\.layers\.3\."):
         tensors.layer(LAYERS)
+
+
+@pytest.mark.parametrize("kind", ["Llama", "Qwen2", "Qwen3", "Gemma", "Gemma3Text"])
+@pytest.mark.parametrize("tied", [True, False])
+def test_head_and_norm_give_the_model_s_logits(tmp_path, kind, tied):
+    """What teaches a drafter: the head on the normed last state, whatever family the target is of."""
+    torch.manual_seed(0)
+    config = getattr(transformers, f"{kind}Config")(
+        num_hidden_layers=1, hidden_size=HIDDEN, intermediate_size=24, vocab_size=VOCAB, num_attention_heads=4,
+        num_key_value_heads=2, head_dim=4, tie_word_embeddings=tied, pad_token_id=0, bos_token_id=None, eos_token_id=None,
+    )  # fmt: skip
+    model = transformers.AutoModelForCausalLM.from_config(config).eval()
+    with torch.no_grad():
+        model.model.norm.weight.uniform_(-0.5, 0.5)
+    model.save_pretrained(tmp_path)
+    entering = []
+    model.model.norm.register_forward_hook(lambda module, inputs, output: entering.append(inputs[0]))
+    with torch.no_grad():
+        logits = model(torch.tensor([[1, 2, 3]])).logits
+    tensors = target.load_target_tensors(tmp_path)
+    eps = config.rms_norm_eps
+    normed = torch.nn.functional.rms_norm(entering[0], (HIDDEN,), tensors.final_norm_weight, eps)
+    torch.testing.assert_close(normed @ tensors.lm_head.T, logits, rtol=1e-4, atol=1e-5)
 
 
 def test_what_is_missing_is_named(tmp_path):
