@@ -125,20 +125,21 @@ def check_proposals(drafter: Drafter, served: dict, smollm2: Path) -> None:
         batch = pack([sequence], steps=K)
         with torch.no_grad():
             steps = drafter.chain(batch, steps=K, own_guesses=True)
-            chains[key] = [step.normed @ step.head.T for step in steps]
+            # Logits over a whole vocabulary are large: kept are each row's choice, and what its logits are made of.
+            chains[key] = [((step.normed @ step.head.T).argmax(-1), step.normed, step.head) for step in steps]
 
     compared, different = [0] * K, [0] * K
     for proposal in served["proposals"]:
-        logits_of = chains[tuple(proposal["context"][:60])]
+        chain = chains[tuple(proposal["context"][:60])]
         row = len(proposal["context"]) - 2  # p: the context's last token is x_{p+1}
         for k, proposed in enumerate(proposal["draft"]):
-            logits = logits_of[k][row]
-            best = int(drafter.draft_token_ids[logits.argmax()])
+            best = int(drafter.draft_token_ids[chain[k][0][row]])
             compared[k] += 1
             if proposed != best:
                 different[k] += 1
                 theirs = (drafter.draft_token_ids == proposed).nonzero()
                 assert len(theirs) == 1, f"vLLM proposed {proposed}, which is not in the draft vocabulary"
+                logits = chain[k][2].detach() @ chain[k][1][row]
                 gap = float(logits.max() - logits[theirs[0, 0]])
                 assert gap < NEAR_TIE, f"step {k + 1}, position {row}: not a near-tie, the logits differ by {gap}"
                 break  # the chain goes on from another token
