@@ -25,9 +25,9 @@ demo: venv  ## Make SmolLM2-135M faster, from nothing: extract, train, convert, 
 test: venv-dev  ## Unit and integration tests
 	$(BIN)/python -m pytest --numprocesses 2 --dist loadfile --no-loadscope-reorder
 
-soak: venv-dev  ## The tests that take longer: writers killed 200 times, a machine of a Ray cluster killed, servers started wrongly
+soak: venv-dev  ## The tests that take longer: writers killed 200 times, a machine of a Ray cluster killed, servers started wrongly, more kinds served
 	DRAFTSMITH_KILL_CASES=100 $(BIN)/python -m pytest tests/unit/test_store.py -k killed
-	DRAFTSMITH_SOAK=1 $(BIN)/python -m pytest tests/integration/test_extract_on_ray.py tests/integration/test_extract_server.py
+	DRAFTSMITH_SOAK=1 $(BIN)/python -m pytest tests/integration/test_extract_on_ray.py tests/integration/test_extract_server.py tests/integration/test_served.py
 
 bench: venv-dev  ## Measure; writes runs/bench/results.json (some: ONLY="store_costs training_step")
 	$(BIN)/python -m tests.benchmarks $(ONLY)
