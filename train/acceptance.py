@@ -12,7 +12,7 @@ from collections.abc import Iterable
 import torch
 from torch.nn import functional as F
 
-from draftsmith.drafters import Drafter
+from draftsmith.drafters.base import Drafter
 from draftsmith.store import Sequence
 from draftsmith.train.packing import pack
 

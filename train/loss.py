@@ -9,8 +9,7 @@ from torch import nn
 from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
 
-from draftsmith.drafters import Drafter
-from draftsmith.drafters.base import LossTerms
+from draftsmith.drafters.base import Drafter, LossTerms
 from draftsmith.drafters.batch import Batch
 
 _LOGITS_AT_ONCE = 1 << 27

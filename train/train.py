@@ -17,7 +17,8 @@ from torch import nn
 
 from draftsmith import stage
 from draftsmith.checkpoint import Checkpoint
-from draftsmith.drafters import Drafter, drafter_class
+from draftsmith.drafters import drafter_class
+from draftsmith.drafters.base import Drafter
 from draftsmith.drafters.batch import Batch
 from draftsmith.errors import UserError
 from draftsmith.progress import Bar, console

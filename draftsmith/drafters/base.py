@@ -11,6 +11,7 @@ import torch
 from torch import nn
 
 from draftsmith.drafters.batch import Batch
+from draftsmith.recipe import DrafterOptions
 from draftsmith.target import TargetInfo, TargetTensors
 
 
@@ -62,6 +63,7 @@ class Drafter(nn.Module, ABC):
     """A drafter as it is trained. What it shares with the target is frozen and not part of the state dict."""
 
     config_class: ClassVar[type[DrafterConfig]]
+    options_class: ClassVar[type[DrafterOptions]]
     vllm_method: ClassVar[str | None]
     """`method` of vLLM's `speculative_config`; None where stock vLLM cannot serve the kind."""
 

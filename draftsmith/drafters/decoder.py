@@ -15,17 +15,19 @@ import math
 from abc import abstractmethod
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
 from torch.nn import functional as F
-from transformers import LlamaConfig
-from transformers.models.llama.modeling_llama import LlamaMLP, LlamaRotaryEmbedding, apply_rotary_pos_emb
 
 from draftsmith.drafters.base import ChainStep, Drafter, DrafterConfig
 from draftsmith.drafters.batch import Batch
 from draftsmith.target import TargetInfo
+
+if TYPE_CHECKING:  # imported where it is used: that takes seconds, and checking a recipe imports the kinds
+    from transformers import LlamaConfig
+    from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -43,6 +45,8 @@ class DecoderConfig(DrafterConfig):
 
     def llama(self) -> LlamaConfig:
         """The decoder layer as a Llama config: what transformers' parts and the served checkpoint are built from."""
+        from transformers import LlamaConfig
+
         return LlamaConfig(
             hidden_size=self.hidden_size,
             intermediate_size=self.intermediate_size,
@@ -81,6 +85,13 @@ class DecoderConfig(DrafterConfig):
             f"layers.{index}.mlp.up_proj.weight": (inner, hidden),
             f"layers.{index}.mlp.down_proj.weight": (hidden, inner),
         }
+
+
+def rotary_embedding(config: DecoderConfig) -> LlamaRotaryEmbedding:
+    """Cosines and sines of positions, with the scaling that the target's config asks for."""
+    from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
+
+    return LlamaRotaryEmbedding(config.llama())
 
 
 def shape_of_target(target: TargetInfo) -> dict[str, Any]:
@@ -140,6 +151,8 @@ class DecoderLayer(nn.Module):
         self, config: DecoderConfig, *, reads: int, input_norm: bool = True, hidden_norm: bool = False
     ) -> None:
         super().__init__()
+        from transformers.models.llama.modeling_llama import LlamaMLP
+
         hidden, eps = config.hidden_size, config.rms_norm_eps
         if input_norm:
             self.input_layernorm = nn.RMSNorm(hidden, eps)
@@ -271,6 +284,8 @@ class DecoderDrafter(Drafter):
 
 def _rotate(x: torch.Tensor, rope: tuple[torch.Tensor, torch.Tensor]) -> torch.Tensor:
     """RoPE on [rows, heads, C]."""
+    from transformers.models.llama.modeling_llama import apply_rotary_pos_emb
+
     return apply_rotary_pos_emb(x, x, *rope, unsqueeze_dim=1)[0]
 
 

@@ -18,17 +18,17 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from dataclasses import dataclass
-from typing import Any, ClassVar, Self
+from typing import Any, ClassVar, Literal, Self
 
 import torch
+from pydantic import Field
 from torch import nn
 from torch.nn import functional as F
-from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
 
 from draftsmith.drafters.batch import Batch
-from draftsmith.drafters.decoder import DecoderConfig, DecoderDrafter, DecoderLayer, shape_of_target
+from draftsmith.drafters.decoder import DecoderConfig, DecoderDrafter, DecoderLayer, rotary_embedding, shape_of_target
 from draftsmith.drafters.linear import RIDGE, ROWS_TO_FIT, unit_rms
-from draftsmith.recipe import Eagle3Options
+from draftsmith.recipe import DrafterOptions
 from draftsmith.target import TargetInfo, TargetTensors
 
 _FAST = 0.03
@@ -37,6 +37,25 @@ what is hundreds of positions away, where the fast ones happen to meet again: wi
 positions into a text of SmolLM2's frequencies gave itself 0.56 of its attention, with these 0.998."""
 _OWN_POSITION_LEAD = 6.0
 """By how much a head's score of its own position exceeds that of the one before, in logits."""
+
+
+class Eagle3Options(DrafterOptions):
+    """EAGLE-3 (arXiv 2503.01840)."""
+
+    kind: Literal["eagle3"] = "eagle3"
+    layer_ids: tuple[int, ...] | None = None
+    """Hidden states that `fc` fuses, a subset of the store's; absent: all of the store's."""
+    num_layers: int = Field(1, ge=1)
+    """Decoder layers in the drafter."""
+    draft_vocab_size: int | None = Field(8192, ge=16)
+    norm_before_residual: bool = False
+    """The residual is the normed state instead of the raw one."""
+    fc_norm: bool = True
+    """One RMSNorm per fused state before `fc`: layers differ in scale by orders of magnitude."""
+    norm_output: bool = False
+    """The next chain step reads the normed output instead of the raw one."""
+    intermediate_size: int | None = Field(None, ge=1)
+    """Width of the MLP; absent: the target's."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -58,6 +77,7 @@ class Eagle3Drafter(DecoderDrafter):
     """
 
     config_class: ClassVar = Eagle3Config
+    options_class: ClassVar = Eagle3Options
     vllm_method: ClassVar = "eagle3"
     config: Eagle3Config
     fc: nn.Linear
@@ -75,7 +95,7 @@ class Eagle3Drafter(DecoderDrafter):
         )
         self.norm = nn.RMSNorm(hidden, eps)
         self.lm_head = nn.Linear(hidden, config.draft_vocab_size, bias=False)
-        self._rotary = LlamaRotaryEmbedding(config.llama())
+        self._rotary = rotary_embedding(config)
         self.register_buffer("embedding", embedding, persistent=False)
         self.register_buffer("draft_token_ids", draft_token_ids, persistent=False)
 
@@ -286,3 +306,6 @@ def _look_at_own_position(drafter: Eagle3Drafter, states: torch.Tensor) -> None:
             k[:, dimension] = 0
         q[:, 0, pair, hidden:] = scale * constant
         k[:, pair, hidden:] = scale * constant
+
+
+DRAFTER = Eagle3Drafter

@@ -16,17 +16,40 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
-from typing import Any, ClassVar, Self
+from typing import Any, ClassVar, Literal, Self
 
 import torch
+from pydantic import Field
 from torch import nn
 from torch.nn import functional as F
 
 from draftsmith.drafters.base import ChainStep, Drafter, DrafterConfig, LossTerms
 from draftsmith.drafters.batch import Batch
 from draftsmith.drafters.linear import fit_ahead
-from draftsmith.recipe import MedusaOptions
+from draftsmith.recipe import DrafterOptions
 from draftsmith.target import TargetInfo, TargetTensors
+
+
+class MedusaOptions(DrafterOptions):
+    """Medusa (arXiv 2401.10774): heads on the target's last state, one for each token ahead."""
+
+    kind: Literal["medusa"] = "medusa"
+    num_heads: int = Field(4, ge=1)
+    """Tokens that it can guess ahead; all heads are trained, whatever `chain_steps` says."""
+    num_layers: int = Field(1, ge=1)
+    """Residual blocks in a head."""
+    bias: bool = False
+    """Give the blocks biases, as the original implementation does."""
+    shared_head: bool = False
+    """All heads share one vocabulary head, the target's at the start; otherwise each has its own."""
+    draft_vocab_size: None = None
+    """vLLM loads no Medusa heads over a part of the vocabulary."""
+    targets: Literal["distribution", "tokens"] = "tokens"
+    """Learn what the target wrote, as published, or its distribution over next tokens."""
+
+    @property
+    def most_ahead(self) -> int | None:
+        return self.num_heads
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -62,6 +85,7 @@ class MedusaDrafter(Drafter):
     """
 
     config_class: ClassVar = MedusaConfig
+    options_class: ClassVar = MedusaOptions
     vllm_method: ClassVar = "medusa"
     config: MedusaConfig
     final_norm: torch.Tensor
@@ -164,3 +188,6 @@ class MedusaDrafter(Drafter):
             "original_lm_head": config.shared_head,
         }
         return json_config, tensors
+
+
+DRAFTER = MedusaDrafter

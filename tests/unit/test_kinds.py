@@ -1,6 +1,7 @@
 """Every kind of drafter, trained and converted on a tiny store: losses do not move unnoticed, and guesses are real."""
 
 import json
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -8,11 +9,13 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
+from draftsmith import drafters
 from draftsmith.checkpoint import Checkpoint
 from draftsmith.convert.convert import run_convert
-from draftsmith.drafters import KINDS, drafter_class
+from draftsmith.drafters import drafter_class, kinds
 from draftsmith.errors import UserError
 from draftsmith.inspection import inspect
+from draftsmith.recipe import load_recipe
 from draftsmith.serve.speculation import speculative_config
 from draftsmith.store import Store
 from draftsmith.target import load_target_tensors
@@ -54,9 +57,50 @@ def _one_thread() -> Iterator[None]:
 
 
 def test_every_kind_is_here() -> None:
-    assert {options["drafter"]["kind"] for options, _ in CASES.values()} == set(KINDS)
+    assert {options["drafter"]["kind"] for options, _ in CASES.values()} == set(kinds())
     with pytest.raises(UserError, match="knows no drafter of the kind `other`"):
         drafter_class("other")
+
+
+FIFTH = """
+from typing import ClassVar, Literal
+
+from draftsmith.drafters.medusa import MedusaDrafter, MedusaOptions
+
+
+class FifthOptions(MedusaOptions):
+    kind: Literal["fifth"] = "fifth"
+    num_heads: int = 2
+    temper: float = 1.0
+
+
+class FifthDrafter(MedusaDrafter):
+    options_class: ClassVar = FifthOptions
+
+
+DRAFTER = FifthDrafter
+"""
+
+
+def test_a_kind_is_its_file(folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "fifth.py").write_text(FIFTH)
+    monkeypatch.setattr(drafters, "__path__", [*drafters.__path__, str(tmp_path)])
+    monkeypatch.delitem(sys.modules, "draftsmith.drafters.fifth", raising=False)
+    assert "fifth" in kinds()
+    (tmp_path / "store").symlink_to(folder / "run" / "store")
+    recipe = make_recipe(folder, drafter={"kind": "fifth", "temper": 0.5}, epochs=1)
+    assert recipe.train.model_dump(mode="json")["drafter"]["temper"] == 0.5
+    assert recipe.train.drafter.most_ahead == 2
+    path = tmp_path / "recipe.yaml"
+    path.write_text(recipe.model_dump_json())
+    assert load_recipe(path).train == recipe.train
+    with pytest.raises(UserError, match=r"unknown key `train\.drafter\.tempr` \(did you mean `temper`\?\)"):
+        load_recipe(path, ["train.drafter.tempr=1"])
+
+    assert list(run_train(recipe, tmp_path)["predicted_acceptance_length"]) == ["1", "2"]
+    assert Checkpoint.load(tmp_path / "checkpoint").kind == "fifth"
+    run_convert(recipe, tmp_path)
+    assert speculative_config(tmp_path / "vllm", 2)["method"] == "medusa"
 
 
 @pytest.mark.parametrize("name", CASES)
