@@ -125,6 +125,12 @@ class Drafter(nn.Module, ABC):
 
     @staticmethod
     @abstractmethod
+    def passes(config: Any, steps: int) -> dict[str, tuple[int, int]]:
+        """How often a chain of so many steps multiplies each matrix of `shapes` (heads and tables left out): with a row
+        that nothing is predicted from, and with one that something is. What training costs follows from it."""
+
+    @staticmethod
+    @abstractmethod
     def to_vllm(
         config: Any, tensors: dict[str, torch.Tensor], draft_token_ids: torch.Tensor
     ) -> tuple[dict[str, Any], dict[str, torch.Tensor]]:

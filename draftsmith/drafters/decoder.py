@@ -86,6 +86,16 @@ class DecoderConfig(DrafterConfig):
             f"layers.{index}.mlp.down_proj.weight": (hidden, inner),
         }
 
+    def layer_passes(self, steps: int) -> dict[str, tuple[int, int]]:
+        """`Drafter.passes` of the layers: rows without a prediction are attended to, and leave the last layer after that."""
+        passes = {}
+        for index in range(self.num_layers):
+            for name, shape in self.layer_shapes(index, reads=0).items():
+                attended_to = index < self.num_layers - 1 or ".k_proj." in name or ".v_proj." in name
+                if len(shape) == 2:
+                    passes[name] = (int(attended_to), steps)
+        return passes
+
 
 def rotary_embedding(config: DecoderConfig) -> LlamaRotaryEmbedding:
     """Cosines and sines of positions, with the scaling that the target's config asks for."""

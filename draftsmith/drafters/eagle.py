@@ -173,6 +173,10 @@ class EagleDrafter(DecoderDrafter):
         return shapes
 
     @staticmethod
+    def passes(config: EagleConfig, steps: int) -> dict[str, tuple[int, int]]:
+        return {"fc.weight": (1, steps), **config.layer_passes(steps)}
+
+    @staticmethod
     def to_vllm(
         config: EagleConfig, tensors: dict[str, torch.Tensor], draft_token_ids: torch.Tensor
     ) -> tuple[dict[str, Any], dict[str, torch.Tensor]]:

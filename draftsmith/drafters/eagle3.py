@@ -208,6 +208,10 @@ class Eagle3Drafter(DecoderDrafter):
         return shapes
 
     @staticmethod
+    def passes(config: Eagle3Config, steps: int) -> dict[str, tuple[int, int]]:
+        return {"fc.weight": (1, 1), **config.layer_passes(steps)}
+
+    @staticmethod
     def to_vllm(
         config: Eagle3Config, tensors: dict[str, torch.Tensor], draft_token_ids: torch.Tensor
     ) -> tuple[dict[str, Any], dict[str, torch.Tensor]]:

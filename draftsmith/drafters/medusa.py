@@ -172,6 +172,11 @@ class MedusaDrafter(Drafter):
         }
 
     @staticmethod
+    def passes(config: MedusaConfig, steps: int) -> dict[str, tuple[int, int]]:
+        heads, layers = range(min(steps, config.num_heads)), range(config.num_layers)
+        return {f"blocks.{i}.layers.{j}.weight": (0, 1) for i in heads for j in layers}
+
+    @staticmethod
     def to_vllm(
         config: MedusaConfig, tensors: dict[str, torch.Tensor], draft_token_ids: torch.Tensor
     ) -> tuple[dict[str, Any], dict[str, torch.Tensor]]:

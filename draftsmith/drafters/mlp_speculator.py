@@ -204,6 +204,12 @@ class MlpDrafter(Drafter):
         return shapes
 
     @staticmethod
+    def passes(config: MlpConfig, steps: int) -> dict[str, tuple[int, int]]:
+        if config.tie_weights:
+            return {"proj.0.weight": (0, 1), "proj.1.weight": (0, steps - 1)}
+        return {f"proj.{i}.weight": (0, 1) for i in range(steps)}
+
+    @staticmethod
     def to_vllm(
         config: MlpConfig, tensors: dict[str, torch.Tensor], draft_token_ids: torch.Tensor
     ) -> tuple[dict[str, Any], dict[str, torch.Tensor]]:
