@@ -398,9 +398,10 @@ def flop_of_row(recipe: Recipe, drafter: Drafter, steps: int, *, predicts: bool)
 
 
 def flop_of_muon(rows: int, columns: int) -> float:
-    """FLOP of one step of Muon on a matrix: five iterations of X Xᵀ, its square, and the product with X (muon.py)."""
+    """FLOP of one step of Muon on a matrix: five iterations on its Gram matrix, 17 products of that size in all, and the
+    long side twice (see `train/muon.py`)."""
     short, long = sorted((rows, columns))
-    return 5 * (2 * short * short * long + 2 * short**3 + 2 * short * short * long)
+    return 17 * 2 * short**3 + 2 * 2 * short * short * long
 
 
 def kept_by_row(drafter: Drafter, steps: int, *, layers: int) -> float:

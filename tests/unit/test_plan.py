@@ -158,7 +158,8 @@ def _tiny(name: str, **options: Any) -> tuple[Drafter, Any]:
     """A drafter of the kind, for a tiny target, and three documents, half of them prompts."""
     kind = name.split(",")[0].split()[0]
     recipe = Recipe.model_validate(
-        {"name": "x", "target": {"model": "/x"}, "extract": {"prompts": {"path": "x"}}, "train": {"drafter": {"kind": kind, **options}}}
+        {"name": "x", "target": {"model": "/x"}, "extract": {"prompts": {"path": "x"}},
+         "train": {"drafter": {"kind": kind, **options}}, "evaluate": {"k": [1, 2], "acceptance_k": 2}}
     )  # fmt: skip
     config = AutoConfig.for_model(
         "llama", hidden_size=32, intermediate_size=48, num_hidden_layers=3, num_attention_heads=4, num_key_value_heads=2,
