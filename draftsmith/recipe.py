@@ -265,7 +265,17 @@ class Train(Section):
     epochs: float = Field(3, gt=0)
     """Passes over the training part of the store."""
     tokens_per_step: int = Field(2048, ge=16)
-    """Packed tokens in one optimizer step and process."""
+    """Packed tokens in one optimizer step: of all processes and micro-batches together, so that the steps of a run are
+    the same on any number of processes. Each works on tokens_per_step / (processes * accumulate) at once."""
+    accumulate: int = Field(1, ge=1)
+    """Micro-batches of each process in one optimizer step, one after the other: less memory, the same result."""
+    shard: bool = False
+    """With several processes (`accelerate launch`): each holds a part of the weights, gradients and optimizer states
+    (FSDP2) instead of all of them (DDP)."""
+    precision: Literal["float32", "bfloat16"] = "float32"
+    """What products are computed in, by autocast; weights, gradients and optimizer states are float32 either way."""
+    activation_checkpointing: bool = False
+    """Compute the widest layers again in the backward pass instead of keeping what they computed: less memory, more time."""
     chain_steps: int = Field(3, ge=1)
     """Steps of the chain that are trained (training-time test)."""
     chain_decay: float = Field(0.8, gt=0, le=1)
@@ -277,26 +287,43 @@ class Train(Section):
     muon_lr: float = Field(2e-3, gt=0)
     """Muon's peak learning rate."""
     warmup: float = Field(0.05, ge=0, lt=1)
-    """Share of the steps in which the learning rate rises linearly; it then falls with a cosine to zero."""
+    """Share of the steps in which the learning rate rises linearly."""
+    schedule: Literal["cosine", "linear", "constant"] = "cosine"
+    """How it goes on after that: falls to zero, with a cosine or a line, or stays."""
+    ema: float | None = Field(None, gt=0, lt=1)
+    """Decay of an exponential moving average of the weights, which is then what is evaluated and published (0.99 to 0.9999;
+    of the first steps less, so that the start is soon forgotten). Absent: the weights themselves."""
     weight_decay: float = Field(0.0, ge=0)
     max_grad_norm: float = Field(1.0, gt=0)
     train_lm_head: bool = False
     """Train the drafter's head too; otherwise it stays the target's rows."""
     loss_vocab_size: int | None = Field(None, ge=16)
-    """Take each step's loss over this many tokens of the draft vocabulary, those likely in the batch; absent: over all."""
+    """Take each step's loss over this many tokens of the draft vocabulary, those likely in the batch; absent: over all.
+    Each micro-batch chooses its own, so the loss then depends a little on their number and that of processes."""
     prompt_loss_weight: float = Field(0.0, ge=0, le=1)
     """Weight of the loss on prompt tokens (response tokens have 1)."""
     more_stores: tuple[StoreFolder, ...] = ()
     """Further stores to train on, of the same target, layer ids and sampling; a conversation that several hold counts
     once, and is held out if it is held out in any."""
     save_every_steps: int = Field(25, ge=1)
-    """Optimizer steps between resumable snapshots."""
+    """Optimizer steps between resumable snapshots. There is one at the end of every epoch, too, and when the process gets
+    SIGUSR1, or SIGTERM, after which it stops."""
+    keep: Literal["best", "last"] = "best"
+    """Publish the weights of the epoch with the best predicted acceptance, or those of the last."""
+    keep_last: int = Field(0, ge=0)
+    """Leave the weights of this many last epochs beside what is published, as `checkpoint/epoch-N`."""
     state_dropout: float = Field(0.1, ge=0, lt=1)
     """Dropout on the target's states as the drafter reads them, in training: small stores overfit without."""
     predict_positions: int = Field(5, ge=1)
     """Chain length K at which predicted acceptance length is computed."""
-    tracker: Literal["wandb", "tensorboard"] | None = None
+    tracker: Literal["wandb", "tensorboard", "trackio"] | None = None
     """Where to log through accelerate; wandb runs offline when no account is configured."""
+
+    def inputs(self) -> dict[str, Any]:
+        """What the outcome depends on: all of it but how the work is spread, saved and watched. A run goes on from its
+        snapshot when only that changed."""
+        spread = {"accumulate", "shard", "activation_checkpointing", "save_every_steps", "keep_last", "tracker"}
+        return self.model_dump(mode="json", exclude=spread)
 
     @field_validator("drafter", mode="plain")
     @classmethod

@@ -69,13 +69,22 @@ class ChainLoss(nn.Module):
     teacher_head: torch.Tensor
     to_draft: torch.Tensor
 
-    def forward(self, batch: Batch, last_states: torch.Tensor) -> ChainLossOutput:
+    def weights(self, batch: Batch) -> torch.Tensor:
+        """[K]: sum of the weights of the rows that count, by chain step. Reads no states."""
+        known = self.to_draft[batch.following[:, 1:]] >= 0
+        return (batch.counts * known)[:, : self.chain_steps].sum(0)
+
+    def forward(self, batch: Batch, last_states: torch.Tensor, divisors: torch.Tensor | None = None) -> ChainLossOutput:
         """Loss of one batch.
 
         Args:
             batch: packed rows with the drafter's states; K columns.
             last_states: [T, H], the target's last layer's output before its final norm.
+            divisors: [K], what each chain step's weighted sum is divided by, where this batch is a part of a larger one:
+                the sum of `weights` over its parts. Absent: this batch's own.
         """
+        if divisors is None:
+            divisors = self.weights(batch)
         steps = self.chain_steps
         rows = batch.counts[:, :steps].sum(1).nonzero()[:, 0]
         labels = self.to_draft[batch.following[rows, 1:]]  # [Q, K], -1 outside the draft vocabulary
@@ -117,7 +126,7 @@ class ChainLoss(nn.Module):
                 apart = F.smooth_l1_loss(step.normed[counted], states[taught], reduction="none").mean(-1)
                 each = each + self.terms.feature_weight * apart
             weights = weights[counted]
-            total = total + self.chain_decay**k * (each * weights).sum() / weights.sum().clamp(min=1)
+            total = total + self.chain_decay**k * (each * weights).sum() / divisors[k].clamp(min=1)
             with torch.no_grad():
                 guess = guess if columns is None else columns[guess]
                 right = (guess == labels[counted, k]).to(weights.dtype)

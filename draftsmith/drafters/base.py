@@ -107,6 +107,10 @@ class Drafter(nn.Module, ABC):
         """Other parameters that have a row a token: matrices by shape only, so AdamW trains them."""
         return []
 
+    def wide_modules(self) -> list[nn.Module]:
+        """Modules that keep much more for the backward pass than they read: `train.activation_checkpointing`'s."""
+        return []
+
     @abstractmethod
     def chain(self, batch: Batch, *, steps: int, own_guesses: bool = False) -> Iterator[ChainStep]:
         """Run the chain from every row that counts at some step, and yield each step's output.

@@ -249,6 +249,9 @@ class DecoderDrafter(Drafter):
         """`layers`, typed."""
         return [layer for layer in self.layers if isinstance(layer, DecoderLayer)]
 
+    def wide_modules(self) -> list[nn.Module]:
+        return [layer.mlp for layer in self.decoder_layers()]
+
     def chain(self, batch: Batch, *, steps: int, own_guesses: bool = False) -> Iterator[ChainStep]:
         predicted = _Grid(batch, batch.counts[:, :steps].sum(1).nonzero()[:, 0])
         # Only rows that are predicted from run through the last layer; the others are there to be attended to.

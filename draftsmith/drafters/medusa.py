@@ -143,6 +143,9 @@ class MedusaDrafter(Drafter):
     def head_parameters(self) -> list[nn.Parameter]:
         return [*self.lm_heads.parameters()]
 
+    def wide_modules(self) -> list[nn.Module]:
+        return [*self.blocks]
+
     def chain(self, batch: Batch, *, steps: int, own_guesses: bool = False) -> Iterator[ChainStep]:
         """See `Drafter.chain`; `own_guesses` changes nothing, as no head reads a guess."""
         rows = batch.counts[:, :steps].sum(1).nonzero()[:, 0]
