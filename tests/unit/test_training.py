@@ -16,7 +16,7 @@ from draftsmith.train import loss as loss_module
 from draftsmith.train.acceptance import _walk, predict_acceptance
 from draftsmith.train.loss import ChainLoss
 from draftsmith.train.muon import Muon, orthogonalise
-from draftsmith.train.packing import pack, plan_epoch
+from draftsmith.train.packing import pack, plan_epoch, share_out
 from draftsmith.train.train import learning_rate_factor
 from draftsmith.train.vocabulary import choose_draft_vocabulary
 from tests.unit.test_eagle3 import DRAFT, HIDDEN, VOCAB, make_drafter, make_sequence
@@ -30,14 +30,15 @@ def test_every_sequence_once_within_the_budget(lengths: list[int], budget: int, 
     assert steps == plan_epoch(lengths, tokens_per_step=budget, seed=seed, epoch=epoch)
 
 
-@given(st.lists(st.integers(1, 50), min_size=4, max_size=60), st.integers(1, 120), st.integers(1, 4), st.integers(0, 5))
-def test_every_process_has_its_own_share_of_every_step(
-    lengths: list[int], budget: int, processes: int, seed: int
-) -> None:
-    steps = plan_epoch(lengths, tokens_per_step=budget, seed=seed, epoch=0, processes=processes)
-    shares = [step[rank::processes] for step in steps for rank in range(processes)]
-    assert all(shares), "no process is without work, or it would have to repeat another's"
+@given(st.lists(st.integers(1, 50), min_size=1, max_size=60), st.integers(1, 8))
+def test_shares_of_a_step_are_about_as_long(lengths: list[int], count: int) -> None:
+    shares = share_out(lengths, count)
+    assert len(shares) == count
     assert sorted(i for share in shares for i in share) == list(range(len(lengths)))
+    assert all(share == sorted(share) for share in shares)
+    loads = [sum(lengths[i] for i in share) for share in shares]
+    assert max(loads) - min(loads) <= max(lengths), "a share that leads by more than one sequence would not have got it"
+    assert share_out(lengths, 1) == [list(range(len(lengths)))]
 
 
 def test_learning_rate() -> None:
