@@ -220,9 +220,9 @@ def plan_extract(
 def plan_train(recipe: Recipe, assumed: Assumptions, drafter: Drafter, *, layers: int) -> StagePlan:
     """Training on the responses of the training part, `epochs` times over.
 
-    Memory is that of one process, all in float32: what it trains with a gradient and AdamW's two moments (Muon: one), what
-    it shares with the target, the teacher's head, and what a step keeps for its backward pass: input and output of every
-    product.
+    Memory is that of one process: what it trains in float32, with a gradient, AdamW's two moments (Muon: one) and their
+    average (`ema`), each divided among the processes with `shard`; what it shares with the target, the teacher's head; and
+    what a micro-batch keeps for its backward pass, input and output of every product (`activation_checkpointing`: less).
     """
     options, hardware = recipe.train, assumed.hardware
     steps = drafter.max_steps or options.chain_steps
@@ -234,7 +234,8 @@ def plan_train(recipe: Recipe, assumed: Assumptions, drafter: Drafter, *, layers
     flop = answered * flop_of_row(recipe, drafter, steps, predicts=True)
     flop += (tokens - answered) * flop_of_row(recipe, drafter, steps, predicts=False)
     muon = optimizer_steps * sum(flop_of_muon(rows, columns) for rows, columns in by_muon)
-    numbers = sum(value.numel() for value in (*drafter.parameters(), *drafter.buffers()) if value.is_floating_point())
+    shared = sum(value.numel() for value in drafter.buffers() if value.is_floating_point())
+    own = sum(value.numel() for value in drafter.parameters())
     muons = sum(rows * columns for rows, columns in by_muon)
     seconds: dict[str, float] = {}
     if hardware:
@@ -245,17 +246,21 @@ def plan_train(recipe: Recipe, assumed: Assumptions, drafter: Drafter, *, layers
             "Muon": muon / rate,  # every process does all of it
             "reading the store": plain_bytes / (hardware.load_mb_per_second * 1e6 * hardware.count),
         }
-    rows = options.tokens_per_step / (hardware.count if hardware else 1)
+    processes = hardware.count if hardware else 1
+    rows = options.tokens_per_step / (processes * options.accumulate)
+    parts = processes if options.shard else 1
     config = drafter.config
     return StagePlan(
         tokens=round(tokens),
         disk_bytes=4 * sum(math.prod(shape) for shape in drafter.shapes(config).values()),
         memory_bytes={
-            "drafter, and what it shares with the target": 4 * numbers,
+            "drafter": 4 * own // parts,
+            "shared with the target": 4 * shared,
             "the teacher's head": 4 * config.draft_vocab_size * config.hidden_size,
-            "gradients": 4 * trained,
-            "optimizer states": 8 * (trained - muons) + 4 * muons,
-            "activations": int(rows * kept_by_row(drafter, steps, layers=layers)),
+            "copies in bfloat16": 2 * own if options.precision == "bfloat16" else 0,
+            "gradients": 4 * trained // parts,
+            "optimizer states": (8 * (trained - muons) + 4 * muons + (4 * own if options.ema else 0)) // parts,
+            "activations": int(rows * kept_by_row(drafter, steps, layers=layers, number=_BYTES[options.precision])),
         },
         memory_limit=int(hardware.memory_gib * _GIB) if hardware and hardware.memory_gib else None,
         flop=flop + muon * (hardware.count if hardware else 1),
@@ -404,16 +409,20 @@ def flop_of_muon(rows: int, columns: int) -> float:
     return 17 * 2 * short**3 + 2 * 2 * short * short * long
 
 
-def kept_by_row(drafter: Drafter, steps: int, *, layers: int) -> float:
+def kept_by_row(drafter: Drafter, steps: int, *, layers: int, number: int) -> float:
     """Bytes that a row of a step keeps until its backward pass: its states, and input and output of every product.
 
     Logits are not kept: the loss works through them in parts.
+
+    Args:
+        layers: states of the store that are read, all of them in float32.
+        number: bytes of a number that products are computed in.
     """
     shapes = drafter.shapes(drafter.config)
-    numbers = layers * drafter.config.hidden_size + steps * _head_width(drafter)
+    numbers = steps * _head_width(drafter)
     for name, (_, of_predicting) in drafter.passes(drafter.config, steps).items():
         numbers += of_predicting * sum(shapes[name])
-    return 4.0 * numbers
+    return 4.0 * layers * drafter.config.hidden_size + number * numbers
 
 
 def _head_width(drafter: Drafter) -> int:
@@ -521,7 +530,7 @@ def report(plan: dict[str, Any]) -> Iterable[str]:
         room = f" of {limit / _GIB:.1f}" if limit else ""
         fits = ", which is TOO MUCH" if limit and needed > limit else ""
         yield f"{name}: {stage['flop']:.2g} FLOP; memory of a device {needed / _GIB:.2f}{room} GiB{fits}"
-        yield from (f"  {part}: {size / _GIB:.3f} GiB" for part, size in stage["memory_bytes"].items())
+        yield from (f"  {part}: {size / _GIB:.3f} GiB" for part, size in stage["memory_bytes"].items() if size)
         yield from (f"  {part}: {_duration(seconds / 3600)}" for part, seconds in stage["seconds"].items())
     yield "assumed (section `plan` of the recipe):"
     for key, value in plan["assumptions"].items():
