@@ -440,6 +440,21 @@ def _step(run: Run, recipe: Recipe, number: int, micro_batches: list[MicroBatch]
             right += output.matches[0] * batch.counts[:, 0].sum()
     norm = accelerator.clip_grad_norm_(run.loss.drafter.parameters(), options.max_grad_norm)
     norm = norm.full_tensor() if isinstance(norm, DTensor) else norm
+
+    asked = 0
+    while signals:
+        asked = max(asked, _STOP if signals.pop() == signal.SIGTERM else _SAVE)
+    report = accelerator.gather(torch.stack([*losses, right, right.new_tensor(asked)])[None])  # a row a process
+    by_share, right, asked_of_any = report[:, :-2].flatten(), report[:, -2].sum(), report[:, -1].max()
+    # All that waits for the device is here, before any weight changes: the optimizers then work beside the next step's start.
+    _require_finite(run, number, by_share.tolist(), norm.item())
+    done = StepResult(
+        loss=by_share.sum().item(),
+        match_1=(right / counts[0].clamp(min=1)).item(),
+        tokens=int(all_tokens.item()),
+        signal=int(asked_of_any.item()),
+    )
+
     for optimizer in run.optimizers:
         optimizer.step()
         optimizer.zero_grad(set_to_none=True)
@@ -449,19 +464,7 @@ def _step(run: Run, recipe: Recipe, number: int, micro_batches: list[MicroBatch]
             for name, parameter in run.loss.drafter.named_parameters():
                 if name in run.average:
                     run.average[name].lerp_(parameter, 1 - decay)
-
-    asked = 0
-    while signals:
-        asked = max(asked, _STOP if signals.pop() == signal.SIGTERM else _SAVE)
-    report = accelerator.gather(torch.stack([*losses, right, right.new_tensor(asked)])[None])  # a row a process
-    by_share, right, asked_of_any = report[:, :-2].flatten(), report[:, -2].sum(), report[:, -1].max()
-    _require_finite(run, number, by_share.tolist(), norm.item())
-    return StepResult(
-        loss=by_share.sum().item(),
-        match_1=(right / counts[0].clamp(min=1)).item(),
-        tokens=int(all_tokens.item()),
-        signal=int(asked_of_any.item()),
-    )
+    return done
 
 
 def _require_finite(run: Run, number: int, losses: list[float], norm: float) -> None:

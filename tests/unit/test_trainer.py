@@ -275,9 +275,16 @@ def test_a_loss_that_is_not_finite_stops_with_its_samples(folder: Path, monkeypa
         calls.append(1)
         return batch, last_states
 
+    def checked(run: Any, *arguments: Any) -> None:
+        runs.append(run)
+        check(run, *arguments)
+
+    check = trainer._require_finite
     calls: list[int] = []
+    runs: list[Any] = []
     directory = run_dir(folder, "nan")
     monkeypatch.setattr(trainer, "_batch", broken)
+    monkeypatch.setattr(trainer, "_require_finite", checked)
     few = {**EAGLE3, "tokens_per_step": 50, "state_dropout": 0, "accumulate": 2, "save_every_steps": 1}
     with pytest.raises(
         DraftsmithError, match=r"The loss is nan in step (\d+) .* samples of .*: 7\. Training"
@@ -287,6 +294,8 @@ def test_a_loss_that_is_not_finite_stops_with_its_samples(folder: Path, monkeypa
     step = int(str(raised.value).split("in step ")[1].split()[0])
     snapshot = torch.load(directory / "checkpoint" / SNAPSHOT, weights_only=True)
     assert snapshot["progress"]["step"] == step - 1
+    for name, value in runs[-1].loss.drafter.state_dict().items():
+        assert torch.equal(value, snapshot["drafter"][name]), "the step that failed changes no weight"
     assert all(value.isfinite().all() for value in snapshot["drafter"].values())
 
 
