@@ -297,6 +297,9 @@ class Train(Section):
     max_grad_norm: float = Field(1.0, gt=0)
     train_lm_head: bool = False
     """Train the drafter's head too; otherwise it stays the target's rows."""
+    loss: Literal["cross_entropy", "kl", "total_variation"] = "cross_entropy"
+    """What sets the drafter's distribution against the target's. `kl` is `cross_entropy` less the target's own entropy: the
+    same gradients. `total_variation` is the probability that a sampled draft is rejected."""
     loss_vocab_size: int | None = Field(None, ge=16)
     """Take each step's loss over this many tokens of the draft vocabulary, those likely in the batch; absent: over all.
     Each micro-batch chooses its own, so the loss then depends a little on their number and that of processes."""
@@ -316,6 +319,12 @@ class Train(Section):
     """Dropout on the target's states as the drafter reads them, in training: small stores overfit without."""
     predict_positions: int = Field(5, ge=1)
     """Chain length K at which predicted acceptance length is computed."""
+    predict_temperature: float | None = Field(None, gt=0)
+    """Predict acceptance length at this temperature too, in the figures' `predicted_at_temperature`; best on answers that
+    were sampled at it."""
+    step_costs: dict[Annotated[int, Field(ge=1)], Annotated[float, Field(gt=0)]] | None = None
+    """Cost of a decoding step with K speculative tokens, in plain steps, as in `{1: 1.14, 2: 1.31}`: `draftsmith evaluate`
+    measures it (`k_curve`), and a drafter of the same shape on the same machine has the same. Gives `predicted_speedup`."""
     tracker: Literal["wandb", "tensorboard", "trackio"] | None = None
     """Where to log through accelerate; wandb runs offline when no account is configured."""
 
@@ -324,6 +333,12 @@ class Train(Section):
         snapshot when only that changed."""
         spread = {"accumulate", "shard", "activation_checkpointing", "save_every_steps", "keep_last", "tracker"}
         return self.model_dump(mode="json", exclude=spread)
+
+    @model_validator(mode="after")
+    def _loss_has_a_distribution(self) -> Train:
+        if self.loss != "cross_entropy" and getattr(self.drafter, "targets", "distribution") != "distribution":
+            raise ValueError(f"`loss: {self.loss}` needs `targets: distribution` in the drafter's options")
+        return self
 
     @field_validator("drafter", mode="plain")
     @classmethod

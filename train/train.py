@@ -33,15 +33,15 @@ from torch.utils.checkpoint import checkpoint
 from draftsmith import stage
 from draftsmith.checkpoint import Checkpoint
 from draftsmith.drafters import drafter_class
-from draftsmith.drafters.base import Drafter
+from draftsmith.drafters.base import Drafter, DrafterConfig
 from draftsmith.drafters.batch import Batch
 from draftsmith.errors import DraftsmithError, Stopped, UserError
 from draftsmith.progress import Bar, console
 from draftsmith.recipe import Recipe, digest
 from draftsmith.store import Sequence, Store, prefetched
-from draftsmith.target import TargetInfo, describe_target, load_target_tensors, prepare_target
+from draftsmith.target import TargetInfo, TargetTensors, describe_target, load_target_tensors, prepare_target
 from draftsmith.train import parallel
-from draftsmith.train.acceptance import predict_acceptance
+from draftsmith.train.acceptance import predict_acceptance, predict_sampled_acceptance, predicted_speedup
 from draftsmith.train.loss import ChainLoss
 from draftsmith.train.muon import Muon
 from draftsmith.train.packing import pack, plan_epoch, share_out
@@ -181,13 +181,14 @@ def run_train(recipe: Recipe, run_dir: Path) -> dict[str, Any]:
         "parameters_trained": sum(p.numel() for p in run.loss.drafter.parameters() if p.requires_grad),
     }
     if accelerator.is_main_process:
+        figures |= _more_predictions(run, recipe, directory, published)
         replace(Checkpoint.load(_epoch_folder(directory, published)), training=figures).save(directory)
         stage.write_json(directory / LOSSES, progress.losses)
         sections = recipe.model_dump(mode="json", include={"seed", "target", "train"})
         stage.finish(directory, stage="train", inputs=inputs, recipe=sections, figures=figures, started=started)
         (directory / SNAPSHOT).unlink(missing_ok=True)
         _remove_epochs(directory, keep=progress.epochs[len(progress.epochs) - recipe.train.keep_last :])
-    accelerator.wait_for_everyone()
+    [figures] = broadcast_object_list([figures])
     accelerator.end_training()
     return figures
 
@@ -250,14 +251,13 @@ def _set_up(
         for module in drafter.wide_modules():
             again = functools.partial(checkpoint, module.forward, use_reentrant=False, preserve_rng_state=False)
             module.forward = again
-    norm = nn.RMSNorm(config.hidden_size, config.rms_norm_eps)
-    norm.weight.data.copy_(tensors.final_norm_weight)
     loss = ChainLoss(
         drafter,
-        teacher_norm=norm,
+        teacher_norm=_final_norm(config, tensors),
         teacher_head=tensors.lm_head[draft_token_ids].float(),
         chain_steps=steps,
         chain_decay=options.chain_decay,
+        loss=options.loss,
         loss_vocab_size=options.loss_vocab_size,
         terms=drafter.loss_terms(options.drafter),
     ).to(accelerator.device)
@@ -284,6 +284,13 @@ def _set_up(
         columns=columns,
         last_column=last_column,
     )
+
+
+def _final_norm(config: DrafterConfig, tensors: TargetTensors) -> nn.RMSNorm:
+    """The target's norm before its head."""
+    norm = nn.RMSNorm(config.hidden_size, config.rms_norm_eps)
+    norm.weight.data.copy_(tensors.final_norm_weight)
+    return norm
 
 
 def _logged_in_to_wandb() -> bool:
@@ -545,7 +552,7 @@ def _finish_epoch(run: Run, recipe: Recipe, directory: Path, progress: Progress,
         with parallel.whole_weights(run.model):
             if main and run.held_out:
                 predicted = predict_acceptance(drafter, run.held_out, run.columns, k=k)
-                figures["predicted"] = {str(k): round(value, 4) for k, value in predicted.items()}
+                figures["predicted"] = _rounded(predicted)
         if main:
             folder = _epoch_folder(directory, figures)
             folder.mkdir(exist_ok=True)
@@ -598,6 +605,38 @@ def _remove_epochs(directory: Path, *, keep: list[dict[str, Any]]) -> None:
     for folder in directory.glob("epoch-*"):
         if folder not in kept:
             shutil.rmtree(folder)
+
+
+def _more_predictions(run: Run, recipe: Recipe, directory: Path, published: dict[str, Any]) -> dict[str, Any]:
+    """Figures that the recipe asks for, of the epoch that is published: acceptance at a temperature, and the speed-up that
+    follows from step costs."""
+    options = recipe.train
+    more: dict[str, Any] = {}
+    lengths = {int(k): length for k, length in published["predicted"].items()}
+    if options.step_costs:
+        more["predicted_speedup"] = _rounded(predicted_speedup(lengths, options.step_costs))
+    if options.predict_temperature and lengths:
+        device = run.accelerator.device
+        tensors = load_target_tensors(run.target.path)
+        saved = Checkpoint.load(_epoch_folder(directory, published))
+        kind = drafter_class(saved.kind)
+        drafter = kind.make(kind.config_class.from_dict(saved.config), tensors, saved.draft_token_ids)
+        drafter.load_state_dict(saved.tensors)
+        found = predict_sampled_acceptance(
+            drafter.to(device), run.held_out, run.columns, k=max(lengths), temperature=options.predict_temperature,
+            last_column=run.last_column, norm=_final_norm(drafter.config, tensors).to(device),
+            head=tensors.lm_head.float().to(device),
+        )  # fmt: skip
+        more["predicted_at_temperature"] = {
+            "temperature": options.predict_temperature,
+            "greedy_drafts": _rounded(found.greedy_drafts),
+            "sampled_drafts": _rounded(found.sampled_drafts),
+        }
+    return more
+
+
+def _rounded(by_k: dict[int, float]) -> dict[str, float]:
+    return {str(k): round(value, 4) for k, value in by_k.items()}
 
 
 def _coverage(run: Run) -> float:

@@ -169,7 +169,7 @@ def _ours(sequences: list[Sequence]) -> tuple[Callable[[], None], float]:
     drafter.lm_head.requires_grad_(options.train_lm_head)
     loss = ChainLoss(
         drafter, teacher_norm=torch.nn.RMSNorm(HIDDEN), teacher_head=torch.randn(DRAFT, HIDDEN) / HIDDEN**0.5,
-        chain_steps=STEPS, chain_decay=options.chain_decay, loss_vocab_size=options.loss_vocab_size,
+        chain_steps=STEPS, chain_decay=options.chain_decay, loss=options.loss, loss_vocab_size=options.loss_vocab_size,
     )  # fmt: skip
     optimizers = train._optimizers(recipe, drafter)
     packed = pack(sequences, steps=STEPS)

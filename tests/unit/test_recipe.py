@@ -108,6 +108,8 @@ def test_an_unknown_key_with_nothing_near_lists_what_is_known(tmp_path):
         ("train.drafter", {"kind": "medusa", "draft_vocab_size": 64}, "`train.drafter.draft_vocab_size`"),
         ("train.drafter", {"kind": "mlp_speculator", "n_predict": 1}, "`tie_weights` needs an `n_predict` above 1"),
         ("train.drafter", {"kind": "medusa", "num_heads": 3}, "asks for 4 speculative tokens"),
+        ("train", {"loss": "kl", "drafter": {"kind": "medusa"}}, "needs `targets: distribution`"),
+        ("train.step_costs", {0: 1.1}, "`train.step_costs.0"),
         ("target.gguf", {"path": "x.gguf"}, "not both"),
         ("extract.prompts", {"path": "a", "package": "b==1"}, "not both"),
         ("extract.prompts", {}, "either `path` or `package`"),
