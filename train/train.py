@@ -160,10 +160,8 @@ def run_train(recipe: Recipe, run_dir: Path) -> dict[str, Any]:
     snapshot = _read_snapshot(directory, inputs)
     set_seed(recipe.seed)
     run = _set_up(recipe, accelerator, target, store, snapshot)
-    if accelerator.is_main_process:
-        stage.claim(
-            directory, fresh=snapshot is None
-        )  # only now: a recipe that does not fit must not cost a checkpoint
+    if accelerator.is_main_process:  # only now: a recipe that does not fit must not cost a checkpoint
+        stage.claim(directory, fresh=snapshot is None)
     accelerator.wait_for_everyone()
     progress = Progress(**snapshot["progress"]) if snapshot else Progress()
     del snapshot
@@ -439,9 +437,8 @@ def _step(run: Run, recipe: Recipe, number: int, micro_batches: list[MicroBatch]
             with torch.autocast(device.type, dtype=torch.bfloat16, enabled=options.precision == "bfloat16"):
                 output = run.model(batch, last_states, divisors)
             mine = output.loss * 0 if one.idle else output.loss
-            accelerator.backward(
-                mine * accelerator.num_processes
-            )  # gradients are averaged; the divisors are everyone's
+            # Gradients are averaged; the divisors are everyone's.
+            accelerator.backward(mine * accelerator.num_processes)
         losses.append(mine.detach())
         if not one.idle:
             right += output.matches[0] * batch.counts[:, 0].sum()
