@@ -242,7 +242,7 @@ def _set_up(
     if snapshot:
         drafter.load_state_dict(snapshot["drafter"])
     elif accelerator.is_main_process:  # the others get its weights
-        drafter.start(tensors, (_batch(store, [row], steps, columns, last_column) for row in rows))
+        drafter.start(tensors, _OneByOne(store, rows, steps, columns, last_column))
     for head in drafter.head_parameters():
         head.requires_grad_(options.train_lm_head)
     if options.activation_checkpointing:
@@ -536,6 +536,20 @@ def _batch(
     everything = pack(store.read(rows), steps=steps, prompt_weight=prompt_weight)
     states = everything.hidden_states.float()
     return replace(everything, hidden_states=states).with_layers(columns), states[:, last_column]
+
+
+@dataclass(frozen=True)
+class _OneByOne:
+    """Store rows as batches of one sequence, read anew by everyone who goes through them."""
+
+    store: Store
+    rows: list[int]
+    steps: int
+    columns: list[int]
+    last_column: int
+
+    def __iter__(self) -> Iterator[tuple[Batch, torch.Tensor]]:
+        return (_batch(self.store, [row], self.steps, self.columns, self.last_column) for row in self.rows)
 
 
 def _finish_epoch(run: Run, recipe: Recipe, directory: Path, progress: Progress, epoch: int) -> None:

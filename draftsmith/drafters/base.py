@@ -92,8 +92,8 @@ class Drafter(nn.Module, ABC):
 
     @abstractmethod
     def start(self, tensors: TargetTensors, batches: Iterable[tuple[Batch, torch.Tensor]]) -> None:
-        """Initialise the parameters in place, from the target's weights and from packed rows of the store with the
-        target's last states [T, H] beside, which may be read as far as they help."""
+        """Initialise the parameters in place, from the target's weights and from sequences of the store, one a batch, with
+        the target's last states [T, H] beside. They may be read as far as they help, and several times."""
 
     def loss_terms(self, options: Any) -> LossTerms:
         """What the kind is taught."""

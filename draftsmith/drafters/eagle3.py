@@ -28,6 +28,7 @@ from torch.nn import functional as F
 from draftsmith.drafters.batch import Batch
 from draftsmith.drafters.decoder import DecoderConfig, DecoderDrafter, DecoderLayer, rotary_embedding, shape_of_target
 from draftsmith.drafters.linear import RIDGE, ROWS_TO_FIT, unit_rms
+from draftsmith.drafters.recall import fit_codes, fit_outputs, place_codes
 from draftsmith.recipe import DrafterOptions
 from draftsmith.target import TargetInfo, TargetTensors
 
@@ -127,7 +128,7 @@ class Eagle3Drafter(DecoderDrafter):
 
     @torch.no_grad()
     def start(self, tensors: TargetTensors, batches: Iterable[tuple[Batch, torch.Tensor]]) -> None:
-        """Initialise the drafter in place so that, untrained, it is the best linear drafter of its shape.
+        """Initialise the drafter in place so that, untrained, it is the best linear drafter of its shape, and copies.
 
         The head and the final norm are the target's own, so what the drafter has to produce at position p is the
         target's last state one position on, z_{p+1} (up to scale, which the norm takes away). Least squares on the store
@@ -137,7 +138,8 @@ class Eagle3Drafter(DecoderDrafter):
 
         `fc` takes W_h, and one attention head of each key/value group takes its part of W_e, whose rank is cut to what
         the value projections hold (reduced-rank regression: Izenman 1975). Those heads must look at their own position
-        only; see `_look_at_own_position`. Everything else starts at zero output, so training departs from this guess.
+        only; see `_look_at_own_position`. The second head of each group looks up what followed when the same was said
+        before; see `recall.py`. Everything else starts at zero output, so training departs from this guess.
         """
         config = self.config
         self.lm_head.weight.copy_(tensors.lm_head[self.draft_token_ids])
@@ -158,10 +160,15 @@ class Eagle3Drafter(DecoderDrafter):
             head = first // config.head_dim * group  # the group's first head
             columns = from_values[first : first + config.head_dim].T
             attention.o_proj.weight[:, head * config.head_dim : head * config.head_dim + columns.shape[1]] = columns
-        fused = reads[:, : -config.hidden_size] @ from_states
-        _look_at_own_position(
-            self, torch.cat([fused, fused + reads[:, -config.hidden_size :] @ to_values @ from_values])
-        )
+        states = reads[:, : -config.hidden_size]
+        codes = fit_codes(self, batches)
+        if codes is not None:
+            place_codes(self, codes, states)
+        fused = self.fc(states)
+        written = reads[:, -config.hidden_size :] @ to_values @ from_values
+        _look_at_own_position(self, torch.cat([fused, fused + written]))
+        if codes is not None:
+            fit_outputs(self, codes, batches)
 
     def head_parameters(self) -> list[nn.Parameter]:
         return [*self.lm_head.parameters()]
