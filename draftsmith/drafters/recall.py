@@ -80,6 +80,8 @@ def fit_codes(drafter: Eagle3Drafter, batches: Iterable[tuple[Batch, torch.Tenso
         seen += torch.bincount(batch.following[batch.counts[:, 0] > 0, 1], minlength=config.vocab_size)
         if rows >= _ROWS:
             break
+    if not (gram.isfinite().all() and cross.isfinite().all()):
+        return None  # the first step of training says which samples are broken
     gram.diagonal().add_(RIDGE * gram.diagonal().mean())
     of_expected, of_found = torch.linalg.cholesky(gram), torch.linalg.cholesky(gram[key, key])
     whitened = torch.linalg.solve_triangular(of_expected, cross, upper=False)
