@@ -23,7 +23,7 @@ class Checkpoint:
     """A trained drafter, self-describing. Written by training, read by conversion and by whoever resumes from it."""
 
     kind: str
-    """Kind of drafter: a key of `draftsmith.drafters.KINDS`."""
+    """Kind of drafter: a file of `draftsmith/drafters/`."""
     config: dict[str, Any]
     """The kind's own config, as its `to_dict` gives it."""
     target: dict[str, Any]

@@ -74,8 +74,26 @@ def _run(names: list[str], recipe_path: Path, overrides: list[str] | None, runs:
 
 
 @app.command()
-def run(recipe: RecipePath, overrides: Overrides = None, runs: RunsDir = Path("runs"), as_json: AsJson = False) -> None:
-    """Every stage in order; a finished stage whose inputs are unchanged is skipped."""
+def run(
+    recipe: RecipePath,
+    overrides: Overrides = None,
+    runs: RunsDir = Path("runs"),
+    as_json: AsJson = False,
+    plan: Annotated[
+        bool, typer.Option("--plan", help="Only say what it will cost: tokens, disk, memory, hours. Loads nothing.")
+    ] = False,
+) -> None:
+    """Every stage in order; a finished stage whose inputs are unchanged is skipped.
+
+    With --plan nothing runs: tokens, bytes on disk, memory, floating-point work and hours of each stage are computed from
+    the target's config and the recipe's section `plan` (lengths of texts, hardware), and printed with what they assume.
+    """
+    if plan:
+        from draftsmith.plan import make_plan, report
+
+        planned = make_plan(load_recipe(recipe, overrides))
+        print(json.dumps(planned, indent=2) if as_json else "\n".join(report(planned)))
+        return
     _run(list(STAGES), recipe, overrides, runs, as_json)
 
 

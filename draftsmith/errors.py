@@ -14,3 +14,9 @@ class UserError(DraftsmithError):
     """The input is wrong and the user can mend it. The command line exits with status 2."""
 
     exit_status = 2
+
+
+class Stopped(DraftsmithError):
+    """A signal asked to stop, and what was done is saved. The command line exits as shells report that signal."""
+
+    exit_status = 143  # 128 + SIGTERM

@@ -15,14 +15,18 @@ _SECONDS_BETWEEN_LINES = 15.0
 
 
 class Bar:
-    """`with Bar("extract", total=400, unit="prompts") as bar: bar.update(done, tokens_per_second=180)`."""
+    """`with Bar("extract", total=400, unit="prompts") as bar: bar.update(done, tokens_per_second=180)`.
 
-    def __init__(self, name: str, *, total: int, unit: str, done: int = 0) -> None:
+    One of several processes that do the same shows it; the others' are not `shown`.
+    """
+
+    def __init__(self, name: str, *, total: int, unit: str, done: int = 0, shown: bool = True) -> None:
         self._name, self._total, self._unit, self._done = name, total, unit, done
         self._figures = ""
         self._last_line = time.monotonic()
         self._live: Progress | None = None
-        if console.is_terminal:
+        self._shown = shown
+        if shown and console.is_terminal:
             self._live = Progress(
                 TextColumn("{task.description}"), BarColumn(), TextColumn("{task.completed}/{task.total} {task.fields[unit]}"),
                 TimeElapsedColumn(), TimeRemainingColumn(), TextColumn("{task.fields[figures]}"), console=console,
@@ -32,7 +36,7 @@ class Bar:
     def __enter__(self) -> Bar:
         if self._live:
             self._live.start()
-        else:
+        elif self._shown:
             console.print(f"{self._name}: {self._done}/{self._total} {self._unit}", highlight=False)
         return self
 
@@ -54,7 +58,8 @@ class Bar:
 
     def _print_line(self) -> None:
         self._last_line = time.monotonic()
-        console.print(f"{self._name}: {self._done}/{self._total} {self._unit}  {self._figures}", highlight=False)
+        if self._shown:
+            console.print(f"{self._name}: {self._done}/{self._total} {self._unit}  {self._figures}", highlight=False)
 
     def __exit__(
         self, kind: type[BaseException] | None, value: BaseException | None, trace: TracebackType | None

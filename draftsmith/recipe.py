@@ -1,4 +1,4 @@
-"""The recipe: one YAML file that is one whole run. Imports neither torch nor vLLM.
+"""The recipe: one YAML file that is one whole run. Imports neither torch nor vLLM; checking a drafter's options does.
 
 Every section forbids unknown keys; the error names the nearest key that exists. Relative paths in a
 recipe are relative to the recipe's own folder. `-s section.key=value` overrides any value.
@@ -14,8 +14,18 @@ from pathlib import Path
 from typing import Annotated, Any, ClassVar, Literal
 
 import yaml
-from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator, model_validator
+from pydantic import (
+    BaseModel,
+    ConfigDict,
+    Field,
+    SerializeAsAny,
+    ValidationError,
+    ValidationInfo,
+    field_validator,
+    model_validator,
+)
 
+from draftsmith import drafters
 from draftsmith.errors import UserError
 
 
@@ -199,12 +209,24 @@ class Extract(Section):
         return (self.held_out_max_tokens or self.max_tokens) if held_out else self.max_tokens
 
 
+_EMPTY: Any = {}
+"""An absent section that is checked like an empty one."""
+_DEFAULT_KIND = "eagle3"
+_ALL_BUT_DRAFTER = "all but the drafter's options"
+"""Context of a validation that imports no kind of drafter."""
+
+
 class DrafterOptions(Section):
-    """What is free in the shape of a kind of drafter, and how it is taught. The rest follows from the target."""
+    """What is free in the shape of a kind of drafter, and how it is taught. The rest follows from the target.
+
+    Every kind has a subclass beside its module, in `draftsmith/drafters/KIND.py`.
+    """
 
     served: ClassVar[bool] = True
     """Whether vLLM can serve it."""
-    draft_vocab_size: int | None
+    kind: str
+    """A file of `draftsmith/drafters/`."""
+    draft_vocab_size: int | None = None
     """Tokens the drafter can propose: the most frequent in the store. Absent (null): the target's whole vocabulary."""
 
     @property
@@ -212,96 +234,20 @@ class DrafterOptions(Section):
         """Tokens that it can guess ahead; None where any number."""
         return None
 
-
-class Eagle3Options(DrafterOptions):
-    """EAGLE-3 (arXiv 2503.01840)."""
-
-    kind: Literal["eagle3"] = "eagle3"
-    layer_ids: tuple[int, ...] | None = None
-    """Hidden states that `fc` fuses, a subset of the store's; absent: all of the store's."""
-    num_layers: int = Field(1, ge=1)
-    """Decoder layers in the drafter."""
-    draft_vocab_size: int | None = Field(8192, ge=16)
-    norm_before_residual: bool = False
-    """The residual is the normed state instead of the raw one."""
-    fc_norm: bool = True
-    """One RMSNorm per fused state before `fc`: layers differ in scale by orders of magnitude."""
-    norm_output: bool = False
-    """The next chain step reads the normed output instead of the raw one."""
-    intermediate_size: int | None = Field(None, ge=1)
-    """Width of the MLP; absent: the target's."""
+    @field_validator("kind", mode="before")
+    @classmethod
+    def _is_known(cls, value: Any) -> Any:
+        try:
+            drafters.check_kind(value)
+        except UserError as error:
+            raise ValueError(str(error)) from None
+        return value
 
 
-class MedusaOptions(DrafterOptions):
-    """Medusa (arXiv 2401.10774): heads on the target's last state, one for each token ahead."""
-
-    kind: Literal["medusa"]
-    num_heads: int = Field(4, ge=1)
-    """Tokens that it can guess ahead; all heads are trained, whatever `chain_steps` says."""
-    num_layers: int = Field(1, ge=1)
-    """Residual blocks in a head."""
-    bias: bool = False
-    """Give the blocks biases, as the original implementation does."""
-    shared_head: bool = False
-    """All heads share one vocabulary head, the target's at the start; otherwise each has its own."""
-    draft_vocab_size: None = None
-    """vLLM loads no Medusa heads over a part of the vocabulary."""
-    targets: Literal["distribution", "tokens"] = "tokens"
-    """Learn what the target wrote, as published, or its distribution over next tokens."""
-
-    @property
-    def most_ahead(self) -> int | None:
-        return self.num_heads
-
-
-class MlpOptions(DrafterOptions):
-    """MLP speculator (arXiv 2404.19124): a small recurrent network on the target's last state. It is trained and
-    converted; stock vLLM cannot serve it."""
-
-    served: ClassVar[bool] = False
-    kind: Literal["mlp_speculator"]
-    n_predict: int = Field(3, ge=1)
-    """Tokens that it can guess ahead; all are trained, whatever `chain_steps` says."""
-    inner_size: int | None = Field(None, ge=1)
-    """Width of its state; absent: the target's hidden size."""
-    tie_weights: bool = True
-    """All steps share their weights, except the first one's projection."""
-    scale_input: bool = True
-    """Norm the target's state once more on its way in."""
-    draft_vocab_size: None = None
-    """The published layout has the target's whole vocabulary."""
-    targets: Literal["distribution", "tokens"] = "tokens"
-    """Learn what the target wrote, as published, or its distribution over next tokens."""
-
-    @model_validator(mode="after")
-    def _tied_steps_are_several(self) -> MlpOptions:
-        if self.tie_weights and self.n_predict == 1:
-            raise ValueError("`tie_weights` needs an `n_predict` above 1")
-        return self
-
-    @property
-    def most_ahead(self) -> int | None:
-        return self.n_predict
-
-
-class EagleOptions(DrafterOptions):
-    """EAGLE, the first version (arXiv 2401.15077)."""
-
-    kind: Literal["eagle"]
-    num_layers: int = Field(1, ge=1)
-    """Decoder layers in the drafter."""
-    draft_vocab_size: None = None
-    """The target's own head is served: its whole vocabulary."""
-    feature_weight: float = Field(1.0, ge=0)
-    """Weight of the loss on the foretold state (SmoothL1)."""
-    token_weight: float = Field(0.1, gt=0)
-    """Weight of the cross-entropy against the target's distribution."""
-    noise: float = Field(0.2, ge=0)
-    """Uniform noise on the target's normed states in training, in (-1/2, 1/2) * noise * 512 / T for T states of a sequence."""
-
-
-AnyDrafterOptions = Annotated[EagleOptions | Eagle3Options | MedusaOptions | MlpOptions, Field(discriminator="kind")]
-"""One section for each kind of drafter; `kind` says which, and without it EAGLE-3 is meant."""
+def _drafter_options(section: dict[str, Any]) -> DrafterOptions:
+    """The section checked by its kind; this imports the kind, and so torch."""
+    kind = section.get("kind", _DEFAULT_KIND)
+    return drafters.drafter_class(kind).options_class.model_validate({**section, "kind": kind})
 
 
 class StoreFolder(Section):
@@ -314,11 +260,22 @@ class StoreFolder(Section):
 class Train(Section):
     """Store to checkpoint."""
 
-    drafter: AnyDrafterOptions = Eagle3Options()
+    drafter: SerializeAsAny[DrafterOptions] = Field(_EMPTY, validate_default=True)
+    """`kind` and the options of that kind; without a `kind`, EAGLE-3's."""
     epochs: float = Field(3, gt=0)
     """Passes over the training part of the store."""
     tokens_per_step: int = Field(2048, ge=16)
-    """Packed tokens in one optimizer step and process."""
+    """Packed tokens in one optimizer step: of all processes and micro-batches together, so that the steps of a run are
+    the same on any number of processes. Each works on tokens_per_step / (processes * accumulate) at once."""
+    accumulate: int = Field(1, ge=1)
+    """Micro-batches of each process in one optimizer step, one after the other: less memory, the same result."""
+    shard: bool = False
+    """With several processes (`accelerate launch`): each holds a part of the weights, gradients and optimizer states
+    (FSDP2) instead of all of them (DDP)."""
+    precision: Literal["float32", "bfloat16"] = "float32"
+    """What products are computed in, by autocast; weights, gradients and optimizer states are float32 either way."""
+    activation_checkpointing: bool = False
+    """Compute the widest layers again in the backward pass instead of keeping what they computed: less memory, more time."""
     chain_steps: int = Field(3, ge=1)
     """Steps of the chain that are trained (training-time test)."""
     chain_decay: float = Field(0.8, gt=0, le=1)
@@ -330,31 +287,69 @@ class Train(Section):
     muon_lr: float = Field(2e-3, gt=0)
     """Muon's peak learning rate."""
     warmup: float = Field(0.05, ge=0, lt=1)
-    """Share of the steps in which the learning rate rises linearly; it then falls with a cosine to zero."""
+    """Share of the steps in which the learning rate rises linearly."""
+    schedule: Literal["cosine", "linear", "constant"] = "cosine"
+    """How it goes on after that: falls to zero, with a cosine or a line, or stays."""
+    ema: float | None = Field(None, gt=0, lt=1)
+    """Decay of an exponential moving average of the weights, which is then what is evaluated and published (0.99 to 0.9999;
+    of the first steps less, so that the start is soon forgotten). Absent: the weights themselves."""
     weight_decay: float = Field(0.0, ge=0)
     max_grad_norm: float = Field(1.0, gt=0)
     train_lm_head: bool = False
     """Train the drafter's head too; otherwise it stays the target's rows."""
+    loss: Literal["cross_entropy", "kl", "total_variation"] = "cross_entropy"
+    """What sets the drafter's distribution against the target's. `kl` is `cross_entropy` less the target's own entropy: the
+    same gradients. `total_variation` is the probability that a sampled draft is rejected."""
     loss_vocab_size: int | None = Field(None, ge=16)
-    """Take each step's loss over this many tokens of the draft vocabulary, those likely in the batch; absent: over all."""
+    """Take each step's loss over this many tokens of the draft vocabulary, those likely in the batch; absent: over all.
+    Each micro-batch chooses its own, so the loss then depends a little on their number and that of processes."""
     prompt_loss_weight: float = Field(0.0, ge=0, le=1)
     """Weight of the loss on prompt tokens (response tokens have 1)."""
     more_stores: tuple[StoreFolder, ...] = ()
     """Further stores to train on, of the same target, layer ids and sampling; a conversation that several hold counts
     once, and is held out if it is held out in any."""
     save_every_steps: int = Field(25, ge=1)
-    """Optimizer steps between resumable snapshots."""
-    state_dropout: float = Field(0.1, ge=0, lt=1)
-    """Dropout on the target's states as the drafter reads them, in training: small stores overfit without."""
+    """Optimizer steps between resumable snapshots. There is one at the end of every epoch, too, and when the process gets
+    SIGUSR1, or SIGTERM, after which it stops."""
+    keep: Literal["best", "last"] = "best"
+    """Publish the weights of the epoch with the best predicted acceptance, or those of the last."""
+    keep_last: int = Field(0, ge=0)
+    """Leave the weights of this many last epochs beside what is published, as `checkpoint/epoch-N`."""
+    state_dropout: float = Field(0.0, ge=0, lt=1)
+    """Dropout on the target's states as the drafter reads them, in training. It helps Medusa and MLP speculators on small
+    stores; EAGLE-3's start finds earlier places in the text by codes in these states, which it blurs."""
     predict_positions: int = Field(5, ge=1)
     """Chain length K at which predicted acceptance length is computed."""
-    tracker: Literal["wandb", "tensorboard"] | None = None
+    predict_temperature: float | None = Field(None, gt=0)
+    """Predict acceptance length at this temperature too, in the figures' `predicted_at_temperature`; best on answers that
+    were sampled at it."""
+    step_costs: dict[Annotated[int, Field(ge=1)], Annotated[float, Field(gt=0)]] | None = None
+    """Cost of a decoding step with K speculative tokens, in plain steps, as in `{1: 1.14, 2: 1.31}`: `draftsmith evaluate`
+    measures it (`k_curve`), and a drafter of the same shape on the same machine has the same. Gives `predicted_speedup`."""
+    tracker: Literal["wandb", "tensorboard", "trackio"] | None = None
     """Where to log through accelerate; wandb runs offline when no account is configured."""
 
-    @field_validator("drafter", mode="before")
+    def inputs(self) -> dict[str, Any]:
+        """What the outcome depends on: all of it but how the work is spread, saved and watched. A run goes on from its
+        snapshot when only that changed."""
+        spread = {"accumulate", "shard", "activation_checkpointing", "save_every_steps", "keep_last", "tracker"}
+        return self.model_dump(mode="json", exclude=spread)
+
+    @model_validator(mode="after")
+    def _loss_has_a_distribution(self) -> Train:
+        if self.loss != "cross_entropy" and getattr(self.drafter, "targets", "distribution") != "distribution":
+            raise ValueError(f"`loss: {self.loss}` needs `targets: distribution` in the drafter's options")
+        return self
+
+    @field_validator("drafter", mode="plain")
     @classmethod
-    def _eagle3_unless_named(cls, value: Any) -> Any:
-        return {"kind": "eagle3", **value} if isinstance(value, dict) else value
+    def _checked_by_its_kind(cls, value: Any, info: ValidationInfo) -> DrafterOptions:
+        if isinstance(value, DrafterOptions):
+            return value
+        if not isinstance(value, dict):
+            raise ValueError(f"must be a section, as in `drafter: {{ kind: {_DEFAULT_KIND} }}`")
+        options = DrafterOptions(kind=value.get("kind", _DEFAULT_KIND))
+        return options if info.context == _ALL_BUT_DRAFTER else _drafter_options(value)
 
 
 class Convert(Section):
@@ -395,6 +390,53 @@ class Evaluate(Section):
     """Folder of the results inside the run."""
 
 
+class Hardware(Section):
+    """What a run is planned for: rates as its maker states them or as measured, and the share of them that work reaches."""
+
+    device: str
+    """For people, as in `H100 80GB`."""
+    count: int = Field(1, ge=1)
+    """Devices that train, a process on each. Extraction has as many as its engines need."""
+    memory_gib: float | None = Field(None, gt=0)
+    """Memory of a device; absent: a CPU, where engines have `engine.kv_cache_gib`, and reading and writing the store take
+    the time of the same cores."""
+    matmul_tflops: float = Field(gt=0)
+    """Products of matrices, in 10^12 FLOP/s a device, in the target's dtype."""
+    memory_gb_per_second: float = Field(gt=0)
+    """Reading a device's memory, in 10^9 bytes/s."""
+    store_mb_per_second: float = Field(gt=0)
+    """Plain (uncompressed) states that an extraction checks, compresses and writes, in 10^6 bytes/s a machine."""
+    load_mb_per_second: float = Field(gt=0)
+    """Plain states that a training process reads, checks and decompresses, in 10^6 bytes/s."""
+    prefill_utilisation: float = Field(gt=0, le=1)
+    """Share of `matmul_tflops` that prefill reaches."""
+    decode_utilisation: float = Field(gt=0, le=1)
+    """Share of `matmul_tflops` or of `memory_gb_per_second`, whichever limits, that decoding reaches."""
+    train_utilisation: float = Field(gt=0, le=1)
+    """Share of `matmul_tflops` that training reaches."""
+    start_seconds: float = Field(60, ge=0)
+    """Until an engine answers: loading, compiling, warming up."""
+
+
+class Assumptions(Section):
+    """What `draftsmith run --plan` cannot know before it is tried. Nothing else reads it."""
+
+    prompt_tokens: float = Field(ge=1)
+    """Mean length of a conversation without the answers that are trained on, chat template included."""
+    response_tokens: float = Field(ge=1)
+    """Mean length of those answers, all turns of a conversation together."""
+    conversations: int | None = Field(None, ge=1)
+    """Prompts that there are, where `extract.prompts.limit` does not say it."""
+    suite_prompts: int = Field(100, ge=1)
+    """Prompts of an evaluation suite, where its `limit` does not say it."""
+    machines: int = Field(1, ge=1)
+    """What `extract.machines: all` means."""
+    target_config: FileSource | None = None
+    """A copy of the target's config.json, so that planning needs neither the target nor a network; absent: the target's."""
+    hardware: Hardware | None = None
+    """Absent: no hours."""
+
+
 class Recipe(Section):
     """A whole run."""
 
@@ -404,9 +446,10 @@ class Recipe(Section):
     target: Target
     engine: Engine = Engine()
     extract: Extract
-    train: Train = Train()
+    train: Train = Field(_EMPTY, validate_default=True)
     convert: Convert = Convert()
     evaluate: Evaluate = Evaluate()
+    plan: Assumptions | None = None
 
     @model_validator(mode="after")
     def _drafter_guesses_that_far(self) -> Recipe:
@@ -452,9 +495,10 @@ def load_recipe(path: str | Path, overrides: list[str] | None = None) -> Recipe:
         _apply_override(data, override)
     _resolve_paths(data, path.resolve().parent)
     try:
+        Recipe.model_validate(data, context=_ALL_BUT_DRAFTER)  # importing torch takes seconds: mistakes elsewhere first
         return Recipe.model_validate(data)
     except ValidationError as error:
-        raise UserError(_explain(error, path)) from None
+        raise UserError(_explain(error, path, data)) from None
 
 
 def digest(value: Any) -> str:
@@ -492,19 +536,14 @@ def _resolve_paths(node: Any, folder: Path) -> None:
                 _resolve_paths(value, folder)
 
 
-def _explain(error: ValidationError, path: Path) -> str:
-    """One paragraph for a schema error: the first few problems, each with the nearest known key."""
+def _explain(error: ValidationError, path: Path, data: dict[str, Any]) -> str:
+    """One paragraph for a schema error of `data`: the first few problems, each with the nearest known key."""
     problems = []
     for item in error.errors()[:4]:
         location = [str(part) for part in item["loc"]]
-        if item["type"] == "union_tag_invalid":
-            location.append(item["ctx"]["discriminator"].strip("'"))
-        written = location.copy()
-        if location[:2] == ["train", "drafter"] and item["type"] != "union_tag_invalid":
-            del written[2:3]  # pydantic's name for the member of the union
-        where = ".".join(written) or "the recipe"
+        where = ".".join(location) or "the recipe"
         if item["type"] == "extra_forbidden":
-            known = _known_keys(location[:-1])
+            known = _known_keys(location[:-1], data)
             near = difflib.get_close_matches(location[-1], known, n=1, cutoff=0.5)
             hint = f"did you mean `{near[0]}`?" if near else f"known keys: {', '.join(sorted(known))}"
             problems.append(f"unknown key `{where}` ({hint})")
@@ -515,17 +554,18 @@ def _explain(error: ValidationError, path: Path) -> str:
     return f"{path} is not a valid recipe: {'; '.join(problems)}."
 
 
-def _known_keys(location: list[str]) -> list[str]:
-    """The keys of the section at `location`, following field types; [] where it is not a section."""
+def _known_keys(location: list[str], data: dict[str, Any]) -> list[str]:
+    """The keys of the section at `location` of `data`, following field types; [] where it is not a section."""
     models: list[type[BaseModel]] = [Recipe]
+    if location[:2] == ["train", "drafter"]:
+        kind = data["train"]["drafter"].get("kind", _DEFAULT_KIND)
+        models, location = [drafters.drafter_class(kind).options_class], location[2:]
     for part in location:
         found: list[type[BaseModel]] = []
         for model in models:
             if part in model.model_fields:
                 found += _models_in(model.model_fields[part].annotation)
-            elif "kind" in model.model_fields:  # a member of a union, named by its kind
-                found += [model] if part in getattr(model.model_fields["kind"].annotation, "__args__", ()) else []
-            else:  # a key of a mapping of sections, or pydantic's name for a member of another union
+            else:  # a key of a mapping of sections, or pydantic's name for a member of a union
                 found.append(model)
         models = found
     return sorted({key for model in models for key in model.model_fields})

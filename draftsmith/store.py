@@ -491,6 +491,10 @@ class Store:
         """Tokens with states of a sequence."""
         return self._index[index].end - self._index[index].start
 
+    def sample_id(self, index: int) -> int:
+        """What extraction calls a sequence."""
+        return self._index[index].sample_id
+
     def __getitem__(self, index: int) -> Sequence:
         """A sequence, its bytes checked; uncompressed states are mapped and take no memory of their own.
 

@@ -90,9 +90,13 @@ def _download_from_hub(model: str, revision: str | None) -> Path:
         ) from error
 
 
+def _prepared_gguf(sha256: str, dtype: str) -> Path:
+    return cache_dir() / "targets" / f"{sha256[:16]}-{dtype}"
+
+
 def _prepare_gguf(gguf: Path, *, sha256: str, dtype: str) -> Path:
     """Dequantize a GGUF file into a Hugging Face directory, once; published with one rename."""
-    prepared = cache_dir() / "targets" / f"{sha256[:16]}-{dtype}"
+    prepared = _prepared_gguf(sha256, dtype)
     if prepared.is_dir():
         return prepared
     if importlib.util.find_spec("gguf") is None:
@@ -129,6 +133,28 @@ def _prepare_gguf(gguf: Path, *, sha256: str, dtype: str) -> Path:
     finally:
         shutil.rmtree(temporary, ignore_errors=True)
     return prepared
+
+
+def read_config(target: Target) -> PretrainedConfig:
+    """The target's config alone, of the language model: from its directory, the cache, or the Hub (one small file).
+
+    Raises:
+        UserError: it cannot be had without preparing the target.
+    """
+    from transformers import AutoConfig
+
+    where: str | Path = target.model or ""
+    if target.gguf is not None:
+        where = _prepared_gguf(target.gguf.sha256 or sha256_of(fetch(target.gguf)), target.dtype)
+    try:
+        if target.gguf is not None and not where.is_dir():  # type: ignore[union-attr]
+            raise OSError("the GGUF file has not been prepared here yet")
+        return AutoConfig.from_pretrained(where, revision=target.revision).get_text_config()
+    except (OSError, ValueError, KeyError) as error:
+        raise UserError(
+            f"The config of the target {target_name(target)} cannot be had here ({type(error).__name__}: {error}). Put a "
+            "copy of its config.json beside the recipe and name it: `plan: { target_config: { path: config.json } }`."
+        ) from None
 
 
 # ---- describing ----

@@ -43,7 +43,7 @@ _WARM_UP_TOKENS = 8
 """Tokens that every engine generates before any is timed: first calls allocate and choose kernels."""
 _COST_TOKENS = 16
 """Response tokens of an answer whose steps are timed."""
-_REPORT_VERSION = 3
+_REPORT_VERSION = 4
 """Counted up when results or report change their form, so that old ones are made again."""
 
 
@@ -195,13 +195,15 @@ def evaluate(
         for host in hosts:
             host.close()
 
+    by_k = {str(k): point for k, point in curve.items()}
     return {
         "target": target_name,
         "drafter": drafter_name(drafter_dir),
         "num_speculative_tokens": best,
         "suites": measured,
-        "k_curve": {str(k): point for k, point in curve.items()},
+        "k_curve": by_k,
         "predicted_acceptance_length": dict(predicted) if predicted is not None else None,
+        "predicted_speedup": res.predicted_speedup(predicted, by_k),
         "dtype": recipe.target.dtype,
         "versions": stage.versions(),
         "machine": res.machine(),
@@ -384,8 +386,9 @@ def print_table(results: Results) -> None:
     for k, point in results["k_curve"].items():
         predicted = (results["predicted_acceptance_length"] or {}).get(k)
         said = f" (predicted {predicted:.3f})" if predicted is not None else ""
+        faster = f" (predicted {predicted / point['step_cost']:.2f})" if predicted is not None else ""
         console.print(
             f"K = {k}: acceptance length {point['acceptance_length']:.3f}{said}; a step costs {point['step_cost']:.2f} plain "
-            f"steps; speed-up to expect {point['speedup']:.2f}",
+            f"steps; speed-up to expect {point['speedup']:.2f}{faster}",
             highlight=False,
         )

@@ -234,15 +234,18 @@ def _suite_table(results: Results) -> str:
 
 
 def _curve_table(results: Results) -> str:
-    predicted = results["predicted_acceptance_length"] or {}
+    predicted, faster = results["predicted_acceptance_length"] or {}, results["predicted_speedup"] or {}
     rows = [
         [
             k, f"{point['acceptance_length']:.3f}", f"{predicted[k]:.3f}" if k in predicted else "",
-            f"{point['step_cost']:.3f}", f"{point['speedup']:.3f}",
+            f"{point['step_cost']:.3f}", f"{point['speedup']:.3f}", f"{faster[k]:.3f}" if k in faster else "",
         ]
         for k, point in results["k_curve"].items()
     ]  # fmt: skip
-    return _table(("K", "acceptance length", "predicted acceptance length", "step cost", "speed-up to expect"), rows)
+    headings = (
+        "K", "acceptance length", "predicted acceptance length", "step cost", "speed-up to expect", "predicted speed-up",
+    )  # fmt: skip
+    return _table(headings, rows)
 
 
 def _facts(results: Results) -> str:

@@ -136,6 +136,8 @@ class Results(TypedDict):
     """K as a string, ascending; measured on the first suite."""
     predicted_acceptance_length: dict[str, float] | None
     """What training predicted for held-out text, by K as a string; None when it did not."""
+    predicted_speedup: dict[str, float] | None
+    """That over the step cost measured here, for every K of `k_curve` that it has; to hold beside `CurvePoint.speedup`."""
     dtype: str
     """What the target computed in. Equality with plain decoding can only be exact in float32."""
     versions: dict[str, str]
@@ -174,6 +176,15 @@ def curve_point(at_k: SuiteAtK, step_cost: float) -> CurvePoint:
     """One K: what it accepts, what its steps cost, and the speed-up that follows."""
     length = at_k["acceptance_length"]
     return {"acceptance_length": length, "step_cost": step_cost, "speedup": length / step_cost}
+
+
+def predicted_speedup(
+    predicted: Mapping[str, float] | None, curve: Mapping[str, CurvePoint]
+) -> dict[str, float] | None:
+    """Predicted acceptance length over measured step cost, by K."""
+    if predicted is None:
+        return None
+    return {k: predicted[k] / point["step_cost"] for k, point in curve.items() if k in predicted}
 
 
 def differences(

@@ -6,11 +6,8 @@ import json
 from pathlib import Path
 from typing import Any
 
+from draftsmith.drafters import drafter_class, kinds
 from draftsmith.errors import UserError
-
-_METHODS = ("eagle3", "eagle", "medusa")
-"""vLLM's methods for the drafters that this version makes; each is part of its architectures' names, and
-the first that fits is meant."""
 
 
 def speculative_config(drafter_dir: Path, k: int) -> dict[str, Any]:
@@ -25,11 +22,13 @@ def speculative_config(drafter_dir: Path, k: int) -> dict[str, Any]:
     """
     config = _config(drafter_dir)
     architecture = (config.get("architectures") or ["none"])[0]
-    method = next((method for method in _METHODS if method in architecture.lower()), None)
+    methods = sorted(filter(None, (drafter_class(kind).vllm_method for kind in kinds())), key=len, reverse=True)
+    # A method is part of its architectures' names, and the longest that fits is meant: `eagle3`, not `eagle`.
+    method = next((method for method in methods if method in architecture.lower()), None)
     if method is None:
         raise UserError(
             f"{drafter_dir} holds a drafter of the architecture {architecture}, which is none of those that can be "
-            f"served: {', '.join(_METHODS)}."
+            f"served: {', '.join(methods)}."
         )
     if method == "medusa" and k > config["num_heads"]:  # vLLM would serve the rest untrained, and not say so
         raise UserError(

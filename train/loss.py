@@ -1,20 +1,38 @@
-"""The loss of a chain drafter: at each step, the target's distribution against the drafter's."""
+"""The loss of a chain drafter: at each step, what the target says against what the drafter says.
+
+Nothing of size [rows, vocabulary] outlives a few rows: head, softmax, loss and gradient are computed chunk by chunk, each
+once. The weights of the rows are known before, so the forward pass already knows the gradient of the logits, and the
+backward pass only scales what the forward pass left.
+
+Shape legend: T packed rows, K chain steps, Q rows that are drafted from, N rows that teach, H hidden size, V vocabulary
+that the loss is taken over.
+"""
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import dataclass
+from typing import Any, Literal
 
 import torch
 from torch import nn
 from torch.nn import functional as F
-from torch.utils.checkpoint import checkpoint
 
-from draftsmith.drafters import Drafter
-from draftsmith.drafters.base import LossTerms
+from draftsmith.drafters.base import Drafter, LossTerms
 from draftsmith.drafters.batch import Batch
 
-_LOGITS_AT_ONCE = 1 << 27
-"""Logits of one step that are kept for the backward pass; where there are more, parts of them are computed again."""
+LossName = Literal["cross_entropy", "kl", "total_variation"]
+
+_LOGITS_AT_ONCE = 1 << 21
+"""Logits in a chunk of rows: 8 MiB in float32, which stays in a CPU's cache from one pass over it to the next."""
+_LEAST_ROWS = 128
+"""Rows in a chunk, however large the vocabulary: with fewer, a product waits for the head to come from memory."""
+
+
+def row_chunks(rows: int, vocab: int) -> Iterator[slice]:
+    """`rows` rows in turn, as many at once as logits over `vocab` tokens should be there at once."""
+    size = max(_LEAST_ROWS, _LOGITS_AT_ONCE // vocab)
+    return (slice(start, min(start + size, rows)) for start in range(0, rows, size))
 
 
 @dataclass
@@ -24,11 +42,25 @@ class ChainLossOutput:
     loss: torch.Tensor
     """Scalar: sum over chain steps of decay^k times the mean over rows that count."""
     matches: torch.Tensor
-    """[K]: share of the counted rows whose argmax is the true token, by chain step."""
+    """[K]: share of the counted rows whose largest logit is the true token's, by chain step."""
+
+
+@dataclass
+class _Lessons:
+    """Who teaches whom: the row at t teaches, at step k, the draft made from p = t - 1 - k; all of them predict x_{t+1}."""
+
+    rows: torch.Tensor
+    """int64 [N] ascending: the rows t of the batch that teach any draft."""
+    labels: torch.Tensor
+    """int64 [N]: x_{t+1}, as an index into the draft vocabulary."""
+    drafts: torch.Tensor
+    """int64 [K, N]: each draft's place among the Q rows that are drafted from; 0 where a step makes no such draft."""
+    weights: torch.Tensor
+    """float64 [K, N]: the draft's weight in the loss; 0 where there is none."""
 
 
 class ChainLoss(nn.Module):
-    """Cross-entropy between the target's next-token distribution and the drafter's, over the draft vocabulary.
+    """What the target says next against what the drafter says, over the draft vocabulary.
 
     For the row at p and chain step k, the teacher is the target at position p+1+k, whose last state is in the same
     batch: its logits are `lm_head(norm(h))` restricted to the draft vocabulary. Rows whose true token is outside
@@ -41,6 +73,9 @@ class ChainLoss(nn.Module):
         teacher_head: [V, H], the target's head rows for the draft vocabulary.
         chain_steps: K.
         chain_decay: weight of step k is chain_decay**k (EAGLE-3's reference code: 0.8).
+        loss: what sets the drafter's distribution q against the target's p. `cross_entropy`: -sum p log q. `kl`: the same
+            less the target's own entropy, so it is 0 where q = p; the gradients are equal. `total_variation`:
+            1/2 sum |p - q|, the probability that a token drawn from q is rejected (Leviathan et al., arXiv 2211.17192).
         loss_vocab_size: take each batch's loss over this many tokens of the draft vocabulary, those that matter in
             the batch; None for all. The head is most of a small drafter's work.
         terms: what the drafter is taught; None for the target's distribution alone.
@@ -54,13 +89,14 @@ class ChainLoss(nn.Module):
         teacher_head: torch.Tensor,
         chain_steps: int,
         chain_decay: float,
+        loss: LossName = "cross_entropy",
         loss_vocab_size: int | None = None,
         terms: LossTerms | None = None,
     ) -> None:
         super().__init__()
         self.drafter = drafter
         self.chain_steps, self.chain_decay, self.loss_vocab_size = chain_steps, chain_decay, loss_vocab_size
-        self.terms = terms or LossTerms()
+        self.loss, self.terms = loss, terms or LossTerms()
         self.teacher_norm = teacher_norm.requires_grad_(False)
         self.register_buffer("teacher_head", teacher_head, persistent=False)
         to_draft = torch.full((drafter.config.vocab_size,), -1)
@@ -70,97 +106,208 @@ class ChainLoss(nn.Module):
     teacher_head: torch.Tensor
     to_draft: torch.Tensor
 
-    def forward(self, batch: Batch, last_states: torch.Tensor) -> ChainLossOutput:
+    def forward(self, batch: Batch, last_states: torch.Tensor, divisors: torch.Tensor | None = None) -> ChainLossOutput:
         """Loss of one batch.
 
         Args:
             batch: packed rows with the drafter's states; K columns.
             last_states: [T, H], the target's last layer's output before its final norm.
+            divisors: [K], what each step's sum over rows is divided by; None for the batch's own `weights`.
         """
-        steps = self.chain_steps
-        rows = batch.counts[:, :steps].sum(1).nonzero()[:, 0]
-        labels = self.to_draft[batch.following[rows, 1:]]  # [Q, K], -1 outside the draft vocabulary
-        # Several rows have the same teacher (row p at step 1 and row p+1 at step 0): compute each once.
+        lessons = self._lessons(batch)
+        if divisors is None:
+            divisors = lessons.weights.sum(1)
         with torch.no_grad():
-            needed = torch.zeros(len(last_states) + steps + 1, dtype=torch.bool, device=rows.device)
-            for k in range(steps):
-                needed[rows[(batch.counts[rows, k] > 0)] + 1 + k] = True
-            teacher_rows = needed.nonzero()[:, 0]
-            where = torch.full_like(needed, -1, dtype=torch.long)
-            where[teacher_rows] = torch.arange(len(teacher_rows), device=rows.device)
-            states = self.teacher_norm(last_states[teacher_rows])
-            teacher, columns = None, None
-            if self.terms.targets == "distribution" or self.loss_vocab_size is not None:
-                teacher = F.linear(states, self.teacher_head).softmax(-1)
-                columns = self._columns(teacher, labels)
-            if teacher is not None and columns is not None:
-                teacher = teacher[:, columns]
-                teacher = teacher / teacher.sum(-1, keepdim=True)
+            states = self.teacher_norm(last_states[lessons.rows])
+            columns = self._columns(states, lessons.labels)
+            labels, teacher_head = lessons.labels, self.teacher_head
+            if columns is not None:
+                labels, teacher_head = torch.searchsorted(columns, labels), teacher_head[columns]
+            decay = self.chain_decay ** torch.arange(self.chain_steps, device=divisors.device).double()
+            weights = (lessons.weights * (decay / divisors.clamp(min=1))[:, None]).to(_exact(states.dtype))
+
+        normed: list[torch.Tensor] = []  # of each step [N, H], so that all steps' rows line up with the teacher's
+        heads: list[torch.Tensor] = []
+        head_of: list[int] = []
         full: torch.Tensor | None = None
-        head: torch.Tensor
-        total = last_states.new_zeros(())
-        matches = []
-        for k, step in enumerate(self.drafter.chain(batch, steps=steps)):
+        for step, drafts in zip(self.drafter.chain(batch, steps=self.chain_steps), lessons.drafts, strict=True):
+            normed.append(step.normed.index_select(0, drafts))
             if step.head is not full:  # else the same as a step before
                 full = step.head
-                head = full if columns is None else full[columns]
-            weights = step.counts * (labels[:, k] >= 0)
-            counted = weights.nonzero()[:, 0]
-            taught = where[rows[counted] + 1 + k]
-            if self.terms.targets == "distribution":
-                each, guess = _cross_entropy(step.normed[counted], head, teacher, taught)
-            else:
-                token = labels[counted, k] if columns is None else torch.searchsorted(columns, labels[counted, k])
-                each, guess = _cross_entropy(step.normed[counted], head, None, token)
-            if self.terms.token_weight != 1:
-                each = each * self.terms.token_weight
-            if self.terms.feature_weight:
-                apart = F.smooth_l1_loss(step.normed[counted], states[taught], reduction="none").mean(-1)
-                each = each + self.terms.feature_weight * apart
-            weights = weights[counted]
-            total = total + self.chain_decay**k * (each * weights).sum() / weights.sum().clamp(min=1)
-            with torch.no_grad():
-                guess = guess if columns is None else columns[guess]
-                right = (guess == labels[counted, k]).to(weights.dtype)
-                matches.append((right * weights).sum() / step.counts.sum().clamp(min=1))
-        return ChainLossOutput(total, torch.stack(matches))
+                heads.append(full if columns is None else full[columns])
+            head_of.append(len(heads) - 1)
+        wanted = _Wanted(labels, *((states, teacher_head) if self.terms.targets == "distribution" else (None, None)))
+        total, right = _HeadLoss.apply(self.loss, wanted, weights * self.terms.token_weight, head_of, *normed, *heads)
+        if self.terms.feature_weight:
+            for each, weight in zip(normed, weights, strict=True):
+                apart = F.smooth_l1_loss(each, states, reduction="none").mean(-1)
+                total = total + self.terms.feature_weight * (apart * weight).sum()
+        counted = batch.counts[:, : self.chain_steps].sum(0)
+        matches = (right * lessons.weights).sum(1) / counted.clamp(min=1)
+        return ChainLossOutput(total, matches.to(total.dtype))
 
-    def _columns(self, teacher: torch.Tensor, labels: torch.Tensor) -> torch.Tensor | None:
+    def weights(self, batch: Batch) -> torch.Tensor:
+        """float64 [K]: the sum of the rows' weights at each step, which the loss is divided by."""
+        return self._lessons(batch).weights.sum(1)
+
+    @torch.no_grad()
+    def _lessons(self, batch: Batch) -> _Lessons:
+        counts = batch.counts[:, : self.chain_steps]
+        queries = counts.sum(1).nonzero()[:, 0]
+        labels = self.to_draft[batch.following[queries, 1 : self.chain_steps + 1]]  # [Q, K], -1 outside
+        draft, step = ((counts[queries] > 0) & (labels >= 0)).nonzero().unbind(1)
+        teachers = queries[draft] + 1 + step
+        rows, place = teachers.unique(return_inverse=True)  # several drafts have one teacher
+        drafts = rows.new_zeros(self.chain_steps, len(rows)).index_put((step, place), draft)
+        counts = counts.double()
+        weights = counts.new_zeros(drafts.shape).index_put((step, place), counts[queries[draft], step])
+        label = torch.zeros_like(rows).index_put((place,), labels[draft, step])
+        return _Lessons(rows, label, drafts, weights)
+
+    def _columns(self, states: torch.Tensor, labels: torch.Tensor) -> torch.Tensor | None:
         """The part of the draft vocabulary that this batch's loss is taken over; None for all of it.
 
         What the teacher holds likely anywhere in the batch, and every true token: the rest has next to no
-        probability in any row, and costs as much. int64 [loss_vocab_size] ascending.
+        probability in any row, and costs as much.
+
+        Args:
+            states: [N, H], the target's normed states.
+            labels: int64 [N].
+
+        Returns:
+            int64 ascending, loss_vocab_size of them, or more where the batch has more different true tokens.
         """
-        if self.loss_vocab_size is None or self.loss_vocab_size >= teacher.shape[1]:
+        vocab = len(self.teacher_head)
+        if self.loss_vocab_size is None or self.loss_vocab_size >= vocab:
             return None
-        mass = teacher.sum(0)
-        mass[labels[labels >= 0]] = torch.inf
-        return mass.topk(self.loss_vocab_size).indices.sort().values
+        mass = states.new_zeros(vocab, dtype=_exact(states.dtype))
+        for rows in row_chunks(len(states), vocab):
+            mass += F.linear(states[rows], self.teacher_head).softmax(-1, dtype=mass.dtype).sum(0)
+        mass[labels] = torch.inf
+        size = max(self.loss_vocab_size, int(mass.isinf().sum()))
+        return mass.topk(size).indices.sort().values
 
 
-def _cross_entropy(
-    normed: torch.Tensor, head: torch.Tensor, teacher: torch.Tensor | None, wanted: torch.Tensor
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """Cross-entropy and first choice of each row; logits are never all there where they would take too much memory.
+@dataclass
+class _Wanted:
+    """What N rows should say."""
 
-    Args:
-        normed: [Q, H].
-        head: [V, H].
-        teacher: [R, V], distributions; None where tokens are wanted.
-        wanted: int64 [Q]: each row's distribution in `teacher`, or its token.
+    labels: torch.Tensor
+    """int64 [N]: what the target wrote."""
+    states: torch.Tensor | None
+    """[N, H], the target's normed states, and"""
+    head: torch.Tensor | None
+    """[V, H], its head: together its distribution; None where only the labels are taught."""
 
-    Returns:
-        [Q] and int64 [Q].
+
+class _HeadLoss(torch.autograd.Function):
+    """Sum over steps and rows of weight * loss(normed @ head.T), with the gradients of `normed` and of trained heads.
+
+    Rows are the teacher's: a chunk's teacher distribution is computed once and used for all steps.
     """
 
-    def part(normed: torch.Tensor, wanted: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        logits = F.linear(normed, head)
-        each = F.cross_entropy(logits, wanted if teacher is None else teacher[wanted], reduction="none")
-        return each, logits.detach().argmax(-1)
+    @staticmethod
+    def forward(
+        ctx: Any, loss: LossName, wanted: _Wanted, weights: torch.Tensor, head_of: list[int], *tensors: torch.Tensor
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """
+        Args:
+            loss: see `ChainLoss`.
+            wanted: of N rows.
+            weights: [K, N].
+            head_of: of each step, which of the heads it uses.
+            tensors: each step's `normed` [N, H], then the heads [V, H]. Their products are in autocast's dtype where it is on.
 
-    rows = max(1, _LOGITS_AT_ONCE // len(head))
-    if len(normed) <= rows:
-        return part(normed, wanted)
-    parts = zip(normed.split(rows), wanted.split(rows), strict=True)
-    each, guesses = zip(*(checkpoint(part, *of, use_reentrant=False) for of in parts), strict=True)
-    return torch.cat(each), torch.cat(guesses)
+        Returns:
+            The sum, and bool [K, N]: whether a row's largest logit is its label's.
+        """
+        steps = len(weights)
+        device, dtype = weights.device.type, tensors[0].dtype
+        if torch.is_autocast_enabled(device):
+            dtype = torch.get_autocast_dtype(device)
+        # Cast once here, not by autocast at every chunk.
+        normed, heads = ([x.detach().to(dtype) for x in part] for part in (tensors[:steps], tensors[steps:]))
+        teacher = (
+            None if wanted.head is None or wanted.states is None else (wanted.states.to(dtype), wanted.head.to(dtype))
+        )
+        d_normed = [torch.empty_like(x) for x in tensors[:steps]]
+        d_heads = [
+            torch.zeros_like(head, dtype=_exact(dtype)) if trained else None
+            for head, trained in zip(heads, ctx.needs_input_grad[4 + steps :], strict=True)
+        ]
+        total = weights.new_zeros((), dtype=_exact(dtype))
+        right = torch.empty_like(weights, dtype=torch.bool)
+        with torch.autocast(device, enabled=False):
+            for rows in row_chunks(weights.shape[1], len(heads[0])):
+                labels = wanted.labels[rows]
+                taught = _logits(teacher[0][rows], teacher[1]) if teacher else None
+                p = None if taught is None else taught.softmax(-1)
+                entropy = _cross_entropy(taught, p, p) if loss == "kl" and taught is not None and p is not None else 0
+                for k in range(steps):
+                    x, weight, head, d_head = (
+                        normed[k][rows],
+                        weights[k, rows, None],
+                        heads[head_of[k]],
+                        d_heads[head_of[k]],
+                    )
+                    logits = _logits(x, head)
+                    right[k, rows] = logits.gather(1, labels[:, None])[:, 0] == logits.amax(-1)
+                    if p is None:
+                        each, d_logits = _against_tokens(logits, labels)
+                    elif loss == "total_variation":
+                        each, d_logits = _total_variation(logits, p)
+                    else:
+                        q = logits.softmax(-1)
+                        each, d_logits = _cross_entropy(logits, q, p) - entropy, q.sub_(p)
+                    total += (each * weight[:, 0]).sum()
+                    d_logits = d_logits.to(dtype)
+                    d_normed[k][rows] = (d_logits @ head) * weight
+                    if d_head is not None:
+                        weighted = (x * weight).to(dtype)
+                        if dtype == d_head.dtype:
+                            d_head.addmm_(d_logits.T, weighted)
+                        else:
+                            d_head += d_logits.T @ weighted
+        ctx.gradients = [*d_normed, *d_heads]
+        ctx.mark_non_differentiable(right)
+        return total, right
+
+    @staticmethod
+    def backward(ctx: Any, *grads: torch.Tensor) -> Any:
+        gradients, ctx.gradients = ctx.gradients, None  # scaled in place, so good for one backward pass
+        return None, None, None, None, *(g if g is None else g.mul_(grads[0]) for g in gradients)
+
+
+def _logits(x: torch.Tensor, head: torch.Tensor) -> torch.Tensor:
+    """[R, V], in float32 at least."""
+    logits = F.linear(x, head)
+    return logits.to(_exact(logits.dtype))
+
+
+def _exact(dtype: torch.dtype) -> torch.dtype:
+    """What sums over the vocabulary are taken in."""
+    return torch.promote_types(dtype, torch.float32)
+
+
+def _cross_entropy(logits: torch.Tensor, q: torch.Tensor, p: torch.Tensor) -> torch.Tensor:
+    """-sum p log q [R], for q = softmax(logits); its gradient in the logits is q - p."""
+    # log q = logits - log sum exp(logits), and the largest q is exp(the largest logit) over that sum.
+    return logits.amax(-1) - q.amax(-1).log() - torch.linalg.vecdot(p, logits)
+
+
+def _against_tokens(logits: torch.Tensor, labels: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """-log q(label) [R] and its gradient in the logits."""
+    log_q = logits.log_softmax(-1)
+    each = -log_q.gather(1, labels[:, None])[:, 0]
+    d_logits = log_q.exp_()
+    d_logits[torch.arange(len(labels), device=labels.device), labels] -= 1
+    return each, d_logits
+
+
+def _total_variation(logits: torch.Tensor, p: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """1/2 sum |q - p| [R] and its gradient in the logits: q (s - sum q s), for s = sign(q - p) / 2."""
+    q = logits.softmax(-1)
+    apart = q - p
+    each = apart.abs().sum(-1) / 2
+    sign = apart.sign_().div_(2)
+    return each, sign.sub_(torch.linalg.vecdot(q, sign)[:, None]).mul_(q)

@@ -12,6 +12,9 @@ from collections.abc import Callable, Iterable
 from typing import Any
 
 import torch
+from torch.distributed.tensor import DTensor
+
+from draftsmith.train.parallel import split_like
 
 _COEFFICIENTS = (3.4445, -4.7750, 2.0315)  # Jordan's quintic: steepest at zero while singular values stay in (0.7, 1.2)
 _ITERATIONS = 5
@@ -44,6 +47,9 @@ class Muon(torch.optim.Optimizer):
 
     The update has root mean square 0.2 * lr for every shape (Liu et al., arXiv 2502.16982, section 2.2), about that
     of AdamW, so learning rates mean the same for both.
+
+    Where FSDP2 splits the matrices, momentum stays split, and every process gathers and orthogonalises each whole matrix:
+    its singular values are not those of its parts.
     """
 
     def __init__(
@@ -64,7 +70,8 @@ class Muon(torch.optim.Optimizer):
                 momentum = state["momentum"]
                 momentum.lerp_(parameter.grad, 1 - group["momentum"])
                 direction = parameter.grad.lerp(momentum, group["momentum"])
+                whole = direction.full_tensor() if isinstance(direction, DTensor) else direction
                 dtype = torch.bfloat16 if parameter.is_cuda else torch.float32
-                update = orthogonalise(direction, dtype)
+                update = split_like(orthogonalise(whole, dtype), parameter)
                 parameter.mul_(1 - group["lr"] * group["weight_decay"])
                 parameter.add_(update, alpha=-group["lr"] * 0.2 * math.sqrt(max(parameter.shape)))

@@ -10,15 +10,14 @@ from draftsmith.drafters.batch import Batch
 from draftsmith.store import Sequence
 
 
-def plan_epoch(
-    lengths: list[int], *, tokens_per_step: int, seed: int, epoch: int, processes: int = 1
-) -> list[list[int]]:
+def plan_epoch(lengths: list[int], *, tokens_per_step: int, seed: int, epoch: int) -> list[list[int]]:
     """Shuffle sequences and fill steps up to a budget of tokens; a pure function of its arguments.
+
+    It knows nothing of processes, so that any number of them walks the same steps.
 
     Args:
         lengths: tokens of each sequence.
         tokens_per_step: budget of a step; a longer sequence gets a step of its own.
-        processes: the least sequences in a step, whatever the budget: every process works on at least one.
 
     Returns:
         Indices into `lengths`, one list a step; each index once.
@@ -27,15 +26,27 @@ def plan_epoch(
     steps: list[list[int]] = []
     room = 0
     for index in torch.randperm(len(lengths), generator=generator).tolist():
-        if not steps or (lengths[index] > room and len(steps[-1]) >= processes):
+        if not steps or lengths[index] > room:
             steps.append([])
             room = tokens_per_step
         steps[-1].append(index)
         room -= lengths[index]
-    if len(steps) > 1 and len(steps[-1]) < processes:
-        last = steps.pop()
-        steps[-1] += last
     return steps
+
+
+def share_out(lengths: list[int], shares: int) -> list[list[int]]:
+    """Divide a step's sequences into shares of about as many tokens: the longest first, to the share that has least.
+
+    Returns:
+        Ascending indices into `lengths`, one list a share; empty ones where there are fewer sequences than shares.
+    """
+    divided: list[list[int]] = [[] for _ in range(shares)]
+    loads = [0] * shares
+    for index in sorted(range(len(lengths)), key=lambda i: lengths[i], reverse=True):
+        least = loads.index(min(loads))
+        divided[least].append(index)
+        loads[least] += lengths[index]
+    return [sorted(share) for share in divided]
 
 
 def pack(sequences: Iterable[Sequence], *, steps: int, prompt_weight: float = 0.0) -> Batch:

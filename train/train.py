@@ -1,37 +1,56 @@
-"""The train stage: store to checkpoint."""
+"""The train stage: store to checkpoint.
+
+A run is a plan of optimizer steps, a pure function of the recipe and the store. A step's sequences are divided into shares,
+one for each micro-batch of each process, and its loss is divided by the whole step's weights; so the loss of a step is the
+same on any number of processes. All randomness comes from the step's number. That makes a snapshot complete: weights,
+optimizer states and the number of the step decide everything that comes after.
+"""
 
 from __future__ import annotations
 
+import functools
+import importlib.util
 import math
 import netrc
 import os
+import shutil
+import signal
+import threading
 import time
-from dataclasses import dataclass, replace
+from collections.abc import Iterator
+from contextlib import contextmanager, nullcontext
+from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from accelerate import Accelerator
-from accelerate.utils import set_seed
+from accelerate.utils import DistributedDataParallelKwargs, broadcast_object_list, set_seed
 from torch import nn
+from torch.distributed.tensor import DTensor
+from torch.utils.checkpoint import checkpoint
 
 from draftsmith import stage
 from draftsmith.checkpoint import Checkpoint
-from draftsmith.drafters import Drafter, drafter_class
+from draftsmith.drafters import drafter_class
+from draftsmith.drafters.base import Drafter, DrafterConfig
 from draftsmith.drafters.batch import Batch
-from draftsmith.errors import UserError
+from draftsmith.errors import DraftsmithError, Stopped, UserError
 from draftsmith.progress import Bar, console
 from draftsmith.recipe import Recipe, digest
 from draftsmith.store import Sequence, Store, prefetched
-from draftsmith.target import TargetInfo, describe_target, load_target_tensors, prepare_target
-from draftsmith.train.acceptance import predict_acceptance
+from draftsmith.target import TargetInfo, TargetTensors, describe_target, load_target_tensors, prepare_target
+from draftsmith.train import parallel
+from draftsmith.train.acceptance import predict_acceptance, predict_sampled_acceptance, predicted_speedup
 from draftsmith.train.loss import ChainLoss
 from draftsmith.train.muon import Muon
-from draftsmith.train.packing import pack, plan_epoch
+from draftsmith.train.packing import pack, plan_epoch, share_out
 from draftsmith.train.vocabulary import choose_draft_vocabulary
 
 SNAPSHOT = "resume.pt"
 """Beside the checkpoint while training runs: everything needed to go on after a crash."""
+LOSSES = "losses.json"
+"""Beside the finished checkpoint: the loss of every step."""
 
 
 @dataclass
@@ -40,7 +59,12 @@ class Run:
 
     accelerator: Accelerator
     loss: ChainLoss
+    model: nn.Module
+    """`loss` as each process runs it."""
     optimizers: list[torch.optim.Optimizer]
+    average: dict[str, torch.Tensor]
+    """Moving averages of the trained weights, by name; empty without `train.ema`."""
+    target: TargetInfo
     plan: list[tuple[int, list[int]]]
     """One entry an optimizer step: epoch, store rows."""
     store: Store
@@ -51,14 +75,57 @@ class Run:
     """Which of the store's states is the target's last, for the teacher."""
 
 
+@dataclass
+class Progress:
+    """How far a run is; with the tensors, all that a snapshot holds."""
+
+    step: int = 0
+    """Steps done: the position in the data and in the schedule."""
+    tokens: int = 0
+    seconds: float = 0.0
+    losses: list[float] = field(default_factory=list)
+    """One a step."""
+    epochs: list[dict[str, Any]] = field(default_factory=list)
+    """Figures of the finished ones."""
+
+
+class MicroBatch(NamedTuple):
+    """What a process works on at once, on the CPU."""
+
+    batch: Batch
+    last_states: torch.Tensor
+    """[T, H]: the target's last states."""
+    idle: bool
+    """There were fewer sequences in the step than shares: this is a repeated one that counts nothing, as the process must
+    still take part in what all do together."""
+
+
+class StepResult(NamedTuple):
+    """What all processes know of a step."""
+
+    loss: float
+    match_1: float
+    """Share of the rows that count where the first guess is the target's token."""
+    tokens: int
+    signal: int
+    """0, or the largest of `_SAVE` and `_STOP` that a process was asked for."""
+
+
+_SAVE, _STOP = 1, 2
+
+
 def run_train(recipe: Recipe, run_dir: Path) -> dict[str, Any]:
     """Make `run_dir/checkpoint` from `run_dir/store`; continue after a crash; nothing happens when it is finished.
+
+    Started by `accelerate launch`, each of its processes calls this; the main one writes.
 
     Returns:
         The figures of `stage.json`.
 
     Raises:
         UserError: no finished store, or one that does not fit the recipe's target or layer ids.
+        DraftsmithError: the loss or the gradient is no longer finite.
+        Stopped: SIGTERM came; a snapshot is written.
     """
     started = time.time()
     directory = run_dir / "checkpoint"
@@ -71,12 +138,14 @@ def run_train(recipe: Recipe, run_dir: Path) -> dict[str, Any]:
                 f"There is no finished store at {store_dir}. Run `draftsmith extract` with its recipe first."
             )
         stored.append(record["inputs"])
-    inputs = digest([stored, recipe.seed, recipe.train.model_dump(mode="json")])
+    inputs = digest([stored, recipe.seed, recipe.train.inputs()])
     if stage.finished(directory, inputs):
         console.print(f"train: {directory} is up to date")
         return stage.read(directory)["figures"]  # type: ignore[index]
 
-    target = describe_target(prepare_target(recipe.target), recipe.target)
+    accelerator = _accelerator(recipe, run_dir)
+    with accelerator.local_main_process_first():  # one process downloads or prepares it
+        target = describe_target(prepare_target(recipe.target), recipe.target)
     store = Store(*store_dirs)
     store.identity.require_fields(
         {
@@ -88,39 +157,69 @@ def run_train(recipe: Recipe, run_dir: Path) -> dict[str, Any]:
         store.directory,
         way_out="Extract for this recipe's target, or choose another run with `-s name=OTHER`.",
     )
-    resume = _read_snapshot(directory, inputs)
+    snapshot = _read_snapshot(directory, inputs)
     set_seed(recipe.seed)
-    run = _set_up(recipe, target, store, run_dir, resuming=resume is not None)
-    stage.claim(directory, fresh=resume is None)  # only now: a recipe that does not fit must not cost a checkpoint
-    figures = _fit(run, recipe, directory, inputs, resume)
-    if run.accelerator.is_main_process:
-        drafter = run.loss.drafter
-        Checkpoint(
-            kind=recipe.train.drafter.kind,
-            config=drafter.config.to_dict(),
-            target={"name": target.name, "revision": target.revision, "config_hash": target.config_hash},
-            draft_token_ids=drafter.draft_token_ids,
-            tensors=drafter.state_dict(),
-            training=figures,
-        ).save(directory)
-        (directory / SNAPSHOT).unlink(missing_ok=True)
+    run = _set_up(recipe, accelerator, target, store, snapshot)
+    if accelerator.is_main_process:  # only now: a recipe that does not fit must not cost a checkpoint
+        stage.claim(directory, fresh=snapshot is None)
+    accelerator.wait_for_everyone()
+    progress = Progress(**snapshot["progress"]) if snapshot else Progress()
+    del snapshot
+    _start_tracker(recipe, accelerator, run_dir)
+    _fit(run, recipe, directory, inputs, progress)
+    published = progress.epochs[-1] if recipe.train.keep == "last" else _best(progress.epochs)
+    figures = {
+        "steps": progress.step,
+        "tokens": progress.tokens,
+        "tokens_per_second": round(progress.tokens / progress.seconds, 1) if progress.seconds else None,
+        "epochs": progress.epochs,
+        "published_epoch": published["epoch"],
+        "predicted_acceptance_length": published["predicted"],
+        "draft_vocabulary_coverage": _coverage(run),
+        "parameters_trained": sum(p.numel() for p in run.loss.drafter.parameters() if p.requires_grad),
+    }
+    if accelerator.is_main_process:
+        figures |= _more_predictions(run, recipe, directory, published)
+        replace(Checkpoint.load(_epoch_folder(directory, published)), training=figures).save(directory)
+        stage.write_json(directory / LOSSES, progress.losses)
         sections = recipe.model_dump(mode="json", include={"seed", "target", "train"})
         stage.finish(directory, stage="train", inputs=inputs, recipe=sections, figures=figures, started=started)
-    run.accelerator.wait_for_everyone()
-    run.accelerator.end_training()
+        (directory / SNAPSHOT).unlink(missing_ok=True)
+        _remove_epochs(directory, keep=progress.epochs[len(progress.epochs) - recipe.train.keep_last :])
+    [figures] = broadcast_object_list([figures])
+    accelerator.end_training()
     return figures
 
 
-def _set_up(recipe: Recipe, target: TargetInfo, store: Store, run_dir: Path, *, resuming: bool) -> Run:
+def _accelerator(recipe: Recipe, run_dir: Path) -> Accelerator:
+    """What knows the processes and the tracker. Raises UserError where the tracker is not installed."""
+    tracker = recipe.train.tracker
+    modules = {"wandb": ["wandb"], "tensorboard": ["tensorboard", "tensorboardX"], "trackio": ["trackio"]}
+    if tracker and not any(importlib.util.find_spec(module) for module in modules[tracker]):
+        raise UserError(
+            f"`train.tracker: {tracker}` needs the package {tracker}, which is not installed: "
+            "pip install 'draftsmith[trackers]'. Or leave the tracker out."
+        )
+    # Buffers are the target's and never change: sending them round in every step would be for nothing. Precision is the
+    # recipe's, whatever the launcher says: see `_step`.
+    ddp = DistributedDataParallelKwargs(broadcast_buffers=False, gradient_as_bucket_view=True)
+    return Accelerator(log_with=tracker, project_dir=run_dir, mixed_precision="no", kwargs_handlers=[ddp])
+
+
+def _start_tracker(recipe: Recipe, accelerator: Accelerator, run_dir: Path) -> None:
     options = recipe.train
     if options.tracker == "wandb" and not (os.environ.get("WANDB_API_KEY") or _logged_in_to_wandb()):
         os.environ.setdefault("WANDB_MODE", "offline")  # `wandb sync` uploads it later
-    accelerator = Accelerator(log_with=options.tracker, project_dir=run_dir)
     if options.tracker:
-        wandb_arguments = {"name": recipe.name, "dir": str(run_dir)}
+        arguments = {"wandb": {"name": recipe.name, "dir": str(run_dir)}, "trackio": {"name": recipe.name}}
         settings = {key: str(value) for key, value in options.model_dump(mode="json").items()}
-        accelerator.init_trackers("draftsmith", config=settings, init_kwargs={"wandb": wandb_arguments})
+        accelerator.init_trackers("draftsmith", config=settings, init_kwargs=arguments)
 
+
+def _set_up(
+    recipe: Recipe, accelerator: Accelerator, target: TargetInfo, store: Store, snapshot: dict[str, Any] | None
+) -> Run:
+    options = recipe.train
     kind = drafter_class(options.drafter.kind)
     saved = store.identity.layer_ids
     read = kind.layer_ids(options.drafter, saved, target.num_hidden_layers)
@@ -140,36 +239,56 @@ def _set_up(recipe: Recipe, target: TargetInfo, store: Store, run_dir: Path, *, 
     rows = store.rows(held_out=False)
     if not rows:
         raise UserError(f"The store at {store.directory} has no training sequences; lower extract.held_out_fraction.")
-    if len(rows) < accelerator.num_processes:
-        raise UserError(
-            f"The store at {store.directory} has {len(rows)} training sequences, fewer than the {accelerator.num_processes} "
-            "training processes. Extract more, or train with fewer processes."
-        )
-    if not resuming:
-        drafter.start(tensors, (_batch(store, [row], steps, columns, last_column) for row in rows))
+    if snapshot:
+        drafter.load_state_dict(snapshot["drafter"])
+    elif accelerator.is_main_process:  # the others get its weights
+        drafter.start(tensors, _OneByOne(store, rows, steps, columns, last_column))
     for head in drafter.head_parameters():
         head.requires_grad_(options.train_lm_head)
-    norm = nn.RMSNorm(config.hidden_size, config.rms_norm_eps)
-    norm.weight.data.copy_(tensors.final_norm_weight)
+    if options.activation_checkpointing:
+        for module in drafter.wide_modules():
+            again = functools.partial(checkpoint, module.forward, use_reentrant=False, preserve_rng_state=False)
+            module.forward = again
     loss = ChainLoss(
         drafter,
-        teacher_norm=norm,
+        teacher_norm=_final_norm(config, tensors),
         teacher_head=tensors.lm_head[draft_token_ids].float(),
         chain_steps=steps,
         chain_decay=options.chain_decay,
+        loss=options.loss,
         loss_vocab_size=options.loss_vocab_size,
         terms=drafter.loss_terms(options.drafter),
-    )
+    ).to(accelerator.device)
+    model = parallel.prepare(accelerator, loss, shard=options.shard)
+    optimizers = _optimizers(recipe, drafter)
+    average = {}
+    if options.ema is not None:
+        average = {name: p.detach().clone() for name, p in drafter.named_parameters() if p.requires_grad}
+    if snapshot:
+        for optimizer, saved in zip(optimizers, snapshot["optimizers"], strict=True):
+            parallel.load_optimizer(optimizer, saved)
+        for name, value in snapshot["average"].items():
+            average[name].copy_(parallel.split_like(value, average[name]))
     return Run(
         accelerator=accelerator,
-        loss=loss.to(accelerator.device),
-        optimizers=_optimizers(recipe, drafter),
-        plan=_plan(recipe, [store.length(row) for row in rows], rows, accelerator.num_processes),
+        loss=loss,
+        model=model,
+        optimizers=optimizers,
+        average=average,
+        target=target,
+        plan=_plan(recipe, [store.length(row) for row in rows], rows),
         store=store,
         held_out=[store[row] for row in store.rows(held_out=True)],
         columns=columns,
         last_column=last_column,
     )
+
+
+def _final_norm(config: DrafterConfig, tensors: TargetTensors) -> nn.RMSNorm:
+    """The target's norm before its head."""
+    norm = nn.RMSNorm(config.hidden_size, config.rms_norm_eps)
+    norm.weight.data.copy_(tensors.final_norm_weight)
+    return norm
 
 
 def _logged_in_to_wandb() -> bool:
@@ -198,117 +317,216 @@ def _optimizers(recipe: Recipe, drafter: Drafter) -> list[torch.optim.Optimizer]
     return optimizers
 
 
-def _plan(recipe: Recipe, lengths: list[int], rows: list[int], processes: int) -> list[tuple[int, list[int]]]:
+def _plan(recipe: Recipe, lengths: list[int], rows: list[int]) -> list[tuple[int, list[int]]]:
     """Every optimizer step of the run: epoch and store rows, all processes' together."""
     plan = []
     for epoch in range(math.ceil(recipe.train.epochs)):
-        steps = plan_epoch(
-            lengths,
-            tokens_per_step=recipe.train.tokens_per_step * processes,
-            processes=processes,
-            seed=recipe.seed,
-            epoch=epoch,
-        )
+        steps = plan_epoch(lengths, tokens_per_step=recipe.train.tokens_per_step, seed=recipe.seed, epoch=epoch)
         share = min(1.0, recipe.train.epochs - epoch)
         plan += [(epoch, [rows[i] for i in step]) for step in steps[: math.ceil(len(steps) * share)]]
     return plan
 
 
-def learning_rate_factor(step: int, total: int, warmup: float) -> float:
-    """Linear warm-up over the first `warmup` share of the steps, then a cosine to zero; in (0, 1]."""
+def learning_rate_factor(step: int, total: int, warmup: float, schedule: str = "cosine") -> float:
+    """Linear warm-up over the first `warmup` share of the steps, then what `train.schedule` says; in (0, 1]."""
     rising = max(1, round(total * warmup))
     if step < rising:
         return (step + 1) / rising
-    return 0.5 * (1 + math.cos(math.pi * (step - rising) / max(1, total - rising)))
+    gone = (step - rising) / max(1, total - rising)
+    return {"cosine": 0.5 * (1 + math.cos(math.pi * gone)), "linear": 1 - gone, "constant": 1.0}[schedule]
 
 
-def _fit(run: Run, recipe: Recipe, directory: Path, inputs: str, resume: dict[str, Any] | None) -> dict[str, Any]:
-    """The loop: one pass over the plan, held-out acceptance after each epoch."""
+def _fit(run: Run, recipe: Recipe, directory: Path, inputs: str, progress: Progress) -> None:
+    """The loop: what is left of the plan. `progress` is kept up to date; every epoch leaves its folder in `directory`."""
     options, accelerator = recipe.train, run.accelerator
-    model = accelerator.prepare_model(run.loss)
+    main = accelerator.is_main_process
     peaks = [[group["lr"] for group in optimizer.param_groups] for optimizer in run.optimizers]
-    epochs: list[dict[str, Any]] = []
-    first, tokens, seconds = 0, 0, 0.0
-    if resume:
-        run.loss.drafter.load_state_dict(resume["drafter"])
-        for optimizer, saved in zip(run.optimizers, resume["optimizers"], strict=True):
-            optimizer.load_state_dict(saved)
-        first, tokens, seconds, epochs = resume["step"], resume["tokens"], resume["seconds"], resume["epochs"]
-        console.print(f"train: continuing {directory} at step {first}")
+    if progress.step and main:
+        console.print(f"train: continuing {directory} at step {progress.step}")
+    numbers = range(progress.step, len(run.plan))
 
-    losses: list[float] = resume["losses"] if resume else []
-    numbers = range(first, len(run.plan))
-
-    def load(number: int) -> tuple[Batch, torch.Tensor]:
-        return _load(run, recipe, step=number)
+    def load(number: int) -> list[MicroBatch]:
+        return _load(run, recipe, number)
 
     # Beside a GPU's computation: reading, decompressing and packing the next steps. On a CPU that would take the cores
     # that compute. What comes out depends on the step's number alone.
     on_cpu = accelerator.device.type == "cpu"
     batches = map(load, numbers) if on_cpu else prefetched(load, numbers)
-    with Bar("train", total=len(run.plan), unit="steps", done=first) as bar:
+    with (
+        _signals() as signals,
+        Bar("train", total=len(run.plan), unit="steps", done=progress.step, shown=main) as bar,
+    ):
         for number in numbers:
             begun = time.perf_counter()
             epoch = run.plan[number][0]
-            factor = learning_rate_factor(number, len(run.plan), options.warmup)
+            factor = learning_rate_factor(number, len(run.plan), options.warmup, options.schedule)
             for optimizer, peak in zip(run.optimizers, peaks, strict=True):
                 for group, lr in zip(optimizer.param_groups, peak, strict=True):
                     group["lr"] = lr * factor
-            batch, last_states = next(batches)
-            batch = batch.to(accelerator.device)
-            last_states = last_states.to(accelerator.device, non_blocking=True)
-            torch.manual_seed(_step_seed(recipe, number, accelerator.process_index))  # for a drafter that draws noise
-            output = model(batch, last_states)
-            accelerator.backward(output.loss)
-            accelerator.clip_grad_norm_(run.loss.drafter.parameters(), options.max_grad_norm)
-            for optimizer in run.optimizers:
-                optimizer.step()
-                optimizer.zero_grad(set_to_none=True)
-            losses.append(output.loss.item())
-            tokens += len(batch.positions) * accelerator.num_processes
-            seconds += time.perf_counter() - begun
+            done = _step(run, recipe, number, next(batches), signals)
+            progress.step = number + 1
+            progress.losses.append(done.loss)
+            progress.tokens += done.tokens
+            progress.seconds += time.perf_counter() - begun
 
-            figures = {"loss": losses[-1], "match_1": output.matches[0].item(), "tokens_per_second": tokens / seconds}
+            figures = {
+                "loss": done.loss,
+                "match_1": done.match_1,
+                "tokens_per_second": progress.tokens / progress.seconds,
+            }
             accelerator.log(figures | {"learning_rate": options.lr * factor}, step=number)
-            if number + 1 == len(run.plan) or run.plan[number + 1][0] != epoch:
-                epochs.append(_finish_epoch(run, recipe, epoch, losses))
-                losses = []
-                longest = list(epochs[-1]["predicted"].values())[-1:]  # at the largest K
-                accelerator.log({"predicted_acceptance_length": longest[0] if longest else None}, step=number)
-            predicted = list(epochs[-1]["predicted"].values()) if epochs else []
-            shown = {"predicted_acceptance": predicted[-1]} if predicted else {}
-            bar.update(number + 1, epoch=f"{epoch + 1}", **figures, **shown)
-            if (number + 1) % options.save_every_steps == 0 and accelerator.is_main_process:
-                state = {"step": number + 1, "tokens": tokens, "seconds": seconds, "epochs": epochs, "losses": losses}
-                _write_snapshot(directory, inputs, run, state)
-    return {
-        "steps": len(run.plan),
-        "tokens": tokens,
-        "tokens_per_second": round(tokens / seconds, 1) if seconds else None,
-        "epochs": epochs,
-        "predicted_acceptance_length": epochs[-1]["predicted"],
-        "draft_vocabulary_coverage": _coverage(run),
-        "parameters_trained": sum(p.numel() for p in run.loss.drafter.parameters() if p.requires_grad),
-    }
+            ended = progress.step == len(run.plan) or run.plan[progress.step][0] != epoch
+            if ended:
+                _finish_epoch(run, recipe, directory, progress, epoch)
+                accelerator.log({"predicted_acceptance_length": _longest(progress.epochs[-1])}, step=number)
+            predicted = _longest(progress.epochs[-1]) if progress.epochs else None
+            shown = {} if predicted is None else {"predicted_acceptance": predicted}
+            bar.update(progress.step, epoch=f"{epoch + 1}", **figures, **shown)
+            if ended or done.signal or progress.step % options.save_every_steps == 0:
+                _write_snapshot(directory, inputs, run, progress)
+            if ended and main:  # what an earlier snapshot names is removed only after a later one
+                last = progress.epochs[-max(1, options.keep_last) :]
+                _remove_epochs(directory, keep=[_best(progress.epochs), *last])
+            if done.signal == _STOP and progress.step < len(run.plan):
+                raise Stopped(
+                    f"Stopped by SIGTERM after step {progress.step} of {len(run.plan)}, which is saved in {directory}. Run the "
+                    "same command again to continue."
+                )
 
 
-def _load(run: Run, recipe: Recipe, *, step: int) -> tuple[Batch, torch.Tensor]:
-    """This process's share of a step, on the CPU: the drafter's batch, and the target's last states [T, H]."""
-    accelerator, options = run.accelerator, recipe.train
-    mine = run.plan[step][1][accelerator.process_index :: accelerator.num_processes]
-    batch, last_states = _batch(
-        run.store, mine, run.loss.chain_steps, run.columns, run.last_column, prompt_weight=options.prompt_loss_weight
+@contextmanager
+def _signals() -> Iterator[list[int]]:
+    """Collect the SIGUSR1s and SIGTERMs that come, instead of dying of them; in Python's main thread only."""
+    came: list[int] = []
+    before = {}
+    if threading.current_thread() is threading.main_thread():
+        for number in (signal.SIGUSR1, signal.SIGTERM):
+            before[number] = signal.signal(number, lambda number, frame: came.append(number))
+    try:
+        yield came
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler or signal.SIG_DFL)
+
+
+def _step(run: Run, recipe: Recipe, number: int, micro_batches: list[MicroBatch], signals: list[int]) -> StepResult:
+    """One optimizer step, with all processes.
+
+    Raises:
+        DraftsmithError: the loss or the gradient is not finite.
+    """
+    options, accelerator, loss = recipe.train, run.accelerator, run.loss
+    device, steps = accelerator.device, loss.chain_steps
+    # What the step's means are over: weights and counts of each chain step, and tokens, of everyone's micro-batches.
+    sums = torch.zeros(2 * steps + 1, device=device)
+    for one in micro_batches:
+        if not one.idle:
+            light = replace(one.batch, hidden_states=one.batch.hidden_states[:0]).to(device)
+            tokens = torch.tensor([len(light.positions)], device=device)
+            sums += torch.cat([loss.weights(light), light.counts.sum(0), tokens])
+    divisors, counts, all_tokens = accelerator.reduce(sums).split([steps, steps, 1])
+
+    losses, right = [], torch.zeros((), device=device)
+    for index, one in enumerate(micro_batches):
+        share = accelerator.process_index * options.accumulate + index
+        torch.manual_seed(_step_seed(recipe, number, share))  # for a drafter that draws noise
+        batch = one.batch.to(device)
+        last_states = one.last_states.to(device, non_blocking=True)
+        apart = parallel.gradients_kept_apart(run.model) if index + 1 < len(micro_batches) else nullcontext()
+        with apart:
+            with torch.autocast(device.type, dtype=torch.bfloat16, enabled=options.precision == "bfloat16"):
+                output = run.model(batch, last_states, divisors)
+            mine = output.loss * 0 if one.idle else output.loss
+            # Gradients are averaged; the divisors are everyone's.
+            accelerator.backward(mine * accelerator.num_processes)
+        losses.append(mine.detach())
+        if not one.idle:
+            right += output.matches[0] * batch.counts[:, 0].sum()
+    norm = accelerator.clip_grad_norm_(run.loss.drafter.parameters(), options.max_grad_norm)
+    norm = norm.full_tensor() if isinstance(norm, DTensor) else norm
+
+    asked = 0
+    while signals:
+        asked = max(asked, _STOP if signals.pop() == signal.SIGTERM else _SAVE)
+    report = accelerator.gather(torch.stack([*losses, right, right.new_tensor(asked)])[None])  # a row a process
+    by_share, right, asked_of_any = report[:, :-2].flatten(), report[:, -2].sum(), report[:, -1].max()
+    # All that waits for the device is here, before any weight changes: the optimizers then work beside the next step's start.
+    _require_finite(run, number, by_share.tolist(), norm.item())
+    done = StepResult(
+        loss=by_share.sum().item(),
+        match_1=(right / counts[0].clamp(min=1)).item(),
+        tokens=int(all_tokens.item()),
+        signal=int(asked_of_any.item()),
     )
-    if options.state_dropout:
-        generator = torch.Generator().manual_seed(_step_seed(recipe, step, accelerator.process_index))
-        kept = torch.rand(batch.hidden_states.shape, generator=generator) >= options.state_dropout
-        batch = replace(batch, hidden_states=batch.hidden_states * kept / (1 - options.state_dropout))
-    return batch, last_states
+
+    for optimizer in run.optimizers:
+        optimizer.step()
+        optimizer.zero_grad(set_to_none=True)
+    if run.average:
+        decay = min(options.ema or 0, (number + 1) / (number + 10))
+        with torch.no_grad():
+            for name, parameter in run.loss.drafter.named_parameters():
+                if name in run.average:
+                    run.average[name].lerp_(parameter, 1 - decay)
+    return done
 
 
-def _step_seed(recipe: Recipe, step: int, process: int) -> int:
-    """A step's randomness comes from its number alone, so that a continued run sees what an unbroken one does."""
-    return (recipe.seed * 1_000_003 + step) * 4099 + process
+def _require_finite(run: Run, number: int, losses: list[float], norm: float) -> None:
+    """Stop where a share's loss or the gradient's norm is not finite; what is saved is from before."""
+    epoch, rows = run.plan[number]
+    bad = [share for share, loss in enumerate(losses) if not math.isfinite(loss)]
+    if not bad and math.isfinite(norm):
+        return
+    if bad:
+        shares = share_out([run.store.length(row) for row in rows], len(losses))
+        rows = [row for share in bad for row in (rows[i] for i in shares[share])]
+    what = f"The loss is {losses[bad[0]]}" if bad else f"The gradient's norm is {norm}"
+    samples = ", ".join(str(run.store.sample_id(row)) for row in rows)
+    raise DraftsmithError(
+        f"{what} in step {number + 1} (epoch {epoch + 1}), on these samples of {run.store.directory}: {samples}. Training "
+        "stopped; the last snapshot is from before and is kept. Lower the learning rates (train.lr, train.muon_lr), or look "
+        "at these samples; the same command continues from the snapshot."
+    )
+
+
+def _load(run: Run, recipe: Recipe, number: int) -> list[MicroBatch]:
+    """This process's shares of a step."""
+    accelerator, options = run.accelerator, recipe.train
+    rows = run.plan[number][1]
+    shares = share_out([run.store.length(row) for row in rows], accelerator.num_processes * options.accumulate)
+    first = accelerator.process_index * options.accumulate
+    loaded = []
+    for share in shares[first : first + options.accumulate]:
+        mine = [rows[i] for i in share] or [min(rows, key=run.store.length)]
+        batch, last_states = _batch(
+            run.store,
+            mine,
+            run.loss.chain_steps,
+            run.columns,
+            run.last_column,
+            prompt_weight=options.prompt_loss_weight,
+        )
+        if options.state_dropout:
+            states = batch.hidden_states.split([run.store.length(row) for row in mine])
+            dropped = [
+                _drop(of_row, options.state_dropout, _step_seed(recipe, number, row))
+                for row, of_row in zip(mine, states, strict=True)
+            ]
+            batch = replace(batch, hidden_states=torch.cat(dropped))
+        loaded.append(MicroBatch(batch, last_states, idle=not share))
+    return loaded
+
+
+def _drop(states: torch.Tensor, share: float, seed: int) -> torch.Tensor:
+    """Dropout that is the sequence's own, whichever process works on it."""
+    kept = torch.rand(states.shape, generator=torch.Generator().manual_seed(seed)) >= share
+    return states * kept / (1 - share)
+
+
+def _step_seed(recipe: Recipe, step: int, part: int) -> int:
+    """A step's randomness comes from its number, so that a continued run sees what an unbroken one does, and from which
+    part of it is meant: a store row or a share."""
+    return (recipe.seed * 1_000_003 + step) * 4099 + part
 
 
 def _batch(
@@ -320,15 +538,116 @@ def _batch(
     return replace(everything, hidden_states=states).with_layers(columns), states[:, last_column]
 
 
-def _finish_epoch(run: Run, recipe: Recipe, epoch: int, losses: list[float]) -> dict[str, Any]:
-    drafter = run.loss.drafter
+@dataclass(frozen=True)
+class _OneByOne:
+    """Store rows as batches of one sequence, read anew by everyone who goes through them."""
+
+    store: Store
+    rows: list[int]
+    steps: int
+    columns: list[int]
+    last_column: int
+
+    def __iter__(self) -> Iterator[tuple[Batch, torch.Tensor]]:
+        return (_batch(self.store, [row], self.steps, self.columns, self.last_column) for row in self.rows)
+
+
+def _finish_epoch(run: Run, recipe: Recipe, directory: Path, progress: Progress, epoch: int) -> None:
+    """Held-out acceptance after an epoch, and its weights in a folder; both of the averaged weights, where there are."""
+    drafter, main = run.loss.drafter, run.accelerator.is_main_process
     k = min(recipe.train.predict_positions, drafter.max_steps or recipe.train.predict_positions)
-    predicted = predict_acceptance(drafter, run.held_out, run.columns, k=k) if run.held_out else {}
-    return {
-        "epoch": epoch + 1,
-        "loss": round(sum(losses) / len(losses), 4),
-        "predicted": {str(k): round(value, 4) for k, value in predicted.items()},
-    }
+    losses = [loss for (of_epoch, _), loss in zip(run.plan, progress.losses, strict=False) if of_epoch == epoch]
+    figures: dict[str, Any] = {"epoch": epoch + 1, "loss": round(sum(losses) / len(losses), 4), "predicted": {}}
+    with _averaged(run):
+        tensors = parallel.gather(drafter.state_dict(), keep=main)
+        with parallel.whole_weights(run.model):
+            if main and run.held_out:
+                predicted = predict_acceptance(drafter, run.held_out, run.columns, k=k)
+                figures["predicted"] = _rounded(predicted)
+        if main:
+            folder = _epoch_folder(directory, figures)
+            folder.mkdir(exist_ok=True)
+            target = {"name": run.target.name, "revision": run.target.revision, "config_hash": run.target.config_hash}
+            Checkpoint(
+                kind=recipe.train.drafter.kind,
+                config=drafter.config.to_dict(),
+                target=target,
+                draft_token_ids=drafter.draft_token_ids,
+                tensors=tensors,
+                training=figures,
+            ).save(folder)
+    progress.epochs += broadcast_object_list([figures])
+
+
+@contextmanager
+def _averaged(run: Run) -> Iterator[None]:
+    """The drafter has its averaged weights for a while; nothing changes where none are kept."""
+
+    def exchange() -> None:
+        with torch.no_grad():
+            for name, parameter in run.loss.drafter.named_parameters():
+                if name in run.average:
+                    current = parameter.clone()
+                    parameter.copy_(run.average[name])
+                    run.average[name].copy_(current)
+
+    exchange()
+    yield
+    exchange()
+
+
+def _longest(epoch: dict[str, Any]) -> float | None:
+    """An epoch's predicted acceptance length at the largest K; None without held-out text."""
+    lengths: list[float] = list(epoch["predicted"].values())
+    return lengths[-1] if lengths else None
+
+
+def _best(epochs: list[dict[str, Any]]) -> dict[str, Any]:
+    """The epoch with the best predicted acceptance; the later one of equals, and the last where nothing is predicted."""
+    return max(epochs, key=lambda epoch: (_longest(epoch) or 0.0, epoch["epoch"]))
+
+
+def _epoch_folder(directory: Path, epoch: dict[str, Any]) -> Path:
+    return directory / f"epoch-{epoch['epoch']}"
+
+
+def _remove_epochs(directory: Path, *, keep: list[dict[str, Any]]) -> None:
+    kept = [_epoch_folder(directory, epoch) for epoch in keep]
+    for folder in directory.glob("epoch-*"):
+        if folder not in kept:
+            shutil.rmtree(folder)
+
+
+def _more_predictions(run: Run, recipe: Recipe, directory: Path, published: dict[str, Any]) -> dict[str, Any]:
+    """Figures that the recipe asks for, of the epoch that is published: acceptance at a temperature, and the speed-up that
+    follows from step costs."""
+    options = recipe.train
+    more: dict[str, Any] = {}
+    lengths = {int(k): length for k, length in published["predicted"].items()}
+    if options.step_costs:
+        more["predicted_speedup"] = _rounded(predicted_speedup(lengths, options.step_costs))
+    if options.predict_temperature and lengths:
+        device = run.accelerator.device
+        tensors = load_target_tensors(run.target.path)
+        saved = Checkpoint.load(_epoch_folder(directory, published))
+        kind = drafter_class(saved.kind)
+        drafter = kind.make(kind.config_class.from_dict(saved.config), tensors, saved.draft_token_ids)
+        drafter.load_state_dict(saved.tensors)
+        found = predict_sampled_acceptance(
+            drafter.to(device), run.held_out, run.columns, k=max(lengths), temperature=options.predict_temperature,
+            last_column=run.last_column, norm=_final_norm(drafter.config, tensors).to(device),
+            head=tensors.lm_head.float().to(device),
+        )  # fmt: skip
+        more["predicted_at_temperature"] = {
+            "temperature": options.predict_temperature,
+            "greedy_drafts": _rounded(found.greedy_drafts),
+            "sampled_drafts": _rounded(found.sampled_drafts),
+        }
+    return more
+
+
+def _rounded(by_k: dict[int, float]) -> dict[str, float]:
+    return {str(k): round(value, 4) for k, value in by_k.items()}
 
 
 def _coverage(run: Run) -> float:
@@ -339,15 +658,20 @@ def _coverage(run: Run) -> float:
     return round(known[torch.cat(tokens)].float().mean().item(), 4) if tokens else math.nan
 
 
-def _write_snapshot(directory: Path, inputs: str, run: Run, state: dict[str, Any]) -> None:
-    everything = state | {
+def _write_snapshot(directory: Path, inputs: str, run: Run, progress: Progress) -> None:
+    """Replace the snapshot; all processes gather, the main one writes. Everything is whole and in full precision."""
+    main = run.accelerator.is_main_process
+    everything = {
         "inputs": inputs,
-        "drafter": run.loss.drafter.state_dict(),
-        "optimizers": [optimizer.state_dict() for optimizer in run.optimizers],
+        "progress": vars(progress),
+        "drafter": parallel.gather(run.loss.drafter.state_dict(), keep=main),
+        "optimizers": [parallel.gather_optimizer(optimizer, keep=main) for optimizer in run.optimizers],
+        "average": parallel.gather(run.average, keep=main),
     }
-    temporary = directory / (SNAPSHOT + ".tmp")
-    torch.save(everything, temporary)
-    temporary.replace(directory / SNAPSHOT)
+    if main:
+        temporary = directory / (SNAPSHOT + ".tmp")
+        torch.save(everything, temporary)
+        temporary.replace(directory / SNAPSHOT)
 
 
 def _read_snapshot(directory: Path, inputs: str) -> dict[str, Any] | None:

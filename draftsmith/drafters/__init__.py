@@ -1,21 +1,43 @@
-"""One file per kind of drafter: its config, its module, its mathematics cited."""
+"""Drafters. A kind is one file here, named as recipes and checkpoints name it: its options, its config, its module, its
+mathematics cited, and the line `DRAFTER = ` its class. Nothing else knows which kinds there are.
+
+Importing a kind imports torch, importing this does not.
+"""
 
 from __future__ import annotations
 
-from draftsmith.drafters.base import Drafter
-from draftsmith.drafters.eagle import EagleDrafter
-from draftsmith.drafters.eagle3 import Eagle3Drafter
-from draftsmith.drafters.medusa import MedusaDrafter
-from draftsmith.drafters.mlp import MlpDrafter
+import difflib
+import importlib
+import pkgutil
+from typing import TYPE_CHECKING
+
 from draftsmith.errors import UserError
 
-KINDS: dict[str, type[Drafter]] = {
-    "eagle": EagleDrafter,
-    "eagle3": Eagle3Drafter,
-    "medusa": MedusaDrafter,
-    "mlp_speculator": MlpDrafter,
-}
-"""Every kind, by the name that recipes and checkpoints give it."""
+if TYPE_CHECKING:
+    from draftsmith.drafters.base import Drafter
+
+_SHARED = ("base", "batch", "decoder", "linear", "recall")
+"""Files here that are not kinds but what kinds have in common."""
+
+
+def kinds() -> list[str]:
+    """Every kind there is."""
+    return sorted(module.name for module in pkgutil.iter_modules(__path__) if module.name not in _SHARED)
+
+
+def check_kind(kind: object) -> None:
+    """Refuse what is no kind; imports none.
+
+    Raises:
+        UserError: naming the nearest kind and all of them.
+    """
+    known = kinds()
+    if kind not in known:
+        near = difflib.get_close_matches(str(kind), known, n=1, cutoff=0.5)
+        hint = f"did you mean `{near[0]}`? It" if near else "it"
+        raise UserError(
+            f"This version of Draftsmith knows no drafter of the kind `{kind}`; {hint} knows {', '.join(known)}."
+        )
 
 
 def drafter_class(kind: str) -> type[Drafter]:
@@ -24,9 +46,6 @@ def drafter_class(kind: str) -> type[Drafter]:
     Raises:
         UserError: this version has no such kind.
     """
-    if kind not in KINDS:
-        raise UserError(
-            f"This version of Draftsmith knows no drafter of the kind `{kind}`; it knows {', '.join(KINDS)}. "
-            "Use the version that made it."
-        )
-    return KINDS[kind]
+    check_kind(kind)
+    drafter: type[Drafter] = importlib.import_module(f"{__name__}.{kind}").DRAFTER
+    return drafter

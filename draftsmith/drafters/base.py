@@ -11,6 +11,7 @@ import torch
 from torch import nn
 
 from draftsmith.drafters.batch import Batch
+from draftsmith.recipe import DrafterOptions
 from draftsmith.target import TargetInfo, TargetTensors
 
 
@@ -62,6 +63,7 @@ class Drafter(nn.Module, ABC):
     """A drafter as it is trained. What it shares with the target is frozen and not part of the state dict."""
 
     config_class: ClassVar[type[DrafterConfig]]
+    options_class: ClassVar[type[DrafterOptions]]
     vllm_method: ClassVar[str | None]
     """`method` of vLLM's `speculative_config`; None where stock vLLM cannot serve the kind."""
 
@@ -90,8 +92,8 @@ class Drafter(nn.Module, ABC):
 
     @abstractmethod
     def start(self, tensors: TargetTensors, batches: Iterable[tuple[Batch, torch.Tensor]]) -> None:
-        """Initialise the parameters in place, from the target's weights and from packed rows of the store with the
-        target's last states [T, H] beside, which may be read as far as they help."""
+        """Initialise the parameters in place, from the target's weights and from sequences of the store, one a batch, with
+        the target's last states [T, H] beside. They may be read as far as they help, and several times."""
 
     def loss_terms(self, options: Any) -> LossTerms:
         """What the kind is taught."""
@@ -103,6 +105,10 @@ class Drafter(nn.Module, ABC):
 
     def table_parameters(self) -> list[nn.Parameter]:
         """Other parameters that have a row a token: matrices by shape only, so AdamW trains them."""
+        return []
+
+    def wide_modules(self) -> list[nn.Module]:
+        """Modules that keep much more for the backward pass than they read: `train.activation_checkpointing`'s."""
         return []
 
     @abstractmethod
@@ -120,6 +126,12 @@ class Drafter(nn.Module, ABC):
     @abstractmethod
     def shapes(config: Any) -> dict[str, tuple[int, ...]]:
         """Name and shape of every tensor of the state dict."""
+
+    @staticmethod
+    @abstractmethod
+    def passes(config: Any, steps: int) -> dict[str, tuple[int, int]]:
+        """How often a chain of so many steps multiplies each matrix of `shapes` (heads and tables left out): with a row
+        that nothing is predicted from, and with one that something is. What training costs follows from it."""
 
     @staticmethod
     @abstractmethod

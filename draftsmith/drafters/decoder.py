@@ -5,27 +5,32 @@ Chain step k reads its own output of step k-1 instead of h_p, the token x_{p+1+k
 x_{p+2+k}. It attends to the step-0 keys of positions <= p (in serving: what the cache holds) and to its own chain's keys
 of steps 1..k (in serving: what it just wrote behind them).
 
-Shape legend: T packed rows, Q rows that are predicted from (queries), D documents, L rows of the longest document,
-N heads, M key/value heads, C head size, H hidden size, V draft vocabulary.
+Shape legend: T packed rows, Q rows that are predicted from (queries), N heads, M key/value heads, G = N / M, C head size,
+H hidden size, V draft vocabulary.
 """
 
 from __future__ import annotations
 
 import math
 from abc import abstractmethod
+from bisect import bisect_left
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import Any
+from itertools import pairwise
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
 from torch.nn import functional as F
-from transformers import LlamaConfig
-from transformers.models.llama.modeling_llama import LlamaMLP, LlamaRotaryEmbedding, apply_rotary_pos_emb
+from torch.utils.checkpoint import checkpoint
 
 from draftsmith.drafters.base import ChainStep, Drafter, DrafterConfig
 from draftsmith.drafters.batch import Batch
 from draftsmith.target import TargetInfo
+
+if TYPE_CHECKING:  # imported where it is used: that takes seconds, and checking a recipe imports the kinds
+    from transformers import LlamaConfig
+    from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -43,6 +48,8 @@ class DecoderConfig(DrafterConfig):
 
     def llama(self) -> LlamaConfig:
         """The decoder layer as a Llama config: what transformers' parts and the served checkpoint are built from."""
+        from transformers import LlamaConfig
+
         return LlamaConfig(
             hidden_size=self.hidden_size,
             intermediate_size=self.intermediate_size,
@@ -81,6 +88,23 @@ class DecoderConfig(DrafterConfig):
             f"layers.{index}.mlp.up_proj.weight": (inner, hidden),
             f"layers.{index}.mlp.down_proj.weight": (hidden, inner),
         }
+
+    def layer_passes(self, steps: int) -> dict[str, tuple[int, int]]:
+        """`Drafter.passes` of the layers: rows without a prediction are attended to, and leave the last layer after that."""
+        passes = {}
+        for index in range(self.num_layers):
+            for name, shape in self.layer_shapes(index, reads=0).items():
+                attended_to = index < self.num_layers - 1 or ".k_proj." in name or ".v_proj." in name
+                if len(shape) == 2:
+                    passes[name] = (int(attended_to), steps)
+        return passes
+
+
+def rotary_embedding(config: DecoderConfig) -> LlamaRotaryEmbedding:
+    """Cosines and sines of positions, with the scaling that the target's config asks for."""
+    from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
+
+    return LlamaRotaryEmbedding(config.llama())
 
 
 def shape_of_target(target: TargetInfo) -> dict[str, Any]:
@@ -140,6 +164,8 @@ class DecoderLayer(nn.Module):
         self, config: DecoderConfig, *, reads: int, input_norm: bool = True, hidden_norm: bool = False
     ) -> None:
         super().__init__()
+        from transformers.models.llama.modeling_llama import LlamaMLP
+
         hidden, eps = config.hidden_size, config.rms_norm_eps
         if input_norm:
             self.input_layernorm = nn.RMSNorm(hidden, eps)
@@ -150,46 +176,112 @@ class DecoderLayer(nn.Module):
         self.mlp = LlamaMLP(config.llama())
 
 
-class _Grid:
-    """Which rows see which: documents side by side as a padded [D, L] grid, for attention alone.
+_QUERIES_IN_BLOCK = 128
+"""A block of a document's queries meets the keys up to its last query: shorter blocks skip more of what none may see."""
+_SCORES_IN_TILE = 1 << 21
+"""Scores that are computed at once, where blocks are small enough: 8 MiB in float32."""
+_SCORES_KEPT = 1 << 24
+"""Scores that one attention keeps for the backward pass; where there are more, they are computed again."""
+_AREA_OVER_NEEDED = 1.1
+"""Blocks computed together may be padded by a tenth of their scores."""
 
-    Everything else runs on packed rows, so padding costs no more than attention's own (small) share.
+
+@dataclass
+class _Block:
+    """Consecutive queries of a document with the keys that they see, as half-open ranges."""
+
+    first_query: int
+    end_query: int
+    first_key: int
+    end_key: int
+
+    @property
+    def queries(self) -> int:
+        return self.end_query - self.first_query
+
+    @property
+    def keys(self) -> int:
+        return self.end_key - self.first_key
+
+
+@dataclass
+class _Tile:
+    """S blocks side by side, B queries and E keys each (padded)."""
+
+    queries: torch.Tensor
+    """int64 [S * B], among the Q queries."""
+    keys: torch.Tensor
+    """int64 [S * E], among the T rows."""
+    hidden: torch.Tensor
+    """bool [S, B, 1, E]: keys that a query does not see."""
+
+
+class _Tiles:
+    """Which rows see which, as tiles that together hold every query once.
+
+    A document of L rows costs no [L, L] tensor, and documents of different lengths little padding.
     """
 
-    def __init__(self, batch: Batch, queries: torch.Tensor) -> None:
-        documents = int(batch.documents[-1]) + 1
+    def __init__(self, batch: Batch, queries: torch.Tensor, heads: int) -> None:
         self.queries = queries
-        self._key_shape, self._key_cell = _cells(batch.documents, documents)
-        self._query_shape, self._query_cell = _cells(batch.documents[queries], documents)
-        positions = self.pad_queries(batch.positions[queries])  # padded cells: position 0, which sees key 0
-        keys = torch.arange(self._key_shape[1], device=positions.device)
-        self.visible = positions[:, :, None] >= keys  # [D, L_q, L]
+        rows, lengths = queries.tolist(), torch.bincount(batch.documents).tolist()
+        groups = _side_by_side(_blocks(rows, lengths), most_area=_SCORES_IN_TILE // heads)
+        self.tiles = [self._tile(group, len(batch.documents)) for group in groups]
+        self.recompute = heads * sum(tile.hidden.numel() for tile in self.tiles) > _SCORES_KEPT
+        cells = torch.cat([queries[:0], *(tile.queries for tile in self.tiles)])
+        # Padding repeats a block's last query. Any of its cells holds the same; which one is written last does not matter.
+        self._cell = torch.empty_like(queries).index_copy(0, cells, torch.arange(len(cells), device=cells.device))
 
-    def pad_keys(self, x: torch.Tensor) -> torch.Tensor:
-        """[T, ...] to [D, L, ...]"""
-        return _pad(x, self._key_shape, self._key_cell)
+    def _tile(self, blocks: list[_Block], rows: int) -> _Tile:
+        device = self.queries.device
+        ends = [(b.first_query, b.end_query - 1, b.first_key) for b in blocks]
+        first_query, last_query, first_key = torch.tensor(ends, device=device)[:, :, None].unbind(1)  # [S, 1] each
+        queries = first_query + torch.arange(max(b.queries for b in blocks), device=device)
+        queries = queries.minimum(last_query)  # [S, B]
+        keys = first_key + torch.arange(max(b.keys for b in blocks), device=device)  # [S, E]
+        # A document's rows are in the order of its positions, and what pads its keys comes after all of its queries.
+        hidden = keys[:, None] > self.queries[queries][:, :, None]
+        return _Tile(queries.flatten(), keys.flatten().clamp(max=rows - 1), hidden[:, :, None])
 
-    def pad_queries(self, x: torch.Tensor) -> torch.Tensor:
-        """[Q, ...] to [D, L_q, ...]"""
-        return _pad(x, self._query_shape, self._query_cell)
-
-    def unpad_queries(self, x: torch.Tensor) -> torch.Tensor:
-        """[D, L_q, ...] to [Q, ...]"""
-        return x.flatten(0, 1)[self._query_cell]
-
-
-def _cells(documents: torch.Tensor, count: int) -> tuple[tuple[int, int], torch.Tensor]:
-    """Shape of the grid that holds these rows, and each row's cell in it, flattened."""
-    lengths = torch.bincount(documents, minlength=count)
-    first = lengths.cumsum(0) - lengths
-    longest = int(lengths.max())
-    return (count, longest), documents * longest + torch.arange(len(documents), device=documents.device) - first[
-        documents
-    ]
+    def join(self, parts: list[torch.Tensor]) -> torch.Tensor:
+        """Each tile's [M, S * B, ...] to [Q, M, ...]"""
+        return torch.cat(parts, dim=1).index_select(1, self._cell).transpose(0, 1)
 
 
-def _pad(x: torch.Tensor, shape: tuple[int, int], cell: torch.Tensor) -> torch.Tensor:
-    return x.new_zeros((shape[0] * shape[1], *x.shape[1:])).index_copy(0, cell, x).unflatten(0, shape)
+def _blocks(queries: list[int], lengths: list[int]) -> list[_Block]:
+    """Cut each document's queries into blocks of about equal size.
+
+    Args:
+        queries: rows that are predicted from, ascending.
+        lengths: rows of each document.
+    """
+    blocks = []
+    first_key, place = 0, 0
+    for length in lengths:
+        end_place = bisect_left(queries, first_key + length, lo=place)
+        count = math.ceil((end_place - place) / _QUERIES_IN_BLOCK)
+        cuts = [place + (end_place - place) * i // count for i in range(count + 1)] if count else []
+        blocks += [_Block(start, end, first_key, queries[end - 1] + 1) for start, end in pairwise(cuts)]
+        first_key, place = first_key + length, end_place
+    return blocks
+
+
+def _side_by_side(blocks: list[_Block], *, most_area: int) -> list[list[_Block]]:
+    """Group blocks of about the same shape; a group's padded area is at most `most_area`, or it is a single block."""
+    groups: list[list[_Block]] = []
+    needed = 0
+    for block in sorted(blocks, key=lambda block: (block.keys, block.queries), reverse=True):
+        area = block.queries * block.keys
+        if groups:
+            together = [*groups[-1], block]
+            padded = len(together) * max(b.queries for b in together) * together[0].keys
+            if padded <= min(most_area, _AREA_OVER_NEEDED * (needed + area)):
+                groups[-1] = together
+                needed += area
+                continue
+        groups.append([block])
+        needed = area
+    return groups
 
 
 class DecoderDrafter(Drafter):
@@ -226,13 +318,17 @@ class DecoderDrafter(Drafter):
         """`layers`, typed."""
         return [layer for layer in self.layers if isinstance(layer, DecoderLayer)]
 
+    def wide_modules(self) -> list[nn.Module]:
+        return [layer.mlp for layer in self.decoder_layers()]
+
     def chain(self, batch: Batch, *, steps: int, own_guesses: bool = False) -> Iterator[ChainStep]:
-        predicted = _Grid(batch, batch.counts[:, :steps].sum(1).nonzero()[:, 0])
+        heads = self.config.num_attention_heads
+        queries = batch.counts[:, :steps].sum(1).nonzero()[:, 0]
         # Only rows that are predicted from run through the last layer; the others are there to be attended to.
-        everything = _Grid(batch, torch.arange(len(batch.positions), device=predicted.queries.device))
-        queries = predicted.queries
+        predicted = _Tiles(batch, queries, heads)
+        everything: _Tiles | None = None
         state, tokens, positions = self.first_state(batch), batch.following[:, 0], batch.positions
-        context: list[_KeysValues] = []  # per layer: step-0 keys and values of all rows, padded
+        context: list[_KeysValues] = []  # per layer: step-0 keys and values of all rows, [M, T, C]
         own: list[list[_KeysValues]] = [[] for _ in self.layers]  # per layer: one pair per later step, packed
         for k in range(steps):
             rope = self._rope(positions, state)
@@ -240,16 +336,17 @@ class DecoderDrafter(Drafter):
             for index, layer in enumerate(self.decoder_layers()):
                 x, residual = self.inputs(layer, index, embeds, state)
                 keys_values = layer.self_attn.keys_values(x, rope)
-                grid = predicted
+                tiles = predicted
                 if k > 0:
                     own[index].append(keys_values)
                 else:
-                    context.append((predicted.pad_keys(keys_values[0]), predicted.pad_keys(keys_values[1])))
+                    keys, values = keys_values
+                    context.append((keys.transpose(0, 1).contiguous(), values.transpose(0, 1).contiguous()))
                     if index < len(self.layers) - 1:
-                        grid = everything
+                        tiles = everything = everything or _Tiles(batch, torch.arange(len(x), device=x.device), heads)
                     else:
                         x, residual, rope = x[queries], residual[queries], (rope[0][queries], rope[1][queries])
-                mixed = _attend(layer.self_attn.queries(x, rope), context[index], own[index], grid)
+                mixed = _attend(layer.self_attn.queries(x, rope), context[index], own[index], tiles)
                 state = residual + layer.self_attn.o_proj(mixed)
                 state = state + layer.mlp(layer.post_attention_layernorm(state))
             read, state = self.outputs(state)
@@ -271,31 +368,71 @@ class DecoderDrafter(Drafter):
 
 def _rotate(x: torch.Tensor, rope: tuple[torch.Tensor, torch.Tensor]) -> torch.Tensor:
     """RoPE on [rows, heads, C]."""
+    from transformers.models.llama.modeling_llama import apply_rotary_pos_emb
+
     return apply_rotary_pos_emb(x, x, *rope, unsqueeze_dim=1)[0]
 
 
-def _attend(queries: torch.Tensor, context: _KeysValues, own: list[_KeysValues], grid: _Grid) -> torch.Tensor:
+def _attend(queries: torch.Tensor, context: _KeysValues, own: list[_KeysValues], tiles: _Tiles) -> torch.Tensor:
     """Attention over the document's step-0 keys up to the row's position, and over the row's own chain.
 
     Args:
         queries: [Q, N, C].
-        context: keys and values [D, L, M, C].
+        context: keys and values [M, T, C].
         own: of each later chain step so far, keys and values [Q, M, C]; a row sees only its own.
+        tiles: which of the T rows each of the Q sees.
 
     Returns:
         [Q, N * C]
     """
-    kv_heads = context[0].shape[2]
+    if not len(queries):
+        return queries.flatten(1)
+    kv_heads = context[0].shape[0]
     grouped = queries.unflatten(1, (kv_heads, -1)) / math.sqrt(queries.shape[-1])  # [Q, M, G, C]
-    scores = torch.einsum("dqmgc,dkmc->dmgqk", grid.pad_queries(grouped), context[0])
-    scores = scores.masked_fill(~grid.visible[:, None, None], -torch.inf)
+    own_scores = [(grouped * keys[:, :, None]).sum(-1) for keys, _ in own]  # [Q, M, G] each
+    by_head = grouped.transpose(0, 1).contiguous()
+    own_by_head = torch.stack(own_scores, dim=-1).transpose(0, 1).contiguous() if own else None
+    arguments = (by_head, own_by_head, *context)
+    if tiles.recompute and torch.is_grad_enabled():
+        parts = [
+            checkpoint(_attend_tile, tile, *arguments, use_reentrant=False, preserve_rng_state=False)
+            for tile in tiles.tiles
+        ]
+    else:
+        parts = [_attend_tile(tile, *arguments) for tile in tiles.tiles]
+    mixed = tiles.join([mixed for mixed, _ in parts])  # [Q, M, G, C]
     if own:
-        own_scores = torch.stack([(grouped * keys[:, :, None]).sum(-1) for keys, _ in own], dim=-1)  # [Q, M, G, k]
-        scores = torch.cat([scores, grid.pad_queries(own_scores).permute(0, 2, 3, 1, 4)], dim=-1)
-    weights = scores.softmax(-1, dtype=torch.promote_types(scores.dtype, torch.float32)).to(scores.dtype)
-    length = context[0].shape[1]
-    mixed = grid.unpad_queries(torch.einsum("dmgqk,dkmc->dqmgc", weights[..., :length], context[1]))
-    if own:
-        own_weights = grid.unpad_queries(weights[..., length:].permute(0, 3, 1, 2, 4))  # [Q, M, G, k]
+        own_weights = tiles.join([weights for _, weights in parts])  # [Q, M, G, k]
         mixed = mixed + sum(own_weights[..., j, None] * values[:, :, None] for j, (_, values) in enumerate(own))
     return mixed.flatten(1)
+
+
+def _attend_tile(
+    tile: _Tile, queries: torch.Tensor, own_scores: torch.Tensor | None, keys: torch.Tensor, values: torch.Tensor
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """A tile's share of `_attend`, for the part of the keys that rows have in common.
+
+    Args:
+        tile: S blocks of B queries and E keys.
+        queries: [M, Q, G, C], scaled.
+        own_scores: [M, Q, G, k], or None at the first step.
+        keys: [M, T, C].
+        values: [M, T, C].
+
+    Returns:
+        Mixed values [M, S * B, G, C], and the weights of the own chain [M, S * B, G, k].
+    """
+    kv_heads, _, group, size = queries.shape
+    blocks, rows, _, length = tile.hidden.shape
+    q = queries.index_select(1, tile.queries).view(kv_heads * blocks, rows * group, size)
+    k = keys.index_select(1, tile.keys).view(kv_heads * blocks, length, size)
+    v = values.index_select(1, tile.keys).view(kv_heads * blocks, length, size)
+    scores = (q @ k.transpose(1, 2)).view(kv_heads, blocks, rows, group, length).masked_fill(tile.hidden, -torch.inf)
+    if own_scores is not None:
+        own = own_scores.index_select(1, tile.queries).view(kv_heads, blocks, rows, group, -1)
+        scores = torch.cat([scores, own], dim=-1)
+    weights = scores.softmax(-1, dtype=torch.promote_types(scores.dtype, torch.float32)).to(scores.dtype).flatten(2, 3)
+    mixed = weights[..., :length].flatten(0, 1) @ v
+    return mixed.view(kv_heads, blocks * rows, group, size), weights[..., length:].reshape(
+        kv_heads, blocks * rows, group, -1
+    )

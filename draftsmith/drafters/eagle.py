@@ -19,19 +19,35 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from dataclasses import dataclass
-from typing import Any, ClassVar, Self
+from typing import Any, ClassVar, Literal, Self
 
 import torch
+from pydantic import Field
 from torch import nn
 from torch.nn import functional as F
-from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
 
 from draftsmith.drafters.base import LossTerms
 from draftsmith.drafters.batch import Batch
-from draftsmith.drafters.decoder import DecoderConfig, DecoderDrafter, DecoderLayer, shape_of_target
+from draftsmith.drafters.decoder import DecoderConfig, DecoderDrafter, DecoderLayer, rotary_embedding, shape_of_target
 from draftsmith.drafters.linear import RIDGE, ROWS_TO_FIT
-from draftsmith.recipe import EagleOptions
+from draftsmith.recipe import DrafterOptions
 from draftsmith.target import TargetInfo, TargetTensors
+
+
+class EagleOptions(DrafterOptions):
+    """EAGLE, the first version (arXiv 2401.15077)."""
+
+    kind: Literal["eagle"] = "eagle"
+    num_layers: int = Field(1, ge=1)
+    """Decoder layers in the drafter."""
+    draft_vocab_size: None = None
+    """The target's own head is served: its whole vocabulary."""
+    feature_weight: float = Field(1.0, ge=0)
+    """Weight of the loss on the foretold state (SmoothL1)."""
+    token_weight: float = Field(0.1, gt=0)
+    """Weight of the cross-entropy against the target's distribution."""
+    noise: float = Field(0.2, ge=0)
+    """Uniform noise on the target's normed states in training, in (-1/2, 1/2) * noise * 512 / T for T states of a sequence."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -52,6 +68,7 @@ class EagleDrafter(DecoderDrafter):
     """
 
     config_class: ClassVar = EagleConfig
+    options_class: ClassVar = EagleOptions
     vllm_method: ClassVar = "eagle"
     config: EagleConfig
     final_norm: torch.Tensor
@@ -67,7 +84,7 @@ class EagleDrafter(DecoderDrafter):
         self.layers = nn.ModuleList(
             DecoderLayer(config, reads=hidden, input_norm=index > 0) for index in range(config.num_layers)
         )
-        self._rotary = LlamaRotaryEmbedding(config.llama())
+        self._rotary = rotary_embedding(config)
         self.register_buffer("embedding", embedding, persistent=False)
         self.register_buffer("final_norm", final_norm, persistent=False)
         self.register_buffer("lm_head", lm_head, persistent=False)
@@ -156,9 +173,16 @@ class EagleDrafter(DecoderDrafter):
         return shapes
 
     @staticmethod
+    def passes(config: EagleConfig, steps: int) -> dict[str, tuple[int, int]]:
+        return {"fc.weight": (1, steps), **config.layer_passes(steps)}
+
+    @staticmethod
     def to_vllm(
         config: EagleConfig, tensors: dict[str, torch.Tensor], draft_token_ids: torch.Tensor
     ) -> tuple[dict[str, Any], dict[str, torch.Tensor]]:
         """For vLLM's `EagleLlamaForCausalLM` (vllm/model_executor/models/llama_eagle.py), which shares the target's
         embedding and head where the checkpoint has none."""
         return {"architectures": ["EagleLlamaForCausalLM"], **config.vllm_fields()}, tensors
+
+
+DRAFTER = EagleDrafter

@@ -18,17 +18,18 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from dataclasses import dataclass
-from typing import Any, ClassVar, Self
+from typing import Any, ClassVar, Literal, Self
 
 import torch
+from pydantic import Field
 from torch import nn
 from torch.nn import functional as F
-from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
 
 from draftsmith.drafters.batch import Batch
-from draftsmith.drafters.decoder import DecoderConfig, DecoderDrafter, DecoderLayer, shape_of_target
+from draftsmith.drafters.decoder import DecoderConfig, DecoderDrafter, DecoderLayer, rotary_embedding, shape_of_target
 from draftsmith.drafters.linear import RIDGE, ROWS_TO_FIT, unit_rms
-from draftsmith.recipe import Eagle3Options
+from draftsmith.drafters.recall import fit_codes, fit_outputs, place_codes
+from draftsmith.recipe import DrafterOptions
 from draftsmith.target import TargetInfo, TargetTensors
 
 _FAST = 0.03
@@ -37,6 +38,25 @@ what is hundreds of positions away, where the fast ones happen to meet again: wi
 positions into a text of SmolLM2's frequencies gave itself 0.56 of its attention, with these 0.998."""
 _OWN_POSITION_LEAD = 6.0
 """By how much a head's score of its own position exceeds that of the one before, in logits."""
+
+
+class Eagle3Options(DrafterOptions):
+    """EAGLE-3 (arXiv 2503.01840)."""
+
+    kind: Literal["eagle3"] = "eagle3"
+    layer_ids: tuple[int, ...] | None = None
+    """Hidden states that `fc` fuses, a subset of the store's; absent: all of the store's."""
+    num_layers: int = Field(1, ge=1)
+    """Decoder layers in the drafter."""
+    draft_vocab_size: int | None = Field(8192, ge=16)
+    norm_before_residual: bool = False
+    """The residual is the normed state instead of the raw one."""
+    fc_norm: bool = True
+    """One RMSNorm per fused state before `fc`: layers differ in scale by orders of magnitude."""
+    norm_output: bool = False
+    """The next chain step reads the normed output instead of the raw one."""
+    intermediate_size: int | None = Field(None, ge=1)
+    """Width of the MLP; absent: the target's."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -58,6 +78,7 @@ class Eagle3Drafter(DecoderDrafter):
     """
 
     config_class: ClassVar = Eagle3Config
+    options_class: ClassVar = Eagle3Options
     vllm_method: ClassVar = "eagle3"
     config: Eagle3Config
     fc: nn.Linear
@@ -75,7 +96,7 @@ class Eagle3Drafter(DecoderDrafter):
         )
         self.norm = nn.RMSNorm(hidden, eps)
         self.lm_head = nn.Linear(hidden, config.draft_vocab_size, bias=False)
-        self._rotary = LlamaRotaryEmbedding(config.llama())
+        self._rotary = rotary_embedding(config)
         self.register_buffer("embedding", embedding, persistent=False)
         self.register_buffer("draft_token_ids", draft_token_ids, persistent=False)
 
@@ -107,7 +128,7 @@ class Eagle3Drafter(DecoderDrafter):
 
     @torch.no_grad()
     def start(self, tensors: TargetTensors, batches: Iterable[tuple[Batch, torch.Tensor]]) -> None:
-        """Initialise the drafter in place so that, untrained, it is the best linear drafter of its shape.
+        """Initialise the drafter in place so that, untrained, it is the best linear drafter of its shape, and copies.
 
         The head and the final norm are the target's own, so what the drafter has to produce at position p is the
         target's last state one position on, z_{p+1} (up to scale, which the norm takes away). Least squares on the store
@@ -117,7 +138,8 @@ class Eagle3Drafter(DecoderDrafter):
 
         `fc` takes W_h, and one attention head of each key/value group takes its part of W_e, whose rank is cut to what
         the value projections hold (reduced-rank regression: Izenman 1975). Those heads must look at their own position
-        only; see `_look_at_own_position`. Everything else starts at zero output, so training departs from this guess.
+        only; see `_look_at_own_position`. The second head of each group looks up what followed when the same was said
+        before; see `recall.py`. Everything else starts at zero output, so training departs from this guess.
         """
         config = self.config
         self.lm_head.weight.copy_(tensors.lm_head[self.draft_token_ids])
@@ -138,10 +160,15 @@ class Eagle3Drafter(DecoderDrafter):
             head = first // config.head_dim * group  # the group's first head
             columns = from_values[first : first + config.head_dim].T
             attention.o_proj.weight[:, head * config.head_dim : head * config.head_dim + columns.shape[1]] = columns
-        fused = reads[:, : -config.hidden_size] @ from_states
-        _look_at_own_position(
-            self, torch.cat([fused, fused + reads[:, -config.hidden_size :] @ to_values @ from_values])
-        )
+        states = reads[:, : -config.hidden_size]
+        codes = fit_codes(self, batches)
+        if codes is not None:
+            place_codes(self, codes, states)
+        fused = self.fc(states)
+        written = reads[:, -config.hidden_size :] @ to_values @ from_values
+        _look_at_own_position(self, torch.cat([fused, fused + written]))
+        if codes is not None:
+            fit_outputs(self, codes, batches)
 
     def head_parameters(self) -> list[nn.Parameter]:
         return [*self.lm_head.parameters()]
@@ -186,6 +213,10 @@ class Eagle3Drafter(DecoderDrafter):
             shapes[f"layers.{i}.input_layernorm.weight"] = (hidden,)
             shapes |= config.layer_shapes(i, reads=hidden if i else 2 * hidden)
         return shapes
+
+    @staticmethod
+    def passes(config: Eagle3Config, steps: int) -> dict[str, tuple[int, int]]:
+        return {"fc.weight": (1, 1), **config.layer_passes(steps)}
 
     @staticmethod
     def to_vllm(
@@ -286,3 +317,6 @@ def _look_at_own_position(drafter: Eagle3Drafter, states: torch.Tensor) -> None:
             k[:, dimension] = 0
         q[:, 0, pair, hidden:] = scale * constant
         k[:, pair, hidden:] = scale * constant
+
+
+DRAFTER = Eagle3Drafter

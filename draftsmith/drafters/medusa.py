@@ -16,17 +16,40 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
-from typing import Any, ClassVar, Self
+from typing import Any, ClassVar, Literal, Self
 
 import torch
+from pydantic import Field
 from torch import nn
 from torch.nn import functional as F
 
 from draftsmith.drafters.base import ChainStep, Drafter, DrafterConfig, LossTerms
 from draftsmith.drafters.batch import Batch
 from draftsmith.drafters.linear import fit_ahead
-from draftsmith.recipe import MedusaOptions
+from draftsmith.recipe import DrafterOptions
 from draftsmith.target import TargetInfo, TargetTensors
+
+
+class MedusaOptions(DrafterOptions):
+    """Medusa (arXiv 2401.10774): heads on the target's last state, one for each token ahead."""
+
+    kind: Literal["medusa"] = "medusa"
+    num_heads: int = Field(4, ge=1)
+    """Tokens that it can guess ahead; all heads are trained, whatever `chain_steps` says."""
+    num_layers: int = Field(1, ge=1)
+    """Residual blocks in a head."""
+    bias: bool = False
+    """Give the blocks biases, as the original implementation does."""
+    shared_head: bool = False
+    """All heads share one vocabulary head, the target's at the start; otherwise each has its own."""
+    draft_vocab_size: None = None
+    """vLLM loads no Medusa heads over a part of the vocabulary."""
+    targets: Literal["distribution", "tokens"] = "tokens"
+    """Learn what the target wrote, as published, or its distribution over next tokens."""
+
+    @property
+    def most_ahead(self) -> int | None:
+        return self.num_heads
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -62,6 +85,7 @@ class MedusaDrafter(Drafter):
     """
 
     config_class: ClassVar = MedusaConfig
+    options_class: ClassVar = MedusaOptions
     vllm_method: ClassVar = "medusa"
     config: MedusaConfig
     final_norm: torch.Tensor
@@ -119,6 +143,9 @@ class MedusaDrafter(Drafter):
     def head_parameters(self) -> list[nn.Parameter]:
         return [*self.lm_heads.parameters()]
 
+    def wide_modules(self) -> list[nn.Module]:
+        return [*self.blocks]
+
     def chain(self, batch: Batch, *, steps: int, own_guesses: bool = False) -> Iterator[ChainStep]:
         """See `Drafter.chain`; `own_guesses` changes nothing, as no head reads a guess."""
         rows = batch.counts[:, :steps].sum(1).nonzero()[:, 0]
@@ -148,6 +175,11 @@ class MedusaDrafter(Drafter):
         }
 
     @staticmethod
+    def passes(config: MedusaConfig, steps: int) -> dict[str, tuple[int, int]]:
+        heads, layers = range(min(steps, config.num_heads)), range(config.num_layers)
+        return {f"blocks.{i}.layers.{j}.weight": (0, 1) for i in heads for j in layers}
+
+    @staticmethod
     def to_vllm(
         config: MedusaConfig, tensors: dict[str, torch.Tensor], draft_token_ids: torch.Tensor
     ) -> tuple[dict[str, Any], dict[str, torch.Tensor]]:
@@ -164,3 +196,6 @@ class MedusaDrafter(Drafter):
             "original_lm_head": config.shared_head,
         }
         return json_config, tensors
+
+
+DRAFTER = MedusaDrafter

@@ -1,93 +1,249 @@
-"""How near the EAGLE-3 training step comes to what limits it: floating-point work.
+"""How fast EAGLE-3 trains: against what limits it, against a first try, and against speculators.
 
-The shapes are SmolLM2-135M's with the demo's options, the data is random, and only the step is timed. Its useful work
-is counted from the formulas: two operations for each weight a row meets forward, twice that backward, and none for
-the gradient of the frozen head. The limit is the rate of one plain matrix product, measured in the same run.
+`training_step`: one step at SmolLM2-135M's shapes, all takers in turn in one run, on the same tensors: 1,024 rows in 5
+documents, of which 30% are prompt, as in ShareGPT; 3 fused states, draft vocabulary 8192, 3 chain steps. Loading is outside
+the clock for all.
+
+- Ours is what the trainer does for a step of `recipes/learn.yaml`: its loss, clipping, its optimizers.
+- The limit is the rate of one plain matrix product. Our useful operations are counted from the formulas, for the rows that
+  the loss needs: two for each weight a row meets forward, twice that backward, none for the gradient of a frozen head; the
+  head over the part of the draft vocabulary that the loss is taken over, the teacher once over all of it; and the products
+  of Muon's iteration on Gram matrices. Attention, norms and softmax are not counted.
+- The first try (`first_try.py`) with AdamW, and speculators' model with its own optimizer (`peer_driver.py`), do what they
+  do for all rows.
+
+`time_to_peer`: training to the same acceptance on the store of `recipes/learn.yaml`.
 """
 
 from __future__ import annotations
 
 import statistics
+import tempfile
 import time
+from collections.abc import Callable
+from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import torch
 
+from draftsmith.drafters.batch import Batch
 from draftsmith.drafters.eagle3 import Eagle3Config, Eagle3Drafter
+from draftsmith.recipe import Recipe, load_recipe
 from draftsmith.store import Sequence
+from draftsmith.train import train
 from draftsmith.train.loss import ChainLoss
 from draftsmith.train.packing import pack
+from tests.benchmarks import bench_learn
+from tests.benchmarks.first_try import DRAFT, FUSED, HEAD_DIM, HEADS, HIDDEN, INNER, KV_HEADS, STEPS, VOCAB, FirstTry
+from tests.benchmarks.peer_speculators import hand_over, stepping
 
-RUNS, DOCUMENTS, TOKENS, PROMPT = 7, 6, 170, 70
-HIDDEN, INNER, HEADS, KV_HEADS, HEAD_DIM, VOCAB, DRAFT, STEPS, LAYERS = 576, 1536, 9, 3, 64, 49152, 12288, 3, 4
+ROUNDS, ROWS, DOCUMENTS, PROMPT = 8, 1024, 5, 61
+EPOCHS_TRIED = (0.25, 0.5, 0.75, 1.0, 1.25, 1.5, 2.0, 3.0)
+PEER_EPOCHS = 3
+MATMUL = (1024, 1536, 1536)
+PRODUCTS = 20
+"""Matrix products between two looks at the clock."""
 
 
 def training_step() -> dict[str, dict[str, Any]]:
-    """`train.tokens_per_second` and `train.fraction_of_matmul`."""
+    """`train.tokens_per_second`, `train.matmul_fraction`, `train.first_try_ratio` and `train.peer_ratio`."""
     torch.manual_seed(0)
+    target = bench_learn.learn_target()
+    layers = target.num_hidden_layers
+    saved = (2, layers // 2, layers - 3, layers)
+    sequences = _sequences(len(saved))
+    ours, operations = _ours(sequences)
+    rows, inner, columns = MATMUL
+    a, b = torch.randn(rows, inner), torch.randn(inner, columns)
+
+    def products() -> None:
+        for _ in range(PRODUCTS):
+            a @ b
+
+    first_try = _first_try(sequences)
+    with (
+        tempfile.TemporaryDirectory() as folder,
+        stepping(hand_over(target, saved, torch.arange(DRAFT)), sequences, Path(folder)) as peer,
+    ):
+        takers: dict[str, Callable[[], float]] = {
+            "products": lambda: _seconds(products),
+            "ours": lambda: _seconds(ours),
+            "first try": lambda: _seconds(first_try),
+            "peer": peer,
+        }
+        for take in takers.values():  # first calls allocate and choose kernels
+            take()
+        times: dict[str, list[float]] = {name: [] for name in takers}
+        for turn in range(ROUNDS):
+            for name in takers if turn % 2 == 0 else reversed(takers):
+                times[name].append(takers[name]())
+    possible = [PRODUCTS * 2 * rows * inner * columns / seconds for seconds in times["products"]]
+    fractions = [operations / seconds / most for seconds, most in zip(times["ours"], possible, strict=True)]
+    tokens = {name: [ROWS / one for one in seconds] for name, seconds in times.items()}
+
+    def ratio(name: str, against: str, limit: float) -> dict[str, Any]:
+        runs = [mine / theirs for mine, theirs in zip(tokens["ours"], tokens[name], strict=True)]
+        rate = statistics.median(tokens[name])
+        return _entry(runs, "ratio", f"{against}: {rate:.0f} tokens/s", limit)
+
+    rate = statistics.median(possible) / 1e9
+    return {
+        "train.tokens_per_second": _entry(tokens["ours"], "tokens/s", "nothing; noisy machine", None),
+        "train.matmul_fraction": _entry(fractions, "ratio", f"one {list(MATMUL)} product: {rate:.0f} GFLOP/s", 0.70),
+        "train.first_try_ratio": ratio("first try", "the first try's step", 1.5),
+        "train.peer_ratio": ratio("peer", "speculators' model and optimizer, Muon in float32", 1.5),
+    }
+
+
+def time_to_peer() -> dict[str, dict[str, Any]]:
+    """`train.time_to_peer_ratio`: wall time of our shortest training that reaches what speculators' defaults reach after
+    three epochs, over the time of those.
+
+    Ours are whole runs of `recipes/learn.yaml`, each with its own schedule, of ever more of the data. On both sides
+    building the model, the start from the target's weights and loading count; evaluation does not.
+    """
+    recipe, target, store = bench_learn.learn_recipe("eagle3"), bench_learn.learn_target(), bench_learn.learn_store()
+    vocabulary = bench_learn.peer_vocabulary(recipe, target, store)
+    peer, took = bench_learn.peer_lengths(target, store, vocabulary, epochs=PEER_EPOCHS, fresh=True)
+    reached: list[str] = []
+    seconds = float("inf")
+    for epochs in EPOCHS_TRIED:
+        length, seconds = _timed_training(recipe, epochs)
+        reached.append(f"{length:.3f} after {epochs} epochs, {seconds:.0f} s")
+        if length >= peer[-1]:
+            break
+    else:
+        seconds = float("inf")
+    against = f"speculators: {peer[-1]:.3f} after {PEER_EPOCHS} epochs, {took[-1]['seconds']:.0f} s; ours: {'; '.join(reached)}"
+    return {"train.time_to_peer_ratio": _entry([seconds / took[-1]["seconds"]], "ratio", against, 0.5)}
+
+
+def _timed_training(recipe: Recipe, epochs: float) -> tuple[float, float]:
+    """Predicted acceptance length after a training of this many epochs, and its seconds without evaluation."""
+    evaluation = 0.0
+
+    def evaluate(*arguments: Any, **named: Any) -> dict[int, float]:
+        nonlocal evaluation
+        begun = time.perf_counter()
+        found = predict(*arguments, **named)
+        evaluation += time.perf_counter() - begun
+        return found
+
+    predict = train.predict_acceptance
+    shortened = load_recipe(bench_learn.RECIPES / "learn.yaml", [f"train.epochs={epochs}"])
+    assert shortened.train.drafter == recipe.train.drafter
+    with tempfile.TemporaryDirectory() as folder, mock.patch.object(train, "predict_acceptance", evaluate):
+        (Path(folder) / "store").symlink_to((bench_learn.RUNS / "store").resolve())
+        begun = time.perf_counter()
+        figures = train.run_train(shortened, Path(folder))
+        seconds = time.perf_counter() - begun - evaluation
+    return figures["predicted_acceptance_length"][str(bench_learn.POSITIONS)], seconds
+
+
+# ---- the steps ----
+
+
+def _sequences(states: int) -> list[Sequence]:
+    """`ROWS` rows of random tokens and states in `DOCUMENTS` documents of nearly one length."""
+    sequences = []
+    for number, rows in enumerate(len(part) for part in torch.arange(ROWS).chunk(DOCUMENTS)):
+        ids = torch.randint(0, DRAFT, (rows + 1,), dtype=torch.int32)
+        sequences.append(
+            Sequence(number, False, ids, torch.arange(rows + 1) >= PROMPT, torch.randn(rows, states, HIDDEN))
+        )
+    return sequences
+
+
+def _ours(sequences: list[Sequence]) -> tuple[Callable[[], None], float]:
+    """The trainer's step on these sequences, and the operations that it needs."""
+    recipe = load_recipe(bench_learn.RECIPES / "learn.yaml")
+    options = recipe.train
     config = Eagle3Config(
-        layer_ids=tuple(range(LAYERS)), hidden_size=HIDDEN, intermediate_size=INNER, num_layers=1,
+        layer_ids=tuple(range(FUSED)), hidden_size=HIDDEN, intermediate_size=INNER, num_layers=1,
         num_attention_heads=HEADS, num_key_value_heads=KV_HEADS, head_dim=HEAD_DIM, hidden_act="silu", rms_norm_eps=1e-5,
         rope_parameters={"rope_type": "default", "rope_theta": 100000.0}, max_position_embeddings=2048, vocab_size=VOCAB,
         draft_vocab_size=DRAFT, norm_before_residual=False, fc_norm=True, norm_output=False,
     )  # fmt: skip
     drafter = Eagle3Drafter(config, torch.randn(VOCAB, HIDDEN), torch.arange(DRAFT))
-    drafter.lm_head.requires_grad_(False)
+    drafter.lm_head.requires_grad_(options.train_lm_head)
     loss = ChainLoss(
         drafter, teacher_norm=torch.nn.RMSNorm(HIDDEN), teacher_head=torch.randn(DRAFT, HIDDEN) / HIDDEN**0.5,
-        chain_steps=STEPS, chain_decay=0.8,
+        chain_steps=STEPS, chain_decay=options.chain_decay, loss=options.loss, loss_vocab_size=options.loss_vocab_size,
     )  # fmt: skip
-    trained = [parameter for parameter in drafter.parameters() if parameter.requires_grad]
-    optimizer = torch.optim.AdamW(trained, lr=1e-4)
-    sequences = [
-        Sequence(i, False, torch.randint(0, DRAFT, (TOKENS,)), torch.arange(TOKENS) >= PROMPT, torch.randn(TOKENS - 1, LAYERS, HIDDEN))
-        for i in range(DOCUMENTS)
-    ]  # fmt: skip
-    batch = pack(sequences, steps=STEPS)
-    last_states = torch.randn(len(batch.positions), HIDDEN)
+    optimizers = train._optimizers(recipe, drafter)
+    packed = pack(sequences, steps=STEPS)
+    batch, last_states = packed.with_layers(list(range(FUSED))), packed.hidden_states[:, FUSED].contiguous()
 
     def step() -> None:
         loss(batch, last_states).loss.backward()
+        torch.nn.utils.clip_grad_norm_(drafter.parameters(), options.max_grad_norm)
+        for optimizer in optimizers:
+            optimizer.step()
+            optimizer.zero_grad(set_to_none=True)
+
+    assert not options.train_lm_head  # else the head's own gradient would count too
+    operations = useful_operations(batch, loss_vocabulary=options.loss_vocab_size or DRAFT)
+    if options.optimizer == "muon":
+        operations += muon_operations()
+    return step, operations
+
+
+def _first_try(sequences: list[Sequence]) -> Callable[[], None]:
+    drafter = FirstTry(torch.randn(VOCAB, HIDDEN) * 0.05, torch.arange(DRAFT))
+    optimizer = torch.optim.AdamW(drafter.parameters(), lr=1e-3, betas=(0.9, 0.95), weight_decay=0.0)
+    ids = torch.cat([one.token_ids[:-1].long() for one in sequences])
+    states = torch.cat([one.hidden_states for one in sequences])
+    documents = torch.cat([torch.full((len(one.hidden_states),), one.sample_id) for one in sequences])
+
+    def step() -> None:
+        optimizer.zero_grad()
+        drafter.loss(ids, states, documents).backward()
+        torch.nn.utils.clip_grad_norm_(drafter.parameters(), 1.0)
         optimizer.step()
-        optimizer.zero_grad(set_to_none=True)
 
-    a, b = torch.randn(1024, 1536), torch.randn(1536, 1536)
-
-    def matmul() -> None:
-        for _ in range(20):
-            a @ b
-
-    step()
-    matmul()
-    times: dict[str, list[float]] = {"step": [], "matmul": []}
-    for _ in range(RUNS):
-        for name, work in (("step", step), ("matmul", matmul)):
-            begun = time.perf_counter()
-            work()
-            times[name].append(time.perf_counter() - begun)
-    limit = [20 * 2 * 1024 * 1536 * 1536 / seconds for seconds in times["matmul"]]
-    rate = [useful_operations(batch) / seconds for seconds in times["step"]]
-    fractions = [done / possible for done, possible in zip(rate, limit, strict=True)]
-    tokens = [len(batch.positions) / seconds for seconds in times["step"]]
-    return {
-        "train.tokens_per_second": {
-            "value": statistics.median(tokens), "unit": "tokens/s", "runs": tokens, "against": "nothing; noisy machine",
-            "limit": None,
-        },
-        "train.fraction_of_matmul": {
-            "value": statistics.median(fractions), "unit": "ratio", "runs": fractions, "against": "one [1024, 1536] product",
-            "limit": 1.0,
-        },
-    }  # fmt: skip
+    return step
 
 
-def useful_operations(batch: Any) -> float:
-    """Floating-point operations of one step that the mathematics asks for."""
+def _seconds(work: Callable[[], None]) -> float:
+    begun = time.perf_counter()
+    work()
+    return time.perf_counter() - begun
+
+
+def useful_operations(batch: Batch, *, loss_vocabulary: int) -> float:
+    """Floating-point operations that forward and backward of one step need, the head frozen."""
     rows, queries = len(batch.positions), int((batch.counts.sum(1) > 0).sum())
     keys_values = 2 * HIDDEN * 2 * KV_HEADS * HEAD_DIM
     others = 2 * HIDDEN * HEADS * HEAD_DIM + HEADS * HEAD_DIM * HIDDEN + 3 * HIDDEN * INNER
-    head = HIDDEN * DRAFT
-    every_row = 6 * (LAYERS * HIDDEN * HIDDEN + keys_values)
-    later_keys = 6 * keys_values * (STEPS - 1)
-    # 6 = forward, gradient of the input, gradient of the weight; the head is frozen: 4, and 2 more for the teacher.
-    return rows * every_row + queries * (later_keys + STEPS * (6 * others + 4 * head) + 2 * head)
+    # 6 = forward, gradient of the input, gradient of the weight. fc reads data: 4 (the gradient of the norms' weights
+    # before it follows from that of its own). The head is frozen: 4.
+    drafter = rows * (4 * FUSED * HIDDEN * HIDDEN + 6 * keys_values) + queries * (
+        6 * keys_values * (STEPS - 1) + 6 * STEPS * others
+    )
+    head = 4 * int((batch.counts > 0).sum()) * HIDDEN * loss_vocabulary
+    taught = torch.zeros(rows + STEPS + 1, dtype=torch.bool)
+    for step in range(STEPS):
+        taught[(batch.counts[:, step] > 0).nonzero()[:, 0] + 1 + step] = True
+    teacher = 2 * int(taught.sum()) * HIDDEN * DRAFT
+    return drafter + head + teacher
+
+
+def muon_operations() -> float:
+    """Of Muon's five iterations for all matrices, on the shorter side's Gram matrix (see `orthogonalise`)."""
+    queries, keys = HEADS * HEAD_DIM, KV_HEADS * HEAD_DIM
+    matrices = [
+        (HIDDEN, FUSED * HIDDEN), (queries, 2 * HIDDEN), (keys, 2 * HIDDEN), (keys, 2 * HIDDEN), (HIDDEN, queries),
+        (INNER, HIDDEN), (INNER, HIDDEN), (HIDDEN, INNER),
+    ]  # fmt: skip
+    total = 0.0
+    for shape in matrices:
+        short, long = min(shape), max(shape)
+        # The Gram matrix, and the product of all polynomials applied to the matrix; between them each of five iterations
+        # squares the Gram matrix, four multiply the polynomials, and four take the Gram matrix on, in two products.
+        total += 2 * (2 * short * short * long) + (5 + 4 + 2 * 4) * 2 * short**3
+    return total
+
+
+def _entry(runs: list[float], unit: str, against: str, limit: float | None) -> dict[str, Any]:
+    return {"value": statistics.median(runs), "unit": unit, "runs": runs, "against": against, "limit": limit}

@@ -12,7 +12,8 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 from draftsmith import stage
 from draftsmith.checkpoint import Checkpoint
 from draftsmith.convert.convert import run_convert
-from draftsmith.drafters import Drafter, drafter_class
+from draftsmith.drafters import drafter_class
+from draftsmith.drafters.base import Drafter
 from draftsmith.errors import UserError
 from draftsmith.extract.extract import run_extract
 from draftsmith.recipe import load_recipe

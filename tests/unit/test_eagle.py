@@ -8,9 +8,8 @@ import torch
 
 from draftsmith.checkpoint import Checkpoint
 from draftsmith.convert.vllm import to_vllm
-from draftsmith.drafters.eagle import EagleConfig, EagleDrafter
+from draftsmith.drafters.eagle import EagleConfig, EagleDrafter, EagleOptions
 from draftsmith.errors import DraftsmithError
-from draftsmith.recipe import EagleOptions
 from draftsmith.store import Sequence
 from draftsmith.target import TargetTensors
 from draftsmith.train.loss import ChainLoss
@@ -99,7 +98,7 @@ def test_chain_loss_and_gradients_equal_the_formulas() -> None:
     norm.weight.data.copy_(drafter.final_norm)
     loss = ChainLoss(
         drafter, teacher_norm=norm, teacher_head=drafter.lm_head, chain_steps=steps, chain_decay=0.8,
-        terms=drafter.loss_terms(EagleOptions(kind="eagle")),
+        terms=drafter.loss_terms(EagleOptions()),
     )  # fmt: skip
     found = loss(batch, batch.hidden_states[:, 0]).loss
     found.backward()

@@ -7,9 +7,8 @@ import torch
 
 from draftsmith.checkpoint import Checkpoint
 from draftsmith.convert.vllm import to_vllm
-from draftsmith.drafters.medusa import MedusaConfig, MedusaDrafter
+from draftsmith.drafters.medusa import MedusaConfig, MedusaDrafter, MedusaOptions
 from draftsmith.errors import DraftsmithError
-from draftsmith.recipe import MedusaOptions
 from draftsmith.store import Sequence
 from draftsmith.target import TargetTensors
 from draftsmith.train.loss import ChainLoss
@@ -60,7 +59,7 @@ def test_loss_and_gradients_equal_the_formulas(changes: dict) -> None:
     head = torch.randn(VOCAB, HIDDEN, dtype=torch.float64)
     loss = ChainLoss(
         drafter, teacher_norm=norm, teacher_head=head, chain_steps=HEADS, chain_decay=0.8,
-        terms=drafter.loss_terms(MedusaOptions(kind="medusa")),
+        terms=drafter.loss_terms(MedusaOptions()),
     )  # fmt: skip
     found = loss(batch, batch.hidden_states[:, 0]).loss
     found.backward()

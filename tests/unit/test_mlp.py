@@ -7,9 +7,8 @@ import torch
 
 from draftsmith.checkpoint import Checkpoint
 from draftsmith.convert.vllm import to_vllm
-from draftsmith.drafters.mlp import MlpConfig, MlpDrafter
+from draftsmith.drafters.mlp_speculator import MlpConfig, MlpDrafter, MlpOptions
 from draftsmith.errors import DraftsmithError
-from draftsmith.recipe import MlpOptions
 from draftsmith.store import Sequence
 from draftsmith.target import TargetTensors
 from draftsmith.train.loss import ChainLoss
@@ -63,7 +62,7 @@ def test_loss_and_gradients_equal_the_formulas(changes: dict) -> None:
     head = torch.randn(VOCAB, HIDDEN, dtype=torch.float64)
     loss = ChainLoss(
         drafter, teacher_norm=norm, teacher_head=head, chain_steps=steps, chain_decay=1.0,
-        terms=drafter.loss_terms(MlpOptions(kind="mlp_speculator")),
+        terms=drafter.loss_terms(MlpOptions()),
     )  # fmt: skip
     found = loss(batch, batch.hidden_states[:, 0]).loss
     found.backward()

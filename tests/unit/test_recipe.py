@@ -36,12 +36,27 @@ def test_every_recipe_parses_and_carries_its_command(path):
     assert f"draftsmith run recipes/{path.name}" in path.read_text().split("\nname:")[0]
 
 
-def test_recipes_and_errors_need_neither_torch_nor_vllm():
-    code = (
-        "import sys; from draftsmith.recipe import load_recipe; import draftsmith.errors\n"
-        f"load_recipe({str(RECIPES / 'demo.yaml')!r})\n"
-        "sys.exit(bool({'torch', 'vllm', 'transformers', 'accelerate'} & set(sys.modules)))"
-    )
+def test_recipes_and_errors_need_neither_torch_nor_vllm(tmp_path):
+    """Until a drafter's options are checked, which its kind does; even then torch is all that is imported."""
+    code = f"""
+import sys
+from draftsmith.errors import UserError
+from draftsmith.recipe import load_recipe
+
+def imported():
+    return {{"torch", "vllm", "transformers", "accelerate"}} & set(sys.modules)
+
+for recipe, mistake in (({str(RECIPES / "demo.yaml")!r}, "engine.x=1"), ({str(RECIPES / "demo.yaml")!r}, "train.drafter.kind=x"),
+                        ({str(write(tmp_path, MINIMAL))!r}, "engine.x=1")):
+    try:
+        load_recipe(recipe, [mistake])
+    except UserError:
+        assert not imported()
+    else:
+        raise AssertionError(mistake)
+load_recipe({str(RECIPES / "demo.yaml")!r})
+assert imported() <= {{"torch"}}, imported()
+"""
     subprocess.run([sys.executable, "-c", code], check=True)
 
 
@@ -84,12 +99,17 @@ def test_an_unknown_key_with_nothing_near_lists_what_is_known(tmp_path):
         ("name", "../elsewhere", "`name`"),
         ("train.epochs", 0, "`train.epochs`"),
         ("train.drafter.kind", "eagle9", "`train.drafter.kind`"),
+        ("train.drafter.kind", "madusa", "did you mean `medusa`? It knows eagle, eagle3, medusa, mlp_speculator"),
+        ("train.drafter.kind", "base", "knows no drafter of the kind `base`"),
+        ("train.drafter", "eagle3", "`train.drafter`: must be a section"),
         ("train.drafter", {"kind": "medusa", "num_heads": 0}, "`train.drafter.num_heads`"),
         ("train.drafter", {"kind": "medusa", "num_head": 3}, "`train.drafter.num_head` (did you mean `num_heads`?)"),
         ("train.drafter", {"kind": "medusa", "fc_norms": True}, "known keys: bias, draft_vocab_size, kind, num_heads"),
         ("train.drafter", {"kind": "medusa", "draft_vocab_size": 64}, "`train.drafter.draft_vocab_size`"),
         ("train.drafter", {"kind": "mlp_speculator", "n_predict": 1}, "`tie_weights` needs an `n_predict` above 1"),
         ("train.drafter", {"kind": "medusa", "num_heads": 3}, "asks for 4 speculative tokens"),
+        ("train", {"loss": "kl", "drafter": {"kind": "medusa"}}, "needs `targets: distribution`"),
+        ("train.step_costs", {0: 1.1}, "`train.step_costs.0"),
         ("target.gguf", {"path": "x.gguf"}, "not both"),
         ("extract.prompts", {"path": "a", "package": "b==1"}, "not both"),
         ("extract.prompts", {}, "either `path` or `package`"),

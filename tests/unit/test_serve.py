@@ -101,6 +101,7 @@ def _results(target: str = "a target") -> results.Results:
         "suites": {"held_out": suite, "<b>mt</b>": suite},
         "k_curve": {"1": _point(1.1), "2": _point(1.3), "3": _point(1.2)},
         "predicted_acceptance_length": {"2": 1.678, "3": 1.9},
+        "predicted_speedup": {"2": 1.456, "3": 1.2},
         "dtype": "float32",
         "versions": {"vllm": "0.32.0"},
         "machine": {"processor": "P", "cores": 2, "memory_gib": 8.0, "gpus": [], "system": "Linux"},

@@ -6,17 +6,14 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
-from torch.nn import functional as F
 
 from draftsmith.checkpoint import Checkpoint
 from draftsmith.convert.vllm import to_vllm
 from draftsmith.drafters.eagle3 import _look_at_own_position, _reduced_rank_fit
 from draftsmith.errors import DraftsmithError
-from draftsmith.train import loss as loss_module
 from draftsmith.train.acceptance import _walk, predict_acceptance
-from draftsmith.train.loss import ChainLoss
 from draftsmith.train.muon import Muon, orthogonalise
-from draftsmith.train.packing import pack, plan_epoch
+from draftsmith.train.packing import plan_epoch, share_out
 from draftsmith.train.train import learning_rate_factor
 from draftsmith.train.vocabulary import choose_draft_vocabulary
 from tests.unit.test_eagle3 import DRAFT, HIDDEN, VOCAB, make_drafter, make_sequence
@@ -30,14 +27,15 @@ def test_every_sequence_once_within_the_budget(lengths: list[int], budget: int, 
     assert steps == plan_epoch(lengths, tokens_per_step=budget, seed=seed, epoch=epoch)
 
 
-@given(st.lists(st.integers(1, 50), min_size=4, max_size=60), st.integers(1, 120), st.integers(1, 4), st.integers(0, 5))
-def test_every_process_has_its_own_share_of_every_step(
-    lengths: list[int], budget: int, processes: int, seed: int
-) -> None:
-    steps = plan_epoch(lengths, tokens_per_step=budget, seed=seed, epoch=0, processes=processes)
-    shares = [step[rank::processes] for step in steps for rank in range(processes)]
-    assert all(shares), "no process is without work, or it would have to repeat another's"
+@given(st.lists(st.integers(1, 50), min_size=1, max_size=60), st.integers(1, 8))
+def test_shares_of_a_step_are_about_as_long(lengths: list[int], count: int) -> None:
+    shares = share_out(lengths, count)
+    assert len(shares) == count
     assert sorted(i for share in shares for i in share) == list(range(len(lengths)))
+    assert all(share == sorted(share) for share in shares)
+    loads = [sum(lengths[i] for i in share) for share in shares]
+    assert max(loads) - min(loads) <= max(lengths), "a share that leads by more than one sequence would not have got it"
+    assert share_out(lengths, 1) == [list(range(len(lengths)))]
 
 
 def test_learning_rate() -> None:
@@ -64,59 +62,6 @@ def test_muon_orthogonalises(shape: tuple[int, int]) -> None:
     Muon([weight], lr=0.1).step()
     size = (weight.detach() - before).pow(2).mean().sqrt()
     assert 0.6 < float(size / (0.1 * 0.2)) < 1.3, "an update has about 0.2 of the learning rate, whatever the shape"
-
-
-def make_loss(loss_vocab_size: int | None = None) -> ChainLoss:
-    drafter = make_drafter()
-    torch.manual_seed(3)
-    head = torch.randn(DRAFT, HIDDEN, dtype=torch.float64)
-    norm = torch.nn.RMSNorm(HIDDEN, eps=1e-5).double()
-    return ChainLoss(
-        drafter, teacher_norm=norm, teacher_head=head, chain_steps=3, chain_decay=0.8, loss_vocab_size=loss_vocab_size
-    )
-
-
-def test_loss_is_the_formula() -> None:
-    loss = make_loss()
-    sequences = [make_sequence(11, 4, 1), make_sequence(8, 3, 2)]
-    batch = pack(sequences, steps=3)
-    last_states = torch.randn(len(batch.positions), HIDDEN, dtype=torch.float64)
-    found = loss(batch, last_states)
-    known = {int(token): i for i, token in enumerate(loss.drafter.draft_token_ids)}
-    teacher = F.linear(loss.teacher_norm(last_states), loss.teacher_head).softmax(-1)
-    rows = batch.counts.sum(1).nonzero()[:, 0].tolist()
-    expected = torch.zeros((), dtype=torch.float64)
-    for k, step in enumerate(loss.drafter.chain(batch, steps=3)):
-        logp = loss.drafter.lm_head(step.normed).log_softmax(-1)
-        each = [
-            -(teacher[row + 1 + k] * logp[q]).sum()
-            for q, row in enumerate(rows)
-            if batch.counts[row, k] > 0 and int(batch.following[row, k + 1]) in known
-        ]
-        expected = expected + 0.8**k * torch.stack(each).mean()
-    torch.testing.assert_close(found.loss, expected, rtol=1e-9, atol=1e-9)
-    # A part of the vocabulary that leaves nothing out changes nothing; a real part keeps every true token.
-    torch.testing.assert_close(make_loss(DRAFT)(batch, last_states).loss, found.loss)
-    part = make_loss(20)
-    labels = part.to_draft[batch.following[rows, 1:]]
-    columns = part._columns(teacher, labels)
-    assert columns is not None
-    assert len(columns) == 20
-    assert set(labels[labels >= 0].tolist()) <= set(columns.tolist())
-
-
-def test_logits_in_parts_give_the_same_loss_and_gradients(monkeypatch: pytest.MonkeyPatch) -> None:
-    batch = pack([make_sequence(11, 4, 1), make_sequence(8, 3, 2)], steps=3)
-    last_states = torch.randn(len(batch.positions), HIDDEN, dtype=torch.float64)
-    outcomes = []
-    for at_once in (1 << 27, 4 * DRAFT):
-        monkeypatch.setattr(loss_module, "_LOGITS_AT_ONCE", at_once)
-        loss = make_loss()
-        found = loss(batch, last_states)
-        found.loss.backward()
-        outcomes.append((found.loss, found.matches, *(p.grad for p in loss.drafter.parameters())))
-    for whole, parts in zip(*outcomes, strict=True):
-        torch.testing.assert_close(whole, parts, rtol=1e-12, atol=1e-12)
 
 
 def test_walk_moves_by_what_is_accepted() -> None:

@@ -20,17 +20,48 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
-from typing import Any, ClassVar, Self
+from typing import Any, ClassVar, Literal, Self
 
 import torch
+from pydantic import Field, model_validator
 from torch import nn
 from torch.nn import functional as F
 
 from draftsmith.drafters.base import ChainStep, Drafter, DrafterConfig, LossTerms
 from draftsmith.drafters.batch import Batch
 from draftsmith.drafters.linear import fit_ahead, unit_rms
-from draftsmith.recipe import MlpOptions
+from draftsmith.recipe import DrafterOptions
 from draftsmith.target import TargetInfo, TargetTensors
+
+
+class MlpOptions(DrafterOptions):
+    """MLP speculator (arXiv 2404.19124): a small recurrent network on the target's last state. It is trained and
+    converted; stock vLLM cannot serve it."""
+
+    served: ClassVar[bool] = False
+    kind: Literal["mlp_speculator"] = "mlp_speculator"
+    n_predict: int = Field(3, ge=1)
+    """Tokens that it can guess ahead; all are trained, whatever `chain_steps` says."""
+    inner_size: int | None = Field(None, ge=1)
+    """Width of its state; absent: the target's hidden size."""
+    tie_weights: bool = True
+    """All steps share their weights, except the first one's projection."""
+    scale_input: bool = True
+    """Norm the target's state once more on its way in."""
+    draft_vocab_size: None = None
+    """The published layout has the target's whole vocabulary."""
+    targets: Literal["distribution", "tokens"] = "tokens"
+    """Learn what the target wrote, as published, or its distribution over next tokens."""
+
+    @model_validator(mode="after")
+    def _tied_steps_are_several(self) -> MlpOptions:
+        if self.tie_weights and self.n_predict == 1:
+            raise ValueError("`tie_weights` needs an `n_predict` above 1")
+        return self
+
+    @property
+    def most_ahead(self) -> int | None:
+        return self.n_predict
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -64,6 +95,7 @@ class MlpDrafter(Drafter):
     """
 
     config_class: ClassVar = MlpConfig
+    options_class: ClassVar = MlpOptions
     vllm_method: ClassVar = None
     config: MlpConfig
     final_norm: torch.Tensor
@@ -172,6 +204,12 @@ class MlpDrafter(Drafter):
         return shapes
 
     @staticmethod
+    def passes(config: MlpConfig, steps: int) -> dict[str, tuple[int, int]]:
+        if config.tie_weights:
+            return {"proj.0.weight": (0, 1), "proj.1.weight": (0, steps - 1)}
+        return {f"proj.{i}.weight": (0, 1) for i in range(steps)}
+
+    @staticmethod
     def to_vllm(
         config: MlpConfig, tensors: dict[str, torch.Tensor], draft_token_ids: torch.Tensor
     ) -> tuple[dict[str, Any], dict[str, torch.Tensor]]:
@@ -200,3 +238,6 @@ class MlpDrafter(Drafter):
             "scale_input": config.scale_input,
         }
         return json_config, published
+
+
+DRAFTER = MlpDrafter

@@ -1,0 +1,216 @@
+"""Trains speculators' EAGLE-3 drafter on tensors handed over: `python peer_driver.py FOLDER`, in speculators' environment.
+
+Imports nothing of Draftsmith. Model, loss, packing, optimizers and every option not named in `job.json` are speculators'
+own defaults; the loop is that of its `Trainer.train_epoch`, which itself needs a GPU. What a CPU makes necessary: float32
+states instead of bfloat16 autocast, `sdpa` attention (flex attention has no backward pass on a CPU) and the eager loss
+(the fused one needs Triton). What gives it its best: with `muon_float32`, Muon's Newton-Schulz products in float32.
+
+FOLDER holds `job.json` and `data.safetensors` (see `peer_speculators.py`, which writes them). Without `steps`, trains
+and leaves `epoch-N.safetensors`, `check.safetensors` and `figures.json`. With `steps`, waits for lines on standard input and
+answers each with the seconds that one optimizer step on the first batch took.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors.torch import load_file, save_file
+from speculators.models.eagle3 import Eagle3DraftModel, shift_batch
+from speculators.train.cli import create_transformer_layer_config, set_seed
+from speculators.train.config import TrainConfig
+from speculators.train.data import BaseDataset, CollateFn
+from speculators.train.distributed_batch_sampler import MultipackDistributedBatchSamplerV2
+from speculators.train.optimizers import build_optimizers
+from torch.utils.data import DataLoader
+from transformers import get_linear_schedule_with_warmup
+
+
+class HandedOver(BaseDataset):
+    """The sequences of `data.safetensors`, in the form of speculators' own data sets."""
+
+    def __init__(self, tensors: dict[str, torch.Tensor], max_len: int) -> None:
+        self._tensors = tensors
+        self._lengths = tensors["lengths"].tolist()
+        self._ends = tensors["lengths"].cumsum(0).tolist()
+        super().__init__(max_len, torch.float32)
+
+    def __len__(self) -> int:
+        return len(self._lengths)
+
+    def _compute_approx_lengths(self) -> list[int]:
+        return self._lengths
+
+    def _get_raw_data(self, index: int) -> dict[str, torch.Tensor]:
+        rows = slice(self._ends[index] - self._lengths[index], self._ends[index])
+        names = {
+            "hidden_states": "hidden_states",
+            "input_ids": "token_ids",
+            "verifier_last_hidden_states": "last_states",
+            "loss_mask": "loss_mask",
+        }
+        return {theirs: self._tensors[ours][rows] for theirs, ours in names.items()}
+
+
+class Peer:
+    """Model, batches and optimizers, as speculators' command line would put them together."""
+
+    def __init__(self, job: dict[str, Any], tensors: dict[str, torch.Tensor]) -> None:
+        options = {
+            "verifier_name_or_path": job["target"],
+            "target_layer_ids": job["layer_ids"],
+            "draft_vocab_size": len(tensors["d2t"]),
+            "total_seq_len": job["tokens_per_step"],
+            "epochs": job["epochs"],
+            "draft_attn_impl": job["attention"],
+            "loss_implementation": "eager",
+            "hidden_states_dtype": "float32",
+        }
+        flat = TrainConfig.from_flat(options).flatten()
+        args = argparse.Namespace(**flat)
+        set_seed(args.seed)
+        layer = create_transformer_layer_config(
+            args.verifier_name_or_path, args.num_layers, args.draft_arch, args.draft_hidden_act, args.sliding_window,
+            args.full_attention_indices,
+        )  # fmt: skip
+        self.model = Eagle3DraftModel.from_training_args(
+            verifier_config=layer, t2d=tensors["t2d"], d2t=tensors["d2t"], **flat
+        )
+        self.model.train()
+        self.call_arguments = self.model.get_trainer_kwargs(**flat)[0]
+        dataset = HandedOver(tensors, args.total_seq_len)
+        self.sampler = MultipackDistributedBatchSamplerV2(
+            batch_max_length=args.total_seq_len, lengths=dataset.approx_lengths, num_replicas=1, rank=0, seed=args.seed
+        )
+        collate = CollateFn(
+            args.total_seq_len, tensors["last_states"].shape[1], len(job["layer_ids"]), torch.float32, shift_batch
+        )
+        self.loader = DataLoader(dataset, batch_sampler=self.sampler, collate_fn=collate)
+        self.optimizers = build_optimizers(self.model, args)
+        total = args.epochs * len(self.loader)
+        self.schedules = [
+            get_linear_schedule_with_warmup(one, num_warmup_steps=total // 100, num_training_steps=total)
+            for one in self.optimizers
+        ]
+
+    def batches(self, epoch: int) -> Iterator[dict[str, Any]]:
+        self.sampler.set_epoch(epoch)
+        yield from self.loader
+
+    def step(self, batch: dict[str, Any], *, scheduled: bool = True) -> float:
+        """One optimizer step; the loss."""
+        tensors = {name: value for name, value in batch.items() if isinstance(value, torch.Tensor)}
+        _, loss, _ = self.model(**tensors, **self.call_arguments)
+        for optimizer in self.optimizers:
+            optimizer.zero_grad()
+        loss.backward()
+        torch.nn.utils.clip_grad_norm_(self.model.parameters(), 1.0)
+        for optimizer in self.optimizers:
+            optimizer.step()
+        if scheduled:
+            for schedule in self.schedules:
+                schedule.step()
+        return float(loss.detach())
+
+    def weights(self) -> dict[str, torch.Tensor]:
+        """What it trained, with the head; not what it shares with the target."""
+        shared = ("embed_tokens", "verifier_", "d2t", "t2d", "rotary_emb")
+        return {
+            name: value.contiguous() for name, value in self.model.state_dict().items() if not name.startswith(shared)
+        }
+
+    @torch.no_grad()
+    def logits(self) -> dict[str, torch.Tensor]:
+        """Its logits for the first sequence, true tokens read at every step: [steps, rows, draft vocabulary]."""
+        heard: list[torch.Tensor] = []
+        hook = self.model.lm_head.register_forward_hook(lambda module, inputs, output: heard.append(output[0]))
+        collate = self.loader.collate_fn
+        batch = collate([self.loader.dataset[0]])
+        tensors = {name: value for name, value in batch.items() if isinstance(value, torch.Tensor)}
+        self.model(**tensors, **self.call_arguments)
+        hook.remove()
+        rows = int((tensors["document_ids"] == 0).sum())
+        return {"logits": torch.stack(heard)[:, :rows].contiguous()}
+
+
+def muon_in_float32() -> None:
+    """Replace the Newton-Schulz iteration of torch.optim.Muon by the same in the gradient's own dtype."""
+    from torch.optim import _muon
+
+    def orthogonalise(
+        gradient: torch.Tensor, coefficients: tuple[float, float, float], steps: int, eps: float
+    ) -> torch.Tensor:
+        a, b, c = coefficients
+        x = gradient.T if gradient.shape[0] > gradient.shape[1] else gradient
+        x = x / x.norm().clamp(min=eps)
+        for _ in range(steps):
+            gram = x @ x.T
+            x = torch.addmm(x, torch.addmm(gram, gram, gram, beta=b, alpha=c), x, beta=a)
+        return x.T if gradient.shape[0] > gradient.shape[1] else x
+
+    assert hasattr(_muon, "_zeropower_via_newtonschulz")  # else the patch would change nothing
+    _muon._zeropower_via_newtonschulz = orthogonalise
+
+
+def tokens_of(batch: dict[str, Any]) -> int:
+    """Tokens handed over in a batch; shifting has taken one from each sequence."""
+    documents = batch["document_ids"]
+    return int((documents != -1).sum() + documents.max() + 1)
+
+
+def train(peer: Peer, job: dict[str, Any], folder: Path, seconds: float) -> None:
+    """All epochs. `seconds`: what building the model took, which counts as training."""
+    epochs, tokens = [], 0
+    for epoch in range(job["epochs"]):
+        begun = time.perf_counter()
+        losses = []
+        for batch in peer.batches(epoch):
+            losses.append(peer.step(batch))
+            tokens += tokens_of(batch)
+        seconds += time.perf_counter() - begun
+        epochs.append({"loss": sum(losses) / len(losses), "steps": len(losses), "tokens": tokens, "seconds": seconds})
+        save_file(peer.weights(), folder / f"epoch-{epoch + 1}.safetensors")
+        print(f"speculators, epoch {epoch + 1}: {json.dumps(epochs[-1])}", flush=True)
+    save_file(peer.logits(), folder / "check.safetensors")
+    config = peer.model.config
+    flags = {name: getattr(config, name) for name in ("norm_before_residual", "norm_before_fc", "norm_output")}
+    temporary = folder / "figures.json.tmp"
+    temporary.write_text(json.dumps({"epochs": epochs, "config": flags}))
+    temporary.replace(folder / "figures.json")
+
+
+def answer_lines(peer: Peer) -> None:
+    """One step for each line on standard input, on the same batch: only the clock matters."""
+    (batch, *_) = peer.batches(0)
+    peer.step(batch, scheduled=False)
+    print("ready", flush=True)
+    for _ in sys.stdin:
+        begun = time.perf_counter()
+        peer.step(batch, scheduled=False)
+        print(time.perf_counter() - begun, flush=True)
+
+
+def main() -> None:
+    folder = Path(sys.argv[1])
+    job = json.loads((folder / "job.json").read_text())
+    torch.set_num_threads(job["threads"])
+    if job["muon_float32"]:
+        muon_in_float32()
+    tensors = load_file(folder / "data.safetensors")
+    begun = time.perf_counter()
+    peer = Peer(job, tensors)
+    building = time.perf_counter() - begun
+    if "steps" in sys.argv[2:]:
+        answer_lines(peer)
+    else:
+        train(peer, job, folder, building)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,274 @@
+"""The peer: speculators' own EAGLE-3 model, loss and optimizer, trained on exactly the tensors of one of our stores.
+
+It runs in an environment of its own (`runs/bench/peer-env`, made once) and in a process of its own (`peer_driver.py`, which
+says what of it is speculators' and what a CPU made necessary). Its weights come back into our module, so that acceptance is
+predicted for both by the same code, on the same held-out part; `check_mapping` proves that the module then gives the logits
+that speculators' own gives.
+"""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors.torch import load_file, save_file
+from torch.nn import functional as F
+
+from draftsmith.drafters.eagle3 import Eagle3Config, Eagle3Drafter, Eagle3Options
+from draftsmith.errors import DraftsmithError, UserError
+from draftsmith.progress import console
+from draftsmith.recipe import digest
+from draftsmith.stage import write_json
+from draftsmith.store import Sequence
+from draftsmith.target import TargetInfo, load_target_tensors
+from draftsmith.train.packing import pack
+
+VERSION = "0.9.0"
+PACKAGES = (f"speculators=={VERSION}", f"hs-connectors=={VERSION}")
+FOLDER = Path("runs/bench")
+DRIVER = Path(__file__).with_name("peer_driver.py")
+TOKENS_PER_STEP = 1024
+"""Its packed length, a step's tokens; it cuts longer sequences (of the 505 of `recipes/learn.yaml`, one). Its own default,
+8192, would leave about a dozen steps an epoch."""
+
+
+# ---- environment ----
+
+
+def environment() -> Path:
+    """The Python interpreter of speculators' environment, which is made when it is missing.
+
+    Speculators and its connector are installed there alone; torch, transformers and what else it imports are those of the
+    environment that runs the benchmark, if speculators can be imported so, and its own otherwise.
+
+    Raises:
+        UserError: it cannot be installed.
+    """
+    folder = FOLDER / "peer-env"
+    python, ready = folder / "bin" / "python", folder / f"speculators-{VERSION}"
+    if ready.is_file():
+        return python
+    console.print(f"installing speculators {VERSION} into {folder}", highlight=False)
+    _run(sys.executable, "-m", "venv", "--without-pip", "--clear", str(folder))
+    (packages,) = folder.glob("lib/python3*/site-packages")
+    ours = packages / "ours.pth"
+    ours.write_text("\n".join(path for path in sys.path if path.endswith("site-packages")) + "\n")
+    install = (sys.executable, "-m", "pip", "--python", str(python), "install", "--quiet")
+    _run(*install, "--no-deps", *PACKAGES)
+    if subprocess.run([python, "-c", _IMPORTS], capture_output=True, check=False).returncode:
+        ours.unlink()
+        _run(*install, *PACKAGES)
+        _run(str(python), "-c", _IMPORTS)
+    ready.touch()
+    return python
+
+
+_IMPORTS = "import speculators.models.eagle3, speculators.train.cli, speculators.train.optimizers"
+
+
+def _run(*command: str) -> None:
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    if done.returncode:
+        last = (done.stderr.strip().splitlines() or ["no reason given"])[-1]
+        raise UserError(
+            f"Could not make the environment of speculators {VERSION} in {FOLDER / 'peer-env'}: {last} The benchmarks against "
+            "it need it; check the network and pip's configuration, or name other benchmarks in ONLY."
+        )
+
+
+# ---- handing over ----
+
+
+@dataclass(frozen=True)
+class Handed:
+    """What the peer is given."""
+
+    target: TargetInfo
+    layer_ids: tuple[int, ...]
+    """The states that its `fc` reads: speculators' default for the target, which must be in the store."""
+    columns: list[int]
+    """Where those are among a sequence's states."""
+    last_column: int
+    draft_token_ids: torch.Tensor
+    """int64 [V] ascending."""
+
+
+def hand_over(target: TargetInfo, saved: tuple[int, ...], draft_token_ids: torch.Tensor) -> Handed:
+    """Choose what the peer reads of states saved in this order.
+
+    Raises:
+        UserError: the store lacks the layers that speculators reads by default.
+    """
+    layers = target.num_hidden_layers
+    wanted = (2, layers // 2, layers - 3)
+    if missing := sorted({*wanted, layers} - {*saved}):
+        raise UserError(
+            f"speculators reads the states of layers {[*wanted, layers]} by default, and the store lacks {missing}. Extract "
+            "with extract.layer_ids that hold them."
+        )
+    return Handed(target, wanted, [saved.index(one) for one in wanted], saved.index(layers), draft_token_ids)
+
+
+def _write(folder: Path, handed: Handed, sequences: Iterable[Sequence], job: dict[str, Any]) -> None:
+    """`data.safetensors` and `job.json`: as many tokens of each sequence as it has states."""
+    ids, masks, states, last, lengths = [], [], [], [], []
+    for sequence in sequences:
+        rows = len(sequence.hidden_states)
+        ids.append(sequence.token_ids[:rows].long())
+        masks.append(sequence.loss_mask[:rows])
+        states.append(sequence.hidden_states[:, handed.columns].flatten(1).float())
+        last.append(sequence.hidden_states[:, handed.last_column].float())
+        lengths.append(rows)
+    in_draft = torch.zeros(handed.target.vocab_size, dtype=torch.bool)
+    in_draft[handed.draft_token_ids] = True
+    folder.mkdir(parents=True, exist_ok=True)
+    tensors = {
+        "token_ids": torch.cat(ids), "loss_mask": torch.cat(masks), "hidden_states": torch.cat(states),
+        "last_states": torch.cat(last), "lengths": torch.tensor(lengths), "t2d": in_draft,
+        "d2t": handed.draft_token_ids - torch.arange(len(handed.draft_token_ids)),
+    }  # fmt: skip
+    save_file(tensors, folder / "data.safetensors")
+    write_json(folder / "job.json", job)
+
+
+def _job(handed: Handed, epochs: int) -> dict[str, Any]:
+    return {
+        "target": str(handed.target.path), "layer_ids": list(handed.layer_ids), "epochs": epochs,
+        "tokens_per_step": TOKENS_PER_STEP, "attention": "sdpa", "muon_float32": True, "threads": torch.get_num_threads(),
+    }  # fmt: skip
+
+
+# ---- training ----
+
+
+def train_peer(
+    handed: Handed, sequences: Iterable[Sequence], *, epochs: int, about: str, fresh: bool = False
+) -> tuple[Path, dict[str, Any]]:
+    """Train it, or find what an earlier call with the same `about` and options left.
+
+    Args:
+        sequences: the training part.
+        about: what identifies the sequences.
+        fresh: train again, for the clock.
+
+    Returns:
+        The folder with `epoch-N.safetensors`, and its figures: `epochs`, each with `loss`, `steps`, and `tokens` and
+        `seconds` since the start; building the model and loading data are in the seconds, writing weights is not.
+    """
+    python = environment()
+    job = _job(handed, epochs)
+    made_by = digest([VERSION, DRIVER.read_text(), about, job, handed.draft_token_ids.tolist(), torch.__version__])
+    folder = FOLDER / f"peer-{made_by[:12]}"
+    finished = folder / "figures.json"
+    if fresh:
+        finished.unlink(missing_ok=True)
+    if not finished.is_file():
+        _write(folder, handed, sequences, job)
+        with (folder / "log").open("w") as log:
+            done = subprocess.run([python, DRIVER, folder], stdout=log, stderr=subprocess.STDOUT, check=False)
+        (folder / "data.safetensors").unlink()
+        if done.returncode:
+            raise DraftsmithError(f"Training speculators' drafter failed; see {folder / 'log'}.")
+    found: dict[str, Any] = json.loads(finished.read_text())
+    return folder, found
+
+
+@contextmanager
+def stepping(handed: Handed, sequences: Iterable[Sequence], folder: Path) -> Iterator[Any]:
+    """A peer that waits beside us: each call takes one optimizer step on these sequences and returns its seconds."""
+    python = environment()
+    _write(folder, handed, sequences, _job(handed, 1))
+    command = [python, DRIVER, folder, "steps"]
+    with (folder / "log").open("w") as log:
+        process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=log, text=True)
+        assert process.stdin is not None
+        assert process.stdout is not None
+
+        def said() -> str:
+            line = process.stdout.readline().strip()  # type: ignore[union-attr]
+            if not line:
+                raise DraftsmithError(f"speculators' process has ended; see {folder / 'log'}.")
+            return str(line)
+
+        def step() -> float:
+            process.stdin.write("step\n")  # type: ignore[union-attr]
+            process.stdin.flush()  # type: ignore[union-attr]
+            return float(said())
+
+        try:
+            while said() != "ready":
+                pass
+            yield step
+        finally:
+            process.stdin.close()
+            try:
+                process.wait(timeout=60)
+            except subprocess.TimeoutExpired:
+                process.kill()
+
+
+# ---- back into our module ----
+
+
+@dataclass(frozen=True)
+class PeerDrafter:
+    """The peer's weights in our module, which reads states normed as speculators norms them."""
+
+    drafter: Eagle3Drafter
+    norm: torch.Tensor | None
+    """[n * H]: weight of its one norm over all fused states (`norm_before_fc`), which our module has not."""
+    columns: list[int]
+
+    def prepared(self, sequence: Sequence) -> Sequence:
+        """The sequence with the states that the module reads, [tokens, n, H]; its columns are 0 ... n - 1."""
+        states = sequence.hidden_states[:, self.columns].float()
+        if self.norm is not None:
+            flat = F.rms_norm(states.flatten(1), self.norm.shape, self.norm, self.drafter.config.rms_norm_eps)
+            states = flat.unflatten(1, states.shape[1:])
+        return replace(sequence, hidden_states=states)
+
+
+def load_peer(handed: Handed, folder: Path, *, epoch: int) -> PeerDrafter:
+    """Its weights after an epoch (from 1); names and shapes are the same but for the norm before `fc`."""
+    flags = json.loads((folder / "figures.json").read_text())["config"]
+    tensors = load_file(folder / f"epoch-{epoch}.safetensors")
+    norm = tensors.pop("input_norm.weight", None)
+    assert (norm is not None) == flags["norm_before_fc"]
+    options = Eagle3Options(
+        norm_before_residual=flags["norm_before_residual"], norm_output=flags["norm_output"], fc_norm=False
+    )
+    vocabulary = handed.draft_token_ids
+    config: Eagle3Config = Eagle3Drafter.make_config(options, handed.target, handed.layer_ids, len(vocabulary))
+    drafter = Eagle3Drafter.make(config, load_target_tensors(handed.target.path), vocabulary)
+    drafter.load_state_dict(tensors)
+    return PeerDrafter(drafter, norm, handed.columns)
+
+
+@torch.no_grad()
+def check_mapping(peer: PeerDrafter, first: Sequence, folder: Path) -> None:
+    """That our module computes what speculators' computes: its last epoch's logits for the first training sequence.
+
+    Raises:
+        DraftsmithError: it does not.
+    """
+    theirs = load_file(folder / "check.safetensors")["logits"]  # [steps, rows, V]
+    sequence = peer.prepared(first)
+    rows = len(sequence.hidden_states)
+    everywhere = replace(sequence, token_ids=sequence.token_ids[:rows], loss_mask=torch.ones(rows, dtype=torch.bool))
+    batch = pack([everywhere], steps=len(theirs))
+    for k, step in enumerate(peer.drafter.chain(batch, steps=len(theirs))):
+        counted = int((step.counts > 0).sum())  # rows from 0 on whose token at this step is known
+        logits = F.linear(step.normed[:counted], step.head)
+        apart = (logits - theirs[k, :counted]).abs().max().item()
+        if apart > 1e-3 * theirs[k].abs().max().item():
+            raise DraftsmithError(
+                f"Speculators' weights give other logits in our module at chain step {k}: up to {apart:.3g} apart. What is "
+                "predicted for it would be wrong."
+            )

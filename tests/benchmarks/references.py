@@ -1,0 +1,154 @@
+"""Each kind's own published recipe, in one plain loop: what ours is held against on the same tokens.
+
+The modules are ours (their mathematics is tested against the papers), the rest is written here from the papers and the
+reference implementations, and shares nothing with our trainer but the packed layout of a batch:
+
+EAGLE (SafeAILab/EAGLE, `train/main.py`): random start; one step, no chain; SmoothL1 between states, 1.0, plus soft
+    cross-entropy over the whole vocabulary, 0.1; uniform noise 0.2 on the states (in the module); AdamW 3e-5, betas (0.9,
+    0.95), gradients clipped by value at 0.5. Its warm-up of 2,000 steps is longer than all of our training: there is none.
+MLP speculator (foundation-model-stack/fms-fsdp, `speculator/train_speculator_utils.py`): weights N(0, 1/D); sum of the
+    steps' cross-entropies on tokens; AdamW 1e-3, betas (0.9, 0.95), weight decay 0.1, clip 1.0; parabolic warm-up, cosine
+    to a tenth.
+Medusa-1 (FasterDecoding/Medusa, `medusa/train/train_legacy.py`): blocks at the identity, heads copied from the target's;
+    sum of the heads' cross-entropies on tokens; AdamW 1e-3, no decay, clip 1.0; warm-up over a tenth, cosine to zero.
+
+Their batches were tens of thousands of tokens and more, of billions. On a store of 100k tokens that would be a few
+steps, so here all take `TOKENS_PER_STEP`, which is the best for them.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+
+import torch
+from torch.nn import functional as F
+
+from draftsmith.drafters.base import Drafter
+from draftsmith.drafters.batch import Batch
+from draftsmith.drafters.medusa import MedusaDrafter
+from draftsmith.progress import Bar
+from draftsmith.store import Store
+from draftsmith.target import TargetTensors
+from draftsmith.train.packing import pack
+
+TOKENS_PER_STEP = 1024
+
+
+@dataclass(frozen=True)
+class Reference:
+    """A published recipe. The loss is a function of a drafter, a batch and the target's normed last states [T, H]."""
+
+    loss: Callable[[Drafter, Batch, torch.Tensor, torch.Tensor], torch.Tensor]
+    lr: float
+    schedule: Callable[[float], float]
+    """Share of the run that is done to the factor of the learning rate."""
+    clip: Callable[[list[torch.nn.Parameter]], object]
+    betas: tuple[float, float] = (0.9, 0.95)
+    weight_decay: float = 0.01
+
+
+def eagle_loss(drafter: Drafter, batch: Batch, normed: torch.Tensor, head: torch.Tensor) -> torch.Tensor:
+    """Regression on the next normed state, and a tenth of the cross-entropy against the distribution it gives."""
+    rows = batch.counts[:, 0].nonzero()[:, 0]
+    (step,) = drafter.chain(batch, steps=1)
+    with torch.no_grad():
+        wanted = normed[rows + 1]
+        distribution = F.linear(wanted, head).softmax(-1)
+    regression = F.smooth_l1_loss(step.normed, wanted)
+    return regression + 0.1 * F.cross_entropy(F.linear(step.normed, head), distribution)
+
+
+def token_loss(drafter: Drafter, batch: Batch, normed: torch.Tensor, head: torch.Tensor) -> torch.Tensor:
+    """Sum over the steps of the mean cross-entropy on the tokens that the target wrote."""
+    rows = batch.counts.sum(1).nonzero()[:, 0]
+    total = normed.new_zeros(())
+    for k, step in enumerate(drafter.chain(batch, steps=batch.counts.shape[1])):
+        counted = step.counts > 0
+        logits = F.linear(step.normed[counted], step.head)
+        total = total + F.cross_entropy(logits, batch.following[rows[counted], k + 1])
+    return total
+
+
+def _clip_norm(parameters: list[torch.nn.Parameter]) -> object:
+    return torch.nn.utils.clip_grad_norm_(parameters, 1.0)
+
+
+def _clip_value(parameters: list[torch.nn.Parameter]) -> object:
+    return torch.nn.utils.clip_grad_value_(parameters, 0.5)
+
+
+def parabola_then_cosine(done: float) -> float:
+    """fms-fsdp's: up along 1 - (1 - x)^2 over the first 5%, then down to a tenth."""
+    if done < 0.05:
+        return 1 - (1 - done / 0.05) ** 2
+    return 0.1 + 0.45 * (1 + math.cos(math.pi * (done - 0.05) / 0.95))
+
+
+def ramp_then_cosine(done: float) -> float:
+    """Transformers' cosine schedule, with a tenth of the run to warm up, as Medusa's launch script sets it."""
+    return done / 0.1 if done < 0.1 else 0.5 * (1 + math.cos(math.pi * (done - 0.1) / 0.9))
+
+
+REFERENCES = {
+    "eagle": Reference(eagle_loss, 3e-5, lambda done: 1.0, _clip_value),
+    "mlp_speculator": Reference(token_loss, 1e-3, parabola_then_cosine, _clip_norm, weight_decay=0.1),
+    "medusa": Reference(token_loss, 1e-3, ramp_then_cosine, _clip_norm, betas=(0.9, 0.999), weight_decay=0.0),
+}
+
+
+def start_as_published(drafter: Drafter, tensors: TargetTensors) -> None:
+    """In place. EAGLE's layers and the MLP speculator are made with their published random start."""
+    if isinstance(drafter, MedusaDrafter):
+        for parameter in drafter.blocks.parameters():
+            torch.nn.init.zeros_(parameter)
+        for head in drafter.head_parameters():
+            head.data.copy_(tensors.lm_head)
+
+
+def train_reference(
+    kind: str, drafter: Drafter, tensors: TargetTensors, store: Store, last_column: int, *, epochs: int, steps: int
+) -> None:
+    """Train a fresh module in place on the store's training part.
+
+    Args:
+        drafter: reads the target's last state alone.
+        last_column: where that is among the store's states.
+        steps: tokens ahead that it learns; EAGLE's recipe learns the first alone.
+    """
+    recipe = REFERENCES[kind]
+    torch.manual_seed(0)
+    start_as_published(drafter, tensors)
+    head, norm = tensors.lm_head.float(), tensors.final_norm_weight.float()
+    parameters = [parameter for parameter in drafter.parameters() if parameter.requires_grad]
+    optimizer = torch.optim.AdamW(parameters, lr=recipe.lr, betas=recipe.betas, weight_decay=recipe.weight_decay)
+    plan = [group for _ in range(epochs) for group in _shuffled(store)]
+    drafter.train()
+    with Bar(f"{kind}, as published", total=len(plan), unit="steps") as bar:
+        for number, rows in enumerate(plan):
+            batch = pack(store.read(rows), steps=steps).with_layers([last_column])
+            batch = replace(batch, hidden_states=batch.hidden_states.float())
+            normed = F.rms_norm(batch.hidden_states[:, 0], norm.shape, norm, drafter.config.rms_norm_eps)
+            for group in optimizer.param_groups:
+                group["lr"] = recipe.lr * recipe.schedule((number + 1) / len(plan))
+            loss = recipe.loss(drafter, batch, normed, head)
+            optimizer.zero_grad()
+            loss.backward()
+            recipe.clip(parameters)
+            optimizer.step()
+            bar.update(number + 1, loss=loss.item())
+
+
+def _shuffled(store: Store) -> list[list[int]]:
+    """An epoch: sequences in random order, a step's tokens at a time."""
+    rows = store.rows(held_out=False)
+    groups: list[list[int]] = [[]]
+    size = 0
+    for i in torch.randperm(len(rows)).tolist():
+        if groups[-1] and size + store.length(rows[i]) > TOKENS_PER_STEP:
+            groups.append([])
+            size = 0
+        groups[-1].append(rows[i])
+        size += store.length(rows[i])
+    return groups

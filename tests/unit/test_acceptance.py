@@ -1,0 +1,139 @@
+"""Acceptance at a temperature, several sequences at once, and the speed-up that follows."""
+
+import json
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from torch.nn import functional as F
+
+from draftsmith.train import acceptance
+from draftsmith.train.acceptance import (
+    _expected_walk,
+    _walk,
+    predict_acceptance,
+    predict_sampled_acceptance,
+    predicted_speedup,
+)
+from draftsmith.train.train import run_train
+from tests.unit.test_eagle3 import HIDDEN, VOCAB, make_drafter, make_sequence
+from tests.unit.tiny_run import make_recipe, make_run
+
+K = 3
+
+
+@pytest.fixture(scope="module")
+def parts():  # type: ignore[no-untyped-def]
+    """A drafter, five sequences, and the target's norm and head."""
+    drafter = make_drafter()
+    torch.manual_seed(5)
+    norm = torch.nn.RMSNorm(HIDDEN, eps=1e-5).double()
+    torch.nn.init.uniform_(norm.weight, 0.5, 2)
+    sequences = [make_sequence(20 + 3 * i, 4 + i, i) for i in range(5)]
+    return drafter, sequences, norm.requires_grad_(False), torch.randn(VOCAB, HIDDEN, dtype=torch.float64)
+
+
+def test_packing_changes_nothing(parts, monkeypatch: pytest.MonkeyPatch) -> None:  # type: ignore[no-untyped-def]
+    drafter, sequences, norm, head = parts
+    # Where the target has written what the drafter guesses, there is something to accept.
+    ids = drafter.draft_token_ids
+    sequences = [replace(s, token_ids=ids[s.token_ids.long() % 3].int()) for s in sequences]
+    found = []
+    for at_once in (4096, 60, 1):
+        monkeypatch.setattr(acceptance, "_TOKENS_AT_ONCE", at_once)
+        assert len(list(acceptance._packed(drafter, sequences, steps=K))) == {4096: 1, 60: 3, 1: 5}[at_once]
+        found.append((
+            predict_acceptance(drafter, sequences, [0, 1, 2], k=K),
+            predict_sampled_acceptance(drafter, sequences, [0, 1, 2], k=K, temperature=0.7, last_column=2, norm=norm, head=head),
+        ))  # fmt: skip
+    assert found[0][0] == found[1][0] == found[2][0]
+    for _, at_temperature in found[1:]:
+        assert at_temperature.greedy_drafts == pytest.approx(found[0][1].greedy_drafts, abs=1e-12)
+        assert at_temperature.sampled_drafts == pytest.approx(found[0][1].sampled_drafts, abs=1e-12)
+
+
+def test_states_of_any_dtype(parts) -> None:  # type: ignore[no-untyped-def]
+    drafter, sequences, _, _ = parts
+    halves = [replace(s, hidden_states=s.hidden_states.bfloat16()) for s in sequences]
+    doubles = [replace(s, hidden_states=s.hidden_states.double()) for s in halves]
+    assert predict_acceptance(drafter, halves, [0, 1, 2], k=K) == predict_acceptance(drafter, doubles, [0, 1, 2], k=K)
+
+
+def test_probabilities_are_the_formulas(parts) -> None:  # type: ignore[no-untyped-def]
+    """One sequence, K = 1: the walk's expectation over p(d) and over sum min(p, q), from whole distributions."""
+    drafter, (sequence, *_), norm, head = parts
+    found = predict_sampled_acceptance(
+        drafter, [sequence], [0, 1, 2], k=1, temperature=0.6, last_column=2, norm=norm, head=head
+    )
+    (batch,) = acceptance._packed(drafter, [sequence], steps=1)
+    (step,) = drafter.chain(batch, steps=1)
+    rows = batch.counts[:, 0].nonzero()[:, 0]
+    p = (F.linear(norm(sequence.hidden_states[:, 2]), head) / 0.6).softmax(-1)[rows + 1]
+    q = torch.zeros_like(p)
+    q[:, drafter.draft_token_ids] = (drafter.lm_head(step.normed) / 0.6).softmax(-1)
+    accepted = {
+        "greedy_drafts": p[torch.arange(len(p)), q.argmax(-1)].tolist(),
+        "sampled_drafts": p.minimum(q).sum(-1).tolist(),
+    }
+    for name, chances in accepted.items():
+        visits = [0.0, 1.0] + [0.0] * len(chances)
+        for place in range(1, len(chances)):
+            visits[place + 1] += visits[place] * (1 - chances[place])
+            visits[place + 2] += visits[place] * chances[place]
+        drafts = visits[1 : len(chances)]
+        length = 1 + sum(v * c for v, c in zip(drafts, chances[1:], strict=True)) / sum(drafts)
+        assert getattr(found, name) == pytest.approx({1: length}, abs=1e-12)
+
+
+def test_cold_sampling_is_greedy_decoding(parts) -> None:  # type: ignore[no-untyped-def]
+    """On text that the target wrote greedily, the lengths become those of `predict_acceptance`."""
+    _, sequences, norm, head = parts
+    drafter = make_drafter(draft_vocab_size=VOCAB)
+    drafter.draft_token_ids = torch.arange(VOCAB)
+    head = torch.cat([5 * head[:1], head[1:]])  # so that the target often writes token 0
+    written = []
+    for s in sequences:
+        greedy = F.linear(norm(s.hidden_states[:, 2]), head).argmax(-1)  # at row t: the token at t + 1
+        written.append(replace(s, token_ids=torch.cat([s.token_ids[:1], greedy.int()])))
+    with torch.no_grad():
+        drafter.lm_head.weight.zero_()  # it always guesses token 0, the first of equal logits
+    cold = predict_sampled_acceptance(
+        drafter, written, [0, 1, 2], k=K, temperature=1e-4, last_column=2, norm=norm, head=head
+    )
+    greedy_lengths = predict_acceptance(drafter, written, [0, 1, 2], k=K)
+    assert greedy_lengths[K] > 1
+    assert cold.greedy_drafts == pytest.approx(greedy_lengths, abs=1e-6)
+
+
+def test_expected_walk() -> None:
+    # From row 1 one draft in two is accepted: on to row 3 or 2; row 3 is also reached from row 2.
+    tokens, drafts = _expected_walk([[0.5]] * 4)
+    assert drafts == pytest.approx(1 + 0.5 + 0.75)
+    assert tokens == pytest.approx(drafts / 2)
+
+
+@given(st.lists(st.integers(0, 4), max_size=30))
+def test_the_expected_walk_of_certain_acceptance_is_the_walk(accepted: list[int]) -> None:
+    steps = list(_walk(accepted))
+    chain = [[float(n < count) for n in range(4)] for count in accepted]
+    assert _expected_walk(chain) == (sum(steps), len(steps))
+
+
+def test_predictions_that_a_recipe_asks_for(tmp_path: Path) -> None:
+    run_dir = make_run(tmp_path)
+    recipe = make_recipe(
+        tmp_path, drafter={"kind": "eagle3", "draft_vocab_size": 60}, epochs=1, predict_temperature=0.8, predict_positions=2,
+        step_costs={1: 1.25, 4: 2.0}, loss="total_variation",
+    )  # fmt: skip
+    figures = run_train(recipe, run_dir)
+    assert figures["predicted_speedup"] == {
+        "1": pytest.approx(figures["predicted_acceptance_length"]["1"] / 1.25, abs=1e-4)
+    }
+    found = json.loads((run_dir / "checkpoint" / "stage.json").read_text())["figures"]["predicted_at_temperature"]
+    assert found["temperature"] == 0.8
+    for lengths in (found["greedy_drafts"], found["sampled_drafts"]):
+        assert 1 < lengths["1"] < lengths["2"] < 2
+    assert predicted_speedup({1: 1.5, 2: 1.8}, {2: 1.2, 3: 1.4}) == {2: pytest.approx(1.5)}

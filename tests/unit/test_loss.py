@@ -1,0 +1,208 @@
+"""The fused loss against plain autograd on whole logits, and what it keeps in memory."""
+
+from collections.abc import Iterator
+
+import pytest
+import torch
+from torch.nn import functional as F
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_flatten
+
+from draftsmith.drafters.base import Drafter
+from draftsmith.drafters.batch import Batch
+from draftsmith.store import Sequence
+from draftsmith.train import loss as loss_module
+from draftsmith.train.loss import ChainLoss, row_chunks
+from draftsmith.train.packing import pack
+from tests.unit.test_eagle3 import DRAFT, HIDDEN, make_drafter, make_sequence
+
+STEPS = 3
+
+
+class LargestTensor(TorchDispatchMode):
+    """Elements of the largest tensor that any operation returns; views count with what they show."""
+
+    elements = 0
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):  # type: ignore[no-untyped-def]
+        result = func(*args, **kwargs or {})
+        tensors = [leaf for leaf in tree_flatten(result)[0] if isinstance(leaf, torch.Tensor)]
+        # A broadcast dimension has stride 0 and takes no memory.
+        sizes = [[n for n, stride in zip(t.shape, t.stride(), strict=True) if stride] for t in tensors]
+        self.elements = max([self.elements, *(torch.Size(size).numel() for size in sizes)])
+        return result
+
+
+def make_loss(drafter: Drafter | None = None, **options: object) -> ChainLoss:
+    drafter = drafter or make_drafter()
+    torch.manual_seed(3)
+    head = torch.randn(drafter.config.draft_vocab_size, HIDDEN, dtype=torch.float64)
+    norm = torch.nn.RMSNorm(HIDDEN, eps=1e-5).double()
+    return ChainLoss(drafter, teacher_norm=norm, teacher_head=head, chain_steps=STEPS, chain_decay=0.8, **options)  # type: ignore[arg-type]
+
+
+def make_batch() -> tuple[Batch, torch.Tensor]:
+    """Prompts of four, of three and of no tokens: at the last one's start, late steps have no draft to teach."""
+    sequences = [make_sequence(11, 4, 1), make_sequence(8, 3, 2), make_sequence(9, 0, 3)]
+    batch = pack(sequences, steps=STEPS, prompt_weight=0.3)
+    generator = torch.Generator().manual_seed(4)
+    return batch, torch.randn(len(batch.positions), HIDDEN, generator=generator, dtype=torch.float64)
+
+
+@pytest.fixture
+def small_chunks(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(loss_module, "_LEAST_ROWS", 4)
+    monkeypatch.setattr(loss_module, "_LOGITS_AT_ONCE", 1)
+
+
+def plain_loss(loss: ChainLoss, batch: Batch, last_states: torch.Tensor, divisors: torch.Tensor | None) -> torch.Tensor:
+    """From the formulas, on whole logits, row by row."""
+    known = {int(token): i for i, token in enumerate(loss.drafter.draft_token_ids)}
+    teacher = F.linear(loss.teacher_norm(last_states), loss.teacher_head).softmax(-1)
+    rows = batch.counts.sum(1).nonzero()[:, 0].tolist()
+    total = torch.zeros((), dtype=torch.float64)
+    for k, step in enumerate(loss.drafter.chain(batch, steps=STEPS)):
+        log_q = F.linear(step.normed, step.head).log_softmax(-1)
+        each, weights = [], []
+        for i, row in enumerate(rows):
+            if batch.counts[row, k] > 0 and int(batch.following[row, k + 1]) in known:
+                p = teacher[row + 1 + k]
+                each.append({
+                    "cross_entropy": -(p * log_q[i]).sum(),
+                    "kl": (p * (p.log() - log_q[i])).sum(),
+                    "total_variation": (p - log_q[i].exp()).abs().sum() / 2,
+                }[loss.loss])  # fmt: skip
+                weights.append(batch.counts[row, k].double())
+        divisor = torch.stack(weights).sum() if divisors is None else divisors[k]
+        total = total + 0.8**k * (torch.stack(each) * torch.stack(weights)).sum() / divisor
+    return total
+
+
+@pytest.mark.parametrize("name", ["cross_entropy", "kl", "total_variation"])
+@pytest.mark.parametrize("trained", [True, False])
+def test_loss_and_gradients_equal_plain_autograd(name: str, trained: bool, small_chunks: None) -> None:
+    batch, last_states = make_batch()
+    loss = make_loss(loss=name)
+    loss.drafter.lm_head.requires_grad_(trained)
+    divisors = torch.tensor([40.0, 30.0, 20.0])
+    for given in (None, divisors):
+        outcomes = []
+        for value in (loss(batch, last_states, given).loss, plain_loss(loss, batch, last_states, given)):
+            loss.zero_grad()
+            (3 * value).backward()  # what comes after the loss scales the gradients
+            outcomes.append((value.detach(), *(p.grad for p in loss.drafter.parameters() if p.requires_grad)))
+        for found, expected in zip(*outcomes, strict=True):
+            torch.testing.assert_close(found, expected, rtol=1e-9, atol=1e-9)
+
+
+def test_kl_is_cross_entropy_less_the_targets_entropy() -> None:
+    batch, last_states = make_batch()
+    gradients = []
+    for name in ("cross_entropy", "kl"):
+        loss = make_loss(loss=name)
+        loss(batch, last_states).loss.backward()
+        gradients.append(loss.drafter.fc.weight.grad)
+    torch.testing.assert_close(*gradients, rtol=1e-12, atol=1e-12)
+
+
+def test_divisors_are_the_sums_of_weights_unless_given() -> None:
+    batch, last_states = make_batch()
+    loss = make_loss()
+    weights = loss.weights(batch)
+    labels = loss.to_draft[batch.following[:, 1:]]
+    torch.testing.assert_close(weights, (batch.counts.double() * (labels >= 0)).sum(0))
+    whole = loss(batch, last_states)
+    torch.testing.assert_close(loss(batch, last_states, weights).loss, whole.loss)
+    torch.testing.assert_close(loss(batch, last_states, weights * 2).loss, whole.loss / 2)
+
+
+def test_matches_are_the_share_of_right_first_choices() -> None:
+    batch, last_states = make_batch()
+    loss = make_loss()
+    ids = loss.drafter.draft_token_ids
+    rows = batch.counts.sum(1) > 0
+    expected = []
+    for k, step in enumerate(loss.drafter.chain(batch, steps=STEPS)):
+        right = ids[F.linear(step.normed, step.head).argmax(-1)] == batch.following[rows, k + 1]
+        counts = step.counts.double()
+        expected.append((right * counts).sum() / counts.sum())
+    torch.testing.assert_close(loss(batch, last_states).matches, torch.stack(expected))
+
+
+def test_a_part_of_the_vocabulary(small_chunks: None) -> None:
+    batch, last_states = make_batch()
+    whole = make_loss()(batch, last_states).loss
+    # A part that leaves nothing out changes nothing; a real part keeps every true token, be they more than it should hold.
+    torch.testing.assert_close(make_loss(loss_vocab_size=DRAFT)(batch, last_states).loss, whole)
+    part = make_loss(loss_vocab_size=25)
+    lessons = part._lessons(batch)
+    true = set(lessons.labels.tolist())
+    states = part.teacher_norm(last_states[lessons.rows])
+    columns = part._columns(states, lessons.labels)
+    assert columns is not None
+    assert len(columns) == 25
+    assert true < set(columns.tolist())
+    part.loss_vocab_size = 2
+    assert set(part._columns(states, lessons.labels).tolist()) == true
+    part.loss_vocab_size = 25
+    found = part(batch, last_states).loss
+    found.backward()
+    assert found < whole, "what is left out takes no probability"
+    untouched = sorted({*range(DRAFT)} - {*columns.tolist()})
+    assert not part.drafter.lm_head.weight.grad[untouched].any()
+    assert part.drafter.lm_head.weight.grad[columns].any(1).all()
+
+
+def test_products_follow_autocast() -> None:
+    batch, last_states = make_batch()
+    loss = make_loss().float()
+    batch, last_states = Batch(**{**vars(batch), "hidden_states": batch.hidden_states.float()}), last_states.float()
+    exact = loss(batch, last_states).loss
+    exact.backward()
+    wanted = loss.drafter.lm_head.weight.grad.clone()
+    loss.zero_grad()
+    with torch.autocast("cpu", torch.bfloat16):
+        rough = loss(batch, last_states).loss
+    rough.backward()
+    assert rough.dtype == loss.drafter.lm_head.weight.grad.dtype == torch.float32
+    assert 0 < (rough - exact).abs() < 0.02 * exact
+    torch.testing.assert_close(loss.drafter.lm_head.weight.grad, wanted, rtol=0.1, atol=0.02)
+
+
+def test_a_batch_that_teaches_nothing_has_no_loss() -> None:
+    loss = make_loss()
+    sequence = make_sequence(9, 4, 1)
+    silent = Sequence(1, False, sequence.token_ids, torch.zeros(9, dtype=torch.bool), sequence.hidden_states)
+    batch = pack([silent], steps=STEPS)
+    found = loss(batch, torch.randn(8, HIDDEN, dtype=torch.float64))
+    found.loss.backward()
+    assert float(found.loss) == 0
+    assert loss.weights(batch).tolist() == found.matches.tolist() == [0, 0, 0]
+
+
+def test_no_logits_of_all_rows_are_ever_there(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(loss_module, "_LEAST_ROWS", 64)
+    monkeypatch.setattr(loss_module, "_LOGITS_AT_ONCE", 1)
+    vocab = 3000
+    batch = pack([make_sequence(90, 2, seed) for seed in range(5)], steps=STEPS)
+    last_states = torch.randn(len(batch.positions), HIDDEN, dtype=torch.float64)
+    for options in ({}, {"loss_vocab_size": 2000}, {"loss": "total_variation"}):
+        drafter = make_drafter(vocab_size=vocab, draft_vocab_size=vocab)
+        drafter.draft_token_ids = torch.arange(vocab)
+        loss = make_loss(drafter, **options)
+        with LargestTensor() as largest:
+            loss(batch, last_states).loss.backward()
+        assert largest.elements < int(batch.counts[:, 0].sum()) * 2000 / 4
+    with LargestTensor() as largest:
+        F.linear(last_states, loss.teacher_head)
+    assert largest.elements == len(last_states) * vocab, "what it would be otherwise"
+
+
+def test_row_chunks() -> None:
+    def sizes(rows: int, vocab: int) -> Iterator[int]:
+        return (part.stop - part.start for part in row_chunks(rows, vocab))
+
+    at_once = loss_module._LOGITS_AT_ONCE
+    assert list(sizes(1000, at_once // 400)) == [400, 400, 200]
+    assert list(sizes(loss_module._LEAST_ROWS + 1, at_once)) == [loss_module._LEAST_ROWS, 1]
+    assert list(sizes(0, 10)) == []

@@ -1,0 +1,218 @@
+"""`draftsmith run --plan`: its arithmetic against counts made by hand, real modules, and what runs took."""
+
+import json
+import socket
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch.utils.flop_counter import FlopCounterMode
+from transformers import AutoConfig
+
+from draftsmith.cli import app
+from draftsmith.drafters.base import Drafter
+from draftsmith.errors import UserError
+from draftsmith.plan import (
+    EngineStep,
+    TargetSizes,
+    _config_of_target,
+    _drafter,
+    conversation_counts,
+    flop_of_muon,
+    flop_of_text,
+    kept_by_row,
+    make_plan,
+    summary,
+    target_sizes,
+)
+from draftsmith.recipe import Hardware, Recipe, load_recipe
+from draftsmith.store import Sequence
+from draftsmith.train.muon import orthogonalise
+from draftsmith.train.packing import pack
+
+RECIPES = Path(__file__).parents[2] / "recipes"
+PLANNED = [path for path in sorted(RECIPES.glob("*.yaml")) if "\nplan:" in path.read_text()]
+
+
+@pytest.fixture
+def _offline(monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(*arguments: Any) -> None:
+        raise AssertionError("a plan must not need the network")
+
+    monkeypatch.setattr(socket.socket, "connect", refuse)
+
+
+@pytest.mark.usefixtures("_offline")
+@pytest.mark.parametrize("path", PLANNED, ids=lambda path: path.stem)
+def test_a_recipe_says_on_top_what_its_plan_prints(path: Path) -> None:
+    recipe = load_recipe(path)
+    plan = make_plan(recipe)
+    json.dumps(plan)
+    top = path.read_text().split("\nname:")[0]
+    expected = "\n".join(f"#   {line}" for line in summary(plan))
+    assert expected in top, f"the expected cost on top of {path.name} is to be:\n{expected}"
+    for name, stage in plan["stages"].items():
+        if stage["memory_limit"]:
+            assert sum(stage["memory_bytes"].values()) < stage["memory_limit"], name
+
+    assert recipe.plan is not None
+    config = _config_of_target(recipe, recipe.plan)
+    drafter = _drafter(recipe, config, tuple(plan["stages"]["extract"]["more"]["layer_ids"]))
+    assert {name: tuple(value.shape) for name, value in drafter.state_dict().items()} == drafter.shapes(drafter.config)
+    assert plan["stages"]["convert"]["more"]["parameters"] == sum(p.numel() for p in drafter.parameters())
+
+
+def test_targets_have_the_parameters_they_are_known_for() -> None:
+    def sizes(name: str) -> TargetSizes:
+        fields = json.loads((RECIPES / "targets" / f"{name}.json").read_text())
+        return target_sizes(AutoConfig.for_model(fields.pop("model_type"), **fields))
+
+    # Norms are two a layer and one at the end; Qwen3's layers have two more, a head wide.
+    llama = sizes("llama-3.1-8b")
+    assert llama.parameters == 8_030_261_248
+    assert llama.multiplied == 8_030_261_248 - 128256 * 4096 - 65 * 4096
+    assert llama.attention_width == 32 * 4096
+    assert llama.kv_values == 32 * 2 * 8 * 128
+    assert sizes("llama-3.3-70b").parameters == 70_553_706_496
+    assert sizes("qwen3-8b").parameters == 8_190_735_360
+    tied = sizes("smollm2-135m")
+    assert tied.parameters == 134_515_008
+    assert tied.multiplied == 134_515_008 - 61 * 576, "the table is the head"
+    experts = AutoConfig.for_model(
+        "qwen3_moe", hidden_size=32, moe_intermediate_size=16, num_hidden_layers=2, num_attention_heads=4, head_dim=8,
+        num_key_value_heads=2, vocab_size=64, num_experts=8, num_experts_per_tok=2, decoder_sparse_step=1,
+    )  # fmt: skip
+    attention, router, expert = 32 * (32 + 16 + 16 + 32), 32 * 8, 3 * 32 * 16
+    assert target_sizes(experts).multiplied == 2 * (attention + router + 2 * expert) + 64 * 32
+
+
+def test_engine_arithmetic() -> None:
+    sizes = TargetSizes(parameters=1100, multiplied=1000, attention_width=10, kv_values=4)
+    assert flop_of_text(sizes, first=0, last=100) == 100 * 2000 + 4 * 10 * (100 * 100 / 2)
+    assert flop_of_text(sizes, first=60, last=100) == pytest.approx(
+        flop_of_text(sizes, first=0, last=100) - flop_of_text(sizes, first=0, last=60)
+    )
+    step = EngineStep(sizes, 2, devices=2, sequences=8, context=50, tokens=3)
+    assert step.flop() == 8 * 3 * (2000 + 4 * 10 * 50)
+    assert step.bytes_read() == 2 * (1000 + 8 * 50 * 4)
+    rates = {
+        "device": "x",
+        "store_mb_per_second": 1,
+        "load_mb_per_second": 1,
+        "prefill_utilisation": 1,
+        "train_utilisation": 1,
+    }
+    computes = Hardware(matmul_tflops=1e-6, memory_gb_per_second=1, decode_utilisation=0.5, **rates)
+    assert step.seconds(computes) == pytest.approx(step.flop() / (2 * 1e6) / 0.5)
+    reads = Hardware(matmul_tflops=1, memory_gb_per_second=1e-6, decode_utilisation=0.5, **rates)
+    assert step.seconds(reads) == pytest.approx(step.bytes_read() / (2 * 1e3) / 0.5)
+
+
+@pytest.mark.parametrize("shape", [(24, 40), (40, 24)])
+def test_muon(shape: tuple[int, int]) -> None:
+    with FlopCounterMode(display=False) as counter:
+        orthogonalise(torch.randn(shape), torch.float32)
+    assert counter.get_total_flops() == flop_of_muon(*shape)
+
+
+KINDS = {
+    "eagle": {},
+    "eagle3": {},
+    "eagle3 of two layers": {"num_layers": 2},
+    "medusa": {"num_heads": 3, "num_layers": 2},
+    "mlp_speculator": {"n_predict": 3},
+    "mlp_speculator, steps of their own": {"n_predict": 3, "tie_weights": False, "inner_size": 20},
+}
+
+
+@pytest.mark.parametrize("name", KINDS)
+def test_products_are_those_that_the_module_does(name: str) -> None:
+    """FLOP of the chain, forward, to the last one; and what it keeps for its backward pass within a factor of two."""
+    drafter, batch = _tiny(name, **KINDS[name])
+    rows = int((batch.counts.sum(1) > 0).sum())
+    assert 0 < rows < len(batch.positions)
+    kept: dict[int, int] = {}
+
+    def keep(tensor: torch.Tensor) -> torch.Tensor:
+        if not isinstance(tensor, torch.nn.Parameter):
+            kept[tensor.untyped_storage().data_ptr()] = tensor.untyped_storage().nbytes()
+        return tensor
+
+    with (
+        FlopCounterMode(display=False) as counter,
+        torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor),
+    ):
+        steps = list(drafter.chain(batch, steps=3))
+    found = sum(flop for op, flop in counter.get_flop_counts()["Global"].items() if "bmm" not in str(op))
+    shapes, passes = drafter.shapes(drafter.config), drafter.passes(drafter.config, 3)
+    uses = {name: rows * often + (len(batch.positions) - rows) * seldom for name, (seldom, often) in passes.items()}
+    assert found == sum(2 * shapes[name][0] * shapes[name][1] * times for name, times in uses.items())
+    assert len(steps) == 3
+    shared = {buffer.untyped_storage().data_ptr() for buffer in drafter.buffers()}
+    measured = sum(size for pointer, size in kept.items() if pointer not in shared)
+    assert 0.5 < rows * kept_by_row(drafter, 3, layers=3, number=4) / measured < 2
+
+
+def _tiny(name: str, **options: Any) -> tuple[Drafter, Any]:
+    """A drafter of the kind, for a tiny target, and three documents, half of them prompts."""
+    kind = name.split(",")[0].split()[0]
+    recipe = Recipe.model_validate(
+        {"name": "x", "target": {"model": "/x"}, "extract": {"prompts": {"path": "x"}},
+         "train": {"drafter": {"kind": kind, **options}}, "evaluate": {"k": [1, 2], "acceptance_k": 2}}
+    )  # fmt: skip
+    config = AutoConfig.for_model(
+        "llama", hidden_size=32, intermediate_size=48, num_hidden_layers=3, num_attention_heads=4, num_key_value_heads=2,
+        vocab_size=80, max_position_embeddings=128,
+    )  # fmt: skip
+    drafter = _drafter(recipe, config, (1, 2, 3)).to_empty(device="cpu")
+    for value in (*drafter.parameters(), *drafter.buffers()):
+        value.data.fill_(1) if value.is_floating_point() else value.copy_(torch.arange(len(value)))
+    layers = len(drafter.config.layer_ids)
+    sequences = [
+        Sequence(i, False, torch.randint(0, 80, (20,)), torch.arange(20) >= 10, torch.randn(19, layers, 32)) for i in range(3)
+    ]  # fmt: skip
+    return drafter.train(), pack(sequences, steps=3)
+
+
+def test_the_demo_took_about_what_its_plan_says() -> None:
+    """Measured (docs/log.md): 119,090 tokens and 920.8 MB of store in 334 s, 334,800 trained in 278 s, evaluated in 373 s."""
+    plan = make_plan(load_recipe(RECIPES / "demo.yaml"))["stages"]
+    assert plan["extract"]["tokens"] == pytest.approx(119_090, rel=0.01)
+    assert 920.8e6 < plan["extract"]["disk_bytes"] < 1.1 * 920.8e6
+    assert plan["train"]["tokens"] == pytest.approx(334_800, rel=0.01)
+    assert plan["train"]["more"]["optimizer_steps"] == pytest.approx(171, rel=0.05)
+    assert plan["train"]["more"]["parameters_trained"] == 5_423_616
+    assert plan["convert"]["more"]["parameters"] == 12_501_504
+    for stage, seconds in (("extract", 334), ("train", 278), ("evaluate", 373)):
+        assert 1 / 1.5 < plan[stage]["hours"] * 3600 / seconds < 1.5, stage
+
+
+def test_what_a_plan_needs_to_be_told(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    recipe = {"name": "x", "target": {"model": str(tmp_path)}, "extract": {"prompts": {"path": "x.jsonl"}}}
+    path = tmp_path / "recipe.yaml"
+    path.write_text(json.dumps(recipe))
+    with pytest.raises(UserError, match="add `plan: "):
+        make_plan(load_recipe(path))
+    lengths = ["plan={prompt_tokens: 10, response_tokens: 20}"]
+    with pytest.raises(UserError, match=r"plan: \{ target_config: \{ path: config\.json \} \}"):
+        make_plan(load_recipe(path, lengths))
+    lengths.append(f"plan.target_config={{path: {RECIPES / 'targets' / 'smollm2-135m.json'}}}")
+    with pytest.raises(UserError, match=r"set `plan\.conversations`"):
+        make_plan(load_recipe(path, lengths))
+    lengths.append("plan.conversations=1000")
+    planned = load_recipe(path, lengths)
+    assert planned.plan is not None
+    assert conversation_counts(planned, planned.plan) == (950, 50)
+    assert conversation_counts(load_recipe(path, [*lengths, "extract.prompts.limit=100"]), planned.plan) == (95, 5)
+    with pytest.raises(SystemExit) as done:
+        app(["run", str(path), "--plan", *(part for line in lengths for part in ("-s", line))])
+    assert done.value.code == 0
+    printed = capsys.readouterr().out
+    assert "extract   1,000 conversations, 30 k tokens" in printed
+    assert "hours" not in printed
+    assert "prompt tokens: 10" in printed
+    assert not (tmp_path / "runs").exists()
+    with pytest.raises(SystemExit):
+        app(["run", str(path), "--plan", "--json", *(part for line in lengths for part in ("-s", line))])
+    assert json.loads(capsys.readouterr().out)["stages"]["extract"]["more"]["conversations"] == 1000

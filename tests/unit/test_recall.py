@@ -1,0 +1,86 @@
+"""A drafter's start looks up what followed when the same was said before."""
+
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from torch.nn import functional as F
+
+from draftsmith.drafters import eagle3
+from draftsmith.drafters.batch import Batch
+from draftsmith.drafters.eagle3 import Eagle3Config, Eagle3Drafter
+from draftsmith.store import Sequence
+from draftsmith.train.packing import pack
+
+HIDDEN, HEADS, KV_HEADS, HEAD_DIM, VOCAB = 192, 4, 2, 64, 60
+HALF = 24
+
+
+def make_drafter(embedding: torch.Tensor, *, heads: int = HEADS, theta: float = 1e6) -> Eagle3Drafter:
+    config = Eagle3Config(
+        layer_ids=(1, 2, 3), hidden_size=HIDDEN, intermediate_size=32, num_layers=1, num_attention_heads=heads,
+        num_key_value_heads=KV_HEADS, head_dim=HEAD_DIM, hidden_act="silu", rms_norm_eps=1e-5,
+        rope_parameters={"rope_type": "default", "rope_theta": theta}, max_position_embeddings=64, vocab_size=VOCAB,
+        draft_vocab_size=VOCAB, norm_before_residual=False, fc_norm=True, norm_output=False,
+    )  # fmt: skip
+    torch.manual_seed(0)
+    return Eagle3Drafter(config, embedding, torch.arange(VOCAB))
+
+
+def texts(tensors: Any, count: int, seed: int) -> list[tuple[Batch, torch.Tensor]]:
+    """Random tokens, then the same again. A target's states say which token stands there, and its last one which is next."""
+    generator = torch.Generator().manual_seed(seed)
+    made = []
+    for number in range(count):
+        half = torch.randperm(VOCAB, generator=generator)[:HALF]
+        ids = torch.cat([half, half])
+        stands, next_ = tensors.embedding[ids[:-1]], tensors.lm_head[ids[1:]]
+        states = torch.stack([stands, stands.roll(1, dims=1), next_], dim=1)
+        states = states + 0.1 * torch.randn(states.shape, generator=generator) + 0.5
+        batch = pack([Sequence(number, False, ids, torch.arange(len(ids)) > 0, states)], steps=1)
+        made.append((batch, next_))
+    return made
+
+
+def right_in_second_half(drafter: Eagle3Drafter, batches: list[tuple[Batch, torch.Tensor]]) -> float:
+    """Share of right first guesses where the text repeats itself."""
+    right = []
+    for batch, _ in batches:
+        (step,) = drafter.chain(batch, steps=1)
+        rows = batch.counts[:, 0].nonzero()[:, 0]
+        guesses = F.linear(step.normed, step.head).argmax(-1)
+        right.append((guesses == batch.following[rows, 1])[rows >= HALF])
+    return torch.cat(right).float().mean().item()
+
+
+@pytest.fixture(scope="module")
+def tensors() -> Any:
+    generator = torch.Generator().manual_seed(1)
+    embedding, head = torch.randn(2, VOCAB, HIDDEN, generator=generator)
+    return SimpleNamespace(embedding=embedding, lm_head=head, final_norm_weight=torch.ones(HIDDEN))
+
+
+def test_what_was_said_before_is_guessed(tensors: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The tokens are random, one of 60: nothing but looking them up foretells the second one ahead."""
+    known, unseen = texts(tensors, 100, seed=2), texts(tensors, 10, seed=3)
+    drafter = make_drafter(tensors.embedding)
+    drafter.start(tensors, known)
+    assert right_in_second_half(drafter, unseen) > 0.25
+
+    monkeypatch.setattr(eagle3, "fit_codes", lambda *_: None)
+    linear = make_drafter(tensors.embedding)
+    linear.start(tensors, known)
+    assert right_in_second_half(linear, unseen) < 0.1
+
+
+@pytest.mark.parametrize("changes", [{"heads": KV_HEADS}, {"theta": 10.0}], ids=["no free head", "no slow pair"])
+def test_where_nothing_can_look_it_up(tensors: Any, changes: dict, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The start is then the linear one."""
+    known = texts(tensors, 8, seed=2)
+    drafter, linear = (make_drafter(tensors.embedding, **changes) for _ in range(2))
+    drafter.start(tensors, known)
+    monkeypatch.setattr(eagle3, "fit_codes", lambda *_: None)
+    linear.start(tensors, known)
+    for name, value in linear.state_dict().items():
+        assert torch.equal(value, drafter.state_dict()[name]), name

@@ -1,0 +1,76 @@
+"""Attention's tiles: every query meets its keys once, with little padding, and long documents in linear memory."""
+
+from dataclasses import replace
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from draftsmith.drafters import decoder
+from draftsmith.drafters.decoder import _blocks, _side_by_side, _Tiles
+from draftsmith.train.packing import pack
+from tests.unit.test_eagle3 import HEADS, make_drafter, make_sequence
+from tests.unit.test_loss import LargestTensor
+
+lengths_and_queries = st.lists(st.lists(st.booleans(), min_size=1, max_size=400), min_size=1, max_size=12)
+
+
+@given(lengths_and_queries, st.integers(100, 200_000))
+def test_every_query_is_in_one_block_with_the_keys_it_sees(documents: list[list[bool]], most_area: int) -> None:
+    lengths = [len(document) for document in documents]
+    queries = [row for row, predicted in enumerate(p for document in documents for p in document) if predicted]
+    blocks = _blocks(queries, lengths)
+    assert [i for block in blocks for i in range(block.first_query, block.end_query)] == list(range(len(queries)))
+    starts = [sum(lengths[:i]) for i in range(len(lengths))]
+    for block in blocks:
+        rows = queries[block.first_query : block.end_query]
+        assert len(rows) <= decoder._QUERIES_IN_BLOCK
+        assert block.end_key == rows[-1] + 1
+        assert (
+            block.first_key
+            == max(start for start in starts if start <= rows[0])
+            == max(s for s in starts if s <= rows[-1])
+        )
+    groups = _side_by_side(blocks, most_area=most_area)
+    assert sorted(b.first_query for group in groups for b in group) == [b.first_query for b in blocks]
+    for group in groups:
+        area = len(group) * max(b.queries for b in group) * max(b.keys for b in group)
+        assert len(group) == 1 or area <= most_area
+        assert area <= decoder._AREA_OVER_NEEDED * sum(b.queries * b.keys for b in group)
+
+
+def test_tiles_show_each_query_its_documents_keys_up_to_itself() -> None:
+    batch = pack([make_sequence(400, 150, 1), make_sequence(30, 9, 2), make_sequence(33, 10, 3)], steps=2)
+    queries = (batch.counts.sum(1) > 0).nonzero()[:, 0]
+    tiles = _Tiles(batch, queries, HEADS)
+    assert len(tiles.tiles) == 3, "two blocks of one document, of different lengths, and two documents side by side"
+    seen: dict[int, list[int]] = {}
+    for tile in tiles.tiles:
+        blocks, rows, _, _ = tile.hidden.shape
+        keys = tile.keys.view(blocks, -1)
+        for s in range(blocks):
+            for b in range(rows):
+                query = int(queries[tile.queries[s * rows + b]])
+                shown = keys[s][~tile.hidden[s, b, 0]].tolist()
+                assert seen.setdefault(query, shown) == shown
+    for query in queries.tolist():
+        same = (batch.documents == batch.documents[query]).nonzero()[:, 0]
+        assert seen[query] == same[same <= query].tolist()
+
+
+def test_a_long_document_takes_memory_in_proportion_to_its_length(monkeypatch: pytest.MonkeyPatch) -> None:
+    """One document of 16k tokens: the largest tensor is one block's scores."""
+    monkeypatch.setattr(decoder, "_SCORES_IN_TILE", 1 << 16)
+    drafter = make_drafter(
+        num_attention_heads=1, num_key_value_heads=1, head_dim=2, max_position_embeddings=1 << 14
+    ).float()
+    largest = []
+    for tokens in (1 << 13, 1 << 14):
+        sequence = make_sequence(tokens, tokens - 1024, 1)
+        sequence = replace(sequence, hidden_states=sequence.hidden_states.float())
+        with LargestTensor() as watched:
+            for step in drafter.chain(pack([sequence], steps=2), steps=2):
+                step.normed.sum().backward(retain_graph=True)
+        largest.append(watched.elements)
+    assert largest[1] <= 2.1 * largest[0]
+    assert largest[1] < 1024 * (1 << 14) / 4

@@ -1,0 +1,384 @@
+"""The trainer's promises: any number of processes walks the same losses, and a stopped run goes on as if it had not been."""
+
+import contextlib
+import json
+import math
+import multiprocessing
+import os
+import random
+import shutil
+import signal
+import socket
+from collections.abc import Callable, Iterator
+from multiprocessing.context import ForkServerProcess
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from draftsmith import stage
+from draftsmith.checkpoint import Checkpoint
+from draftsmith.errors import DraftsmithError, Stopped, UserError
+from draftsmith.train import train as trainer
+from draftsmith.train.train import LOSSES, SNAPSHOT, learning_rate_factor, run_train
+from tests.unit.tiny_run import make_recipe, make_run
+
+# A server that has imported torch once makes the processes: each costs a fork.
+SERVER = multiprocessing.get_context("forkserver")
+SERVER.set_forkserver_preload(["draftsmith.train.train", "tests.unit.tiny_run"])
+
+EAGLE3 = {"drafter": {"kind": "eagle3", "draft_vocab_size": 60}, "epochs": 3, "lr": 3e-3, "muon_lr": 1e-2, "state_dropout": 0.1}  # fmt: skip
+"""Twelve steps."""
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    path = tmp_path_factory.mktemp("trainer")
+    make_run(path)
+    return path
+
+
+@pytest.fixture(autouse=True)
+def _one_thread() -> Iterator[None]:
+    """Sums are then always in one order."""
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(threads)
+
+
+def run_dir(folder: Path, name: str) -> Path:
+    """A fresh run of this name on the store."""
+    directory = folder / name
+    shutil.rmtree(directory, ignore_errors=True)
+    directory.mkdir()
+    (directory / "store").symlink_to(folder / "run" / "store")
+    return directory
+
+
+def train(folder: Path, directory: Path, **options: Any) -> dict[str, Any]:
+    return run_train(make_recipe(folder, **options), directory)
+
+
+def losses_of(directory: Path) -> list[float]:
+    found: list[float] = json.loads((directory / "checkpoint" / LOSSES).read_text())
+    return found
+
+
+def weights_of(directory: Path) -> dict[str, torch.Tensor]:
+    return Checkpoint.load(directory).tensors
+
+
+def at_step(number: int, act: Callable[[], None], monkeypatch: pytest.MonkeyPatch, *, where: str = "_step") -> None:
+    """Do something just before the trainer's function `where` runs after `number` steps."""
+    original = getattr(trainer, where)
+
+    def wrapped(run: Any, *arguments: Any, **named: Any) -> Any:
+        calls.append(1)
+        if len(calls) == number + 1:
+            act()
+        return original(run, *arguments, **named)
+
+    calls: list[int] = []
+    monkeypatch.setattr(trainer, where, wrapped)
+
+
+def kill_self(number: signal.Signals) -> None:
+    os.kill(os.getpid(), number)
+
+
+def process(
+    rank: int, folder: Path, directory: Path, options: dict[str, Any], port: int, stop: tuple[int, int, signal.Signals] | None
+) -> None:  # fmt: skip
+    """One of two training processes (alone with port 0); the one of rank stop[0] gets the signal stop[2] in step stop[1]."""
+    torch.set_num_threads(1)
+    if port:
+        os.environ |= {
+            "RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "2", "OMP_NUM_THREADS": "1",
+            "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "ACCELERATE_USE_CPU": "true",
+        }  # fmt: skip
+    with contextlib.ExitStack() as stack:
+        if stop and stop[0] == rank:
+            monkeypatch = stack.enter_context(pytest.MonkeyPatch.context())
+            at_step(stop[1], lambda: kill_self(stop[2]), monkeypatch)
+        try:
+            train(folder, directory, **options)
+        except DraftsmithError as error:
+            print(error)
+            os._exit(error.exit_status)
+
+
+def start(
+    folder: Path, directory: Path, processes: int = 2, stop: Any = None, **options: Any
+) -> list[ForkServerProcess]:
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1] if processes > 1 else 0
+    started = [
+        SERVER.Process(target=process, args=(rank, folder, directory, options, port, stop)) for rank in range(processes)
+    ]
+    for one in started:
+        one.start()
+    return started
+
+
+def ended(started: list[ForkServerProcess]) -> list[int | None]:
+    for one in started:
+        one.join(120)
+        one.kill()  # nothing where it has ended
+    return [one.exitcode for one in started]
+
+
+@pytest.fixture(scope="module")
+def whole(folder: Path) -> Path:
+    """One process, never stopped."""
+    directory = run_dir(folder, "whole")
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    train(folder, directory, **EAGLE3)
+    torch.set_num_threads(threads)
+    return directory
+
+
+def require_alike(one: Path, other: Path) -> None:
+    """The same losses but for the order of sums. Weights may differ: where a gradient is all rounding, Muon and AdamW make
+    whole steps of it."""
+    assert losses_of(one) == pytest.approx(losses_of(other), rel=2e-5)
+
+
+# ---- one process or several ----
+
+
+def test_two_processes_train_as_one_does(folder: Path, whole: Path) -> None:
+    """With whole weights and with split ones; and with steps of one sequence, where the second process has none."""
+    ddp, split = run_dir(folder, "ddp"), run_dir(folder, "split")
+    lonely, lonely_two = run_dir(folder, "lonely"), run_dir(folder, "lonely-two")
+    running = start(folder, ddp, **EAGLE3)
+    assert ended(running) == [0, 0]
+    running = start(folder, split, shard=True, ema=0.9, **EAGLE3)
+    assert ended(running) == [0, 0]
+    few = {**EAGLE3, "tokens_per_step": 20, "epochs": 1}
+    running = start(folder, lonely_two, **few)
+    assert ended(running) == [0, 0]
+    train(folder, lonely, **few)
+    require_alike(whole, ddp)
+    require_alike(lonely, lonely_two)
+    require_alike(whole, split)
+
+
+def test_micro_batches_change_nothing(folder: Path, whole: Path) -> None:
+    for accumulate in (2, 3):
+        directory = run_dir(folder, f"accumulate-{accumulate}")
+        figures = train(folder, directory, accumulate=accumulate, **EAGLE3)
+        require_alike(whole, directory)
+        assert figures["tokens"] == stage.read(whole / "checkpoint")["figures"]["tokens"]  # type: ignore[index]
+
+
+def test_two_processes_stop_together_and_any_number_goes_on(folder: Path, whole: Path) -> None:
+    """SIGTERM reaches one of two; both save the same step, and one process goes on from their split weights. And back."""
+    directory = run_dir(folder, "two-then-one")
+    running = start(folder, directory, stop=(1, 5, signal.SIGTERM), shard=True, save_every_steps=100, **EAGLE3)
+    assert ended(running) == [143, 143]
+    snapshot = torch.load(directory / "checkpoint" / SNAPSHOT, weights_only=True)
+    assert snapshot["progress"]["step"] == 6
+    train(folder, directory, **EAGLE3)
+    require_alike(whole, directory)
+    assert losses_of(directory)[:6] == snapshot["progress"]["losses"]
+
+    back = run_dir(folder, "one-then-two")
+    assert ended(start(folder, back, processes=1, stop=(0, 6, signal.SIGTERM), **EAGLE3)) == [143]
+    assert ended(start(folder, back, shard=True, accumulate=2, **EAGLE3)) == [0, 0]
+    require_alike(whole, back)
+    assert losses_of(back)[:7] == losses_of(whole)[:7]
+
+
+# ---- stopped and continued ----
+
+
+class Killed(BaseException):
+    """As if the process had ended here."""
+
+
+def killed() -> None:
+    raise Killed
+
+
+MOMENTS = ("_step", "_finish_epoch", "_write_snapshot", "_remove_epochs", "torch.save")
+
+
+def test_killed_anywhere_it_goes_on_bit_for_bit(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Twenty runs that end at a random moment, three of them by SIGKILL, and are started again: not one bit differs."""
+    draw = random.Random(4)
+    eagle = {"drafter": {"kind": "eagle"}, "epochs": 3, "lr": 3e-3, "muon_lr": 1e-2}  # with noise
+    cases = {"eagle3": {**EAGLE3, "ema": 0.9}, "eagle": eagle}
+    originals = {}
+    for name, options in cases.items():
+        originals[name] = run_dir(folder, f"unbroken-{name}")
+        train(folder, originals[name], **options)
+    identical = 0
+    for number in range(20):
+        name = draw.choice(list(cases))
+        options = {**cases[name], "save_every_steps": draw.choice([2, 3, 100])}
+        directory = run_dir(folder, "killed")
+        if number < 3:
+            running = start(folder, directory, processes=1, stop=(0, draw.randrange(1, 12), signal.SIGKILL), **options)
+            assert ended(running) == [-signal.SIGKILL]
+        else:
+            moment = draw.choice(MOMENTS)
+            with monkeypatch.context() as patch:
+                if moment == "torch.save":  # a part of a snapshot is written
+                    patch.setattr(torch, "save", lambda value, path: (path.write_bytes(b"part"), killed()))
+                else:
+                    at_step(draw.randrange(3 if moment != "_step" else 12), killed, patch, where=moment)
+                with pytest.raises(Killed):
+                    train(folder, directory, **options)
+        assert stage.read(directory / "checkpoint") is None
+        train(folder, directory, **options)
+        same = losses_of(directory) == losses_of(originals[name])
+        for key, value in weights_of(originals[name] / "checkpoint").items():
+            same &= torch.equal(value, weights_of(directory / "checkpoint")[key])
+        identical += same
+        assert not (directory / "checkpoint" / SNAPSHOT).exists()
+        assert not list((directory / "checkpoint").glob("epoch-*"))
+    assert identical == 20
+
+
+def test_signals_save(folder: Path, whole: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    directory = run_dir(folder, "signals")
+    before = signal.getsignal(signal.SIGTERM)
+    with monkeypatch.context() as patch:
+        at_step(2, lambda: kill_self(signal.SIGUSR1), patch)
+        at_step(3, killed, patch)
+        with pytest.raises(Killed):
+            train(folder, directory, save_every_steps=100, **EAGLE3)
+    assert torch.load(directory / "checkpoint" / SNAPSHOT, weights_only=True)["progress"]["step"] == 3
+    with monkeypatch.context() as patch:
+        at_step(2, lambda: kill_self(signal.SIGTERM), patch)
+        with pytest.raises(Stopped, match=r"after step 6 of 12, which is saved"):
+            train(folder, directory, save_every_steps=100, **EAGLE3)
+    assert signal.getsignal(signal.SIGTERM) == before
+    train(folder, directory, **EAGLE3)
+    assert losses_of(directory) == losses_of(whole)
+
+
+# ---- what a recipe can ask for ----
+
+
+def test_a_loss_that_is_not_finite_stops_with_its_samples(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    original = trainer._batch
+
+    def broken(store: Any, rows: list[int], *arguments: Any, **named: Any) -> Any:
+        batch, last_states = original(store, rows, *arguments, **named)
+        if len(calls) >= 12 and 7 in rows:  # not when the drafter's start reads it, nor in the first step
+            batch.hidden_states[:] = math.inf
+        calls.append(1)
+        return batch, last_states
+
+    def checked(run: Any, *arguments: Any) -> None:
+        runs.append(run)
+        check(run, *arguments)
+
+    check = trainer._require_finite
+    calls: list[int] = []
+    runs: list[Any] = []
+    directory = run_dir(folder, "nan")
+    monkeypatch.setattr(trainer, "_batch", broken)
+    monkeypatch.setattr(trainer, "_require_finite", checked)
+    few = {**EAGLE3, "tokens_per_step": 50, "state_dropout": 0, "accumulate": 2, "save_every_steps": 1}
+    with pytest.raises(
+        DraftsmithError, match=r"The loss is nan in step (\d+) .* samples of .*: 7\. Training"
+    ) as raised:
+        train(folder, directory, **few)
+    assert raised.value.exit_status == 1
+    step = int(str(raised.value).split("in step ")[1].split()[0])
+    snapshot = torch.load(directory / "checkpoint" / SNAPSHOT, weights_only=True)
+    assert snapshot["progress"]["step"] == step - 1
+    for name, value in runs[-1].loss.drafter.state_dict().items():
+        assert torch.equal(value, snapshot["drafter"][name]), "the step that failed changes no weight"
+    assert all(value.isfinite().all() for value in snapshot["drafter"].values())
+
+
+def test_a_gradient_that_is_not_finite_stops(folder: Path) -> None:
+    with pytest.raises(DraftsmithError, match=r"(The gradient's norm|The loss) is (nan|inf) in step \d+ \(epoch"):
+        train(folder, run_dir(folder, "inf"), **{**EAGLE3, "lr": 1e30, "muon_lr": 1e30})
+
+
+def test_the_best_epoch_is_published_and_the_last_are_left(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    lengths = iter([1.2, 1.5, 1.3] * 2)
+    monkeypatch.setattr(trainer, "predict_acceptance", lambda *_, k: {1: 1.9, k: next(lengths)})
+    best, last = run_dir(folder, "best"), run_dir(folder, "last")
+    figures = train(folder, best, keep_last=2, **EAGLE3)
+    assert figures["published_epoch"] == 2
+    assert figures["predicted_acceptance_length"] == {"1": 1.9, "5": 1.5}
+    assert sorted(path.name for path in (best / "checkpoint").glob("epoch-*")) == ["epoch-2", "epoch-3"]
+    assert train(folder, last, keep="last", **EAGLE3)["published_epoch"] == 3
+    assert not list((last / "checkpoint").glob("epoch-*"))
+    published, third = weights_of(best / "checkpoint"), weights_of(best / "checkpoint" / "epoch-3")
+    second = weights_of(best / "checkpoint" / "epoch-2")
+    for name, value in weights_of(last / "checkpoint").items():
+        assert torch.equal(published[name], second[name])
+        assert torch.equal(value, third[name])
+    assert not torch.equal(published["fc.weight"], third["fc.weight"])
+
+
+def test_averaged_weights_are_published_and_training_does_not_see_them(
+    folder: Path, whole: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    history: list[torch.Tensor] = []
+    original = trainer._step
+
+    def watched(run: Any, *arguments: Any) -> Any:
+        if not history:
+            history.append(run.loss.drafter.fc.weight.detach().clone())
+        done = original(run, *arguments)
+        history.append(run.loss.drafter.fc.weight.detach().clone())
+        return done
+
+    monkeypatch.setattr(trainer, "_step", watched)
+    directory = run_dir(folder, "ema")
+    train(folder, directory, ema=0.7, keep="last", **EAGLE3)
+    average = history[0]
+    for step, weight in enumerate(history[1:]):
+        decay = min(0.7, (step + 1) / (step + 10))
+        average = decay * average + (1 - decay) * weight
+    torch.testing.assert_close(weights_of(directory / "checkpoint")["fc.weight"], average)
+    assert losses_of(directory) == losses_of(whole)
+
+
+def test_activations_computed_again_are_the_same(folder: Path, whole: Path) -> None:
+    medusa = {"drafter": {"kind": "medusa", "num_heads": 2}, "epochs": 1, "lr": 3e-3}
+    kept = run_dir(folder, "medusa-kept")
+    train(folder, kept, **medusa)
+    for name, options, same in (("again", EAGLE3, whole), ("medusa-again", medusa, kept)):
+        directory = run_dir(folder, name)
+        train(folder, directory, activation_checkpointing=True, **options)
+        assert losses_of(directory) == losses_of(same)
+
+
+def test_bfloat16_products_on_float32_weights(folder: Path, whole: Path) -> None:
+    directory = run_dir(folder, "bfloat16")
+    train(folder, directory, precision="bfloat16", **EAGLE3)
+    found = losses_of(directory)
+    assert found != losses_of(whole)
+    assert found == pytest.approx(losses_of(whole), rel=2e-2)
+    assert {value.dtype for value in weights_of(directory / "checkpoint").values()} == {torch.float32}
+
+
+def test_schedules() -> None:
+    for schedule, half, last in (("cosine", 0.5, 0.0), ("linear", 0.5, 0.0), ("constant", 1.0, 1.0)):
+        factors = [learning_rate_factor(step, 110, 10 / 110, schedule) for step in range(110)]
+        assert factors[:11] == pytest.approx([*(n / 10 for n in range(1, 11)), 1])
+        assert factors[60] == pytest.approx(half)
+        assert factors[-1] == pytest.approx(last, abs=0.011)
+        assert min(factors) > 0
+    assert learning_rate_factor(35, 110, 10 / 110, "cosine") == pytest.approx(0.5 + 0.5 * math.cos(math.pi / 4))
+    assert learning_rate_factor(35, 110, 10 / 110, "linear") == pytest.approx(0.75)
+
+
+def test_a_tracker_that_is_not_installed_is_said_before_any_work(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    directory = run_dir(folder, "tracker")
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
+    with pytest.raises(UserError, match=r"`train.tracker: trackio` needs the package trackio.*draftsmith\[trackers\]"):
+        train(folder, directory, tracker="trackio", **EAGLE3)
+    assert not (directory / "checkpoint").exists()
