@@ -20,6 +20,11 @@ from torch.distributed.fsdp import FSDPModule, fully_shard
 from torch.distributed.tensor import DTensor, distribute_tensor
 
 
+_OUTLIVING: list[nn.Module] = []
+"""Modules that hold a process group, until the interpreter ends. Freed right after training, gloo's group waits for its
+thread with Python's lock held, and that thread may be waiting for the lock to free the tensor of its last work (torch 2.13)."""
+
+
 def prepare(accelerator: Accelerator, module: nn.Module, *, shard: bool) -> nn.Module:
     """`module` as each process runs it, its gradients averaged over all of them; the weights are those of the main one.
 
@@ -31,12 +36,14 @@ def prepare(accelerator: Accelerator, module: nn.Module, *, shard: bool) -> nn.M
         return module
     for parameter in module.parameters():
         torch.distributed.broadcast(parameter.data, src=0)
+    _OUTLIVING.append(module)
     if shard or accelerator.distributed_type == DistributedType.FSDP:  # `accelerate launch --use_fsdp` asks for it too
         fully_shard(module, mesh=init_device_mesh(accelerator.device.type, (accelerator.num_processes,)))
         return module
     with warnings.catch_warnings():  # torch 2.13 has another name for an option that accelerate gives by the old one
         warnings.filterwarnings("ignore", "`broadcast_buffers` is deprecated", FutureWarning)
         prepared: nn.Module = accelerator.prepare_model(module)
+    _OUTLIVING.append(prepared)
     return prepared
 
 

@@ -149,5 +149,11 @@ def test_training_is_what_it_was(folder: Path, name: str, request: pytest.Fixtur
 
 
 def test_medusa_guesses_no_further_than_it_has_heads(folder: Path) -> None:
+    run_dir = folder / "ahead"
+    run_dir.mkdir()
+    (run_dir / "store").symlink_to(folder / "run" / "store")
+    recipe = make_recipe(folder, **{**CASES["medusa"][0], "epochs": 0.1})
+    run_train(recipe, run_dir)
+    run_convert(recipe, run_dir)
     with pytest.raises(UserError, match="guesses 3 tokens ahead, and 4 were asked for"):
-        speculative_config(folder / "medusa" / "vllm", 4)
+        speculative_config(run_dir / "vllm", 4)
