@@ -19,7 +19,6 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import FSDPModule, fully_shard
 from torch.distributed.tensor import DTensor, distribute_tensor
 
-
 _OUTLIVING: list[nn.Module] = []
 """Modules that hold a process group, until the interpreter ends. Freed right after training, gloo's group waits for its
 thread with Python's lock held, and that thread may be waiting for the lock to free the tensor of its last work (torch 2.13)."""
