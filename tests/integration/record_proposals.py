@@ -32,7 +32,7 @@ def main() -> None:
         for name, tokens in zip(drafts.req_ids, drafts.draft_token_ids, strict=True):
             request = scheduler.requests.get(name)
             if request is not None and not request.is_finished() and not request.is_prefill_chunk:
-                proposals.append({"context": list(request.all_token_ids), "draft": list(tokens)})
+                proposals.append({"request": name, "context": list(request.all_token_ids), "draft": list(tokens)})
         update(drafts)
 
     scheduler.update_draft_token_ids = record

@@ -120,13 +120,13 @@ def check_proposals(drafter: Drafter, served: dict, smollm2: Path) -> list[int]:
     """
     model = AutoModelForCausalLM.from_pretrained(smollm2, dtype=torch.float32).eval()
     # The longest context of each request holds all its shorter ones.
-    longest: dict[tuple, list[int]] = {}
+    longest: dict[str, list[int]] = {}
     for proposal in served["proposals"]:
-        key = tuple(proposal["context"][:60])
-        if len(proposal["context"]) > len(longest.get(key, [])):
-            longest[key] = proposal["context"]
+        request = proposal["request"]
+        if len(proposal["context"]) > len(longest.get(request, [])):
+            longest[request] = proposal["context"]
     chains = {}
-    for key, tokens in longest.items():
+    for request, tokens in longest.items():
         ids = torch.tensor(tokens)
         states = reference_states(model, ids[:-1], drafter.config.layer_ids)
         # Every row counts: its proposal is wanted wherever serving may have drafted from it.
@@ -135,11 +135,11 @@ def check_proposals(drafter: Drafter, served: dict, smollm2: Path) -> list[int]:
         with torch.no_grad():
             steps = drafter.chain(batch, steps=K, own_guesses=True)
             # Logits over a whole vocabulary are large: kept are each row's choice, and what its logits are made of.
-            chains[key] = [((step.normed @ step.head.T).argmax(-1), step.normed, step.head) for step in steps]
+            chains[request] = [((step.normed @ step.head.T).argmax(-1), step.normed, step.head) for step in steps]
 
     compared, different = [0] * K, [0] * K
     for proposal in served["proposals"]:
-        chain = chains[tuple(proposal["context"][:60])]
+        chain = chains[proposal["request"]]
         row = len(proposal["context"]) - 2  # p: the context's last token is x_{p+1}
         for k, proposed in enumerate(proposal["draft"]):
             best = int(drafter.draft_token_ids[chain[k][0][row]])
