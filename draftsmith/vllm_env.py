@@ -7,11 +7,14 @@ dynamic linker, `KMP_BLOCKTIME` when OpenMP is loaded), so they are given to a c
 from __future__ import annotations
 
 import multiprocessing
+import multiprocessing.context
 import os
 import sys
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from multiprocessing.forkserver import ensure_running
+from multiprocessing.process import BaseProcess
 from pathlib import Path
 from typing import Any
 
@@ -107,8 +110,62 @@ def memory_arguments(engine: Engine, *, share: float = 1.0) -> dict[str, Any]:
     return {"gpu_memory_utilization": engine.gpu_memory_utilization * share}
 
 
+def engine_context() -> multiprocessing.context.BaseContext:
+    """How engines' processes are made: on a CPU from one process that has imported vLLM already, elsewhere from nothing.
+
+    Importing vLLM is most of a small model's start, and a run starts half a dozen engines.
+    """
+    if sys.platform != "linux" or not is_cpu():
+        return multiprocessing.get_context("spawn")  # a forked process must not inherit a GPU driver's state
+    context = multiprocessing.get_context("forkserver")
+    context.set_forkserver_preload(["draftsmith.vllm_preload"])
+    return context
+
+
+def start_engine_process(
+    child: Callable[..., None],
+    arguments: tuple[Any, ...],
+    *,
+    name: str,
+    engine: Engine,
+    share: dict[str, str] | None = None,
+) -> BaseProcess:
+    """Start a process for an engine, in the environment that vLLM needs.
+
+    Not a daemon process, because vLLM starts children of its own for tensor parallelism: the caller ends it.
+
+    Args:
+        child: what it runs, with `arguments`; both are pickled.
+        engine: how the recipe runs vLLM.
+        share: from `share_of_machine`, where several engines run side by side.
+    """
+    context, values = engine_context(), vllm_environment(engine)
+    if isinstance(context, multiprocessing.context.ForkServerContext):
+        with _environment(values):
+            ensure_running()  # before there is a share: what one engine forked from it must not see is another's share
+    values |= share or {}
+    cores = os.sched_getaffinity(0) if hasattr(os, "sched_getaffinity") else None
+    # mypy: every concrete context has Process, the base class has not.
+    process: BaseProcess = context.Process(  # type: ignore[attr-defined]
+        target=_begin, args=(values, cores, child, arguments), name=name
+    )
+    with _environment(values):
+        process.start()
+    return process
+
+
+def _begin(
+    values: dict[str, str], cores: set[int] | None, child: Callable[..., None], arguments: tuple[Any, ...]
+) -> None:
+    # A forked process has the environment and cores that its server was started with, perhaps for another engine.
+    os.environ.update(values)
+    if cores is not None:
+        os.sched_setaffinity(0, cores)
+    child(*arguments)
+
+
 @contextmanager
-def environment(values: dict[str, str]) -> Iterator[None]:
+def _environment(values: dict[str, str]) -> Iterator[None]:
     """Lay variables over `os.environ` while a child is started, and put the old ones back."""
     before = {name: os.environ.get(name) for name in values}
     os.environ.update(values)

@@ -21,7 +21,6 @@ from collections.abc import Iterable, Iterator
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from multiprocessing.connection import Connection, wait
-from multiprocessing.process import BaseProcess
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -159,20 +158,18 @@ class _Worker:
     outstanding: dict[str, Ask] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
-        context = multiprocessing.get_context("spawn")
         self.log = self.directory / (f"engine-{self.number}.log" if self.workers > 1 else "engine.log")
         self.log.write_text("")
         self.spool = self.directory / "spool" / str(self.number)
         self.spool.mkdir(parents=True)
-        self.pipe, theirs = context.Pipe()
-        self.process: BaseProcess = context.Process(
-            target=_child, args=(theirs, self.job, self.spool, str(self.log)), name=f"extraction-engine-{self.number}"
+        self.pipe, theirs = multiprocessing.Pipe()
+        self.process = vllm_env.start_engine_process(
+            _child,
+            (theirs, self.job, self.spool, str(self.log)),
+            name=f"extraction-engine-{self.number}",
+            engine=self.engine,
+            share=vllm_env.share_of_machine(self.number, self.workers, self.engine.tensor_parallel_size),
         )
-        environment = vllm_env.vllm_environment(self.engine) | vllm_env.share_of_machine(
-            self.number, self.workers, self.engine.tensor_parallel_size
-        )
-        with vllm_env.environment(environment):
-            self.process.start()
         theirs.close()
 
     def give(self, asks: list[Ask]) -> None:

@@ -12,7 +12,7 @@ from __future__ import annotations
 import atexit
 import multiprocessing
 import multiprocessing.connection
-import multiprocessing.context
+import multiprocessing.process
 import sys
 import time
 from collections.abc import Callable, Sequence
@@ -123,16 +123,15 @@ class EngineHost:
         """Begin loading; returns at once."""
         self.log.parent.mkdir(parents=True, exist_ok=True)
         self.log.write_text("")
-        context = _context()
-        self._pipe, theirs = context.Pipe()
-        self._process = context.Process(
-            target=_child, args=(theirs, self.config.arguments(), str(self.log)), name=f"engine-{self.config.name}"
-        )
+        self._pipe, theirs = multiprocessing.Pipe()
         self._started = time.monotonic()
-        with vllm_env.environment(vllm_env.vllm_environment(self.config.engine)):
-            self._process.start()
+        self._process = vllm_env.start_engine_process(
+            _child,
+            (theirs, self.config.arguments(), str(self.log)),
+            name=f"engine-{self.config.name}",
+            engine=self.config.engine,
+        )
         theirs.close()
-        # Not a daemon process, because vLLM starts children of its own for tensor parallelism; so we end it ourselves.
         atexit.register(self.close)
         return self
 
@@ -249,15 +248,6 @@ def start_engines(
             host.close()
         raise
     return hosts
-
-
-def _context() -> multiprocessing.context.SpawnContext | multiprocessing.context.ForkServerContext:
-    """How children are made: on a CPU from one process that has imported vLLM already, elsewhere each from nothing."""
-    if sys.platform != "linux" or not vllm_env.is_cpu():
-        return multiprocessing.get_context("spawn")  # a forked process must not inherit a GPU driver's state
-    context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload(["draftsmith.serve._preload"])
-    return context
 
 
 # --- the child's side ---

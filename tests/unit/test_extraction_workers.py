@@ -51,25 +51,22 @@ def answers(pipe: Connection, job: Job, spool: Path, log: str) -> None:
         pipe.send(1)
 
 
-class Forked:
-    """Starts workers in milliseconds. A fork holds its elder siblings' pipes open, so it closes them first."""
+FORK = multiprocessing.get_context("fork")
 
-    context = multiprocessing.get_context("fork")
 
-    @classmethod
-    def Pipe(cls) -> tuple[Connection, Connection]:
-        ours, theirs = cls.context.Pipe()
-        OURS.append(ours)
-        return ours, theirs
-
-    Process = context.Process
+def pipe() -> tuple[Connection, Connection]:
+    ours, theirs = FORK.Pipe()
+    OURS.append(ours)
+    return ours, theirs
 
 
 @pytest.fixture(autouse=True)
 def workers_that_are_no_engines(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Forked, they start in milliseconds. A fork holds its elder siblings' pipes open, so it closes them first."""
     OURS.clear()
     monkeypatch.setattr(engine, "_child", answers)
-    monkeypatch.setattr(engine.multiprocessing, "get_context", lambda method: Forked)
+    monkeypatch.setattr(engine.multiprocessing, "Pipe", pipe)
+    monkeypatch.setattr(engine.vllm_env, "engine_context", lambda: FORK)
     monkeypatch.setattr(engine.vllm_env, "vllm_environment", lambda options: {})
     monkeypatch.setattr(engine.vllm_env, "share_of_machine", lambda number, count, tensor_parallel: {})
 

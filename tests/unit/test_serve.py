@@ -250,7 +250,7 @@ def fake_child(monkeypatch: pytest.MonkeyPatch):
     """Puts a function in the place of the engine's process, so that only the parent's side is under test."""
 
     def use(child):
-        monkeypatch.setattr(engine_module, "_context", lambda: multiprocessing.get_context("fork"))
+        monkeypatch.setattr(vllm_env, "engine_context", lambda: multiprocessing.get_context("fork"))
         monkeypatch.setattr(engine_module, "_child", child)
         monkeypatch.setattr(engine_module, "_SECONDS_TO_CLOSE", 0.5)  # a fake child does not listen
 
