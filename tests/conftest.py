@@ -1,15 +1,19 @@
 """Where pytest runs in several processes (`make test`), each keeps to cores of its own, and so do its engines: threads
-of two engines on the same cores wait for one another."""
+of two engines on the same cores wait for one another.
+
+Done as this file is imported, before any that imports torch: OpenMP makes as many threads as there are cores when it loads.
+"""
 
 import os
 
-import pytest
 
-
-def pytest_configure(config: pytest.Config) -> None:
+def _keep_to_own_cores() -> None:
     worker = os.environ.get("PYTEST_XDIST_WORKER", "")
     if worker and hasattr(os, "sched_setaffinity"):
         number, count = int(worker.removeprefix("gw")), int(os.environ["PYTEST_XDIST_WORKER_COUNT"])
         cores = sorted(os.sched_getaffinity(0))
         mine = cores[number * len(cores) // count : (number + 1) * len(cores) // count]
         os.sched_setaffinity(0, mine or cores)
+
+
+_keep_to_own_cores()
