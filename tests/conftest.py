@@ -6,6 +6,8 @@ Done as this file is imported, before any that imports torch: OpenMP makes as ma
 
 import os
 
+import pytest
+
 
 def _keep_to_own_cores() -> None:
     worker = os.environ.get("PYTEST_XDIST_WORKER", "")
@@ -17,3 +19,10 @@ def _keep_to_own_cores() -> None:
 
 
 _keep_to_own_cores()
+
+LONGEST = ("integration/test_extract.py", "integration/test_served.py")
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """The longest files first: they are dealt out to the processes in order, and the last one should be short."""
+    items.sort(key=lambda item: not item.path.as_posix().endswith(LONGEST))
