@@ -112,7 +112,7 @@ def test_engine_arithmetic() -> None:
 @pytest.mark.parametrize("shape", [(24, 40), (40, 24)])
 def test_muon(shape: tuple[int, int]) -> None:
     with FlopCounterMode(display=False) as counter:
-        orthogonalise(torch.randn(shape), torch.float32)
+        orthogonalise([torch.randn(shape)], torch.float32)
     assert counter.get_total_flops() == flop_of_muon(*shape)
 
 

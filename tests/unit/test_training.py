@@ -49,7 +49,8 @@ def test_learning_rate() -> None:
 @pytest.mark.parametrize("shape", [(12, 30), (30, 12), (16, 16)])
 def test_muon_orthogonalises(shape: tuple[int, int]) -> None:
     matrix = torch.randn(shape, generator=torch.Generator().manual_seed(1), dtype=torch.float64)
-    found = orthogonalise(matrix, torch.float64)
+    (found, again) = orthogonalise([matrix, -3 * matrix], torch.float64)
+    torch.testing.assert_close(again, -found)
     # Jordan's iteration, on the whole matrix.
     x = matrix / (matrix.norm() + 1e-7)
     for _ in range(5):
