@@ -1,8 +1,8 @@
 """How fast EAGLE-3 trains: against what limits it, against a first try, and against speculators.
 
 `training_step`: one step at SmolLM2-135M's shapes, all takers in turn in one run, on the same tensors: 1,024 rows in 5
-documents, of which 30% are prompt, as in ShareGPT; 3 fused states, draft vocabulary 8192, 3 chain steps. Loading is outside
-the clock for all.
+documents, of which 30% are prompt, as in ShareGPT, and count as in `recipes/learn.yaml`; 3 fused states, draft vocabulary
+8192, 3 chain steps. Loading is outside the clock for all.
 
 - Ours is what the trainer does for a step of `recipes/learn.yaml`: its loss, clipping, its optimizers.
 - The limit is the rate of one plain matrix product. Our useful operations are counted from the formulas, for the rows that
@@ -172,7 +172,7 @@ def _ours(sequences: list[Sequence]) -> tuple[Callable[[], None], float]:
         chain_steps=STEPS, chain_decay=options.chain_decay, loss=options.loss, loss_vocab_size=options.loss_vocab_size,
     )  # fmt: skip
     optimizers = train._optimizers(recipe, drafter)
-    packed = pack(sequences, steps=STEPS)
+    packed = pack(sequences, steps=STEPS, prompt_weight=options.prompt_loss_weight)
     batch, last_states = packed.with_layers(list(range(FUSED))), packed.hidden_states[:, FUSED].contiguous()
 
     def step() -> None:
