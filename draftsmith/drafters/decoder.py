@@ -345,7 +345,9 @@ class DecoderDrafter(Drafter):
                     if index < len(self.layers) - 1:
                         tiles = everything = everything or _Tiles(batch, torch.arange(len(x), device=x.device), heads)
                     else:
-                        x, residual, rope = x[queries], residual[queries], (rope[0][queries], rope[1][queries])
+                        # x[queries] would be the same, with a gradient that is scattered one element at a time.
+                        x, residual = x.index_select(0, queries), residual.index_select(0, queries)
+                        rope = (rope[0][queries], rope[1][queries])
                 mixed = _attend(layer.self_attn.queries(x, rope), context[index], own[index], tiles)
                 state = residual + layer.self_attn.o_proj(mixed)
                 state = state + layer.mlp(layer.post_attention_layernorm(state))
@@ -368,9 +370,10 @@ class DecoderDrafter(Drafter):
 
 def _rotate(x: torch.Tensor, rope: tuple[torch.Tensor, torch.Tensor]) -> torch.Tensor:
     """RoPE on [rows, heads, C]."""
-    from transformers.models.llama.modeling_llama import apply_rotary_pos_emb
+    from transformers.models.llama.modeling_llama import rotate_half
 
-    return apply_rotary_pos_emb(x, x, *rope, unsqueeze_dim=1)[0]
+    cos, sin = rope
+    return x * cos[:, None] + rotate_half(x) * sin[:, None]
 
 
 def _attend(queries: torch.Tensor, context: _KeysValues, own: list[_KeysValues], tiles: _Tiles) -> torch.Tensor:
