@@ -8,6 +8,7 @@ optimizer states and the number of the step decide everything that comes after.
 
 from __future__ import annotations
 
+import ctypes
 import functools
 import importlib.util
 import math
@@ -18,7 +19,7 @@ import signal
 import threading
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager, nullcontext
+from contextlib import contextmanager, nullcontext, suppress
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -112,6 +113,7 @@ class StepResult(NamedTuple):
 
 
 _SAVE, _STOP = 1, 2
+_M_TRIM_THRESHOLD, _M_MMAP_THRESHOLD = -1, -3  # <malloc.h>
 
 
 def run_train(recipe: Recipe, run_dir: Path) -> dict[str, Any]:
@@ -143,6 +145,7 @@ def run_train(recipe: Recipe, run_dir: Path) -> dict[str, Any]:
         console.print(f"train: {directory} is up to date")
         return stage.read(directory)["figures"]  # type: ignore[index]
 
+    keep_freed_memory()
     accelerator = _accelerator(recipe, run_dir)
     with accelerator.local_main_process_first():  # one process downloads or prepares it
         target = describe_target(prepare_target(recipe.target), recipe.target)
@@ -189,6 +192,16 @@ def run_train(recipe: Recipe, run_dir: Path) -> dict[str, Any]:
     [figures] = broadcast_object_list([figures])
     accelerator.end_training()
     return figures
+
+
+def keep_freed_memory() -> None:
+    """Have glibc keep what tensors free for the next ones, where it is the C library.
+
+    By default it hands large blocks back to the system, which zeroes every page of them when they are asked for again.
+    """
+    with suppress(OSError, AttributeError):
+        for option, value in ((_M_MMAP_THRESHOLD, 32 << 20), (_M_TRIM_THRESHOLD, 2**31 - 1)):  # the most that they take
+            ctypes.CDLL("libc.so.6").mallopt(option, value)
 
 
 def _accelerator(recipe: Recipe, run_dir: Path) -> Accelerator:

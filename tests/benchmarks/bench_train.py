@@ -157,6 +157,7 @@ def _sequences(states: int) -> list[Sequence]:
 
 def _ours(sequences: list[Sequence]) -> tuple[Callable[[], None], float]:
     """The trainer's step on these sequences, and the operations that it needs."""
+    train.keep_freed_memory()
     recipe = load_recipe(bench_learn.RECIPES / "learn.yaml")
     options = recipe.train
     config = Eagle3Config(
