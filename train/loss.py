@@ -243,6 +243,7 @@ class _HeadLoss(torch.autograd.Function):
                 taught = _logits(teacher[0][rows], teacher[1]) if teacher else None
                 p = None if taught is None else taught.softmax(-1)
                 entropy = _cross_entropy(taught, p, p) if loss == "kl" and taught is not None and p is not None else 0
+                del taught  # nothing is as large as a chunk's logits: none lives longer than it is needed
                 for k in range(steps):
                     x, weight, head, d_head = (
                         normed[k][rows],
@@ -268,6 +269,7 @@ class _HeadLoss(torch.autograd.Function):
                             d_head.addmm_(d_logits.T, weighted)
                         else:
                             d_head += d_logits.T @ weighted
+                    del logits, d_logits
         ctx.gradients = [*d_normed, *d_heads]
         ctx.mark_non_differentiable(right)
         return total, right
