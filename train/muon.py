@@ -37,9 +37,10 @@ def orthogonalise(matrices: Sequence[torch.Tensor], dtype: torch.dtype) -> list[
     wide = []
     for matrix in matrices:
         x = matrix.to(dtype)
-        x = x if x.shape[0] <= x.shape[1] else x.T
-        wide.append(x / (x.norm() + 1e-7))
-    gram = torch.stack([x @ x.T for x in wide])
+        wide.append(x if x.shape[0] <= x.shape[1] else x.T)
+    # Scaled are the small matrices on both sides of X, not X itself.
+    scale = 1 / (torch.stack([x.norm() for x in wide]) + 1e-7)[:, None, None]
+    gram = torch.stack([x @ x.T for x in wide]).mul_(scale**2)
     product = gram
     for iteration in range(_ITERATIONS):
         polynomial = torch.baddbmm(gram, gram, gram, beta=b, alpha=c)
@@ -47,7 +48,7 @@ def orthogonalise(matrices: Sequence[torch.Tensor], dtype: torch.dtype) -> list[
         product = polynomial if iteration == 0 else polynomial @ product
         if iteration < _ITERATIONS - 1:
             gram = polynomial @ gram @ polynomial
-    changed = (each @ x for each, x in zip(product, wide, strict=True))
+    changed = (each @ x for each, x in zip(product.mul_(scale), wide, strict=True))
     return [(x if m.shape[0] <= m.shape[1] else x.T).to(m.dtype) for x, m in zip(changed, matrices, strict=True)]
 
 
@@ -84,7 +85,8 @@ class Muon(torch.optim.Optimizer):
                 directions = [self._direction(parameter, group["momentum"]) for parameter in parameters]
                 dtype = torch.bfloat16 if parameters[0].is_cuda else torch.float32
                 for parameter, update in zip(parameters, orthogonalise(directions, dtype), strict=True):
-                    parameter.mul_(1 - group["lr"] * group["weight_decay"])
+                    if group["weight_decay"]:
+                        parameter.mul_(1 - group["lr"] * group["weight_decay"])
                     size = group["lr"] * 0.2 * math.sqrt(max(parameter.shape))
                     parameter.add_(split_like(update, parameter), alpha=-size)
 
