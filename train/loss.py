@@ -258,8 +258,9 @@ class _HeadLoss(torch.autograd.Function):
                     elif loss == "total_variation":
                         each, d_logits = _total_variation(logits, p)
                     else:
-                        q = logits.softmax(-1)
-                        each, d_logits = _cross_entropy(logits, q, p) - entropy, q.sub_(p)
+                        d_logits = logits.softmax(-1)  # q still
+                        each = _cross_entropy(logits, d_logits, p) - entropy
+                        d_logits -= p
                     total += (each * weight[:, 0]).sum()
                     d_logits = d_logits.to(dtype)
                     d_normed[k][rows] = (d_logits @ head) * weight
