@@ -18,7 +18,7 @@ venv:
 venv-dev:
 	@PYTHON="$(PYTHON)" scripts/bootstrap.sh "$(EXTRA),demo,dev"
 
-demo: venv  ## Make SmolLM2-135M faster, from nothing: extract, train, convert, evaluate (about 20 minutes on 2 cores)
+demo: venv  ## Make SmolLM2-135M faster, from nothing: extract, train, convert, evaluate (under 20 minutes on 2 cores)
 	$(BIN)/draftsmith run recipes/demo.yaml
 
 # Two processes, a file of tests at a time: an engine's start is work for one core.
