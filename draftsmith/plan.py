@@ -385,7 +385,8 @@ def flop_of_row(recipe: Recipe, drafter: Drafter, steps: int, *, predicts: bool)
     """FLOP of training on one row: forward, and as many again for the gradient of what is multiplied and of the weight.
 
     A row that something is predicted from meets the head at every step (frozen, it needs no gradient of its own), and the
-    teacher's head once where the target's distribution is taught or the loss's part of the vocabulary is chosen by it.
+    teacher's head once where the target's distribution is taught. That the teacher chooses the loss's part of the
+    vocabulary is not counted: a few rows of a step are asked.
     """
     shapes, config = drafter.shapes(drafter.config), drafter.config
     flop = 0.0
@@ -397,8 +398,8 @@ def flop_of_row(recipe: Recipe, drafter: Drafter, steps: int, *, predicts: bool)
     head = vocabulary * _head_width(drafter)
     flop += steps * head * (6 if recipe.train.train_lm_head and drafter.head_parameters() else 4)
     terms = drafter.loss_terms(recipe.train.drafter)
-    if terms.targets == "distribution" or vocabulary < config.draft_vocab_size:
-        flop += 2 * config.draft_vocab_size * config.hidden_size
+    if terms.targets == "distribution":
+        flop += 2 * vocabulary * config.hidden_size
     return flop
 
 

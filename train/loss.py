@@ -10,6 +10,7 @@ that the loss is taken over.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any, Literal
@@ -27,6 +28,8 @@ _LOGITS_AT_ONCE = 1 << 21
 """Logits in a chunk of rows: 8 MiB in float32, which stays in a CPU's cache from one pass over it to the next."""
 _LEAST_ROWS = 128
 """Rows in a chunk, however large the vocabulary: with fewer, a product waits for the head to come from memory."""
+ROWS_ASKED = 256
+"""Rows of a batch whose teachers choose the part of the draft vocabulary that its loss is taken over."""
 
 
 def row_chunks(rows: int, vocab: int) -> Iterator[slice]:
@@ -167,8 +170,8 @@ class ChainLoss(nn.Module):
     def _columns(self, states: torch.Tensor, labels: torch.Tensor) -> torch.Tensor | None:
         """The part of the draft vocabulary that this batch's loss is taken over; None for all of it.
 
-        What the teacher holds likely anywhere in the batch, and every true token: the rest has next to no
-        probability in any row, and costs as much.
+        What the teacher holds likely, asked in rows spread over the batch, and every true token: the rest has next to
+        no probability in any row, and costs as much.
 
         Args:
             states: [N, H], the target's normed states.
@@ -180,9 +183,10 @@ class ChainLoss(nn.Module):
         vocab = len(self.teacher_head)
         if self.loss_vocab_size is None or self.loss_vocab_size >= vocab:
             return None
+        asked = states[:: math.ceil(len(states) / ROWS_ASKED) or 1]
         mass = states.new_zeros(vocab, dtype=_exact(states.dtype))
-        for rows in row_chunks(len(states), vocab):
-            mass += F.linear(states[rows], self.teacher_head).softmax(-1, dtype=mass.dtype).sum(0)
+        for rows in row_chunks(len(asked), vocab):
+            mass += F.linear(asked[rows], self.teacher_head).softmax(-1, dtype=mass.dtype).sum(0)
         mass[labels] = torch.inf
         size = max(self.loss_vocab_size, int(mass.isinf().sum()))
         return mass.topk(size).indices.sort().values

@@ -7,8 +7,8 @@ documents, of which 30% are prompt, as in ShareGPT, and count as in `recipes/lea
 - Ours is what the trainer does for a step of `recipes/learn.yaml`: its loss, clipping, its optimizers.
 - The limit is the rate of one plain matrix product. Our useful operations are counted from the formulas, for the rows that
   the loss needs: two for each weight a row meets forward, twice that backward, none for the gradient of a frozen head; the
-  head over the part of the draft vocabulary that the loss is taken over, the teacher once over all of it; and the products
-  of Muon's iteration on Gram matrices. Attention, norms and softmax are not counted.
+  head and the teacher over the part of the draft vocabulary that the loss is taken over, the teacher over all of it for the
+  rows that choose the part; and the products of Muon's iteration on Gram matrices. Attention, norms and softmax are not counted.
 - The first try (`first_try.py`) with AdamW, and speculators' model with its own optimizer (`peer_driver.py`), do what they
   do for all rows.
 
@@ -17,6 +17,7 @@ documents, of which 30% are prompt, as in ShareGPT, and count as in `recipes/lea
 
 from __future__ import annotations
 
+import math
 import statistics
 import tempfile
 import time
@@ -32,7 +33,7 @@ from draftsmith.drafters.eagle3 import Eagle3Config, Eagle3Drafter
 from draftsmith.recipe import Recipe, load_recipe
 from draftsmith.store import Sequence
 from draftsmith.train import train
-from draftsmith.train.loss import ChainLoss
+from draftsmith.train.loss import ROWS_ASKED, ChainLoss
 from draftsmith.train.packing import pack
 from tests.benchmarks import bench_learn
 from tests.benchmarks.first_try import DRAFT, FUSED, HEAD_DIM, HEADS, HIDDEN, INNER, KV_HEADS, STEPS, VOCAB, FirstTry
@@ -226,7 +227,10 @@ def useful_operations(batch: Batch, *, loss_vocabulary: int) -> float:
     taught = torch.zeros(rows + STEPS + 1, dtype=torch.bool)
     for step in range(STEPS):
         taught[(batch.counts[:, step] > 0).nonzero()[:, 0] + 1 + step] = True
-    teacher = 2 * int(taught.sum()) * HIDDEN * DRAFT
+    rows_taught = int(taught.sum())
+    teacher = 2 * HIDDEN * rows_taught * loss_vocabulary
+    if loss_vocabulary < DRAFT:
+        teacher += 2 * HIDDEN * math.ceil(rows_taught / math.ceil(rows_taught / ROWS_ASKED)) * DRAFT
     return drafter + head + teacher
 
 
