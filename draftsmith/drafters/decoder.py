@@ -26,6 +26,7 @@ from torch.utils.checkpoint import checkpoint
 
 from draftsmith.drafters.base import ChainStep, Drafter, DrafterConfig
 from draftsmith.drafters.batch import Batch
+from draftsmith.drafters.norm import RMSNorm
 from draftsmith.target import TargetInfo
 
 if TYPE_CHECKING:  # imported where it is used: that takes seconds, and checking a recipe imports the kinds
@@ -168,11 +169,11 @@ class DecoderLayer(nn.Module):
 
         hidden, eps = config.hidden_size, config.rms_norm_eps
         if input_norm:
-            self.input_layernorm = nn.RMSNorm(hidden, eps)
+            self.input_layernorm = RMSNorm(hidden, eps)
         if hidden_norm:
-            self.hidden_norm = nn.RMSNorm(hidden, eps)
+            self.hidden_norm = RMSNorm(hidden, eps)
         self.self_attn = _Attention(config, reads)
-        self.post_attention_layernorm = nn.RMSNorm(hidden, eps)
+        self.post_attention_layernorm = RMSNorm(hidden, eps)
         self.mlp = LlamaMLP(config.llama())
 
 

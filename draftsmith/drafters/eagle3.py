@@ -28,6 +28,7 @@ from torch.nn import functional as F
 from draftsmith.drafters.batch import Batch
 from draftsmith.drafters.decoder import DecoderConfig, DecoderDrafter, DecoderLayer, rotary_embedding, shape_of_target
 from draftsmith.drafters.linear import RIDGE, ROWS_TO_FIT, unit_rms
+from draftsmith.drafters.norm import RMSNorm
 from draftsmith.drafters.recall import fit_codes, fit_outputs, place_codes
 from draftsmith.recipe import DrafterOptions
 from draftsmith.target import TargetInfo, TargetTensors
@@ -88,13 +89,13 @@ class Eagle3Drafter(DecoderDrafter):
         super().__init__()
         hidden, eps = config.hidden_size, config.rms_norm_eps
         self.config = config
-        self.fc_norm = nn.ModuleList(nn.RMSNorm(hidden, eps) for _ in config.layer_ids) if config.fc_norm else None
+        self.fc_norm = nn.ModuleList(RMSNorm(hidden, eps) for _ in config.layer_ids) if config.fc_norm else None
         self.fc = nn.Linear(len(config.layer_ids) * hidden, hidden, bias=False)
         self.layers = nn.ModuleList(
             DecoderLayer(config, reads=hidden if index else 2 * hidden, hidden_norm=index == 0)
             for index in range(config.num_layers)
         )
-        self.norm = nn.RMSNorm(hidden, eps)
+        self.norm = RMSNorm(hidden, eps)
         self.lm_head = nn.Linear(hidden, config.draft_vocab_size, bias=False)
         self._rotary = rotary_embedding(config)
         self.register_buffer("embedding", embedding, persistent=False)
