@@ -14,12 +14,15 @@ from draftsmith.checkpoint import RECORD, WEIGHTS
 from draftsmith.convert.contents import Contents, read_own, write_own
 from draftsmith.convert.formats import FORMATS
 from draftsmith.convert.formats.base import NOBODY, Format
+from draftsmith.convert.vocabulary import with_vocabulary
 from draftsmith.convert.weights import open_weights, read_json
 from draftsmith.drafters import drafter_class
 from draftsmith.errors import UserError
 from draftsmith.progress import console
 from draftsmith.recipe import Recipe, digest
-from draftsmith.target import TargetInfo
+from draftsmith.store import Store
+from draftsmith.target import TargetInfo, load_target_tensors
+from draftsmith.vocabulary import choose_draft_vocabulary
 
 OWN = "draftsmith"
 """The name of the trainer's own checkpoint among the formats."""
@@ -124,6 +127,8 @@ def convert_checkpoint(
     named: str | None = None,
     target: TargetInfo | None = None,
     dtype: str | None = None,
+    vocabulary: int | None = None,
+    store: Path | None = None,
 ) -> dict[str, Any]:
     """Write the drafter in `source` as the format `to` into the new directory `out`, which appears when it is whole.
 
@@ -131,6 +136,8 @@ def convert_checkpoint(
         named: the format of `source`, where it is not to be told by its content.
         target: what the drafter was made for, for formats that do not say.
         dtype: torch's name of the floating-point type; None for that of the source.
+        vocabulary: cut or grow the draft vocabulary to so many tokens, the most frequent of the answers in `store`.
+        store: a finished store; where `vocabulary` is given.
 
     Raises:
         UserError: `source` cannot be read, `to` cannot hold it, or there is something at `out`.
@@ -143,6 +150,11 @@ def convert_checkpoint(
         f"convert: {source} is a drafter of the kind {found.kind} in the format {found.format}: {found.reason}"
     )
     contents = read(source, found, target)
+    if vocabulary is not None:
+        assert store is not None
+        counts = Store(store).token_counts(contents.config["vocab_size"])
+        head = None if target is None else load_target_tensors(target.path).lm_head
+        contents = with_vocabulary(contents, choose_draft_vocabulary(counts, vocabulary), head)
     out.parent.mkdir(parents=True, exist_ok=True)
     temporary = Path(tempfile.mkdtemp(dir=out.parent, prefix=f".{out.name}-"))
     try:
@@ -157,7 +169,7 @@ def convert_checkpoint(
             "parameters": sum(weight.count for weight in contents.weights.values()),
             "bytes": sum(file.stat().st_size for file in temporary.iterdir()),
         }  # fmt: skip
-        inputs = digest([str(source.resolve()), figures, dtype])
+        inputs = digest([str(source.resolve()), figures, dtype, vocabulary, str(store)])
         stage.finish(temporary, stage="convert", inputs=inputs, recipe={}, figures=figures, started=started)
         temporary.chmod(0o755)
         temporary.rename(out)

@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import replace
 
 import torch
 
+from draftsmith.convert.contents import Contents
 from draftsmith.convert.weights import Weight
+from draftsmith.drafters import drafter_class
 from draftsmith.errors import UserError
 
 MAPS = ("d2t", "t2d")
@@ -72,6 +75,46 @@ def from_tensors(
     ids = readings[0]
     order = ids.argsort()
     return ids[order], None if torch.equal(order, torch.arange(size)) else order
+
+
+def with_vocabulary(contents: Contents, ids: torch.Tensor, target_head: torch.Tensor | None) -> Contents:
+    """The drafter with another draft vocabulary: it keeps its rows of the head, and takes new ones from the target's head.
+
+    Logits of tokens that stay are what they were.
+
+    Args:
+        contents: of a kind that maps its vocabulary (EAGLE-3).
+        ids: int64 [V] ascending target ids.
+        target_head: [vocab, H], the target's; only where tokens come in.
+
+    Raises:
+        UserError: the kind drafts over the target's whole vocabulary, or tokens come in and there is no head for them.
+    """
+    if not drafter_class(contents.kind).vllm_layout.maps_vocabulary:
+        raise UserError(
+            f"A drafter of the kind {contents.kind} drafts over its target's whole vocabulary in every format that holds it."
+        )
+    old = contents.draft_token_ids
+    place = torch.searchsorted(old, ids).clamp(max=len(old) - 1)
+    index = torch.where(old[place] == ids, place, -1)
+    new = int((index < 0).sum())
+    if new and target_head is None:
+        raise UserError(
+            f"{new} of the {len(ids)} tokens wanted are not in the drafter's vocabulary. Their rows of the head come from the "
+            "target's: name it with --target."
+        )
+    head = contents.weights["lm_head.weight"]
+    if target_head is not None and target_head.shape != (contents.config["vocab_size"], *head.shape[1:]):
+        raise UserError(
+            f"The target's head is {list(target_head.shape)}, and the drafter's {list(head.shape)} over a vocabulary of "
+            f"{contents.config['vocab_size']}: it is another target, or the drafter is of another width."
+        )
+    weights = {
+        **contents.weights,
+        "lm_head.weight": head.rows(index, None if target_head is None else target_head[ids]),
+    }
+    config = contents.config | {"draft_vocab_size": len(ids)}
+    return replace(contents, config=config, draft_token_ids=ids, weights=weights).check()
 
 
 def to_tensors(draft_token_ids: torch.Tensor, *, vocabulary: int) -> dict[str, Weight]:

@@ -84,15 +84,17 @@ class Weight:
             return self
         return Weight(self.shape, dtype, lambda: (part.to(dtype) for part in self.parts()))
 
-    def rows(self, index: torch.Tensor) -> Weight:
-        """The rows `index` (int64) of the first dimension; a negative number stands for a row of zeros."""
+    def rows(self, index: torch.Tensor, others: torch.Tensor | None = None) -> Weight:
+        """The rows `index` (int64) of the first dimension; where it is negative, the same row of `others`."""
 
         def parts() -> Iterator[torch.Tensor]:
             whole = self.tensor()
             at_once = max(1, _AT_ONCE // max(1, whole[:1].nbytes))
-            for some in index.split(at_once):
+            for start in range(0, len(index), at_once):
+                some = index[start : start + at_once]
                 found = whole[some.clamp(min=0)]
-                found[some < 0] = 0
+                if others is not None:
+                    found[some < 0] = others[start : start + at_once][some < 0].to(found.dtype)
                 yield found.flatten()
 
         return Weight((len(index), *self.shape[1:]), self.dtype, parts)

@@ -138,6 +138,16 @@ def convert(
     dtype: Annotated[
         str | None, typer.Option(help="float32, bfloat16 or float16; absent: the source's own.", show_default=False)
     ] = None,
+    vocabulary: Annotated[
+        int | None,
+        typer.Option(
+            "--vocab", help="Cut or grow an EAGLE-3 drafter's vocabulary to so many tokens.", show_default=False
+        ),
+    ] = None,
+    store: Annotated[
+        Path | None,
+        typer.Option(help="With --vocab: the store whose most frequent tokens they are.", show_default=False),
+    ] = None,
     list_formats: Annotated[bool, typer.Option("--list", help="Print the formats and what converts to what.")] = False,
 ) -> None:
     """Checkpoint to RUNS/NAME/vllm, the directory that stock vLLM loads; or, with --to, any drafter to any format.
@@ -153,24 +163,29 @@ def convert(
             "Name a recipe, or a folder with a drafter's checkpoint and --to FORMAT; --list prints the formats."
         )
     elif to is None:
-        if given := [name for name, value in _options(out, named, target, dtype).items() if value is not None]:
+        options = {
+            "--out": out,
+            "--from": named,
+            "--target": target,
+            "--dtype": dtype,
+            "--vocab": vocabulary,
+            "--store": store,
+        }
+        if given := [name for name, value in options.items() if value is not None]:
             raise UserError(
                 f"{', '.join(given)} needs --to FORMAT, which says what to write; --list prints the formats."
             )
         _run(["convert"], source, overrides, runs, as_json)
     else:
-        figures = _convert_any(source, to, out, named, target, dtype)
+        figures = _convert_any(source, to, out, named, target, dtype, vocabulary, store)
         if as_json:
             print(json.dumps(figures, indent=2))
 
 
-def _options(out: Path | None, named: str | None, target: str | None, dtype: str | None) -> dict[str, Any]:
-    return {"--out": out, "--from": named, "--target": target, "--dtype": dtype}
-
-
 def _convert_any(
-    source: Path, to: str, out: Path | None, named: str | None, target: str | None, dtype: str | None
-) -> dict[str, Any]:
+    source: Path, to: str, out: Path | None, named: str | None, target: str | None, dtype: str | None, vocabulary: int | None,
+    store: Path | None,
+) -> dict[str, Any]:  # fmt: skip
     from draftsmith.convert.convert import OWN, convert_checkpoint
     from draftsmith.convert.formats import FORMATS
     from draftsmith.recipe import Target
@@ -181,6 +196,10 @@ def _convert_any(
     ):  # fmt: skip
         if value is not None and value not in known:
             raise UserError(f"`{option} {value}` is none of {', '.join(known)}.")
+    if (vocabulary is None) != (store is None):
+        raise UserError("--vocab and --store go together: how many tokens, and of which answers the most frequent.")
+    if vocabulary is not None and vocabulary < 1:
+        raise UserError(f"`--vocab {vocabulary}` is no size of a vocabulary.")
     if out is None:
         raise UserError("Say with --out which folder to write.")
     if not source.is_dir():
@@ -190,7 +209,9 @@ def _convert_any(
         local = Path(target).expanduser()
         model = Target(model=str(local.resolve()) if local.is_dir() else target)
         info = describe_target(prepare_target(model), model)
-    return convert_checkpoint(source, out, to=to, named=named, target=info, dtype=dtype)
+    return convert_checkpoint(
+        source, out, to=to, named=named, target=info, dtype=dtype, vocabulary=vocabulary, store=store
+    )  # fmt: skip
 
 
 def _print_formats() -> None:

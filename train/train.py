@@ -46,7 +46,7 @@ from draftsmith.train.acceptance import predict_acceptance, predict_sampled_acce
 from draftsmith.train.loss import ChainLoss
 from draftsmith.train.muon import Muon
 from draftsmith.train.packing import pack, plan_epoch, share_out
-from draftsmith.train.vocabulary import choose_draft_vocabulary
+from draftsmith.vocabulary import choose_draft_vocabulary
 
 SNAPSHOT = "resume.pt"
 """Beside the checkpoint while training runs: everything needed to go on after a crash."""

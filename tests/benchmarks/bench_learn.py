@@ -27,7 +27,7 @@ from draftsmith.store import Store
 from draftsmith.target import TargetInfo, describe_target, load_target_tensors, prepare_target
 from draftsmith.train.acceptance import predict_acceptance
 from draftsmith.train.train import run_train
-from draftsmith.train.vocabulary import choose_draft_vocabulary
+from draftsmith.vocabulary import choose_draft_vocabulary
 from tests.benchmarks.peer_speculators import check_mapping, hand_over, load_peer, train_peer
 from tests.benchmarks.references import train_reference
 

@@ -24,7 +24,7 @@ from draftsmith.convert.contents import EMBEDDING, Contents, read_own, write_own
 from draftsmith.convert.convert import convert_checkpoint, read, recognise
 from draftsmith.convert.formats import FORMATS
 from draftsmith.convert.formats.base import NOBODY
-from draftsmith.convert.vocabulary import from_tensors, to_tensors
+from draftsmith.convert.vocabulary import from_tensors, to_tensors, with_vocabulary
 from draftsmith.convert.weights import Weight, open_weights, write_safetensors
 from draftsmith.drafters import drafter_class, kinds
 from draftsmith.errors import DraftsmithError, UserError
@@ -249,6 +249,26 @@ def test_rows_follow_the_vocabulary(tmp_path: Path) -> None:
     tensors["lm_head.weight"] = tensors["lm_head.weight"][order]
     save_file(tensors, tmp_path / "model.safetensors")
     assert_equal(found, read(tmp_path, recognise(tmp_path)))
+
+
+def test_another_vocabulary() -> None:
+    """Cut and grown again it is what it was; tokens that stay keep their rows, those that come have the target's."""
+    found = make_contents("eagle3", EAGLE3, torch.bfloat16, 3)
+    old, head = found.draft_token_ids, found.weights["lm_head.weight"].tensor()
+    cut = with_vocabulary(found, old[[1, 4, 6]], None)
+    assert cut.config["draft_vocab_size"] == 3
+    assert torch.equal(cut.weights["lm_head.weight"].tensor(), head[[1, 4, 6]])
+    target_head = torch.randn(VOCAB, 16)
+    grown = with_vocabulary(cut, torch.arange(VOCAB), target_head)
+    expected = target_head.bfloat16()
+    expected[old[[1, 4, 6]]] = head[[1, 4, 6]]
+    assert torch.equal(grown.weights["lm_head.weight"].tensor(), expected)
+    target_head[old] = head.float()
+    assert_equal(with_vocabulary(cut, old, target_head), found)
+    with pytest.raises(UserError, match="4 of the 7 tokens wanted are not in the drafter's vocabulary"):
+        with_vocabulary(cut, old, None)
+    with pytest.raises(UserError, match="another target"):
+        with_vocabulary(cut, old, target_head[:, :8])
 
 
 def test_ropes_old_and_new(tmp_path: Path) -> None:

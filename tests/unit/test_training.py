@@ -17,7 +17,7 @@ from draftsmith.train.acceptance import _walk, predict_acceptance
 from draftsmith.train.muon import Muon, orthogonalise
 from draftsmith.train.packing import plan_epoch, share_out
 from draftsmith.train.train import learning_rate_factor
-from draftsmith.train.vocabulary import choose_draft_vocabulary
+from draftsmith.vocabulary import choose_draft_vocabulary
 from tests.unit.converting import to_vllm
 from tests.unit.test_eagle3 import DRAFT, HIDDEN, VOCAB, make_drafter, make_sequence
 
