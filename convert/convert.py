@@ -14,6 +14,7 @@ from draftsmith.checkpoint import RECORD, WEIGHTS
 from draftsmith.convert.contents import Contents, read_own, write_own
 from draftsmith.convert.formats import FORMATS
 from draftsmith.convert.formats.base import NOBODY, Format
+from draftsmith.convert.verify import compare
 from draftsmith.convert.vocabulary import with_vocabulary
 from draftsmith.convert.weights import open_weights, read_json
 from draftsmith.drafters import drafter_class
@@ -129,6 +130,7 @@ def convert_checkpoint(
     dtype: str | None = None,
     vocabulary: int | None = None,
     store: Path | None = None,
+    verify: bool = False,
 ) -> dict[str, Any]:
     """Write the drafter in `source` as the format `to` into the new directory `out`, which appears when it is whole.
 
@@ -138,6 +140,7 @@ def convert_checkpoint(
         dtype: torch's name of the floating-point type; None for that of the source.
         vocabulary: cut or grow the draft vocabulary to so many tokens, the most frequent of the answers in `store`.
         store: a finished store; where `vocabulary` is given.
+        verify: read back what was written, and compare its logits with the source's before it appears.
 
     Raises:
         UserError: `source` cannot be read, `to` cannot hold it, or there is something at `out`.
@@ -149,12 +152,13 @@ def convert_checkpoint(
     console.print(
         f"convert: {source} is a drafter of the kind {found.kind} in the format {found.format}: {found.reason}"
     )
-    contents = read(source, found, target)
+    original = contents = read(source, found, target)
+    tensors = None if target is None else load_target_tensors(target.path)
     if vocabulary is not None:
         assert store is not None
         counts = Store(store).token_counts(contents.config["vocab_size"])
-        head = None if target is None else load_target_tensors(target.path).lm_head
-        contents = with_vocabulary(contents, choose_draft_vocabulary(counts, vocabulary), head)
+        ids = choose_draft_vocabulary(counts, vocabulary)
+        contents = with_vocabulary(contents, ids, None if tensors is None else tensors.lm_head)
     out.parent.mkdir(parents=True, exist_ok=True)
     temporary = Path(tempfile.mkdtemp(dir=out.parent, prefix=f".{out.name}-"))
     try:
@@ -163,11 +167,18 @@ def convert_checkpoint(
         else:
             FORMATS[to].write(contents, temporary, dtype=dtype)
             stage.write_bytes(temporary / "README.md", _model_card(contents).encode())
+        verified = None
+        if verify:
+            verified = compare(original, read(temporary, Found(to, found.kind, ""), target), tensors)
+            console.print(
+                f"verified: on the same inputs logits are apart by {verified['relative_difference']:.2g} of their size; "
+                f"{verified['same_first_choice']:.0%} of first choices are the same"
+            )
         (temporary / stage.OWNER).touch()
         figures: dict[str, Any] = {
             "from": found.format, "to": to, "kind": found.kind,
             "parameters": sum(weight.count for weight in contents.weights.values()),
-            "bytes": sum(file.stat().st_size for file in temporary.iterdir()),
+            "bytes": sum(file.stat().st_size for file in temporary.iterdir()), "verified": verified,
         }  # fmt: skip
         inputs = digest([str(source.resolve()), figures, dtype, vocabulary, str(store)])
         stage.finish(temporary, stage="convert", inputs=inputs, recipe={}, figures=figures, started=started)

@@ -148,6 +148,9 @@ def convert(
         Path | None,
         typer.Option(help="With --vocab: the store whose most frequent tokens they are.", show_default=False),
     ] = None,
+    verify: Annotated[
+        bool, typer.Option("--verify", help="Run source and result on the same inputs and compare their logits.")
+    ] = False,
     list_formats: Annotated[bool, typer.Option("--list", help="Print the formats and what converts to what.")] = False,
 ) -> None:
     """Checkpoint to RUNS/NAME/vllm, the directory that stock vLLM loads; or, with --to, any drafter to any format.
@@ -177,14 +180,14 @@ def convert(
             )
         _run(["convert"], source, overrides, runs, as_json)
     else:
-        figures = _convert_any(source, to, out, named, target, dtype, vocabulary, store)
+        figures = _convert_any(source, to, out, named, target, dtype, vocabulary, store, verify)
         if as_json:
             print(json.dumps(figures, indent=2))
 
 
 def _convert_any(
     source: Path, to: str, out: Path | None, named: str | None, target: str | None, dtype: str | None, vocabulary: int | None,
-    store: Path | None,
+    store: Path | None, verify: bool,
 ) -> dict[str, Any]:  # fmt: skip
     from draftsmith.convert.convert import OWN, convert_checkpoint
     from draftsmith.convert.formats import FORMATS
@@ -210,7 +213,8 @@ def _convert_any(
         model = Target(model=str(local.resolve()) if local.is_dir() else target)
         info = describe_target(prepare_target(model), model)
     return convert_checkpoint(
-        source, out, to=to, named=named, target=info, dtype=dtype, vocabulary=vocabulary, store=store
+        source, out, to=to, named=named, target=info, dtype=dtype, vocabulary=vocabulary, store=store,
+        verify=verify,
     )  # fmt: skip
 
 

@@ -10,6 +10,7 @@ import shutil
 import struct
 from collections.abc import Callable
 from contextlib import suppress
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -24,6 +25,7 @@ from draftsmith.convert.contents import EMBEDDING, Contents, read_own, write_own
 from draftsmith.convert.convert import convert_checkpoint, read, recognise
 from draftsmith.convert.formats import FORMATS
 from draftsmith.convert.formats.base import NOBODY
+from draftsmith.convert.verify import compare
 from draftsmith.convert.vocabulary import from_tensors, to_tensors, with_vocabulary
 from draftsmith.convert.weights import Weight, open_weights, write_safetensors
 from draftsmith.drafters import drafter_class, kinds
@@ -316,6 +318,22 @@ def test_a_conversion_appears_whole(tmp_path: Path) -> None:
     assert {path.name for path in tmp_path.iterdir()} == {"checkpoint", "out"}
     loaded = Checkpoint.load(tmp_path / "checkpoint")  # what is written is the trainer's own
     assert_equal(Contents.of(loaded), found)
+
+
+@settings(deadline=None, max_examples=25)
+@given(contents())
+def test_a_conversion_is_verified_by_what_it_computes(found: Contents) -> None:
+    small = {name: Weight.of(weight.tensor() * 0.2) for name, weight in found.weights.items()}  # as trained ones are
+    found = replace(found, weights=small)
+    assert compare(found, found) == {"relative_difference": 0, "same_first_choice": 1}
+    rounded = compare(found, found.to("bfloat16"))
+    assert rounded["relative_difference"] < 0.1
+    name = sorted(
+        name for name in found.weights if name.endswith("weight") and "embed" not in name and "emb." not in name
+    )[-1]
+    other = {**found.weights, name: Weight.of(found.weights[name].tensor() * -1)}
+    with pytest.raises(DraftsmithError, match="computes something else than its source"):
+        compare(found, replace(found, weights=other))
 
 
 # ---- what must never be believed ----
