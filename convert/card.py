@@ -71,7 +71,7 @@ def render(
         f"# Drafter ({checkpoint.kind}) for {name}",
         f"It guesses ahead for {name} in vLLM's speculative decoding, which checks every guess: the target decides each token, "
         f"and a step of it yields several.{_headline(results)} It drafts for this target only. Made with Draftsmith.",
-        _serving(checkpoint, target, repo, revision, base_model, results),
+        _serving(checkpoint, target, repo, revision, base_model, evaluate),
         _measured(evaluate) if evaluate else _predicted(checkpoint),
         _made(checkpoint, train, extract),
     ]
@@ -79,7 +79,15 @@ def render(
 
 
 def serve_command(
-    method: str, *, drafter: str, revision: str | None, target: str, target_revision: str | None, k: int, dtype: str
+    method: str,
+    *,
+    drafter: str,
+    revision: str | None,
+    target: str,
+    target_revision: str | None,
+    k: int,
+    dtype: str,
+    enforce_eager: bool,
 ) -> str:
     """The command line of vLLM's OpenAI-compatible server, for a shell.
 
@@ -90,7 +98,8 @@ def serve_command(
         speculative["revision"] = revision
     of_target = f"{shlex.quote(target)}" + (f" --revision {shlex.quote(target_revision)}" if target_revision else "")
     return (
-        f"python -m vllm.entrypoints.openai.api_server --model {of_target} --dtype {dtype} \\\n"
+        f"python -m vllm.entrypoints.openai.api_server --model {of_target} --dtype {dtype} "
+        f"{'--enforce-eager ' if enforce_eager else ''}\\\n"
         f"    --speculative-config {shlex.quote(json.dumps(speculative))}"
     )
 
@@ -111,8 +120,10 @@ def _serving(
     repo: str | None,
     revision: str | None,
     base_model: str | None,
-    results: Mapping[str, Any] | None,
+    evaluate: Mapping[str, Any] | None,
 ) -> str:
+    results = evaluate["figures"] if evaluate else None
+    eager = evaluate is not None and evaluate["recipe"]["engine"]["enforce_eager"]
     method = drafter_class(checkpoint.kind).vllm_method
     if method is None:
         return "## Serve it\n\nvLLM reads this layout, and cannot serve drafters of this kind yet."
@@ -121,6 +132,7 @@ def _serving(
     command = serve_command(
         method, drafter=repo or "THIS_DIRECTORY", revision=revision, target=base_model or "TARGET",
         target_revision=target.revision, k=k, dtype=results["dtype"] if results else target.dtype,
+        enforce_eager=eager,
     )  # fmt: skip
     notes = []
     name = checkpoint.target["name"]
@@ -133,6 +145,8 @@ def _serving(
     if results:
         tried = ", ".join(results["k_curve"])
         notes.append(f"{k} speculative tokens were the fastest of those tried ({tried}) where it was measured.")
+    if eager:
+        notes.append("`--enforce-eager` is as it was measured; without it vLLM compiles first, which takes minutes.")
     return "\n\n".join(["## Serve it", f"```bash\n{command}\n```", *([" ".join(notes)] if notes else [])])
 
 

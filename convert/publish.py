@@ -28,6 +28,7 @@ from draftsmith.recipe import Target
 
 TAG = "draftsmith"
 """The card's tag by which a repository is known to be one that we may write to again."""
+_IN_EVERY_REPO = {".gitattributes", "README.md"}
 _EVALUATION = ("results.json", "report.html")
 _LICENCE = ("license", "license_name", "license_link")
 
@@ -111,10 +112,10 @@ def _upload(repo: str, revision: str | None, files: Mapping[str, Path | bytes], 
         api.create_branch(repo, branch=revision, exist_ok=True)
     before = api.model_info(repo, revision=revision)
     there = {file.rfilename for file in before.siblings or ()}
-    if "config.json" in there and TAG not in (before.tags or ()):
+    if there - _IN_EVERY_REPO and not _is_ours(api, repo, before.sha, there):
         raise UserError(
-            f"{repo} holds a model that Draftsmith did not publish, so it is left alone. Choose another name with --repo, or "
-            f"add the tag `{TAG}` to its card if this one shall replace it."
+            f"{repo} holds files that Draftsmith did not publish, so it is left alone. Choose another name with --repo, or "
+            f"add the tag `{TAG}` to its card if this shall replace its weights."
         )
     if private and before.private is False:
         raise UserError(
@@ -154,6 +155,14 @@ def _upload(repo: str, revision: str | None, files: Mapping[str, Path | bytes], 
     return commit.oid, url
 
 
+def _is_ours(api: HfApi, repo: str, commit: str | None, there: set[str]) -> bool:
+    """Whether the card at that commit has our tag."""
+    if "README.md" not in there:
+        return False
+    card = Path(api.hf_hub_download(repo, "README.md", revision=commit)).read_text()
+    return TAG in (ModelCard(card, ignore_metadata_errors=True).data.tags or ())
+
+
 @contextmanager
 def _explained(repo: str) -> Iterator[None]:
     """The Hub's errors as ours."""
@@ -183,8 +192,8 @@ def _explained(repo: str) -> Iterator[None]:
 
 def _interrupted(repo: str, said: str) -> DraftsmithError:
     return DraftsmithError(
-        f"Publishing to {repo} was interrupted, and nothing is visible there yet: {said}. Check the network and HF_ENDPOINT and "
-        "run the same command again; files that have arrived are not sent again."
+        f"Publishing to {repo} was interrupted: {said}. It is one commit, so nothing is there by halves. Check the network and "
+        "HF_ENDPOINT and run the same command again; files that have arrived are not sent again."
     )
 
 
