@@ -15,6 +15,7 @@ from typing import Any
 
 from huggingface_hub import CommitOperationAdd, CommitOperationDelete, HfApi, ModelCard, errors
 from huggingface_hub.utils import disable_progress_bars, validate_repo_id
+from rich.markup import escape
 
 from draftsmith import stage
 from draftsmith.checkpoint import Checkpoint
@@ -72,14 +73,14 @@ def publish(
     checkpoint, train = _checkpoint_of(drafter, run_dir / "checkpoint")
     target = Target.model_validate(train["recipe"]["target"])
     evaluate = _evaluation_of(drafter, run_dir / evaluation) if evaluation is not None else None
-    known = (
-        {"license": licence} if licence else _target_licence(target, hub_id(target) or base_model, online=not dry_run)
-    )
+    base_model = hub_id(target) or base_model
+    known = {"license": licence} if licence else _target_licence(target, base_model, online=not dry_run)
     if not known:
+        name = escape(checkpoint.target["name"])
+        asked = " without asking the Hub" if dry_run and base_model else ""
         console.print(
-            f"[bold yellow]warning:[/] the licence of the target {checkpoint.target['name']} is not known"
-            f"{' without asking the Hub' if dry_run else ''}, and so the card names none. A drafter holds parts of its "
-            "target: find its licence out and say it, as in `--license apache-2.0`.",
+            f"[bold yellow]warning:[/] the licence of the target {name} is not known{asked}, and so the card names none. A "
+            "drafter holds parts of its target: find its licence out and say it, as in `--license apache-2.0`.",
             highlight=False, soft_wrap=True,
         )  # fmt: skip
     card = render(
@@ -117,15 +118,18 @@ def _upload(repo: str, revision: str | None, files: Mapping[str, Path | bytes], 
             f"{repo} holds files that Draftsmith did not publish, so it is left alone. Choose another name with --repo, or "
             f"add the tag `{TAG}` to its card if this shall replace its weights."
         )
-    if private and before.private is False:
+    if private and not before.private:
         raise UserError(
             f"{repo} is there already and is public, which --private does not change. Make it private in its settings on the "
             "Hub, or choose another name with --repo."
         )
     # Weights and figures of an earlier publication must not stand beside these.
-    gone = {name for name in there if name.startswith("eval/") or name.endswith((".safetensors", ".index.json"))} - set(
-        files
-    )
+    ours = {name for name in there if name.startswith("eval/") or name.endswith((".safetensors", ".index.json"))}
+    operations = [
+        *(CommitOperationAdd(path_in_repo=name, path_or_fileobj=file) for name, file in files.items()),
+        *(CommitOperationDelete(path_in_repo=name) for name in sorted(ours - set(files))),
+    ]
+    what = "Drafter, model card and evaluation" if "eval/results.json" in files else "Drafter and model card"
     total = sum(len(file) if isinstance(file, bytes) else file.stat().st_size for file in files.values())
     console.print(
         f"publish: {len(files)} files, {total / 1e6:.1f} MB, to {repo}; what the Hub has already is not sent again",
@@ -133,17 +137,7 @@ def _upload(repo: str, revision: str | None, files: Mapping[str, Path | bytes], 
     )  # fmt: skip
     with warnings.catch_warnings(record=True) as hints:
         warnings.simplefilter("always")
-        commit = api.create_commit(
-            repo,
-            [
-                *(CommitOperationAdd(path_in_repo=name, path_or_fileobj=file) for name, file in files.items()),
-                *(CommitOperationDelete(path_in_repo=name) for name in sorted(gone)),
-            ],
-            commit_message="Drafter, model card and evaluation"
-            if "eval/results.json" in files
-            else "Drafter and model card",
-            revision=revision,
-        )
+        commit = api.create_commit(repo, operations, commit_message=what, revision=revision)
     for hint in hints:  # what the Hub remarks on the metadata
         console.print(f"publish: {hint.message}", highlight=False, markup=False, soft_wrap=True)
     unchanged = commit.oid == before.sha
@@ -159,8 +153,8 @@ def _is_ours(api: HfApi, repo: str, commit: str | None, there: set[str]) -> bool
     """Whether the card at that commit has our tag."""
     if "README.md" not in there:
         return False
-    card = Path(api.hf_hub_download(repo, "README.md", revision=commit)).read_text()
-    return TAG in (ModelCard(card, ignore_metadata_errors=True).data.tags or ())
+    card = Path(api.hf_hub_download(repo, "README.md", revision=commit))
+    return TAG in _metadata(card).get("tags", ())
 
 
 @contextmanager
@@ -178,11 +172,7 @@ def _explained(repo: str) -> Iterator[None]:
         if status == 400:
             raise UserError(f"The Hub refuses {repo} as it is: {said}") from error
         raise _interrupted(repo, said) from error
-    except (
-        errors.HTTPError,
-        OSError,
-        RuntimeError,
-    ) as error:  # huggingface_hub wraps what ends an upload in RuntimeError
+    except (errors.HTTPError, OSError, RuntimeError) as error:  # an upload's own error comes wrapped in a RuntimeError
         raise _interrupted(repo, _one_line(error.__cause__ or error)) from error
     except ValueError as error:  # what huggingface_hub makes of metadata that the Hub finds wrong
         raise UserError(
@@ -271,12 +261,11 @@ def _drafter_files(drafter: Path) -> list[Path]:
 def _target_licence(target: Target, base_model: str | None, *, online: bool) -> dict[str, str]:
     """What the target says of its licence, in the Hub's words; {} where it says nothing or cannot be asked."""
     if target.gguf is not None:
-        named = _gguf_licence(place_of(target.gguf))
-        if named:
+        if named := _gguf_licence(place_of(target.gguf)):
             return {"license": named}
     elif hub_id(target) is None:
         readme = Path(str(target.model)) / "README.md"
-        if readme.is_file() and (said := _licence_in(readme.read_text())):
+        if readme.is_file() and (said := _licence_fields(_metadata(readme))):
             return said
     if base_model is None or not online:
         return {}
@@ -298,10 +287,11 @@ def _gguf_licence(path: Path) -> str | None:
     return str(field.contents()) if field else None
 
 
-def _licence_in(card: str) -> dict[str, str]:
+def _metadata(card: Path) -> dict[str, Any]:
+    """What another's card says of itself, {} where it cannot be read."""
     try:
-        return _licence_fields(ModelCard(card, ignore_metadata_errors=True).data.to_dict())
-    except Exception:  # another's file: whatever is wrong with it, it says nothing
+        return ModelCard(card.read_text(), ignore_metadata_errors=True).data.to_dict()
+    except Exception:  # whatever is wrong with it, it is not ours
         return {}
 
 

@@ -28,6 +28,7 @@ from draftsmith.hub import local_directory
 from draftsmith.inspection import inspect
 from draftsmith.recipe import Recipe
 from draftsmith.serve.report import render
+from draftsmith.target import target_name
 from tests.hub_server import READ_TOKEN, TOKEN, Hub, serve_hub
 from tests.unit.test_serve import _results
 
@@ -52,13 +53,12 @@ def make_run(folder: Path, *, seed: int = 0, **target: Any) -> Path:
     }  # fmt: skip
     torch.manual_seed(seed)
     shapes = kind.shapes(kind.config_class.from_dict(config))
-    model = recipe.target.model or ""
     stage.claim(run_dir / "checkpoint", fresh=True)
     training = {
         "steps": 7, "tokens": 1234, "parameters_trained": 5678, "predicted_acceptance_length": {"1": 1.25, "2": 1.5},
     }  # fmt: skip
     Checkpoint(
-        kind="eagle3", config=config, target={"name": model.removeprefix(f"{folder}/models/"), "revision": "weights-12ab",
+        kind="eagle3", config=config, target={"name": target_name(recipe.target), "revision": "weights-12ab",
         "config_hash": "c" * 64}, draft_token_ids=torch.arange(20), training=training,
         tensors={name: torch.randn(shape) for name, shape in shapes.items()},
     ).save(run_dir / "checkpoint")  # fmt: skip
@@ -357,9 +357,9 @@ def test_what_is_refused(run_dir: Path, hub: Hub, tmp_path: Path) -> None:
     (run_dir / "checkpoint" / "stage.json").unlink()
     refused("There is no finished checkpoint", ways_out=False)
     for repo in ("nobody", "a/b/c", "me/--", "me/tiny.git"):
-        with pytest.raises(UserError, match="`--repo .*` is no name on the Hub"):
+        with pytest.raises(UserError, match=r"`--repo .*` is no name on the Hub"):
             publish(run_dir, repo)
-    with pytest.raises(UserError, match="There is no folder .*nothing here, and it is no Hub id"):
+    with pytest.raises(UserError, match=r"There is no folder .*nothing here, and it is no Hub id"):
         local_directory(tmp_path / "nothing")
     assert hub.requests == []
 
