@@ -183,7 +183,7 @@ def _measured(evaluate: Mapping[str, Any]) -> str:
     return "\n\n".join(
         [
             "## Measured",
-            f"On {machine['processor']}, {machine['cores']} cores, {machine['memory_gib']:.0f} GiB, {gpus}; "
+            f"With {results['target']} on {machine['processor']}, {machine['cores']} cores, {machine['memory_gib']:.0f} GiB, {gpus}; "
             f"{machine['system']}; {results['dtype']}; {versions}; {evaluate['finished_at']}.",
             _table(headings, rows),
             "K: speculative tokens. Acceptance length: tokens that one step of the target yields, 1 + accepted / drafts, greedy, "

@@ -198,7 +198,7 @@ def test_card(run_dir: Path) -> None:
     )
     for text in (
         "a draft vocabulary of 20 tokens", "7 steps, 1,234 tokens", "10 conversations and 2 held out", "prompts.jsonl",
-        "On P, 2 cores, 8 GiB, no GPU", "vllm 0.32.0", "| held_out | 2 | 1.700 |", "The drafter was made for tiny-target",
+        "With a target on P, 2 cores, 8 GiB, no GPU", "vllm 0.32.0", "| held_out | 2 | 1.700 |", "The drafter was made for tiny-target",
     ):  # fmt: skip
         assert text in card, card
     assert str(run_dir.parents[1]) not in card
