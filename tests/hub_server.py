@@ -11,13 +11,14 @@ import base64
 import hashlib
 import json
 import re
+import sys
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from typing import Any, ClassVar
-from urllib.parse import unquote, urlsplit
+from urllib.parse import parse_qs, unquote, urlsplit
 
 import yaml
 
@@ -327,7 +328,7 @@ class _Handler(BaseHTTPRequestHandler):
         self._send(200, [_entry(name, file) for name, file in files.items()])
 
     def paths_info(self, repo: str, revision: str) -> None:
-        asked = json.loads(self._read())["paths"]
+        asked = parse_qs(self._read().decode())["paths"]
         found, commit = self._repo(repo, revision)
         self._send(200, [_entry(name, file) for name, file in found.commits[commit].items() if name in asked])
 
@@ -379,12 +380,19 @@ _ROUTES = [
 ]
 
 
+class _Server(ThreadingHTTPServer):
+    def handle_error(self, request: Any, client_address: Any) -> None:
+        """Connections that we cut, or that a killed client left, are meant."""
+        if not isinstance(sys.exception(), OSError):
+            super().handle_error(request, client_address)
+
+
 @contextmanager
 def serve_hub() -> Iterator[Hub]:
     """A Hub at `url` while the block runs."""
     hub = Hub()
     handler = type("Handler", (_Handler,), {"hub": hub})
-    with ThreadingHTTPServer(("127.0.0.1", 0), handler) as server:
+    with _Server(("127.0.0.1", 0), handler) as server:
         hub.url = f"http://127.0.0.1:{server.server_address[1]}"
         threading.Thread(target=server.serve_forever, args=(0.05,), daemon=True).start()
         try:
