@@ -34,7 +34,7 @@ def render(
     repo: str | None = None,
     revision: str | None = None,
     base_model: str | None = None,
-    licence: Mapping[str, str] | None = None,
+    licence: Mapping[str, Any] | None = None,
     train: Mapping[str, Any] | None = None,
     extract: Mapping[str, Any] | None = None,
     evaluate: Mapping[str, Any] | None = None,

@@ -150,7 +150,9 @@ def publish(
     place: Annotated[
         str,
         typer.Argument(
-            metavar="DIR", help="A run (RUNS/NAME), or its vllm folder; or a Hub id of either.", show_default=False
+            metavar="DIR",
+            help="A run (RUNS/NAME) or its vllm folder, or the Hub id of a whole run.",
+            show_default=False,
         ),
     ],
     repo: Annotated[str, typer.Option(metavar="OWNER/NAME", help="Where to publish; made when missing.")],

@@ -125,7 +125,7 @@ class _Handler(BaseHTTPRequestHandler):
     def do_GET(self) -> None:
         self._handle()
 
-    do_HEAD = do_POST = do_PUT = do_GET  # type: ignore[assignment]
+    do_HEAD = do_POST = do_PUT = do_GET
 
     def _handle(self) -> None:
         path = unquote(urlsplit(self.path).path)
