@@ -138,8 +138,9 @@ def _upload(repo: str, revision: str | None, files: Mapping[str, Path | bytes], 
     with warnings.catch_warnings(record=True) as hints:
         warnings.simplefilter("always")
         commit = api.create_commit(repo, operations, commit_message=what, revision=revision)
-    for hint in hints:  # what the Hub remarks on the metadata
-        console.print(f"publish: {hint.message}", highlight=False, markup=False, soft_wrap=True)
+    for hint in hints:
+        if hint.category is UserWarning:  # what the Hub remarks on the metadata
+            console.print(f"publish: {hint.message}", highlight=False, markup=False, soft_wrap=True)
     unchanged = commit.oid == before.sha
     url = f"{api.endpoint}/{repo}" + (f"/tree/{revision}" if revision else "")
     console.print(

@@ -233,7 +233,7 @@ def test_dry_run_contacts_nothing(run_dir: Path, hub: Hub) -> None:
     assert hub.requests == []
 
 
-def test_private_and_revision(run_dir: Path, hub: Hub, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_private_and_revision(run_dir: Path, hub: Hub, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     publish(run_dir, REPO, private=True, revision="v2")
     repo = hub.repos[REPO]
     assert repo.private
@@ -246,6 +246,7 @@ def test_private_and_revision(run_dir: Path, hub: Hub, monkeypatch: pytest.Monke
     with pytest.raises(UserError, match="is no store"):
         inspect(local_directory(REPO))
     monkeypatch.delenv("HF_TOKEN")
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_CACHE", str(tmp_path / "empty"))
     with pytest.raises(UserError, match=rf"There is no folder {REPO} here\. There is no model .* that you can see"):
         local_directory(REPO)
 
