@@ -125,7 +125,7 @@ def _upload(repo: str, revision: str | None, files: Mapping[str, Path | bytes], 
         )
     # Weights and figures of an earlier publication must not stand beside these.
     ours = {name for name in there if name.startswith("eval/") or name.endswith((".safetensors", ".index.json"))}
-    operations = [
+    operations: list[CommitOperationAdd | CommitOperationDelete] = [
         *(CommitOperationAdd(path_in_repo=name, path_or_fileobj=file) for name, file in files.items()),
         *(CommitOperationDelete(path_in_repo=name) for name in sorted(ours - set(files))),
     ]
