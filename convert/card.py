@@ -14,7 +14,7 @@ from typing import Any
 
 from huggingface_hub import EvalResult, ModelCardData
 
-from draftsmith.checkpoint import Checkpoint
+from draftsmith.convert.contents import Contents
 from draftsmith.drafters import drafter_class
 from draftsmith.recipe import Target
 
@@ -22,14 +22,14 @@ _USUAL_K = 3
 """Speculative tokens to serve with where no evaluation chose a number."""
 
 
-def hub_id(target: Target) -> str | None:
-    """The target's Hub id; None where the recipe names a folder or a file."""
-    return target.model if target.model is not None and not PurePath(target.model).is_absolute() else None
+def hub_id(name: str | None) -> str | None:
+    """A target's Hub id by the name that records have of it; None where it came from a folder or a file."""
+    return name if name and "/" in name else None
 
 
 def render(
-    checkpoint: Checkpoint,
-    target: Target,
+    drafter: Contents,
+    target: Target | None = None,
     *,
     repo: str | None = None,
     revision: str | None = None,
@@ -42,8 +42,8 @@ def render(
     """The card, with metadata as the Hub reads it.
 
     Args:
-        checkpoint: what the drafter was converted from.
-        target: the recipe's section.
+        drafter: whose card it is.
+        target: the recipe's section, where there is one.
         repo: where the card is published; None for a card that lies beside a drafter.
         revision: its branch, where that is not `main`.
         base_model: the target's Hub id, where the recipe's is none.
@@ -53,7 +53,8 @@ def render(
         evaluate: record of an evaluation of this very drafter; None leaves out everything measured.
     """
     results = evaluate["figures"] if evaluate else None
-    base_model = hub_id(target) or base_model
+    name = drafter.target["name"] or "its target"
+    base_model = hub_id(drafter.target["name"]) or base_model
     data = _data_set(extract)
     metadata = ModelCardData(
         **(licence or {}),
@@ -62,18 +63,17 @@ def render(
         datasets=[data["dataset"]] if data.get("dataset") else None,
         library_name="vllm",
         pipeline_tag="text-generation",
-        tags=["speculative-decoding", checkpoint.kind, "draftsmith"],
+        tags=["speculative-decoding", drafter.kind, "draftsmith"],
         model_name=repo.partition("/")[2] if repo and results else None,
         eval_results=_eval_results(results) if repo and results else None,
     )
-    name = checkpoint.target["name"]
     parts = [
-        f"# Drafter ({checkpoint.kind}) for {name}",
+        f"# Drafter ({drafter.kind}) for {name}",
         f"It guesses ahead for {name} in vLLM's speculative decoding, which checks every guess: the target decides each token, "
         f"and a step of it yields several.{_headline(results)} It drafts for this target only. Made with Draftsmith.",
-        _serving(checkpoint, target, repo, revision, base_model, evaluate),
-        _measured(evaluate) if evaluate else _predicted(checkpoint),
-        _made(checkpoint, train, extract),
+        _serving(drafter, target, repo, revision, base_model, evaluate),
+        _measured(evaluate) if evaluate else _predicted(drafter),
+        _made(drafter, train, extract),
     ]
     return f"---\n{metadata.to_yaml()}\n---\n\n" + "\n\n".join(part for part in parts if part) + "\n"
 
@@ -86,7 +86,7 @@ def serve_command(
     target: str,
     target_revision: str | None,
     k: int,
-    dtype: str,
+    dtype: str | None,
     enforce_eager: bool,
 ) -> str:
     """The command line of vLLM's OpenAI-compatible server, for a shell.
@@ -97,9 +97,9 @@ def serve_command(
     if revision:
         speculative["revision"] = revision
     of_target = f"{shlex.quote(target)}" + (f" --revision {shlex.quote(target_revision)}" if target_revision else "")
+    options = (f"--dtype {dtype} " if dtype else "") + ("--enforce-eager " if enforce_eager else "")
     return (
-        f"python -m vllm.entrypoints.openai.api_server --model {of_target} --dtype {dtype} "
-        f"{'--enforce-eager ' if enforce_eager else ''}\\\n"
+        f"python -m vllm.entrypoints.openai.api_server --model {of_target} {options}\\\n"
         f"    --speculative-config {shlex.quote(json.dumps(speculative))}"
     )
 
@@ -115,8 +115,8 @@ def _headline(results: Mapping[str, Any] | None) -> str:
 
 
 def _serving(
-    checkpoint: Checkpoint,
-    target: Target,
+    drafter: Contents,
+    target: Target | None,
     repo: str | None,
     revision: str | None,
     base_model: str | None,
@@ -124,18 +124,19 @@ def _serving(
 ) -> str:
     results = evaluate["figures"] if evaluate else None
     eager = evaluate is not None and evaluate["recipe"]["engine"]["enforce_eager"]
-    method = drafter_class(checkpoint.kind).vllm_method
+    method = drafter_class(drafter.kind).vllm_method
     if method is None:
         return "## Serve it\n\nvLLM reads this layout, and cannot serve drafters of this kind yet."
-    predicted = checkpoint.training.get("predicted_acceptance_length") or {}
+    predicted = drafter.training.get("predicted_acceptance_length") or {}
+    dtype = results["dtype"] if results else target.dtype if target else None
     k = results["num_speculative_tokens"] if results else min(_USUAL_K, max(map(int, predicted), default=_USUAL_K))
     command = serve_command(
         method, drafter=repo or "THIS_DIRECTORY", revision=revision, target=base_model or "TARGET",
-        target_revision=target.revision, k=k, dtype=results["dtype"] if results else target.dtype,
+        target_revision=target.revision if target else None, k=k, dtype=dtype,
         enforce_eager=eager,
     )  # fmt: skip
     notes = []
-    name = checkpoint.target["name"]
+    name = drafter.target["name"] or "its target"
     if base_model is None:
         notes.append(f"`TARGET` is {name} as a Hugging Face model: its folder, or its id on the Hub.")
     elif base_model != name:
@@ -195,8 +196,8 @@ def _measured(evaluate: Mapping[str, Any]) -> str:
     )  # fmt: skip
 
 
-def _predicted(checkpoint: Checkpoint) -> str:
-    predicted = checkpoint.training.get("predicted_acceptance_length") or {}
+def _predicted(drafter: Contents) -> str:
+    predicted = drafter.training.get("predicted_acceptance_length") or {}
     if not predicted:
         return ""
     rows = [[k, f"{value:.3f}"] for k, value in predicted.items()]
@@ -210,12 +211,13 @@ def _predicted(checkpoint: Checkpoint) -> str:
     )  # fmt: skip
 
 
-def _made(checkpoint: Checkpoint, train: Mapping[str, Any] | None, extract: Mapping[str, Any] | None) -> str:
-    target = checkpoint.target
-    rows = [["target", f"{target['name']}, {target['revision']}, config {target['config_hash'][:16]}"]]
-    method = [f"`{checkpoint.kind}`", f"a draft vocabulary of {len(checkpoint.draft_token_ids):,} tokens"]
+def _made(drafter: Contents, train: Mapping[str, Any] | None, extract: Mapping[str, Any] | None) -> str:
+    target = drafter.target
+    config = f"config {target['config_hash'][:16]}" if target["config_hash"] else None
+    rows = [["target", ", ".join(filter(None, (target["name"], target["revision"], config))) or "not known"]]
+    method = [f"`{drafter.kind}`", f"a draft vocabulary of {len(drafter.draft_token_ids):,} tokens"]
     if train:
-        options, figures = train["recipe"]["train"], checkpoint.training
+        options, figures = train["recipe"]["train"], drafter.training
         method += [
             f"{figures['parameters_trained'] / 1e6:.2f} M parameters trained",
             f"{options['epochs']:g} epochs, {figures['steps']:,} steps, {figures['tokens']:,} tokens",

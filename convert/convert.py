@@ -1,20 +1,29 @@
-"""The convert stage: checkpoint to `vllm/`."""
+"""The convert stage, checkpoint to `vllm/`; and any published drafter to any format."""
 
 from __future__ import annotations
 
+import shutil
+import tempfile
 import time
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from safetensors.torch import save
-
 from draftsmith import stage
-from draftsmith.checkpoint import RECORD, WEIGHTS, Checkpoint
+from draftsmith.checkpoint import RECORD, WEIGHTS
 from draftsmith.convert.card import render
-from draftsmith.convert.vllm import to_vllm
+from draftsmith.convert.contents import Contents, read_own, write_own
+from draftsmith.convert.formats import FORMATS
+from draftsmith.convert.formats.base import NOBODY, Format
+from draftsmith.convert.weights import open_weights, read_json
+from draftsmith.drafters import drafter_class
 from draftsmith.errors import UserError
 from draftsmith.progress import console
 from draftsmith.recipe import Recipe, digest
+from draftsmith.target import TargetInfo
+
+OWN = "draftsmith"
+"""The name of the trainer's own checkpoint among the formats."""
 
 
 def run_convert(recipe: Recipe, run_dir: Path) -> dict[str, Any]:
@@ -33,16 +42,11 @@ def run_convert(recipe: Recipe, run_dir: Path) -> dict[str, Any]:
         console.print(f"convert: {directory} is up to date")
         return stage.read(directory)["figures"]  # type: ignore[index]
 
-    checkpoint = Checkpoint.load(source)
-    config, tensors = to_vllm(checkpoint, dtype)
+    contents = read_own(source)
     stage.claim(directory, fresh=True)
-    stage.write_bytes(directory / "model.safetensors", save(tensors, metadata={"format": "pt"}))
-    stage.write_json(directory / "config.json", config)
-    stage.write_bytes(directory / "README.md", render(checkpoint, recipe.target).encode())
-    figures = {
-        "parameters": sum(t.numel() for t in tensors.values() if t.is_floating_point()),
-        "bytes": (directory / "model.safetensors").stat().st_size,
-    }
+    size = FORMATS["vllm"].write(contents, directory, dtype=dtype)
+    stage.write_bytes(directory / "README.md", render(contents, recipe.target).encode())
+    figures = {"parameters": sum(weight.count for weight in contents.weights.values()), "bytes": size}
     sections = recipe.model_dump(mode="json", include={"convert"})
     stage.finish(directory, stage="convert", inputs=inputs, recipe=sections, figures=figures, started=started)
     console.print(f"convert: {directory} holds {figures['parameters'] / 1e6:.1f} M parameters for vLLM")
@@ -57,3 +61,129 @@ def converted_from(checkpoint: Path, dtype: str) -> str:
         dtype: of the tensors for vLLM.
     """
     return digest([stage.sha256_of(checkpoint / WEIGHTS), stage.sha256_of(checkpoint / RECORD), dtype])
+
+
+# ---- any format ----
+
+
+@dataclass(frozen=True)
+class Found:
+    """What a directory was recognised as."""
+
+    format: str
+    """A name of `FORMATS`, or `OWN`."""
+    kind: str
+    reason: str
+
+
+def recognise(directory: Path, named: str | None = None) -> Found:
+    """Tell a checkpoint's format by what is in it.
+
+    Args:
+        directory: with a checkpoint.
+        named: the format that the user says it has.
+
+    Raises:
+        UserError: it is none that is known, or not the named one.
+    """
+    if (directory / RECORD).is_file() and named in (None, OWN):
+        return Found(OWN, str(read_json(directory / RECORD).get("kind")), f"it has a {RECORD}")
+    if not (directory / "config.json").is_file():
+        raise UserError(f"{directory} is no checkpoint of a drafter: it has neither {RECORD} nor config.json.")
+    record, names = read_json(directory / "config.json"), open_weights(directory)
+    chosen: list[Format] = [FORMATS[named]] if named else list(FORMATS.values())
+    for each in chosen:
+        if found := each.recognise(record, names.keys()):
+            return Found(each.name, *found)
+        if named and len(each.layouts) == 1:
+            return Found(named, next(iter(each.layouts)), "you said so")
+    raise UserError(
+        f"The checkpoint in {directory} is of no format that is known here"
+        f"{f', and not of the format {named}' if named else ''}: its architecture is {record.get('architectures')}, and its "
+        f"first tensors are {', '.join(sorted(names)[:4])}. `draftsmith convert --list` prints the formats; --from names one."
+    )
+
+
+def read(directory: Path, found: Found, target: TargetInfo | None = None) -> Contents:
+    """The checkpoint in `directory`.
+
+    Args:
+        found: by `recognise`.
+        target: what the drafter was made for, for formats that do not say.
+
+    Raises:
+        UserError: it is damaged, or does not say all that it must.
+    """
+    try:
+        if found.format == OWN:
+            return read_own(directory)
+        whose: dict[str, str | None] = NOBODY
+        known: dict[str, Any] = {}
+        if target is not None:
+            whose = {"name": target.name, "revision": target.revision, "config_hash": target.config_hash}
+            known = drafter_class(found.kind).known_from_target(target)
+        return FORMATS[found.format].read(directory, found.kind, target=whose, known=known)
+    except UserError as error:
+        raise UserError(f"{directory}, read as {found.format} ({found.kind}): {error}") from None
+
+
+def convert_checkpoint(
+    source: Path,
+    out: Path,
+    *,
+    to: str,
+    named: str | None = None,
+    target: TargetInfo | None = None,
+    dtype: str | None = None,
+) -> dict[str, Any]:
+    """Write the drafter in `source` as the format `to` into the new directory `out`, which appears when it is whole.
+
+    Args:
+        named: the format of `source`, where it is not to be told by its content.
+        target: what the drafter was made for, for formats that do not say.
+        dtype: torch's name of the floating-point type; None for that of the source.
+
+    Raises:
+        UserError: `source` cannot be read, `to` cannot hold it, or there is something at `out`.
+    """
+    started = time.time()
+    if out.exists() and (not out.is_dir() or any(out.iterdir())):
+        raise UserError(f"{out} is there already. Move it away, or name another folder with --out.")
+    found = recognise(source, named)
+    console.print(
+        f"convert: {source} is a drafter of the kind {found.kind} in the format {found.format}: {found.reason}"
+    )
+    contents = read(source, found, target)
+    out.parent.mkdir(parents=True, exist_ok=True)
+    temporary = Path(tempfile.mkdtemp(dir=out.parent, prefix=f".{out.name}-"))
+    try:
+        if to == OWN:
+            write_own(contents.to(dtype), temporary)
+        else:
+            FORMATS[to].write(contents, temporary, dtype=dtype)
+            stage.write_bytes(temporary / "README.md", render(contents).encode())
+        (temporary / stage.OWNER).touch()
+        figures: dict[str, Any] = {
+            "from": found.format, "to": to, "kind": found.kind,
+            "parameters": sum(weight.count for weight in contents.weights.values()),
+            "bytes": sum(file.stat().st_size for file in temporary.iterdir()),
+        }  # fmt: skip
+        inputs = digest([str(source.resolve()), figures, dtype])
+        stage.finish(temporary, stage="convert", inputs=inputs, recipe={}, figures=figures, started=started)
+        temporary.chmod(0o755)
+        temporary.rename(out)
+    finally:
+        shutil.rmtree(temporary, ignore_errors=True)
+    console.print(f"convert: {out} holds {figures['parameters'] / 1e6:.1f} M parameters in the format {to}")
+    return figures
+
+
+def table_of_formats() -> list[tuple[str, str, list[str], list[str]]]:
+    """Each format: its name, what it is, the kinds of drafter it holds, and the formats that can hold all or some of them."""
+    holds = {OWN: sorted({kind for each in FORMATS.values() for kind in each.layouts})}
+    holds |= {name: sorted(each.layouts) for name, each in FORMATS.items()}
+    titles = {OWN: "the trainer's own checkpoint"} | {name: each.title for name, each in FORMATS.items()}
+    return [
+        (name, titles[name], kinds, [other for other in holds if other != name and set(holds[other]) & set(kinds)])
+        for name, kinds in holds.items()
+    ]

@@ -18,8 +18,8 @@ from huggingface_hub.utils import disable_progress_bars, validate_repo_id
 from rich.markup import escape
 
 from draftsmith import stage
-from draftsmith.checkpoint import Checkpoint
 from draftsmith.convert.card import hub_id, render
+from draftsmith.convert.contents import Contents, read_own
 from draftsmith.convert.convert import converted_from
 from draftsmith.errors import DraftsmithError, UserError
 from draftsmith.files import place_of
@@ -70,13 +70,13 @@ def publish(
         _check_id(base_model, "--base-model")
     drafter = directory / "vllm" if (directory / "vllm").is_dir() else directory
     run_dir = drafter.resolve().parent
-    checkpoint, train = _checkpoint_of(drafter, run_dir / "checkpoint")
+    contents, train = _contents_of(drafter, run_dir / "checkpoint")
     target = Target.model_validate(train["recipe"]["target"])
     evaluate = _evaluation_of(drafter, run_dir / evaluation) if evaluation is not None else None
-    base_model = hub_id(target) or base_model
+    base_model = hub_id(contents.target["name"]) or base_model
     known = {"license": licence} if licence else _target_licence(target, base_model, online=not dry_run)
     if not known:
-        name = escape(checkpoint.target["name"])
+        name = escape(contents.target["name"])
         asked = " without asking the Hub" if dry_run and base_model else ""
         console.print(
             f"[bold yellow]warning:[/] the licence of the target {name} is not known{asked}, and so the card names none. A "
@@ -84,7 +84,7 @@ def publish(
             highlight=False, soft_wrap=True,
         )  # fmt: skip
     card = render(
-        checkpoint, target, repo=repo, revision=revision, base_model=base_model, licence=known, train=train,
+        contents, target, repo=repo, revision=revision, base_model=base_model, licence=known, train=train,
         extract=_extraction_of(run_dir / "store", train), evaluate=evaluate,
     )  # fmt: skip
     parsed = _parse(card)
@@ -201,7 +201,7 @@ def _check_id(name: str, option: str) -> None:
         raise UserError(f"`{option} {name}` is no name on the Hub, such as owner/name: {error}") from None
 
 
-def _checkpoint_of(drafter: Path, directory: Path) -> tuple[Checkpoint, dict[str, Any]]:
+def _contents_of(drafter: Path, directory: Path) -> tuple[Contents, dict[str, Any]]:
     """What the drafter was converted from, and the record of its training; both directories are checked."""
     converted, train = stage.read(drafter), stage.read(directory)
     if converted is None or converted.get("stage") != "convert":
@@ -222,7 +222,7 @@ def _checkpoint_of(drafter: Path, directory: Path) -> tuple[Checkpoint, dict[str
             f"The drafter in {drafter} was not made from the checkpoint in {directory}, which is newer. Run "
             "`draftsmith convert` with the run's recipe, and `draftsmith evaluate`."
         )
-    return Checkpoint.load(directory), train
+    return read_own(directory), train
 
 
 def _extraction_of(store: Path, train: Mapping[str, Any]) -> dict[str, Any] | None:
@@ -264,8 +264,8 @@ def _target_licence(target: Target, base_model: str | None, *, online: bool) -> 
     if target.gguf is not None:
         if named := _gguf_licence(place_of(target.gguf)):
             return {"license": named}
-    elif hub_id(target) is None:
-        readme = Path(str(target.model)) / "README.md"
+    elif Path(target.model or "").is_absolute():
+        readme = Path(target.model or "") / "README.md"
         if readme.is_file() and (said := _licence_fields(_metadata(readme))):
             return said
     if base_model is None or not online:

@@ -12,7 +12,7 @@ import typer
 from rich.markup import escape
 
 from draftsmith import __version__
-from draftsmith.errors import DraftsmithError
+from draftsmith.errors import DraftsmithError, UserError
 from draftsmith.progress import console
 from draftsmith.recipe import Recipe, load_recipe
 
@@ -115,10 +115,90 @@ def train(
 
 @app.command()
 def convert(
-    recipe: RecipePath, overrides: Overrides = None, runs: RunsDir = Path("runs"), as_json: AsJson = False
+    source: Annotated[
+        Path | None,
+        typer.Argument(help="A recipe; or, with --to, a folder with a drafter's checkpoint.", show_default=False),
+    ] = None,
+    overrides: Overrides = None,
+    runs: RunsDir = Path("runs"),
+    as_json: AsJson = False,
+    to: Annotated[str | None, typer.Option(help="The format to write; see --list.", show_default=False)] = None,
+    out: Annotated[
+        Path | None, typer.Option(help="The folder to write, which must not exist.", show_default=False)
+    ] = None,
+    named: Annotated[
+        str | None, typer.Option("--from", help="The format to read; absent: told by the content.", show_default=False)
+    ] = None,
+    target: Annotated[
+        str | None,
+        typer.Option(
+            help="The drafter's target, a folder or Hub id: for formats that do not say all.", show_default=False
+        ),
+    ] = None,
+    dtype: Annotated[
+        str | None, typer.Option(help="float32, bfloat16 or float16; absent: the source's own.", show_default=False)
+    ] = None,
+    list_formats: Annotated[bool, typer.Option("--list", help="Print the formats and what converts to what.")] = False,
 ) -> None:
-    """Checkpoint to RUNS/NAME/vllm: the directory that stock vLLM loads."""
-    _run(["convert"], recipe, overrides, runs, as_json)
+    """Checkpoint to RUNS/NAME/vllm, the directory that stock vLLM loads; or, with --to, any drafter to any format.
+
+    draftsmith convert recipes/demo.yaml
+
+    draftsmith convert path/to/drafter --to vllm --out drafter-vllm --target path/to/target
+    """
+    if list_formats:
+        _print_formats()
+    elif source is None:
+        raise UserError(
+            "Name a recipe, or a folder with a drafter's checkpoint and --to FORMAT; --list prints the formats."
+        )
+    elif to is None:
+        if given := [name for name, value in _options(out, named, target, dtype).items() if value is not None]:
+            raise UserError(
+                f"{', '.join(given)} needs --to FORMAT, which says what to write; --list prints the formats."
+            )
+        _run(["convert"], source, overrides, runs, as_json)
+    else:
+        figures = _convert_any(source, to, out, named, target, dtype)
+        if as_json:
+            print(json.dumps(figures, indent=2))
+
+
+def _options(out: Path | None, named: str | None, target: str | None, dtype: str | None) -> dict[str, Any]:
+    return {"--out": out, "--from": named, "--target": target, "--dtype": dtype}
+
+
+def _convert_any(
+    source: Path, to: str, out: Path | None, named: str | None, target: str | None, dtype: str | None
+) -> dict[str, Any]:
+    from draftsmith.convert.convert import OWN, convert_checkpoint
+    from draftsmith.convert.formats import FORMATS
+    from draftsmith.recipe import Target
+    from draftsmith.target import describe_target, prepare_target
+
+    for option, value, known in (
+        ("--to", to, [OWN, *FORMATS]), ("--from", named, [OWN, *FORMATS]), ("--dtype", dtype, ["float32", "bfloat16", "float16"]),
+    ):  # fmt: skip
+        if value is not None and value not in known:
+            raise UserError(f"`{option} {value}` is none of {', '.join(known)}.")
+    if out is None:
+        raise UserError("Say with --out which folder to write.")
+    if not source.is_dir():
+        raise UserError(f"There is no folder {source} with a drafter's checkpoint.")
+    info = None
+    if target is not None:
+        local = Path(target).expanduser()
+        model = Target(model=str(local.resolve()) if local.is_dir() else target)
+        info = describe_target(prepare_target(model), model)
+    return convert_checkpoint(source, out, to=to, named=named, target=info, dtype=dtype)
+
+
+def _print_formats() -> None:
+    from draftsmith.convert.convert import table_of_formats
+
+    for name, title, kinds, others in table_of_formats():
+        print(f"{name:<12} {title}: {', '.join(kinds)}")
+        print(f"{'':<12}   from and to {', '.join(others)}")
 
 
 @app.command()

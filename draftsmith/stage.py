@@ -14,9 +14,10 @@ import os
 import shutil
 import subprocess
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
+from typing import Any, BinaryIO
 
 from draftsmith import __version__
 from draftsmith.errors import DraftsmithError, UserError
@@ -117,11 +118,22 @@ def write_bytes(path: Path, *parts: bytes | memoryview) -> None:
     Raises:
         DraftsmithError: there is no room; nothing of the file is left, and an earlier one is as it was.
     """
+    with new_file(path, size=sum(memoryview(part).nbytes for part in parts)) as file:
+        for part in parts:
+            file.write(part)
+
+
+@contextmanager
+def new_file(path: Path, *, size: int) -> Iterator[BinaryIO]:
+    """A file of `size` bytes that is at `path` when the block ends, whole and durable, and nowhere if it fails.
+
+    Raises:
+        DraftsmithError: there is no room.
+    """
     temporary = path.with_name(path.name + ".tmp")
     try:
         with temporary.open("wb") as file:
-            for part in parts:
-                file.write(part)
+            yield file
             file.flush()
             os.fsync(file.fileno())
         temporary.replace(path)
@@ -134,11 +146,13 @@ def write_bytes(path: Path, *parts: bytes | memoryview) -> None:
         temporary.unlink(missing_ok=True)
         if error.errno not in NO_ROOM:
             raise
-        size = sum(memoryview(part).nbytes for part in parts)
         raise DraftsmithError(
             f"There is no room for {path} ({size / 1e6:.1f} MB): {error.strerror}. Make room in {path.parent} and run the "
             "same command again; what was finished before is kept."
         ) from None
+    except BaseException:
+        temporary.unlink(missing_ok=True)
+        raise
 
 
 def sha256_of(path: Path) -> str:

@@ -16,7 +16,7 @@ from draftsmith.errors import UserError
 if TYPE_CHECKING:
     from draftsmith.drafters.base import Drafter
 
-_SHARED = ("base", "batch", "decoder", "linear", "recall")
+_SHARED = ("base", "batch", "decoder", "layout", "linear", "norm", "recall")
 """Files here that are not kinds but what kinds have in common."""
 
 

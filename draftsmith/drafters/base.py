@@ -11,6 +11,7 @@ import torch
 from torch import nn
 
 from draftsmith.drafters.batch import Batch
+from draftsmith.drafters.layout import Layout
 from draftsmith.recipe import DrafterOptions
 from draftsmith.target import TargetInfo, TargetTensors
 
@@ -66,6 +67,10 @@ class Drafter(nn.Module, ABC):
     options_class: ClassVar[type[DrafterOptions]]
     vllm_method: ClassVar[str | None]
     """`method` of vLLM's `speculative_config`; None where stock vLLM cannot serve the kind."""
+    vllm_layout: ClassVar[Layout]
+    """The directory that vLLM loads."""
+    has_embedding: ClassVar[bool] = False
+    """A checkpoint may hold an embedding of its own, `embed_tokens.weight`, where it does not share the target's."""
 
     config: DrafterConfig
     draft_token_ids: torch.Tensor
@@ -77,6 +82,11 @@ class Drafter(nn.Module, ABC):
     def layer_ids(options: Any, saved: tuple[int, ...], last: int) -> tuple[int, ...]:
         """The states to read, of a store that holds `saved`; `last` is the id of the target's last."""
         return (last,)
+
+    @classmethod
+    def known_from_target(cls, target: TargetInfo) -> dict[str, Any]:
+        """Fields of the config that the target decides where a published checkpoint does not say them."""
+        return {"layer_ids": (target.num_hidden_layers,), "rms_norm_eps": target.config.rms_norm_eps}
 
     @classmethod
     @abstractmethod
@@ -132,16 +142,3 @@ class Drafter(nn.Module, ABC):
     def passes(config: Any, steps: int) -> dict[str, tuple[int, int]]:
         """How often a chain of so many steps multiplies each matrix of `shapes` (heads and tables left out): with a row
         that nothing is predicted from, and with one that something is. What training costs follows from it."""
-
-    @staticmethod
-    @abstractmethod
-    def to_vllm(
-        config: Any, tensors: dict[str, torch.Tensor], draft_token_ids: torch.Tensor
-    ) -> tuple[dict[str, Any], dict[str, torch.Tensor]]:
-        """`config.json` (without its dtype) and the tensors of the directory that vLLM loads.
-
-        Args:
-            config: the kind's own.
-            tensors: exactly those of `shapes`.
-            draft_token_ids: int64 [V].
-        """

@@ -26,6 +26,8 @@ from torch.utils.checkpoint import checkpoint
 
 from draftsmith.drafters.base import ChainStep, Drafter, DrafterConfig
 from draftsmith.drafters.batch import Batch
+from draftsmith.drafters.layout import Entry, Rope
+from draftsmith.drafters.norm import RMSNorm
 from draftsmith.target import TargetInfo
 
 if TYPE_CHECKING:  # imported where it is used: that takes seconds, and checking a recipe imports the kinds
@@ -45,6 +47,8 @@ class DecoderConfig(DrafterConfig):
     hidden_act: str
     rope_parameters: dict[str, Any]
     max_position_embeddings: int
+    attention_bias: bool = False
+    """Queries, keys and values have a bias, as in Qwen2's layers."""
 
     def llama(self) -> LlamaConfig:
         """The decoder layer as a Llama config: what transformers' parts and the served checkpoint are built from."""
@@ -64,21 +68,14 @@ class DecoderConfig(DrafterConfig):
             vocab_size=self.vocab_size,
         )
 
-    def vllm_fields(self) -> dict[str, Any]:
-        """What `config.json` says of the layers."""
-        llama = self.llama().to_dict()
-        keep = (
-            "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads", "num_key_value_heads", "head_dim",
-            "hidden_act", "rms_norm_eps", "rope_parameters", "max_position_embeddings", "vocab_size",
-        )  # fmt: skip
-        fixed = {"model_type": "llama", "attention_bias": False, "mlp_bias": False, "tie_word_embeddings": False}
-        return {key: llama[key] for key in keep} | fixed
-
     def layer_shapes(self, index: int, *, reads: int) -> dict[str, tuple[int, ...]]:
         """Name and shape of a layer's tensors, norms on its way in excepted; `reads` is the width that attention reads."""
         hidden, inner = self.hidden_size, self.intermediate_size
         queries, keys = self.num_attention_heads * self.head_dim, self.num_key_value_heads * self.head_dim
+        biases: dict[str, tuple[int, ...]] = {"q_proj": (queries,), "k_proj": (keys,), "v_proj": (keys,)}
         return {
+            f"layers.{index}.self_attn.{name}.bias": shape for name, shape in biases.items() if self.attention_bias
+        } | {
             f"layers.{index}.post_attention_layernorm.weight": (hidden,),
             f"layers.{index}.self_attn.q_proj.weight": (queries, reads),
             f"layers.{index}.self_attn.k_proj.weight": (keys, reads),
@@ -98,6 +95,38 @@ class DecoderConfig(DrafterConfig):
                 if len(shape) == 2:
                     passes[name] = (int(attended_to), steps)
         return passes
+
+
+def layer_fields(prefix: str = "", *, old_rope: bool = False) -> tuple[Entry | Rope, ...]:
+    """Where Llama configs keep `DecoderConfig`'s fields, `layer_ids` and the draft vocabulary excepted."""
+    return (
+        Entry("hidden_size", int, f"{prefix}hidden_size"),
+        Entry("intermediate_size", int, f"{prefix}intermediate_size"),
+        Entry("num_layers", int, f"{prefix}num_hidden_layers", default=1),
+        Entry("num_attention_heads", int, f"{prefix}num_attention_heads"),
+        Entry(
+            "num_key_value_heads", int, f"{prefix}num_key_value_heads", default=lambda _, c: c["num_attention_heads"]
+        ),
+        Entry("head_dim", int, f"{prefix}head_dim", default=lambda _, c: c["hidden_size"] // c["num_attention_heads"]),
+        Entry("hidden_act", str, f"{prefix}hidden_act", default="silu"),
+        Entry("rms_norm_eps", float, f"{prefix}rms_norm_eps", default=1e-6),
+        Rope(prefix, old=old_rope),
+        Entry("max_position_embeddings", int, f"{prefix}max_position_embeddings", default=2048),
+        Entry("vocab_size", int, f"{prefix}vocab_size"),
+    )
+
+
+LLAMA_IGNORED = frozenset({
+    "_name_or_path", "add_cross_attention", "architectures", "attention_dropout", "bad_words_ids", "begin_suppress_tokens",
+    "bos_token_id", "chunk_size_feed_forward", "cross_attention_hidden_size", "decoder_start_token_id", "dtype",
+    "eos_token_id", "id2label", "initializer_range", "is_decoder", "is_encoder_decoder", "label2id", "max_window_layers",
+    "model_type", "name_or_path", "output_attentions", "output_hidden_states", "pad_token_id", "prefix", "pretraining_tp",
+    "problem_type", "return_dict", "sep_token_id", "task_specific_params", "tie_word_embeddings", "tokenizer_class",
+    "torch_dtype", "torchscript", "transformers_version", "use_bfloat16", "use_cache",
+})  # fmt: skip
+"""Fields of a Llama config that change nothing of what its layers compute."""
+LLAMA_FIXED = {"mlp_bias": False, "use_sliding_window": False, "sliding_window": None, "layer_types": None}
+"""What would change it, and is not in our layers."""
 
 
 def rotary_embedding(config: DecoderConfig) -> LlamaRotaryEmbedding:
@@ -136,9 +165,9 @@ class _Attention(nn.Module):
             config.num_key_value_heads,
             config.head_dim,
         )
-        self.q_proj = nn.Linear(input_size, self.heads * self.head_dim, bias=False)
-        self.k_proj = nn.Linear(input_size, self.kv_heads * self.head_dim, bias=False)
-        self.v_proj = nn.Linear(input_size, self.kv_heads * self.head_dim, bias=False)
+        self.q_proj = nn.Linear(input_size, self.heads * self.head_dim, bias=config.attention_bias)
+        self.k_proj = nn.Linear(input_size, self.kv_heads * self.head_dim, bias=config.attention_bias)
+        self.v_proj = nn.Linear(input_size, self.kv_heads * self.head_dim, bias=config.attention_bias)
         self.o_proj = nn.Linear(self.heads * self.head_dim, config.hidden_size, bias=False)
 
     def queries(self, x: torch.Tensor, rope: tuple[torch.Tensor, torch.Tensor]) -> torch.Tensor:
@@ -168,11 +197,11 @@ class DecoderLayer(nn.Module):
 
         hidden, eps = config.hidden_size, config.rms_norm_eps
         if input_norm:
-            self.input_layernorm = nn.RMSNorm(hidden, eps)
+            self.input_layernorm = RMSNorm(hidden, eps)
         if hidden_norm:
-            self.hidden_norm = nn.RMSNorm(hidden, eps)
+            self.hidden_norm = RMSNorm(hidden, eps)
         self.self_attn = _Attention(config, reads)
-        self.post_attention_layernorm = nn.RMSNorm(hidden, eps)
+        self.post_attention_layernorm = RMSNorm(hidden, eps)
         self.mlp = LlamaMLP(config.llama())
 
 
@@ -313,6 +342,10 @@ class DecoderDrafter(Drafter):
     @abstractmethod
     def head(self) -> torch.Tensor:
         """[V, H]"""
+
+    @classmethod
+    def known_from_target(cls, target: TargetInfo) -> dict[str, Any]:
+        return {"layer_ids": (target.num_hidden_layers,)}
 
     def decoder_layers(self) -> list[DecoderLayer]:
         """`layers`, typed."""

@@ -19,7 +19,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from dataclasses import dataclass
-from typing import Any, ClassVar, Literal, Self
+from typing import ClassVar, Literal, Self
 
 import torch
 from pydantic import Field
@@ -28,7 +28,17 @@ from torch.nn import functional as F
 
 from draftsmith.drafters.base import LossTerms
 from draftsmith.drafters.batch import Batch
-from draftsmith.drafters.decoder import DecoderConfig, DecoderDrafter, DecoderLayer, rotary_embedding, shape_of_target
+from draftsmith.drafters.decoder import (
+    LLAMA_FIXED,
+    LLAMA_IGNORED,
+    DecoderConfig,
+    DecoderDrafter,
+    DecoderLayer,
+    layer_fields,
+    rotary_embedding,
+    shape_of_target,
+)  # fmt: skip
+from draftsmith.drafters.layout import EXTRA, Entry, Layout, same_names
 from draftsmith.drafters.linear import RIDGE, ROWS_TO_FIT
 from draftsmith.recipe import DrafterOptions
 from draftsmith.target import TargetInfo, TargetTensors
@@ -55,6 +65,30 @@ class EagleConfig(DecoderConfig):
     """See `DecoderConfig`; the only layer id is the target's last, the draft vocabulary the target's."""
 
     noise: float
+    fc_bias: bool = False
+    """`fc` has a bias, as in the checkpoints of the original implementation; vLLM's has none."""
+
+
+_VLLM = Layout(
+    fields=(
+        *layer_fields(),
+        Entry("attention_bias", bool, "qkv_bias", default=False),
+        Entry("layer_ids", tuple, f"{EXTRA}.layer_ids"),
+        Entry("draft_vocab_size", int, f"{EXTRA}.draft_vocab_size", default=lambda _, config: config["vocab_size"]),
+        Entry("noise", float, f"{EXTRA}.noise", default=0.0),
+        Entry("fc_bias", bool, f"{EXTRA}.fc_bias", default=False),
+    ),
+    names=same_names,
+    fixed={**LLAMA_FIXED, "attention_bias": False, "bias": None},  # vLLM takes `bias` for one of the attention
+    written={
+        "architectures": lambda _: ["EagleLlamaForCausalLM"], "model_type": lambda _: "llama",
+        "tie_word_embeddings": lambda _: False,
+    },
+    ignored=LLAMA_IGNORED,
+    only={"fc_bias": (False,)},
+)  # fmt: skip
+"""For vLLM's `EagleLlamaForCausalLM` (vllm/model_executor/models/llama_eagle.py), which shares the target's embedding and head
+where the checkpoint has none."""
 
 
 class EagleDrafter(DecoderDrafter):
@@ -70,6 +104,8 @@ class EagleDrafter(DecoderDrafter):
     config_class: ClassVar = EagleConfig
     options_class: ClassVar = EagleOptions
     vllm_method: ClassVar = "eagle"
+    vllm_layout: ClassVar = _VLLM
+    has_embedding: ClassVar = True
     config: EagleConfig
     final_norm: torch.Tensor
     lm_head: torch.Tensor
@@ -80,7 +116,7 @@ class EagleDrafter(DecoderDrafter):
         super().__init__()
         hidden = config.hidden_size
         self.config = config
-        self.fc = nn.Linear(2 * hidden, hidden, bias=False)
+        self.fc = nn.Linear(2 * hidden, hidden, bias=config.fc_bias)
         self.layers = nn.ModuleList(
             DecoderLayer(config, reads=hidden, input_norm=index > 0) for index in range(config.num_layers)
         )
@@ -166,6 +202,8 @@ class EagleDrafter(DecoderDrafter):
     def shapes(config: EagleConfig) -> dict[str, tuple[int, ...]]:
         hidden = config.hidden_size
         shapes: dict[str, tuple[int, ...]] = {"fc.weight": (hidden, 2 * hidden)}
+        if config.fc_bias:
+            shapes["fc.bias"] = (hidden,)
         for i in range(config.num_layers):
             shapes |= config.layer_shapes(i, reads=hidden)
             if i > 0:
@@ -175,14 +213,6 @@ class EagleDrafter(DecoderDrafter):
     @staticmethod
     def passes(config: EagleConfig, steps: int) -> dict[str, tuple[int, int]]:
         return {"fc.weight": (1, steps), **config.layer_passes(steps)}
-
-    @staticmethod
-    def to_vllm(
-        config: EagleConfig, tensors: dict[str, torch.Tensor], draft_token_ids: torch.Tensor
-    ) -> tuple[dict[str, Any], dict[str, torch.Tensor]]:
-        """For vLLM's `EagleLlamaForCausalLM` (vllm/model_executor/models/llama_eagle.py), which shares the target's
-        embedding and head where the checkpoint has none."""
-        return {"architectures": ["EagleLlamaForCausalLM"], **config.vllm_fields()}, tensors
 
 
 DRAFTER = EagleDrafter

@@ -16,7 +16,7 @@ Names and shapes of the tensors are those of published checkpoints and of vLLM's
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any, ClassVar, Literal, Self
 
@@ -26,9 +26,21 @@ from torch import nn
 from torch.nn import functional as F
 
 from draftsmith.drafters.batch import Batch
-from draftsmith.drafters.decoder import DecoderConfig, DecoderDrafter, DecoderLayer, rotary_embedding, shape_of_target
+from draftsmith.drafters.decoder import (
+    LLAMA_FIXED,
+    LLAMA_IGNORED,
+    DecoderConfig,
+    DecoderDrafter,
+    DecoderLayer,
+    layer_fields,
+    rotary_embedding,
+    shape_of_target,
+)  # fmt: skip
+from draftsmith.drafters.layout import EXTRA, Entry, Layout, Source, look_up, same_names
 from draftsmith.drafters.linear import RIDGE, ROWS_TO_FIT, unit_rms
+from draftsmith.drafters.norm import RMSNorm
 from draftsmith.drafters.recall import fit_codes, fit_outputs, place_codes
+from draftsmith.errors import UserError
 from draftsmith.recipe import DrafterOptions
 from draftsmith.target import TargetInfo, TargetTensors
 
@@ -66,6 +78,97 @@ class Eagle3Config(DecoderConfig):
     norm_before_residual: bool
     fc_norm: bool
     norm_output: bool
+    norm_before_fc: bool = False
+    """One RMSNorm over all fused states together before `fc`; drafters trained elsewhere may have it."""
+    target_hidden_size: int | None = None
+    """Width of the states that `fc` reads, where it is not the drafter's."""
+
+    @property
+    def fused_size(self) -> int:
+        return len(self.layer_ids) * (self.target_hidden_size or self.hidden_size)
+
+
+def _first_said(*paths: str) -> Callable[[Source, dict[str, Any]], Any]:
+    def read(source: Source, config: dict[str, Any]) -> Any:
+        found = next((value for path in paths if (value := look_up(source.record, path)) is not None), None)
+        if found is None:
+            raise UserError(
+                "The config does not say which of the target's states the drafter reads "
+                "(`eagle_aux_hidden_state_layer_ids`). Name the target it was made for with --target: its depth decides."
+            )
+        return tuple(found)
+
+    return read
+
+
+_IDS = ("eagle_config.eagle_aux_hidden_state_layer_ids", "eagle_aux_hidden_state_layer_ids")
+
+
+def eagle3_layout(
+    *,
+    prefix: str = "",
+    old_rope: bool = False,
+    ids: Entry,
+    flags: bool,
+    names: Callable[[Any, tuple[str, ...]], dict[str, str]] = same_names,
+    fixed: Mapping[str, Any] | None = None,
+    written: Mapping[str, Callable[[Any], Any]] | None = None,
+    ignored: frozenset[str] = frozenset(),
+    only: Mapping[str, Callable[[Any], bool]] | None = None,
+) -> Layout:
+    """What the layouts of EAGLE-3 have in common.
+
+    Args:
+        prefix: of the layer's fields in the config.
+        old_rope: write RoPE's settings as `rope_theta` and `rope_scaling`.
+        ids: where `layer_ids` are.
+        flags: the format has words for norms other than the paper's, and for several layers.
+        names: our tensor names to theirs; see `Layout`.
+        fixed: beside what is fixed in all.
+        written: see `Layout`.
+        ignored: beside what is ignored in all.
+        only: see `Layout`.
+    """
+    where = "" if flags else f"{EXTRA}."
+    said_by_flags = ("norm_before_residual", "fc_norm", "norm_output", "norm_before_fc")
+    fixed_in_layers = {f"{prefix}{name}": value for name, value in {**LLAMA_FIXED, "attention_bias": False}.items()}
+    return Layout(
+        fields=(
+            *layer_fields(prefix, old_rope=old_rope),
+            Entry("attention_bias", bool, f"{EXTRA}.attention_bias", default=False),
+            ids,
+            Entry("draft_vocab_size", int, default=lambda _, config: config["vocab_size"]),
+            Entry("norm_before_residual", bool, f"{where}norm_before_residual", default=False),
+            Entry("fc_norm", bool, f"{where}fc_norm", default=False),
+            Entry("norm_output", bool, f"{where}norm_output", default=False),
+            Entry("norm_before_fc", bool, f"{where}norm_before_fc", default=False),
+            Entry("target_hidden_size", int, default=None),
+        ),
+        names=names,
+        fixed=fixed_in_layers | dict(fixed or {}),
+        written=written or {},
+        ignored=frozenset(prefix + name for name in LLAMA_IGNORED) | ignored,
+        only={**dict.fromkeys(said_by_flags, (False,)), "num_layers": (1,), "attention_bias": (False,), **(only or {})}
+        if not flags
+        else {"attention_bias": (False,), **(only or {})},
+        maps_vocabulary=True,
+    )
+
+
+_VLLM = eagle3_layout(
+    ids=Entry("layer_ids", tuple, "eagle_aux_hidden_state_layer_ids", default=_first_said(*_IDS)),
+    flags=True,
+    written={
+        "architectures": lambda _: ["LlamaForCausalLMEagle3"],
+        "model_type": lambda _: "llama",
+        "tie_word_embeddings": lambda _: False,
+        "num_aux_hidden_states": lambda config: len(config.layer_ids),
+        "eagle_config": lambda config: {
+            "use_aux_hidden_state": True, "eagle_aux_hidden_state_layer_ids": list(config.layer_ids),
+        },
+    },
+)  # fmt: skip
+"""For vLLM's `Eagle3LlamaForCausalLM` (vllm/model_executor/models/llama_eagle3.py). The module already uses its tensor names."""
 
 
 class Eagle3Drafter(DecoderDrafter):
@@ -80,6 +183,8 @@ class Eagle3Drafter(DecoderDrafter):
     config_class: ClassVar = Eagle3Config
     options_class: ClassVar = Eagle3Options
     vllm_method: ClassVar = "eagle3"
+    vllm_layout: ClassVar = _VLLM
+    has_embedding: ClassVar = True
     config: Eagle3Config
     fc: nn.Linear
     lm_head: nn.Linear
@@ -88,13 +193,15 @@ class Eagle3Drafter(DecoderDrafter):
         super().__init__()
         hidden, eps = config.hidden_size, config.rms_norm_eps
         self.config = config
-        self.fc_norm = nn.ModuleList(nn.RMSNorm(hidden, eps) for _ in config.layer_ids) if config.fc_norm else None
-        self.fc = nn.Linear(len(config.layer_ids) * hidden, hidden, bias=False)
+        reads = config.fused_size // len(config.layer_ids)
+        self.fc_norm = nn.ModuleList(RMSNorm(reads, eps) for _ in config.layer_ids) if config.fc_norm else None
+        self.input_norm = RMSNorm(config.fused_size, eps) if config.norm_before_fc else None
+        self.fc = nn.Linear(config.fused_size, hidden, bias=False)
         self.layers = nn.ModuleList(
             DecoderLayer(config, reads=hidden if index else 2 * hidden, hidden_norm=index == 0)
             for index in range(config.num_layers)
         )
-        self.norm = nn.RMSNorm(hidden, eps)
+        self.norm = RMSNorm(hidden, eps)
         self.lm_head = nn.Linear(hidden, config.draft_vocab_size, bias=False)
         self._rotary = rotary_embedding(config)
         self.register_buffer("embedding", embedding, persistent=False)
@@ -103,6 +210,12 @@ class Eagle3Drafter(DecoderDrafter):
     @staticmethod
     def layer_ids(options: Eagle3Options, saved: tuple[int, ...], last: int) -> tuple[int, ...]:
         return options.layer_ids or saved
+
+    @classmethod
+    def known_from_target(cls, target: TargetInfo) -> dict[str, Any]:
+        """The states that the authors' and vLLM's defaults fuse."""
+        layers = target.num_hidden_layers
+        return {"layer_ids": (2, layers // 2, layers - 3)}
 
     @classmethod
     def make_config(
@@ -175,6 +288,8 @@ class Eagle3Drafter(DecoderDrafter):
 
     def normed_states(self, hidden_states: torch.Tensor) -> torch.Tensor:
         """What `fc` reads: [T, n, H] to [T, n * H]."""
+        if self.input_norm is not None:
+            hidden_states = self.input_norm(hidden_states.flatten(1)).view_as(hidden_states)
         if self.fc_norm is not None:
             hidden_states = torch.stack([norm(hidden_states[:, i]) for i, norm in enumerate(self.fc_norm)], dim=1)
         return hidden_states.flatten(1)
@@ -202,13 +317,16 @@ class Eagle3Drafter(DecoderDrafter):
     def shapes(config: Eagle3Config) -> dict[str, tuple[int, ...]]:
         hidden = config.hidden_size
         shapes: dict[str, tuple[int, ...]] = {
-            "fc.weight": (hidden, len(config.layer_ids) * hidden),
+            "fc.weight": (hidden, config.fused_size),
             "norm.weight": (hidden,),
             "lm_head.weight": (config.draft_vocab_size, hidden),
             "layers.0.hidden_norm.weight": (hidden,),
         }
         if config.fc_norm:
-            shapes |= {f"fc_norm.{i}.weight": (hidden,) for i in range(len(config.layer_ids))}
+            each = config.fused_size // len(config.layer_ids)
+            shapes |= {f"fc_norm.{i}.weight": (each,) for i in range(len(config.layer_ids))}
+        if config.norm_before_fc:
+            shapes["input_norm.weight"] = (config.fused_size,)
         for i in range(config.num_layers):
             shapes[f"layers.{i}.input_layernorm.weight"] = (hidden,)
             shapes |= config.layer_shapes(i, reads=hidden if i else 2 * hidden)
@@ -217,33 +335,6 @@ class Eagle3Drafter(DecoderDrafter):
     @staticmethod
     def passes(config: Eagle3Config, steps: int) -> dict[str, tuple[int, int]]:
         return {"fc.weight": (1, 1), **config.layer_passes(steps)}
-
-    @staticmethod
-    def to_vllm(
-        config: Eagle3Config, tensors: dict[str, torch.Tensor], draft_token_ids: torch.Tensor
-    ) -> tuple[dict[str, Any], dict[str, torch.Tensor]]:
-        """For vLLM's `Eagle3LlamaForCausalLM` (vllm/model_executor/models/llama_eagle3.py).
-
-        The module already uses vLLM's tensor names. `d2t` holds offsets, target id = draft id + d2t[draft id], and is
-        left out with a full vocabulary, as vLLM expects; so is the embedding, which vLLM shares from the target.
-        """
-        if config.draft_vocab_size != config.vocab_size:
-            in_draft = torch.zeros(config.vocab_size, dtype=torch.bool)
-            in_draft[draft_token_ids] = True
-            offsets = draft_token_ids - torch.arange(len(draft_token_ids))
-            tensors = tensors | {"d2t": offsets, "t2d": in_draft}
-        json_config = {
-            "architectures": ["LlamaForCausalLMEagle3"],
-            **config.vllm_fields(),
-            "draft_vocab_size": config.draft_vocab_size,
-            "norm_before_residual": config.norm_before_residual,
-            "norm_output": config.norm_output,
-            "fc_norm": config.fc_norm,
-            "num_aux_hidden_states": len(config.layer_ids),
-            "eagle_config": {"use_aux_hidden_state": True, "eagle_aux_hidden_state_layer_ids": list(config.layer_ids)},
-            "eagle_aux_hidden_state_layer_ids": list(config.layer_ids),
-        }
-        return json_config, tensors
 
 
 def _regression_rows(

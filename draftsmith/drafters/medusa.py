@@ -16,7 +16,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
-from typing import Any, ClassVar, Literal, Self
+from typing import ClassVar, Literal, Self
 
 import torch
 from pydantic import Field
@@ -25,6 +25,7 @@ from torch.nn import functional as F
 
 from draftsmith.drafters.base import ChainStep, Drafter, DrafterConfig, LossTerms
 from draftsmith.drafters.batch import Batch
+from draftsmith.drafters.layout import Entry, Layout, same_names, target_fields
 from draftsmith.drafters.linear import fit_ahead
 from draftsmith.recipe import DrafterOptions
 from draftsmith.target import TargetInfo, TargetTensors
@@ -62,6 +63,25 @@ class MedusaConfig(DrafterConfig):
     shared_head: bool
 
 
+_VLLM = Layout(
+    fields=(
+        Entry("hidden_size", int),
+        Entry("vocab_size", int),
+        Entry("draft_vocab_size", int, "truncated_vocab_size", default=lambda _, config: config["vocab_size"]),
+        Entry("num_heads", int),
+        Entry("num_layers", int, "num_hidden_layers", default=1),
+        Entry("bias", bool, "medusa_fc_bias", default=False),
+        Entry("shared_head", bool, "original_lm_head", default=False),
+        *target_fields(),
+    ),
+    names=same_names,
+    fixed={"logit_scale": None},
+    written={"architectures": lambda _: ["MedusaModel"], "model_type": lambda _: "medusa"},
+    ignored=frozenset({"dtype", "max_paths", "max_seq_len", "topk", "torch_dtype", "transformers_version"}),
+)
+"""For vLLM's `MedusaModel` (vllm/model_executor/models/medusa.py); names are those of the module."""
+
+
 class _Block(nn.Module):
     """The residual blocks of one head."""
 
@@ -87,6 +107,7 @@ class MedusaDrafter(Drafter):
     config_class: ClassVar = MedusaConfig
     options_class: ClassVar = MedusaOptions
     vllm_method: ClassVar = "medusa"
+    vllm_layout: ClassVar = _VLLM
     config: MedusaConfig
     final_norm: torch.Tensor
 
@@ -178,24 +199,6 @@ class MedusaDrafter(Drafter):
     def passes(config: MedusaConfig, steps: int) -> dict[str, tuple[int, int]]:
         heads, layers = range(min(steps, config.num_heads)), range(config.num_layers)
         return {f"blocks.{i}.layers.{j}.weight": (0, 1) for i in heads for j in layers}
-
-    @staticmethod
-    def to_vllm(
-        config: MedusaConfig, tensors: dict[str, torch.Tensor], draft_token_ids: torch.Tensor
-    ) -> tuple[dict[str, Any], dict[str, torch.Tensor]]:
-        """For vLLM's `MedusaModel` (vllm/model_executor/models/medusa.py); names are those of the module."""
-        json_config = {
-            "architectures": ["MedusaModel"],
-            "model_type": "medusa",
-            "hidden_size": config.hidden_size,
-            "vocab_size": config.vocab_size,
-            "truncated_vocab_size": config.vocab_size,
-            "num_heads": config.num_heads,
-            "num_hidden_layers": config.num_layers,
-            "medusa_fc_bias": config.bias,
-            "original_lm_head": config.shared_head,
-        }
-        return json_config, tensors
 
 
 DRAFTER = MedusaDrafter

@@ -20,7 +20,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
-from typing import Any, ClassVar, Literal, Self
+from typing import ClassVar, Literal, Self
 
 import torch
 from pydantic import Field, model_validator
@@ -29,6 +29,7 @@ from torch.nn import functional as F
 
 from draftsmith.drafters.base import ChainStep, Drafter, DrafterConfig, LossTerms
 from draftsmith.drafters.batch import Batch
+from draftsmith.drafters.layout import EXTRA, Entry, Layout, target_fields
 from draftsmith.drafters.linear import fit_ahead, unit_rms
 from draftsmith.recipe import DrafterOptions
 from draftsmith.target import TargetInfo, TargetTensors
@@ -74,6 +75,42 @@ class MlpConfig(DrafterConfig):
     scale_input: bool
 
 
+def _published_names(config: MlpConfig, ours: tuple[str, ...]) -> dict[str, str]:
+    """Shared tensors have a name for each step: with `tie_weights`, vLLM still loads a head for every one."""
+    names = {}
+    for i in range(config.n_predict):
+        shared = 0 if config.tie_weights else i
+        sources = {"proj": min(i, 1) if config.tie_weights else i, "emb": shared, "head": shared, "ln": shared}
+        for name in ours:
+            part, number, what = name.split(".")
+            if int(number) == sources[part]:
+                names[f"speculator.{part}.{i}.{what}"] = name
+    return names
+
+
+_PUBLISHED = Layout(
+    fields=(
+        Entry("hidden_size", int, "emb_dim"),
+        Entry("vocab_size", int),
+        Entry("draft_vocab_size", int, f"{EXTRA}.draft_vocab_size", default=lambda _, config: config["vocab_size"]),
+        Entry("inner_size", int, "inner_dim", default=lambda _, config: config["hidden_size"]),
+        Entry("n_predict", int),
+        Entry("tie_weights", bool, default=False),
+        Entry("scale_input", bool, default=False),
+        *target_fields(),
+    ),
+    names=_published_names,
+    written={
+        "architectures": lambda _: ["MLPSpeculatorPreTrainedModel"],
+        "model_type": lambda _: "mlp_speculator",
+        "n_candidates": lambda _: 1,
+        "top_k_tokens_per_head": lambda config: [1] * config.n_predict,
+    },
+    ignored=frozenset({"base_model_name_or_path", "dtype", "torch_dtype", "transformers_version"}),
+)
+"""The published accelerators' layout, which vLLM's `mlp_speculator.py` reads."""
+
+
 class _Norm(nn.Module):
     """RMS norm with a weight and a bias."""
 
@@ -97,6 +134,7 @@ class MlpDrafter(Drafter):
     config_class: ClassVar = MlpConfig
     options_class: ClassVar = MlpOptions
     vllm_method: ClassVar = None
+    vllm_layout: ClassVar = _PUBLISHED
     config: MlpConfig
     final_norm: torch.Tensor
 
@@ -208,36 +246,6 @@ class MlpDrafter(Drafter):
         if config.tie_weights:
             return {"proj.0.weight": (0, 1), "proj.1.weight": (0, steps - 1)}
         return {f"proj.{i}.weight": (0, 1) for i in range(steps)}
-
-    @staticmethod
-    def to_vllm(
-        config: MlpConfig, tensors: dict[str, torch.Tensor], draft_token_ids: torch.Tensor
-    ) -> tuple[dict[str, Any], dict[str, torch.Tensor]]:
-        """The published accelerators' layout, which vLLM's `mlp_speculator.py` reads.
-
-        Shared tensors are written once for each step: with `tie_weights`, vLLM still loads a head for every step.
-        """
-        published = {}
-        for i in range(config.n_predict):
-            shared = 0 if config.tie_weights else i
-            sources = {"proj": min(i, 1) if config.tie_weights else i, "emb": shared, "head": shared, "ln": shared}
-            for name, value in tensors.items():
-                part, number, what = name.split(".")
-                if int(number) == sources[part]:
-                    published[f"speculator.{part}.{i}.{what}"] = value.clone()
-        json_config = {
-            "architectures": ["MLPSpeculatorPreTrainedModel"],
-            "model_type": "mlp_speculator",
-            "emb_dim": config.hidden_size,
-            "inner_dim": config.inner_size,
-            "n_predict": config.n_predict,
-            "n_candidates": 1,
-            "top_k_tokens_per_head": [1] * config.n_predict,
-            "vocab_size": config.vocab_size,
-            "tie_weights": config.tie_weights,
-            "scale_input": config.scale_input,
-        }
-        return json_config, published
 
 
 DRAFTER = MlpDrafter

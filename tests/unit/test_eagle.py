@@ -7,13 +7,13 @@ import pytest
 import torch
 
 from draftsmith.checkpoint import Checkpoint
-from draftsmith.convert.vllm import to_vllm
 from draftsmith.drafters.eagle import EagleConfig, EagleDrafter, EagleOptions
 from draftsmith.errors import DraftsmithError
 from draftsmith.store import Sequence
 from draftsmith.target import TargetTensors
 from draftsmith.train.loss import ChainLoss
 from draftsmith.train.packing import pack
+from tests.unit.converting import to_vllm
 
 HIDDEN, HEADS, KV_HEADS, HEAD_DIM, VOCAB, EPS = 12, 4, 2, 6, 40, 1e-5
 Weights = dict[str, torch.Tensor]
@@ -165,5 +165,5 @@ def test_conversion_is_closed() -> None:
     assert set(found) == set(tensors)
     assert not {"layers.0.input_layernorm.weight", "fc.bias", "lm_head.weight", "embed_tokens.weight"} & set(found)
     assert (config["architectures"], config["num_hidden_layers"]) == (["EagleLlamaForCausalLM"], 2)
-    with pytest.raises(DraftsmithError, match="not those of its config"):
+    with pytest.raises(DraftsmithError, match="not those of the config"):
         to_vllm(replace(checkpoint, tensors=tensors | {"fc.bias": torch.ones(HIDDEN)}), "float32")

@@ -6,13 +6,13 @@ import pytest
 import torch
 
 from draftsmith.checkpoint import Checkpoint
-from draftsmith.convert.vllm import to_vllm
 from draftsmith.drafters.medusa import MedusaConfig, MedusaDrafter, MedusaOptions
 from draftsmith.errors import DraftsmithError
 from draftsmith.store import Sequence
 from draftsmith.target import TargetTensors
 from draftsmith.train.loss import ChainLoss
 from draftsmith.train.packing import pack
+from tests.unit.converting import to_vllm
 
 HIDDEN, VOCAB, HEADS = 12, 40, 3
 
@@ -114,5 +114,5 @@ def test_conversion_is_closed() -> None:
     config, found = to_vllm(checkpoint, "float32")
     assert set(found) == set(tensors)
     assert (config["truncated_vocab_size"], config["vocab_size"], config["original_lm_head"]) == (VOCAB, VOCAB, True)
-    with pytest.raises(DraftsmithError, match="not those of its config"):
+    with pytest.raises(DraftsmithError, match="not those of the config"):
         to_vllm(replace(checkpoint, tensors=tensors | {"lm_heads.1.weight": torch.ones(VOCAB, HIDDEN)}), "float32")

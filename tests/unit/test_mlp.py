@@ -6,13 +6,13 @@ import pytest
 import torch
 
 from draftsmith.checkpoint import Checkpoint
-from draftsmith.convert.vllm import to_vllm
 from draftsmith.drafters.mlp_speculator import MlpConfig, MlpDrafter, MlpOptions
 from draftsmith.errors import DraftsmithError
 from draftsmith.store import Sequence
 from draftsmith.target import TargetTensors
 from draftsmith.train.loss import ChainLoss
 from draftsmith.train.packing import pack
+from tests.unit.converting import to_vllm
 from tests.unit.test_medusa import HIDDEN, VOCAB, make_sequence
 
 STEPS = 3
@@ -133,5 +133,5 @@ def test_published_layout_and_closed_conversion() -> None:
     assert torch.equal(found["speculator.proj.2.weight"], tensors["proj.1.weight"])
     assert torch.equal(found["speculator.head.2.weight"], tensors["head.0.weight"])
     assert (config["emb_dim"], config["inner_dim"], config["n_predict"]) == (HIDDEN, 10, STEPS)
-    with pytest.raises(DraftsmithError, match="not those of its config"):
+    with pytest.raises(DraftsmithError, match="not those of the config"):
         to_vllm(replace(checkpoint, tensors=tensors | {"proj.2.weight": torch.ones(10, 10)}), "float32")

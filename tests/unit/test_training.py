@@ -11,7 +11,6 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from draftsmith.checkpoint import Checkpoint
-from draftsmith.convert.vllm import to_vllm
 from draftsmith.drafters.eagle3 import _look_at_own_position, _reduced_rank_fit
 from draftsmith.errors import DraftsmithError
 from draftsmith.train.acceptance import _walk, predict_acceptance
@@ -19,6 +18,7 @@ from draftsmith.train.muon import Muon, orthogonalise
 from draftsmith.train.packing import plan_epoch, share_out
 from draftsmith.train.train import learning_rate_factor
 from draftsmith.train.vocabulary import choose_draft_vocabulary
+from tests.unit.converting import to_vllm
 from tests.unit.test_eagle3 import DRAFT, HIDDEN, VOCAB, make_drafter, make_sequence
 
 
@@ -156,7 +156,7 @@ def test_conversion_is_closed() -> None:
     assert set(tensors) - {"d2t", "t2d"} == set(drafter.state_dict())
     assert config["eagle_config"]["eagle_aux_hidden_state_layer_ids"] == [1, 2, 3]
     for change in ({"extra.weight": torch.ones(1)}, {"norm.weight": torch.ones(HIDDEN + 1)}):
-        with pytest.raises(DraftsmithError, match="not those of its config"):
+        with pytest.raises(DraftsmithError, match="not those of the config"):
             to_vllm(replace(checkpoint, tensors={**checkpoint.tensors, **change}), "float32")
     missing = {name: value for name, value in checkpoint.tensors.items() if name != "fc.weight"}
     with pytest.raises(DraftsmithError, match=r"fc\.weight"):

@@ -1,0 +1,68 @@
+"""Medusa as its authors publish it (FasterDecoding): `{head}.{layer}.linear.*`, and a head's vocabulary head one further.
+
+The sizes are in the tensors, not in the config.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Collection, Mapping
+from typing import Any
+
+from draftsmith.convert.formats.base import Format
+from draftsmith.drafters.layout import EXTRA, Entry, Layout, Source, target_fields
+from draftsmith.drafters.medusa import MedusaConfig
+from draftsmith.errors import UserError
+
+
+def _names(config: MedusaConfig, ours: tuple[str, ...]) -> dict[str, str]:
+    names = {}
+    for name in ours:
+        theirs = re.sub(r"^blocks\.(\d+)\.layers\.(\d+)\.", r"\1.\2.linear.", name)
+        names[re.sub(r"^lm_heads\.(\d+)\.weight$", rf"\1.{config.num_layers}.weight", theirs)] = name
+    return names
+
+
+def _head_shape(axis: int) -> Any:
+    def read(source: Source, config: dict[str, Any]) -> int:
+        shapes = [shape for name, shape in source.shapes.items() if re.fullmatch(r"\d+\.\d+\.weight", name)]
+        if not shapes or len(shapes[0]) != 2:
+            raise UserError("The checkpoint has no vocabulary heads, which say how large it is.")
+        return shapes[0][axis]
+
+    return read
+
+
+def _recognise(record: Mapping[str, Any], names: Collection[str]) -> tuple[str, str] | None:
+    if any(re.fullmatch(r"\d+\.\d+\.linear\.weight", name) for name in names):
+        return "medusa", "its tensors are called `{head}.{layer}.linear.weight`"
+    return None
+
+
+FORMAT = Format(
+    name="medusa",
+    title="Medusa as its authors publish it",
+    layouts={
+        "medusa": Layout(
+            fields=(
+                Entry("hidden_size", int, f"{EXTRA}.hidden_size", default=_head_shape(1)),
+                Entry("vocab_size", int, f"{EXTRA}.vocab_size", default=_head_shape(0)),
+                Entry("draft_vocab_size", int, f"{EXTRA}.draft_vocab_size", default=lambda _, c: c["vocab_size"]),
+                Entry("num_heads", int, "medusa_num_heads"),
+                Entry("num_layers", int, "medusa_num_layers", default=1),
+                Entry(
+                    "bias", bool, f"{EXTRA}.bias", default=lambda source, _: "0.0.linear.bias" in source.shapes
+                ),
+                Entry("shared_head", bool, f"{EXTRA}.shared_head", default=False),
+                *target_fields(),
+            ),
+            names=_names,
+            only={"shared_head": (False,)},
+            ignored=frozenset({"architectures", "base_model_name_or_path", "dtype", "model_type", "torch_dtype",
+                               "transformers_version", "version"}),
+        )
+    },
+    recognise=_recognise,
+    target_name="base_model_name_or_path",
+    weights_file="medusa_lm_head.safetensors",
+)  # fmt: skip

@@ -1,0 +1,42 @@
+"""EAGLE-3 as SpecForge writes it and SGLang serves it.
+
+As its authors', with another architecture, and with layer ids: id i is the output of layer i, which enters layer i + 1. vLLM's
+ids, and ours, are one more.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Mapping
+from typing import Any
+
+from draftsmith.convert.formats.base import Format
+from draftsmith.convert.formats.eagle3 import by_midlayer
+from draftsmith.drafters.eagle3 import eagle3_layout
+from draftsmith.drafters.layout import Entry
+
+
+def _recognise(record: Mapping[str, Any], names: Collection[str]) -> tuple[str, str] | None:
+    if not any(name.startswith("midlayer.") for name in names):
+        return None
+    if record.get("architectures") == ["LlamaForCausalLMEagle3"]:
+        return "eagle3", "its layer is called `midlayer` and its architecture LlamaForCausalLMEagle3"
+    return None
+
+
+FORMAT = Format(
+    name="specforge",
+    title="EAGLE-3 as SpecForge writes it and SGLang serves it",
+    layouts={
+        "eagle3": eagle3_layout(
+            old_rope=True,
+            ids=Entry("layer_ids", tuple, "eagle_config.eagle_aux_hidden_state_layer_ids", shift=-1),
+            flags=False,
+            names=by_midlayer,
+            only={"layer_ids": lambda ids: min(ids) > 0},  # the embedding, id 0, is no layer's output
+            fixed={"eagle_config.use_aux_hidden_state": True},
+            written={"architectures": lambda _: ["LlamaForCausalLMEagle3"], "model_type": lambda _: "llama"},
+            ignored=frozenset({"target_model_type"}),
+        )
+    },
+    recognise=_recognise,
+)

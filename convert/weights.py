@@ -1,0 +1,298 @@
+"""Tensors of a checkpoint without reading them: where they lie, their shapes, and a stream of their elements.
+
+A conversion of 70 GB must not take 70 GB of memory, and moves most bytes unchanged. So a `Weight` is a promise: its elements
+come in parts of a few megabytes, and where they already lie in a file as they are to be written, it knows the place, and the
+writer copies bytes from file to file. Limit of a conversion: the disk, as of a copy.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import pickle
+import struct
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, BinaryIO
+
+import torch
+from safetensors import SafetensorError, safe_open
+
+from draftsmith.errors import UserError
+from draftsmith.stage import new_file
+
+_AT_ONCE = 16 << 20
+"""Bytes of a tensor in memory at a time."""
+_MOST_HEADER = 100_000_000
+"""Bytes of a safetensors header: the format's own limit."""
+
+DTYPES: dict[str, torch.dtype] = {
+    "I64": torch.int64, "F64": torch.float64, "F32": torch.float32, "I32": torch.int32, "BF16": torch.bfloat16,
+    "F16": torch.float16, "I16": torch.int16, "F8_E4M3": torch.float8_e4m3fn, "F8_E5M2": torch.float8_e5m2,
+    "I8": torch.int8, "U8": torch.uint8, "BOOL": torch.bool,
+}  # fmt: skip
+"""By the format's names, in the order in which the library writes tensors: so all are aligned."""
+_NAMES = {dtype: name for name, dtype in DTYPES.items()}
+
+
+@dataclass(frozen=True)
+class Span:
+    """Bytes of a file, a tensor's elements in order."""
+
+    path: Path
+    start: int
+    length: int
+
+
+@dataclass(frozen=True)
+class Weight:
+    """A tensor that is not in memory, or a small one that is."""
+
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+    parts: Callable[[], Iterator[torch.Tensor]]
+    """Its elements in order, flat, a part at a time; may be called again."""
+    span: Span | None = None
+    """Where its bytes lie, if they lie as they are."""
+
+    @property
+    def count(self) -> int:
+        return _count(self.shape)
+
+    @property
+    def bytes(self) -> int:
+        return self.count * self.dtype.itemsize
+
+    @classmethod
+    def of(cls, tensor: torch.Tensor) -> Weight:
+        """Of a tensor in memory."""
+        return cls(tuple(tensor.shape), tensor.dtype, lambda: iter(_pieces(tensor.detach().cpu())))
+
+    def tensor(self) -> torch.Tensor:
+        """All of it, in memory, its own."""
+        whole = torch.empty(self.count, dtype=self.dtype)
+        start = 0
+        for part in self.parts():
+            whole[start : start + len(part)] = part
+            start += len(part)
+        return whole.view(self.shape)
+
+    def to(self, dtype: torch.dtype) -> Weight:
+        """Floating-point tensors in another type; others, and those that have it, as they are."""
+        if dtype == self.dtype or not self.dtype.is_floating_point:
+            return self
+        return Weight(self.shape, dtype, lambda: (part.to(dtype) for part in self.parts()))
+
+    def rows(self, index: torch.Tensor) -> Weight:
+        """The rows `index` (int64) of the first dimension; a negative number stands for a row of zeros."""
+
+        def parts() -> Iterator[torch.Tensor]:
+            whole = self.tensor()
+            at_once = max(1, _AT_ONCE // max(1, whole[:1].nbytes))
+            for some in index.split(at_once):
+                found = whole[some.clamp(min=0)]
+                found[some < 0] = 0
+                yield found.flatten()
+
+        return Weight((len(index), *self.shape[1:]), self.dtype, parts)
+
+
+def _count(shape: tuple[int, ...]) -> int:
+    count = 1
+    for size in shape:
+        count *= size
+    return count
+
+
+def _pieces(tensor: torch.Tensor) -> tuple[torch.Tensor, ...]:
+    flat = tensor.contiguous().flatten()
+    return flat.split(_AT_ONCE // flat.dtype.itemsize) if len(flat) else ()
+
+
+# ---- reading ----
+
+
+def open_weights(directory: Path) -> dict[str, Weight]:
+    """Every tensor of a checkpoint's files: safetensors, or PyTorch's of which nothing but tensors is read; one or sharded.
+
+    Raises:
+        UserError: there are none, a shard is missing or lies elsewhere, or a file is damaged or holds what is no tensor.
+    """
+    for single, opened in (("model.safetensors", open_safetensors), ("pytorch_model.bin", _open_pickle)):
+        index = directory / f"{single}.index.json"
+        if index.is_file():
+            return _open_shards(index, opened)
+        if (directory / single).is_file():
+            return opened(directory / single)
+    named = sorted(path for pattern in ("*.safetensors", "*.bin", "*.pt") for path in directory.glob(pattern))
+    if len(named) == 1:
+        return (open_safetensors if named[0].suffix == ".safetensors" else _open_pickle)(named[0])
+    found = f"several and no index that says which belong together ({', '.join(p.name for p in named[:5])})"
+    raise UserError(
+        f"A checkpoint needs its tensors in model.safetensors or pytorch_model.bin; {directory} has "
+        f"{found if named else 'neither'}. Name the folder that has them."
+    )
+
+
+def _open_shards(index: Path, opened: Callable[[Path], dict[str, Weight]]) -> dict[str, Weight]:
+    record = read_json(index)
+    places = record.get("weight_map")
+    if not isinstance(places, dict) or not all(isinstance(file, str) for file in places.values()):
+        raise UserError(f"{index} has no `weight_map` from tensor to file. The checkpoint is damaged; get it again.")
+    files = sorted(set(places.values()))
+    for file in files:
+        if Path(file).name != file or file in ("", ".", ".."):
+            raise UserError(
+                f"{index} sends its reader to `{file}`, outside of its folder. A checkpoint's shards lie beside their "
+                "index; do not trust this one."
+            )
+    if missing := [file for file in files if not (index.parent / file).is_file()]:
+        raise UserError(
+            f"The checkpoint in {index.parent} lacks {', '.join(missing)}, which its index names. Get it again."
+        )
+    shards = {file: opened(index.parent / file) for file in files}
+    astray = sorted(name for name, file in places.items() if name not in shards[file])
+    held = [name for shard in shards.values() for name in shard]
+    astray += sorted({name for name in held if name not in places or held.count(name) > 1})
+    if astray:
+        raise UserError(
+            f"{index} and its shards do not agree about {listed(astray)}. The checkpoint is damaged; get it again."
+        )
+    return {name: shards[file][name] for name, file in places.items()}
+
+
+def open_safetensors(path: Path) -> dict[str, Weight]:
+    try:
+        with safe_open(
+            path, framework="pt"
+        ):  # its checks: sizes, types, that the tensors fill the file without overlap
+            pass
+        with path.open("rb") as file:
+            (length,) = struct.unpack("<Q", file.read(8))
+            header = json.loads(file.read(min(length, _MOST_HEADER)))
+    except (SafetensorError, struct.error, ValueError, OSError) as error:
+        raise UserError(f"{path} is no whole safetensors file ({error}). Get it again.") from None
+    header.pop("__metadata__", None)
+    weights = {}
+    for name, entry in header.items():
+        if entry["dtype"] not in DTYPES:
+            raise UserError(f"{path}: the tensor {name} has the type {entry['dtype']}, which is not known here.")
+        start, end = entry["data_offsets"]
+        weights[name] = _on_disk(
+            Span(path, 8 + length + start, end - start), tuple(entry["shape"]), DTYPES[entry["dtype"]]
+        )
+    return weights
+
+
+def _on_disk(span: Span, shape: tuple[int, ...], dtype: torch.dtype) -> Weight:
+    def parts() -> Iterator[torch.Tensor]:
+        with span.path.open("rb", buffering=0) as file:
+            file.seek(span.start)
+            left = span.length
+            while left:
+                buffer = bytearray(min(left, _AT_ONCE))
+                view = memoryview(buffer)
+                while view:
+                    read = file.readinto(view)
+                    if not read:
+                        raise UserError(f"{span.path} became shorter while it was read. Run the command again.")
+                    view = view[read:]
+                left -= len(buffer)
+                yield torch.frombuffer(buffer, dtype=dtype)
+
+    return Weight(shape, dtype, parts, span)
+
+
+def _open_pickle(path: Path) -> dict[str, Weight]:
+    """Of a file of torch.save. Unpickled is nothing but tensors: no code of the file runs."""
+    try:
+        try:
+            record = torch.load(path, map_location="cpu", weights_only=True, mmap=True)
+        except RuntimeError as error:
+            if "mmap" not in str(error):
+                raise
+            record = torch.load(path, map_location="cpu", weights_only=True)  # as torch before 1.6 wrote them
+    except pickle.UnpicklingError:
+        raise UserError(
+            f"{path} holds more than tensors, and unpickling that could run code of its author. It was not read. If you "
+            "trust it, load it where it was made and save the tensors alone, best as safetensors."
+        ) from None
+    except Exception as error:  # of the many that a damaged archive causes
+        text = str(error).splitlines() or [""]
+        raise UserError(f"{path} cannot be read ({type(error).__name__}: {text[0][:200]}). Get it again.") from None
+    if not isinstance(record, dict) or not all(
+        isinstance(name, str) and isinstance(value, torch.Tensor) for name, value in record.items()
+    ):
+        raise UserError(f"{path} is not a dictionary from names to tensors, as a checkpoint's weights are.")
+    for name, value in record.items():
+        if value.layout != torch.strided or value.dtype not in _NAMES or value.device.type != "cpu":
+            raise UserError(f"{path}: {name} is not a plain tensor ({value.layout}, {value.dtype}, {value.device}).")
+        if value.nbytes > value.untyped_storage().nbytes():
+            raise UserError(f"{path}: {name} claims {value.nbytes} bytes, more than the file holds for it.")
+    return {name: Weight.of(value) for name, value in record.items()}
+
+
+def read_json(path: Path) -> dict[str, Any]:
+    """A file that holds a JSON object.
+
+    Raises:
+        UserError: there is no such file, or something else in it.
+    """
+    try:
+        record = json.loads(path.read_bytes())
+    except FileNotFoundError:
+        raise UserError(f"There is no {path.name} in {path.parent}.") from None
+    except (OSError, ValueError, RecursionError) as error:
+        raise UserError(f"{path} is not JSON ({error}). Get it again.") from None
+    if not isinstance(record, dict):
+        raise UserError(f"{path} holds a {type(record).__name__}, where an object with fields should be.")
+    return record
+
+
+def listed(names: list[str], most: int = 6) -> str:
+    more = f" and {len(names) - most} more" if len(names) > most else ""
+    return ", ".join(name if len(name) <= 80 else f"{name[:77]}..." for name in names[:most]) + more
+
+
+# ---- writing ----
+
+
+def write_safetensors(path: Path, weights: Mapping[str, Weight]) -> int:
+    """One safetensors file, atomically, the same bytes as the library's own writer; returns how many.
+
+    Raises:
+        DraftsmithError: there is no room; nothing is left.
+    """
+    rank = {dtype: place for place, dtype in enumerate(DTYPES.values())}
+    ordered = sorted(weights.items(), key=lambda item: (rank[item[1].dtype], item[0]))
+    header: dict[str, Any] = {"__metadata__": {"format": "pt"}}
+    end = 0
+    for name, weight in ordered:
+        header[name] = {
+            "dtype": _NAMES[weight.dtype], "shape": list(weight.shape), "data_offsets": [end, end + weight.bytes],
+        }  # fmt: skip
+        end += weight.bytes
+    text = json.dumps(header, separators=(",", ":"), ensure_ascii=False).encode()
+    text += b" " * (-len(text) % 8)
+    with new_file(path, size=8 + len(text) + end) as file:
+        file.write(struct.pack("<Q", len(text)) + text)
+        for _, weight in ordered:
+            if weight.span is not None:
+                _copy(weight.span, file)
+            else:
+                for part in weight.parts():
+                    file.write(part.contiguous().view(torch.uint8).numpy().data)
+    return 8 + len(text) + end
+
+
+def _copy(span: Span, to: BinaryIO) -> None:
+    """Bytes from file to file, in the kernel where it can."""
+    to.flush()
+    with span.path.open("rb") as file:
+        start, left = span.start, span.length
+        while left:
+            sent = os.sendfile(to.fileno(), file.fileno(), start, left)
+            if not sent:
+                raise UserError(f"{span.path} became shorter while it was read. Run the command again.")
+            start, left = start + sent, left - sent

@@ -1,0 +1,492 @@
+"""Published formats: there and back, their tables pinned, and what must never be believed."""
+
+from __future__ import annotations
+
+import json
+import os
+import pickle
+import random
+import shutil
+import struct
+from collections.abc import Callable
+from contextlib import suppress
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+from safetensors.torch import load_file, save, save_file
+
+from draftsmith.checkpoint import Checkpoint
+from draftsmith.convert.contents import EMBEDDING, Contents, read_own, write_own
+from draftsmith.convert.convert import convert_checkpoint, read, recognise
+from draftsmith.convert.formats import FORMATS
+from draftsmith.convert.formats.base import NOBODY
+from draftsmith.convert.vocabulary import from_tensors, to_tensors
+from draftsmith.convert.weights import Weight, open_weights, write_safetensors
+from draftsmith.drafters import drafter_class, kinds
+from draftsmith.errors import DraftsmithError, UserError
+
+VOCAB = 40
+TARGET = {"name": "owner/target", "revision": "abc", "config_hash": "0" * 64}
+ROPES: list[dict[str, Any]] = [
+    {"rope_type": "default", "rope_theta": 10000.0},
+    {"rope_type": "llama3", "rope_theta": 500000.0, "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0,
+     "original_max_position_embeddings": 64},
+]  # fmt: skip
+
+
+def layers(draw: st.DrawFn) -> dict[str, Any]:
+    kv = draw(st.sampled_from([1, 2]))
+    return {
+        "hidden_size": 16, "intermediate_size": draw(st.sampled_from([12, 24])), "num_attention_heads": 2,
+        "num_key_value_heads": kv, "head_dim": draw(st.sampled_from([4, 8])), "hidden_act": "silu",
+        "rms_norm_eps": draw(st.sampled_from([1e-5, 1e-6])), "rope_parameters": draw(st.sampled_from(ROPES)),
+        "max_position_embeddings": 128, "vocab_size": VOCAB, "num_layers": draw(st.sampled_from([1, 1, 2])),
+    }  # fmt: skip
+
+
+@st.composite
+def contents(draw: st.DrawFn) -> Contents:
+    """Any drafter that our kinds can be."""
+    kind = draw(st.sampled_from(["eagle", "eagle3", "medusa", "mlp_speculator"]))
+    flag = st.booleans()
+    config: dict[str, Any]
+    if kind == "eagle":
+        config = layers(draw) | {
+            "layer_ids": [5],
+            "draft_vocab_size": VOCAB,
+            "noise": draw(st.sampled_from([0.0, 0.2])),
+        }
+        config |= {"attention_bias": draw(flag), "fc_bias": draw(flag)}
+    elif kind == "eagle3":
+        usual = draw(flag)
+        config = layers(draw) | {
+            "layer_ids": [2, 5, 8] if usual else draw(st.sampled_from([[0, 2], [1, 2, 3, 4]])),
+            "draft_vocab_size": draw(st.sampled_from([VOCAB, 7, 30])),
+            "target_hidden_size": draw(st.sampled_from([None, 20])), "attention_bias": draw(st.sampled_from([False, False, True])),
+        }  # fmt: skip
+        plain = draw(flag)
+        config |= {name: not plain and draw(flag) for name in ("norm_before_residual", "norm_output")}
+        norm = "none" if plain else draw(st.sampled_from(["fc_norm", "norm_before_fc", "none"]))
+        config |= {name: norm == name for name in ("fc_norm", "norm_before_fc")}
+    elif kind == "medusa":
+        config = {
+            "layer_ids": [5], "hidden_size": 16, "rms_norm_eps": 1e-5, "vocab_size": VOCAB, "draft_vocab_size": VOCAB,
+            "num_heads": draw(st.integers(1, 3)), "num_layers": draw(st.integers(1, 2)), "bias": draw(flag),
+            "shared_head": draw(flag),
+        }  # fmt: skip
+    else:
+        steps = draw(st.integers(1, 3))
+        config = {
+            "layer_ids": [5], "hidden_size": 16, "rms_norm_eps": 1e-5, "vocab_size": VOCAB, "draft_vocab_size": VOCAB,
+            "inner_size": draw(st.sampled_from([16, 12])), "n_predict": steps, "tie_weights": steps > 1 and draw(flag),
+            "scale_input": draw(flag),
+        }  # fmt: skip
+    dtype = draw(st.sampled_from([torch.float32, torch.bfloat16, torch.float16]))
+    seed = draw(st.integers(0, 1000))
+    return make_contents(kind, config, dtype, seed, own_embedding=draw(flag))
+
+
+def make_contents(
+    kind: str, config: dict[str, Any], dtype: torch.dtype, seed: int, *, own_embedding: bool = False
+) -> Contents:
+    generator = torch.Generator().manual_seed(seed)
+    typed = drafter_class(kind).config_class.from_dict(config)
+    shapes = dict(drafter_class(kind).shapes(typed))
+    if own_embedding and drafter_class(kind).has_embedding:
+        shapes[EMBEDDING] = (VOCAB, typed.hidden_size)
+    weights = {name: Weight.of(torch.randn(shape, generator=generator).to(dtype)) for name, shape in shapes.items()}
+    ids = torch.randperm(VOCAB, generator=generator)[: typed.draft_vocab_size].sort().values
+    return Contents(kind, typed.to_dict(), ids, weights, TARGET, {"steps": 3}).check()
+
+
+EAGLE3 = {
+    "hidden_size": 16, "intermediate_size": 12, "num_attention_heads": 2, "num_key_value_heads": 1, "head_dim": 8,
+    "hidden_act": "silu", "rms_norm_eps": 1e-5, "rope_parameters": ROPES[0], "max_position_embeddings": 128,
+    "vocab_size": VOCAB, "num_layers": 1, "layer_ids": [2, 5, 8], "draft_vocab_size": 7, "norm_before_residual": False,
+    "fc_norm": False, "norm_output": False,
+}  # fmt: skip
+
+
+def holders(found: Contents) -> list[str]:
+    """The formats that can hold it."""
+    names = []
+    for name, each in FORMATS.items():
+        with suppress(UserError):
+            each.written(found)
+            names.append(name)
+    return names
+
+
+def assert_equal(one: Contents, other: Contents) -> None:
+    assert (one.kind, one.config, one.target, one.training) == (other.kind, other.config, other.target, other.training)
+    assert torch.equal(one.draft_token_ids, other.draft_token_ids)
+    assert one.weights.keys() == other.weights.keys()
+    for name, weight in one.weights.items():
+        assert other.weights[name].dtype == weight.dtype
+        assert torch.equal(other.weights[name].tensor(), weight.tensor()), name
+
+
+@settings(deadline=None, max_examples=60, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(contents())
+def test_there_and_back_through_every_pair(tmp_path: Path, found: Contents) -> None:
+    folder = tmp_path / "formats"
+    shutil.rmtree(folder, ignore_errors=True)
+    folder.mkdir()
+    write_own(found, folder)
+    assert_equal(found, read_own(folder))
+    names = holders(found)
+    assert "vllm" in names or found.config.get("attention_bias") or found.config.get("fc_bias")
+    for name in names:
+        (folder / name).mkdir()
+        FORMATS[name].write(found, folder / name)
+        again = FORMATS[name].read(folder / name, found.kind, target=NOBODY, known={})
+        assert_equal(found, again)
+        for other in names:
+            there, back = folder / f"{name}-{other}", folder / f"{name}-{other}-{name}"
+            there.mkdir()
+            back.mkdir()
+            FORMATS[other].write(again, there)
+            FORMATS[name].write(FORMATS[other].read(there, found.kind, target=NOBODY, known={}), back)
+            for file in ("config.json", FORMATS[name].weights_file):
+                assert (back / file).read_bytes() == (folder / name / file).read_bytes()
+
+
+@pytest.mark.parametrize("kind", ["eagle", "eagle3", "medusa", "mlp_speculator"])
+def test_every_format_is_recognised(kind: str, tmp_path: Path) -> None:
+    configs: dict[str, dict[str, Any]] = {
+        "eagle3": EAGLE3,
+        "eagle": {k: v for k, v in EAGLE3.items() if "norm" not in k or k == "rms_norm_eps"}
+        | {"draft_vocab_size": VOCAB, "noise": 0.0, "layer_ids": [5]},
+        "medusa": {"layer_ids": [5], "hidden_size": 16, "rms_norm_eps": 1e-5, "vocab_size": VOCAB, "draft_vocab_size": VOCAB,
+                   "num_heads": 2, "num_layers": 1, "bias": True, "shared_head": False},
+        "mlp_speculator": {"layer_ids": [5], "hidden_size": 16, "rms_norm_eps": 1e-5, "vocab_size": VOCAB,
+                           "draft_vocab_size": VOCAB, "inner_size": 12, "n_predict": 3, "tie_weights": True,
+                           "scale_input": True},
+    }  # fmt: skip
+    found = make_contents(kind, configs[kind], torch.float32, 0)
+    for name in holders(found):
+        (tmp_path / name).mkdir()
+        FORMATS[name].write(found, tmp_path / name)
+        told = recognise(tmp_path / name)
+        assert told.kind == kind
+        assert told.format == name or (kind, name) == ("mlp_speculator", "ibm"), told.reason
+        assert_equal(found, read(tmp_path / name, told))
+        # Without our own words in it, a target or the tensors say what its format leaves out.
+        record = json.loads((tmp_path / name / "config.json").read_text())
+        del record["draftsmith"]
+        (tmp_path / name / "config.json").write_text(json.dumps(record))
+        known = {"layer_ids": found.config["layer_ids"], "rms_norm_eps": 1e-5}
+        if kind in ("eagle", "eagle3"):
+            del known["rms_norm_eps"]
+        assert FORMATS[name].read(tmp_path / name, kind, target=NOBODY, known=known).config == found.config
+
+
+def test_the_fifth_kind_needs_no_other_file() -> None:
+    assert set(FORMATS["vllm"].layouts) == set(kinds())
+
+
+def test_bytes_are_the_librarys(tmp_path: Path) -> None:
+    tensors = {
+        "b": torch.randn(3, 5), "a": torch.randn(4).bfloat16(), "c.d2t": torch.arange(3), "é": torch.ones(2, dtype=torch.bool),
+        "h": torch.randn(2).half(), "i": torch.arange(3, dtype=torch.int32), "empty": torch.empty(0, 3),
+        "f": torch.randn(2, dtype=torch.float64), "u": torch.arange(3, dtype=torch.uint8),
+    }  # fmt: skip
+    write_safetensors(tmp_path / "x.safetensors", {name: Weight.of(tensor) for name, tensor in tensors.items()})
+    assert (tmp_path / "x.safetensors").read_bytes() == save(tensors, metadata={"format": "pt"})
+    # Also where bytes go from file to file.
+    (tmp_path / "x.safetensors").rename(tmp_path / "model.safetensors")
+    write_safetensors(tmp_path / "y.safetensors", open_weights(tmp_path))
+    assert (tmp_path / "y.safetensors").read_bytes() == (tmp_path / "model.safetensors").read_bytes()
+
+
+def test_pickles_and_shards(tmp_path: Path) -> None:
+    tensors = {"a": torch.randn(30, 4), "b": torch.randn(7).bfloat16(), "view": torch.randn(9, 8)[:, 2:5]}
+    torch.save(tensors, tmp_path / "pytorch_model.bin")
+    old = tmp_path / "old"
+    old.mkdir()
+    torch.save(tensors, old / "pytorch_model.bin", _use_new_zipfile_serialization=False)
+    sharded = tmp_path / "sharded"
+    sharded.mkdir()
+    save_file({"a": tensors["a"]}, sharded / "one.safetensors")
+    save_file({"b": tensors["b"], "view": tensors["view"].contiguous()}, sharded / "two.safetensors")
+    places = {"a": "one.safetensors", "b": "two.safetensors", "view": "two.safetensors"}
+    (sharded / "model.safetensors.index.json").write_text(json.dumps({"weight_map": places}))
+    for folder in (tmp_path, old, sharded):
+        found = open_weights(folder)
+        assert found.keys() == tensors.keys()
+        assert all(torch.equal(found[name].tensor(), tensors[name]) for name in tensors)
+
+
+@given(st.integers(2, 60), st.data())
+def test_maps_of_the_vocabulary_are_read_as_they_are_meant(vocabulary: int, data: st.DataObject) -> None:
+    size = data.draw(st.integers(1, vocabulary - 1))
+    ids = torch.tensor(sorted(data.draw(st.permutations(range(vocabulary)))[:size]))
+    made = {name: weight.tensor() for name, weight in to_tensors(ids, vocabulary=vocabulary).items()}
+    mask = made["t2d"]
+    shuffled = torch.tensor(data.draw(st.permutations(ids.tolist())))
+    for given_ids in (made["d2t"], ids, shuffled, shuffled.int()):
+        found, order = from_tensors({"d2t": given_ids, "t2d": mask}, vocabulary=vocabulary, size=size)
+        assert torch.equal(found, ids)
+        if order is not None:
+            assert torch.equal(shuffled[order], ids)
+    for one in ({"t2d": mask}, {"t2d": mask.to(torch.uint8)}):
+        assert torch.equal(from_tensors(one, vocabulary=vocabulary, size=size)[0], ids)
+    with suppress(UserError):  # it can be read both ways
+        assert torch.equal(from_tensors({"d2t": made["d2t"]}, vocabulary=vocabulary, size=size)[0], ids)
+
+
+def test_rows_follow_the_vocabulary(tmp_path: Path) -> None:
+    """A map in another order than ascending takes the head's rows along."""
+    found = make_contents("eagle3", EAGLE3, torch.float32, 3)
+    FORMATS["specforge"].write(found, tmp_path)
+    tensors = load_file(tmp_path / "model.safetensors")
+    order = torch.randperm(7, generator=torch.Generator().manual_seed(1))
+    tensors["d2t"] = found.draft_token_ids[order]  # and as ids
+    tensors["lm_head.weight"] = tensors["lm_head.weight"][order]
+    save_file(tensors, tmp_path / "model.safetensors")
+    assert_equal(found, read(tmp_path, recognise(tmp_path)))
+
+
+def test_ropes_old_and_new(tmp_path: Path) -> None:
+    found = make_contents("eagle3", EAGLE3 | {"rope_parameters": ROPES[1]}, torch.float32, 3)
+    for name in ("vllm", "specforge"):
+        FORMATS[name].write(found, tmp_path)
+        record = json.loads((tmp_path / "config.json").read_text())
+        assert ("rope_parameters" in record) == (name == "vllm")
+        assert ("rope_scaling" in record) == (name == "specforge")
+        assert record.get("rope_theta", 500000.0) == 500000.0
+        (tmp_path / "config.json").unlink()
+    del record["rope_scaling"]["rope_type"]
+    record["rope_scaling"]["type"] = "llama3"  # older still
+    (tmp_path / "config.json").write_text(json.dumps(record))
+    assert read(tmp_path, recognise(tmp_path)).config["rope_parameters"] == ROPES[1]
+
+
+def test_tied_heads(tmp_path: Path) -> None:
+    found = make_contents("eagle3", EAGLE3 | {"draft_vocab_size": VOCAB}, torch.float32, 3, own_embedding=True)
+    FORMATS["vllm"].write(found, tmp_path)
+    tensors = load_file(tmp_path / "model.safetensors")
+    del tensors["lm_head.weight"]
+    save_file(tensors, tmp_path / "model.safetensors")
+    with pytest.raises(UserError, match=r"lacks lm_head\.weight.*nothing was made up"):
+        read(tmp_path, recognise(tmp_path))
+    record = json.loads((tmp_path / "config.json").read_text())
+    (tmp_path / "config.json").write_text(json.dumps(record | {"tie_word_embeddings": True}))
+    again = read(tmp_path, recognise(tmp_path))
+    assert torch.equal(again.weights["lm_head.weight"].tensor(), found.weights[EMBEDDING].tensor())
+
+
+def test_a_conversion_appears_whole(tmp_path: Path) -> None:
+    found = make_contents("eagle3", EAGLE3, torch.float32, 3)
+    (tmp_path / "checkpoint").mkdir()
+    write_own(found, tmp_path / "checkpoint")
+    figures = convert_checkpoint(tmp_path / "checkpoint", tmp_path / "out", to="vllm", dtype="bfloat16")
+    assert (figures["from"], figures["to"], figures["kind"]) == ("draftsmith", "vllm", "eagle3")
+    again = read(tmp_path / "out", recognise(tmp_path / "out"))
+    assert {weight.dtype for weight in again.weights.values()} == {torch.bfloat16}
+    assert {path.name for path in tmp_path.iterdir()} == {"checkpoint", "out"}
+    with pytest.raises(UserError, match="is there already"):
+        convert_checkpoint(tmp_path / "checkpoint", tmp_path / "out", to="vllm")
+    with pytest.raises(UserError, match="format ibm holds drafters of the kind mlp_speculator"):
+        convert_checkpoint(tmp_path / "checkpoint", tmp_path / "other", to="ibm")
+    assert {path.name for path in tmp_path.iterdir()} == {"checkpoint", "out"}
+    loaded = Checkpoint.load(tmp_path / "checkpoint")  # what is written is the trainer's own
+    assert_equal(Contents.of(loaded), found)
+
+
+# ---- what must never be believed ----
+
+
+class _Runs:
+    """Unpickled, it would leave a file."""
+
+    def __init__(self, path: str) -> None:
+        self.path = path
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return (os.system, (f"touch {self.path}",))
+
+
+def _header(folder: Path, change: Callable[[dict[str, Any]], None]) -> None:
+    file = folder / "model.safetensors"
+    data = file.read_bytes()
+    (length,) = struct.unpack("<Q", data[:8])
+    header = json.loads(data[8 : 8 + length])
+    change(header)
+    text = json.dumps(header).encode()
+    file.write_bytes(struct.pack("<Q", len(text)) + text + data[8 + length :])
+
+
+def _truncated(folder: Path, rng: random.Random) -> None:
+    data = (folder / "model.safetensors").read_bytes()
+    (folder / "model.safetensors").write_bytes(data[: rng.randrange(len(data))])
+
+
+def _huge_header(folder: Path, rng: random.Random) -> None:
+    data = (folder / "model.safetensors").read_bytes()
+    (folder / "model.safetensors").write_bytes(
+        struct.pack("<Q", rng.choice([2**63, 2**64 - 1, 10**8, len(data)])) + data[8:]
+    )
+
+
+def _offsets(folder: Path, rng: random.Random) -> None:
+    def change(header: dict[str, Any]) -> None:
+        name = rng.choice([name for name in header if name != "__metadata__"])
+        header[name]["data_offsets"][rng.randrange(2)] += rng.choice([-8, 8, 1 << 40, -(1 << 40)])
+
+    _header(folder, change)
+
+
+def _shape(folder: Path, rng: random.Random) -> None:
+    def change(header: dict[str, Any]) -> None:
+        name = rng.choice([name for name in header if name != "__metadata__"])
+        header[name]["shape"] = rng.choice([[1 << 40], [-1, 4], ["a"], None, [0], [2**62, 4]])
+
+    _header(folder, change)
+
+
+def _of_other_shape(folder: Path, rng: random.Random) -> None:
+    tensors = load_file(folder / "model.safetensors")
+    name = rng.choice(sorted(tensors))
+    tensors[name] = torch.cat([tensors[name], tensors[name]]) if rng.random() < 0.5 else tensors[name][None]
+    save_file(tensors, folder / "model.safetensors")
+
+
+def _of_other_type(folder: Path, rng: random.Random) -> None:
+    tensors = load_file(folder / "model.safetensors")
+    name = rng.choice(sorted(tensors))
+    floating = tensors[name].is_floating_point()
+    tensors[name] = tensors[name].to(rng.choice([torch.int64, torch.uint8]) if floating else torch.float32)
+    save_file(tensors, folder / "model.safetensors")
+
+
+def _swapped(folder: Path, rng: random.Random) -> None:
+    tensors = load_file(folder / "model.safetensors")
+    one = rng.choice(sorted(tensors))
+    other = rng.choice([name for name in sorted(tensors) if tensors[name].shape != tensors[one].shape])
+    tensors[one], tensors[other] = tensors[other], tensors[one]
+    save_file({name: value.contiguous() for name, value in tensors.items()}, folder / "model.safetensors")
+
+
+def _keys(folder: Path, rng: random.Random) -> None:
+    tensors = load_file(folder / "model.safetensors")
+    name = rng.choice(sorted(set(tensors) - {"t2d"}))
+    if rng.random() < 0.5:
+        del tensors[name]
+        if name == "d2t":
+            del tensors["t2d"]
+    else:
+        tensors[rng.choice(["", "x", "layers.99.weight", "../x", "a" * 5000, "midlayer.extra"])] = torch.ones(3)
+    save_file(tensors, folder / "model.safetensors")
+
+
+def _maps(folder: Path, rng: random.Random) -> None:
+    tensors = load_file(folder / "model.safetensors")
+    tensors["d2t"] = rng.choice([tensors["d2t"] - 1, tensors["d2t"] + VOCAB, torch.full((7,), -3), tensors["d2t"][:3]])
+    save_file(tensors, folder / "model.safetensors")
+
+
+def _config(folder: Path, rng: random.Random) -> None:
+    record = json.loads((folder / "config.json").read_text())
+    name = rng.choice(["hidden_size", "intermediate_size", "num_attention_heads", "vocab_size", "head_dim", "draft_vocab_size",
+                       "num_key_value_heads", "rms_norm_eps", "rope_theta", "num_hidden_layers"])  # fmt: skip
+    record[name] = rng.choice(["x", -1, 0, [], {}, 1 << 70, True, [[1]], "\ud800", -1.5, float("nan")])
+    if record[name] == 0 and name == "rms_norm_eps":
+        record[name] = "0"  # else it would be right
+    (folder / "config.json").write_text(json.dumps(record))
+
+
+def _unknown(folder: Path, rng: random.Random) -> None:
+    record = json.loads((folder / "config.json").read_text())
+    name = rng.choice(["logit_scale", "mlp_bias", "quantization_config", "use_sliding_window", "residual_multiplier"])
+    record[name] = rng.choice([True, 0.5, {"a": 1}])
+    (folder / "config.json").write_text(json.dumps(record))
+
+
+def _not_json(folder: Path, rng: random.Random) -> None:
+    text = (folder / "config.json").read_bytes()
+    bad = [
+        b"",
+        b"[]",
+        b"null",
+        b"[" * 100_000,
+        b"\xff\xfe",
+        text[: rng.randrange(1, len(text) - 2)],
+        b'{"a": ' + b"9" * 5000 + b"}",
+    ]
+    (folder / "config.json").write_bytes(rng.choice(bad))
+
+
+def _index(folder: Path, rng: random.Random) -> None:
+    tensors = load_file(folder / "model.safetensors")
+    (folder / "model.safetensors").rename(folder / "one.safetensors")
+    places: Any = dict.fromkeys(tensors, "one.safetensors")
+    victim = rng.choice(sorted(places))
+    bad = ["../one.safetensors", "/etc/passwd", "..", "", "missing.safetensors", "a/../one.safetensors", 7, None]
+    choice = rng.randrange(len(bad) + 3)
+    if choice < len(bad):
+        places[victim] = bad[choice]
+    elif choice == len(bad):
+        del places[victim]
+    elif choice == len(bad) + 1:
+        places["phantom"] = "one.safetensors"
+    else:
+        places = [1, 2]
+    (folder / "model.safetensors.index.json").write_text(json.dumps({"weight_map": places}))
+
+
+def _pickled(folder: Path, rng: random.Random) -> None:
+    tensors: Any = load_file(folder / "model.safetensors")
+    (folder / "model.safetensors").unlink()
+    file, marker = folder / "pytorch_model.bin", str(folder.parent / "ran")
+    choice = rng.randrange(6)
+    if choice == 0:
+        torch.save(tensors | {"x": _Runs(marker)}, file)
+    elif choice == 1:
+        file.write_bytes(pickle.dumps(_Runs(marker)))
+    elif choice == 2:
+        torch.save(rng.choice([[1, 2], {"a": 1}, {1: torch.ones(2)}, torch.ones(3), None]), file)
+    elif choice == 3:
+        tensors["fc.weight"] = torch.ones(1).expand(16, 48)  # a claim without the bytes
+        torch.save(tensors, file)
+    elif choice == 4:
+        torch.save(tensors, file)
+        data = file.read_bytes()
+        file.write_bytes(data[: rng.randrange(len(data) - 200)])
+    else:
+        file.write_bytes(rng.randbytes(rng.randrange(200)))
+
+
+DAMAGES = [
+    _truncated, _huge_header, _offsets, _shape, _of_other_shape, _of_other_type, _swapped, _keys, _maps, _config, _unknown,
+    _not_json, _index, _pickled,
+]  # fmt: skip
+CASES = 1008
+
+
+def test_damaged_and_hostile_inputs(tmp_path: Path) -> None:
+    """Each is a clear error, runs nothing and leaves nothing."""
+    good = tmp_path / "good"
+    good.mkdir()
+    FORMATS["specforge"].write(make_contents("eagle3", EAGLE3, torch.float32, 3), good)
+    assert read(good, recognise(good)).kind == "eagle3"
+    for case in range(CASES):
+        rng = random.Random(case)
+        damage = DAMAGES[case % len(DAMAGES)]
+        folder = tmp_path / "bad"
+        shutil.copytree(good, folder)
+        damage(folder, rng)
+        message = ""
+        try:
+            convert_checkpoint(folder, tmp_path / "out", to="vllm")
+        except DraftsmithError as error:
+            message = str(error)
+        assert str(folder) in message, (case, damage.__name__, message)
+        assert len(message) < 1500
+        assert "\n\n" not in message
+        assert {path.name for path in tmp_path.iterdir()} == {"good", "bad"}, (case, damage.__name__)
+        shutil.rmtree(folder)

@@ -1,0 +1,38 @@
+"""The norm that keeps only its input: torch's own is the reference."""
+
+import torch
+from torch import nn
+
+from draftsmith.drafters.norm import RMSNorm
+
+
+def make_norms(dtype: torch.dtype) -> tuple[RMSNorm, nn.RMSNorm, torch.Tensor]:
+    generator = torch.Generator().manual_seed(0)
+    ours, reference = RMSNorm(24, 1e-5, dtype=dtype), nn.RMSNorm(24, 1e-5, dtype=dtype)
+    weight = torch.randn(24, generator=generator, dtype=dtype)
+    for norm in (ours, reference):
+        norm.weight.data.copy_(weight)
+    return ours, reference, torch.randn(7, 3, 24, generator=generator, dtype=dtype, requires_grad=True)
+
+
+def test_it_is_torchs() -> None:
+    for dtype in (torch.float32, torch.float64):
+        ours, reference, x = make_norms(dtype)
+        assert torch.equal(ours(x), reference(x))
+    found, expected = (torch.autograd.grad(norm(x).sin().sum(), [x, norm.weight]) for norm in (ours, reference))
+    torch.testing.assert_close(found, expected, rtol=1e-12, atol=1e-12)
+    assert torch.autograd.gradcheck(ours, (x,))
+
+
+def test_in_another_type_than_its_weight() -> None:
+    ours, reference, x = make_norms(torch.float32)
+    x = x.detach().bfloat16()
+    assert torch.equal(ours(x), reference(x))
+
+
+def test_it_keeps_its_input_alone() -> None:
+    ours, _, x = make_norms(torch.float32)
+    kept: list[int] = []
+    with torch.autograd.graph.saved_tensors_hooks(lambda t: kept.append(t.numel()) or t, lambda t: t):
+        ours(x)
+    assert sorted(kept) == sorted([x.numel(), x.numel() // 24, 24])
