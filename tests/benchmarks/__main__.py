@@ -12,6 +12,7 @@ from pathlib import Path
 from draftsmith.errors import UserError
 from draftsmith.progress import console
 from draftsmith.stage import write_json
+from tests.benchmarks.bench_convert import convert_costs
 from tests.benchmarks.bench_extract import extraction_ratios, memory_growth
 from tests.benchmarks.bench_int8 import int8_acceptance
 from tests.benchmarks.bench_learn import learning_eagle, learning_eagle3, learning_medusa, learning_mlp
@@ -21,7 +22,7 @@ from tests.benchmarks.bench_train import time_to_peer, training_step
 
 BENCHMARKS = (
     extraction_ratios, memory_growth, store_costs, int8_acceptance, training_step, time_to_peer, learning_eagle3,
-    learning_eagle, learning_medusa, learning_mlp, step_memory,
+    learning_eagle, learning_medusa, learning_mlp, step_memory, convert_costs,
 )  # fmt: skip
 OUTPUT = Path("runs/bench/results.json")
 

@@ -50,7 +50,7 @@ def _measure() -> tuple[int, int, int]:
     from draftsmith.train.loss import ChainLoss
     from draftsmith.train.packing import pack
 
-    imported = _peak()
+    imported = peak_of_resident_set()
     config = Eagle3Config(
         layer_ids=tuple(range(LAYERS)), hidden_size=HIDDEN, intermediate_size=INNER, num_layers=1,
         num_attention_heads=HEADS, num_key_value_heads=KV_HEADS, head_dim=HEAD_DIM, hidden_act="silu", rms_norm_eps=1e-5,
@@ -71,10 +71,10 @@ def _measure() -> tuple[int, int, int]:
         ), steps=STEPS,
     )  # fmt: skip
     loss(batch, torch.randn(TOKENS, HIDDEN)).loss.backward()
-    return imported, sum(x.nbytes for x in (*loss.parameters(), *loss.buffers())), _peak()
+    return imported, sum(x.nbytes for x in (*loss.parameters(), *loss.buffers())), peak_of_resident_set()
 
 
-def _peak() -> int:
+def peak_of_resident_set() -> int:
     """Largest resident set of this process so far, in bytes. `getrusage` would start from the parent's."""
     (line,) = (line for line in Path("/proc/self/status").read_text().splitlines() if line.startswith("VmHWM:"))
     return int(line.split()[1]) * 1024
