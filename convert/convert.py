@@ -11,6 +11,7 @@ from typing import Any
 
 from draftsmith import stage
 from draftsmith.checkpoint import RECORD, WEIGHTS
+from draftsmith.convert.card import render
 from draftsmith.convert.contents import Contents, read_own, write_own
 from draftsmith.convert.formats import FORMATS
 from draftsmith.convert.formats.base import NOBODY, Format
@@ -40,7 +41,7 @@ def run_convert(recipe: Recipe, run_dir: Path) -> dict[str, Any]:
     if stage.read(source) is None:
         raise UserError(f"There is no finished checkpoint at {source}. Run `draftsmith train` with this recipe first.")
     dtype = recipe.convert.dtype or recipe.target.dtype
-    inputs = digest([stage.sha256_of(source / WEIGHTS), stage.sha256_of(source / RECORD), dtype])
+    inputs = converted_from(source, dtype)
     if stage.finished(directory, inputs):
         console.print(f"convert: {directory} is up to date")
         return stage.read(directory)["figures"]  # type: ignore[index]
@@ -48,12 +49,22 @@ def run_convert(recipe: Recipe, run_dir: Path) -> dict[str, Any]:
     contents = read_own(source)
     stage.claim(directory, fresh=True)
     size = FORMATS["vllm"].write(contents, directory, dtype=dtype)
-    stage.write_bytes(directory / "README.md", _model_card(contents).encode())
+    stage.write_bytes(directory / "README.md", render(contents, recipe.target).encode())
     figures = {"parameters": sum(weight.count for weight in contents.weights.values()), "bytes": size}
     sections = recipe.model_dump(mode="json", include={"convert"})
     stage.finish(directory, stage="convert", inputs=inputs, recipe=sections, figures=figures, started=started)
     console.print(f"convert: {directory} holds {figures['parameters'] / 1e6:.1f} M parameters for vLLM")
     return figures
+
+
+def converted_from(checkpoint: Path, dtype: str) -> str:
+    """Digest of what a conversion depends on: `inputs` of its record.
+
+    Args:
+        checkpoint: the directory.
+        dtype: of the tensors for vLLM.
+    """
+    return digest([stage.sha256_of(checkpoint / WEIGHTS), stage.sha256_of(checkpoint / RECORD), dtype])
 
 
 # ---- any format ----
@@ -166,7 +177,7 @@ def convert_checkpoint(
             write_own(contents.to(dtype), temporary)
         else:
             FORMATS[to].write(contents, temporary, dtype=dtype)
-            stage.write_bytes(temporary / "README.md", _model_card(contents).encode())
+            stage.write_bytes(temporary / "README.md", render(contents).encode())
         verified = None
         if verify:
             verified = compare(original, read(temporary, Found(to, found.kind, ""), target), tensors)
@@ -199,41 +210,3 @@ def table_of_formats() -> list[tuple[str, str, list[str], list[str]]]:
         (name, titles[name], kinds, [other for other in holds if other != name and set(holds[other]) & set(kinds)])
         for name, kinds in holds.items()
     ]
-
-
-def _model_card(contents: Contents) -> str:
-    """A short card: whose drafter this is and how to serve it."""
-    target = contents.target["name"] or "its target"
-    predicted = contents.training.get("predicted_acceptance_length") or {}
-    rows = "\n".join(f"| {k} | {value:.2f} |" for k, value in predicted.items())
-    table = (
-        f"\nPredicted acceptance length on held-out text, greedy:\n\n| K | tokens per step |\n|---|---|\n{rows}\n"
-        if rows
-        else ""
-    )
-    method = drafter_class(contents.kind).vllm_method
-    serving = (
-        f"""Serve it with vLLM:
-
-```
-python -m vllm.entrypoints.openai.api_server --model TARGET \\
-    --speculative-config '{{"method": "{method}", "model": "THIS_DIRECTORY", "num_speculative_tokens": 3}}'
-```
-"""
-        if method
-        else "vLLM reads this layout, and cannot serve drafters of this kind yet.\n"
-    )
-    made = (
-        f"Trained with Draftsmith on hidden states of {target}, config hash\n`{contents.target['config_hash'][:16]}`. It "
-        "drafts for this target only.\n"
-        if contents.target["config_hash"]
-        else f"Converted with Draftsmith. It drafts for {target} only.\n"
-    )
-    named = f"base_model: {target}\n" if contents.target["name"] else ""
-    return f"""---
-{named}tags: [speculative-decoding, {contents.kind}, vllm]
----
-# Drafter ({contents.kind}) for {target}
-
-{made}{table}
-{serving}"""

@@ -117,7 +117,7 @@ def train(
 def convert(
     source: Annotated[
         Path | None,
-        typer.Argument(help="A recipe; or, with --to, a folder with a drafter's checkpoint.", show_default=False),
+        typer.Argument(help="A recipe; or, with --to, a drafter: a folder or Hub id.", show_default=False),
     ] = None,
     overrides: Overrides = None,
     runs: RunsDir = Path("runs"),
@@ -191,6 +191,7 @@ def _convert_any(
 ) -> dict[str, Any]:  # fmt: skip
     from draftsmith.convert.convert import OWN, convert_checkpoint
     from draftsmith.convert.formats import FORMATS
+    from draftsmith.hub import local_directory
     from draftsmith.recipe import Target
     from draftsmith.target import describe_target, prepare_target
 
@@ -205,8 +206,7 @@ def _convert_any(
         raise UserError(f"`--vocab {vocabulary}` is no size of a vocabulary.")
     if out is None:
         raise UserError("Say with --out which folder to write.")
-    if not source.is_dir():
-        raise UserError(f"There is no folder {source} with a drafter's checkpoint.")
+    source = local_directory(source)
     info = None
     if target is not None:
         local = Path(target).expanduser()
@@ -251,17 +251,81 @@ def serve(
 
 
 @app.command()
+def publish(
+    place: Annotated[
+        str,
+        typer.Argument(
+            metavar="DIR",
+            help="A run (RUNS/NAME) or its vllm folder, or the Hub id of a whole run.",
+            show_default=False,
+        ),
+    ],
+    repo: Annotated[str, typer.Option(metavar="OWNER/NAME", help="Where to publish; made when missing.")],
+    private: Annotated[bool, typer.Option("--private", help="Make the repository a private one.")] = False,
+    revision: Annotated[
+        str | None, typer.Option(metavar="BRANCH", help="Commit to this branch; made when missing. Absent: main.")
+    ] = None,
+    base_model: Annotated[
+        str | None,
+        typer.Option(metavar="OWNER/NAME", help="The target's Hub id, where the recipe names a file or a folder."),
+    ] = None,
+    licence: Annotated[
+        str | None,
+        typer.Option("--license", metavar="ID", help="The drafter's licence, as in apache-2.0. Absent: the target's."),
+    ] = None,
+    evaluation: Annotated[str, typer.Option(metavar="FOLDER", help="The run's evaluation: evaluate.output.")] = "eval",
+    without_evaluation: Annotated[
+        bool, typer.Option("--without-evaluation", help="Publish no measured numbers, only predicted ones.")
+    ] = False,
+    dry_run: Annotated[
+        bool, typer.Option("--dry-run", help="Show every file and the card; contact nothing and upload nothing.")
+    ] = False,
+    as_json: AsJson = False,
+) -> None:
+    """Put a run's drafter on the Hugging Face Hub, with a model card and its evaluation, in one commit.
+
+    The card says what the drafter is for, how to serve it with vLLM (the command, ready to paste), how it was made, and what
+    the run's evaluation measured: acceptance and speed-up by suite, machine and versions. Numbers that no finished evaluation
+    of exactly these weights has produced are not published. An upload that was interrupted goes on when the command is given
+    again. Log in first with `hf auth login`, or set HF_TOKEN; HF_ENDPOINT names another server than huggingface.co.
+
+    draftsmith publish runs/demo --repo me/smollm2-drafter --dry-run
+    """
+    from draftsmith.convert.publish import publish as publish_drafter
+    from draftsmith.hub import local_directory
+
+    figures = publish_drafter(
+        local_directory(place), repo, private=private, revision=revision, base_model=base_model, licence=licence,
+        evaluation=None if without_evaluation else evaluation, dry_run=dry_run,
+    )  # fmt: skip
+    if as_json:
+        print(json.dumps(figures, indent=2))
+    elif dry_run:
+        for name, size in figures["files"].items():
+            print(f"{size:>14,} bytes  {name}")
+        print(f"\n{figures['card']}")
+
+
+@app.command()
 def inspect(
-    path: Annotated[Path, typer.Argument(help="A store, a checkpoint or a drafter for vLLM.", show_default=False)],
+    place: Annotated[
+        str,
+        typer.Argument(
+            metavar="DIR",
+            help="A store, a checkpoint or a drafter for vLLM: a folder, or OWNER/NAME[@REVISION] on the Hub.",
+            show_default=False,
+        ),
+    ],
     stats: Annotated[bool, typer.Option("--stats", help="A store's lengths, tokens and vocabulary coverage.")] = False,
     plot: Annotated[Path | None, typer.Option(help="Write the stats as a picture (.png, .svg, .pdf).")] = None,
     as_json: AsJson = False,
 ) -> None:
     """Say what a directory is and read all of it: status 0 when it is whole, 1 when damaged, 2 when it is not ours."""
+    from draftsmith.hub import local_directory
     from draftsmith.inspection import inspect as inspect_directory
     from draftsmith.inspection import write_plot
 
-    report = inspect_directory(path, stats=stats or plot is not None)
+    report = inspect_directory(local_directory(place), stats=stats or plot is not None)
     if plot is not None and report["good"]:
         write_plot(report["stats"], plot)
     if as_json:

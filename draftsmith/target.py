@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any
 
 from draftsmith.errors import UserError
 from draftsmith.files import cache_dir, fetch
+from draftsmith.hub import download, is_snapshot
 from draftsmith.progress import console
 from draftsmith.recipe import Target, digest
 from draftsmith.stage import sha256_of
@@ -47,7 +48,12 @@ def prepare_target(target: Target) -> Path:
                 "safetensors, tokenizer), its path relative to the recipe, or a Hub id such as owner/name."
             )
         return path
-    return _download_from_hub(target.model, target.revision)
+    return download(
+        target.model,
+        revision=target.revision,
+        allow=["*.safetensors", "*.json", "*.jinja", "*.txt", "tokenizer*", "*.model"],
+        ignore=["original/*", "consolidated*"],
+    )
 
 
 def target_name(target: Target) -> str:
@@ -56,38 +62,6 @@ def target_name(target: Target) -> str:
         return Path(target.gguf.file or target.gguf.path or "").stem
     model = target.model or ""
     return Path(model).name if Path(model).is_absolute() else model
-
-
-def _download_from_hub(model: str, revision: str | None) -> Path:
-    from huggingface_hub import errors, snapshot_download
-
-    at = f"{model} at revision {revision}" if revision else model
-    try:
-        return Path(
-            snapshot_download(
-                model,
-                revision=revision,
-                allow_patterns=["*.safetensors", "*.json", "*.jinja", "*.txt", "tokenizer*", "*.model"],
-                ignore_patterns=["original/*", "consolidated*"],
-            )
-        )
-    except errors.HFValidationError as error:
-        raise UserError(f"`target.model: {model}` is no Hub id: {error} For a directory, write ./{model}.") from None
-    except errors.GatedRepoError:
-        raise UserError(
-            f"The model {at} is gated: ask for access on its page on the Hub, then log in with `hf auth login`."
-        ) from None
-    except (errors.RepositoryNotFoundError, errors.RevisionNotFoundError):
-        raise UserError(
-            f"There is no model {at} on the Hugging Face Hub that you can see. Check the spelling; a private model "
-            f"needs `hf auth login`; for a directory, write ./{model} (relative to the recipe) or its full path."
-        ) from None
-    except (errors.LocalEntryNotFoundError, errors.OfflineModeIsEnabled, errors.HfHubHTTPError, OSError) as error:
-        raise UserError(
-            f"Could not download the model {at} from the Hugging Face Hub, and it is not in the local cache "
-            f"({type(error).__name__}). Check the network and HF_ENDPOINT, or copy the model here and name its "
-            "directory as `target.model`."
-        ) from error
 
 
 def _prepared_gguf(sha256: str, dtype: str) -> Path:
@@ -203,7 +177,7 @@ def describe_target(path: Path, target: Target | None = None, *, name: str | Non
     return TargetInfo(
         path=path,
         name=name or (target_name(target) if target else path.name),
-        revision=path.name if path.parent.name == "snapshots" else f"weights-{_weights_sample(path)}",
+        revision=path.name if is_snapshot(path) else f"weights-{_weights_sample(path)}",
         config_hash=digest(raw),
         tokenizer_hash=_tokenizer_hash(path),
         chat_template_hash=_chat_template_hash(path),

@@ -43,7 +43,7 @@ _WARM_UP_TOKENS = 8
 """Tokens that every engine generates before any is timed: first calls allocate and choose kernels."""
 _COST_TOKENS = 16
 """Response tokens of an answer whose steps are timed."""
-_REPORT_VERSION = 4
+_REPORT_VERSION = 5
 """Counted up when results or report change their form, so that old ones are made again."""
 
 
@@ -90,11 +90,12 @@ def run_evaluate(recipe: Recipe, run_dir: Path) -> Results:
         "evaluate": recipe.evaluate.model_dump(mode="json"),
         "dtype": recipe.target.dtype,
     }
+    drafter_sha256 = {file: stage.sha256_of(drafter_dir / file) for file in ("config.json", "model.safetensors")}
     inputs = digest(
         {
             "version": _REPORT_VERSION,
             "target": [target.revision, target.config_hash, target.tokenizer_hash, target.chat_template_hash],
-            "drafter": {file: stage.sha256_of(drafter_dir / file) for file in ("config.json", "model.safetensors")},
+            "drafter": drafter_sha256,
             "prompts": {name: [[p.id, p.messages] for p in items] for name, items in prompts.items()},
             "max_tokens": recipe.extract.response_tokens(held_out=True),
             "predicted": predicted,
@@ -116,12 +117,15 @@ def run_evaluate(recipe: Recipe, run_dir: Path) -> Results:
         for name, items in prompts.items()
     ]  # fmt: skip
     found = evaluate(
-        recipe, target_dir=target_dir, target_name=target.name, drafter_dir=drafter_dir, suites=suites,
-        predicted=predicted, log_dir=output,
+        recipe, target_dir=target_dir, target_name=target.name, drafter_dir=drafter_dir, drafter_sha256=drafter_sha256,
+        suites=suites, predicted=predicted, log_dir=output,
     )  # fmt: skip
     stage.write_json(output / "results.json", found)
     stage.write_bytes(output / "report.html", render(found).encode())
-    stage.finish(output, stage="evaluate", inputs=inputs, recipe=sections, figures=dict(found), started=started)
+    stage.finish(
+        output, stage="evaluate", inputs=inputs, recipe=sections, figures=dict(found), started=started,
+        files=("results.json", "report.html"),
+    )  # fmt: skip
     print_table(found)
     console.print(f"evaluate: report in {output / 'report.html'}", highlight=False, soft_wrap=True)
     return found
@@ -133,6 +137,7 @@ def evaluate(
     target_dir: Path,
     target_name: str,
     drafter_dir: Path,
+    drafter_sha256: dict[str, str],
     suites: Sequence[SuiteInput],
     predicted: Mapping[str, float] | None,
     log_dir: Path,
@@ -140,6 +145,7 @@ def evaluate(
     """Measure; writes nothing but the engines' logs.
 
     Args:
+        drafter_sha256: digests of its files, passed on into the results.
         suites: what to evaluate on; the first gives the K curve.
         predicted: acceptance length by K that training predicted, passed on into the results.
         log_dir: folder for the engines' logs.
@@ -199,6 +205,7 @@ def evaluate(
     return {
         "target": target_name,
         "drafter": drafter_name(drafter_dir),
+        "drafter_sha256": drafter_sha256,
         "num_speculative_tokens": best,
         "suites": measured,
         "k_curve": by_k,

@@ -129,6 +129,8 @@ class Results(TypedDict):
     """The target's name, for people."""
     drafter: str
     """The drafter's architecture and directory name, for people."""
+    drafter_sha256: dict[str, str]
+    """SHA-256 of the drafter's files by name: which drafter these figures are of."""
     num_speculative_tokens: int
     """The K of `evaluate.k` with the highest speed-up in `k_curve`: the K to serve."""
     suites: dict[str, Suite]

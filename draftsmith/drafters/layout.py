@@ -88,6 +88,8 @@ class Entry:
         return float(value) if self.type is float else value
 
     def write(self, record: dict[str, Any], value: Any) -> None:
+        if value is None:  # vLLM takes a null for a value, and fails
+            return
         put(record, self.path, [one + self.shift for one in value] if self.type is tuple else value)
 
 

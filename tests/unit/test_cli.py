@@ -59,6 +59,14 @@ def test_another_s_directory_is_left_alone(recipe: Path, tmp_path: Path) -> None
 
 
 def test_help_and_version() -> None:
-    for command in ("--help", "run --help", "extract --help", "train --help", "evaluate --help", "serve --help"):
+    for command in (
+        "--help",
+        "run --help",
+        "extract --help",
+        "train --help",
+        "evaluate --help",
+        "serve --help",
+        "publish --help",
+    ):
         assert run(*command.split()).returncode == 0
     assert run("version").stdout.strip() == "0.1.0"

@@ -97,6 +97,7 @@ def _results(target: str = "a target") -> results.Results:
     return {
         "target": target,
         "drafter": "LlamaForCausalLMEagle3 (demo)",
+        "drafter_sha256": {"config.json": "0", "model.safetensors": "1"},
         "num_speculative_tokens": 2,
         "suites": {"held_out": suite, "<b>mt</b>": suite},
         "k_curve": {"1": _point(1.1), "2": _point(1.3), "3": _point(1.2)},

@@ -1,0 +1,309 @@
+"""Publishing: a run's drafter, its model card and its evaluation, as one commit on the Hugging Face Hub.
+
+The numbers on the card are those of a finished evaluation, as it left them, of exactly the weights that are uploaded;
+without one nothing measured is published.
+"""
+
+from __future__ import annotations
+
+import json
+import warnings
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+from huggingface_hub import CommitOperationAdd, CommitOperationDelete, HfApi, ModelCard, errors
+from huggingface_hub.utils import disable_progress_bars, validate_repo_id
+from rich.markup import escape
+
+from draftsmith import stage
+from draftsmith.convert.card import hub_id, render
+from draftsmith.convert.contents import Contents, read_own
+from draftsmith.convert.convert import converted_from
+from draftsmith.errors import DraftsmithError, UserError
+from draftsmith.files import place_of
+from draftsmith.inspection import inspect
+from draftsmith.progress import console
+from draftsmith.recipe import Target
+
+TAG = "draftsmith"
+"""The card's tag by which a repository is known to be one that we may write to again."""
+_IN_EVERY_REPO = {".gitattributes", "README.md"}
+_EVALUATION = ("results.json", "report.html")
+_LICENCE = ("license", "license_name", "license_link")
+
+
+def publish(
+    directory: Path,
+    repo: str,
+    *,
+    private: bool = False,
+    revision: str | None = None,
+    base_model: str | None = None,
+    licence: str | None = None,
+    evaluation: str | None = "eval",
+    dry_run: bool = False,
+) -> dict[str, Any]:
+    """Upload a drafter. Nothing happens where the Hub has the same files already.
+
+    Args:
+        directory: `runs/NAME`, or the `vllm` folder in it.
+        repo: `OWNER/NAME`, made when missing.
+        private: make it a private one.
+        revision: the branch to commit to, made when missing; None for `main`.
+        base_model: the target's Hub id, where the recipe names a folder or a file.
+        licence: the Hub's id of one, or `other`; None for the target's, if it is known.
+        evaluation: folder of the evaluation in the run; None publishes without one.
+        dry_run: upload nothing and contact nothing.
+
+    Returns:
+        `repo`, `revision`, `files` (name to bytes), `card`, and unless dry, `commit` and `url`.
+
+    Raises:
+        UserError: there is no finished drafter, its evaluation is missing or not of these weights, a name is none, the
+            metadata is refused, the repository is another's, or the Hub does not let us in.
+        DraftsmithError: the network or the Hub failed; the same command goes on from there.
+    """
+    _check_id(repo, "--repo")
+    if base_model is not None:
+        _check_id(base_model, "--base-model")
+    drafter = directory / "vllm" if (directory / "vllm").is_dir() else directory
+    run_dir = drafter.resolve().parent
+    contents, train = _contents_of(drafter, run_dir / "checkpoint")
+    target = Target.model_validate(train["recipe"]["target"])
+    evaluate = _evaluation_of(drafter, run_dir / evaluation) if evaluation is not None else None
+    base_model = hub_id(contents.target["name"]) or base_model
+    known = {"license": licence} if licence else _target_licence(target, base_model, online=not dry_run)
+    if not known:
+        name = escape(contents.target["name"])
+        asked = " without asking the Hub" if dry_run and base_model else ""
+        console.print(
+            f"[bold yellow]warning:[/] the licence of the target {name} is not known{asked}, and so the card names none. A "
+            "drafter holds parts of its target: find its licence out and say it, as in `--license apache-2.0`.",
+            highlight=False, soft_wrap=True,
+        )  # fmt: skip
+    card = render(
+        contents, target, repo=repo, revision=revision, base_model=base_model, licence=known, train=train,
+        extract=_extraction_of(run_dir / "store", train), evaluate=evaluate,
+    )  # fmt: skip
+    parsed = _parse(card)
+    files: dict[str, Path | bytes] = {"README.md": card.encode()}
+    files |= {file.name: file for file in _drafter_files(drafter)}
+    if evaluate is not None:
+        files |= {f"eval/{name}": run_dir / str(evaluation) / name for name in _EVALUATION}
+    sizes = {name: len(file) if isinstance(file, bytes) else file.stat().st_size for name, file in files.items()}
+    done = {"repo": repo, "revision": revision, "files": sizes, "card": card}
+    if dry_run:
+        return done
+
+    with _explained(repo):
+        parsed.validate()  # before anything is made there
+        commit, url = _upload(repo, revision, files, private=private)
+    return done | {"commit": commit, "url": url}
+
+
+def _upload(repo: str, revision: str | None, files: Mapping[str, Path | bytes], *, private: bool) -> tuple[str, str]:
+    """Everything in one commit; its hash and address."""
+    if not console.is_terminal:
+        disable_progress_bars()
+    api = HfApi()
+    api.create_repo(repo, private=private or None, exist_ok=True)
+    if revision:
+        api.create_branch(repo, branch=revision, exist_ok=True)
+    before = api.model_info(repo, revision=revision)
+    there = {file.rfilename for file in before.siblings or ()}
+    if there - _IN_EVERY_REPO and not _is_ours(api, repo, before.sha, there):
+        raise UserError(
+            f"{repo} holds files that Draftsmith did not publish, so it is left alone. Choose another name with --repo, or "
+            f"add the tag `{TAG}` to its card if this shall replace its weights."
+        )
+    if private and not before.private:
+        raise UserError(
+            f"{repo} is there already and is public, which --private does not change. Make it private in its settings on the "
+            "Hub, or choose another name with --repo."
+        )
+    # Weights and figures of an earlier publication must not stand beside these.
+    ours = {name for name in there if name.startswith("eval/") or name.endswith((".safetensors", ".index.json"))}
+    operations: list[CommitOperationAdd | CommitOperationDelete] = [
+        *(CommitOperationAdd(path_in_repo=name, path_or_fileobj=file) for name, file in files.items()),
+        *(CommitOperationDelete(path_in_repo=name) for name in sorted(ours - set(files))),
+    ]
+    what = "Drafter, model card and evaluation" if "eval/results.json" in files else "Drafter and model card"
+    total = sum(len(file) if isinstance(file, bytes) else file.stat().st_size for file in files.values())
+    console.print(
+        f"publish: {len(files)} files, {total / 1e6:.1f} MB, to {repo}; what the Hub has already is not sent again",
+        highlight=False, soft_wrap=True,
+    )  # fmt: skip
+    with warnings.catch_warnings(record=True) as hints:
+        warnings.simplefilter("always")
+        commit = api.create_commit(repo, operations, commit_message=what, revision=revision)
+    for hint in hints:
+        if hint.category is UserWarning:  # what the Hub remarks on the metadata
+            console.print(f"publish: {hint.message}", highlight=False, markup=False, soft_wrap=True)
+    unchanged = commit.oid == before.sha
+    url = f"{api.endpoint}/{repo}" + (f"/tree/{revision}" if revision else "")
+    console.print(
+        f"publish: {'nothing has changed at' if unchanged else 'done:'} {url}, commit {commit.oid[:12]}",
+        highlight=False, soft_wrap=True,
+    )  # fmt: skip
+    return commit.oid, url
+
+
+def _is_ours(api: HfApi, repo: str, commit: str | None, there: set[str]) -> bool:
+    """Whether the card at that commit has our tag."""
+    if "README.md" not in there:
+        return False
+    card = Path(api.hf_hub_download(repo, "README.md", revision=commit))
+    return TAG in _metadata(card).get("tags", ())
+
+
+@contextmanager
+def _explained(repo: str) -> Iterator[None]:
+    """The Hub's errors as ours."""
+    try:
+        yield
+    except errors.HfHubHTTPError as error:
+        status, said = error.response.status_code, error.server_message or _one_line(error)
+        if status in (401, 403, 404):
+            raise UserError(
+                f"The Hub does not let you write to {repo} (status {status}: {said}). Log in with `hf auth login` and a token "
+                "that may write there, or name a repository of your own with --repo."
+            ) from error
+        if status == 400:
+            raise UserError(f"The Hub refuses {repo} as it is: {said}") from error
+        raise _interrupted(repo, said) from error
+    except (errors.HTTPError, OSError, RuntimeError) as error:  # an upload's own error comes wrapped in a RuntimeError
+        raise _interrupted(repo, _one_line(error.__cause__ or error)) from error
+    except ValueError as error:  # what huggingface_hub makes of metadata that the Hub finds wrong
+        raise UserError(
+            f"The Hub refuses the card of {repo}: {_one_line(error)}. Correct --license or --base-model if it is about them."
+        ) from error
+
+
+def _interrupted(repo: str, said: str) -> DraftsmithError:
+    return DraftsmithError(
+        f"Publishing to {repo} was interrupted: {said}. It is one commit, so nothing is there by halves. Check the network and "
+        "HF_ENDPOINT and run the same command again; files that have arrived are not sent again."
+    )
+
+
+def _one_line(error: BaseException) -> str:
+    return " ".join(str(error).split()).rstrip(".") or type(error).__name__
+
+
+def _check_id(name: str, option: str) -> None:
+    try:
+        validate_repo_id(name)
+        if "/" not in name:
+            raise errors.HFValidationError("It names no owner.")
+    except errors.HFValidationError as error:
+        raise UserError(f"`{option} {name}` is no name on the Hub, such as owner/name: {error}") from None
+
+
+def _contents_of(drafter: Path, directory: Path) -> tuple[Contents, dict[str, Any]]:
+    """What the drafter was converted from, and the record of its training; both directories are checked."""
+    converted, train = stage.read(drafter), stage.read(directory)
+    if converted is None or converted.get("stage") != "convert":
+        raise UserError(
+            f"There is no finished drafter in {drafter}. Give a run's folder, as in runs/NAME, after `draftsmith convert`."
+        )
+    if train is None:
+        raise UserError(
+            f"There is no finished checkpoint in {directory}, which says how the drafter in {drafter} was made. Keep the two "
+            "folders beside each other, as `draftsmith run` leaves them."
+        )
+    report = inspect(drafter)
+    if not report["good"]:
+        raise UserError(report["damage"]["message"])
+    config = json.loads((drafter / "config.json").read_text())
+    if converted["inputs"] != converted_from(directory, config.get("torch_dtype", "")):
+        raise UserError(
+            f"The drafter in {drafter} was not made from the checkpoint in {directory}, which is newer. Run "
+            "`draftsmith convert` with the run's recipe, and `draftsmith evaluate`."
+        )
+    return read_own(directory), train
+
+
+def _extraction_of(store: Path, train: Mapping[str, Any]) -> dict[str, Any] | None:
+    """The record of the run's store; None where it is gone or was made anew after training."""
+    record = stage.read(store) if store.is_dir() else None
+    return record if record and record["finished_at"] <= train["finished_at"] else None
+
+
+def _evaluation_of(drafter: Path, directory: Path) -> dict[str, Any]:
+    """The record of the evaluation, after making sure that its figures are its own and of this drafter."""
+    ways_out = (
+        "Run `draftsmith evaluate` with the run's recipe, or publish without measured numbers: `--without-evaluation`."
+    )
+    record = stage.read(directory)
+    if record is None or record.get("stage") != "evaluate":
+        raise UserError(f"There is no finished evaluation in {directory}. {ways_out}")
+    measured, written = record["figures"].get("drafter_sha256"), record.get("files")
+    if not measured or not written:
+        raise UserError(
+            f"The evaluation in {directory} is an earlier version's, which did not note what it measured. {ways_out}"
+        )
+    for name in _EVALUATION:
+        if not (directory / name).is_file() or stage.sha256_of(directory / name) != written.get(name):
+            raise UserError(f"{directory / name} is not as the evaluation wrote it. {ways_out}")
+    if json.loads((directory / "results.json").read_text()) != record["figures"]:
+        raise UserError(f"{directory / stage.MARKER} does not hold the figures of results.json beside it. {ways_out}")
+    if measured != {file.name: stage.sha256_of(file) for file in _drafter_files(drafter)}:
+        raise UserError(f"The evaluation in {directory} measured another drafter than the one in {drafter}. {ways_out}")
+    return record
+
+
+def _drafter_files(drafter: Path) -> list[Path]:
+    """Config and weights: what vLLM reads."""
+    return [drafter / "config.json", *sorted(drafter.glob("*.safetensors")), *sorted(drafter.glob("*.index.json"))]
+
+
+def _target_licence(target: Target, base_model: str | None, *, online: bool) -> dict[str, str]:
+    """What the target says of its licence, in the Hub's words; {} where it says nothing or cannot be asked."""
+    if target.gguf is not None:
+        if named := _gguf_licence(place_of(target.gguf)):
+            return {"license": named}
+    elif Path(target.model or "").is_absolute():
+        readme = Path(target.model or "") / "README.md"
+        if readme.is_file() and (said := _licence_fields(_metadata(readme))):
+            return said
+    if base_model is None or not online:
+        return {}
+    try:
+        data = HfApi().model_info(base_model, revision=target.revision).card_data
+    except (errors.HTTPError, OSError):
+        return {}  # gated, gone, or offline
+    return _licence_fields(data.to_dict() if data else {})
+
+
+def _gguf_licence(path: Path) -> str | None:
+    """`general.license` of a GGUF file that is here."""
+    try:
+        from gguf import GGUFReader
+
+        field = GGUFReader(path).get_field("general.license")
+    except (ImportError, OSError, ValueError):
+        return None
+    return str(field.contents()) if field else None
+
+
+def _metadata(card: Path) -> dict[str, Any]:
+    """What another's card says of itself, {} where it cannot be read."""
+    try:
+        return ModelCard(card.read_text(), ignore_metadata_errors=True).data.to_dict()
+    except Exception:  # whatever is wrong with it, it is not ours
+        return {}
+
+
+def _licence_fields(metadata: Mapping[str, Any]) -> dict[str, str]:
+    found = {key: metadata[key] for key in _LICENCE if isinstance(metadata.get(key), str)}
+    return found if "license" in found else {}
+
+
+def _parse(card: str) -> ModelCard:
+    """What huggingface_hub checks without a network: metadata that it can read back."""
+    try:
+        return ModelCard(card)
+    except ValueError as error:
+        raise DraftsmithError(f"The card's metadata is not what huggingface_hub reads: {error}.") from error

@@ -1,0 +1,428 @@
+"""`draftsmith publish` against a Hub of our own: what arrives there, what is refused, and what an interruption leaves."""
+
+import json
+import os
+import re
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from huggingface_hub import ModelCard
+from huggingface_hub.utils import close_session
+from typer.testing import CliRunner
+
+from draftsmith import stage
+from draftsmith.checkpoint import Checkpoint
+from draftsmith.cli import app
+from draftsmith.convert.convert import run_convert
+from draftsmith.convert.publish import publish
+from draftsmith.drafters import drafter_class
+from draftsmith.errors import DraftsmithError, UserError
+from draftsmith.hub import local_directory
+from draftsmith.inspection import inspect
+from draftsmith.recipe import Recipe
+from draftsmith.serve.report import render
+from draftsmith.target import target_name
+from tests.hub_server import READ_TOKEN, TOKEN, Hub, serve_hub
+from tests.unit.test_serve import _results
+
+REPO = "me/tiny-drafter"
+UPLOADED = {"README.md", "config.json", "model.safetensors", "eval/results.json", "eval/report.html"}
+
+
+def make_run(folder: Path, *, seed: int = 0, **target: Any) -> Path:
+    """`folder/runs/tiny`, every stage finished; its drafter is random. `target` is the recipe's section."""
+    recipe = Recipe.model_validate({
+        "name": "tiny",
+        "target": {"model": str(folder / "models" / "tiny-target"), "dtype": "float32", **target},
+        "extract": {"prompts": {"path": str(folder / "prompts.jsonl")}},
+    })  # fmt: skip
+    run_dir = folder / "runs" / "tiny"
+    kind = drafter_class("eagle3")
+    config = {
+        "layer_ids": [1, 2, 3], "hidden_size": 16, "intermediate_size": 24, "num_layers": 1, "num_attention_heads": 2,
+        "num_key_value_heads": 1, "head_dim": 8, "hidden_act": "silu", "rms_norm_eps": 1e-6, "rope_parameters":
+        {"rope_theta": 1e4, "rope_type": "default"}, "max_position_embeddings": 64, "vocab_size": 50, "draft_vocab_size": 20,
+        "norm_before_residual": False, "fc_norm": True, "norm_output": False,
+    }  # fmt: skip
+    torch.manual_seed(seed)
+    shapes = kind.shapes(kind.config_class.from_dict(config))
+    stage.claim(run_dir / "checkpoint", fresh=True)
+    training = {
+        "steps": 7, "tokens": 1234, "parameters_trained": 5678, "predicted_acceptance_length": {"1": 1.25, "2": 1.5},
+    }  # fmt: skip
+    Checkpoint(
+        kind="eagle3", config=config, target={"name": target_name(recipe.target), "revision": "weights-12ab",
+        "config_hash": "c" * 64}, draft_token_ids=torch.arange(20), training=training,
+        tensors={name: torch.randn(shape) for name, shape in shapes.items()},
+    ).save(run_dir / "checkpoint")  # fmt: skip
+    finish(run_dir / "checkpoint", "train", recipe, {"seed", "target", "train"}, training)
+    stage.claim(run_dir / "store", fresh=True)
+    counts = {"sequences": 12, "held_out_sequences": 2, "tokens": 400}
+    finish(run_dir / "store", "extract", recipe, {"target", "extract"}, counts)
+    run_convert(recipe, run_dir)
+    evaluate(run_dir, recipe)
+    return run_dir
+
+
+def finish(
+    directory: Path, name: str, recipe: Recipe, sections: set[str], figures: dict[str, Any], *files: str
+) -> None:
+    sections_read = recipe.model_dump(mode="json", include=sections)
+    stage.finish(directory, stage=name, inputs=name, recipe=sections_read, figures=figures, started=0.0, files=files)
+
+
+def evaluate(run_dir: Path, recipe: Recipe) -> None:
+    """What an evaluation of the drafter leaves, its figures made up."""
+    drafter, directory = run_dir / "vllm", run_dir / "eval"
+    results = _results()
+    results["drafter_sha256"] = {name: stage.sha256_of(drafter / name) for name in ("config.json", "model.safetensors")}
+    stage.claim(directory, fresh=True)
+    stage.write_json(directory / "results.json", results)
+    stage.write_bytes(directory / "report.html", render(results).encode())
+    finish(directory, "evaluate", recipe, {"engine", "evaluate"}, dict(results), "results.json", "report.html")
+
+
+@pytest.fixture
+def run_dir(tmp_path: Path) -> Path:
+    return make_run(tmp_path)
+
+
+@pytest.fixture
+def hub(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[Hub]:
+    """A Hub that this process and its children take for the real one, logged in."""
+    with serve_hub() as hub:
+        values = {
+            "HF_ENDPOINT": hub.url, "HF_TOKEN": TOKEN, "HF_HOME": str(tmp_path / "hf"), "HF_HUB_DISABLE_XET": "1",
+            "NO_PROXY": "127.0.0.1", "HF_HUB_DISABLE_TELEMETRY": "1",
+        }  # fmt: skip
+        for name, value in values.items():
+            monkeypatch.setenv(name, value)
+        monkeypatch.delenv("HF_HUB_OFFLINE", raising=False)
+        # huggingface_hub reads them as it is imported; children do, this process has.
+        constants = "huggingface_hub.constants"
+        monkeypatch.setattr(f"{constants}.ENDPOINT", hub.url)
+        monkeypatch.setattr(
+            f"{constants}.HUGGINGFACE_CO_URL_TEMPLATE", hub.url + "/{repo_id}/resolve/{revision}/{filename}"
+        )
+        monkeypatch.setattr(f"{constants}.HF_HUB_DISABLE_XET", True)
+        monkeypatch.setattr(f"{constants}.HF_HUB_CACHE", str(tmp_path / "hf" / "hub"))
+        close_session()
+        yield hub
+        close_session()
+
+
+def draftsmith(*arguments: str, **environment: str) -> subprocess.CompletedProcess[str]:
+    """The command as users run it: another process, the installed client, HF_ENDPOINT."""
+    return subprocess.run(
+        [sys.executable, "-m", "draftsmith.cli", *arguments],
+        capture_output=True, text=True, check=False, env=os.environ | environment,
+    )  # fmt: skip
+
+
+def said(done: subprocess.CompletedProcess[str]) -> str:
+    assert "Traceback" not in done.stderr
+    return " ".join(done.stderr.split())
+
+
+def serve_command(card: str) -> str:
+    """The command of a card, as a reader would copy it."""
+    found = re.search(r"## Serve it\n\n```bash\n(.*?)\n```", card, re.DOTALL)
+    assert found is not None
+    return found[1]
+
+
+def test_publish_and_pull(run_dir: Path, hub: Hub) -> None:
+    done = draftsmith("publish", str(run_dir), "--repo", REPO, "--license", "mit", "--base-model", "you/target")
+    assert done.returncode == 0, done.stderr
+    assert f"{hub.url}/{REPO}" in said(done)
+    repo = hub.repos[REPO]
+    files = repo.files()
+    assert set(files) == UPLOADED | {".gitattributes"}
+    for name in ("config.json", "model.safetensors"):
+        assert files[name].data == (run_dir / "vllm" / name).read_bytes()
+    for name in ("results.json", "report.html"):
+        assert files[f"eval/{name}"].data == (run_dir / "eval" / name).read_bytes()
+    assert files["model.safetensors"].lfs
+    assert not repo.private
+    assert repo.messages == ["Drafter, model card and evaluation"]
+    assert hub.requested("PUT") == 1
+
+    # Nothing has changed: nothing is sent, and there is no other commit.
+    done = draftsmith(
+        "publish", str(run_dir / "vllm"), "--repo", REPO, "--license", "mit", "--base-model", "you/target", "--json"
+    )
+    assert done.returncode == 0, done.stderr
+    assert "nothing has changed" in said(done)
+    assert json.loads(done.stdout)["commit"] == repo.branches["main"]
+    assert len(repo.messages) == hub.requested("PUT") == 1
+
+    # By its id, with a download that breaks off in the middle and goes on.
+    hub.downloads_to_cut = 1
+    done = draftsmith("inspect", REPO, "--json")
+    assert done.returncode == 0, done.stderr
+    report = json.loads(done.stdout)
+    assert (report["kind"], report["good"], report["finished"]) == ("vllm", True, True)
+    assert (Path(report["path"]) / "model.safetensors").read_bytes() == files["model.safetensors"].data
+    assert hub.downloads_to_cut == 0
+
+
+def test_card(run_dir: Path) -> None:
+    card = publish(run_dir, REPO, licence="mit", base_model="you/target", dry_run=True)["card"]
+    parsed = ModelCard(card)
+    data = parsed.data
+    assert (data.license, data.base_model, data.library_name, data.pipeline_tag) == (
+        "mit",
+        "you/target",
+        "vllm",
+        "text-generation",
+    )
+    assert {"speculative-decoding", "eagle3", "draftsmith"} <= set(data.tags)
+    assert data.model_name == "tiny-drafter"
+    results = _results()
+    measured = {(found.dataset_name, found.metric_type): found.metric_value for found in data.eval_results}
+    assert measured == {
+        (name, metric): round(suite[metric], 3)  # type: ignore[literal-required]
+        for name, suite in results["suites"].items()
+        for metric in ("acceptance_length", "speedup")
+    }
+    assert serve_command(card) == (
+        "python -m vllm.entrypoints.openai.api_server --model you/target --dtype float32 --enforce-eager \\\n"
+        f"""    --speculative-config '{{"method": "eagle3", "model": "{REPO}", "num_speculative_tokens": 2}}'"""
+    )
+    for text in (
+        "a draft vocabulary of 20 tokens", "7 steps, 1,234 tokens", "10 conversations and 2 held out", "prompts.jsonl",
+        "With a target on P, 2 cores, 8 GiB, no GPU", "vllm 0.32.0", "| held_out | 2 | 1.700 |", "The drafter was made for tiny-target",
+    ):  # fmt: skip
+        assert text in card, card
+    assert str(run_dir.parents[1]) not in card
+
+
+def test_card_without_measurement(run_dir: Path) -> None:
+    done = publish(run_dir, REPO, evaluation=None, dry_run=True)
+    assert set(done["files"]) == {"README.md", "config.json", "model.safetensors"}
+    card = done["card"]
+    assert "## Predicted, not measured" in card
+    assert "| 2 | 1.500 |" in card
+    assert "Measured" not in card
+    data = ModelCard(card).data
+    assert (data.eval_results, data.base_model, data.license) == (None, None, None)
+    assert "--model TARGET --dtype float32 \\" in serve_command(card)
+    assert "`TARGET` is tiny-target" in card
+    # What conversion leaves is the same text.
+    beside = ModelCard((run_dir / "vllm" / "README.md").read_text())
+    assert beside.data.tags == data.tags
+    assert "THIS_DIRECTORY" in serve_command(beside.content)
+
+
+def test_dry_run_contacts_nothing(run_dir: Path, hub: Hub) -> None:
+    done = CliRunner().invoke(app, ["publish", str(run_dir), "--repo", REPO, "--dry-run"], catch_exceptions=False)
+    assert done.exit_code == 0
+    for name in UPLOADED - {"README.md"}:
+        folder = run_dir if name.startswith("eval/") else run_dir / "vllm"
+        assert f"{(folder / name).stat().st_size:,} bytes  {name}\n" in done.stdout
+    card = done.stdout[done.stdout.index("---\n") :]
+    assert f"{len(card.encode()) - 1:,} bytes  README.md" in done.stdout
+    assert ModelCard(card).data.tags
+    assert hub.requests == []
+
+
+def test_private_and_revision(run_dir: Path, hub: Hub, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    publish(run_dir, REPO, private=True, revision="v2")
+    repo = hub.repos[REPO]
+    assert repo.private
+    assert set(repo.files()) == {".gitattributes"}
+    assert set(repo.files("v2")) == UPLOADED | {".gitattributes"}
+    assert '"revision": "v2"' in serve_command(repo.files("v2")["README.md"].data.decode())
+    publish(run_dir, REPO, private=True, revision="v2")
+    assert len(repo.messages) == 1
+    assert inspect(local_directory(f"{REPO}@v2"))["good"]
+    with pytest.raises(UserError, match="is no store"):
+        inspect(local_directory(REPO))
+    monkeypatch.delenv("HF_TOKEN")
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_CACHE", str(tmp_path / "empty"))
+    with pytest.raises(UserError, match=rf"There is no folder {REPO} here\. There is no model .* that you can see"):
+        local_directory(REPO)
+
+    monkeypatch.setenv("HF_TOKEN", TOKEN)
+    publish(run_dir, "me/public")
+    with pytest.raises(UserError, match="is public, which --private does not change"):
+        publish(run_dir, "me/public", private=True)
+
+
+def test_an_upload_that_breaks_off(run_dir: Path, hub: Hub) -> None:
+    # The client tries again by itself; then the storage gives up.
+    hub.uploads_to_cut, hub.uploads_refused = 1, True
+    done = draftsmith("publish", str(run_dir), "--repo", REPO)
+    assert done.returncode == 1
+    assert f"Publishing to {REPO} was interrupted" in said(done)
+    assert "run the same command again" in said(done)
+    repo = hub.repos[REPO]
+    assert not repo.messages
+    assert not hub.objects
+
+    # Killed while it uploads.
+    hub.uploads_refused = False
+    hub.hold_uploads.clear()
+    hub.upload_begun.clear()
+    process = subprocess.Popen(
+        [sys.executable, "-m", "draftsmith.cli", "publish", str(run_dir), "--repo", REPO], stderr=subprocess.DEVNULL
+    )
+    assert hub.upload_begun.wait(60)
+    process.send_signal(signal.SIGKILL)
+    process.wait()
+    hub.hold_uploads.set()
+    time.sleep(0.2)
+    assert not repo.messages
+
+    # The weights arrive, the commit does not: they are not sent again.
+    hub.commits_to_cut = 1
+    with pytest.raises(DraftsmithError, match="files that have arrived are not sent again") as error:
+        publish(run_dir, REPO)
+    assert error.value.exit_status == 1
+    assert not repo.messages
+    uploads = hub.requested("PUT")
+    publish(run_dir, REPO)
+    assert hub.requested("PUT") == uploads
+    assert repo.files()["model.safetensors"].data == (run_dir / "vllm" / "model.safetensors").read_bytes()
+    assert len(repo.messages) == 1
+
+
+def test_other_weights_take_the_place_of_earlier_ones(run_dir: Path, hub: Hub, tmp_path: Path) -> None:
+    publish(run_dir, REPO)
+    other = make_run(tmp_path / "other", seed=1)
+    publish(other, REPO, evaluation=None)
+    files = hub.repos[REPO].files()
+    assert set(files) == {
+        ".gitattributes",
+        "README.md",
+        "config.json",
+        "model.safetensors",
+    }  # and no figures of the first
+    assert files["model.safetensors"].data == (other / "vllm" / "model.safetensors").read_bytes()
+
+    foreign = hub.add(
+        "me/thesis", {"config.json": b"{}", "README.md": b"---\ntags: [thesis]\n---\n", "adapter.safetensors": b"1"}
+    )
+    with pytest.raises(UserError, match="holds files that Draftsmith did not publish"):
+        publish(run_dir, "me/thesis")
+    assert not foreign.messages
+
+
+def test_what_is_refused(run_dir: Path, hub: Hub, tmp_path: Path) -> None:
+    """Numbers that no evaluation of these weights has produced, and drafters of which nobody knows how they were made."""
+    evaluation = run_dir / "eval"
+    kept = {file: file.read_bytes() for file in [*evaluation.iterdir(), *(run_dir / "vllm").iterdir()]}
+
+    def refused(message: str, *, ways_out: bool = True, **options: Any) -> None:
+        with pytest.raises(UserError, match=message) as error:
+            publish(run_dir, REPO, **options)
+        assert ways_out == ("--without-evaluation" in str(error.value))
+        for file, data in kept.items():
+            file.write_bytes(data)
+
+    def edit(name: str, **changes: Any) -> None:
+        path = evaluation / name
+        path.write_text(json.dumps(json.loads(path.read_text()) | changes))
+
+    (evaluation / "stage.json").unlink()
+    refused("There is no finished evaluation")
+    edit("results.json", num_speculative_tokens=1)
+    refused(r"results\.json is not as the evaluation wrote it")
+    (evaluation / "report.html").write_text("ten times the speed")
+    refused(r"report\.html is not as the evaluation wrote it")
+    edit("stage.json", figures=json.loads((evaluation / "results.json").read_text()) | {"target": "another"})
+    refused("does not hold the figures of results.json")
+    edit("stage.json", files={})
+    refused("an earlier version's")
+    refused("There is no finished evaluation in .*eval-other", evaluation="eval-other")
+    weights = run_dir / "vllm" / "model.safetensors"
+    data = bytearray(weights.read_bytes())
+    data[-1] ^= 1
+    weights.write_bytes(data)
+    refused("measured another drafter")
+    weights.write_bytes(data[:-1])
+    refused("is damaged", ways_out=False)
+
+    (run_dir / "vllm" / "stage.json").unlink()
+    refused("There is no finished drafter", ways_out=False)
+    draft = run_dir / "checkpoint" / "draft.json"
+    draft.write_text(draft.read_text() + "\n")
+    refused("was not made from the checkpoint", ways_out=False)
+    (run_dir / "checkpoint" / "stage.json").unlink()
+    refused("There is no finished checkpoint", ways_out=False)
+    for repo in ("nobody", "a/b/c", "me/--", "me/tiny.git"):
+        with pytest.raises(UserError, match=r"`--repo .*` is no name on the Hub"):
+            publish(run_dir, repo)
+    with pytest.raises(UserError, match=r"There is no folder .*nothing here, and it is no Hub id"):
+        local_directory(tmp_path / "nothing")
+    assert hub.requests == []
+
+
+def test_what_the_hub_refuses(run_dir: Path, hub: Hub, monkeypatch: pytest.MonkeyPatch) -> None:
+    with pytest.raises(UserError, match=r'The Hub refuses the card of me/tiny-drafter: "license" must be one of'):
+        publish(run_dir, REPO, licence="my-own")
+    assert not hub.repos
+    for token, status in ((READ_TOKEN, 403), ("wrong", 401)):
+        monkeypatch.setenv("HF_TOKEN", token)
+        with pytest.raises(UserError, match=rf"does not let you write to {REPO} \(status {status}: .*hf auth login"):
+            publish(run_dir, REPO)
+    assert not hub.repos
+
+
+def test_the_target_s_licence(tmp_path: Path, hub: Hub, capsys: pytest.CaptureFixture[str]) -> None:
+    def licence_of(run: Path, **options: Any) -> Any:
+        return ModelCard(publish(run, REPO, **options)["card"]).data.license
+
+    run = make_run(tmp_path)
+    assert licence_of(run, dry_run=True) is None
+    assert "warning: the licence of the target tiny-target is not known" in " ".join(capsys.readouterr().err.split())
+    assert licence_of(run, dry_run=True, licence="mit") == "mit"
+    assert "warning" not in capsys.readouterr().err
+
+    # A folder's card says it; a card that is none says nothing.
+    target = tmp_path / "models" / "tiny-target"
+    target.mkdir(parents=True)
+    for text, known in (
+        ("---\nlicense: apache-2.0\n---\n", "apache-2.0"),
+        ("---\n- license\n---\n", None),
+        ("no card", None),
+    ):
+        (target / "README.md").write_text(text)
+        assert licence_of(run, dry_run=True) == known
+
+    # The Hub says it, of a target that is there, when it may be asked.
+    hub.add("you/target", {"README.md": b"---\nlicense: other\nlicense_name: ours\nlicense_link: LICENSE\n---\n"})
+    run = make_run(tmp_path / "of-hub", model="you/target")
+    assert licence_of(run, dry_run=True) is None
+    card = publish(run, REPO)["card"]
+    data = ModelCard(card).data
+    assert (data.license, data.license_name, data.license_link, data.base_model) == (
+        "other",
+        "ours",
+        "LICENSE",
+        "you/target",
+    )
+    run = make_run(tmp_path / "nowhere", model="you/nowhere")
+    assert licence_of(run) is None
+
+
+def test_a_gguf_s_licence(tmp_path: Path) -> None:
+    gguf = pytest.importorskip("gguf")
+    path = tmp_path / "tiny-Q4.gguf"
+    writer = gguf.GGUFWriter(path, "llama")
+    writer.add_license("apache-2.0")
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.close()
+    run = make_run(tmp_path, model=None, gguf={"path": str(path)})
+    data = ModelCard(publish(run, REPO, dry_run=True)["card"]).data
+    assert (data.license, data.base_model) == ("apache-2.0", None)
+    path.unlink()
+    assert ModelCard(publish(run, REPO, dry_run=True)["card"]).data.license is None
