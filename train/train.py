@@ -172,6 +172,7 @@ def run_train(recipe: Recipe, run_dir: Path) -> dict[str, Any]:
     _fit(run, recipe, directory, inputs, progress)
     published = progress.epochs[-1] if recipe.train.keep == "last" else _best(progress.epochs)
     figures = {
+        "processes": accelerator.num_processes,
         "steps": progress.step,
         "tokens": progress.tokens,
         "tokens_per_second": round(progress.tokens / progress.seconds, 1) if progress.seconds else None,

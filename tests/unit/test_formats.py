@@ -19,8 +19,10 @@ import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from safetensors.torch import load_file, save, save_file
+from typer.testing import CliRunner
 
 from draftsmith.checkpoint import Checkpoint
+from draftsmith.cli import app
 from draftsmith.convert.contents import EMBEDDING, Contents, read_own, write_own
 from draftsmith.convert.convert import convert_checkpoint, read, recognise
 from draftsmith.convert.formats import FORMATS
@@ -334,6 +336,35 @@ def test_a_conversion_is_verified_by_what_it_computes(found: Contents) -> None:
     other = {**found.weights, name: Weight.of(found.weights[name].tensor() * -1)}
     with pytest.raises(DraftsmithError, match="computes something else than its source"):
         compare(found, replace(found, weights=other))
+
+
+def test_the_command(tmp_path: Path) -> None:
+    found = make_contents("eagle3", EAGLE3, torch.float32, 3)
+    (tmp_path / "checkpoint").mkdir()
+    write_own(found, tmp_path / "checkpoint")
+    source, out = str(tmp_path / "checkpoint"), str(tmp_path / "out")
+    listed = CliRunner().invoke(app, ["convert", "--list"])
+    assert all(name in listed.output for name in FORMATS)
+    done = CliRunner().invoke(app, ["convert", source, "--to", "specforge", "--out", out, "--verify", "--json"])
+    assert done.exit_code == 0
+    figures = json.loads(done.stdout)
+    assert (figures["from"], figures["to"], figures["verified"]["relative_difference"]) == (
+        "draftsmith",
+        "specforge",
+        0,
+    )
+    for arguments, message in {
+        ("convert",): "Name a recipe",
+        ("convert", source, "--to", "gguf", "--out", out): "`--to gguf` is none of draftsmith, vllm",
+        ("convert", source, "--to", "vllm"): "Say with --out",
+        ("convert", source, "--out", out): "--out needs --to FORMAT",
+        ("convert", source, "--to", "vllm", "--out", out): "is there already",
+        ("convert", source, "--to", "vllm", "--out", out + "2", "--vocab", "5"): "--vocab and --store go together",
+        ("convert", str(tmp_path / "none"), "--to", "vllm", "--out", out + "2"): "There is no folder",
+    }.items():
+        refused = CliRunner().invoke(app, arguments)
+        assert isinstance(refused.exception, UserError)
+        assert message in str(refused.exception)
 
 
 # ---- what must never be believed ----

@@ -9,6 +9,8 @@ import random
 import shutil
 import signal
 import socket
+import subprocess
+import sys
 from collections.abc import Callable, Iterator
 from multiprocessing.context import ForkServerProcess
 from pathlib import Path
@@ -165,6 +167,29 @@ def test_two_processes_train_as_one_does(folder: Path, whole: Path) -> None:
     require_alike(whole, ddp)
     require_alike(lonely, lonely_two)
     require_alike(whole, split)
+
+
+def test_accelerates_launcher_starts_it(folder: Path, whole: Path) -> None:
+    """The command that the README gives, on two processes without a GPU."""
+    directory = run_dir(folder, "launched")
+    (folder / "launched.yaml").write_text(
+        make_recipe(folder, **EAGLE3).model_copy(update={"name": "launched"}).model_dump_json()
+    )
+    launch = [
+        Path(sys.executable).with_name("accelerate"),
+        "launch",
+        "--multi_gpu",
+        "--num_processes=2",
+        "--main_process_port=0",
+    ]
+    command = [*launch, "-m", "draftsmith.cli", "train", folder / "launched.yaml", "--runs", folder]
+    environment = os.environ | {"ACCELERATE_USE_CPU": "true", "OMP_NUM_THREADS": "1"}
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr[-2000:]
+    record = stage.read(directory / "checkpoint")
+    assert record is not None
+    assert record["figures"]["processes"] == 2
+    require_alike(whole, directory)
 
 
 def test_micro_batches_change_nothing(folder: Path, whole: Path) -> None:
