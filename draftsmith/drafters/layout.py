@@ -203,7 +203,8 @@ class Layout:
         """`config.json` of a config (the kind's own), without its dtype."""
         record: dict[str, Any] = {}
         for path, value in self.fixed.items():
-            put(record, path, value)
+            if value is not None:  # readers take a null for a value
+                put(record, path, value)
         for path, follows in self.written.items():
             put(record, path, follows(config))
         for each in self.fields:
