@@ -222,36 +222,29 @@ def stepping(handed: Handed, sequences: Iterable[Sequence], folder: Path) -> Ite
 
 @dataclass(frozen=True)
 class PeerDrafter:
-    """The peer's weights in our module, which reads states normed as speculators norms them."""
+    """The peer's weights in our module, which reads some of the states of a store."""
 
     drafter: Eagle3Drafter
-    norm: torch.Tensor | None
-    """[n * H]: weight of its one norm over all fused states (`norm_before_fc`), which our module has not."""
     columns: list[int]
 
     def prepared(self, sequence: Sequence) -> Sequence:
-        """The sequence with the states that the module reads, [tokens, n, H]; its columns are 0 ... n - 1."""
-        states = sequence.hidden_states[:, self.columns].float()
-        if self.norm is not None:
-            flat = F.rms_norm(states.flatten(1), self.norm.shape, self.norm, self.drafter.config.rms_norm_eps)
-            states = flat.unflatten(1, states.shape[1:])
-        return replace(sequence, hidden_states=states)
+        """The sequence with the states that the module reads alone, [tokens, n, H]; its columns are 0 ... n - 1."""
+        return replace(sequence, hidden_states=sequence.hidden_states[:, self.columns].float())
 
 
 def load_peer(handed: Handed, folder: Path, *, epoch: int) -> PeerDrafter:
-    """Its weights after an epoch (from 1); names and shapes are the same but for the norm before `fc`."""
+    """Its weights after an epoch (from 1); names and shapes are the same."""
     flags = json.loads((folder / "figures.json").read_text())["config"]
     tensors = load_file(folder / f"epoch-{epoch}.safetensors")
-    norm = tensors.pop("input_norm.weight", None)
-    assert (norm is not None) == flags["norm_before_fc"]
     options = Eagle3Options(
         norm_before_residual=flags["norm_before_residual"], norm_output=flags["norm_output"], fc_norm=False
     )
     vocabulary = handed.draft_token_ids
-    config: Eagle3Config = Eagle3Drafter.make_config(options, handed.target, handed.layer_ids, len(vocabulary))
+    made: Eagle3Config = Eagle3Drafter.make_config(options, handed.target, handed.layer_ids, len(vocabulary))
+    config = replace(made, norm_before_fc=flags["norm_before_fc"])
     drafter = Eagle3Drafter.make(config, load_target_tensors(handed.target.path), vocabulary)
     drafter.load_state_dict(tensors)
-    return PeerDrafter(drafter, norm, handed.columns)
+    return PeerDrafter(drafter, handed.columns)
 
 
 @torch.no_grad()

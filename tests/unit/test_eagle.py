@@ -60,11 +60,12 @@ def plain_chain(weights: Weights, d: EagleDrafter, sequence: Sequence, p: int, s
     keys, values = [], []
 
     def project(name: str, x: torch.Tensor, heads: int) -> torch.Tensor:
-        return (weights[f"layers.0.self_attn.{name}.weight"] @ x).view(heads, HEAD_DIM)
+        projected = weights[f"layers.0.self_attn.{name}.weight"] @ x
+        return (projected + weights.get(f"layers.0.self_attn.{name}.bias", 0)).view(heads, HEAD_DIM)
 
     def read(state: torch.Tensor, position: int) -> torch.Tensor:
         """fc's output, whose key and value are put where attention finds them."""
-        x = weights["fc.weight"] @ torch.cat([d.embedding[tokens[position + 1]], state])
+        x = weights["fc.weight"] @ torch.cat([d.embedding[tokens[position + 1]], state]) + weights.get("fc.bias", 0)
         keys.append(rope(project("k_proj", x, KV_HEADS), position))
         values.append(project("v_proj", x, KV_HEADS))
         return x
@@ -89,9 +90,10 @@ def plain_chain(weights: Weights, d: EagleDrafter, sequence: Sequence, p: int, s
     return foretold
 
 
-def test_chain_loss_and_gradients_equal_the_formulas() -> None:
+@pytest.mark.parametrize("changes", [{}, {"fc_bias": True, "attention_bias": True}])
+def test_chain_loss_and_gradients_equal_the_formulas(changes: dict) -> None:
     """SmoothL1 on the state and a tenth of the soft cross-entropy, over three steps; float64, 1e-9."""
-    drafter, steps = make_drafter(), 3
+    drafter, steps = make_drafter(**changes), 3
     documents = [make_sequence(9, 4, 1), make_sequence(12, 6, 2)]
     batch = pack(documents, steps=steps)
     norm = torch.nn.RMSNorm(HIDDEN, eps=EPS).double()

@@ -1,6 +1,7 @@
 """EAGLE-3's chain against a plain re-computation, packing, the linear start and the loss."""
 
 import math
+from dataclasses import replace
 
 import pytest
 import torch
@@ -58,7 +59,10 @@ def plain_chain(
     layer = "layers.0."
 
     def project(name: str, x: torch.Tensor, heads: int) -> torch.Tensor:
-        return (weights[f"{layer}self_attn.{name}.weight"] @ x).view(heads, HEAD_DIM)
+        projected = weights[f"{layer}self_attn.{name}.weight"] @ x
+        if config.attention_bias:
+            projected = projected + weights[f"{layer}self_attn.{name}.bias"]
+        return projected.view(heads, HEAD_DIM)
 
     def inputs(state: torch.Tensor, token: int) -> tuple[torch.Tensor, torch.Tensor]:
         normed = rms(state, layer + "hidden_norm.weight")
@@ -67,6 +71,8 @@ def plain_chain(
 
     def fused(q: int) -> torch.Tensor:
         states = sequence.hidden_states[q]
+        if config.norm_before_fc:
+            states = rms(states.flatten(), "input_norm.weight").view_as(states)
         if config.fc_norm:
             states = torch.stack([rms(states[i], f"fc_norm.{i}.weight") for i in range(3)])
         return weights["fc.weight"] @ states.flatten()
@@ -100,7 +106,13 @@ def plain_chain(
     return logits
 
 
-@pytest.mark.parametrize("changes", [{}, {"norm_before_residual": True}, {"fc_norm": False}, {"norm_output": True}])
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {}, {"norm_before_residual": True}, {"fc_norm": False}, {"norm_output": True}, {"attention_bias": True},
+        {"fc_norm": False, "norm_before_fc": True}, {"target_hidden_size": 10},
+    ],
+)  # fmt: skip
 @pytest.mark.parametrize("small_tiles", [False, True])
 def test_packed_chain_equals_the_formulas(changes: dict, small_tiles: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     """Outputs, and gradients of a random function of them."""
@@ -110,6 +122,8 @@ def test_packed_chain_equals_the_formulas(changes: dict, small_tiles: bool, monk
         monkeypatch.setattr(decoder, "_AREA_OVER_NEEDED", 1.5)
     drafter = make_drafter(**changes)
     documents = [make_sequence(9, 4, 1), make_sequence(14, 6, 2), make_sequence(6, 2, 3)]
+    if width := changes.get("target_hidden_size"):
+        documents = [replace(one, hidden_states=one.hidden_states[..., :width]) for one in documents]
     steps = 3
     batch = pack(documents, steps=steps)
     rows = batch.counts.sum(1).nonzero()[:, 0]
