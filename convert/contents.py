@@ -18,6 +18,9 @@ from draftsmith.stage import write_json
 EMBEDDING = "embed_tokens.weight"
 """[vocab, H]: the drafter's own embedding, where it does not share the target's."""
 
+NOBODY: dict[str, str | None] = {"name": None, "revision": None, "config_hash": None}
+"""The target of a drafter that does not name it."""
+
 
 @dataclass(frozen=True)
 class Contents:
@@ -78,6 +81,11 @@ class Contents:
             raise UserError(
                 f"{listed(integers)} should hold floating-point numbers, and hold {self.weights[integers[0]].dtype}."
             )
+        predicted = self.training.get("predicted_acceptance_length") or {}
+        if not (
+            NOBODY.keys() <= self.target.keys() and all(isinstance(v, str | None) for v in self.target.values())
+        ) or not (isinstance(predicted, dict) and all(isinstance(value, int | float) for value in predicted.values())):
+            raise UserError("What the checkpoint says of its target or its training is not in its form. It is damaged.")
         ids = self.draft_token_ids
         if len(ids) != config.draft_vocab_size or ids.dtype != torch.int64:
             raise UserError(
@@ -99,7 +107,8 @@ class Contents:
         """Of a checkpoint in memory."""
         weights = {name: Weight.of(tensor) for name, tensor in checkpoint.tensors.items()}
         return cls(
-            checkpoint.kind, checkpoint.config, checkpoint.draft_token_ids, weights, checkpoint.target, checkpoint.training
+            checkpoint.kind, checkpoint.config, checkpoint.draft_token_ids, weights, NOBODY | checkpoint.target,
+            checkpoint.training,
         ).check()  # fmt: skip
 
 

@@ -12,9 +12,9 @@ from typing import Any
 from draftsmith import stage
 from draftsmith.checkpoint import RECORD, WEIGHTS
 from draftsmith.convert.card import render
-from draftsmith.convert.contents import Contents, read_own, write_own
+from draftsmith.convert.contents import NOBODY, Contents, read_own, write_own
 from draftsmith.convert.formats import FORMATS
-from draftsmith.convert.formats.base import NOBODY, Format
+from draftsmith.convert.formats.base import Format
 from draftsmith.convert.verify import compare
 from draftsmith.convert.vocabulary import with_vocabulary
 from draftsmith.convert.weights import open_weights, read_json
@@ -92,6 +92,8 @@ def recognise(directory: Path, named: str | None = None) -> Found:
     """
     if (directory / RECORD).is_file() and named in (None, OWN):
         return Found(OWN, str(read_json(directory / RECORD).get("kind")), f"it has a {RECORD}")
+    if named == OWN:
+        raise UserError(f"{directory} is no checkpoint of the trainer: it has no {RECORD}.")
     if not (directory / "config.json").is_file():
         raise UserError(f"{directory} is no checkpoint of a drafter: it has neither {RECORD} nor config.json.")
     record, names = read_json(directory / "config.json"), open_weights(directory)
@@ -164,7 +166,9 @@ def convert_checkpoint(
         f"convert: {source} is a drafter of the kind {found.kind} in the format {found.format}: {found.reason}"
     )
     original = contents = read(source, found, target)
-    tensors = None if target is None else load_target_tensors(target.path)
+    tensors = None
+    if target is not None and (verify or vocabulary is not None):  # else its config is all that is read of it
+        tensors = load_target_tensors(target.path)
     if vocabulary is not None:
         assert store is not None
         counts = Store(store).token_counts(contents.config["vocab_size"])

@@ -11,6 +11,7 @@ import json
 import os
 import pickle
 import struct
+import sys
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -280,7 +281,7 @@ def write_safetensors(path: Path, weights: Mapping[str, Weight]) -> int:
     with new_file(path, size=8 + len(text) + end) as file:
         file.write(struct.pack("<Q", len(text)) + text)
         for _, weight in ordered:
-            if weight.span is not None:
+            if weight.span is not None and sys.platform == "linux":  # elsewhere sendfile writes to sockets alone
                 _copy(weight.span, file)
             else:
                 for part in weight.parts():

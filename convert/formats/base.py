@@ -9,16 +9,13 @@ from typing import Any
 
 import torch
 
-from draftsmith.convert.contents import EMBEDDING, Contents
+from draftsmith.convert.contents import EMBEDDING, NOBODY, Contents
 from draftsmith.convert.vocabulary import MAPS, from_tensors, to_tensors
 from draftsmith.convert.weights import Weight, listed, open_weights, read_json, write_safetensors
 from draftsmith.drafters import drafter_class
 from draftsmith.drafters.layout import EXTRA, Layout, Source, look_up, put
 from draftsmith.errors import UserError
 from draftsmith.stage import write_json
-
-NOBODY: dict[str, str | None] = {"name": None, "revision": None, "config_hash": None}
-"""The target of a drafter that does not name it."""
 
 
 @dataclass(frozen=True)
@@ -58,7 +55,7 @@ class Format:
         if layout.maps_vocabulary:
             maps = {name: weights.pop(name).tensor() for name in MAPS if name in weights}
             ids, order = from_tensors(maps, vocabulary=config.vocab_size, size=config.draft_vocab_size)
-            if order is not None:
+            if order is not None and "lm_head.weight" in weights:
                 weights["lm_head.weight"] = weights["lm_head.weight"].rows(order)
         ours = self._by_our_names(kind, config, weights, tied=bool(record.get("tie_word_embeddings")))
         own = look_up(record, f"{EXTRA}.target")

@@ -62,9 +62,8 @@ def _checkpoint(directory: Path) -> int:
     """Write the checkpoint; returns the bytes of its largest tensor."""
     import torch
 
-    from draftsmith.convert.contents import EMBEDDING, Contents
+    from draftsmith.convert.contents import EMBEDDING, NOBODY, Contents
     from draftsmith.convert.formats import FORMATS
-    from draftsmith.convert.formats.base import NOBODY
     from draftsmith.convert.weights import Weight
     from draftsmith.drafters.eagle3 import Eagle3Config, Eagle3Drafter
 

@@ -23,10 +23,9 @@ from typer.testing import CliRunner
 
 from draftsmith.checkpoint import Checkpoint
 from draftsmith.cli import app
-from draftsmith.convert.contents import EMBEDDING, Contents, read_own, write_own
+from draftsmith.convert.contents import EMBEDDING, NOBODY, Contents, read_own, write_own
 from draftsmith.convert.convert import convert_checkpoint, read, recognise
 from draftsmith.convert.formats import FORMATS
-from draftsmith.convert.formats.base import NOBODY
 from draftsmith.convert.verify import compare
 from draftsmith.convert.vocabulary import from_tensors, to_tensors, with_vocabulary
 from draftsmith.convert.weights import Weight, open_weights, write_safetensors
@@ -360,6 +359,7 @@ def test_the_command(tmp_path: Path) -> None:
         ("convert",): "Name a recipe",
         ("convert", source, "--to", "gguf", "--out", out): "`--to gguf` is none of draftsmith, vllm",
         ("convert", source, "--to", "vllm"): "Say with --out",
+        ("convert", out, "--to", "vllm", "--out", out + "2", "--from", "draftsmith"): "is no checkpoint of the trainer",
         ("convert", source, "--out", out): "--out needs --to FORMAT",
         ("convert", source, "--to", "vllm", "--out", out): "is there already",
         ("convert", source, "--to", "vllm", "--out", out + "2", "--vocab", "5"): "--vocab and --store go together",
@@ -533,11 +533,31 @@ def _pickled(folder: Path, rng: random.Random) -> None:
         file.write_bytes(rng.randbytes(rng.randrange(200)))
 
 
+def _ours(folder: Path, rng: random.Random) -> None:
+    """What our own section of the config says."""
+    record = json.loads((folder / "config.json").read_text())
+    junk = rng.choice([5, [1], {"a": 1}, True])
+    if rng.random() < 0.5:
+        record["draftsmith"]["target"][rng.choice(["name", "revision", "config_hash"])] = junk
+    else:
+        record["draftsmith"]["training"] = {"predicted_acceptance_length": rng.choice([5, [1], {"1": "x"}, {"1": [2]}])}
+    (folder / "config.json").write_text(json.dumps(record))
+
+
+def _headless(folder: Path, rng: random.Random) -> None:
+    """A map in another order than ascending, and no head whose rows could follow it."""
+    tensors = load_file(folder / "model.safetensors")
+    del tensors["lm_head.weight"]
+    ids = tensors["d2t"] + torch.arange(7)
+    tensors["d2t"] = ids.flip(0) if rng.random() < 0.5 else ids.roll(rng.randrange(1, 7))
+    save_file(tensors, folder / "model.safetensors")
+
+
 DAMAGES = [
     _truncated, _huge_header, _offsets, _shape, _of_other_shape, _of_other_type, _swapped, _keys, _maps, _config, _unknown,
-    _not_json, _index, _pickled,
+    _not_json, _index, _pickled, _ours, _headless,
 ]  # fmt: skip
-CASES = 1008
+CASES = 1024
 
 
 def test_damaged_and_hostile_inputs(tmp_path: Path) -> None:
