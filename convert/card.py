@@ -15,6 +15,7 @@ from typing import Any
 from huggingface_hub import EvalResult, ModelCardData
 
 from draftsmith.convert.contents import Contents
+from draftsmith.convert.quantise import SCHEMES
 from draftsmith.drafters import drafter_class
 from draftsmith.recipe import Target
 
@@ -31,6 +32,7 @@ def render(
     drafter: Contents,
     target: Target | None = None,
     *,
+    quantised: str | None = None,
     repo: str | None = None,
     revision: str | None = None,
     base_model: str | None = None,
@@ -44,6 +46,7 @@ def render(
     Args:
         drafter: whose card it is.
         target: the recipe's section, where there is one.
+        quantised: how its weights are, one of `quantise.SCHEMES`; None for floating point.
         repo: where the card is published; None for a card that lies beside a drafter.
         revision: its branch, where that is not `main`.
         base_model: the target's Hub id, where the recipe's is none.
@@ -73,7 +76,7 @@ def render(
         f"and a step of it yields several.{_headline(results)} It drafts for this target only. Made with Draftsmith.",
         _serving(drafter, target, repo, revision, base_model, evaluate),
         _measured(evaluate) if evaluate else _predicted(drafter),
-        _made(drafter, train, extract),
+        _made(drafter, quantised, train, extract),
     ]
     return f"---\n{metadata.to_yaml()}\n---\n\n" + "\n\n".join(part for part in parts if part) + "\n"
 
@@ -211,7 +214,9 @@ def _predicted(drafter: Contents) -> str:
     )  # fmt: skip
 
 
-def _made(drafter: Contents, train: Mapping[str, Any] | None, extract: Mapping[str, Any] | None) -> str:
+def _made(
+    drafter: Contents, quantised: str | None, train: Mapping[str, Any] | None, extract: Mapping[str, Any] | None
+) -> str:
     target = drafter.target
     config = f"config {target['config_hash'][:16]}" if target["config_hash"] else None
     rows = [["target", ", ".join(filter(None, (target["name"], target["revision"], config))) or "not known"]]
@@ -224,6 +229,8 @@ def _made(drafter: Contents, train: Mapping[str, Any] | None, extract: Mapping[s
             f"loss {options.get('loss', 'cross_entropy')}, optimizer {options['optimizer']}",
         ]
     rows.append(["method", "; ".join(method)])
+    if quantised:
+        rows.append(["weights", f"of linear layers: {SCHEMES[quantised].title}"])
     if extract:
         options, figures = extract["recipe"]["extract"], extract["figures"]
         answers = "answered by the target" if options["mode"] == "generate" else "with the answers that they came with"

@@ -5,6 +5,7 @@ from __future__ import annotations
 import shutil
 import tempfile
 import time
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -15,10 +16,12 @@ from draftsmith.convert.card import render
 from draftsmith.convert.contents import NOBODY, Contents, read_own, write_own
 from draftsmith.convert.formats import FORMATS
 from draftsmith.convert.formats.base import Format
-from draftsmith.convert.verify import compare
+from draftsmith.convert.quantise import SCHEMES, scheme_of
+from draftsmith.convert.verify import compare, drafter_of
 from draftsmith.convert.vocabulary import with_vocabulary
 from draftsmith.convert.weights import open_weights, read_json
 from draftsmith.drafters import drafter_class
+from draftsmith.drafters.base import Drafter
 from draftsmith.errors import UserError
 from draftsmith.progress import console
 from draftsmith.recipe import Recipe, digest
@@ -41,15 +44,16 @@ def run_convert(recipe: Recipe, run_dir: Path) -> dict[str, Any]:
     if stage.read(source) is None:
         raise UserError(f"There is no finished checkpoint at {source}. Run `draftsmith train` with this recipe first.")
     dtype = recipe.convert.dtype or recipe.target.dtype
-    inputs = converted_from(source, dtype)
+    inputs = converted_from(source, dtype, recipe.convert.quantize)
     if stage.finished(directory, inputs):
         console.print(f"convert: {directory} is up to date")
         return stage.read(directory)["figures"]  # type: ignore[index]
 
     contents = read_own(source)
     stage.claim(directory, fresh=True)
-    size = FORMATS["vllm"].write(contents, directory, dtype=dtype)
-    stage.write_bytes(directory / "README.md", render(contents, recipe.target).encode())
+    quantised = recipe.convert.quantize
+    size = FORMATS["vllm"].write(contents, directory, dtype=dtype, quantise=quantised)
+    stage.write_bytes(directory / "README.md", render(contents, recipe.target, quantised=quantised).encode())
     figures = {"parameters": sum(weight.count for weight in contents.weights.values()), "bytes": size}
     sections = recipe.model_dump(mode="json", include={"convert"})
     stage.finish(directory, stage="convert", inputs=inputs, recipe=sections, figures=figures, started=started)
@@ -57,14 +61,16 @@ def run_convert(recipe: Recipe, run_dir: Path) -> dict[str, Any]:
     return figures
 
 
-def converted_from(checkpoint: Path, dtype: str) -> str:
+def converted_from(checkpoint: Path, dtype: str, quantised: str | None) -> str:
     """Digest of what a conversion depends on: `inputs` of its record.
 
     Args:
         checkpoint: the directory.
         dtype: of the tensors for vLLM.
+        quantised: one of `quantise.SCHEMES`, or None.
     """
-    return digest([stage.sha256_of(checkpoint / WEIGHTS), stage.sha256_of(checkpoint / RECORD), dtype])
+    sources = [stage.sha256_of(checkpoint / WEIGHTS), stage.sha256_of(checkpoint / RECORD), dtype]
+    return digest(sources + ([quantised] if quantised else []))
 
 
 # ---- any format ----
@@ -143,7 +149,9 @@ def convert_checkpoint(
     dtype: str | None = None,
     vocabulary: int | None = None,
     store: Path | None = None,
+    quantise: str | None = None,
     verify: bool = False,
+    served: Callable[[Path, Drafter], dict[str, Any]] | None = None,
 ) -> dict[str, Any]:
     """Write the drafter in `source` as the format `to` into the new directory `out`, which appears when it is whole.
 
@@ -153,10 +161,14 @@ def convert_checkpoint(
         dtype: torch's name of the floating-point type; None for that of the source.
         vocabulary: cut or grow the draft vocabulary to so many tokens, the most frequent of the answers in `store`.
         store: a finished store; where `vocabulary` is given.
+        quantise: linear layers' weights in 8 bits, one of `quantise.SCHEMES`.
         verify: read back what was written, and compare its logits with the source's before it appears.
+        served: with `verify`: compares what an engine proposes from the directory with what the drafter does, and returns
+            figures; where `target` is given.
 
     Raises:
         UserError: `source` cannot be read, `to` cannot hold it, or there is something at `out`.
+        DraftsmithError: a comparison failed.
     """
     started = time.time()
     if out.exists() and (not out.is_dir() or any(out.iterdir())):
@@ -165,7 +177,11 @@ def convert_checkpoint(
     console.print(
         f"convert: {source} is a drafter of the kind {found.kind} in the format {found.format}: {found.reason}"
     )
+    if quantise is not None and to == OWN:
+        raise UserError("The trainer's checkpoint holds weights in floating point. --quantize goes with --to vllm.")
     original = contents = read(source, found, target)
+    if found.format != OWN and (was := scheme_of(read_json(source / "config.json"))) is not None:
+        console.print(f"convert: its weights are quantised ({was}); they are read as floating-point numbers")
     tensors = None
     if target is not None and (verify or vocabulary is not None):  # else its config is all that is read of it
         tensors = load_target_tensors(target.path)
@@ -180,28 +196,35 @@ def convert_checkpoint(
         if to == OWN:
             write_own(contents.to(dtype), temporary)
         else:
-            FORMATS[to].write(contents, temporary, dtype=dtype)
-            stage.write_bytes(temporary / "README.md", render(contents).encode())
-        verified = None
+            FORMATS[to].write(contents, temporary, dtype=dtype, quantise=quantise)
+            stage.write_bytes(temporary / "README.md", render(contents, quantised=quantise).encode())
+        verified: dict[str, Any] | None = None
         if verify:
-            verified = compare(original, read(temporary, Found(to, found.kind, ""), target), tensors)
+            result = read(temporary, Found(to, found.kind, ""), target)
+            verified = {**compare(original, result, tensors, rounded=quantise is not None)}
             console.print(
                 f"verified: on the same inputs logits are apart by {verified['relative_difference']:.2g} of their size; "
                 f"{verified['same_first_choice']:.0%} of first choices are the same"
             )
+            if served is not None and tensors is not None:
+                verified["served"] = served(temporary, drafter_of(result, tensors))
         (temporary / stage.OWNER).touch()
         figures: dict[str, Any] = {
-            "from": found.format, "to": to, "kind": found.kind,
+            "from": found.format, "to": to, "kind": found.kind, "quantised": quantise,
             "parameters": sum(weight.count for weight in contents.weights.values()),
             "bytes": sum(file.stat().st_size for file in temporary.iterdir()), "verified": verified,
         }  # fmt: skip
-        inputs = digest([str(source.resolve()), figures, dtype, vocabulary, str(store)])
+        inputs = digest([str(source.resolve()), figures, dtype, vocabulary, str(store), quantise])
         stage.finish(temporary, stage="convert", inputs=inputs, recipe={}, figures=figures, started=started)
         temporary.chmod(0o755)
         temporary.rename(out)
     finally:
         shutil.rmtree(temporary, ignore_errors=True)
-    console.print(f"convert: {out} holds {figures['parameters'] / 1e6:.1f} M parameters in the format {to}")
+    in_bits = f", {SCHEMES[quantise].title}" if quantise else ""
+    console.print(
+        f"convert: {out} holds {figures['parameters'] / 1e6:.1f} M parameters in the format {to}{in_bits}, "
+        f"{figures['bytes'] / 1e6:.1f} MB"
+    )
     return figures
 
 

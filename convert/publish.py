@@ -21,6 +21,8 @@ from draftsmith import stage
 from draftsmith.convert.card import hub_id, render
 from draftsmith.convert.contents import Contents, read_own
 from draftsmith.convert.convert import converted_from
+from draftsmith.convert.quantise import scheme_of
+from draftsmith.convert.weights import read_json
 from draftsmith.errors import DraftsmithError, UserError
 from draftsmith.files import place_of
 from draftsmith.inspection import inspect
@@ -83,8 +85,9 @@ def publish(
             "drafter holds parts of its target: find its licence out and say it, as in `--license apache-2.0`.",
             highlight=False, soft_wrap=True,
         )  # fmt: skip
+    quantised = scheme_of(read_json(drafter / "config.json"))
     card = render(
-        contents, target, repo=repo, revision=revision, base_model=base_model, licence=known, train=train,
+        contents, target, quantised=quantised, repo=repo, revision=revision, base_model=base_model, licence=known, train=train,
         extract=_extraction_of(run_dir / "store", train), evaluate=evaluate,
     )  # fmt: skip
     parsed = _parse(card)
@@ -216,8 +219,8 @@ def _contents_of(drafter: Path, directory: Path) -> tuple[Contents, dict[str, An
     report = inspect(drafter)
     if not report["good"]:
         raise UserError(report["damage"]["message"])
-    config = json.loads((drafter / "config.json").read_text())
-    if converted["inputs"] != converted_from(directory, config.get("torch_dtype", "")):
+    config = read_json(drafter / "config.json")
+    if converted["inputs"] != converted_from(directory, config.get("torch_dtype", ""), scheme_of(config)):
         raise UserError(
             f"The drafter in {drafter} was not made from the checkpoint in {directory}, which is newer. Run "
             "`draftsmith convert` with the run's recipe, and `draftsmith evaluate`."

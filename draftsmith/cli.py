@@ -5,8 +5,10 @@ from __future__ import annotations
 import json
 import sys
 from collections.abc import Callable
+from functools import partial
+from importlib.util import find_spec
 from pathlib import Path
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 from rich.markup import escape
@@ -15,6 +17,10 @@ from draftsmith import __version__
 from draftsmith.errors import DraftsmithError, UserError
 from draftsmith.progress import console
 from draftsmith.recipe import Recipe, load_recipe
+
+if TYPE_CHECKING:
+    from draftsmith.drafters.base import Drafter
+    from draftsmith.target import TargetInfo
 
 app = typer.Typer(
     help="Make a language model faster with vLLM: extract its hidden states, train a drafter, convert, evaluate, serve.",
@@ -148,8 +154,20 @@ def convert(
         Path | None,
         typer.Option(help="With --vocab: the store whose most frequent tokens they are.", show_default=False),
     ] = None,
+    quantise: Annotated[
+        str | None,
+        typer.Option(
+            "--quantize",
+            help="With --to vllm: weights in 8 bits, as int8 or fp8 (GPUs), or int8-dynamic (CPUs too).",
+            show_default=False,
+        ),
+    ] = None,
     verify: Annotated[
-        bool, typer.Option("--verify", help="Run source and result on the same inputs and compare their logits.")
+        bool,
+        typer.Option(
+            "--verify",
+            help="Compare the logits of source and result; with --to vllm and --target, also what vLLM proposes.",
+        ),
     ] = False,
     list_formats: Annotated[bool, typer.Option("--list", help="Print the formats and what converts to what.")] = False,
 ) -> None:
@@ -173,6 +191,7 @@ def convert(
             "--dtype": dtype,
             "--vocab": vocabulary,
             "--store": store,
+            "--quantize": quantise,
         }
         if given := [name for name, value in options.items() if value is not None]:
             raise UserError(
@@ -180,23 +199,25 @@ def convert(
             )
         _run(["convert"], source, overrides, runs, as_json)
     else:
-        figures = _convert_any(source, to, out, named, target, dtype, vocabulary, store, verify)
+        figures = _convert_any(source, to, out, named, target, dtype, vocabulary, store, quantise, verify)
         if as_json:
             print(json.dumps(figures, indent=2))
 
 
 def _convert_any(
     source: Path, to: str, out: Path | None, named: str | None, target: str | None, dtype: str | None, vocabulary: int | None,
-    store: Path | None, verify: bool,
+    store: Path | None, quantise: str | None, verify: bool,
 ) -> dict[str, Any]:  # fmt: skip
     from draftsmith.convert.convert import OWN, convert_checkpoint
     from draftsmith.convert.formats import FORMATS
+    from draftsmith.convert.quantise import SCHEMES
     from draftsmith.hub import local_directory
     from draftsmith.recipe import Target
     from draftsmith.target import describe_target, prepare_target
 
     for option, value, known in (
         ("--to", to, [OWN, *FORMATS]), ("--from", named, [OWN, *FORMATS]), ("--dtype", dtype, ["float32", "bfloat16", "float16"]),
+        ("--quantize", quantise, [*SCHEMES]),
     ):  # fmt: skip
         if value is not None and value not in known:
             raise UserError(f"`{option} {value}` is none of {', '.join(known)}.")
@@ -212,10 +233,24 @@ def _convert_any(
         local = Path(target).expanduser()
         model = Target(model=str(local.resolve()) if local.is_dir() else target)
         info = describe_target(prepare_target(model), model)
+    served = _served_as_made(info) if verify and to == "vllm" else None
     return convert_checkpoint(
-        source, out, to=to, named=named, target=info, dtype=dtype, vocabulary=vocabulary, store=store,
-        verify=verify,
+        source, out, to=to, named=named, target=info, dtype=dtype, vocabulary=vocabulary, store=store, quantise=quantise,
+        verify=verify, served=served,
     )  # fmt: skip
+
+
+def _served_as_made(target: TargetInfo | None) -> Callable[[Path, Drafter], dict[str, Any]] | None:
+    """What compares vLLM's proposals with the drafter's, where there is all that it takes."""
+    if target is None:
+        console.print("verify: without --target only logits are compared, and not what vLLM proposes")
+        return None
+    if find_spec("vllm") is None:
+        console.print("verify: vLLM is not installed here, so only logits are compared, and not what it proposes")
+        return None
+    from draftsmith.serve.proposals import verify_served
+
+    return partial(verify_served, target_dir=target.path)
 
 
 def _print_formats() -> None:

@@ -88,7 +88,8 @@ def _inspect_weights(directory: Path, weights: Path, describe: Any) -> dict[str,
         with safe_open(weights, framework="pt") as file:
             for name in file.keys():  # noqa: SIM118 (not a mapping)
                 tensor = file.get_tensor(name)
-                if tensor.is_floating_point() and not torch.isfinite(tensor).all():
+                wide = tensor.float() if tensor.itemsize == 1 else tensor  # torch cannot ask 8-bit floats
+                if tensor.is_floating_point() and not torch.isfinite(wide).all():
                     raise ValueError(f"the tensor {name} is not all finite")
         return {"good": True, "about": describe(directory)}
     except UserError:

@@ -357,6 +357,9 @@ class Convert(Section):
 
     dtype: Literal["float32", "bfloat16", "float16"] | None = None
     """Absent: the target's."""
+    quantize: Literal["int8", "fp8", "int8-dynamic"] | None = None
+    """Linear layers' weights in 8 bits: integers or floats that GPUs compute with in floating point, or integers that inputs
+    are rounded to as well (the one that vLLM has on CPUs). What it costs in acceptance, the evaluation says."""
 
 
 class Suite(Section):

@@ -1,6 +1,6 @@
 """The same extraction with transformers alone: slow, plain, and what the engine's states are held against.
 
-One sequence at a time: generate, then one forward pass over what was read, with hooks on the decoder layers.
+One sequence at a time: generate, then one forward pass over what was read.
 """
 
 from __future__ import annotations
@@ -13,6 +13,7 @@ import torch
 from transformers import AutoModelForCausalLM, GenerationConfig
 
 from draftsmith.extract.engine import Ask, Extracted
+from draftsmith.states import states_of
 
 
 def run_transformers(
@@ -31,18 +32,6 @@ def run_transformers(
     model: Any = AutoModelForCausalLM.from_pretrained(target_dir, dtype=getattr(torch, dtype)).eval().to(device)
     settings = _generation(model, sampling)
     model.generation_config = settings  # what the settings leave open is otherwise taken from the model's own
-    layers = model.get_decoder().layers
-    caught: dict[int, torch.Tensor] = {}
-
-    def entering(layer_id: int) -> Any:
-        def hook(module: Any, arguments: Any, named: Any) -> None:
-            caught[layer_id] = arguments[0] if arguments else named["hidden_states"]
-
-        return hook
-
-    def leaving(module: Any, arguments: Any, output: Any) -> None:
-        caught[len(layers)] = output[0] if isinstance(output, tuple) else output
-
     for ask in asks:
         ids = torch.tensor([ask.prompt_token_ids], device=device)
         response: list[int] = []
@@ -53,16 +42,7 @@ def run_transformers(
                 answered = model.generate(ids, attention_mask=torch.ones_like(ids), generation_config=settings)
                 response = answered[0, ids.shape[1] :].tolist()
                 ids = answered[:, :-1]  # the last token was sampled and never an input
-            hooks = [
-                layers[i].register_forward_pre_hook(entering(i), with_kwargs=True) for i in layer_ids if i < len(layers)
-            ]
-            hooks.append(layers[-1].register_forward_hook(leaving))
-            try:
-                model.get_decoder()(ids, use_cache=False)
-            finally:
-                for hook in hooks:
-                    hook.remove()
-        states = torch.stack([caught[i].reshape(ids.shape[1], -1) for i in layer_ids], dim=1).cpu()
+        states = states_of(model, ids[0], layer_ids)
         mask = [False] * len(ask.prompt_token_ids)
         yield Extracted(ask.name, ask.prompt_token_ids, mask, response, ids[0].to(torch.int32).cpu(), states)
 

@@ -6,6 +6,7 @@ import json
 from pathlib import Path
 from typing import Any
 
+from draftsmith import vllm_env
 from draftsmith.drafters import drafter_class, kinds
 from draftsmith.errors import UserError
 
@@ -35,7 +36,18 @@ def speculative_config(drafter_dir: Path, k: int) -> dict[str, Any]:
             f"{drafter_dir} guesses {config['num_heads']} tokens ahead, and {k} were asked for. Ask for fewer, or train it "
             "with more heads (train.drafter.num_heads)."
         )
+    if vllm_env.is_cpu() and "quantization_config" in config and not rounds_inputs(drafter_dir):
+        raise UserError(
+            f"The drafter in {drafter_dir} has 8-bit weights to be computed with in floating point, and vLLM has that on GPUs "
+            "only. On a CPU serve one converted with `int8-dynamic`, or without --quantize (convert.quantize)."
+        )
     return {"method": method, "model": str(drafter_dir), "num_speculative_tokens": k}
+
+
+def rounds_inputs(drafter_dir: Path) -> bool:
+    """Whether the drafter's weights are quantised such that what its layers read is rounded too."""
+    groups = _config(drafter_dir).get("quantization_config", {}).get("config_groups", {}).values()
+    return any(group.get("input_activations") for group in groups)
 
 
 def drafter_name(drafter_dir: Path) -> str:

@@ -10,6 +10,7 @@ from typing import Any
 import torch
 
 from draftsmith.convert.contents import EMBEDDING, NOBODY, Contents
+from draftsmith.convert.quantise import dequantised, quantised
 from draftsmith.convert.vocabulary import MAPS, from_tensors, to_tensors
 from draftsmith.convert.weights import Weight, listed, open_weights, read_json, write_safetensors
 from draftsmith.drafters import drafter_class
@@ -47,7 +48,7 @@ class Format:
             UserError: something of it is missing, unknown or contradictory.
         """
         layout = self.layouts[kind]
-        record, weights = read_json(directory / "config.json"), open_weights(directory)
+        record, weights = dequantised(read_json(directory / "config.json"), open_weights(directory))
         source = Source(record, {name: weight.shape for name, weight in weights.items()}, known)
         fields = layout.read(source)
         config = Contents(kind, fields, torch.empty(0), {}, {}).drafter_config()
@@ -100,18 +101,30 @@ class Format:
             )
         return ours
 
-    def write(self, contents: Contents, directory: Path, *, dtype: str | None = None) -> int:
+    def write(
+        self, contents: Contents, directory: Path, *, dtype: str | None = None, quantise: str | None = None
+    ) -> int:
         """Write the checkpoint into `directory`, `config.json` last; returns the bytes of its tensors.
 
         Args:
             contents: of a kind that the format holds.
             directory: exists.
             dtype: torch's name of the floating-point type; None for that of the source.
+            quantise: linear layers' weights in 8 bits, one of `quantise.SCHEMES`.
 
         Raises:
-            UserError: the format has no words for the drafter.
+            UserError: the format has no words for the drafter, or its readers take no such weights.
         """
         record, weights = self.written(contents, dtype=dtype)
+        if quantise is not None:
+            if not self.layouts[contents.kind].quantises:
+                able = [f"{kind}" for kind, layout in self.layouts.items() if layout.quantises]
+                raise UserError(
+                    f"Readers of the format {self.name} take 8-bit weights in drafters of the kind "
+                    f"{', '.join(able) or '(none)'}, and this is a drafter of the kind {contents.kind}. Leave --quantize out"
+                    f"{'' if able else ', or write the format vllm'}."
+                )
+            record, weights = quantised(record, weights, quantise)
         size = write_safetensors(directory / self.weights_file, weights)
         write_json(directory / "config.json", record)
         return size

@@ -86,6 +86,7 @@ _VLLM = Layout(
     },
     ignored=LLAMA_IGNORED,
     only={"fc_bias": (False,)},
+    quantises=True,
 )  # fmt: skip
 """For vLLM's `EagleLlamaForCausalLM` (vllm/model_executor/models/llama_eagle.py), which shares the target's embedding and head
 where the checkpoint has none."""

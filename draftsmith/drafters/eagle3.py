@@ -115,6 +115,7 @@ def eagle3_layout(
     written: Mapping[str, Callable[[Any], Any]] | None = None,
     ignored: frozenset[str] = frozenset(),
     only: Mapping[str, Callable[[Any], bool]] | None = None,
+    quantises: bool = False,
 ) -> Layout:
     """What the layouts of EAGLE-3 have in common.
 
@@ -128,6 +129,7 @@ def eagle3_layout(
         written: see `Layout`.
         ignored: beside what is ignored in all.
         only: see `Layout`.
+        quantises: see `Layout`.
     """
     where = "" if flags else f"{EXTRA}."
     said_by_flags = ("norm_before_residual", "fc_norm", "norm_output", "norm_before_fc")
@@ -152,12 +154,14 @@ def eagle3_layout(
         if not flags
         else {"attention_bias": (False,), **(only or {})},
         maps_vocabulary=True,
+        quantises=quantises,
     )
 
 
 _VLLM = eagle3_layout(
     ids=Entry("layer_ids", tuple, "eagle_aux_hidden_state_layer_ids", default=_first_said(*_IDS)),
     flags=True,
+    quantises=True,
     written={
         "architectures": lambda _: ["LlamaForCausalLMEagle3"],
         "model_type": lambda _: "llama",

@@ -1,34 +1,31 @@
 """What is served is what was trained: extract, train, convert with the real target; then stock vLLM's proposals."""
 
 import json
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 import torch
-from transformers import AutoModelForCausalLM, AutoTokenizer
+from transformers import AutoTokenizer
+from typer.testing import CliRunner
 
 from draftsmith import stage
 from draftsmith.checkpoint import Checkpoint
-from draftsmith.convert.convert import run_convert
+from draftsmith.cli import app
+from draftsmith.convert.convert import convert_checkpoint, read, recognise, run_convert
+from draftsmith.convert.verify import drafter_of
 from draftsmith.drafters import drafter_class
 from draftsmith.drafters.base import Drafter
-from draftsmith.errors import UserError
+from draftsmith.errors import DraftsmithError, UserError
 from draftsmith.extract.extract import run_extract
 from draftsmith.recipe import load_recipe
-from draftsmith.store import Sequence
+from draftsmith.serve.proposals import RECORDER, Served, compare_proposals, record
 from draftsmith.target import load_target_tensors
-from draftsmith.train.packing import pack
 from draftsmith.train.train import SNAPSHOT, run_train
 from tests.integration.conftest import demo_prompts, in_soak, write_recipe
-from tests.integration.test_extract import reference_states
 
 pytestmark = pytest.mark.integration
 
 K = 3
-NEAR_TIE = 1e-3
-"""Logits; float32 sums taken in another order differ by less, and a real difference between modules by far more."""
 
 
 @pytest.fixture(scope="module")
@@ -54,21 +51,20 @@ def run(smollm2: Path, tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, 
 
 
 @pytest.fixture(scope="module")
-def served(run: tuple[Path, Path], smollm2: Path, tmp_path_factory: pytest.TempPathFactory) -> dict:
-    return record(run[1], smollm2, tmp_path_factory.mktemp("recorded"), max_tokens=96)
+def served(run: tuple[Path, Path], smollm2: Path) -> Served:
+    return record_run(run[1], smollm2, max_tokens=96)
 
 
-def record(run_dir: Path, smollm2: Path, folder: Path, *, max_tokens: int) -> dict:
-    """Everything stock vLLM proposed for 32 prompts: `record_proposals.py`."""
+def record_run(run_dir: Path, smollm2: Path, *, max_tokens: int, recorder: Path = RECORDER) -> Served:
+    """Everything stock vLLM proposed for 32 prompts."""
     tokenizer = AutoTokenizer.from_pretrained(smollm2)
     chats = [[{"role": "user", "content": text}] for text in demo_prompts(72)[40:]]
     prompts = [tokenizer.apply_chat_template(chat, add_generation_prompt=True, return_dict=False) for chat in chats]
-    (folder / "prompts.json").write_text(json.dumps(prompts))
     method = drafter_class(Checkpoint.load(run_dir / "checkpoint").kind).vllm_method
-    arguments = [smollm2, run_dir / "vllm", method, K, max_tokens, folder / "prompts.json", folder / "out.json"]
-    script = Path(__file__).with_name("record_proposals.py")
-    subprocess.run([sys.executable, script, *map(str, arguments)], check=True, timeout=800)
-    return json.loads((folder / "out.json").read_text())
+    assert method is not None
+    return record(
+        run_dir / "vllm", smollm2, prompts, method=method, k=K, max_tokens=max_tokens, recorder=recorder
+    )  # fmt: skip
 
 
 def load_drafter(run_dir: Path, target: Path) -> Drafter:
@@ -80,8 +76,8 @@ def load_drafter(run_dir: Path, target: Path) -> Drafter:
     return drafter.eval()
 
 
-def test_trained_equals_served(run: tuple[Path, Path], served: dict, smollm2: Path) -> None:
-    compared = check_proposals(load_drafter(run[1], smollm2), served, smollm2)
+def test_trained_equals_served(run: tuple[Path, Path], served: Served, smollm2: Path) -> None:
+    compared = compare_proposals(served, load_drafter(run[1], smollm2), smollm2)
     assert compared[0] >= 2000, compared
 
 
@@ -106,61 +102,16 @@ def test_trained_equals_served_for_other_kinds(
     (run_dir / "store").symlink_to(run[1] / "store")
     run_train(recipe, run_dir)
     run_convert(recipe, run_dir)
-    served = record(run_dir, smollm2, tmp_path, max_tokens=32)
-    compared = check_proposals(load_drafter(run_dir, smollm2), served, smollm2)
+    served = record_run(run_dir, smollm2, max_tokens=32)
+    compared = compare_proposals(served, load_drafter(run_dir, smollm2), smollm2)
     assert sum(compared) >= 2000, compared
-    assert served["counters"]["vllm:spec_decode_num_accepted_tokens"] > 0
+    assert served.counters["vllm:spec_decode_num_accepted_tokens"] > 0
 
 
-def check_proposals(drafter: Drafter, served: dict, smollm2: Path) -> list[int]:
-    """Every proposal of vLLM is the module's own first choice for that context, near-ties apart.
-
-    Returns:
-        How many were compared, by chain step.
-    """
-    model = AutoModelForCausalLM.from_pretrained(smollm2, dtype=torch.float32).eval()
-    # The longest context of each request holds all its shorter ones.
-    longest: dict[str, list[int]] = {}
-    for proposal in served["proposals"]:
-        request = proposal["request"]
-        if len(proposal["context"]) > len(longest.get(request, [])):
-            longest[request] = proposal["context"]
-    chains = {}
-    for request, tokens in longest.items():
-        ids = torch.tensor(tokens)
-        states = reference_states(model, ids[:-1], drafter.config.layer_ids)
-        # Every row counts: its proposal is wanted wherever serving may have drafted from it.
-        sequence = Sequence(0, False, torch.cat([ids, ids[-1:]]), torch.ones(len(ids) + 1, dtype=torch.bool), states)
-        batch = pack([sequence], steps=K)
-        with torch.no_grad():
-            steps = drafter.chain(batch, steps=K, own_guesses=True)
-            # Logits over a whole vocabulary are large: kept are each row's choice, and what its logits are made of.
-            chains[request] = [((step.normed @ step.head.T).argmax(-1), step.normed, step.head) for step in steps]
-
-    compared, different = [0] * K, [0] * K
-    for proposal in served["proposals"]:
-        chain = chains[proposal["request"]]
-        row = len(proposal["context"]) - 2  # p: the context's last token is x_{p+1}
-        for k, proposed in enumerate(proposal["draft"]):
-            best = int(drafter.draft_token_ids[chain[k][0][row]])
-            compared[k] += 1
-            if proposed != best:
-                different[k] += 1
-                theirs = (drafter.draft_token_ids == proposed).nonzero()
-                assert len(theirs) == 1, f"vLLM proposed {proposed}, which is not in the draft vocabulary"
-                logits = chain[k][2].detach() @ chain[k][1][row]
-                gap = float(logits.max() - logits[theirs[0, 0]])
-                assert gap < NEAR_TIE, f"step {k + 1}, position {row}: not a near-tie, the logits differ by {gap}"
-                break  # the chain goes on from another token
-    for k in range(K):
-        assert different[k] <= 0.005 * compared[k], (compared, different)
-    return compared
-
-
-def test_acceptance_is_real(served: dict) -> None:
+def test_acceptance_is_real(served: Served) -> None:
     """Stock vLLM, without our package, accepts some of what this drafter proposes."""
-    drafts = served["counters"]["vllm:spec_decode_num_drafts"]
-    accepted = served["counters"]["vllm:spec_decode_num_accepted_tokens"]
+    drafts = served.counters["vllm:spec_decode_num_drafts"]
+    accepted = served.counters["vllm:spec_decode_num_accepted_tokens"]
     assert drafts > 1000
     assert accepted > 0.05 * drafts, "a drafter that is misread is never right; this one was trained for seconds only"
 
@@ -208,3 +159,40 @@ def test_interrupted_training_ends_like_an_uninterrupted_one(
     for name, value in first.tensors.items():
         assert torch.equal(value, second.tensors[name]), name
     assert not (interrupted / "checkpoint" / SNAPSHOT).exists()
+
+
+STAND_IN = Path(__file__).with_name("record_on_stand_in.py")
+
+
+@pytest.mark.parametrize("scheme", ["int8", "fp8"])
+def test_8_bit_weights_are_read_as_written(run: tuple[Path, Path], scheme: str, smollm2: Path, tmp_path: Path) -> None:
+    """By vLLM's own loader: its proposals are those of the weights that the checkpoint holds."""
+    convert_checkpoint(run[1] / "checkpoint", tmp_path / "vllm", to="vllm", quantise=scheme)
+    held = read(tmp_path / "vllm", recognise(tmp_path / "vllm"))
+    prompts = [[*AutoTokenizer.from_pretrained(smollm2)(text).input_ids] for text in demo_prompts(8)]
+    served = record(
+        tmp_path / "vllm", smollm2, prompts, method="eagle3", k=K, max_tokens=40, recorder=STAND_IN
+    )  # fmt: skip
+    compared = compare_proposals(served, drafter_of(held, load_target_tensors(smollm2)), smollm2)
+    assert compared[0] > 100
+    with pytest.raises(DraftsmithError, match="reads the drafter otherwise"):
+        compare_proposals(served, load_drafter(run[1], smollm2), smollm2)
+
+
+def test_a_conversion_is_verified_in_vllm(run: tuple[Path, Path], smollm2: Path, tmp_path: Path) -> None:
+    """The one form of 8-bit weights that vLLM has a kernel for on CPUs."""
+    command = [
+        "convert",
+        str(run[1] / "checkpoint"),
+        "--to",
+        "vllm",
+        "--out",
+        str(tmp_path / "out"),
+        "--verify",
+        "--json",
+    ]
+    done = CliRunner().invoke(app, [*command, "--quantize", "int8-dynamic", "--target", str(smollm2)])
+    assert done.exit_code == 0, done.output
+    verified = json.loads(done.stdout)["verified"]
+    assert 0 < verified["relative_difference"] < 0.05
+    assert verified["served"]["accepted"] > 0

@@ -89,7 +89,7 @@ def test_an_unknown_key_names_the_nearest_known_one(tmp_path, key, suggestion):
 
 
 def test_an_unknown_key_with_nothing_near_lists_what_is_known(tmp_path):
-    with pytest.raises(UserError, match=r"unknown key `convert\.zzzzzz` \(known keys: dtype\)"):
+    with pytest.raises(UserError, match=r"unknown key `convert\.zzzzzz` \(known keys: dtype, quantize\)"):
         load_recipe(write(tmp_path, with_key("convert.zzzzzz", 1)))
 
 

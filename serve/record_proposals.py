@@ -1,25 +1,22 @@
 """Run stock vLLM with a drafter and write down every chain it proposes, with the context it proposed it for.
 
-Run as a program: record_proposals.py TARGET DRAFTER METHOD K MAX_TOKENS PROMPTS.json OUT.json. PROMPTS is a list of token
-id lists. `draftsmith` cannot be imported in this process, so what loads here loads for people who do not have it.
+Run as a program: record_proposals.py TARGET DRAFTER METHOD K MAX_TOKENS LONGEST PROMPTS.json OUT.json. PROMPTS is a list of
+token id lists, LONGEST the most tokens of a prompt with its answer. `draftsmith` cannot be imported in this process, so what loads here loads for people who do not have it.
 """
 
 import json
 import os
 import sys
 
-sys.modules["draftsmith"] = None  # type: ignore[assignment]
-os.environ |= {"VLLM_ENABLE_V1_MULTIPROCESSING": "0", "VLLM_PLUGINS": "", "VLLM_LOGGING_LEVEL": "WARNING"}
-
 
 def main() -> None:
-    target, drafter, method, k, max_tokens, prompts_path, out = sys.argv[1:]
+    target, drafter, method, k, max_tokens, longest, prompts_path, out = sys.argv[1:]
     with open(prompts_path) as file:
         prompts = json.load(file)
     from vllm import LLM, SamplingParams
 
     llm = LLM(
-        model=target, dtype="float32", max_model_len=1024, enforce_eager=True, max_num_seqs=32, seed=0,
+        model=target, dtype="float32", max_model_len=int(longest), enforce_eager=True, max_num_seqs=32, seed=0,
         enable_prefix_caching=False, disable_log_stats=False, kv_cache_memory_bytes=2 << 30,
         async_scheduling=False,  # otherwise proposals stay in the worker
         speculative_config={"method": method, "model": drafter, "num_speculative_tokens": int(k)},
@@ -47,4 +44,6 @@ def main() -> None:
 
 
 if __name__ == "__main__":
+    sys.modules["draftsmith"] = None  # type: ignore[assignment]
+    os.environ |= {"VLLM_ENABLE_V1_MULTIPROCESSING": "0", "VLLM_PLUGINS": "", "VLLM_LOGGING_LEVEL": "WARNING"}
     main()

@@ -1,0 +1,41 @@
+"""A target's hidden states by transformers: the reference that engines' states and proposals are held against."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+
+@torch.no_grad()
+def states_of(model: Any, token_ids: torch.Tensor, layer_ids: tuple[int, ...]) -> torch.Tensor:
+    """What enters decoder layers, and what leaves the last, in one forward pass over a text.
+
+    Args:
+        model: a causal language model of transformers.
+        token_ids: [T].
+        layer_ids: id i is what enters layer i; the number of layers, what leaves the last, before the final norm.
+
+    Returns:
+        [T, len(layer_ids), hidden], on the CPU, in the model's dtype.
+    """
+    layers = model.get_decoder().layers
+    caught: dict[int, torch.Tensor] = {}
+
+    def entering(layer_id: int) -> Any:
+        def hook(module: Any, arguments: Any, named: Any) -> None:
+            caught[layer_id] = arguments[0] if arguments else named["hidden_states"]
+
+        return hook
+
+    def leaving(module: Any, arguments: Any, output: Any) -> None:
+        caught[len(layers)] = output[0] if isinstance(output, tuple) else output
+
+    hooks = [layers[i].register_forward_pre_hook(entering(i), with_kwargs=True) for i in layer_ids if i < len(layers)]
+    hooks.append(layers[-1].register_forward_hook(leaving))
+    try:
+        model.get_decoder()(token_ids[None].to(model.device), use_cache=False)
+    finally:
+        for hook in hooks:
+            hook.remove()
+    return torch.stack([caught[i].reshape(len(token_ids), -1) for i in layer_ids], dim=1).cpu()

@@ -1,0 +1,170 @@
+"""8-bit weights: what the files hold, that they are read back, and what is refused."""
+
+import json
+import shutil
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+from safetensors.torch import load_file, save_file
+
+from draftsmith.convert.contents import NOBODY, Contents, write_own
+from draftsmith.convert.convert import convert_checkpoint, read, recognise
+from draftsmith.convert.formats import FORMATS
+from draftsmith.convert.quantise import SCHEMES
+from draftsmith.convert.weights import Weight
+from draftsmith.errors import UserError
+from draftsmith.inspection import inspect
+from draftsmith.serve.speculation import speculative_config
+from tests.unit.test_formats import EAGLE3, contents, holders, make_contents
+
+LINEAR = ("fc.weight", "_proj.weight", "lm_head.weight")
+
+
+def drafter(dtype: torch.dtype = torch.bfloat16) -> Contents:
+    return make_contents("eagle3", EAGLE3 | {"fc_norm": True}, dtype, 3)
+
+
+@settings(deadline=None, max_examples=30, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(contents(), st.sampled_from(sorted(SCHEMES)))
+def test_quantised_and_read_back(tmp_path: Path, found: Contents, scheme: str) -> None:
+    folder = tmp_path / "quantised"
+    shutil.rmtree(folder, ignore_errors=True)
+    folder.mkdir()
+    able = FORMATS["vllm"].layouts[found.kind].quantises
+    if not able or "vllm" not in holders(found):
+        with pytest.raises(UserError, match=r"Leave --quantize out|no words for"):
+            FORMATS["vllm"].write(found, folder, quantise=scheme)
+        return
+    FORMATS["vllm"].write(found, folder, quantise=scheme)
+    again = FORMATS["vllm"].read(folder, found.kind, target=NOBODY, known={})
+    assert again.config == found.config
+    assert torch.equal(again.draft_token_ids, found.draft_token_ids)
+    assert again.weights.keys() == found.weights.keys()
+    for name, weight in found.weights.items():
+        before, after = weight.tensor(), again.weights[name].tensor()
+        assert after.dtype == before.dtype
+        if not name.endswith(LINEAR):
+            assert torch.equal(after, before), name
+            continue
+        assert not torch.equal(after, before), name
+        before, after = before.double(), after.double()
+        largest = before.abs().amax(1, keepdim=True)
+        # Half a step of 255, or of E4M3's 4 significant bits and its smallest step; and what the type of the scale rounds.
+        step = largest / 127 if scheme != "fp8" else torch.maximum(before.abs() / 8, largest / 448 / 512)
+        rounding = largest * torch.finfo(weight.dtype).eps
+        assert bool(((before - after).abs() <= 0.51 * step + 2 * rounding).all()), name
+
+
+def test_what_the_files_hold(tmp_path: Path) -> None:
+    """Golden: integers four to a word, lowest first, 128 more than they are; scales of 255 steps from end to end."""
+    weight = torch.tensor([[1.0, -1.0, 0.5, 0.0, 0.25, -0.125]]).repeat(7, 1)
+    made = drafter(torch.float32)
+    wide = torch.zeros(7, 16)
+    wide[:, :6] = weight
+    FORMATS["vllm"].write(
+        replace(made, weights={**made.weights, "lm_head.weight": Weight.of(wide)}), tmp_path, quantise="int8"
+    )
+    held = load_file(tmp_path / "model.safetensors")
+    assert torch.allclose(held["lm_head.weight_scale"], torch.tensor(2 / 255))
+    assert held["lm_head.weight_shape"].tolist() == [7, 16]
+    words = held["lm_head.weight_packed"][0]
+    numbers = [(int(word) >> 8 * place & 255) - 128 for word in words for place in range(4)]
+    # 1.0 is 127.5 steps of 2/255, which float32 rounds up.
+    assert numbers == [127, -127, 64, 0, 32, -16, *[0] * 10]
+    assert not any(name.endswith((".weight_zero_point", "norm.weight_scale")) for name in held)
+    section = json.loads((tmp_path / "config.json").read_text())["quantization_config"]
+    assert (section["quant_method"], section["format"]) == ("compressed-tensors", "pack-quantized")
+
+
+def test_into_other_formats_and_back(tmp_path: Path) -> None:
+    write_own(drafter(), tmp_path)
+    with pytest.raises(UserError, match="--quantize goes with --to vllm"):
+        convert_checkpoint(tmp_path, tmp_path / "own", to="draftsmith", quantise="int8")
+    with pytest.raises(UserError, match="or write the format vllm"):
+        convert_checkpoint(tmp_path, tmp_path / "other", to="speculators", quantise="int8")
+    figures = convert_checkpoint(tmp_path, tmp_path / "small", to="vllm", quantise="int8", verify=True)
+    plain = convert_checkpoint(tmp_path, tmp_path / "plain", to="vllm")
+    assert 0 < figures["verified"]["relative_difference"] < 0.5
+    sizes = [(tmp_path / name / "model.safetensors").stat().st_size for name in ("small", "plain")]
+    assert sizes[0] < sizes[1]
+    assert figures["parameters"] == plain["parameters"]
+    assert "8-bit integers" in (tmp_path / "small" / "README.md").read_text()
+    assert inspect(tmp_path / "small")["good"]
+    # Back: exactly what the quantised checkpoint holds, in floating point again.
+    convert_checkpoint(tmp_path / "small", tmp_path / "back", to="draftsmith", verify=True)
+    held = read(tmp_path / "small", recognise(tmp_path / "small"))
+    for name, weight in read(tmp_path / "back", recognise(tmp_path / "back")).weights.items():
+        assert torch.equal(weight.tensor(), held.weights[name].tensor())
+
+
+def test_floats_are_inspected(tmp_path: Path) -> None:
+    write_own(drafter(), tmp_path)
+    convert_checkpoint(tmp_path, tmp_path / "small", to="vllm", quantise="fp8")
+    assert inspect(tmp_path / "small")["good"]
+
+
+def test_served_where_there_is_a_kernel(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    write_own(drafter(), tmp_path)
+    for scheme in SCHEMES:
+        convert_checkpoint(tmp_path, tmp_path / scheme, to="vllm", quantise=scheme)
+    monkeypatch.setattr("draftsmith.vllm_env.is_cpu", lambda: True)
+    assert speculative_config(tmp_path / "int8-dynamic", 3)["method"] == "eagle3"
+    for scheme in ("int8", "fp8"):
+        with pytest.raises(UserError, match="On a CPU serve one converted with `int8-dynamic`"):
+            speculative_config(tmp_path / scheme, 3)
+    monkeypatch.setattr("draftsmith.vllm_env.is_cpu", lambda: False)
+    assert all(speculative_config(tmp_path / scheme, 3) for scheme in SCHEMES)
+
+
+def _section(change: Callable[[dict[str, Any]], object]) -> Callable[[Path], None]:
+    def damage(folder: Path) -> None:
+        record = json.loads((folder / "config.json").read_text())
+        change(record["quantization_config"])
+        (folder / "config.json").write_text(json.dumps(record))
+
+    return damage
+
+
+def _tensors(change: Callable[[dict[str, torch.Tensor]], object]) -> Callable[[Path], None]:
+    def damage(folder: Path) -> None:
+        tensors = load_file(folder / "model.safetensors")
+        change(tensors)
+        save_file(tensors, folder / "model.safetensors")
+
+    return damage
+
+
+@pytest.mark.parametrize(
+    ("damage", "message"),
+    [
+        (_section(lambda s: s.update(quant_method="gptq")), "quantised in a way that is not read here"),
+        (_section(lambda s: s.update(format="nvfp4-pack-quantized")), "quantised in a way that is not read here"),
+        (_section(lambda s: s.update(kv_cache_scheme={"num_bits": 8})), "quantised in a way that is not read here"),
+        (_section(lambda s: s["config_groups"].update(more={})), "quantised in a way that is not read here"),
+        (_section(lambda s: s["config_groups"]["group_0"]["weights"].update(num_bits=4)), "asks for .*'num_bits': 4"),
+        (_section(lambda s: s["config_groups"]["group_0"]["weights"].update(symmetric=False)), "asks for"),
+        (_section(lambda s: s["config_groups"]["group_0"].update(weights={"num_bits": "many"})), "is not compressed-tensors'"),
+        (_section(lambda s: s["config_groups"].update(group_0=[])), "asks for|is not compressed-tensors'"),
+        (_tensors(lambda t: t.pop("fc.weight_packed")), "fc has a scale, and not the weight"),
+        (_tensors(lambda t: t.pop("fc.weight_shape")), "fc has a scale, and not the weight"),
+        (_tensors(lambda t: t.pop("fc.weight_scale")), "No place is known .* fc.weight_packed"),
+        (_tensors(lambda t: t.update({"fc.weight_shape": torch.tensor([16, 4000])})), "One is damaged"),
+        (_tensors(lambda t: t.update({"fc.weight_shape": torch.tensor([16.0, 48.0])})), "One is damaged"),
+        (_tensors(lambda t: t.update({"fc.weight_scale": torch.ones(3, 1)})), "fc: the weight is"),
+        (_tensors(lambda t: t.update({"fc.weight_packed": t["fc.weight_packed"].long()})), "fc: the weight is"),
+        (_tensors(lambda t: t.update({"fc.weight_zero_point": torch.ones(16, 1)})), "No place is known"),
+    ],
+)  # fmt: skip
+def test_damaged(damage: Callable[[Path], None], message: str, tmp_path: Path) -> None:
+    (tmp_path / "small").mkdir()
+    FORMATS["vllm"].write(drafter(), tmp_path / "small", quantise="int8")
+    damage(tmp_path / "small")
+    with pytest.raises(UserError, match=message):
+        convert_checkpoint(tmp_path / "small", tmp_path / "out", to="draftsmith")
+    assert not (tmp_path / "out").exists()
