@@ -25,7 +25,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
-from safetensors.torch import load
+from safetensors.torch import load_file
 
 from draftsmith import recipe, vllm_env
 from draftsmith.conversations import Conversation
@@ -190,7 +190,7 @@ class _Worker:
         if isinstance(message, tuple):
             name, file, prompt, mask, response = message
             path = self.spool / file
-            tensors = load(path.read_bytes())
+            tensors = load_file(path)  # mapped, not read: the store's own pass over the states is the only one
             path.unlink()
             prompt = self.outstanding[name].prompt_token_ids if prompt is None else prompt
             mask = [False] * len(prompt) if mask is None else mask

@@ -17,12 +17,13 @@ from tests.benchmarks.bench_extract import extraction_ratios, memory_growth
 from tests.benchmarks.bench_int8 import int8_acceptance
 from tests.benchmarks.bench_learn import learning_eagle, learning_eagle3, learning_medusa, learning_mlp
 from tests.benchmarks.bench_memory import step_memory
+from tests.benchmarks.bench_quantised import quantised_drafters
 from tests.benchmarks.bench_store import store_costs
 from tests.benchmarks.bench_train import time_to_peer, training_step
 
 BENCHMARKS = (
     extraction_ratios, memory_growth, store_costs, int8_acceptance, training_step, time_to_peer, learning_eagle3,
-    learning_eagle, learning_medusa, learning_mlp, step_memory, convert_costs,
+    learning_eagle, learning_medusa, learning_mlp, step_memory, convert_costs, quantised_drafters,
 )  # fmt: skip
 OUTPUT = Path("runs/bench/results.json")
 

@@ -31,8 +31,10 @@ from draftsmith.serve.engine import EngineConfig, start_engines
 from draftsmith.store import StoreWriter
 from draftsmith.target import TargetInfo, default_layer_ids, describe_target, prepare_target
 
-PROMPTS, ANSWER, AT_ONCE = 32, 32, 32
-STARTS, RUNS, PAIRS = 3, 3, 6
+PROMPTS, ANSWER, AT_ONCE = 96, 32, 32
+"""Three times as many prompts as run at once: an extraction goes on for hours, and its end, when the last answers are checked,
+compressed and synced beside an idle engine, must not be a tenth of what is timed."""
+STARTS, RUNS, PAIRS = 3, 2, 2
 """An engine is faster or slower by a tenth from one start to the next, so they are started several times. Pairs: with and
 without compression differ by less than two runs of the same do, so they are compared more often."""
 MEMORY_TOKENS = 200_000
@@ -74,6 +76,8 @@ def _times_of_a_start(
     """Seconds of each taker in each of its rounds, by engines started for it."""
     identity = store_identity(recipe, target, layer_ids)
     times: dict[str, list[float]] = {}
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)  # as `run_extract` does while engines run
     with tempfile.TemporaryDirectory() as folder:
         config = EngineConfig(
             name="plain", target=str(target.path), dtype=recipe.target.dtype, engine=recipe.engine, max_num_seqs=AT_ONCE,
@@ -118,6 +122,7 @@ def _times_of_a_start(
                     for name, seconds in found.items():
                         times.setdefault(name, []).append(seconds)
         finally:
+            torch.set_num_threads(threads)
             plain.close()
             for worker in workers.values():
                 worker.close()
