@@ -104,7 +104,7 @@ def _lossless_planes(words: _Words) -> list[npt.NDArray[np.generic]]:
     bits = 8 * words.itemsize
     planes: list[npt.NDArray[np.generic]] = []
     for layer in range(words.shape[1]):
-        plain = np.ascontiguousarray(words[:, layer])
+        plain = words[:, layer]
         rotated = plain << 1
         rotated |= plain >> (bits - 1)
         planes.append((rotated >> (bits - 8)).astype(np.uint8))

@@ -34,9 +34,10 @@ from draftsmith.target import TargetInfo, default_layer_ids, describe_target, pr
 PROMPTS, ANSWER, AT_ONCE = 96, 32, 32
 """Three times as many prompts as run at once: an extraction goes on for hours, and its end, when the last answers are checked,
 compressed and synced beside an idle engine, must not be a tenth of what is timed."""
-STARTS, RUNS, PAIRS = 3, 2, 2
-"""An engine is faster or slower by a tenth from one start to the next, so they are started several times. Pairs: with and
-without compression differ by less than two runs of the same do, so they are compared more often."""
+STARTS, RUNS = 3, 2
+"""An engine is faster or slower by a tenth from one start to the next, so they are started several times."""
+SHARD_TOKENS = 2048
+"""A quarter of a recipe's, so that shards are written beside the engine in a run of some thousand tokens too."""
 MEMORY_TOKENS = 200_000
 
 
@@ -65,7 +66,7 @@ def extraction_ratios() -> dict[str, dict[str, Any]]:
             columns["onepass"] / (columns["answers"] + columns["texts"]), "generation, then prefill extraction", 0.75
         ),
         "extract.compression_ratio": _figure(
-            columns["uncompressed"] / columns["compressed"], "extraction without compression", 0.97
+            columns["uncompressed"] / columns["onepass"], "extraction without compression", 0.97
         ),
     }
 
@@ -103,20 +104,21 @@ def _times_of_a_start(
 
             def extracting(generate: bool, inputs: list[list[int]], form: Form) -> float:
                 with tempfile.TemporaryDirectory(dir=folder) as store:
-                    writer = StoreWriter(Path(store), identity, shard_tokens=8192, compression=form)
+                    writer = StoreWriter(Path(store), identity, shard_tokens=SHARD_TOKENS, compression=form)
                     return _round(workers[generate], writer, inputs, ANSWER if generate else 1)
 
             arms = {
-                "plain": lambda: plain.generate(prompts, max_tokens=1)[1],
-                "prefill": lambda: extracting(False, prompts, "lossless"),
-                "texts": lambda: extracting(False, texts, "lossless"),
-                "answers": lambda: plain.generate(prompts, max_tokens=ANSWER)[1],
-                "onepass": lambda: extracting(True, prompts, "lossless"),
+                "plain": lambda n: plain.generate(prompts[:n], max_tokens=1)[1],
+                "prefill": lambda n: extracting(False, prompts[:n], "lossless"),
+                "texts": lambda n: extracting(False, texts[:n], "lossless"),
+                "answers": lambda n: plain.generate(prompts[:n], max_tokens=ANSWER)[1],
+                "onepass": lambda n: extracting(True, prompts[:n], "lossless"),
+                "uncompressed": lambda n: extracting(True, prompts[:n], "none"),
             }
-            pair = {"compressed": arms["onepass"], "uncompressed": lambda: extracting(True, prompts, "none")}
-            for run, takers in enumerate([arms] * (RUNS + 1) + [pair] * PAIRS):
+            for run in range(RUNS + 1):
                 # In turns forward and backward: whoever comes after a rest, or after another, has no advantage.
-                found = {name: takers[name]() for name in (list(takers) if run % 2 else reversed(takers))}
+                order = list(arms) if run % 2 else list(reversed(arms))
+                found = {name: arms[name](PROMPTS if run else 8) for name in order}
                 print(run, {k: round(v, 2) for k, v in found.items()}, flush=True)
                 if run:  # the first warms up
                     for name, seconds in found.items():
