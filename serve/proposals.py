@@ -59,32 +59,34 @@ RECORDER = Path(__file__).with_name("record_proposals.py")
 
 
 def record(
-    drafter_dir: Path, target_dir: Path, prompts: Sequence[Sequence[int]], *, method: str, k: int, max_tokens: int,
+    drafters: Sequence[tuple[Path, str]], target_dir: Path, prompts: Sequence[Sequence[int]], *, k: int, max_tokens: int,
     recorder: Path = RECORDER,
-) -> Served:  # fmt: skip
+) -> list[Served]:  # fmt: skip
     """Have stock vLLM answer prompts greedily in float32, and write down every chain that it proposes.
 
     Args:
-        drafter_dir: as vLLM loads it.
+        drafters: directories as vLLM loads them, each with vLLM's name of its method; one engine after another.
         prompts: token ids.
-        method: vLLM's name of it.
         k: speculative tokens.
         max_tokens: of an answer.
         recorder: the program.
 
     Raises:
-        DraftsmithError: vLLM did not load or serve it; with the end of its log.
+        DraftsmithError: vLLM did not load or serve one; with the end of its log.
     """
+    # Room beyond the longest answer: for contexts that nearly fill the model's length vLLM proposes token 0.
+    job = {
+        "target": str(target_dir), "drafters": [{"path": str(path), "method": method} for path, method in drafters], "k": k,
+        "max_tokens": max_tokens, "longest": max(len(ids) for ids in prompts) + max_tokens + 32,
+        "prompts": [list(ids) for ids in prompts],
+    }  # fmt: skip
     with tempfile.TemporaryDirectory() as folder:
-        asked, answered, log = (Path(folder) / name for name in ("prompts.json", "out.json", "log"))
-        asked.write_text(json.dumps([list(ids) for ids in prompts]))
-        # Room beyond the longest answer: for contexts that nearly fill the model's length vLLM proposes token 0.
-        longest = max(len(ids) for ids in prompts) + max_tokens + 32
-        arguments = [target_dir, drafter_dir, method, k, max_tokens, longest, asked, answered]
+        asked, answered, log = (Path(folder) / name for name in ("job.json", "out.json", "log"))
+        asked.write_text(json.dumps(job))
         environment = os.environ | vllm_env.vllm_environment(Engine())
         with log.open("w") as file:
             done = subprocess.run(
-                [sys.executable, str(recorder), *map(str, arguments)],
+                [sys.executable, str(recorder), str(asked), str(answered)],
                 env=environment,
                 stdout=file,
                 stderr=file,
@@ -93,10 +95,10 @@ def record(
         if done.returncode != 0:
             tail = "\n".join(log.read_text(errors="replace").splitlines()[-15:])
             raise DraftsmithError(
-                f"vLLM could not serve {drafter_dir} with the target in {target_dir}. The last lines of its log:\n{tail}"
+                f"vLLM could not serve {' or '.join(str(path) for path, _ in drafters)} with the target in {target_dir}. The "
+                f"last lines of its log:\n{tail}"
             )
-        found = json.loads(answered.read_text())
-    return Served(found["proposals"], found["counters"])
+        return [Served(**found) for found in json.loads(answered.read_text())]
 
 
 def compare_proposals(served: Served, drafter: Drafter, target_dir: Path) -> list[int]:
@@ -196,7 +198,7 @@ def verify_served(drafter_dir: Path, drafter: Drafter, target_dir: Path) -> dict
     tokenizer = AutoTokenizer.from_pretrained(target_dir)
     prompts = [_prompt(tokenizer, text) for text in _PROMPTS]
     steps = min(_K, drafter.max_steps or _K)
-    served = record(drafter_dir, target_dir, prompts, method=method, k=steps, max_tokens=_MAX_TOKENS)
+    (served,) = record([(drafter_dir, method)], target_dir, prompts, k=steps, max_tokens=_MAX_TOKENS)
     counted = {name: served.counters[f"vllm:spec_decode_num_{name}"] for name in ("draft_tokens", "accepted_tokens")}
     accepted = f"the target accepted {counted['accepted_tokens']:.0f} of {counted['draft_tokens']:.0f} tokens"
     figures: dict[str, Any] = {"drafted": counted["draft_tokens"], "accepted": counted["accepted_tokens"]}

@@ -1,46 +1,76 @@
-"""Run stock vLLM with a drafter and write down every chain it proposes, with the context it proposed it for.
+"""Run stock vLLM with drafters, one after another, and write down every chain it proposes, with the context of each.
 
-Run as a program: record_proposals.py TARGET DRAFTER METHOD K MAX_TOKENS LONGEST PROMPTS.json OUT.json. PROMPTS is a list of
-token id lists, LONGEST the most tokens of a prompt with its answer. `draftsmith` cannot be imported in this process, so what loads here loads for people who do not have it.
+Run as a program: record_proposals.py JOB.json OUT.json. JOB has `target`, `drafters` (list of `path` and vLLM's `method`), `k`,
+`max_tokens`, `longest` (the most tokens of a prompt with its answer) and `prompts` (list of token id lists). `draftsmith` cannot
+be imported in this process, so what loads here loads for people who do not have it.
+
+Importing vLLM takes longer than starting an engine: it is imported once, and each drafter has a fork of the process.
 """
 
 import json
 import os
 import sys
+from typing import Any
 
 
 def main() -> None:
-    target, drafter, method, k, max_tokens, longest, prompts_path, out = sys.argv[1:]
-    with open(prompts_path) as file:
-        prompts = json.load(file)
+    job_path, out = sys.argv[1:]
+    with open(job_path) as file:
+        job = json.load(file)
+    import vllm  # noqa: F401 (for the forks)
+
+    for number, drafter in enumerate(job["drafters"]):
+        child = os.fork()
+        if child == 0:
+            status = 1
+            try:
+                with open(f"{out}.{number}", "w") as file:
+                    json.dump(record(job, drafter), file)
+                status = 0
+            except BaseException:
+                sys.excepthook(*sys.exc_info())
+            finally:
+                sys.stdout.flush()
+                sys.stderr.flush()
+                os._exit(status)
+        _, ended = os.waitpid(child, 0)
+        if ended != 0:
+            sys.exit(1)
+    found = []
+    for number in range(len(job["drafters"])):
+        with open(f"{out}.{number}") as file:
+            found.append(json.load(file))
+    with open(out, "w") as file:
+        json.dump(found, file)
+
+
+def record(job: dict[str, Any], drafter: dict[str, str]) -> dict[str, Any]:
     from vllm import LLM, SamplingParams
 
     llm = LLM(
-        model=target, dtype="float32", max_model_len=int(longest), enforce_eager=True, max_num_seqs=32, seed=0,
+        model=job["target"], dtype="float32", max_model_len=job["longest"], enforce_eager=True, max_num_seqs=32, seed=0,
         enable_prefix_caching=False, disable_log_stats=False, kv_cache_memory_bytes=2 << 30,
         async_scheduling=False,  # otherwise proposals stay in the worker
-        speculative_config={"method": method, "model": drafter, "num_speculative_tokens": int(k)},
+        speculative_config={"method": drafter["method"], "model": drafter["path"], "num_speculative_tokens": job["k"]},
     )  # fmt: skip
-    scheduler = llm.llm_engine.engine_core.engine_core.scheduler
+    scheduler: Any = llm.llm_engine.engine_core.engine_core.scheduler  # type: ignore[attr-defined]
     update = scheduler.update_draft_token_ids
     proposals = []
 
-    def record(drafts):  # type: ignore[no-untyped-def]
+    def note(drafts: Any) -> None:
         for name, tokens in zip(drafts.req_ids, drafts.draft_token_ids, strict=True):
             request = scheduler.requests.get(name)
             if request is not None and not request.is_finished() and not request.is_prefill_chunk:
                 proposals.append({"request": name, "context": list(request.all_token_ids), "draft": list(tokens)})
         update(drafts)
 
-    scheduler.update_draft_token_ids = record
-    params = SamplingParams(temperature=0, max_tokens=int(max_tokens))
-    outputs = llm.generate([{"prompt_token_ids": ids} for ids in prompts], params, use_tqdm=False)
+    scheduler.update_draft_token_ids = note
+    params = SamplingParams(temperature=0, max_tokens=job["max_tokens"])
+    llm.generate([{"prompt_token_ids": ids} for ids in job["prompts"]], params, use_tqdm=False)
     counters = {
         metric.name: getattr(metric, "value", None) for metric in llm.get_metrics() if "spec_decode" in metric.name
     }
-    result = {"outputs": [list(o.outputs[0].token_ids) for o in outputs], "proposals": proposals, "counters": counters}
-    with open(out, "w") as file:
-        json.dump(result, file)
+    return {"proposals": proposals, "counters": counters}
 
 
 if __name__ == "__main__":

@@ -34,8 +34,9 @@ from draftsmith.target import TargetInfo, default_layer_ids, describe_target, pr
 PROMPTS, ANSWER, AT_ONCE = 96, 32, 32
 """Three times as many prompts as run at once: an extraction goes on for hours, and its end, when the last answers are checked,
 compressed and synced beside an idle engine, must not be a tenth of what is timed."""
-STARTS, RUNS = 3, 2
-"""An engine is faster or slower by a tenth from one start to the next, so they are started several times."""
+STARTS, RUNS, PREFILLS = 3, 2, 4
+"""An engine is faster or slower by a tenth from one start to the next, so they are started several times. Two runs of the
+same differ by as much, and prefill is short, so it is compared in more rounds of its own."""
 SHARD_TOKENS = 2048
 """A quarter of a recipe's, so that shards are written beside the engine in a run of some thousand tokens too."""
 MEMORY_TOKENS = 200_000
@@ -115,10 +116,11 @@ def _times_of_a_start(
                 "onepass": lambda n: extracting(True, prompts[:n], "lossless"),
                 "uncompressed": lambda n: extracting(True, prompts[:n], "none"),
             }
-            for run in range(RUNS + 1):
+            prefill = {name: arms[name] for name in ("plain", "prefill")}
+            for run, takers in enumerate([arms] * (RUNS + 1) + [prefill] * PREFILLS):
                 # In turns forward and backward: whoever comes after a rest, or after another, has no advantage.
-                order = list(arms) if run % 2 else list(reversed(arms))
-                found = {name: arms[name](PROMPTS if run else 8) for name in order}
+                order = list(takers) if run % 2 else list(reversed(takers))
+                found = {name: takers[name](PROMPTS if run else 8) for name in order}
                 print(run, {k: round(v, 2) for k, v in found.items()}, flush=True)
                 if run:  # the first warms up
                     for name, seconds in found.items():

@@ -8,7 +8,8 @@ from pathlib import Path
 import pytest
 import torch
 import yaml
-from transformers import LlamaForCausalLM
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers
+from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 
 from draftsmith.extract.extract import run_extract
 from draftsmith.recipe import Recipe, load_recipe
@@ -17,9 +18,8 @@ from draftsmith.target import prepare_target
 
 _ROOT = Path(__file__).parents[2]
 
-in_soak = pytest.mark.skipif(
-    "DRAFTSMITH_SOAK" not in os.environ, reason="takes minutes, and its logic has quick tests: `make soak` runs it"
-)
+SOAKING = "DRAFTSMITH_SOAK" in os.environ
+in_soak = pytest.mark.skipif(not SOAKING, reason="takes minutes, and its logic has quick tests: `make soak` runs it")
 
 
 @pytest.fixture
@@ -38,6 +38,31 @@ def every_core() -> Iterator[None]:
 def smollm2() -> Path:
     """SmolLM2-135M-Instruct in float32, the demo's target, as a Hugging Face directory."""
     return prepare_target(load_recipe(_ROOT / "recipes" / "demo.yaml").target)
+
+
+TINY_HIDDEN, TINY_LAYERS, TINY_HEADS, TINY_VOCAB = 64, 3, 2, 320
+_TEMPLATE = (
+    "{% for m in messages %}<{{ m['role'] }}>{{ m['content'] }}\n{% endfor %}"
+    "{% if add_generation_prompt %}<assistant>{% endif %}"
+)
+
+
+def make_target(directory: Path) -> None:
+    """A random Llama, tiny, with a tokenizer of single bytes."""
+    torch.manual_seed(0)
+    config = LlamaConfig(
+        hidden_size=TINY_HIDDEN, intermediate_size=128, num_hidden_layers=TINY_LAYERS, num_attention_heads=TINY_HEADS,
+        num_key_value_heads=TINY_HEADS, head_dim=32, vocab_size=TINY_VOCAB, max_position_embeddings=512, bos_token_id=None,
+        eos_token_id=256, tie_word_embeddings=False, initializer_range=0.1,
+    )  # fmt: skip
+    LlamaForCausalLM(config).save_pretrained(directory)
+    alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
+    tokenizer = Tokenizer(models.BPE(vocab={letter: i for i, letter in enumerate(alphabet)}, merges=[]))
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    fast = PreTrainedTokenizerFast(tokenizer_object=tokenizer, eos_token="</s>")
+    fast.chat_template = _TEMPLATE
+    fast.save_pretrained(directory)
 
 
 def demo_prompts(count: int) -> list[str]:

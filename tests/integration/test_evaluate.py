@@ -17,8 +17,6 @@ import torch
 import yaml
 from pydantic import TypeAdapter
 from safetensors.torch import load_file, save_file
-from tokenizers import Tokenizer, decoders, models, pre_tokenizers
-from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 
 from draftsmith.errors import DraftsmithError, UserError
 from draftsmith.recipe import Recipe
@@ -26,32 +24,11 @@ from draftsmith.serve import evaluate as evaluate_module
 from draftsmith.serve.engine import EngineConfig, EngineHost
 from draftsmith.serve.evaluate import run_evaluate
 from draftsmith.serve.results import Results
+from tests.integration.conftest import TINY_HEADS, TINY_HIDDEN, TINY_VOCAB, make_target
 
 pytestmark = pytest.mark.integration
 
-_HIDDEN, _LAYERS, _HEADS, _VOCAB, _DRAFT_VOCAB = 64, 3, 2, 320, 192
-_TEMPLATE = (
-    "{% for m in messages %}<{{ m['role'] }}>{{ m['content'] }}\n{% endfor %}"
-    "{% if add_generation_prompt %}<assistant>{% endif %}"
-)
-
-
-def _make_target(directory: Path) -> None:
-    """A random Llama with a tokenizer of single bytes."""
-    torch.manual_seed(0)
-    config = LlamaConfig(
-        hidden_size=_HIDDEN, intermediate_size=128, num_hidden_layers=_LAYERS, num_attention_heads=_HEADS,
-        num_key_value_heads=_HEADS, head_dim=32, vocab_size=_VOCAB, max_position_embeddings=512, bos_token_id=None,
-        eos_token_id=256, tie_word_embeddings=False, initializer_range=0.1,
-    )  # fmt: skip
-    LlamaForCausalLM(config).save_pretrained(directory)
-    alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
-    tokenizer = Tokenizer(models.BPE(vocab={letter: i for i, letter in enumerate(alphabet)}, merges=[]))
-    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
-    tokenizer.decoder = decoders.ByteLevel()
-    fast = PreTrainedTokenizerFast(tokenizer_object=tokenizer, eos_token="</s>")
-    fast.chat_template = _TEMPLATE
-    fast.save_pretrained(directory)
+DRAFT_VOCAB = 192
 
 
 def _make_drafter(directory: Path, target: Path) -> None:
@@ -65,26 +42,26 @@ def _make_drafter(directory: Path, target: Path) -> None:
 
     first_id = 32  # the draft vocabulary is a window of the target's: an offset that vLLM must add
     tensors = {
-        "fc.weight": torch.cat([torch.zeros(_HIDDEN, 2 * _HIDDEN), torch.eye(_HIDDEN)], dim=1),
-        "layers.0.input_layernorm.weight": torch.ones(_HIDDEN),
-        "layers.0.hidden_norm.weight": torch.ones(_HIDDEN),
-        "layers.0.post_attention_layernorm.weight": torch.ones(_HIDDEN),
-        "layers.0.self_attn.q_proj.weight": random(_HIDDEN, 2 * _HIDDEN),
-        "layers.0.self_attn.k_proj.weight": random(_HIDDEN, 2 * _HIDDEN),
-        "layers.0.self_attn.v_proj.weight": random(_HIDDEN, 2 * _HIDDEN),
-        "layers.0.self_attn.o_proj.weight": torch.zeros(_HIDDEN, _HIDDEN),
-        "layers.0.mlp.gate_proj.weight": random(128, _HIDDEN),
-        "layers.0.mlp.up_proj.weight": random(128, _HIDDEN),
-        "layers.0.mlp.down_proj.weight": torch.zeros(_HIDDEN, 128),
+        "fc.weight": torch.cat([torch.zeros(TINY_HIDDEN, 2 * TINY_HIDDEN), torch.eye(TINY_HIDDEN)], dim=1),
+        "layers.0.input_layernorm.weight": torch.ones(TINY_HIDDEN),
+        "layers.0.hidden_norm.weight": torch.ones(TINY_HIDDEN),
+        "layers.0.post_attention_layernorm.weight": torch.ones(TINY_HIDDEN),
+        "layers.0.self_attn.q_proj.weight": random(TINY_HIDDEN, 2 * TINY_HIDDEN),
+        "layers.0.self_attn.k_proj.weight": random(TINY_HIDDEN, 2 * TINY_HIDDEN),
+        "layers.0.self_attn.v_proj.weight": random(TINY_HIDDEN, 2 * TINY_HIDDEN),
+        "layers.0.self_attn.o_proj.weight": torch.zeros(TINY_HIDDEN, TINY_HIDDEN),
+        "layers.0.mlp.gate_proj.weight": random(128, TINY_HIDDEN),
+        "layers.0.mlp.up_proj.weight": random(128, TINY_HIDDEN),
+        "layers.0.mlp.down_proj.weight": torch.zeros(TINY_HIDDEN, 128),
         "norm.weight": weights["model.norm.weight"],
-        "lm_head.weight": weights["lm_head.weight"][first_id : first_id + _DRAFT_VOCAB].clone(),
-        "d2t": torch.full((_DRAFT_VOCAB,), first_id, dtype=torch.int64),
+        "lm_head.weight": weights["lm_head.weight"][first_id : first_id + DRAFT_VOCAB].clone(),
+        "d2t": torch.full((DRAFT_VOCAB,), first_id, dtype=torch.int64),
     }
     save_file(tensors, directory / "model.safetensors")
     config = {
         "architectures": ["LlamaForCausalLMEagle3"], "model_type": "llama", "num_hidden_layers": 1,
-        "hidden_size": _HIDDEN, "intermediate_size": 128, "num_attention_heads": _HEADS,
-        "num_key_value_heads": _HEADS, "head_dim": 32, "vocab_size": _VOCAB, "draft_vocab_size": _DRAFT_VOCAB,
+        "hidden_size": TINY_HIDDEN, "intermediate_size": 128, "num_attention_heads": TINY_HEADS,
+        "num_key_value_heads": TINY_HEADS, "head_dim": 32, "vocab_size": TINY_VOCAB, "draft_vocab_size": DRAFT_VOCAB,
         "max_position_embeddings": 512, "rms_norm_eps": 1e-6, "hidden_act": "silu", "tie_word_embeddings": False,
         "dtype": "float32", "eagle_config": {"eagle_aux_hidden_state_layer_ids": [1, 2, 3]},
     }  # fmt: skip
@@ -120,7 +97,7 @@ def _alive(pid: int) -> bool:
 
 
 def test_evaluate(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    _make_target(tmp_path / "target")
+    make_target(tmp_path / "target")
     run_dir = tmp_path / "runs" / "tiny"
     recipe = _recipe(tmp_path)
     with pytest.raises(UserError, match="no drafter"):
@@ -178,7 +155,7 @@ if __name__ == "__main__":
 
 
 def test_a_killed_parent_leaves_no_engine(tmp_path: Path) -> None:
-    _make_target(tmp_path / "target")
+    make_target(tmp_path / "target")
     (tmp_path / "parent.py").write_text(_PARENT)
     parent = subprocess.Popen(
         [sys.executable, str(tmp_path / "parent.py"), str(tmp_path / "target"), str(tmp_path)],
@@ -203,7 +180,7 @@ def _free_port() -> int:
 
 def test_serve(tmp_path: Path) -> None:
     """`draftsmith serve` says when it is ready, answers, drafts, and leaves nothing behind when told to stop."""
-    _make_target(tmp_path / "target")
+    make_target(tmp_path / "target")
     _make_drafter(tmp_path / "runs" / "tiny" / "vllm", tmp_path / "target")
     recipe = tmp_path / "recipe.yaml"
     recipe.write_text(yaml.safe_dump(_recipe(tmp_path).model_dump(mode="json", exclude_none=True)))

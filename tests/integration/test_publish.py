@@ -15,7 +15,6 @@ from pathlib import Path
 
 import pytest
 import torch
-import yaml
 from huggingface_hub import ModelCard
 
 from draftsmith import stage
@@ -23,9 +22,11 @@ from draftsmith.checkpoint import Checkpoint
 from draftsmith.convert.convert import run_convert
 from draftsmith.drafters.eagle3 import Eagle3Config, Eagle3Drafter
 from draftsmith.recipe import Recipe
+from draftsmith.serve.evaluate import run_evaluate
 from draftsmith.target import describe_target, load_target_tensors
 from tests.hub_server import TOKEN, Hub, serve_hub
-from tests.integration.test_evaluate import _alive, _make_target, _recipe
+from tests.integration.conftest import make_target
+from tests.integration.test_evaluate import _alive, _recipe
 from tests.unit.test_publish import serve_command
 
 pytestmark = pytest.mark.integration
@@ -79,18 +80,15 @@ def port_is_free() -> bool:
 def test_the_card_s_command(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Evaluate, publish, and run the command of the card as it is written."""
     monkeypatch.setenv("HF_HOME", str(tmp_path / "hf"))
-    _make_target(tmp_path / "target")
+    make_target(tmp_path / "target")
     recipe = _recipe(tmp_path)
-    recipe = recipe.model_copy(update={"target": recipe.target.model_copy(update={"model": TARGET})})
-    path = tmp_path / "recipe.yaml"
-    path.write_text(yaml.safe_dump(recipe.model_dump(mode="json", exclude_none=True)))
     runs = tmp_path / "runs"
     make_checkpoint(runs / "tiny" / "checkpoint", recipe, tmp_path / "target")
     run_convert(recipe, runs / "tiny")
+    run_evaluate(recipe, runs / "tiny")
     with serve_hub() as hub:
         hub.add(TARGET, {file.name: file.read_bytes() for file in (tmp_path / "target").iterdir()})
-        draftsmith(hub, "evaluate", str(path), "--runs", str(runs), "-s", "evaluate.k=[2]")
-        draftsmith(hub, "publish", str(runs / "tiny"), "--repo", REPO)
+        draftsmith(hub, "publish", str(runs / "tiny"), "--repo", REPO, "--base-model", TARGET)
         card = hub.repos[REPO].files()["README.md"].data.decode()
         results = json.loads((runs / "tiny" / "eval" / "results.json").read_text())
         measured = {result.metric_type: result.metric_value for result in ModelCard(card).data.eval_results}

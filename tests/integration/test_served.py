@@ -18,10 +18,10 @@ from draftsmith.drafters.base import Drafter
 from draftsmith.errors import DraftsmithError, UserError
 from draftsmith.extract.extract import run_extract
 from draftsmith.recipe import load_recipe
-from draftsmith.serve.proposals import RECORDER, Served, compare_proposals, record
+from draftsmith.serve.proposals import Served, compare_proposals, record
 from draftsmith.target import load_target_tensors
 from draftsmith.train.train import SNAPSHOT, run_train
-from tests.integration.conftest import demo_prompts, in_soak, write_recipe
+from tests.integration.conftest import SOAKING, demo_prompts, in_soak, write_recipe
 
 pytestmark = pytest.mark.integration
 
@@ -52,19 +52,21 @@ def run(smollm2: Path, tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, 
 
 @pytest.fixture(scope="module")
 def served(run: tuple[Path, Path], smollm2: Path) -> Served:
-    return record_run(run[1], smollm2, max_tokens=96)
+    (found,) = record_runs([run[1]], smollm2, max_tokens=96)
+    return found
 
 
-def record_run(run_dir: Path, smollm2: Path, *, max_tokens: int, recorder: Path = RECORDER) -> Served:
+def record_runs(run_dirs: list[Path], smollm2: Path, *, max_tokens: int) -> list[Served]:
     """Everything stock vLLM proposed for 32 prompts."""
     tokenizer = AutoTokenizer.from_pretrained(smollm2)
     chats = [[{"role": "user", "content": text}] for text in demo_prompts(72)[40:]]
     prompts = [tokenizer.apply_chat_template(chat, add_generation_prompt=True, return_dict=False) for chat in chats]
-    method = drafter_class(Checkpoint.load(run_dir / "checkpoint").kind).vllm_method
-    assert method is not None
-    return record(
-        run_dir / "vllm", smollm2, prompts, method=method, k=K, max_tokens=max_tokens, recorder=recorder
-    )  # fmt: skip
+    drafters = []
+    for run_dir in run_dirs:
+        method = drafter_class(Checkpoint.load(run_dir / "checkpoint").kind).vllm_method
+        assert method is not None
+        drafters.append((run_dir / "vllm", method))
+    return record(drafters, smollm2, prompts, k=K, max_tokens=max_tokens)
 
 
 def load_drafter(run_dir: Path, target: Path) -> Drafter:
@@ -88,21 +90,31 @@ OTHER_KINDS = {
 }
 
 
+@pytest.fixture(scope="module")
+def others(
+    run: tuple[Path, Path], smollm2: Path, tmp_path_factory: pytest.TempPathFactory
+) -> dict[str, tuple[Path, Served]]:
+    """Of each kind: a run from the same store, and what vLLM proposed."""
+    run_dirs = {}
+    for name in [name for name in OTHER_KINDS if name != "medusa-shared-head" or SOAKING]:
+        # A few steps of training are enough: what they start from already guesses some tokens right.
+        drafter = f"train.drafter={json.dumps(OTHER_KINDS[name])}"
+        options = [drafter, "train.tracker=null", "train.epochs=0.2", f"evaluate.k={[K]}"]
+        recipe = load_recipe(run[0], options)
+        run_dirs[name] = run_dir = tmp_path_factory.mktemp(name) / "run"
+        run_dir.mkdir()
+        (run_dir / "store").symlink_to(run[1] / "store")
+        run_train(recipe, run_dir)
+        run_convert(recipe, run_dir)
+    served = record_runs(list(run_dirs.values()), smollm2, max_tokens=32)
+    return {name: (run_dirs[name], found) for name, found in zip(run_dirs, served, strict=True)}
+
+
 @pytest.mark.parametrize("name", ["eagle", "medusa", pytest.param("medusa-shared-head", marks=in_soak)])
 def test_trained_equals_served_for_other_kinds(
-    run: tuple[Path, Path], name: str, smollm2: Path, tmp_path: Path
+    others: dict[str, tuple[Path, Served]], name: str, smollm2: Path
 ) -> None:
-    """From the same store."""
-    # A few steps of training are enough: what they start from already guesses some tokens right.
-    drafter = f"train.drafter={json.dumps(OTHER_KINDS[name])}"
-    options = [drafter, "train.tracker=null", "train.epochs=0.2", f"evaluate.k={[K]}"]
-    recipe = load_recipe(run[0], options)
-    run_dir = tmp_path / "run"
-    run_dir.mkdir()
-    (run_dir / "store").symlink_to(run[1] / "store")
-    run_train(recipe, run_dir)
-    run_convert(recipe, run_dir)
-    served = record_run(run_dir, smollm2, max_tokens=32)
+    run_dir, served = others[name]
     compared = compare_proposals(served, load_drafter(run_dir, smollm2), smollm2)
     assert sum(compared) >= 2000, compared
     assert served.counters["vllm:spec_decode_num_accepted_tokens"] > 0
@@ -164,19 +176,20 @@ def test_interrupted_training_ends_like_an_uninterrupted_one(
 STAND_IN = Path(__file__).with_name("record_on_stand_in.py")
 
 
-@pytest.mark.parametrize("scheme", ["int8", "fp8"])
-def test_8_bit_weights_are_read_as_written(run: tuple[Path, Path], scheme: str, smollm2: Path, tmp_path: Path) -> None:
-    """By vLLM's own loader: its proposals are those of the weights that the checkpoint holds."""
-    convert_checkpoint(run[1] / "checkpoint", tmp_path / "vllm", to="vllm", quantise=scheme)
-    held = read(tmp_path / "vllm", recognise(tmp_path / "vllm"))
+def test_8_bit_weights_are_read_as_written(run: tuple[Path, Path], smollm2: Path, tmp_path: Path) -> None:
+    """By vLLM's own loader: its proposals are those of the weights that the checkpoints hold."""
+    folders = [tmp_path / scheme for scheme in ("int8", "fp8")]
+    for folder in folders:
+        convert_checkpoint(run[1] / "checkpoint", folder, to="vllm", quantise=folder.name)
     prompts = [[*AutoTokenizer.from_pretrained(smollm2)(text).input_ids] for text in demo_prompts(8)]
-    served = record(
-        tmp_path / "vllm", smollm2, prompts, method="eagle3", k=K, max_tokens=40, recorder=STAND_IN
-    )  # fmt: skip
-    compared = compare_proposals(served, drafter_of(held, load_target_tensors(smollm2)), smollm2)
-    assert compared[0] > 100
-    with pytest.raises(DraftsmithError, match="reads the drafter otherwise"):
-        compare_proposals(served, load_drafter(run[1], smollm2), smollm2)
+    drafters = [(folder, "eagle3") for folder in folders]
+    found = record(drafters, smollm2, prompts, k=K, max_tokens=32, recorder=STAND_IN)
+    for folder, served in zip(folders, found, strict=True):
+        held = read(folder, recognise(folder))
+        compared = compare_proposals(served, drafter_of(held, load_target_tensors(smollm2)), smollm2)
+        assert compared[0] > 100
+        with pytest.raises(DraftsmithError, match="reads the drafter otherwise"):
+            compare_proposals(served, load_drafter(run[1], smollm2), smollm2)
 
 
 def test_a_conversion_is_verified_in_vllm(run: tuple[Path, Path], smollm2: Path, tmp_path: Path) -> None:
