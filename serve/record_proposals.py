@@ -53,7 +53,7 @@ def record(job: dict[str, Any], drafter: dict[str, str]) -> dict[str, Any]:
         async_scheduling=False,  # otherwise proposals stay in the worker
         speculative_config={"method": drafter["method"], "model": drafter["path"], "num_speculative_tokens": job["k"]},
     )  # fmt: skip
-    scheduler: Any = llm.llm_engine.engine_core.engine_core.scheduler  # type: ignore[attr-defined]
+    scheduler: Any = llm.llm_engine.engine_core.engine_core.scheduler
     update = scheduler.update_draft_token_ids
     proposals = []
 
