@@ -364,10 +364,25 @@ def test_the_command(tmp_path: Path) -> None:
         ("convert", source, "--to", "vllm", "--out", out): "is there already",
         ("convert", source, "--to", "vllm", "--out", out + "2", "--vocab", "5"): "--vocab and --store go together",
         ("convert", str(tmp_path / "none"), "--to", "vllm", "--out", out + "2"): "There is no folder",
+        ("convert", source, "--quantize", "int8"): "--quantize needs --to FORMAT",
+        (
+            "convert",
+            source,
+            "--to",
+            "vllm",
+            "--out",
+            out + "2",
+            "--quantize",
+            "int4",
+        ): "`--quantize int4` is none of int8, fp8",
     }.items():
         refused = CliRunner().invoke(app, arguments)
         assert isinstance(refused.exception, UserError)
         assert message in str(refused.exception)
+    # What was not compared is said.
+    done = CliRunner().invoke(app, ["convert", source, "--to", "vllm", "--out", out + "3", "--verify"])
+    assert done.exit_code == 0
+    assert "without --target only logits are compared" in " ".join(done.stderr.split())
 
 
 # ---- what must never be believed ----

@@ -36,12 +36,13 @@ REPO = "me/tiny-drafter"
 UPLOADED = {"README.md", "config.json", "model.safetensors", "eval/results.json", "eval/report.html"}
 
 
-def make_run(folder: Path, *, seed: int = 0, **target: Any) -> Path:
+def make_run(folder: Path, *, seed: int = 0, quantize: str | None = None, **target: Any) -> Path:
     """`folder/runs/tiny`, every stage finished; its drafter is random. `target` is the recipe's section."""
     recipe = Recipe.model_validate({
         "name": "tiny",
         "target": {"model": str(folder / "models" / "tiny-target"), "dtype": "float32", **target},
         "extract": {"prompts": {"path": str(folder / "prompts.jsonl")}},
+        "convert": {"quantize": quantize},
     })  # fmt: skip
     run_dir = folder / "runs" / "tiny"
     kind = drafter_class("eagle3")
@@ -231,6 +232,14 @@ def test_dry_run_contacts_nothing(run_dir: Path, hub: Hub) -> None:
     assert f"{len(card.encode()) - 1:,} bytes  README.md" in done.stdout
     assert ModelCard(card).data.tags
     assert hub.requests == []
+
+
+def test_8_bit_weights_are_published_as_such(tmp_path: Path) -> None:
+    done = publish(make_run(tmp_path, quantize="int8-dynamic"), REPO, evaluation="eval", dry_run=True)
+    assert "| weights | of linear layers: 8-bit integers, computed as such" in done["card"]
+    plain = publish(make_run(tmp_path / "plain"), REPO, evaluation="eval", dry_run=True)
+    assert "| weights |" not in plain["card"]
+    assert done["files"]["model.safetensors"] < plain["files"]["model.safetensors"]
 
 
 def test_private_and_revision(run_dir: Path, hub: Hub, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
