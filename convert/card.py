@@ -128,8 +128,6 @@ def _serving(
     results = evaluate["figures"] if evaluate else None
     eager = evaluate is not None and evaluate["recipe"]["engine"]["enforce_eager"]
     method = drafter_class(drafter.kind).vllm_method
-    if method is None:
-        return "## Serve it\n\nvLLM reads this layout, and cannot serve drafters of this kind yet."
     predicted = drafter.training.get("predicted_acceptance_length") or {}
     dtype = results["dtype"] if results else target.dtype if target else None
     k = results["num_speculative_tokens"] if results else min(_USUAL_K, max(map(int, predicted), default=_USUAL_K))
@@ -146,6 +144,10 @@ def _serving(
         notes.append(f"The drafter was made for {name}; with other weights than its own, fewer guesses are accepted.")
     if repo is None:
         notes.append("`THIS_DIRECTORY` is the folder of this file.")
+    if drafter_class(drafter.kind).needs_plugin:
+        notes.append(
+            "It takes `draftsmith` installed beside vLLM, whose plugin runs drafters of this kind: vLLM cannot."
+        )
     if results:
         tried = ", ".join(results["k_curve"])
         notes.append(f"{k} speculative tokens were the fastest of those tried ({tried}) where it was measured.")

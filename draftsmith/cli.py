@@ -70,10 +70,6 @@ STAGES: dict[str, Stage] = {"extract": _extract, "train": _train, "convert": _co
 def _run(names: list[str], recipe_path: Path, overrides: list[str] | None, runs: Path, as_json: bool) -> None:
     recipe = load_recipe(recipe_path, overrides)
     run_dir = runs / recipe.name
-    kind = recipe.train.drafter
-    if len(names) > 1 and not kind.served:
-        names = [name for name in names if name != "evaluate"]
-        console.print(f"evaluate: left out, as vLLM cannot serve drafters of the kind {kind.kind} yet")
     figures = {name: STAGES[name](recipe, run_dir) for name in names}
     if as_json:
         print(json.dumps(figures if len(names) > 1 else figures[names[0]], indent=2))

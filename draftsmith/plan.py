@@ -455,9 +455,8 @@ def make_plan(recipe: Recipe) -> dict[str, Any]:
         "extract": plan_extract(recipe, assumed, sizes, layer_ids, config.hidden_size),
         "train": plan_train(recipe, assumed, drafter, layers=len(layer_ids)),
         "convert": plan_convert(recipe, drafter),
+        "evaluate": plan_evaluate(recipe, assumed, sizes, drafter),
     }
-    if recipe.train.drafter.served:
-        stages["evaluate"] = plan_evaluate(recipe, assumed, sizes, drafter)
     hours = [stage.hours for stage in stages.values()]
     return {
         "run": recipe.name,

@@ -11,7 +11,7 @@ import hashlib
 import json
 import re
 from pathlib import Path
-from typing import Annotated, Any, ClassVar, Literal
+from typing import Annotated, Any, Literal
 
 import yaml
 from pydantic import (
@@ -222,8 +222,6 @@ class DrafterOptions(Section):
     Every kind has a subclass beside its module, in `draftsmith/drafters/KIND.py`.
     """
 
-    served: ClassVar[bool] = True
-    """Whether vLLM can serve it."""
     kind: str
     """A file of `draftsmith/drafters/`."""
     draft_vocab_size: int | None = None

@@ -1,8 +1,8 @@
 """Run stock vLLM with drafters, one after another, and write down every chain it proposes, with the context of each.
 
 Run as a program: record_proposals.py JOB.json OUT.json. JOB has `target`, `drafters` (list of `path` and vLLM's `method`), `k`,
-`max_tokens`, `longest` (the most tokens of a prompt with its answer) and `prompts` (list of token id lists). `draftsmith` cannot
-be imported in this process, so what loads here loads for people who do not have it.
+`max_tokens`, `longest` (the most tokens of a prompt with its answer), `prompts` (list of token id lists) and `stock`: then
+`draftsmith` cannot be imported in this process, so what loads here loads for people who do not have it.
 
 Importing vLLM takes longer than starting an engine: it is imported once, and each drafter has a fork of the process.
 """
@@ -17,6 +17,12 @@ def main() -> None:
     job_path, out = sys.argv[1:]
     with open(job_path) as file:
         job = json.load(file)
+    if job["stock"]:
+        sys.modules["draftsmith"] = None  # type: ignore[assignment]
+    os.environ |= {
+        "VLLM_ENABLE_V1_MULTIPROCESSING": "0", "VLLM_PLUGINS": "" if job["stock"] else "draftsmith",
+        "VLLM_LOGGING_LEVEL": "WARNING",
+    }  # fmt: skip
     import vllm  # noqa: F401 (for the forks)
 
     for number, drafter in enumerate(job["drafters"]):
@@ -74,6 +80,4 @@ def record(job: dict[str, Any], drafter: dict[str, str]) -> dict[str, Any]:
 
 
 if __name__ == "__main__":
-    sys.modules["draftsmith"] = None  # type: ignore[assignment]
-    os.environ |= {"VLLM_ENABLE_V1_MULTIPROCESSING": "0", "VLLM_PLUGINS": "", "VLLM_LOGGING_LEVEL": "WARNING"}
     main()

@@ -84,7 +84,7 @@ def chosen_k(recipe: Recipe, run_dir: Path) -> int:
         return int(json.loads(path.read_text())["num_speculative_tokens"])
     except (ValueError, KeyError, TypeError):
         raise UserError(
-            f"{path} is not an evaluation's results. Delete it, or name the number of tokens with --k."
+            f"{path} is not an evaluation's results. Delete it, or name the number of tokens with -k."
         ) from None
 
 

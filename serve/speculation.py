@@ -8,6 +8,7 @@ from typing import Any
 
 from draftsmith import vllm_env
 from draftsmith.drafters import drafter_class, kinds
+from draftsmith.drafters.mlp_speculator import SERVED_ARCHITECTURE
 from draftsmith.errors import UserError
 
 
@@ -23,25 +24,31 @@ def speculative_config(drafter_dir: Path, k: int) -> dict[str, Any]:
     """
     config = _config(drafter_dir)
     architecture = (config.get("architectures") or ["none"])[0]
-    methods = sorted(filter(None, (drafter_class(kind).vllm_method for kind in kinds())), key=len, reverse=True)
+    methods = sorted({drafter_class(kind).vllm_method for kind in kinds()}, key=len, reverse=True)
     # A method is part of its architectures' names, and the longest that fits is meant: `eagle3`, not `eagle`.
     method = next((method for method in methods if method in architecture.lower()), None)
     if method is None:
         raise UserError(
             f"{drafter_dir} holds a drafter of the architecture {architecture}, which is none of those that can be "
-            f"served: {', '.join(methods)}."
+            f"served: {', '.join(methods)}. If it is a drafter in another layout, `draftsmith convert DIR --to vllm` writes ours."
         )
-    if method == "medusa" and k > config["num_heads"]:  # vLLM would serve the rest untrained, and not say so
-        raise UserError(
-            f"{drafter_dir} guesses {config['num_heads']} tokens ahead, and {k} were asked for. Ask for fewer, or train it "
-            "with more heads (train.drafter.num_heads)."
-        )
+    for field in ("num_heads", "n_predict"):  # vLLM would serve the rest untrained and not say so, or fail
+        if k > config.get(field, k):
+            raise UserError(
+                f"{drafter_dir} guesses {config[field]} tokens ahead, and {k} were asked for. Ask for fewer, or train it for "
+                f"more (train.drafter.{field})."
+            )
     if vllm_env.is_cpu() and "quantization_config" in config and not rounds_inputs(drafter_dir):
         raise UserError(
             f"The drafter in {drafter_dir} has 8-bit weights to be computed with in floating point, and vLLM has that on GPUs "
             "only. On a CPU serve one converted with `int8-dynamic`, or without --quantize (convert.quantize)."
         )
     return {"method": method, "model": str(drafter_dir), "num_speculative_tokens": k}
+
+
+def needs_plugin(drafter_dir: Path) -> bool:
+    """Whether vLLM serves it with our plugin alone (`plugin.py`)."""
+    return bool(_config(drafter_dir).get("architectures") == [SERVED_ARCHITECTURE])
 
 
 def rounds_inputs(drafter_dir: Path) -> bool:

@@ -1,4 +1,4 @@
-"""MLP speculators as IBM publishes them (`ibm-fms/*-accelerator`, `ibm-granite/*-accelerator`): vLLM's layout too."""
+"""MLP speculators as IBM publishes them (`ibm-fms/*-accelerator`, `ibm-granite/*-accelerator`)."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from collections.abc import Collection, Mapping
 from typing import Any
 
 from draftsmith.convert.formats.base import Format
-from draftsmith.drafters.mlp_speculator import MlpDrafter
+from draftsmith.drafters.mlp_speculator import PUBLISHED
 
 
 def _recognise(record: Mapping[str, Any], names: Collection[str]) -> tuple[str, str] | None:
@@ -18,7 +18,7 @@ def _recognise(record: Mapping[str, Any], names: Collection[str]) -> tuple[str, 
 FORMAT = Format(
     name="ibm",
     title="MLP speculators as IBM publishes them",
-    layouts={"mlp_speculator": MlpDrafter.vllm_layout},
+    layouts={"mlp_speculator": PUBLISHED},
     recognise=_recognise,
     target_name="base_model_name_or_path",
 )

@@ -65,8 +65,10 @@ class Drafter(nn.Module, ABC):
 
     config_class: ClassVar[type[DrafterConfig]]
     options_class: ClassVar[type[DrafterOptions]]
-    vllm_method: ClassVar[str | None]
-    """`method` of vLLM's `speculative_config`; None where stock vLLM cannot serve the kind."""
+    vllm_method: ClassVar[str]
+    """`method` of vLLM's `speculative_config`."""
+    needs_plugin: ClassVar[bool] = False
+    """vLLM serves it with Draftsmith installed beside it, and not alone."""
     vllm_layout: ClassVar[Layout]
     """The directory that vLLM loads."""
     has_embedding: ClassVar[bool] = False

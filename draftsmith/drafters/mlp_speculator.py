@@ -29,17 +29,17 @@ from torch.nn import functional as F
 
 from draftsmith.drafters.base import ChainStep, Drafter, DrafterConfig, LossTerms
 from draftsmith.drafters.batch import Batch
-from draftsmith.drafters.layout import EXTRA, Entry, Layout, target_fields
+from draftsmith.drafters.decoder import LLAMA_IGNORED
+from draftsmith.drafters.layout import EXTRA, Entry, Layout, same_names, target_fields
 from draftsmith.drafters.linear import fit_ahead, unit_rms
 from draftsmith.recipe import DrafterOptions
 from draftsmith.target import TargetInfo, TargetTensors
 
 
 class MlpOptions(DrafterOptions):
-    """MLP speculator (arXiv 2404.19124): a small recurrent network on the target's last state. It is trained and
-    converted; stock vLLM cannot serve it."""
+    """MLP speculator (arXiv 2404.19124): a small recurrent network on the target's last state. Served by vLLM with Draftsmith
+    installed beside it, as a plugin: vLLM alone cannot."""
 
-    served: ClassVar[bool] = False
     kind: Literal["mlp_speculator"] = "mlp_speculator"
     n_predict: int = Field(3, ge=1)
     """Tokens that it can guess ahead; all are trained, whatever `chain_steps` says."""
@@ -88,7 +88,7 @@ def _published_names(config: MlpConfig, ours: tuple[str, ...]) -> dict[str, str]
     return names
 
 
-_PUBLISHED = Layout(
+PUBLISHED = Layout(
     fields=(
         Entry("hidden_size", int, "emb_dim"),
         Entry("vocab_size", int),
@@ -108,7 +108,33 @@ _PUBLISHED = Layout(
     },
     ignored=frozenset({"base_model_name_or_path", "dtype", "torch_dtype", "transformers_version"}),
 )
-"""The published accelerators' layout, which vLLM's `mlp_speculator.py` reads."""
+"""The published accelerators' layout. vLLM 0.32 knows its config and cannot run it."""
+
+SERVED_ARCHITECTURE = "EagleMLPSpeculatorModel"
+_SERVED = Layout(
+    fields=(
+        Entry("hidden_size", int),
+        Entry("vocab_size", int),
+        Entry("draft_vocab_size", int, f"{EXTRA}.draft_vocab_size", default=lambda _, config: config["vocab_size"]),
+        Entry("inner_size", int, "inner_dim"),
+        Entry("n_predict", int),
+        Entry("tie_weights", bool),
+        Entry("scale_input", bool),
+        *target_fields(),
+    ),
+    names=same_names,
+    written={
+        "architectures": lambda _: [SERVED_ARCHITECTURE],
+        # vLLM makes a config of it before anybody asks for the model: a Llama's, of which it reads sizes.
+        "model_type": lambda _: "llama",
+        "num_hidden_layers": lambda _: 1,
+        "num_attention_heads": lambda _: 1,
+        "max_position_embeddings": lambda _: 1 << 20,  # it knows no positions: the target's limit is the only one
+        "tie_word_embeddings": lambda _: False,
+    },
+    ignored=LLAMA_IGNORED,
+)
+"""For our plugin's model in vLLM (serve/mlp_speculator.py)."""
 
 
 class _Norm(nn.Module):
@@ -133,8 +159,9 @@ class MlpDrafter(Drafter):
 
     config_class: ClassVar = MlpConfig
     options_class: ClassVar = MlpOptions
-    vllm_method: ClassVar = None
-    vllm_layout: ClassVar = _PUBLISHED
+    vllm_method: ClassVar = "eagle"
+    needs_plugin: ClassVar = True
+    vllm_layout: ClassVar = _SERVED
     config: MlpConfig
     final_norm: torch.Tensor
 
@@ -204,17 +231,22 @@ class MlpDrafter(Drafter):
 
     def chain(self, batch: Batch, *, steps: int, own_guesses: bool = False) -> Iterator[ChainStep]:
         rows = batch.counts[:, :steps].sum(1).nonzero()[:, 0]
-        state = self._normed(batch.hidden_states[rows, 0])
-        if self.config.scale_input:
-            state = unit_rms(state) / math.sqrt(2)
-        tokens = batch.following[rows, 0]
+        state, tokens = self.first_state(self._normed(batch.hidden_states[rows, 0])), batch.following[rows, 0]
         for k in range(steps):
-            shared = 0 if self.config.tie_weights else k
-            projected = self.proj[min(k, len(self.proj) - 1)](state)
-            state = F.gelu(self.ln[shared](projected + self._token_weight * self.emb[shared](tokens)))
-            head = self._head(shared)
+            state, head = self.step(k, state, tokens)
             yield ChainStep(state, head, batch.counts[rows, k])
             tokens = F.linear(state, head).argmax(-1) if own_guesses else batch.following[rows, k + 1]
+
+    def first_state(self, normed: torch.Tensor) -> torch.Tensor:
+        """s_{-1} of the target's last state after its final norm: [rows, H], both."""
+        return unit_rms(normed) / math.sqrt(2) if self.config.scale_input else normed
+
+    def step(self, k: int, state: torch.Tensor, tokens: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """s_k [rows, D] of s_{k-1} and the tokens x_{p+1+k} (int [rows]), and head_k [V, D]."""
+        shared = 0 if self.config.tie_weights else k
+        projected = self.proj[min(k, len(self.proj) - 1)](state)
+        state = F.gelu(self.ln[shared](projected + self._token_weight * self.emb[shared](tokens)))
+        return state, self._head(shared)
 
     def _normed(self, states: torch.Tensor) -> torch.Tensor:
         """The target's final norm."""

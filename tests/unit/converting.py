@@ -1,4 +1,4 @@
-"""Checkpoints in memory as vLLM's layout would hold them."""
+"""Checkpoints in memory as a published layout would hold them."""
 
 from typing import Any
 
@@ -9,7 +9,7 @@ from draftsmith.convert.contents import Contents
 from draftsmith.convert.formats import FORMATS
 
 
-def to_vllm(checkpoint: Checkpoint, dtype: str) -> tuple[dict[str, Any], dict[str, torch.Tensor]]:
+def to_vllm(checkpoint: Checkpoint, dtype: str, layout: str = "vllm") -> tuple[dict[str, Any], dict[str, torch.Tensor]]:
     """`config.json` and the tensors."""
-    record, weights = FORMATS["vllm"].written(Contents.of(checkpoint), dtype=dtype)
+    record, weights = FORMATS[layout].written(Contents.of(checkpoint), dtype=dtype)
     return record, {name: weight.tensor() for name, weight in weights.items()}

@@ -127,11 +127,11 @@ def test_published_layout_and_closed_conversion() -> None:
     drafter = make_drafter(tie_weights=True)
     tensors = drafter.state_dict()
     checkpoint = Checkpoint("mlp_speculator", drafter.config.to_dict(), {"name": "t"}, drafter.draft_token_ids, tensors)
-    config, found = to_vllm(checkpoint, "float64")
+    config, found = to_vllm(checkpoint, "float64", "ibm")
     parts = ("emb.{}.weight", "head.{}.weight", "proj.{}.weight", "ln.{}.weight", "ln.{}.bias")
     assert set(found) == {f"speculator.{part.format(i)}" for part in parts for i in range(STEPS)}
     assert torch.equal(found["speculator.proj.2.weight"], tensors["proj.1.weight"])
     assert torch.equal(found["speculator.head.2.weight"], tensors["head.0.weight"])
     assert (config["emb_dim"], config["inner_dim"], config["n_predict"]) == (HIDDEN, 10, STEPS)
     with pytest.raises(DraftsmithError, match="not those of the config"):
-        to_vllm(replace(checkpoint, tensors=tensors | {"proj.2.weight": torch.ones(10, 10)}), "float32")
+        to_vllm(replace(checkpoint, tensors=tensors | {"proj.2.weight": torch.ones(10, 10)}), "float32", "ibm")

@@ -1,0 +1,113 @@
+"""The plugin for MLP speculators, without vLLM: who is made instead of whom, what is drafted from which rows, and what is refused."""
+
+import sys
+from types import ModuleType, SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+
+from draftsmith.drafters.mlp_speculator import SERVED_ARCHITECTURE, MlpConfig, MlpDrafter
+from draftsmith.serve import plugin
+from draftsmith.serve.mlp_speculator import MlpSpeculator, proposer_v1, proposer_v2
+
+CONFIG = MlpConfig(
+    layer_ids=(5,), hidden_size=16, rms_norm_eps=1e-5, vocab_size=40, draft_vocab_size=40, inner_size=12, n_predict=3,
+    tie_weights=False, scale_input=True,
+)  # fmt: skip
+
+
+@pytest.fixture
+def vllm(monkeypatch: pytest.MonkeyPatch) -> ModuleType:
+    fake: Any = ModuleType("vllm")
+    fake.__version__ = "0.32.0+cpu"
+    known: dict[str, str] = {}
+    fake.ModelRegistry = SimpleNamespace(get_supported_archs=known.keys, register_model=known.__setitem__, known=known)
+    monkeypatch.setitem(sys.modules, "vllm", fake)
+    return fake
+
+
+def config_for(architecture: str) -> Any:
+    record = {
+        **MlpDrafter.vllm_layout.write(CONFIG),
+        "torch_dtype": "float32",
+        "model_type": "eagle",
+        "model": {"head_dim": 16},
+    }
+    hf_config = SimpleNamespace(to_dict=lambda: record)
+    return SimpleNamespace(
+        speculative_config=SimpleNamespace(
+            draft_model_config=SimpleNamespace(architectures=[architecture], hf_config=hf_config)
+        )
+    )
+
+
+class Proposer:
+    """As much of vLLM's as ours relies on."""
+
+    def __init__(self, vllm_config: Any, device: str = "cpu") -> None:
+        self.device, self.num_speculative_steps = device, 3
+        self.draft_tokens = torch.full((8, 3), -1)
+
+
+@pytest.fixture
+def speculator(vllm: ModuleType) -> MlpSpeculator:
+    torch.manual_seed(0)
+    made = MlpSpeculator(vllm_config=config_for(SERVED_ARCHITECTURE))
+    trained = MlpDrafter(CONFIG, torch.ones(16))
+    loaded = made.load_weights(trained.state_dict().items())
+    assert loaded == dict(made.named_parameters()).keys()
+    assert all(torch.equal(value, trained.state_dict()[name]) for name, value in made.drafter.state_dict().items())
+    return made
+
+
+def test_only_our_architecture_gets_our_proposer(vllm: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    module: Any = ModuleType("vllm.v1.spec_decode.eagle")
+    module.EagleProposer = type("EagleProposer", (Proposer,), {})
+    for name in ("vllm.v1", "vllm.v1.spec_decode"):
+        monkeypatch.setitem(sys.modules, name, ModuleType(name))
+    monkeypatch.setitem(sys.modules, module.__name__, module)
+    plugin.register()
+    plugin.register()
+    assert vllm.ModelRegistry.known == {plugin.ARCHITECTURE: "draftsmith.serve.mlp_speculator:MlpSpeculator"}
+    assert plugin.ARCHITECTURE == SERVED_ARCHITECTURE
+    ours = module.EagleProposer(config_for(SERVED_ARCHITECTURE), device="meta")
+    assert (type(ours).__name__, ours.device) == ("MlpProposer", "meta")
+    assert type(module.EagleProposer(config_for("EagleLlamaForCausalLM"))) is module.EagleProposer
+    inheriting = type("Other", (module.EagleProposer,), {})
+    assert type(inheriting(config_for(SERVED_ARCHITECTURE))) is inheriting
+
+
+def test_an_unknown_vllm_is_said(vllm: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    vllm.__version__ = "0.33.0"
+    hooked: list[str] = []
+    monkeypatch.setattr("wrapt.register_post_import_hook", lambda hook, name: hooked.append(name))
+    plugin.register()
+    assert not hooked
+    with pytest.raises(RuntimeError, match=r"in vLLM 0\.32\.x, and this is vLLM 0\.33\.0"):
+        MlpSpeculator(vllm_config=config_for(SERVED_ARCHITECTURE))
+
+
+def test_first_runner_drafts_from_the_rows_it_is_given(speculator: MlpSpeculator) -> None:
+    states, tokens = torch.randn(7, 16), torch.tensor([3, 9])
+    proposer = proposer_v1(Proposer)(None)
+    proposer.model = speculator
+    metadata = SimpleNamespace(query_start_loc=torch.tensor([0, 3, 7]))
+    last = proposer.propose(3, None, None, states, tokens, None, metadata, None)
+    assert torch.equal(last, speculator.draft(states[[2, 6]], tokens, 3))
+    after_rejection = proposer.propose(2, None, None, states, tokens, torch.tensor([1, 4]), metadata, None)
+    assert torch.equal(after_rejection, speculator.draft(states[[1, 4]], tokens, 2))
+    assert proposer.propose(0, None, None, states, tokens, None, metadata, None).shape == (2, 0)
+
+
+def test_second_runner_corrects_for_rejections_and_unfinished_prompts(speculator: MlpSpeculator) -> None:
+    proposer = proposer_v2(Proposer)(None)
+    proposer.model = speculator
+    states = torch.randn(9, 16)
+    batch = SimpleNamespace(num_reqs=3, query_start_loc=torch.tensor([0, 4, 6, 9]), idx_mapping=torch.tensor([2, 0, 1]))
+    last_sampled, next_prefill = torch.tensor([[11], [12], [13]]), torch.tensor([21, 22, 23])
+    found = proposer.propose(
+        batch, None, None, states, None, torch.tensor([2, 1, 0]), torch.tensor([2, 0, 0]), last_sampled, next_prefill
+    )
+    # Rows: 4 - 1 - 2 rejected, 6 - 1, 9 - 1; the third is in the middle of its prompt.
+    assert torch.equal(found, speculator.draft(states[[1, 5, 8]], torch.tensor([13, 11, 22]), 3))
