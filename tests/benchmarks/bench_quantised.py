@@ -25,7 +25,7 @@ from draftsmith.serve.speculation import speculative_config
 from draftsmith.target import prepare_target
 from draftsmith.train.train import run_train
 
-K, MAX_TOKENS, TIMED, ROUNDS = 3, 128, 6, 5
+K, MAX_TOKENS, TIMED, ROUNDS = 3, 96, 2, 3
 
 
 def quantised_drafters() -> dict[str, dict[str, Any]]:
