@@ -60,7 +60,7 @@ def scheme_of(record: Mapping[str, Any]) -> str | None:
     """The name in `SCHEMES` of what a checkpoint's `config.json` says; None for weights in floating point and others."""
     section = record.get(SECTION)
     formats = {scheme.format: name for name, scheme in SCHEMES.items()}
-    return formats.get(section.get("format", "")) if isinstance(section, Mapping) else None
+    return formats.get(str(section.get("format"))) if isinstance(section, Mapping) else None
 
 
 def quantised(
@@ -139,7 +139,7 @@ def dequantised(record: Mapping[str, Any], weights: Mapping[str, Weight]) -> tup
     if (
         not isinstance(section, Mapping)
         or section.get("quant_method") != _METHOD
-        or section.get("format") not in {scheme.format for scheme in SCHEMES.values()}
+        or str(section.get("format")) not in {scheme.format for scheme in SCHEMES.values()}
         or not isinstance(groups, Mapping)
         or len(groups) != 1
         or any(section.get(other) for other in ("kv_cache_scheme", "transform_config", "sparsity_config"))

@@ -143,6 +143,7 @@ def _tensors(change: Callable[[dict[str, torch.Tensor]], object]) -> Callable[[P
 @pytest.mark.parametrize(
     ("damage", "message"),
     [
+        (_section(lambda s: s.update(format=[])), "quantised in a way that is not read here"),
         (_section(lambda s: s.update(quant_method="gptq")), "quantised in a way that is not read here"),
         (_section(lambda s: s.update(format="nvfp4-pack-quantized")), "quantised in a way that is not read here"),
         (_section(lambda s: s.update(kv_cache_scheme={"num_bits": 8})), "quantised in a way that is not read here"),
