@@ -30,7 +30,7 @@ def speculative_config(drafter_dir: Path, k: int) -> dict[str, Any]:
     if method is None:
         raise UserError(
             f"{drafter_dir} holds a drafter of the architecture {architecture}, which is none of those that can be "
-            f"served: {', '.join(methods)}. If it is a drafter in another layout, `draftsmith convert DIR --to vllm` writes ours."
+            f"served: {', '.join(methods)}. If it is a drafter in another layout, `draftsmith convert DIR --to vllm --out OUT` writes ours."
         )
     for field in ("num_heads", "n_predict"):  # vLLM would serve the rest untrained and not say so, or fail
         if k > config.get(field, k):
