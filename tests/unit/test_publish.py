@@ -54,6 +54,10 @@ def make_run(folder: Path, *, seed: int = 0, quantize: str | None = None, **targ
     }  # fmt: skip
     torch.manual_seed(seed)
     shapes = kind.shapes(kind.config_class.from_dict(config))
+    # Before training, as in a run: a store that is younger was not trained on, and the card leaves it out.
+    stage.claim(run_dir / "store", fresh=True)
+    counts = {"sequences": 12, "held_out_sequences": 2, "tokens": 400}
+    finish(run_dir / "store", "extract", recipe, {"target", "extract"}, counts)
     stage.claim(run_dir / "checkpoint", fresh=True)
     training = {
         "steps": 7, "tokens": 1234, "parameters_trained": 5678, "predicted_acceptance_length": {"1": 1.25, "2": 1.5},
@@ -64,9 +68,6 @@ def make_run(folder: Path, *, seed: int = 0, quantize: str | None = None, **targ
         tensors={name: torch.randn(shape) for name, shape in shapes.items()},
     ).save(run_dir / "checkpoint")  # fmt: skip
     finish(run_dir / "checkpoint", "train", recipe, {"seed", "target", "train"}, training)
-    stage.claim(run_dir / "store", fresh=True)
-    counts = {"sequences": 12, "held_out_sequences": 2, "tokens": 400}
-    finish(run_dir / "store", "extract", recipe, {"target", "extract"}, counts)
     run_convert(recipe, run_dir)
     evaluate(run_dir, recipe)
     return run_dir
