@@ -14,6 +14,7 @@ import statistics
 import tempfile
 import threading
 import time
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -27,16 +28,16 @@ from draftsmith.extract.rendering import Renderer
 from draftsmith.extract.requests import ExtractRequest
 from draftsmith.prompts import load_prompts
 from draftsmith.recipe import Recipe, load_recipe
-from draftsmith.serve.engine import EngineConfig, start_engines
+from draftsmith.serve.engine import EngineConfig, EngineHost, start_engines
 from draftsmith.store import StoreWriter
 from draftsmith.target import TargetInfo, default_layer_ids, describe_target, prepare_target
 
 PROMPTS, ANSWER, AT_ONCE = 96, 32, 32
 """Three times as many prompts as run at once: an extraction goes on for hours, and its end, when the last answers are checked,
 compressed and synced beside an idle engine, must not be a tenth of what is timed."""
-STARTS, RUNS, PREFILLS = 3, 2, 4
-"""An engine is faster or slower by a tenth from one start to the next, so they are started several times. Two runs of the
-same differ by as much, and prefill is short, so it is compared in more rounds of its own."""
+STARTS, RUNS, PREFILLS = 6, 1, 2
+"""An engine is faster or slower by a tenth from one start to the next, for all its life, so what counts is the number of
+starts. Prefill is short, so it is compared in more rounds of its own."""
 SHARD_TOKENS = 2048
 """A quarter of a recipe's, so that shards are written beside the engine in a run of some thousand tokens too."""
 MEMORY_TOKENS = 200_000
@@ -56,8 +57,8 @@ def extraction_ratios() -> dict[str, dict[str, Any]]:
     prompts = [renderer.prompt(prompt) for prompt in load_prompts(recipe.extract.prompts)[:PROMPTS]]
     layer_ids = default_layer_ids(target.num_hidden_layers)
     times: dict[str, list[float]] = {}
-    for _ in range(STARTS):
-        for name, seconds in _times_of_a_start(recipe, target, prompts, layer_ids).items():
+    for start in range(STARTS):
+        for name, seconds in _times_of_a_start(recipe, target, prompts, layer_ids, plain_first=start % 2 == 0).items():
             times.setdefault(name, []).extend(seconds)
     columns = {name: torch.tensor(seconds) for name, seconds in times.items()}
     return {
@@ -73,9 +74,12 @@ def extraction_ratios() -> dict[str, dict[str, Any]]:
 
 
 def _times_of_a_start(
-    recipe: Recipe, target: TargetInfo, prompts: list[list[int]], layer_ids: tuple[int, ...]
+    recipe: Recipe, target: TargetInfo, prompts: list[list[int]], layer_ids: tuple[int, ...], *, plain_first: bool
 ) -> dict[str, list[float]]:
-    """Seconds of each taker in each of its rounds, by engines started for it."""
+    """Seconds of each taker in each of its rounds, by engines started for it one after the other.
+
+    Which comes first may matter, so it is not the same one every time.
+    """
     identity = store_identity(recipe, target, layer_ids)
     times: dict[str, list[float]] = {}
     threads = torch.get_num_threads()
@@ -85,9 +89,13 @@ def _times_of_a_start(
             name="plain", target=str(target.path), dtype=recipe.target.dtype, engine=recipe.engine, max_num_seqs=AT_ONCE,
             memory_share=0.3,
         )  # fmt: skip
-        (plain,) = start_engines([config], Path(folder))
-        workers = {}
-        for generate in (False, True):
+        started: list[EngineHost] = []
+        workers: dict[bool, _Worker] = {}
+
+        def start_plain() -> None:
+            started.extend(start_engines([config], Path(folder)))
+
+        def start_worker(generate: bool) -> None:
             job = Job(
                 engine_arguments=_engine_arguments(recipe, target, layer_ids) | {"kv_cache_memory_bytes": 2**29},
                 generate=generate,
@@ -99,6 +107,11 @@ def _times_of_a_start(
             directory.mkdir()
             workers[generate] = _Worker(0, job, recipe.engine, 1, directory)
             assert isinstance(workers[generate].receive(), int)  # it is ready
+
+        starts = [start_plain, partial(start_worker, False), partial(start_worker, True)]
+        for start in starts if plain_first else reversed(starts):
+            start()
+        (plain,) = started
         try:
             answers, _ = plain.generate(prompts, max_tokens=ANSWER)
             texts = [ids + answer.token_ids for ids, answer in zip(prompts, answers, strict=True)]

@@ -198,6 +198,14 @@ def test_environment_keeps_a_preload_that_the_user_chose(monkeypatch: pytest.Mon
     assert "LD_PRELOAD" not in vllm_env.openmp_environment()
 
 
+def test_environment_keeps_a_heap_that_the_user_tuned(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(vllm_env, "is_cpu", lambda: True)
+    monkeypatch.setenv("MALLOC_TRIM_THRESHOLD_", "5")
+    environment = vllm_env.vllm_environment(recipe.Engine())
+    assert environment["MALLOC_TRIM_THRESHOLD_"] == "5"
+    assert int(environment["MALLOC_MMAP_THRESHOLD_"]) == 2**25
+
+
 def test_engines_differ_in_speculation_only() -> None:
     plain = EngineConfig(name="plain", target="t", dtype="float32", engine=recipe.Engine())
     speculative = EngineConfig(
