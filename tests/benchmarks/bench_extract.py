@@ -35,7 +35,7 @@ from draftsmith.target import TargetInfo, default_layer_ids, describe_target, pr
 PROMPTS, ANSWER, AT_ONCE = 96, 32, 32
 """Three times as many prompts as run at once: an extraction goes on for hours, and its end, when the last answers are checked,
 compressed and synced beside an idle engine, must not be a tenth of what is timed."""
-STARTS, RUNS, PREFILLS = 6, 1, 2
+STARTS, RUNS, PREFILLS = 5, 1, 2
 """An engine is faster or slower by a tenth from one start to the next, for all its life, so what counts is the number of
 starts. Prefill is short, so it is compared in more rounds of its own."""
 SHARD_TOKENS = 2048
@@ -122,20 +122,22 @@ def _times_of_a_start(
                     return _round(workers[generate], writer, inputs, ANSWER if generate else 1)
 
             arms = {
-                "plain": lambda n: plain.generate(prompts[:n], max_tokens=1)[1],
-                "prefill": lambda n: extracting(False, prompts[:n], "lossless"),
-                "texts": lambda n: extracting(False, texts[:n], "lossless"),
-                "answers": lambda n: plain.generate(prompts[:n], max_tokens=ANSWER)[1],
-                "onepass": lambda n: extracting(True, prompts[:n], "lossless"),
-                "uncompressed": lambda n: extracting(True, prompts[:n], "none"),
+                "plain": lambda: plain.generate(prompts, max_tokens=1)[1],
+                "prefill": lambda: extracting(False, prompts, "lossless"),
+                "texts": lambda: extracting(False, texts, "lossless"),
+                "answers": lambda: plain.generate(prompts, max_tokens=ANSWER)[1],
+                "onepass": lambda: extracting(True, prompts, "lossless"),
+                "uncompressed": lambda: extracting(True, prompts, "none"),
             }
             prefill = {name: arms[name] for name in ("plain", "prefill")}
             for run, takers in enumerate([arms] * (RUNS + 1) + [prefill] * PREFILLS):
                 # In turns forward and backward: whoever comes after a rest, or after another, has no advantage.
-                order = list(takers) if run % 2 else list(reversed(takers))
-                found = {name: takers[name](PROMPTS if run else 8) for name in order}
+                order = list(takers) if (run + plain_first) % 2 else list(reversed(takers))
+                found = {name: takers[name]() for name in order}
                 print(run, {k: round(v, 2) for k, v in found.items()}, flush=True)
-                if run:  # the first warms up
+                if (
+                    run
+                ):  # the first warms up, every arm on all of its prompts: an engine's cache is faulted in as it is used
                     for name, seconds in found.items():
                         times.setdefault(name, []).append(seconds)
         finally:
