@@ -37,8 +37,11 @@ import ctypes
 import fcntl
 import json
 import mmap
+import os
 import re
 import shutil
+import sys
+import threading
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -230,6 +233,7 @@ class StoreWriter:
         self._directory, self._identity, self._shard_tokens = directory, identity, shard_tokens
         self._shards: list[Shard] = []
         self._sample_ids: set[int] = set()
+        self._behind = ThreadPoolExecutor(1, thread_name_prefix="draftsmith-store", initializer=_step_back)
         self._lock = (directory / LOCK).open("w")
         try:
             fcntl.flock(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -264,6 +268,10 @@ class StoreWriter:
             ValueError: the sequence does not hold what a store promises (lengths, shape, finite, not all zero).
             DraftsmithError: there is no room on the disk. What is on disk already stays and can be continued.
         """
+        # The caller waits, so nothing happens at once but for whoever else is at work on the machine.
+        self._behind.submit(self._append, sequence).result()
+
+    def _append(self, sequence: Sequence) -> None:
         self._maker.add(sequence)
         if self._maker.tokens >= self._shard_tokens:
             self._close_shard()
@@ -286,6 +294,7 @@ class StoreWriter:
         """Write what is open and let go of the store; return the manifest's counts."""
         if self._maker.tokens:
             self._close_shard()
+        self._behind.shutdown()
         self._remove_leftovers()
         self._lock.close()
         return self._counts()
@@ -320,6 +329,17 @@ class StoreWriter:
         }
         body = json.dumps(manifest, indent=2).removesuffix("\n}").encode()
         write_bytes(self._directory / MANIFEST, body, _last_lines(body))
+
+
+def _step_back() -> None:
+    """Give this thread what the cores have left over.
+
+    Checking and compressing states takes a few percent of a core beside an engine. On a CPU the engine's threads wait for one
+    another many times in a step, so a moment taken from one stops them all; but in every step there are moments in which one
+    thread works alone and the other cores are free.
+    """
+    if sys.platform == "linux":  # where a thread has a priority of its own
+        os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), 19)
 
 
 def most_bytes(identity: StoreIdentity, compression: Form, *, tokens: int, sequences: int) -> int:

@@ -520,3 +520,22 @@ def test_prefetched_reading_from_threads_is_exact(tmp_path: Path) -> None:
     ahead = prefetched(store.__getitem__, range(40))
     for index, found in enumerate(ahead):
         same(found, store[index])  # read here at the same time
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="threads have priorities of their own on Linux alone")
+def test_appending_steps_back_and_nobody_else_does(tmp_path: Path) -> None:
+    """States are checked and compressed at the lowest priority; the thread that appends keeps its own."""
+    writer = open_writer(tmp_path, "lossless")
+    seen: list[int] = []
+    add = writer._maker.add
+
+    def watched(sequence: Sequence) -> None:
+        seen.append(os.getpriority(os.PRIO_PROCESS, threading.get_native_id()))
+        add(sequence)
+
+    writer._maker.add = watched  # type: ignore[method-assign]
+    before = os.getpriority(os.PRIO_PROCESS, threading.get_native_id())
+    writer.append(make_sequence(0, 3, 2, last_has_state=True))
+    writer.close()
+    assert seen == [19]
+    assert os.getpriority(os.PRIO_PROCESS, threading.get_native_id()) == before
