@@ -259,10 +259,75 @@ def _print_formats() -> None:
 
 @app.command()
 def evaluate(
-    recipe: RecipePath, overrides: Overrides = None, runs: RunsDir = Path("runs"), as_json: AsJson = False
+    places: Annotated[
+        list[Path],
+        typer.Argument(metavar="RECIPE", help="The recipe; with --compare two evaluations.", show_default=False),
+    ],
+    overrides: Overrides = None,
+    runs: RunsDir = Path("runs"),
+    as_json: AsJson = False,
+    compare: Annotated[
+        bool, typer.Option("--compare", help="Hold evaluation B against A; status 3 when B is worse beyond noise.")
+    ] = False,
 ) -> None:
-    """Plain against speculative decoding, measured: RUNS/NAME/eval with results.json and report.html."""
-    _run(["evaluate"], recipe, overrides, runs, as_json)
+    """Plain against speculative decoding, measured: RUNS/NAME/eval with results.json and report.html.
+
+    With --compare nothing is measured: two evaluations of the same target (runs, their eval folders, or files results.json) are
+    held against each other, prompt by prompt. Status 3 says that B is worse in acceptance, speed-up or identity by more than
+    chance.
+
+    draftsmith evaluate --compare runs/demo/eval runs/other/eval
+    """
+    if compare:
+        _compare(places, as_json)
+    elif len(places) != 1:
+        raise UserError("Name one recipe; two evaluations are compared with --compare A B.")
+    else:
+        _run(["evaluate"], places[0], overrides, runs, as_json)
+
+
+def _compare(places: list[Path], as_json: bool) -> None:
+    from draftsmith.serve.compare import compare, read_results
+
+    if len(places) != 2:
+        raise UserError(
+            "--compare takes two evaluations: A, and B that is held against it, as in `draftsmith evaluate --compare A B`."
+        )
+    found = compare(*(read_results(place) for place in places))
+    if as_json:
+        print(json.dumps(found, indent=2))
+    else:
+        for one in found:
+            low, high = one["interval"]
+            print(
+                f"{one['verdict']:<6} {one['suite']}, {one['figure']}: {one['a']:.3f} in A, {one['b']:.3f} in B; B less A from "
+                f"{low:+.3f} to {high:+.3f}"
+            )
+    if any(one["verdict"] == "worse" for one in found):
+        raise typer.Exit(3)
+
+
+@app.command()
+def tune(
+    recipe: RecipePath,
+    overrides: Overrides = None,
+    runs: RunsDir = Path("runs"),
+    as_json: AsJson = False,
+    verify: Annotated[
+        bool, typer.Option("--verify", help="Measure the predicted speed-ups by the clock, and the schedule's.")
+    ] = False,
+) -> None:
+    """How many tokens to guess at which load: RUNS/NAME/tune, which `draftsmith serve` goes by.
+
+    Measures once what a step costs by number of sequences and of guesses, and how many guesses are accepted; the best number at
+    every load makes vLLM's schedule num_speculative_tokens_per_batch_size, or none where speculation does not pay.
+    """
+    from draftsmith.serve.tune import run_tune
+
+    loaded = load_recipe(recipe, overrides)
+    figures = run_tune(loaded, runs / loaded.name, verify=verify)
+    if as_json:
+        print(json.dumps(figures, indent=2))
 
 
 @app.command()
@@ -272,13 +337,25 @@ def serve(
     runs: RunsDir = Path("runs"),
     host: Annotated[str, typer.Option(help="Address to listen on.")] = "127.0.0.1",
     port: Annotated[int, typer.Option(help="Port to listen on.")] = 8000,
-    k: Annotated[int | None, typer.Option("-k", help="Speculative tokens; absent: what the evaluation chose.")] = None,
+    k: Annotated[
+        int | None, typer.Option("-k", min=1, help="Speculative tokens; absent: what tuning or the evaluation chose.")
+    ] = None,
+    api_key: Annotated[
+        str | None,
+        typer.Option(envvar="VLLM_API_KEY", help="What clients must show as their API key.", show_default=False),
+    ] = None,
 ) -> None:
-    """vLLM's OpenAI-compatible server with the target and the run's drafter, until interrupted."""
+    """vLLM's OpenAI-compatible server with the target and the run's drafter, until interrupted.
+
+    The recipe's `serve.method` is another way of speculating (ngram, suffix, draft_model, mtp, a drafter from elsewhere, none),
+    and `serve.options` holds any further option of vLLM's server.
+
+    draftsmith serve recipes/demo.yaml -s 'serve.method={method: ngram}' -s serve.options.max_num_seqs=64
+    """
     from draftsmith.serve.server import serve as serve_forever
 
     loaded = load_recipe(recipe, overrides)
-    serve_forever(loaded, runs / loaded.name, host=host, port=port, k=k)
+    serve_forever(loaded, runs / loaded.name, host=host, port=port, k=k, api_key=api_key)
 
 
 @app.command()

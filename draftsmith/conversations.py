@@ -48,6 +48,8 @@ class Conversation:
     """Tokens, where the row is tokenised already."""
     loss_mask: list[bool] | None = None
     """With `token_ids`: which of them are to be learnt; absent: all."""
+    category: str | None = field(default=None, compare=False)
+    """What its data set files it under, for figures by category."""
     where: str = field(default="", compare=False)
     """Its place in its file, for messages."""
 
@@ -192,7 +194,12 @@ Parsed = dict[str, Any]
 def _jsonl(row: dict[str, Any], fallback_id: str, whole: bool) -> Parsed:
     id = _id(row, fallback_id)
     if "messages" in row:
-        return {"id": id, "messages": _messages(row["messages"], whole), "tools": _tools(row)}
+        return {
+            "id": id,
+            "messages": _messages(row["messages"], whole),
+            "tools": _tools(row),
+            "category": _category(row),
+        }
     if "instruction" in row and "prompt" not in row:
         prompt, answers = row["instruction"], ("output", "response")
         if row.get("input"):
@@ -202,8 +209,9 @@ def _jsonl(row: dict[str, Any], fallback_id: str, whole: bool) -> Parsed:
     answer = next((row[key] for key in answers if row.get(key) is not None), None)
     if isinstance(prompt, list):  # messages under another name
         answers_too = answer if isinstance(answer, list) else [] if answer is None else _say("assistant", answer)
-        return {"id": id, "messages": _messages(prompt + answers_too, whole), "tools": _tools(row)}
-    return {"id": id, "messages": _ask(prompt, answer, whole)}
+        messages = _messages(prompt + answers_too, whole)
+        return {"id": id, "messages": messages, "tools": _tools(row), "category": _category(row)}
+    return {"id": id, "messages": _ask(prompt, answer, whole), "category": _category(row)}
 
 
 def _sharegpt(row: dict[str, Any], fallback_id: str, whole: bool) -> Parsed:
@@ -244,7 +252,9 @@ def _tokens(row: dict[str, Any], fallback_id: str, whole: bool) -> Parsed:
 
 
 def _mt_bench(row: dict[str, Any], fallback_id: str, whole: bool) -> Parsed:
-    return {"id": str(row["question_id"]), "messages": _ask(row["turns"][0], None, whole)}
+    turns = row["turns"] if whole else row["turns"][:1]
+    messages = [message for turn in [row["turns"][0], *turns[1:]] for message in _ask(turn, None, whole)]
+    return {"id": str(row["question_id"]), "messages": messages, "category": _category(row)}
 
 
 def _humaneval(row: dict[str, Any], fallback_id: str, whole: bool) -> Parsed:
@@ -267,6 +277,12 @@ _PARSERS: dict[str, Callable[[dict[str, Any], str, bool], Parsed]] = {
     "humaneval": _humaneval,
     "gsm8k": _gsm8k,
 }
+
+
+def _category(row: dict[str, Any]) -> str | None:
+    """AlpacaEval has it under `dataset`: the set that an instruction was taken from."""
+    category = row.get("category", row.get("dataset") if "instruction" in row else None)
+    return category if isinstance(category, str) else None
 
 
 def _id(row: dict[str, Any], fallback_id: str) -> str:

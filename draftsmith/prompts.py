@@ -19,16 +19,16 @@ _OVERLAP_CHARS = 80
 """Two prompts that begin alike for this many normalised characters count as the same one, reworded at its end."""
 
 
-def load_prompts(source: Prompts) -> list[Prompt]:
+def load_prompts(source: Prompts, *, whole: bool = False) -> list[Prompt]:
     """Read the prompts that `source` names, in the file's order; a wrong row is an error.
 
     For the fixed sets that figures are compared on. `max_chars` is applied before `limit`; the draw depends on `seed`
-    and the file alone.
+    and the file alone. `whole`: conversations with all their turns, instead of prompts.
 
     Raises:
         UserError: the file is missing, a row is wrong (its line is named), or nothing is left.
     """
-    return list(read_conversations(source, whole=False, skips=None))
+    return list(read_conversations(source, whole=whole, skips=None))
 
 
 def training_and_held_out(extract: Extract) -> tuple[list[Prompt], list[Prompt]]:

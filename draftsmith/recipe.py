@@ -16,7 +16,6 @@ from typing import Annotated, Any, Literal
 import yaml
 from pydantic import (
     BaseModel,
-    ConfigDict,
     Field,
     SerializeAsAny,
     ValidationError,
@@ -27,12 +26,8 @@ from pydantic import (
 
 from draftsmith import drafters
 from draftsmith.errors import UserError
-
-
-class Section(BaseModel):
-    """A part of a recipe: immutable, and strict about its keys."""
-
-    model_config = ConfigDict(extra="forbid", frozen=True)
+from draftsmith.methods import AnyMethod, NoSpeculation
+from draftsmith.section import Section
 
 
 class FileSource(Section):
@@ -367,12 +362,20 @@ class Suite(Section):
     """`held_out`: the held-out prompts of extraction, where predicted acceptance length applies too."""
     max_tokens: int | None = Field(None, ge=1)
     """Longest response, tokens; absent: as for held-out prompts in extraction."""
+    turns: Literal["first", "all"] = "first"
+    """Answer the first user turn of a conversation, or each in order, the target reading its own earlier answers."""
+
+    @model_validator(mode="after")
+    def _held_out_has_first_turns(self) -> Suite:
+        if self.prompts == "held_out" and self.turns == "all":
+            raise ValueError("`turns: all` needs `prompts` of its own: of what is held out, evaluation has first turns")
+        return self
 
 
 class Evaluate(Section):
     """Plain against speculative decoding, in one run."""
 
-    suites: dict[str, Suite] = {"held_out": Suite(prompts="held_out")}
+    suites: dict[str, Suite] = Field(default_factory=lambda: {"held_out": Suite(prompts="held_out")})
     only: tuple[str, ...] | None = None
     """Names of the suites to run; absent: all."""
     k: tuple[int, ...] = (1, 2, 3, 4)
@@ -387,8 +390,41 @@ class Evaluate(Section):
     """Response tokens of a timed prompt."""
     batch_size: int = Field(32, ge=1)
     """Sequences at once where acceptance and identity, not speed, are measured."""
+    batch_sizes: tuple[Annotated[int, Field(ge=1)], ...] = ()
+    """Numbers of sequences at once at which throughput and latency are measured too, on the first suite."""
+    examples: int = Field(3, ge=0)
+    """Answers that the report shows token by token."""
+    methods: dict[str, AnyMethod] = Field(default_factory=dict)
+    """Other ways of speculating, measured beside the run's drafter on every suite, each with an engine of its own."""
     output: str = "eval"
     """Folder of the results inside the run."""
+
+
+class Tune(Section):
+    """What `draftsmith tune` measures."""
+
+    k: tuple[Annotated[int, Field(ge=1)], ...] = Field((1, 2, 3, 4, 5), min_length=1)
+    """Numbers of speculative tokens, each with an engine of its own."""
+    batch_sizes: tuple[Annotated[int, Field(ge=1)], ...] = Field((1, 4, 16), min_length=1)
+    """Numbers of sequences at once."""
+    suite: str | None = None
+    """Whose prompts; absent: the first suite of `evaluate`."""
+    prompts: int = Field(32, ge=1)
+    """How many of them."""
+    tokens: int = Field(64, ge=2)
+    """Longest answer where acceptance is measured, and speed by the clock."""
+    output: str = "tune"
+    """Folder of the results inside the run."""
+
+
+class Serve(Section):
+    """How `draftsmith serve` serves."""
+
+    method: AnyMethod | None = None
+    """Absent: the run's drafter, with the number of speculative tokens that its evaluation chose."""
+    options: dict[str, Any] = Field(default_factory=dict)
+    """Further options of vLLM's server by their names, as in `{ max_num_seqs: 64, enable_prefix_caching: true }`, passed on
+    as they are."""
 
 
 class Hardware(Section):
@@ -450,6 +486,8 @@ class Recipe(Section):
     train: Train = Field(_EMPTY, validate_default=True)
     convert: Convert = Convert()
     evaluate: Evaluate = Evaluate()
+    tune: Tune = Tune()
+    serve: Serve = Serve()
     plan: Assumptions | None = None
 
     @model_validator(mode="after")
@@ -462,12 +500,22 @@ class Recipe(Section):
             )
         return self
 
+    @model_validator(mode="after")
+    def _tuned_on_a_suite(self) -> Recipe:
+        if self.tune.suite is not None and self.tune.suite not in self.evaluate.suites:
+            known = ", ".join(self.evaluate.suites)
+            raise ValueError(f"`tune.suite` names `{self.tune.suite}`, which is not a suite; suites: {known}")
+        return self
+
     @field_validator("evaluate")
     @classmethod
     def _suites_exist(cls, value: Evaluate) -> Evaluate:
         for name in value.only or ():
             if name not in value.suites:
                 raise ValueError(f"`only` names `{name}`, which is not a suite; suites: {', '.join(value.suites)}")
+        for name, method in value.methods.items():
+            if isinstance(method, NoSpeculation):
+                raise ValueError(f"`methods.{name}` is plain decoding, which everything is measured against already")
         return value
 
 

@@ -28,6 +28,8 @@ from draftsmith.errors import DraftsmithError
 _LOG_LINES = 15
 """Lines of an engine's log that an error shows."""
 _SECONDS_TO_CLOSE = 10.0
+_LIKELIEST = 10
+"""Tokens whose logits are looked at where two answers part."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -48,6 +50,11 @@ class EngineConfig:
     memory_share: float = 1.0
     """This engine's part of `engine.kv_cache_gib` (CPU) or `engine.gpu_memory_utilization` (GPU)."""
 
+    @property
+    def num_speculative_tokens(self) -> int:
+        """0 for a plain engine."""
+        return int(self.speculative["num_speculative_tokens"]) if self.speculative else 0
+
     def arguments(self) -> dict[str, Any]:
         """Keyword arguments of `vllm.LLM`. Plain and speculative engines differ in `speculative_config` only."""
         arguments: dict[str, Any] = {
@@ -65,6 +72,7 @@ class EngineConfig:
         arguments |= vllm_env.memory_arguments(self.engine, share=self.memory_share)
         if self.speculative is not None:
             arguments["speculative_config"] = self.speculative
+            arguments["per_request_spec_decode_metrics"] = "detailed"
         return arguments
 
 
@@ -78,6 +86,12 @@ class Generated:
     """`stop` or `length`."""
     decode_seconds: float
     """From the first token to the last, by the engine's own clock: without the prompt's processing."""
+    first_token_seconds: float = 0.0
+    """From when it was asked to the first token."""
+    drafted: tuple[int, ...] = ()
+    """Tokens proposed in each step that proposed any, in order; empty for a plain engine."""
+    accepted: tuple[int, ...] = ()
+    """How many of them the target accepted."""
 
 
 @dataclass(frozen=True)
@@ -145,12 +159,15 @@ class EngineHost:
         self.seconds_to_start = time.monotonic() - self._started
         return self
 
-    def generate(self, prompts: Sequence[Sequence[int]], *, max_tokens: int) -> tuple[list[Generated], float]:
-        """Decode greedily until the end of the answer.
+    def generate(
+        self, prompts: Sequence[Sequence[int]], *, max_tokens: int, temperature: float = 0.0
+    ) -> tuple[list[Generated], float]:
+        """Decode until the end of the answer.
 
         Args:
             prompts: token ids, one sequence for each prompt; they run as one batch.
             max_tokens: longest response.
+            temperature: 0 decodes greedily; otherwise answers are drawn, other ones in every call.
 
         Returns:
             The answers in the prompts' order, and the seconds that the engine took.
@@ -158,8 +175,13 @@ class EngineHost:
         Raises:
             DraftsmithError: the engine failed.
         """
-        answers, seconds = self._call("generate", [list(ids) for ids in prompts], max_tokens)
+        answers, seconds = self._call("generate", [list(ids) for ids in prompts], max_tokens, temperature)
         return [Generated(*answer) for answer in answers], seconds
+
+    def gap(self, context: Sequence[int], token: int, other: int) -> float | None:
+        """By how much this engine's logit of `token` is above that of `other` after a context; None where it is far above."""
+        found: float | None = self._call("gap", list(context), token, other)
+        return found
 
     def counters(self) -> Counters:
         """The engine's speculative decoding counters; all zero for a plain engine."""
@@ -284,11 +306,11 @@ class _Engine:
         self._llm = LLM(**arguments)
 
     def generate(
-        self, prompts: list[list[int]], max_tokens: int
-    ) -> tuple[list[tuple[list[int], str | None, float]], float]:
+        self, prompts: list[list[int]], max_tokens: int, temperature: float
+    ) -> tuple[list[tuple[Any, ...]], float]:
         from vllm import SamplingParams
 
-        sampling = SamplingParams(temperature=0.0, max_tokens=max_tokens, detokenize=False)
+        sampling = SamplingParams(temperature=temperature, max_tokens=max_tokens, detokenize=False)
         inputs: list[Any] = [{"prompt_token_ids": ids} for ids in prompts]
         started = time.perf_counter()
         outputs = self._llm.generate(inputs, sampling, use_tqdm=False)
@@ -297,8 +319,26 @@ class _Engine:
         for output in outputs:
             stats, (answer,) = output.metrics, output.outputs
             decode_seconds = stats.last_token_ts - stats.first_token_ts
-            answers.append((list(answer.token_ids), answer.finish_reason, decode_seconds))
+            steps = answer.spec_decode_metrics
+            drafted, accepted = (steps.per_step_drafted, steps.per_step_accepted) if steps else ([], [])
+            answers.append(
+                (
+                    list(answer.token_ids), answer.finish_reason, decode_seconds, stats.first_token_latency,
+                    tuple(drafted), tuple(accepted),
+                )
+            )  # fmt: skip
         return answers, seconds
+
+    def gap(self, context: list[int], token: int, other: int) -> float | None:
+        from vllm import SamplingParams
+
+        sampling = SamplingParams(temperature=0.0, max_tokens=1, logprobs=_LIKELIEST, detokenize=False)
+        inputs: list[Any] = [{"prompt_token_ids": context}]
+        (output,) = self._llm.generate(inputs, sampling, use_tqdm=False)
+        logprobs = (output.outputs[0].logprobs or [{}])[0]
+        if token not in logprobs or other not in logprobs:
+            return None
+        return float(logprobs[token].logprob - logprobs[other].logprob)
 
     def counters(self) -> tuple[int, int, int, tuple[int, ...]]:
         values: dict[str, Any] = {}

@@ -9,18 +9,25 @@ b. acceptance and identity: all prompts in batches. The first suite runs at ever
    is the speed-up to expect, and the K with the highest is chosen. Other suites run at that K and at `acceptance_k`;
 c. speed: some prompts of every suite, one at a time, plain and at the chosen K in turn, by the clock.
 
+Other ways of speculating (`evaluate.methods`) have engines of their own and take part in b and c. Then, where wanted, the
+first suite's prompts run so many at once (`evaluate.batch_sizes`).
+
 Acceptance varies from prompt to prompt far more than the cost of a step. Choosing K by the clock alone would take
 hundreds of prompts, one at a time, on every engine.
 
-Reads the target and `runs/NAME/vllm`; writes `runs/NAME/eval/{results.json,report.html,stage.json}`.
+Reads the target and `runs/NAME/vllm`; writes `runs/NAME/eval/{results.json,report.html,stage.json}`. Each suite's figures are
+in `partial.json` as soon as it is measured; an evaluation that was stopped goes on after the last.
 """
 
 from __future__ import annotations
 
+import json
+import re
 import statistics
 import time
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from collections import deque
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -29,6 +36,7 @@ from rich.table import Table
 
 from draftsmith import stage
 from draftsmith.errors import UserError
+from draftsmith.methods import Method
 from draftsmith.progress import Bar, console
 from draftsmith.prompts import Prompt, load_prompts, training_and_held_out
 from draftsmith.recipe import Recipe, digest
@@ -36,15 +44,39 @@ from draftsmith.serve import results as res
 from draftsmith.serve.engine import EngineConfig, EngineHost, Generated, start_engines
 from draftsmith.serve.report import render
 from draftsmith.serve.results import Results
-from draftsmith.serve.speculation import drafter_name, speculative_config
-from draftsmith.target import describe_target, prepare_target, target_name
+from draftsmith.serve.speculation import drafter_name, method_config, own_drafter
+from draftsmith.target import TargetInfo, describe_target, prepare_target, target_name
 
 _WARM_UP_TOKENS = 8
 """Tokens that every engine generates before any is timed: first calls allocate and choose kernels."""
 _COST_TOKENS = 16
 """Response tokens of an answer whose steps are timed."""
-_REPORT_VERSION = 5
+_POSITIONS_SHOWN = 4
+"""On screen, of methods that guess far ahead."""
+_LOAD_ROUNDS = 3
+"""Runs of each number of sequences at once; all count."""
+_REPORT_VERSION = 6
 """Counted up when results or report change their form, so that old ones are made again."""
+
+
+_PARTIAL = "partial.json"
+
+Arm = int | str
+"""Whose engine: 0 for plain decoding, K for the drafter, the name of another method."""
+
+
+@dataclass(frozen=True)
+class SuitePrompt:
+    """One question, ready for an engine."""
+
+    id: str
+    question: Prompt
+    """Its messages, earlier answers included."""
+    token_ids: list[int]
+    """In the target's chat template, ready for the answer."""
+    later: list[list[dict[str, Any]]]
+    """Messages to add after each answer, to be answered in turn."""
+    turn: int = 1
 
 
 @dataclass(frozen=True)
@@ -52,9 +84,8 @@ class SuiteInput:
     """A suite, ready for an engine."""
 
     name: str
-    prompt_ids: list[str]
-    token_ids: list[list[int]]
-    """One sequence a prompt, in the target's chat template, ready for the answer."""
+    prompts: list[SuitePrompt]
+    """First turns."""
     max_tokens: int
 
 
@@ -110,15 +141,17 @@ def run_evaluate(recipe: Recipe, run_dir: Path) -> Results:
         console.print(f"evaluate: finished before, see {output / 'report.html'}", highlight=False, soft_wrap=True)
         print_table(found)
         return found
-    stage.claim(output, fresh=True)
+    partial = _read_partial(output / _PARTIAL, inputs)
+    stage.claim(output, fresh=partial is None)
+    renderer = Renderer(target_dir, recipe.engine.max_model_len)
     suites = [
-        _tokenise(name, items, target_dir, recipe.evaluate.suites[name].max_tokens or recipe.extract.response_tokens(held_out=True),
-                  recipe.engine.max_model_len)
+        renderer.suite(name, items, recipe.evaluate.suites[name].max_tokens or recipe.extract.response_tokens(held_out=True))
         for name, items in prompts.items()
     ]  # fmt: skip
     found = evaluate(
-        recipe, target_dir=target_dir, target_name=target.name, drafter_dir=drafter_dir, drafter_sha256=drafter_sha256,
-        suites=suites, predicted=predicted, log_dir=output,
+        recipe, target=target, drafter_dir=drafter_dir, drafter_sha256=drafter_sha256, suites=suites, renderer=renderer,
+        predicted=predicted, log_dir=output, partial=partial,
+        keep=lambda measured: stage.write_json(output / _PARTIAL, {"inputs": inputs, **measured}),
     )  # fmt: skip
     stage.write_json(output / "results.json", found)
     stage.write_bytes(output / "report.html", render(found).encode())
@@ -126,109 +159,173 @@ def run_evaluate(recipe: Recipe, run_dir: Path) -> Results:
         output, stage="evaluate", inputs=inputs, recipe=sections, figures=dict(found), started=started,
         files=("results.json", "report.html"),
     )  # fmt: skip
+    (output / _PARTIAL).unlink(missing_ok=True)
     print_table(found)
     console.print(f"evaluate: report in {output / 'report.html'}", highlight=False, soft_wrap=True)
     return found
 
 
+def _read_partial(path: Path, inputs: str) -> dict[str, Any] | None:
+    """What an evaluation of the same inputs had measured when it was stopped."""
+    try:
+        partial = json.loads(path.read_text())
+    except (OSError, ValueError):
+        return None
+    return partial if isinstance(partial, dict) and partial.get("inputs") == inputs else None
+
+
 def evaluate(
     recipe: Recipe,
     *,
-    target_dir: Path,
-    target_name: str,
+    target: TargetInfo,
     drafter_dir: Path,
     drafter_sha256: dict[str, str],
     suites: Sequence[SuiteInput],
+    renderer: Renderer,
     predicted: Mapping[str, float] | None,
     log_dir: Path,
+    partial: Mapping[str, Any] | None = None,
+    keep: Callable[[dict[str, Any]], None] = lambda measured: None,
 ) -> Results:
     """Measure; writes nothing but the engines' logs.
 
     Args:
         drafter_sha256: digests of its files, passed on into the results.
         suites: what to evaluate on; the first gives the K curve.
+        renderer: makes the prompts of later turns.
         predicted: acceptance length by K that training predicted, passed on into the results.
         log_dir: folder for the engines' logs.
+        partial: what `keep` was last given by an evaluation that was stopped: its suites are not measured again.
+        keep: called with what is measured so far after every suite.
     """
     options = recipe.evaluate
     ks = sorted({*options.k, options.acceptance_k})
-    configs = [
-        EngineConfig(
-            name="plain" if k == 0 else f"k{k}",
-            target=str(target_dir),
-            dtype=recipe.target.dtype,
-            engine=recipe.engine,
-            speculative=speculative_config(drafter_dir, k) if k else None,
-            max_num_seqs=options.batch_size,
-            memory_share=1 / (len(ks) + 1),
-        )
-        for k in (0, *ks)
-    ]
-    with Bar("start engines", total=len(configs), unit="engines") as bar:
-        hosts = start_engines(configs, log_dir, on_ready=bar.update)
-    engines = dict(zip((0, *ks), hosts, strict=True))
+    measured: dict[str, res.Suite] = dict(partial["suites"]) if partial else {}
+    curve: dict[str, res.CurvePoint] = partial["k_curve"] if partial else {}
+    load: dict[str, res.Load] = partial["load"] if partial else {}
+    examples: list[res.Example] = partial["examples"] if partial else []
+    best = res.fastest({k: curve[str(k)] for k in options.k}) if partial else 0
+    if partial:
+        console.print(f"evaluate: {', '.join(measured)} measured before", highlight=False, soft_wrap=True)
+    left = [suite for suite in suites if suite.name not in measured]
+    engines = (
+        _start(recipe, target, drafter_dir, sorted({best, options.acceptance_k}) if partial else ks, log_dir)
+        if left
+        else {}
+    )
     try:
-        for host in hosts:
-            host.generate([suites[0].token_ids[0]], max_tokens=_WARM_UP_TOKENS)
-        costs, different = _step_costs(engines, suites[0], recipe)
-        measured: dict[str, res.Suite] = {}
-        curve: dict[int, res.CurvePoint] = {}
-        best = 0
-        for suite in suites:
+        for host in engines.values():
+            host.generate([left[0].prompts[0].token_ids], max_tokens=_WARM_UP_TOKENS)
+        for suite in left:
             first = suite is suites[0]
-            at_k, plain_seconds, more = _acceptance(
-                engines, ks if first else sorted({best, options.acceptance_k}), suite, options.batch_size
-            )
+            costs, different = _step_costs(engines, ks, suite, recipe) if first else ({}, [])
+            at_k = ks if first else sorted({best, options.acceptance_k})
+            found = _acceptance(engines, [*at_k, *options.methods], suite, renderer, options.batch_size)
             if first:
-                curve = {k: res.curve_point(at_k[str(k)], costs[k]) for k in ks}
-                best = res.fastest({k: curve[k] for k in options.k})
+                curve = {str(k): res.curve_point(found.at[k], costs[k]) for k in ks}
+                best = res.fastest({k: curve[str(k)] for k in options.k})
                 for k in ks:
                     if k not in (best, options.acceptance_k):
                         engines.pop(k).close()
-            speed, differing = _speed(engines, best, suite, recipe)
-            different = [*(different if first else []), *more, *differing]
+                examples = renderer.examples(found.prompts, found.answers[best], options.examples)
+                load = _load(engines, best, found.prompts, recipe)
+            speeds, differing = _speed(engines, [best, *options.methods], suite.name, found.prompts, recipe)
+            different = [*different, *found.different, *differing]
+            identical = not any(one["method"] is None for one in different)
+            category_of = {one.id: one.question.category for one in found.prompts if one.question.category}
             measured[suite.name] = {
-                "prompts": len(suite.token_ids),
+                "prompts": len(found.prompts),
+                "prompts_sha256": digest([prompt.token_ids for prompt in suite.prompts]),
                 "max_tokens": suite.max_tokens,
-                **res.acceptance_of(at_k[str(best)]),
-                **speed,
-                "identical_to_plain": not different,
+                **res.acceptance_of(found.at[best]),
+                **speeds[best],
+                "acceptance_length_interval": found.at[best]["acceptance_length_interval"],
+                "categories": res.categories(found.at[best]["by_prompt"], category_of),
+                "identical_to_plain": identical,
+                "near_ties": sum(one["near_tie"] for one in different),
+                "faults": sum(not one["near_tie"] for one in different),
                 "differences": different[: res.DIFFERENCES_KEPT],
-                "at_k": at_k,
-                "plain_seconds": plain_seconds,
+                "at_k": {str(k): found.at[k] for k in at_k},
+                "plain_seconds": found.plain_seconds,
+                "methods": {
+                    name: {
+                        **found.at[name],
+                        "method": method.method,
+                        "num_speculative_tokens": engines[name].config.num_speculative_tokens,
+                        "tokens_per_step": res.tokens_per_step(found.answers[name]),
+                        "tokens_per_second": speeds[name]["tokens_per_second"]["speculative"],
+                        "speedup": speeds[name]["speedup"],
+                        "speedup_interval": speeds[name]["speedup_interval"],
+                        "seconds_by_prompt": speeds[name]["seconds_by_prompt"],
+                    }
+                    for name, method in options.methods.items()
+                },
             }
+            keep({"suites": measured, "k_curve": curve, "load": load, "examples": examples})
     finally:
-        for host in hosts:
+        for host in engines.values():
             host.close()
 
-    by_k = {str(k): point for k, point in curve.items()}
     return {
-        "target": target_name,
+        "target": target.name,
         "drafter": drafter_name(drafter_dir),
         "drafter_sha256": drafter_sha256,
         "num_speculative_tokens": best,
-        "suites": measured,
-        "k_curve": by_k,
+        "suites": {suite.name: measured[suite.name] for suite in suites},
+        "k_curve": curve,
         "predicted_acceptance_length": dict(predicted) if predicted is not None else None,
-        "predicted_speedup": res.predicted_speedup(predicted, by_k),
+        "predicted_speedup": res.predicted_speedup(predicted, curve),
+        "load": load,
+        "examples": examples,
         "dtype": recipe.target.dtype,
         "versions": stage.versions(),
         "machine": res.machine(),
     }
 
 
+def _start(
+    recipe: Recipe, target: TargetInfo, drafter_dir: Path, ks: Sequence[int], log_dir: Path
+) -> dict[Arm, EngineHost]:
+    """Engines of plain decoding, of the drafter at each K and of the other methods, ready."""
+    options, parallel = recipe.evaluate, recipe.engine.tensor_parallel_size
+    own = own_drafter(drafter_dir)
+    methods: dict[Arm, Method] = {k: own.model_copy(update={"num_speculative_tokens": k}) for k in ks}
+    speculative: dict[Arm, dict[str, Any] | None] = {0: None}
+    for arm, method in (methods | options.methods).items():
+        speculative[arm] = method_config(method, target, own_drafter=drafter_dir, tensor_parallel_size=parallel)
+    configs = [
+        EngineConfig(
+            name="plain" if arm == 0 else f"k{arm}" if isinstance(arm, int) else f"method-{_file_name(arm)}",
+            target=str(target.path),
+            dtype=recipe.target.dtype,
+            engine=recipe.engine,
+            speculative=config,
+            max_num_seqs=max(options.batch_size, *options.batch_sizes, 1),
+            memory_share=1 / len(speculative),
+        )
+        for arm, config in speculative.items()
+    ]
+    with Bar("start engines", total=len(configs), unit="engines") as bar:
+        hosts = start_engines(configs, log_dir, on_ready=bar.update)
+    return dict(zip(speculative, hosts, strict=True))
+
+
+def _file_name(name: str) -> str:
+    return re.sub(r"[^\w.-]", "_", name)
+
+
 def _step_costs(
-    engines: Mapping[int, EngineHost], suite: SuiteInput, recipe: Recipe
+    engines: Mapping[Arm, EngineHost], ks: Sequence[int], suite: SuiteInput, recipe: Recipe
 ) -> tuple[dict[int, float], list[res.Difference]]:
     """Phase a: what one decoding step costs at each K, over a plain step's cost.
 
     Answers are short and every prompt goes to every engine in turn, so that what disturbs the machine for a second or
     two spoils one ratio of many; the median leaves it out.
     """
-    order = list(engines)
-    ratios: dict[int, list[float]] = {k: [] for k in order[1:]}
+    order = [0, *ks]
+    ratios: dict[int, list[float]] = {k: [] for k in ks}
     different: list[res.Difference] = []
-    count = min(recipe.evaluate.curve_prompts, len(suite.token_ids))
+    count = min(recipe.evaluate.curve_prompts, len(suite.prompts))
     with Bar("step cost", total=count * len(order), unit="answers") as bar:
         for index in range(count):
             answers: dict[int, Generated] = {}
@@ -236,13 +333,13 @@ def _step_costs(
             shift = index % len(order)  # nobody is always first
             for k in order[shift:] + order[:shift]:
                 before = engines[k].counters()
-                (answers[k],), _ = engines[k].generate([suite.token_ids[index]], max_tokens=_COST_TOKENS)
+                (answers[k],), _ = engines[k].generate([suite.prompts[index].token_ids], max_tokens=_COST_TOKENS)
                 # Prefill gives the first token; from there every step of a speculative engine checks a draft.
                 steps = (engines[k].counters() - before).drafts if k else len(answers[0].token_ids) - 1
                 seconds[k] = answers[k].decode_seconds / steps if steps else 0.0
                 bar.update(index * len(order) + len(answers))
             for k in order[1:]:
-                different += res.differences([suite.prompt_ids[index]], [answers[0]], [answers[k]], k=k)
+                different += _differences(engines, k, [suite.prompts[index]], [answers[0]], [answers[k]])
                 if seconds[0] and seconds[k]:
                     ratios[k].append(seconds[k] / seconds[0])
     if not all(ratios.values()):
@@ -253,109 +350,255 @@ def _step_costs(
     return {k: statistics.median(found) for k, found in ratios.items()}, different
 
 
+@dataclass
+class _Acceptance:
+    """Phase b for one suite."""
+
+    prompts: list[SuitePrompt]
+    """Every turn, in order of being asked."""
+    at: dict[Arm, res.SuiteAtK]
+    answers: dict[Arm, list[Generated]]
+    plain_seconds: float
+    different: list[res.Difference]
+
+
 def _acceptance(
-    engines: Mapping[int, EngineHost], ks: Sequence[int], suite: SuiteInput, batch_size: int
-) -> tuple[dict[str, res.SuiteAtK], float, list[res.Difference]]:
-    """Phase b for one suite: figures by K, seconds of plain decoding, and where answers differ from it."""
-    total = len(suite.token_ids)
-    before = {k: engines[k].counters() for k in ks}
-    identical = dict.fromkeys(ks, 0)
-    seconds = dict.fromkeys((0, *ks), 0.0)
+    engines: Mapping[Arm, EngineHost], arms: Sequence[Arm], suite: SuiteInput, renderer: Renderer, batch_size: int
+) -> _Acceptance:
+    """Every prompt of a suite on every engine, in batches; later turns follow plain decoding's answers."""
+    before = {arm: engines[arm].counters() for arm in arms}
+    identical = dict.fromkeys(arms, 0)
+    seconds: dict[Arm, float] = dict.fromkeys((0, *arms), 0.0)
+    answers: dict[Arm, list[Generated]] = {arm: [] for arm in (0, *arms)}
+    asked: list[SuitePrompt] = []
     different: list[res.Difference] = []
-    with Bar(f"{suite.name}: acceptance", total=total * (len(ks) + 1), unit="answers") as bar:
-        for start in range(0, total, batch_size):
-            part = slice(start, min(start + batch_size, total))
-            size = part.stop - start
-            plain: list[Generated] = []
-            for turn, k in enumerate((0, *ks), start=1):
-                answers, spent = engines[k].generate(suite.token_ids[part], max_tokens=suite.max_tokens)
-                seconds[k] += spent
-                if k == 0:
-                    plain = answers
-                else:
-                    found = res.differences(suite.prompt_ids[part], plain, answers, k=k)
-                    identical[k] += size - len(found)
-                    different += found
-                bar.update(start * (len(ks) + 1) + turn * size)
-    at_k: dict[str, res.SuiteAtK] = {
-        str(k): {
-            **res.acceptance(engines[k].counters() - before[k]),
-            "prompts_identical": identical[k],
-            "seconds": seconds[k],
+    waiting = deque(suite.prompts)
+    total = sum(1 + len(prompt.later) for prompt in suite.prompts) * (len(arms) + 1)
+    with Bar(f"{suite.name}: acceptance", total=total, unit="answers") as bar:
+        while waiting:
+            batch = [waiting.popleft() for _ in range(min(batch_size, len(waiting)))]
+            for turn, arm in enumerate((0, *arms), start=1):
+                found, spent = engines[arm].generate(
+                    [prompt.token_ids for prompt in batch], max_tokens=suite.max_tokens
+                )
+                seconds[arm] += spent
+                answers[arm] += found
+                if arm != 0:
+                    plain = answers[0][-len(batch) :]
+                    differing = _differences(engines, arm, batch, plain, found)
+                    identical[arm] += len(batch) - len(differing)
+                    different += differing
+                bar.update(len(asked) * (len(arms) + 1) + turn * len(batch))
+            asked += batch
+            answered = zip(batch, answers[0][-len(batch) :], strict=True)
+            following = (renderer.next_turn(prompt, answer, suite) for prompt, answer in answered)
+            waiting.extendleft(reversed([prompt for prompt in following if prompt is not None]))
+    if left_out := sum(1 + len(prompt.later) for prompt in suite.prompts) - len(asked):
+        console.print(
+            f"evaluate: {left_out} later turns of the suite `{suite.name}` are left out: with the answers before them they leave "
+            "no room within engine.max_model_len", highlight=False, soft_wrap=True,
+        )  # fmt: skip
+    at: dict[Arm, res.SuiteAtK] = {}
+    for arm in arms:
+        by_prompt = {
+            prompt.id: [len(answer.drafted), sum(answer.accepted)]
+            for prompt, answer in zip(asked, answers[arm], strict=True)
         }
-        for k in ks
-    }
-    return at_k, seconds[0], different
+        at[arm] = {
+            **res.acceptance(engines[arm].counters() - before[arm]),
+            "acceptance_length_interval": res.acceptance_interval(by_prompt),
+            "by_prompt": by_prompt,
+            "prompts_identical": identical[arm],
+            "seconds": seconds[arm],
+        }
+    return _Acceptance(asked, at, answers, seconds[0], different)
+
+
+def _differences(
+    engines: Mapping[Arm, EngineHost],
+    arm: Arm,
+    prompts: Sequence[SuitePrompt],
+    plain: Sequence[Generated],
+    found: Sequence[Generated],
+) -> list[res.Difference]:
+    """Where answers differ from plain ones, and by how much the target preferred its own token there."""
+    config = engines[arm].config
+    differing = res.differences(
+        [prompt.id for prompt in prompts], plain, found, k=config.num_speculative_tokens,
+        method=arm if isinstance(arm, str) else None,
+    )  # fmt: skip
+    places = {prompt.id: index for index, prompt in enumerate(prompts)}
+    for one in differing:
+        index, position = places[one["prompt"]], one["position"]
+        pair = [answer.token_ids[position : position + 1] for answer in (plain[index], found[index])]
+        if all(pair):
+            context = prompts[index].token_ids + plain[index].token_ids[:position]
+            one["gap"] = engines[0].gap(context, pair[0][0], pair[1][0])
+            one["near_tie"] = one["gap"] is not None and abs(one["gap"]) <= res.NEAR_TIE[config.dtype]
+    return differing
 
 
 def _speed(
-    engines: Mapping[int, EngineHost], best: int, suite: SuiteInput, recipe: Recipe
-) -> tuple[res.Timed, list[res.Difference]]:
+    engines: Mapping[Arm, EngineHost], arms: Sequence[Arm], name: str, prompts: Sequence[SuitePrompt], recipe: Recipe
+) -> tuple[dict[Arm, res.Timed], list[res.Difference]]:
     """Phase c for one suite: prompts one at a time, by the clock."""
     # The prompts that step costs were measured on come first in the suite; these are its last.
-    timed = range(max(0, len(suite.token_ids) - recipe.evaluate.speed_prompts), len(suite.token_ids))
-    seconds: dict[int, list[float]] = {0: [], best: []}
-    tokens = {0: 0, best: 0}
+    timed = prompts[-recipe.evaluate.speed_prompts :]
+    order = [0, *arms]
+    seconds: dict[Arm, dict[str, float]] = {arm: {} for arm in order}
+    tokens: dict[Arm, int] = dict.fromkeys(order, 0)
     different: list[res.Difference] = []
-    with Bar(f"{suite.name}: speed", total=len(timed), unit="prompts") as bar:
-        for done, index in enumerate(timed, start=1):
-            answers: dict[int, Generated] = {}
-            for k in (0, best) if done % 2 else (best, 0):
-                (answers[k],), spent = engines[k].generate(
-                    [suite.token_ids[index]], max_tokens=recipe.evaluate.speed_tokens
+    with Bar(f"{name}: speed", total=len(timed), unit="prompts") as bar:
+        for done, prompt in enumerate(timed, start=1):
+            answers: dict[Arm, Generated] = {}
+            shift = done % len(order)  # nobody is always first
+            for arm in order[shift:] + order[:shift]:
+                (answers[arm],), seconds[arm][prompt.id] = engines[arm].generate(
+                    [prompt.token_ids], max_tokens=recipe.evaluate.speed_tokens
                 )
-                seconds[k].append(spent)
-                tokens[k] += len(answers[k].token_ids)
-            different += res.differences([suite.prompt_ids[index]], [answers[0]], [answers[best]], k=best)
-            bar.update(done, speedup=sum(seconds[0]) / sum(seconds[best]))
-    ratios = [a / b for a, b in zip(seconds[0], seconds[best], strict=True)]
-    speeds: res.Speeds = {
-        "plain": tokens[0] / sum(seconds[0]),
-        "speculative": tokens[best] / sum(seconds[best]),
-    }
-    return {
-        "tokens_per_second": speeds,
-        "speedup": speeds["speculative"] / speeds["plain"],
-        "speedup_per_prompt": {"min": min(ratios), "median": statistics.median(ratios), "max": max(ratios)},
-        "timed_prompts": len(timed),
-    }, different
+                tokens[arm] += len(answers[arm].token_ids)
+            for arm in arms:
+                different += _differences(engines, arm, [prompt], [answers[0]], [answers[arm]])
+            bar.update(done, speedup=sum(seconds[0].values()) / sum(seconds[arms[0]].values()))
+    found: dict[Arm, res.Timed] = {}
+    for arm in arms:
+        both = {prompt.id: [seconds[0][prompt.id], seconds[arm][prompt.id]] for prompt in timed}
+        ratios = [plain / own for plain, own in both.values()]
+        speeds: res.Speeds = {
+            "plain": tokens[0] / sum(seconds[0].values()),
+            "speculative": tokens[arm] / sum(seconds[arm].values()),
+        }
+        found[arm] = {
+            "tokens_per_second": speeds,
+            "speedup": speeds["speculative"] / speeds["plain"],
+            "speedup_interval": res.speedup_interval(both),
+            "speedup_per_prompt": {"min": min(ratios), "median": statistics.median(ratios), "max": max(ratios)},
+            "timed_prompts": len(timed),
+            "seconds_by_prompt": both,
+        }
+    return found, different
+
+
+def _load(
+    engines: Mapping[Arm, EngineHost], best: int, prompts: Sequence[SuitePrompt], recipe: Recipe
+) -> dict[str, res.Load]:
+    """Throughput and latency with several sequences at once: the suite's last prompts, in turns."""
+    found: dict[str, res.Load] = {}
+    sizes = [size for size in recipe.evaluate.batch_sizes if size <= len(prompts)]
+    if len(sizes) < len(recipe.evaluate.batch_sizes):
+        console.print(f"evaluate: the first suite has {len(prompts)} prompts, too few for larger evaluate.batch_sizes")
+    done = 0
+    with Bar("load", total=2 * _LOAD_ROUNDS * len(sizes), unit="batches") as bar:
+        for size in sizes:
+            batch = [prompt.token_ids for prompt in prompts[-size:]]
+            runs: dict[int, list[tuple[list[Generated], float]]] = {0: [], best: []}
+            for number in range(_LOAD_ROUNDS):
+                for arm in (0, best) if number % 2 else (best, 0):
+                    runs[arm].append(engines[arm].generate(batch, max_tokens=recipe.evaluate.speed_tokens))
+                    done += 1
+                    bar.update(done)
+            plain, speculative = (res.at_batch(runs[arm]) for arm in (0, best))
+            ratio = speculative["tokens_per_second"] / plain["tokens_per_second"]
+            found[str(size)] = {"plain": plain, "speculative": speculative, "speedup": ratio}
+    return found
 
 
 def _prompts(recipe: Recipe) -> dict[str, list[Prompt]]:
     """The prompts of each suite to run, in the recipe's order."""
     found: dict[str, list[Prompt]] = {}
     for name in recipe.evaluate.only or recipe.evaluate.suites:
-        source = recipe.evaluate.suites[name].prompts
-        found[name] = training_and_held_out(recipe.extract)[1] if source == "held_out" else load_prompts(source)
-        if not found[name]:
-            raise UserError(f"The suite `{name}` has no prompts. Give `evaluate.suites.{name}.prompts` another source.")
+        found[name] = suite_prompts(recipe, name)
     if not found:
         raise UserError("There is no suite to evaluate: `evaluate.suites` is empty.")
     return found
 
 
-def _tokenise(
-    name: str, prompts: Sequence[Prompt], target_dir: Path, max_tokens: int, max_model_len: int
-) -> SuiteInput:
-    """Prompts in the target's chat template, ready for the assistant's answer."""
-    from transformers import AutoTokenizer
+def suite_prompts(recipe: Recipe, name: str) -> list[Prompt]:
+    """The prompts of one suite, with their later turns where it asks for all.
 
-    tokenizer: Any = AutoTokenizer.from_pretrained(target_dir)
-    if tokenizer.chat_template is None:
-        raise UserError(f"The tokenizer of the target in {target_dir} has no chat template, which prompts need.")
-    token_ids = []
-    for prompt in prompts:
-        ids = tokenizer.apply_chat_template(
-            prompt.messages, add_generation_prompt=True, tokenize=True, return_dict=False
+    Raises:
+        UserError: there are none.
+    """
+    suite = recipe.evaluate.suites[name]
+    if suite.prompts == "held_out":
+        found = training_and_held_out(recipe.extract)[1]
+    else:
+        found = load_prompts(suite.prompts, whole=suite.turns == "all")
+    if not found:
+        raise UserError(f"The suite `{name}` has no prompts. Give `evaluate.suites.{name}.prompts` another source.")
+    return found
+
+
+class Renderer:
+    """Prompts in the target's chat template, ready for the assistant's answer."""
+
+    def __init__(self, target_dir: Path, max_model_len: int) -> None:
+        from transformers import AutoTokenizer
+
+        self._tokenizer: Any = AutoTokenizer.from_pretrained(target_dir)
+        self._max_model_len = max_model_len
+        if self._tokenizer.chat_template is None:
+            raise UserError(f"The tokenizer of the target in {target_dir} has no chat template, which prompts need.")
+
+    def suite(self, name: str, conversations: Sequence[Prompt], max_tokens: int) -> SuiteInput:
+        """First turns of the conversations, and what follows them.
+
+        Raises:
+            UserError: a prompt does not fit the engine.
+        """
+        found = []
+        for conversation in conversations:
+            turns = conversation.user_turns()
+            if not turns:
+                raise UserError(
+                    f"Prompt `{conversation.id}` of the suite `{name}` has no user's turn to answer. Evaluation takes prompts "
+                    f"and conversations, and no plain texts or tokens: give evaluate.suites.{name}.prompts another source."
+                )
+            first, later = turns[0], turns[1:]
+            question = replace(conversation, messages=first)
+            ids = self._ids(question)
+            if len(ids) + max_tokens > self._max_model_len:
+                raise UserError(
+                    f"Prompt `{conversation.id}` of the suite `{name}` has {len(ids)} tokens; with {max_tokens} response tokens "
+                    f"that is more than engine.max_model_len, {self._max_model_len}. Raise it, lower "
+                    f"evaluate.suites.{name}.max_tokens, or leave long prompts out with evaluate.suites.{name}.prompts.max_chars."
+                )
+            found.append(SuitePrompt(conversation.id, question, ids, later))
+        return SuiteInput(name, found, max_tokens)
+
+    def next_turn(self, prompt: SuitePrompt, answer: Generated, suite: SuiteInput) -> SuitePrompt | None:
+        """The turn after an answered one; None where there is none, or it leaves no room for an answer."""
+        if not prompt.later:
+            return None
+        said = {"role": "assistant", "content": self._tokenizer.decode(answer.token_ids, skip_special_tokens=True)}
+        question = replace(prompt.question, messages=[*prompt.question.messages, said, *prompt.later[0]])
+        ids = self._ids(question)
+        if len(ids) + suite.max_tokens > self._max_model_len:
+            return None
+        turn = prompt.turn + 1
+        name = f"{prompt.id.partition(res.TURN)[0]}{res.TURN}{turn}"
+        return SuitePrompt(name, question, ids, prompt.later[1:], turn)
+
+    def examples(self, prompts: Sequence[SuitePrompt], answers: Sequence[Generated], count: int) -> list[res.Example]:
+        """Some answers token by token, spread over the suite."""
+        chosen = range(0, len(prompts), max(1, len(prompts) // count))[:count] if count else ()
+        return [
+            {
+                "prompt": prompts[index].id,
+                "question": str(prompts[index].question.messages[-1]["content"]),
+                "tokens": [
+                    [self._tokenizer.decode([token]), position]
+                    for token, position in zip(answers[index].token_ids, res.by_whom(answers[index]), strict=True)
+                ],
+            }
+            for index in chosen
+        ]
+
+    def _ids(self, question: Prompt) -> list[int]:
+        ids = self._tokenizer.apply_chat_template(
+            question.messages, add_generation_prompt=True, tokenize=True, return_dict=False
         )
-        if len(ids) + max_tokens > max_model_len:
-            raise UserError(
-                f"Prompt `{prompt.id}` of the suite `{name}` has {len(ids)} tokens; with {max_tokens} response tokens that "
-                f"is more than engine.max_model_len, {max_model_len}. Raise it, lower evaluate.suites.{name}.max_tokens, "
-                f"or leave long prompts out with evaluate.suites.{name}.prompts.max_chars."
-            )
-        token_ids.append(list(ids))
-    return SuiteInput(name, [prompt.id for prompt in prompts], token_ids, max_tokens)
+        return list(ids)
 
 
 def _predicted(run_dir: Path) -> dict[str, float] | None:
@@ -370,7 +613,8 @@ def print_table(results: Results) -> None:
     best = results["num_speculative_tokens"]
     table = Table(
         title=f"{results['target']} with {results['drafter']}: K = {best} chosen by measurement",
-        caption="length: acceptance length; tok/s: plain to speculative, one prompt at a time; same: as plain decoding",
+        caption="length: acceptance length (of other methods: tokens a step); tok/s: plain to speculative, one prompt at a time; same: as plain decoding; "
+        "+-: half of a 95% interval over prompts",
         box=SIMPLE_HEAD,
     )
     table.add_column("suite")
@@ -383,13 +627,30 @@ def print_table(results: Results) -> None:
             table.add_row(
                 name if chosen else "",
                 k,
-                f"{at_k['acceptance_length']:.3f}",
+                _plus_minus(at_k["acceptance_length"], at_k["acceptance_length_interval"]),
                 " ".join(f"{share:.2f}" for share in at_k["acceptance_per_position"]),
                 f"{speeds['plain']:.1f} to {speeds['speculative']:.1f}" if chosen else "",
-                f"{suite['speedup']:.2f}" if chosen else "",
+                _plus_minus(suite["speedup"], suite["speedup_interval"]) if chosen else "",
                 f"{at_k['prompts_identical']}/{suite['prompts']}",
             )
+        for method, other in suite["methods"].items():
+            table.add_row(
+                f"  {method}",
+                str(other["num_speculative_tokens"]),
+                f"{other['tokens_per_step']:.2f}",
+                " ".join(f"{share:.2f}" for share in other["acceptance_per_position"][:_POSITIONS_SHOWN]),
+                f"{speeds['plain']:.1f} to {other['tokens_per_second']:.1f}",
+                _plus_minus(other["speedup"], other["speedup_interval"]),
+                f"{other['prompts_identical']}/{suite['prompts']}",
+            )
     console.print(table)
+    for size, load in results["load"].items():
+        console.print(
+            f"{size} at once: {load['plain']['tokens_per_second']:.1f} to {load['speculative']['tokens_per_second']:.1f} tok/s "
+            f"({load['speedup']:.2f}); first token after {load['plain']['first_token_seconds']:.2f} and "
+            f"{load['speculative']['first_token_seconds']:.2f} s",
+            highlight=False,
+        )
     for k, point in results["k_curve"].items():
         predicted = (results["predicted_acceptance_length"] or {}).get(k)
         said = f" (predicted {predicted:.3f})" if predicted is not None else ""
@@ -399,3 +660,7 @@ def print_table(results: Results) -> None:
             f"steps; speed-up to expect {point['speedup']:.2f}{faster}",
             highlight=False,
         )
+
+
+def _plus_minus(value: float, interval: res.Interval) -> str:
+    return f"{value:.2f} +-{(interval[1] - interval[0]) / 2:.2f}"

@@ -1,9 +1,13 @@
-"""vLLM's plugin that serves MLP speculators: vLLM 0.32 knows their config and has nothing that runs them.
+"""vLLM's plugin: it serves MLP speculators, and mends sampling with speculation on CPUs.
 
-Their place is EAGLE's. What vLLM hands its EAGLE proposer is what an MLP speculator reads: the target's last states, the tokens
+vLLM 0.32 knows the config of MLP speculators and has nothing that runs them. Their place is EAGLE's. What vLLM hands its EAGLE proposer is what an MLP speculator reads: the target's last states, the tokens
 sampled after them, and which rows to go on from, corrected for rejected drafts. So the directory of one names an architecture of
 ours, beginning with `Eagle` as vLLM wants it, and where vLLM makes a proposer for that architecture it gets ours, which has no
 attention and no cache. For every other drafter nothing changes, and of vLLM nothing is imported that it does not import itself.
+
+On CPUs vLLM 0.32 checks sampled guesses at the wrong temperature, top-k and top-p: what stands there for the kernel that repeats
+a request's settings for each of its guesses writes into a copy of its output, which stays as memory happened to be (`_mended`).
+Greedy decoding does without. Found by `tests/integration/test_lossless.py`.
 """
 
 from __future__ import annotations
@@ -29,6 +33,7 @@ def register() -> None:
     if __version__.startswith(_KNOWN):
         wrapt.register_post_import_hook(_in_v1, "vllm.v1.spec_decode.eagle")
         wrapt.register_post_import_hook(_in_v2, "vllm.v1.worker.gpu.spec_decode.eagle.speculator")
+        wrapt.register_post_import_hook(_in_sampling, "vllm.v1.sample.rejection_sampler")
 
 
 def require_known_vllm() -> None:
@@ -52,6 +57,32 @@ def _in_v2(module: ModuleType) -> None:
     from draftsmith.serve.mlp_speculator import proposer_v2
 
     _divert(module.EagleSpeculator, proposer_v2(module.EagleSpeculator))
+
+
+def _in_sampling(module: ModuleType) -> None:
+    from vllm.platforms import current_platform
+
+    if current_platform.is_cpu():
+        module.expand_batch_to_tokens = _mended  # type: ignore[attr-defined]
+
+
+def _mended(x: Any, cu_num_tokens: Any, num_tokens: int, replace_from: int = 0, replace_to: int = 0) -> Any:
+    """`expand_batch_to_tokens` of vLLM's rejection sampler: each value as often as its request has guesses.
+
+    Args:
+        x: [requests], any dtype.
+        cu_num_tokens: int [requests], guesses of the requests up to each.
+        num_tokens: of all.
+        replace_from: a value of `x` for which `replace_to` is to stand.
+        replace_to: see there.
+
+    Returns:
+        `x`'s dtype [num_tokens]
+    """
+    import torch
+
+    counts = torch.diff(cu_num_tokens, prepend=cu_num_tokens.new_zeros(1))
+    return torch.where(x == replace_from, replace_to, x).repeat_interleave(counts, output_size=num_tokens)
 
 
 def _divert(theirs: type, ours: type) -> None:

@@ -32,8 +32,14 @@ svg polyline { fill: none; stroke-width: 2; } svg .one text, svg text.one, svg t
 th, td { padding: .35rem .6rem; text-align: right; border-bottom: 1px solid var(--line); }
 td { white-space: nowrap; } th { vertical-align: bottom; }
 th:first-child, td:first-child { text-align: left; } th { color: var(--soft); font-weight: 500; }
+.answer { white-space: pre-wrap; font: 14px/1.7 ui-monospace, monospace; background: var(--panel); padding: 1rem;
+  border-radius: .5rem; overflow-wrap: anywhere; }
+.answer b { font-weight: inherit; background: color-mix(in srgb, var(--one) var(--much), transparent); border-radius: 2px; }
+.answer b[data-draft="1"] { --much: 22%; } .answer b[data-draft="2"] { --much: 38%; } .answer b { --much: 54%; }
 """
 
+_POSITIONS_SHOWN = 8
+"""In tables, of methods that guess far ahead."""
 _WIDTH, _HEIGHT = 360.0, 220.0
 _LEFT, _RIGHT, _TOP, _BOTTOM = 12.0, 12.0, 34.0, 26.0
 """The plot lies inside these margins, in the SVG's own units."""
@@ -50,8 +56,10 @@ def render(results: Results) -> str:
     first_name, first = next(iter(results["suites"].items()))
     same = all(suite["identical_to_plain"] for suite in results["suites"].values())
     differing = ", ".join(name for name, suite in results["suites"].items() if not suite["identical_to_plain"])
+    ties, faults = (sum(suite[key] for suite in results["suites"].values()) for key in ("near_ties", "faults"))
     identity = "Every answer is identical to plain decoding's, token for token." if same else (
-        f"Some answers differ from plain decoding's ({escape(differing)}); results.json lists the first of them."
+        f"Some answers differ from plain decoding's ({escape(differing)}), {ties} of {ties + faults} where the target itself was undecided "
+        "(near-ties); results.json lists the first of them."
     )  # fmt: skip
     charts = [
         _figure(
@@ -106,13 +114,15 @@ def render(results: Results) -> str:
 </div>
 <h2>Suites</h2>
 {_suite_table(results)}
-<p class="soft">Acceptance length: tokens that one step of the target yields, 1 + accepted / drafts. Accepted by position:
-share of all drafts whose first, second, ... token was accepted. Tokens a second include reading the prompt.</p>
+<p class="soft">Acceptance length: tokens that one step of the target yields, 1 + accepted / drafts; of other methods, steps
+without a guess are counted too. Accepted by position:
+share of all drafts whose first, second, ... token was accepted. Tokens a second include reading the prompt. Intervals: how
+far a figure would move with other prompts of the same kind (bootstrap over conversations), not with another machine.</p>
 <h2>Numbers of speculative tokens</h2>
 <p class="soft">Step cost: the time of a decoding step over that of a plain one, one prompt at a time. The speed-up to expect
 is acceptance length over step cost; the K with the highest is chosen, and the speed-up above is then taken by the clock.</p>
 {_curve_table(results)}
-<h2>Measured with</h2>
+{_categories(results)}{_load(results)}{_examples(results)}<h2>Measured with</h2>
 {_facts(results)}
 </body>
 </html>
@@ -217,20 +227,92 @@ def _suite_table(results: Results) -> str:
             speeds, ratios = suite["tokens_per_second"], suite["speedup_per_prompt"]
             rows.append(
                 [
-                    name, k, f"{at_k['acceptance_length']:.3f}",
+                    name, k, f"{at_k['acceptance_length']:.3f}", _interval(at_k["acceptance_length_interval"]),
                     ", ".join(f"{100 * share:.1f}%" for share in at_k["acceptance_per_position"]),
                     str(at_k["drafts"]), f"{at_k['prompts_identical']} of {suite['prompts']}",
                     f"{speeds['plain']:.2f}" if chosen else "",
                     f"{speeds['speculative']:.2f}" if chosen else "",
                     f"{suite['speedup']:.3f}" if chosen else "",
+                    _interval(suite["speedup_interval"]) if chosen else "",
                     f"{ratios['min']:.2f} to {ratios['max']:.2f}" if chosen else "",
                 ]
             )  # fmt: skip
+        for method, other in suite["methods"].items():
+            rows.append(
+                [
+                    f"{name}, {method}", str(other["num_speculative_tokens"]), f"{other['tokens_per_step']:.3f}", "",
+                    ", ".join(f"{100 * share:.1f}%" for share in other["acceptance_per_position"][:_POSITIONS_SHOWN]),
+                    str(other["drafts"]), f"{other['prompts_identical']} of {suite['prompts']}",
+                    f"{suite['tokens_per_second']['plain']:.2f}", f"{other['tokens_per_second']:.2f}", f"{other['speedup']:.3f}",
+                    _interval(other["speedup_interval"]), "",
+                ]
+            )  # fmt: skip
     headings = (
-        "suite", "K", "acceptance length", "accepted by position", "drafts", "identical",
-        "plain tok/s", "spec. tok/s", "speed-up", "single prompts",
+        "suite", "K", "acceptance length", "95% interval", "accepted by position", "drafts", "identical",
+        "plain tok/s", "spec. tok/s", "speed-up", "95% interval", "single prompts",
     )  # fmt: skip
     return _table(headings, rows)
+
+
+def _categories(results: Results) -> str:
+    rows = [
+        [name, category, str(found["prompts"]), f"{found['acceptance_length']:.3f}", _interval(found["acceptance_length_interval"])]
+        for name, suite in results["suites"].items()
+        for category, found in suite["categories"].items()
+    ]  # fmt: skip
+    if not rows:
+        return ""
+    headings = ("suite", "category", "prompts", "acceptance length", "95% interval")
+    return f"<h2>By category</h2>\n{_table(headings, rows)}"
+
+
+def _load(results: Results) -> str:
+    load = results["load"]
+    if not load:
+        return ""
+    chart = _figure(
+        "Tokens per second of all sequences together, by how many run at once",
+        line_chart(
+            list(load),
+            {
+                "plain": [at["plain"]["tokens_per_second"] for at in load.values()],
+                "speculative": [at["speculative"]["tokens_per_second"] for at in load.values()],
+            },
+        ),
+    )
+    rows = [
+        [
+            size, f"{at['plain']['tokens_per_second']:.1f}", f"{at['speculative']['tokens_per_second']:.1f}", f"{at['speedup']:.3f}",
+            *(f"{at[arm][key]:.3f}" for key in ("first_token_seconds", "seconds_per_token") for arm in ("plain", "speculative")),
+        ]
+        for size, at in load.items()
+    ]  # fmt: skip
+    headings = (
+        "at once", "plain tok/s", "spec. tok/s", "speed-up", "plain first token, s", "spec. first token, s",
+        "plain s/token", "spec. s/token",
+    )  # fmt: skip
+    return f'<h2>Several at once</h2>\n<div class="charts">{chart}</div>\n{_table(headings, rows)}'
+
+
+def _examples(results: Results) -> str:
+    if not results["examples"]:
+        return ""
+    parts = [
+        "<h2>Answers, token by token</h2>\n"
+        '<p class="soft">Shaded: guessed by the drafter and accepted, the darker the further ahead it was guessed (hover over it). '
+        "The rest the target gave itself.</p>\n"
+    ]
+    for example in results["examples"]:
+        text = "".join(
+            f'<b data-draft="{position}" title="guess {position} of a step">{escape(str(token))}</b>' if position else escape(str(token))
+            for token, position in example["tokens"]
+        )  # fmt: skip
+        parts.append(f'<p>{escape(example["question"])}</p>\n<div class="answer">{text}</div>\n')
+    return "".join(parts)
+
+
+def _interval(ends: Sequence[float]) -> str:
+    return f"{ends[0]:.3f} to {ends[1]:.3f}"
 
 
 def _curve_table(results: Results) -> str:

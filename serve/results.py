@@ -8,15 +8,24 @@ from __future__ import annotations
 
 import os
 import platform
-from collections.abc import Mapping, Sequence
+import statistics
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
+from typing import Any
 
+import numpy as np
 from typing_extensions import TypedDict  # pydantic reads this one on every Python; typing's only from 3.12
 
 from draftsmith.serve.engine import Counters, Generated
 
 DIFFERENCES_KEPT = 20
 """Differing prompts listed for each suite; all are counted."""
+NEAR_TIE = {"float32": 0.0, "bfloat16": 0.5, "float16": 0.0625}
+"""Largest difference of logits that rounding explains: four units in the last place of a logit between 16 and 32. In float32
+answers are equal."""
+TURN = "/turn-"
+"""Between the id of a conversation and the number of a later turn."""
+_BOOTSTRAP_SAMPLES = 2000
 
 
 class Speeds(TypedDict):
@@ -42,6 +51,14 @@ class Difference(TypedDict):
     position: int
     """First response token that differs, from 0; the shorter answer's length where one only ends earlier."""
     num_speculative_tokens: int
+    method: str | None
+    """The name of another method than the run's drafter."""
+    gap: float | None
+    """By how much the target preferred plain decoding's token there to the other one: the difference of its logits. None where
+    one answer only ends earlier, or the other token is none of the likeliest."""
+    near_tie: bool
+    """Whether that is within what rounding makes of a logit in the target's dtype (`NEAR_TIE`): the same step with more rows
+    adds in another order. Any other difference is a fault."""
 
 
 class Acceptance(TypedDict):
@@ -61,9 +78,18 @@ class Acceptance(TypedDict):
     accepted: int
 
 
+Interval = list[float]
+"""Two ends of a 95% confidence interval, by bootstrap over conversations (`bootstrap`): how much a figure would move with
+other prompts of the same kind. It says nothing of a machine that is busy at times."""
+
+
 class SuiteAtK(Acceptance):
     """One suite at one K, its prompts in batches beside plain decoding in the same batches."""
 
+    acceptance_length_interval: Interval
+    by_prompt: dict[str, list[int]]
+    """Drafts and accepted tokens of each prompt by its id, for comparisons and figures of one's own. Second and later turns
+    have ids that end in `/turn-2` and so on."""
     prompts_identical: int
     """Prompts whose answer equals plain decoding's, token for token."""
     seconds: float
@@ -77,19 +103,89 @@ class Timed(TypedDict):
     """Over the timed prompts, each run plainly and speculatively in turn; prompt processing included."""
     speedup: float
     """Ratio of the two: total over total."""
+    speedup_interval: Interval
     speedup_per_prompt: Ratios
     timed_prompts: int
     """The suite's last ones; step costs are measured on its first."""
+    seconds_by_prompt: dict[str, list[float]]
+    """Plain and speculative seconds of each timed prompt by its id."""
+
+
+class Category(TypedDict):
+    """Prompts of a suite that its data set files together, at the chosen K."""
+
+    prompts: int
+    acceptance_length: float
+    acceptance_length_interval: Interval
+
+
+class MethodAtSuite(SuiteAtK):
+    """Another way of speculating on one suite, in turns with plain decoding and the drafter."""
+
+    method: str
+    """vLLM's name of it."""
+    num_speculative_tokens: int
+    tokens_per_step: float
+    """What a decoding step yields, those in which nothing was guessed counted too. `acceptance_length` is of the others alone,
+    as vLLM counts: lookup that seldom guesses, and then right, has a high one and gains little."""
+    tokens_per_second: float
+    """As `Timed.tokens_per_second`, on the same prompts."""
+    speedup: float
+    speedup_interval: Interval
+    seconds_by_prompt: dict[str, list[float]]
+    """Plain seconds and this method's."""
+
+
+class AtBatch(TypedDict):
+    """Plain or speculative decoding with so many sequences at once."""
+
+    tokens_per_second: float
+    """Of all sequences together."""
+    first_token_seconds: float
+    """Median over the prompts; those of a batch are asked at once."""
+    seconds_per_token: float
+    """Median over the prompts, from the first token on."""
+
+
+class Load(TypedDict):
+    """One number of sequences at once, on the first suite."""
+
+    plain: AtBatch
+    speculative: AtBatch
+    speedup: float
+    """Ratio of tokens per second."""
+
+
+class Example(TypedDict):
+    """An answer of the first suite at the chosen K."""
+
+    prompt: str
+    """Its id."""
+    question: str
+    tokens: list[list[str | int]]
+    """Text of each token, and which token of the drafter's chain it was, from 1; 0 where the target itself gave it."""
 
 
 class Suite(Acceptance, Timed):
     """One set of prompts. Acceptance is at the chosen K and over all its prompts."""
 
     prompts: int
+    """Questions asked: each turn is one."""
+    prompts_sha256: str
+    """Of the first turns' tokens: evaluations of the same prompts compare."""
+    acceptance_length_interval: Interval
+    categories: dict[str, Category]
+    """Where the data set has any."""
+    methods: dict[str, MethodAtSuite]
+    """By their names in the recipe (`evaluate.methods`)."""
     max_tokens: int
     """Longest response where acceptance is measured; timed responses are `evaluate.speed_tokens` long."""
     identical_to_plain: bool
-    """Every speculative answer of this suite, at every K in `at_k` and in the timed runs, equals plain decoding's."""
+    """Every answer of the run's drafter on this suite, at every K in `at_k` and in the timed runs, equals plain decoding's."""
+    near_ties: int
+    """Answers that differ, of any method, at a near-tie of the target's (`Difference.near_tie`)."""
+    faults: int
+    """Answers that differ otherwise."""
     differences: list[Difference]
     """The first few where it does not."""
     at_k: dict[str, SuiteAtK]
@@ -140,6 +236,9 @@ class Results(TypedDict):
     """What training predicted for held-out text, by K as a string; None when it did not."""
     predicted_speedup: dict[str, float] | None
     """That over the step cost measured here, for every K of `k_curve` that it has; to hold beside `CurvePoint.speedup`."""
+    load: dict[str, Load]
+    """By number of sequences at once (`evaluate.batch_sizes`)."""
+    examples: list[Example]
     dtype: str
     """What the target computed in. Equality with plain decoding can only be exact in float32."""
     versions: dict[str, str]
@@ -189,8 +288,114 @@ def predicted_speedup(
     return {k: predicted[k] / point["step_cost"] for k, point in curve.items() if k in predicted}
 
 
+def bootstrap(
+    columns: Mapping[str, Sequence[float]],
+    statistic: Callable[[Sequence[Any]], Any],
+    *,
+    level: float = 0.05,
+    otherwise: float = 1.0,
+) -> Interval:
+    """A confidence interval of a figure of sums, by bootstrap over conversations.
+
+    Percentiles of the figure over samples of as many conversations, drawn with replacement (Efron and Tibshirani, An
+    Introduction to the Bootstrap, 1993, chapter 13). Turns of one conversation are no independent prompts, so they are drawn
+    together. The same data give the same interval.
+
+    Args:
+        columns: what is summed, by prompt id.
+        statistic: of the columns' sums, float64 [samples] each.
+        level: probability that the interval leaves out, half at each end.
+        otherwise: both ends where no sample has a figure.
+    """
+    groups: dict[str, list[Sequence[float]]] = {}
+    for prompt, values in columns.items():
+        groups.setdefault(prompt.partition(TURN)[0], []).append(values)
+    sums = np.array(
+        [np.sum(values, axis=0) for values in groups.values()], dtype=np.float64
+    )  # [conversations, columns]
+    drawn = np.random.default_rng(0).multinomial(len(sums), np.full(len(sums), 1 / len(sums)), size=_BOOTSTRAP_SAMPLES)
+    with np.errstate(divide="ignore", invalid="ignore"):
+        found = statistic(list((drawn @ sums).T))
+    found = found[np.isfinite(found)]  # a sample may hold no draft at all
+    return [float(end) for end in np.quantile(found, [level / 2, 1 - level / 2])] if len(found) else [otherwise] * 2
+
+
+def acceptance_interval(by_prompt: Mapping[str, Sequence[float]]) -> Interval:
+    """Of an acceptance length, from drafts and accepted tokens by prompt."""
+    return bootstrap(by_prompt, lambda sums: 1 + sums[1] / sums[0])
+
+
+def speedup_interval(seconds: Mapping[str, Sequence[float]]) -> Interval:
+    """Of a speed-up, from plain and speculative seconds by prompt: the same answers, so the ratio of times."""
+    return bootstrap(seconds, lambda sums: sums[0] / sums[1])
+
+
+def categories(by_prompt: Mapping[str, Sequence[int]], category_of: Mapping[str, str]) -> dict[str, Category]:
+    """Acceptance by category, in the order in which they come up.
+
+    Args:
+        by_prompt: drafts and accepted tokens by prompt id.
+        category_of: by prompt id, those that have one.
+    """
+    found: dict[str, dict[str, Sequence[int]]] = {}
+    for prompt, counts in by_prompt.items():
+        if prompt in category_of:
+            found.setdefault(category_of[prompt], {})[prompt] = counts
+    return {
+        name: {
+            "prompts": len(part),
+            "acceptance_length": 1 + sum(accepted for _, accepted in part.values()) / max(1, sum(n for n, _ in part.values())),
+            "acceptance_length_interval": acceptance_interval(part),
+        }
+        for name, part in found.items()
+    }  # fmt: skip
+
+
+def at_batch(runs: Sequence[tuple[Sequence[Generated], float]]) -> AtBatch:
+    """Throughput and latency from answers and seconds of several runs of a batch."""
+    answers = [answer for run, _ in runs for answer in run]
+    per_token = [one.decode_seconds / (len(one.token_ids) - 1) for one in answers if len(one.token_ids) > 1]
+    return {
+        "tokens_per_second": sum(len(answer.token_ids) for answer in answers) / sum(seconds for _, seconds in runs),
+        "first_token_seconds": statistics.median(answer.first_token_seconds for answer in answers),
+        "seconds_per_token": statistics.median(per_token) if per_token else 0.0,
+    }
+
+
+def tokens_per_step(answers: Sequence[Generated]) -> float:
+    """Of the tokens after the first, which prefill gives: tokens over steps.
+
+    A step that guessed gives what was accepted and one token more; every token beyond those is a step's that did not guess. (The
+    end of an answer may cut its last step's tokens off, which then hide as many such steps.)
+    """
+    tokens = steps = 0
+    for answer in answers:
+        after_first = len(answer.token_ids) - 1
+        tokens += after_first
+        steps += len(answer.accepted) + max(0, after_first - sum(answer.accepted) - len(answer.accepted))
+    return tokens / steps if steps else 1.0
+
+
+def by_whom(answer: Generated) -> list[int]:
+    """Which token of the drafter's chain each token of an answer was, from 1; 0 where the target itself gave it.
+
+    The target gives the first; from there every step yields the guesses it accepts and one token more. For drafters that
+    guess in every step.
+    """
+    found = [0]
+    for accepted in answer.accepted:
+        found += [*range(1, accepted + 1), 0]
+    found += [0] * len(answer.token_ids)  # near the longest length a step may not guess
+    return found[: len(answer.token_ids)]
+
+
 def differences(
-    prompt_ids: Sequence[str], plain: Sequence[Generated], speculative: Sequence[Generated], *, k: int
+    prompt_ids: Sequence[str],
+    plain: Sequence[Generated],
+    speculative: Sequence[Generated],
+    *,
+    k: int,
+    method: str | None = None,
 ) -> list[Difference]:
     """Where speculative answers differ from plain ones, prompt by prompt."""
     found: list[Difference] = []
@@ -199,7 +404,12 @@ def differences(
             pairs = zip(one.token_ids, other.token_ids, strict=False)
             shorter = min(len(one.token_ids), len(other.token_ids))
             position = next((index for index, (a, b) in enumerate(pairs) if a != b), shorter)
-            found.append({"prompt": prompt, "position": position, "num_speculative_tokens": k})
+            found.append(
+                {
+                    "prompt": prompt, "position": position, "num_speculative_tokens": k, "method": method, "gap": None,
+                    "near_tie": False,
+                }
+            )  # fmt: skip
     return found
 
 

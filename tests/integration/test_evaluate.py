@@ -2,19 +2,14 @@
 
 import json
 import os
-import re
 import signal
-import socket
 import subprocess
 import sys
-import threading
 import time
-import urllib.request
 from pathlib import Path
 
 import pytest
 import torch
-import yaml
 from pydantic import TypeAdapter
 from safetensors.torch import load_file, save_file
 
@@ -31,7 +26,7 @@ pytestmark = pytest.mark.integration
 DRAFT_VOCAB = 192
 
 
-def _make_drafter(directory: Path, target: Path) -> None:
+def make_drafter(directory: Path, target: Path) -> None:
     """A drafter in vLLM's EAGLE-3 layout that proposes what the target's last state says: right now and then."""
     directory.mkdir(parents=True)
     generator = torch.Generator().manual_seed(1)
@@ -68,7 +63,7 @@ def _make_drafter(directory: Path, target: Path) -> None:
     (directory / "config.json").write_text(json.dumps(config))
 
 
-def _recipe(folder: Path) -> Recipe:
+def tiny_recipe(folder: Path) -> Recipe:
     def prompts(name: str, count: int) -> dict[str, str]:
         rows = [{"id": f"{name}-{n}", "prompt": f"{name} question number {n * n}?"} for n in range(count)]
         (folder / f"{name}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
@@ -88,7 +83,7 @@ def _recipe(folder: Path) -> Recipe:
     )  # fmt: skip
 
 
-def _alive(pid: int) -> bool:
+def alive(pid: int) -> bool:
     """Whether a process runs (a zombie that waits for its parent does not)."""
     try:
         return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
@@ -99,10 +94,10 @@ def _alive(pid: int) -> bool:
 def test_evaluate(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     make_target(tmp_path / "target")
     run_dir = tmp_path / "runs" / "tiny"
-    recipe = _recipe(tmp_path)
+    recipe = tiny_recipe(tmp_path)
     with pytest.raises(UserError, match="no drafter"):
         run_evaluate(recipe, run_dir)
-    _make_drafter(run_dir / "vllm", tmp_path / "target")
+    make_drafter(run_dir / "vllm", tmp_path / "target")
 
     results = run_evaluate(recipe, run_dir)
 
@@ -163,64 +158,10 @@ def test_a_killed_parent_leaves_no_engine(tmp_path: Path) -> None:
     )  # fmt: skip
     assert parent.stdout is not None
     engine = int(parent.stdout.readline())
-    assert _alive(engine)
+    assert alive(engine)
     os.kill(parent.pid, signal.SIGKILL)
     parent.wait()
     deadline = time.monotonic() + 20
-    while _alive(engine) and time.monotonic() < deadline:
+    while alive(engine) and time.monotonic() < deadline:
         time.sleep(0.1)
-    assert not _alive(engine)
-
-
-def _free_port() -> int:
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        return int(free.getsockname()[1])
-
-
-def test_serve(tmp_path: Path) -> None:
-    """`draftsmith serve` says when it is ready, answers, drafts, and leaves nothing behind when told to stop."""
-    make_target(tmp_path / "target")
-    _make_drafter(tmp_path / "runs" / "tiny" / "vllm", tmp_path / "target")
-    recipe = tmp_path / "recipe.yaml"
-    recipe.write_text(yaml.safe_dump(_recipe(tmp_path).model_dump(mode="json", exclude_none=True)))
-    port = _free_port()
-    command = [
-        sys.executable,
-        "-m",
-        "draftsmith.cli",
-        "serve",
-        str(recipe),
-        "--runs",
-        str(tmp_path / "runs"),
-        "--port",
-        str(port),
-    ]
-    server = subprocess.Popen(
-        command, start_new_session=True, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True
-    )
-    assert server.stderr is not None
-    said = ""
-    for line in server.stderr:
-        said += line
-        if "curl" in line:
-            break
-    assert f"curl http://127.0.0.1:{port}/v1/chat/completions" in said
-    threading.Thread(target=server.stderr.read, daemon=True).start()  # or the pipe fills up
-
-    url = f"http://127.0.0.1:{port}"
-    body = {"model": "target", "messages": [{"role": "user", "content": "Hello?"}], "temperature": 0, "max_tokens": 16}
-    request = urllib.request.Request(
-        f"{url}/v1/chat/completions", json.dumps(body).encode(), {"Content-Type": "application/json"}
-    )
-    with urllib.request.urlopen(request, timeout=60) as answer:
-        assert json.load(answer)["usage"]["completion_tokens"] > 0
-    with urllib.request.urlopen(f"{url}/metrics", timeout=10) as answer:
-        drafts = re.search(r"^vllm:spec_decode_num_drafts_total\S* (\S+)$", answer.read().decode(), re.M)
-    assert drafts is not None
-    assert float(drafts[1]) > 0
-
-    server.send_signal(signal.SIGTERM)
-    assert server.wait(60) == 0
-    left = subprocess.run(["pgrep", "-g", str(server.pid)], capture_output=True, text=True, check=False).stdout.split()
-    assert not left
+    assert not alive(engine)

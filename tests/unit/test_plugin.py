@@ -1,4 +1,4 @@
-"""The plugin for MLP speculators, without vLLM: who is made instead of whom, what is drafted from which rows, and what is refused."""
+"""The plugin, without vLLM: who is made instead of whom, what is drafted from which rows, and what is refused."""
 
 import sys
 from types import ModuleType, SimpleNamespace
@@ -6,6 +6,8 @@ from typing import Any
 
 import pytest
 import torch
+from hypothesis import given
+from hypothesis import strategies as st
 
 from draftsmith.drafters.mlp_speculator import SERVED_ARCHITECTURE, MlpConfig, MlpDrafter
 from draftsmith.serve import plugin
@@ -111,3 +113,17 @@ def test_second_runner_corrects_for_rejections_and_unfinished_prompts(speculator
     )
     # Rows: 4 - 1 - 2 rejected, 6 - 1, 9 - 1; the third is in the middle of its prompt.
     assert torch.equal(found, speculator.draft(states[[1, 5, 8]], torch.tensor([13, 11, 22]), 3))
+
+
+@given(
+    st.lists(st.tuples(st.sampled_from([0.0, 0.5, 1.0]), st.integers(0, 4)), min_size=1),
+    st.sampled_from([torch.float32, torch.int32]),
+)
+def test_settings_are_repeated_for_each_guess(requests: list[tuple[float, int]], dtype: torch.dtype) -> None:
+    """What stands in for vLLM's kernel on CPUs, against a loop; 0 (greedy) is replaced by 1, as vLLM asks."""
+    values = torch.tensor([value for value, _ in requests]).to(dtype)
+    counts = torch.tensor([count for _, count in requests])
+    found = plugin._mended(values, counts.cumsum(0).to(torch.int32), int(counts.sum()), replace_from=0, replace_to=1)
+    expected = [value or 1 for value, (_, count) in zip(values.tolist(), requests, strict=True) for _ in range(count)]
+    assert found.dtype == dtype
+    assert found.tolist() == expected

@@ -1,5 +1,6 @@
 """Evaluation's own arithmetic, its report, and what happens when an engine dies. No vLLM."""
 
+import copy
 import json
 import multiprocessing
 import os
@@ -60,8 +61,8 @@ def test_differences_name_the_first_differing_token() -> None:
     plain = [Generated([1, 2, 3], "stop", 0.0), Generated([4, 5], "length", 0.0), Generated([6, 7, 8], "stop", 0.0)]
     other = [Generated([1, 2, 3], "stop", 0.0), Generated([4, 9], "length", 0.0), Generated([6, 7], "stop", 0.0)]
     assert results.differences(["a", "b", "c"], plain, other, k=3) == [
-        {"prompt": "b", "position": 1, "num_speculative_tokens": 3},
-        {"prompt": "c", "position": 2, "num_speculative_tokens": 3},
+        {"prompt": "b", "position": 1, "num_speculative_tokens": 3, "method": None, "gap": None, "near_tie": False},
+        {"prompt": "c", "position": 2, "num_speculative_tokens": 3, "method": None, "gap": None, "near_tie": False},
     ]
 
 
@@ -80,16 +81,44 @@ def test_the_fastest_k_wins_and_the_smaller_of_equals() -> None:
 def _results(target: str = "a target") -> results.Results:
     at_k: dict[str, results.SuiteAtK] = {}
     for k, counters in (("2", Counters(100, 200, 70, (50, 20))), ("3", Counters(90, 270, 81, (45, 27, 9)))):
-        at_k[k] = {**results.acceptance(counters), "prompts_identical": 5, "seconds": 12.5}
+        at_k[k] = {
+            **results.acceptance(counters),
+            "acceptance_length_interval": [1.65, 1.75],
+            "by_prompt": {"p1": [counters.drafts, counters.accepted]},
+            "prompts_identical": 5,
+            "seconds": 12.5,
+        }
+    at_batch: results.AtBatch = {"tokens_per_second": 40.0, "first_token_seconds": 0.25, "seconds_per_token": 0.0875}
     suite: results.Suite = {
         **results.acceptance(Counters(100, 200, 70, (50, 20))),
         "prompts": 5,
+        "prompts_sha256": "2",
         "max_tokens": 64,
         "tokens_per_second": {"plain": 11.25, "speculative": 14.5},
         "speedup": 1.2889,
+        "speedup_interval": [1.21, 1.37],
+        "seconds_by_prompt": {"p1": [1.3, 1.0]},
+        "acceptance_length_interval": [1.65, 1.75],
+        "categories": {
+            "writing": {"prompts": 3, "acceptance_length": 1.625, "acceptance_length_interval": [1.5, 1.75]}
+        },
+        "methods": {
+            "lookup": {
+                **at_k["3"],
+                "method": "ngram",
+                "num_speculative_tokens": 3,
+                "tokens_per_step": 1.125,
+                "tokens_per_second": 12.75,
+                "speedup": 1.1333,
+                "speedup_interval": [0.98, 1.29],
+                "seconds_by_prompt": {"p1": [1.3, 1.2]},
+            }
+        },
         "speedup_per_prompt": {"min": 1.01, "median": 1.28, "max": 1.52},
         "timed_prompts": 4,
         "identical_to_plain": True,
+        "near_ties": 0,
+        "faults": 0,
         "differences": [],
         "at_k": at_k,
         "plain_seconds": 20.0,
@@ -103,6 +132,10 @@ def _results(target: str = "a target") -> results.Results:
         "k_curve": {"1": _point(1.1), "2": _point(1.3), "3": _point(1.2)},
         "predicted_acceptance_length": {"2": 1.678, "3": 1.9},
         "predicted_speedup": {"2": 1.456, "3": 1.2},
+        "load": {"4": {"plain": at_batch, "speculative": at_batch | {"tokens_per_second": 44.0}, "speedup": 1.1}},
+        "examples": [
+            {"prompt": "p1", "question": "Why <now>?", "tokens": [["It", 0], [" is", 1], [" <late>", 2], [".", 0]]}
+        ],
         "dtype": "float32",
         "versions": {"vllm": "0.32.0"},
         "machine": {"processor": "P", "cores": 2, "memory_gib": 8.0, "gpus": [], "system": "Linux"},
@@ -139,7 +172,7 @@ def test_report_shows_the_figures_and_loads_nothing() -> None:
     html = report.render(_results())
     page = _Page(html)
     assert page.open == []
-    assert page.tags.count("svg") == 3
+    assert page.tags.count("svg") == 4
     text = "\n".join(page.text)
     for figure in (
         "1.29",
@@ -152,9 +185,17 @@ def test_report_shows_the_figures_and_loads_nothing() -> None:
         "1.678",
         "5 of 5",
         "0.32.0",
+        "1.210 to 1.370",
+        "held_out, lookup",
+        "12.75",
+        "writing",
+        "1.625",
+        "44.0",
+        "Why <now>?",
     ):
         assert figure in text, figure
     assert "identical" in text
+    assert 'data-draft="2" title="guess 2 of a step"> &lt;late&gt;</b>' in html
     assert not re.search(r"https?://|@import|url\(", html)
     assert "prefers-color-scheme: dark" in html
 
@@ -168,8 +209,21 @@ def test_report_escapes_what_it_did_not_write() -> None:
 
 def test_report_says_where_answers_differ() -> None:
     found = _results()
-    found["suites"]["held_out"]["identical_to_plain"] = False
-    assert "Some answers differ" in report.render(found)
+    differing = copy.copy(found["suites"]["held_out"])
+    differing.update({"identical_to_plain": False, "near_ties": 2, "faults": 1})
+    found["suites"]["held_out"] = differing
+    assert "2 of 3 where the target itself was undecided" in report.render(found)
+
+
+def test_tokens_are_told_apart_by_who_gave_them() -> None:
+    # The target's first token; a step with one guess accepted, one with none, one cut short by the answer's end.
+    answer = Generated([5, 6, 7, 8, 9, 10], "length", 0.0, drafted=(3, 3, 3), accepted=(1, 0, 3))
+    assert results.by_whom(answer) == [0, 1, 0, 0, 1, 2]
+    assert results.by_whom(Generated([5, 6], "length", 0.0)) == [0, 0]
+    # Five tokens in three steps, of which the last was cut; one token in one; and two steps with guesses among four.
+    lookup = Generated([1, 2, 3, 4, 5, 6], "length", 0.0, drafted=(2, 2), accepted=(1, 0))
+    assert results.tokens_per_step([answer]) == 5 / 3
+    assert results.tokens_per_step([answer, Generated([5, 6], "length", 0.0), lookup]) == (5 + 1 + 5) / (3 + 1 + 4)
 
 
 def test_chart_heights_are_proportional_to_values() -> None:
@@ -213,6 +267,7 @@ def test_engines_differ_in_speculation_only() -> None:
     )
     arguments = speculative.arguments()
     assert arguments.pop("speculative_config") == {"method": "eagle3"}
+    assert arguments.pop("per_request_spec_decode_metrics") == "detailed"  # which vLLM has with speculation alone
     assert arguments == plain.arguments()
     assert arguments["enable_prefix_caching"] is False
 

@@ -1,0 +1,367 @@
+"""How many tokens to guess at which load: measured once, then arithmetic.
+
+A step of `batch` sequences with K guesses each costs c(batch, K) plain steps of as many sequences, and yields
+L(K) = 1 + a_1 + ... + a_K tokens a sequence, where a_i is the share of drafts whose token at position i was accepted: a chain's
+first tokens do not depend on how far it goes on. So decoding should gain L(K) / c(batch, K); the best K at every batch size makes
+vLLM's schedule `num_speculative_tokens_per_batch_size`. K = 0 there means that guessing does not pay at that load: on a GPU
+that is where checking the guesses needs arithmetic that is no longer idle, on a CPU soon.
+
+Beside it stands a roofline: the time that bytes and FLOP of such steps must take on the hardware of the recipe's `plan`.
+
+Reads the target and `runs/NAME/vllm`; writes `runs/NAME/tune/{tune.json,stage.json}`, which `draftsmith serve` goes by.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import statistics
+import time
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from rich.box import SIMPLE_HEAD
+from rich.table import Table
+from typing_extensions import TypedDict
+
+from draftsmith import plan, stage
+from draftsmith.errors import UserError
+from draftsmith.progress import Bar, console
+from draftsmith.recipe import Recipe, digest
+from draftsmith.serve import results as res
+from draftsmith.serve.engine import EngineConfig, EngineHost, Generated, start_engines
+from draftsmith.serve.evaluate import Renderer, SuitePrompt, suite_prompts
+from draftsmith.serve.speculation import method_config, own_drafter
+from draftsmith.target import TargetInfo, describe_target, prepare_target
+
+_COST_TOKENS = 24
+"""Response tokens of an answer whose steps are timed."""
+_COST_ANSWERS = 12
+"""At least so many answers are timed at every batch size, in rounds of a batch; at least three rounds."""
+_VERSION = 1
+
+ByBatch = dict[str, dict[str, float]]
+"""By number of sequences at once, then by K; both as strings."""
+
+
+class Tuned(TypedDict):
+    """`tune.json`."""
+
+    target: str
+    drafter_sha256: dict[str, str]
+    acceptance_per_position: list[float]
+    """Share of drafts whose token at position i was accepted, at the highest K."""
+    acceptance_length: dict[str, float]
+    """By K, from that."""
+    step_cost: ByBatch
+    """Seconds of a step over those of a plain one with as many sequences."""
+    speedup: ByBatch
+    """What decoding should gain: acceptance length over step cost."""
+    roofline: ByBatch | None
+    """The same with step costs computed from bytes and FLOP; None where the recipe's `plan` has no `hardware`."""
+    schedule: list[list[int]]
+    """vLLM's `num_speculative_tokens_per_batch_size`: from, to, K."""
+    pays: bool
+    """Whether guessing gains anything at any of the loads."""
+    measured: ByBatch | None
+    """Speed-up of decoding by the clock, of longer answers; with `verify`."""
+    schedule_measured: dict[str, float] | None
+    """The same of an engine that goes by the schedule."""
+    dtype: str
+    versions: dict[str, str]
+    machine: res.Machine
+
+
+def run_tune(recipe: Recipe, run_dir: Path, *, verify: bool = False) -> Tuned:
+    """Measure what steps cost and what is accepted, and choose; or return what was found before.
+
+    Args:
+        recipe: `target`, `engine`, `tune`, `plan` and the suite that `tune` names are read.
+        run_dir: `runs/NAME`, with the drafter in `vllm/`.
+        verify: measure by the clock, too, at every batch size and K, and with the schedule.
+
+    Raises:
+        UserError: there is no drafter, or the suite has too few prompts.
+        DraftsmithError: an engine failed.
+    """
+    started = time.time()
+    options = recipe.tune
+    target = describe_target(prepare_target(recipe.target), recipe.target)
+    drafter_dir = run_dir / "vllm"
+    method = own_drafter(drafter_dir)
+    suite = options.suite or next(iter(recipe.evaluate.suites))
+    prompts = Renderer(target.path, recipe.engine.max_model_len).suite(
+        suite, suite_prompts(recipe, suite)[: options.prompts], options.tokens
+    ).prompts  # fmt: skip
+    if len(prompts) < max(options.batch_sizes):
+        raise UserError(
+            f"The suite `{suite}` has {len(prompts)} prompts, too few for {max(options.batch_sizes)} at once. Lower "
+            "tune.batch_sizes, raise tune.prompts, or name a larger suite in tune.suite."
+        )
+    sections = {
+        "engine": recipe.engine.model_dump(mode="json"), "tune": options.model_dump(mode="json"),
+        "plan": recipe.plan.model_dump(mode="json") if recipe.plan else None, "dtype": recipe.target.dtype,
+    }  # fmt: skip
+    drafter_sha256 = {file: stage.sha256_of(drafter_dir / file) for file in ("config.json", "model.safetensors")}
+    inputs = digest(
+        {
+            "version": _VERSION, "target": [target.revision, target.config_hash], "drafter": drafter_sha256,
+            "prompts": [prompt.token_ids for prompt in prompts], "most": recipe.extract.max_num_seqs, "verify": verify, **sections,
+        }
+    )  # fmt: skip
+    output = run_dir / options.output
+    if stage.finished(output, inputs):
+        record = stage.read(output)
+        assert record is not None
+        found: Tuned = record["figures"]
+        console.print(f"tune: finished before, see {output / 'tune.json'}", highlight=False, soft_wrap=True)
+        print_tuned(found)
+        return found
+    stage.claim(output, fresh=True)
+
+    def speculative(**changes: Any) -> dict[str, Any] | None:
+        return method_config(
+            method.model_copy(update=changes), target, own_drafter=drafter_dir,
+            tensor_parallel_size=recipe.engine.tensor_parallel_size,
+        )  # fmt: skip
+
+    ks = sorted(options.k)
+    configs = {0: None} | {k: speculative(num_speculative_tokens=k) for k in ks}
+    engines = _start(recipe, target, configs, output)
+    try:
+        costs = _step_costs(engines, prompts, options.batch_sizes)
+        shares = _acceptance(engines[ks[-1]], prompts, options.tokens)
+        measured = _measure(engines, prompts, options.batch_sizes, options.tokens) if verify else None
+    finally:
+        for host in engines.values():
+            host.close()
+    lengths = {k: 1 + sum(shares[:k]) for k in ks}
+    speedups = {
+        batch: {k: lengths[k] / cost for k, cost in of_batch.items()} for batch, of_batch in costs.items()
+    }  # fmt: skip
+    if (
+        method.method == "medusa"
+    ):  # vLLM's guesses the same number at every load: the best alone, or with nothing beside it
+        best = max(ks, key=lambda k: speedups[min(speedups)][k])
+        pays_alone = speedups[min(speedups)][best] > 1
+        schedule = [[1, recipe.extract.max_num_seqs, best if pays_alone else 0]]
+    else:
+        schedule = make_schedule(speedups, most=recipe.extract.max_num_seqs)
+    pays = any(k for _, _, k in schedule)
+    schedule_measured = None
+    if verify and pays:
+        pair = {0: None, 1: speculative(num_speculative_tokens_per_batch_size=tuple(map(tuple, schedule)))}
+        engines = _start(recipe, target, pair, output)
+        try:
+            both = _measure(engines, prompts, options.batch_sizes, options.tokens)
+            schedule_measured = {str(batch): of_batch[1] for batch, of_batch in both.items()}
+        finally:
+            for host in engines.values():
+                host.close()
+    found = {
+        "target": target.name,
+        "drafter_sha256": drafter_sha256,
+        "acceptance_per_position": shares,
+        "acceptance_length": {str(k): length for k, length in lengths.items()},
+        "step_cost": _as_text(costs),
+        "speedup": _as_text(speedups),
+        "roofline": _roofline(recipe, target, drafter_dir, method.method, prompts, lengths),
+        "schedule": schedule,
+        "pays": pays,
+        "measured": _as_text(measured) if measured else None,
+        "schedule_measured": schedule_measured,
+        "dtype": recipe.target.dtype,
+        "versions": stage.versions(),
+        "machine": res.machine(),
+    }
+    stage.write_json(output / "tune.json", found)
+    stage.finish(
+        output, stage="tune", inputs=inputs, recipe=sections, figures=dict(found), started=started, files=("tune.json",)
+    )
+    print_tuned(found)
+    return found
+
+
+def make_schedule(speedups: Mapping[int, Mapping[int, float]], *, most: int) -> list[list[int]]:
+    """The best K by number of sequences, as vLLM takes it: `[[from, to, K], ...]`.
+
+    Between two batch sizes the larger one's K holds: there guessing pays least. What is gained by less than nothing is left:
+    K is 0 there.
+
+    Args:
+        speedups: by batch size and K.
+        most: sequences that an engine runs at once; the last range goes on to there.
+    """
+    ranges: list[list[int]] = []
+    for batch in sorted(speedups):
+        best = max(sorted(speedups[batch]), key=lambda k: speedups[batch][k])
+        k = best if speedups[batch][best] > 1 else 0
+        if ranges and ranges[-1][2] == k:
+            ranges[-1][1] = batch
+        else:
+            ranges.append([ranges[-1][1] + 1 if ranges else 1, batch, k])
+    ranges[-1][1] = max(ranges[-1][1], most)
+    return ranges
+
+
+def schedule_of(run_dir: Path, output: str) -> list[list[int]] | None:
+    """What tuning chose for the drafter that is in the run now, K = 0 where it does not pay; None where it was not tuned."""
+    record = stage.read(run_dir / output) if (run_dir / output).is_dir() else None
+    if record is None or record.get("stage") != "tune":
+        return None
+    tuned = record["figures"]
+    if any(stage.sha256_of(run_dir / "vllm" / file) != of_file for file, of_file in tuned["drafter_sha256"].items()):
+        return None
+    return list(tuned["schedule"])
+
+
+def _start(
+    recipe: Recipe, target: TargetInfo, configs: Mapping[int, dict[str, Any] | None], log_dir: Path
+) -> dict[int, EngineHost]:
+    engines = [
+        EngineConfig(
+            name=f"k{k}" if k else "plain", target=str(target.path), dtype=recipe.target.dtype, engine=recipe.engine,
+            speculative=config, max_num_seqs=max(recipe.tune.batch_sizes), memory_share=1 / len(configs),
+        )
+        for k, config in configs.items()
+    ]  # fmt: skip
+    with Bar("start engines", total=len(engines), unit="engines") as bar:
+        return dict(zip(configs, start_engines(engines, log_dir, on_ready=bar.update), strict=True))
+
+
+def _step_seconds(answers: Sequence[Generated]) -> float:
+    """Of the answer of a batch that ended first: all its steps had the whole batch. 0 where none is longer than a token."""
+    longer = [answer for answer in answers if len(answer.token_ids) > 1]
+    if not longer:
+        return 0.0
+    first = min(longer, key=lambda answer: answer.decode_seconds)
+    # Prefill gives the first token; from there every step of a speculative engine checks a draft.
+    return first.decode_seconds / (len(first.drafted) or len(first.token_ids) - 1)
+
+
+def _step_costs(
+    engines: Mapping[int, EngineHost], prompts: Sequence[SuitePrompt], batch_sizes: Sequence[int]
+) -> dict[int, dict[int, float]]:
+    """By batch size and K: the median over rounds in which every engine had the same batch, in turns."""
+    rounds = {batch: max(3, math.ceil(_COST_ANSWERS / batch)) for batch in batch_sizes}
+    order, done = list(engines), 0
+    costs: dict[int, dict[int, float]] = {}
+    with Bar("step cost", total=sum(rounds.values()) * len(order), unit="batches") as bar:
+        for batch in sorted(batch_sizes):
+            ratios: dict[int, list[float]] = {k: [] for k in order[1:]}
+            for number in range(-1, rounds[batch]):  # the first warms up
+                first = max(number, 0) * batch % (len(prompts) - batch + 1)
+                inputs = [prompt.token_ids for prompt in prompts[first : first + batch]]
+                shift = number % len(order)  # nobody is always first
+                seconds = {}
+                for k in order[shift:] + order[:shift]:
+                    seconds[k] = _step_seconds(engines[k].generate(inputs, max_tokens=_COST_TOKENS)[0])
+                    done += number >= 0
+                    bar.update(done)
+                if number >= 0 and all(seconds.values()):
+                    for k in ratios:
+                        ratios[k].append(seconds[k] / seconds[0])
+            if not all(ratios.values()):
+                raise UserError(
+                    "The answers of the suite's first prompts are a single token long, too short to time a step. Name another "
+                    "suite in tune.suite."
+                )
+            costs[batch] = {k: statistics.median(found) for k, found in ratios.items()}
+    return costs
+
+
+def _acceptance(engine: EngineHost, prompts: Sequence[SuitePrompt], tokens: int) -> list[float]:
+    """Share of drafts accepted by position, over all prompts."""
+    before = engine.counters()
+    with Bar("acceptance", total=1, unit="batches") as bar:
+        engine.generate([prompt.token_ids for prompt in prompts], max_tokens=tokens)
+        bar.update(1)
+    return res.acceptance(engine.counters() - before)["acceptance_per_position"]
+
+
+def _measure(
+    engines: Mapping[int, EngineHost], prompts: Sequence[SuitePrompt], batch_sizes: Sequence[int], tokens: int
+) -> dict[int, dict[int, float]]:
+    """Speed-up of decoding by the clock, by batch size and K: tokens after the first over their seconds, in turns."""
+    order = list(engines)
+    found: dict[int, dict[int, float]] = {}
+    with Bar("measured", total=len(batch_sizes) * len(order), unit="engines") as bar:
+        for place, batch in enumerate(sorted(batch_sizes)):
+            count = max(batch, min(len(prompts), _COST_ANSWERS)) // batch * batch
+            token_count, seconds = dict.fromkeys(order, 0), dict.fromkeys(order, 0.0)
+            for first in range(0, count, batch):
+                inputs = [prompt.token_ids for prompt in prompts[first : first + batch]]
+                shift = first // batch % len(order)
+                for turn, k in enumerate(order[shift:] + order[:shift]):
+                    for answer in engines[k].generate(inputs, max_tokens=tokens)[0]:
+                        token_count[k] += len(answer.token_ids) - 1
+                        seconds[k] += answer.decode_seconds
+                    bar.update(place * len(order) + turn * (first + batch) // count)
+            rates = {k: token_count[k] / seconds[k] for k in order}
+            found[batch] = {k: rates[k] / rates[0] for k in order[1:]}
+        bar.update(len(batch_sizes) * len(order))
+    return found
+
+
+def _roofline(
+    recipe: Recipe,
+    target: TargetInfo,
+    drafter_dir: Path,
+    method: str,
+    prompts: Sequence[SuitePrompt],
+    lengths: Mapping[int, float],
+) -> ByBatch | None:
+    """Speed-ups with steps as long as their bytes or FLOP take (Williams et al., 2009), whichever is more."""
+    hardware = recipe.plan.hardware if recipe.plan else None
+    if hardware is None:
+        return None
+    sizes = plan.target_sizes(target.config)
+    number = getattr(torch, recipe.target.dtype).itemsize
+    context = statistics.mean(len(prompt.token_ids) for prompt in prompts) + recipe.tune.tokens / 2
+    weights = (drafter_dir / "model.safetensors").stat().st_size / (hardware.memory_gb_per_second * 1e9)
+    # Heads of their own for every position are read once; one module that goes round is read every time.
+    readings = (lambda k: 1) if method in ("medusa", "mlp_speculator") else (lambda k: k)
+    found: dict[int, dict[int, float]] = {}
+    for batch in recipe.tune.batch_sizes:
+
+        def seconds(tokens: int, batch: int = batch) -> float:
+            step = plan.EngineStep(sizes, number, recipe.engine.tensor_parallel_size, batch, context, tokens=tokens)
+            return step.seconds(hardware)
+
+        found[batch] = {
+            k: length * seconds(1) / (seconds(1 + k) + readings(k) * weights / hardware.decode_utilisation)
+            for k, length in lengths.items()
+        }
+    return _as_text(found)
+
+
+def _as_text(found: Mapping[int, Mapping[int, float]]) -> ByBatch:
+    return {str(batch): {str(k): value for k, value in of_batch.items()} for batch, of_batch in found.items()}
+
+
+def print_tuned(tuned: Tuned) -> None:
+    """What was found, on screen."""
+    table = Table(title=f"{tuned['target']}: what guessing K tokens gains, by sequences at once", box=SIMPLE_HEAD)
+    for heading in ("at once", "K", "acceptance length", "step cost", "speed-up", "measured", "roofline"):
+        table.add_column(heading, justify="right")
+    for batch, of_batch in tuned["speedup"].items():
+        for k, value in of_batch.items():
+            measured = tuned["measured"][batch][k] if tuned["measured"] else None
+            roofline = tuned["roofline"][batch][k] if tuned["roofline"] else None
+            table.add_row(
+                batch if k == next(iter(of_batch)) else "", k, f"{tuned['acceptance_length'][k]:.3f}",
+                f"{tuned['step_cost'][batch][k]:.2f}", f"{value:.2f}", f"{measured:.2f}" if measured else "",
+                f"{roofline:.2f}" if roofline else "",
+            )  # fmt: skip
+    console.print(table)
+    for batch, value in (tuned["schedule_measured"] or {}).items():
+        console.print(f"{batch} at once, with the schedule: {value:.2f} by the clock", highlight=False)
+    if tuned["pays"]:
+        console.print(
+            f"tune: num_speculative_tokens_per_batch_size = {json.dumps(tuned['schedule'])}; `draftsmith serve` goes by it",
+            highlight=False, soft_wrap=True,
+        )  # fmt: skip
+    else:
+        console.print("tune: speculation does not pay here at any of these loads; `draftsmith serve` goes without it")

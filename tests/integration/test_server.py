@@ -1,0 +1,270 @@
+"""`draftsmith serve` with clients as people write them: answers, counters, keys, and nothing left behind."""
+
+import asyncio
+import json
+import os
+import random
+import re
+import signal
+import socket
+import subprocess
+import sys
+import threading
+import time
+import urllib.request
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import httpx
+import openai
+import psutil
+import pytest
+import yaml
+
+from draftsmith.convert.convert import run_convert
+from draftsmith.drafters import kinds
+from draftsmith.extract.extract import run_extract
+from draftsmith.recipe import Recipe, load_recipe
+from draftsmith.train.train import run_train
+from tests.integration.conftest import demo_prompts, in_soak, make_target, write_recipe
+from tests.integration.test_evaluate import alive, make_drafter, tiny_recipe
+
+pytestmark = pytest.mark.integration
+
+KEY = "a key of the tests"
+
+
+@contextmanager
+def serving(recipe: Recipe, folder: Path, *options: str, key: str | None = None) -> Iterator[tuple[str, Any]]:
+    """The command's process and the server's address, once it has said that it is ready."""
+    (folder / "served.yaml").write_text(yaml.safe_dump(recipe.model_dump(mode="json", exclude_none=True)))
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = int(free.getsockname()[1])
+    command = [
+        sys.executable, "-m", "draftsmith.cli", "serve", str(folder / "served.yaml"), "--runs", str(folder / "runs"),
+        "--port", str(port), *options,
+    ]  # fmt: skip
+    environment = os.environ | ({"VLLM_API_KEY": key} if key else {})
+    process = subprocess.Popen(
+        command, env=environment, start_new_session=True, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True
+    )
+    assert process.stderr is not None
+    said = ""
+    for line in process.stderr:
+        said += line
+        if "curl" in line:
+            break
+    assert f"curl http://127.0.0.1:{port}/v1/chat/completions" in said, said[-3000:]
+    assert ('-H "Authorization: Bearer $VLLM_API_KEY"' in said) == (key is not None)
+    assert KEY not in said
+    threading.Thread(target=process.stderr.read, daemon=True).start()  # or the pipe fills up
+    try:
+        yield f"http://127.0.0.1:{port}", process
+    finally:
+        process.send_signal(signal.SIGTERM)
+        process.wait(90)
+
+
+def family(process: Any) -> list[psutil.Process]:
+    return psutil.Process(process.pid).children(recursive=True)
+
+
+def drafts(url: str) -> float:
+    with urllib.request.urlopen(f"{url}/metrics", timeout=10) as answer:
+        found = re.search(r"^vllm:spec_decode_num_drafts_total\S* (\S+)$", answer.read().decode(), re.M)
+    return float(found[1]) if found else 0.0
+
+
+def ask(client: openai.OpenAI, model: str, text: str, *, max_tokens: int = 24) -> str:
+    """The greedy answer, whole; and the same in pieces."""
+    question: Any = [{"role": "user", "content": text}]
+    options: Any = {"model": model, "messages": question, "temperature": 0, "max_tokens": max_tokens}
+    whole = client.chat.completions.create(**options).choices[0].message.content or ""
+    pieces = client.chat.completions.create(**options, stream=True)
+    assert "".join(piece.choices[0].delta.content or "" for piece in pieces if piece.choices) == whole
+    return whole
+
+
+def test_serve(tmp_path: Path) -> None:
+    """It says when it is ready, lets in who has the key, drafts, and leaves nothing behind when told to stop."""
+    make_target(tmp_path / "target")
+    make_drafter(tmp_path / "runs" / "tiny" / "vllm", tmp_path / "target")
+    recipe = tiny_recipe(tmp_path)
+    recipe = recipe.model_copy(update={"serve": recipe.serve.model_copy(update={"options": {"max_num_seqs": 7}})})
+    with serving(recipe, tmp_path, key=KEY) as (url, process):
+        with pytest.raises(openai.AuthenticationError):
+            openai.OpenAI(base_url=f"{url}/v1", api_key="another").models.list()
+        client = openai.OpenAI(base_url=f"{url}/v1", api_key=KEY)
+        (model,) = client.models.list().data
+        ask(client, model.id, "Hello?")
+        answer = client.completions.create(model=model.id, prompt="Hello", max_tokens=4, temperature=0)
+        assert answer.usage is not None
+        assert answer.usage.completion_tokens > 0
+        assert drafts(url) > 0
+        children = family(process)
+        command = " ".join(word for child in children for word in child.cmdline())
+        assert "--max-num-seqs 7" in command
+        assert KEY not in command
+        process.send_signal(signal.SIGTERM)
+        assert process.wait(60) == 0
+    assert not any(alive(child.pid) for child in children)
+
+
+@in_soak
+def test_a_killed_parent_leaves_no_server(tmp_path: Path) -> None:
+    make_target(tmp_path / "target")
+    with serving(tiny_recipe(tmp_path), tmp_path, "-s", "serve.method={method: ngram}") as (_, process):
+        children = family(process)
+        assert len(children) > 1  # the server, and its engine
+        process.kill()
+        process.wait()
+        deadline = time.monotonic() + 20
+        while any(alive(child.pid) for child in children) and time.monotonic() < deadline:
+            time.sleep(0.1)
+        assert not [child.pid for child in children if alive(child.pid)]
+
+
+@in_soak
+def test_a_dead_server_says_why(tmp_path: Path) -> None:
+    make_target(tmp_path / "target")
+    (tmp_path / "recipe.yaml").write_text(
+        yaml.safe_dump(tiny_recipe(tmp_path).model_dump(mode="json", exclude_none=True))
+    )
+    done = subprocess.run(
+        [
+            sys.executable, "-m", "draftsmith.cli", "serve", str(tmp_path / "recipe.yaml"), "--port", "8123",
+            "-s", "serve.method={method: none}", "-s", "serve.options={block_size: 7}",
+        ],
+        capture_output=True, text=True, check=False,
+    )  # fmt: skip
+    assert done.returncode == 1
+    assert re.search(r"error: vLLM's server ended by itself with status \d+: .*[Bb]lock", done.stderr), done.stderr[
+        -3000:
+    ]
+
+
+@in_soak
+def test_every_method_answers_as_plain_decoding(smollm2: Path, tmp_path: Path) -> None:
+    """The real target through the server, by every way of speculating: the same texts, and guesses were made."""
+    recipe_path = write_recipe(
+        tmp_path, smollm2, demo_prompts(40), ["What is a comet?", "Name three rivers."],
+        extract={"max_num_seqs": 42, "max_tokens": 32},
+    )  # fmt: skip
+    run_extract(load_recipe(recipe_path), tmp_path / "runs" / "test")
+    methods: dict[str, dict[str, Any]] = {
+        "none": {"method": "none"},
+        "ngram": {"method": "ngram", "prompt_lookup_min": 1, "prompt_lookup_max": 4},
+        "draft_model": {"method": "draft_model", "model": str(smollm2)},
+        "suffix": {"method": "suffix"},
+    }
+    for kind in kinds():
+        recipe = load_recipe(
+            recipe_path,
+            [f"train.drafter.kind={kind}", "train.epochs=1", "train.tokens_per_step=512", "evaluate.k=[1,2,3]"],
+        )
+        run_dir = tmp_path / kind
+        run_dir.mkdir()
+        (run_dir / "store").symlink_to(tmp_path / "runs" / "test" / "store")
+        run_train(recipe, run_dir)
+        run_convert(recipe, run_dir)
+        methods[kind] = {"method": kind, "model": str(run_dir / "vllm"), "num_speculative_tokens": 3}
+    answers: dict[str, list[str]] = {}
+    for name, method in methods.items():
+        recipe = load_recipe(recipe_path, [f"serve.method={json.dumps(method)}"])
+        with serving(recipe, tmp_path) as (url, _):
+            client = openai.OpenAI(base_url=f"{url}/v1", api_key="none")
+            model = client.models.list().data[0].id
+            answers[name] = [ask(client, model, text, max_tokens=48) for text in demo_prompts(44)[40:]]
+            assert (drafts(url) > 0) == (name != "none"), name
+        assert answers[name] == answers["none"], name
+
+
+REQUESTS, IN_FLIGHT = 500, 64
+
+
+@in_soak
+def test_hundreds_of_clients_of_all_manners(tmp_path: Path) -> None:
+    """500 requests at once, some cut off, some nonsense: who waits gets plain decoding's answer, and nothing grows."""
+    make_target(tmp_path / "target")
+    make_drafter(tmp_path / "runs" / "tiny" / "vllm", tmp_path / "target")
+    recipe = tiny_recipe(tmp_path)
+    # A small cache: it is faulted in as it is used, which must not look like a leak.
+    recipe = recipe.model_copy(update={"engine": recipe.engine.model_copy(update={"kv_cache_gib": 0.05})})
+    texts = [f"question {number * number}?" for number in range(40)]
+    with serving(recipe, tmp_path, "-s", "serve.method={method: none}") as (url, _):
+        expected = {}
+        for text in texts:
+            answer = httpx.post(f"{url}/v1/chat/completions", json=_question(text), timeout=60)
+            expected[text] = answer.json()["choices"][0]["token_ids"]
+    assert len(set(map(tuple, expected.values()))) > len(texts) // 2
+    with serving(recipe, tmp_path) as (url, process):
+        asyncio.run(_crowd(url, expected, 200, seed=1))  # warms up
+        before = _size(process)
+        counts = asyncio.run(_crowd(url, expected, REQUESTS, seed=2))
+        time.sleep(2)
+        after = _size(process)
+        assert min(counts.values()) > REQUESTS // 20, counts
+        assert sum(counts.values()) == REQUESTS
+        assert after[0] < before[0] + 64 * 2**20, (before, after)
+        assert after[1] <= before[1] + 8, (before, after)
+        assert httpx.get(f"{url}/health").status_code == 200
+        assert drafts(url) > 0
+        children = family(process)
+        process.send_signal(signal.SIGTERM)
+        assert process.wait(60) == 0
+    assert not any(alive(child.pid) for child in children)
+
+
+def _question(text: str) -> dict[str, Any]:
+    """Asks for tokens: most of the tiny target's have no text."""
+    messages = [{"role": "user", "content": text}]
+    return {"model": "target", "messages": messages, "temperature": 0, "max_tokens": 32, "return_token_ids": True}
+
+
+def _size(process: Any) -> tuple[int, int]:
+    """Memory and open files of the server and its engine."""
+    found = family(process)
+    return sum(one.memory_info().rss for one in found), sum(one.num_fds() for one in found)
+
+
+async def _crowd(url: str, expected: dict[str, list[int]], count: int, *, seed: int) -> dict[str, int]:
+    """How many requests ended how."""
+    chooser = random.Random(seed)
+    counts = dict.fromkeys(("answered", "cut off", "nonsense"), 0)
+    slots = asyncio.Semaphore(IN_FLIGHT)
+    limits = httpx.Limits(max_connections=IN_FLIGHT)
+
+    async def one(client: httpx.AsyncClient, manner: str, text: str, wait: float) -> None:
+        body = _question(text)
+        async with slots:
+            if manner == "nonsense":
+                wrong: list[Any] = [
+                    b"{",
+                    b"\xff\x00",
+                    json.dumps(body | {"max_tokens": -1}),
+                    json.dumps(body | {"messages": 5}),
+                ]
+                answer = await client.post("/v1/chat/completions", content=wrong[int(wait * 1e6) % 4], headers={"Content-Type": "application/json"})  # fmt: skip
+                assert 400 <= answer.status_code < 500, answer.text
+            elif manner == "cut off":
+                with_stream = body | {"stream": True, "max_tokens": 200}
+                async with client.stream("POST", "/v1/chat/completions", json=with_stream) as answer:
+                    async for _ in answer.aiter_bytes():
+                        if chooser.random() < 0.3:
+                            break  # the connection is closed with the rest unread
+            else:
+                answer = await client.post("/v1/chat/completions", json=body)
+                assert answer.status_code == 200, answer.text
+                assert answer.json()["choices"][0]["token_ids"] == expected[text], text
+        counts[manner] += 1
+
+    async with httpx.AsyncClient(base_url=url, timeout=120, limits=limits) as client:
+        tasks = []
+        for _ in range(count):
+            manner = chooser.choices(list(counts), (6, 3, 1))[0]
+            tasks.append(one(client, manner, chooser.choice(list(expected)), chooser.random()))
+        await asyncio.gather(*tasks)
+    return counts

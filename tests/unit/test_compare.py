@@ -1,0 +1,140 @@
+"""Intervals over prompts, and two evaluations against each other."""
+
+import copy
+import json
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from typer.testing import CliRunner
+
+from draftsmith.cli import app
+from draftsmith.errors import UserError
+from draftsmith.serve.compare import compare, read_results
+from draftsmith.serve.results import acceptance_interval, bootstrap, categories, speedup_interval
+from tests.unit.test_serve import _results
+
+PROMPTS = 40
+
+
+def _counts(rate: float, seed: int, prompts: int = PROMPTS) -> dict[str, list[int]]:
+    """Drafts and accepted tokens of prompts that differ among themselves."""
+    draw = np.random.default_rng(seed)
+    drafts = draw.integers(20, 60, prompts)
+    ease = draw.normal(0.0, 0.15, prompts)
+    return {f"p{n}": [int(drafts[n]), int(drafts[n] * max(0.0, rate + ease[n]))] for n in range(prompts)}
+
+
+def test_the_interval_holds_the_truth_as_often_as_it_says() -> None:
+    truth = 1 + sum(a for _, a in _counts(0.6, 999, 20_000).values()) / sum(
+        d for d, _ in _counts(0.6, 999, 20_000).values()
+    )
+    inside = 0
+    for seed in range(200):
+        low, high = acceptance_interval(_counts(0.6, seed))
+        inside += low <= truth <= high
+    assert 180 <= inside <= 199  # 190 expected; a bootstrap of 40 is a little narrow
+
+
+def test_turns_of_a_conversation_are_drawn_together() -> None:
+    apart = {f"p{n}": [10.0, 10.0 * (n % 2)] for n in range(40)}
+    together = {f"p{n // 2}" + ("/turn-2" if n % 2 else ""): values for n, values in enumerate(apart.values())}
+    low, high = acceptance_interval(together)
+    assert low == high == 1.5  # each conversation has one of both
+    low, high = acceptance_interval(apart)
+    assert low < 1.45 < 1.55 < high
+
+
+def test_intervals_of_nothing_and_of_one() -> None:
+    assert acceptance_interval({"p": [0, 0]}) == [1.0, 1.0]
+    assert speedup_interval({"p": [3.0, 2.0]}) == [1.5, 1.5]
+    low, high = bootstrap({"a": [1.0], "b": [3.0]}, lambda sums: sums[0], level=0.5)
+    assert 2.0 <= low <= high <= 6.0
+
+
+def test_categories_hold_their_own_prompts() -> None:
+    counts = {"a": [10, 5], "b": [10, 0], "c": [0, 0], "d": [10, 10]}
+    found = categories(counts, {"a": "math", "b": "math", "c": "empty"})
+    assert {name: (one["prompts"], one["acceptance_length"]) for name, one in found.items()} == {
+        "math": (2, 1.25),
+        "empty": (1, 1.0),
+    }
+
+
+def _evaluation(rate: float, *, speed: float = 1.3, seed: int = 0) -> dict[str, Any]:
+    results: dict[str, Any] = copy.deepcopy(dict(_results()))
+    counts = _counts(rate, seed)
+    draw = np.random.default_rng(seed + 1)
+    for suite in results["suites"].values():
+        for at_k in suite["at_k"].values():
+            at_k["by_prompt"] = counts
+        suite["seconds_by_prompt"] = {
+            prompt: [speed * float(draw.normal(1.0, 0.05)), float(draw.normal(1.0, 0.05))] for prompt in counts
+        }
+    return results
+
+
+def test_worse_better_and_the_same() -> None:
+    a = _evaluation(0.60)
+    worse = {one["figure"]: one["verdict"] for one in compare(a, _evaluation(0.55))}
+    assert worse["acceptance length, K = 2"] == "worse"
+    assert worse["speed-up"] == "same"
+    better = {one["figure"]: one["verdict"] for one in compare(a, _evaluation(0.65, speed=1.5))}
+    assert (better["acceptance length, K = 3"], better["speed-up"]) == ("better", "better")
+    assert {one["verdict"] for one in compare(a, a)} == {"same"}
+
+
+def test_chance_alone_is_seldom_worse() -> None:
+    """Drafters that are equally good, measured on the same prompts with other luck."""
+    draw = np.random.default_rng(5)
+    alarms = 0
+    for seed in range(100):
+        a, b = _evaluation(0.6, seed=seed), _evaluation(0.6, seed=seed)
+        for suite in b["suites"].values():
+            for at_k in suite["at_k"].values():
+                at_k["by_prompt"] = {
+                    prompt: [drafts, int(accepted + draw.integers(-4, 5))]
+                    for prompt, (drafts, accepted) in at_k["by_prompt"].items()
+                }
+        alarms += any(one["verdict"] == "worse" for one in compare(a, b))
+    assert alarms <= 10
+
+
+def test_what_does_not_compare() -> None:
+    other = _evaluation(0.6) | {"target": "another"}
+    with pytest.raises(UserError, match="different targets"):
+        compare(_evaluation(0.6), other)
+    apart = _evaluation(0.6)
+    apart["suites"] = {"elsewhere": apart["suites"]["held_out"]}
+    with pytest.raises(UserError, match="no suite with the same prompts, at least 5"):
+        compare(_evaluation(0.6), apart)
+
+
+def test_the_command_says_3_when_worse(tmp_path: Path) -> None:
+    for name, rate in (("a", 0.6), ("b", 0.5)):
+        (tmp_path / name / "eval").mkdir(parents=True)
+        (tmp_path / name / "eval" / "results.json").write_text(json.dumps(_evaluation(rate)))
+    a, b = str(tmp_path / "a"), str(tmp_path / "b" / "eval")
+    run = CliRunner().invoke(app, ["evaluate", "--compare", a, b])
+    assert run.exit_code == 3
+    assert "worse  held_out, acceptance length, K = 2" in run.stdout
+    run = CliRunner().invoke(app, ["evaluate", "--compare", b, a, "--json"])
+    assert run.exit_code == 0
+    assert {one["verdict"] for one in json.loads(run.stdout)} == {"same", "better"}
+    with pytest.raises(UserError, match="two evaluations"):
+        CliRunner().invoke(app, ["evaluate", "--compare", a], catch_exceptions=False)
+
+    identical = _evaluation(0.6)
+    identical["suites"]["held_out"]["identical_to_plain"] = False
+    (tmp_path / "b" / "eval" / "results.json").write_text(json.dumps(identical))
+    assert CliRunner().invoke(app, ["evaluate", "--compare", a, b]).exit_code == 3
+
+    with pytest.raises(UserError, match="no evaluation in"):
+        read_results(tmp_path / "nothing")
+    (tmp_path / "b" / "eval" / "results.json").write_text('{"suites": {"s": {}}}')
+    with pytest.raises(UserError, match="earlier version"):
+        read_results(tmp_path / "b")
+    (tmp_path / "b" / "eval" / "results.json").write_text("[]")
+    with pytest.raises(UserError, match="not the results"):
+        read_results(tmp_path / "b")

@@ -1,0 +1,142 @@
+"""Ways of speculating: what a recipe may say, and what vLLM is then told."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+from pydantic import TypeAdapter, ValidationError
+
+from draftsmith.errors import UserError
+from draftsmith.methods import AnyMethod, Method
+from draftsmith.serve import speculation
+from draftsmith.serve.speculation import check_graph_sizes, method_config
+from draftsmith.target import TargetInfo, describe_target
+from tests.unit.tiny_run import make_run
+
+METHODS: TypeAdapter[Method] = TypeAdapter(AnyMethod)
+
+
+@pytest.fixture(scope="module")
+def target(tmp_path_factory: pytest.TempPathFactory) -> TargetInfo:
+    directory = tmp_path_factory.mktemp("target")
+    make_run(directory)
+    return describe_target(directory / "target")
+
+
+def _config(target: TargetInfo, method: dict[str, Any], drafter: Path = Path("no"), **options: Any) -> Any:
+    return method_config(METHODS.validate_python(method), target, own_drafter=drafter, **options)
+
+
+def test_methods_without_a_model(target: TargetInfo, monkeypatch: pytest.MonkeyPatch) -> None:
+    assert _config(target, {"method": "none"}) is None
+    assert _config(target, {"method": "ngram", "options": {"draft_sample_method": "greedy"}}) == {
+        "method": "ngram", "num_speculative_tokens": 3, "prompt_lookup_min": 2, "prompt_lookup_max": 5,
+        "draft_sample_method": "greedy",
+    }  # fmt: skip
+    monkeypatch.setattr(speculation, "find_spec", lambda name: object())
+    assert _config(target, {"method": "suffix", "suffix_decoding_max_tree_depth": 12})["num_speculative_tokens"] == 12
+    monkeypatch.setattr(speculation, "find_spec", lambda name: None)
+    with pytest.raises(UserError, match="pip install"):
+        _config(target, {"method": "suffix"})
+    with pytest.raises(UserError, match="no layers for multi-token prediction"):
+        _config(target, {"method": "mtp"})
+    target.config.num_nextn_predict_layers = 1
+    try:
+        assert _config(target, {"method": "mtp"}) == {"method": "mtp", "num_speculative_tokens": 1}
+    finally:
+        target.config.num_nextn_predict_layers = 0
+
+
+def test_schedules(target: TargetInfo) -> None:
+    schedule = [[1, 4, 3], [5, 32, 1]]
+    found = _config(target, {"method": "ngram", "num_speculative_tokens_per_batch_size": schedule})
+    assert found["num_speculative_tokens_per_batch_size"] == schedule
+    assert found["num_speculative_tokens"] == 3
+    assert _config(target, {"method": "ngram", "num_speculative_tokens_per_batch_size": [[1, 8, 0]]}) is None
+    for wrong in ([[2, 4, 3]], [[1, 4, 3], [4, 8, 1]], [[1, 4, 3], [6, 8, 1]], [[1, 0, 3]], [[1, 4, -1]]):
+        with pytest.raises(ValidationError, match="ranges follow one another"):
+            METHODS.validate_python({"method": "ngram", "num_speculative_tokens_per_batch_size": wrong})
+
+
+@pytest.mark.parametrize(
+    "wrong",
+    [
+        {"method": "ngram", "prompt_lookup_min": 4, "prompt_lookup_max": 3},
+        {"method": "ngram", "num_speculative_tokens": 0},
+        {"method": "ngram", "options": {"prompt_lookup_max": 4}},
+        {"method": "ngram", "options": {"model": "m"}},
+        {"method": "suffix", "suffix_decoding_min_token_prob": 1.5},
+        {"method": "draft_model"},
+        {"method": "lookahead"},
+        {"method": "eagle3", "kind": "eagle3"},
+    ],
+)
+def test_what_no_recipe_may_say(wrong: dict[str, Any]) -> None:
+    with pytest.raises(ValidationError):
+        METHODS.validate_python(wrong)
+
+
+def test_draft_models_need_the_target_s_vocabulary(target: TargetInfo, tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text(json.dumps({"vocab_size": target.vocab_size}))
+    method = {"method": "draft_model", "model": str(tmp_path), "num_speculative_tokens": 4}
+    assert _config(target, method) == {"method": "draft_model", "model": str(tmp_path), "num_speculative_tokens": 4}
+    assert "draft_tensor_parallel_size" not in _config(target, method, tensor_parallel_size=2)
+    (tmp_path / "config.json").write_text(json.dumps({"vocab_size": target.vocab_size + 1}))
+    with pytest.raises(UserError, match="cannot guess for it"):
+        _config(target, method)
+    assert _config(target, method | {"options": {"use_heterogeneous_vocab": True}})
+    with pytest.raises(UserError, match="no folder"):
+        _config(target, method | {"model": "no such thing"})
+
+
+def _drafter(folder: Path, target: TargetInfo, **changed: Any) -> Path:
+    config = {
+        "architectures": ["LlamaForCausalLMEagle3"], "hidden_size": target.hidden_size, "vocab_size": target.vocab_size,
+        "eagle_config": {"eagle_aux_hidden_state_layer_ids": [1, 2]}, "draftsmith": {"target": {"name": "its-own-target"}},
+    }  # fmt: skip
+    folder.mkdir(exist_ok=True)
+    (folder / "config.json").write_text(json.dumps(config | changed))
+    return folder
+
+
+def test_drafters_fit_the_target_and_the_method(target: TargetInfo, tmp_path: Path) -> None:
+    own = _drafter(tmp_path / "own", target)
+    assert _config(target, {"method": "eagle3"}, own) == {
+        "method": "eagle3", "model": str(own), "num_speculative_tokens": 3,
+    }  # fmt: skip
+    assert _config(target, {"method": "eagle3"}, own, tensor_parallel_size=2)["draft_tensor_parallel_size"] == 1
+    other = _drafter(tmp_path / "other", target)
+    assert _config(target, {"method": "eagle3", "model": str(other), "num_speculative_tokens": 2}, own)["model"] == str(
+        other
+    )
+    with pytest.raises(UserError, match="for the method `eagle3`, and `medusa` was asked for"):
+        _config(target, {"method": "medusa"}, own)
+    for changed, said in (
+        ({"vocab_size": 7}, "a vocabulary of 7"),
+        ({"hidden_size": 7}, "a hidden state of 7"),
+        ({"target_hidden_size": 7}, "a hidden state of 7"),
+        ({"eagle_config": {"eagle_aux_hidden_state_layer_ids": [1, 99]}}, r"reads the target's layers \[1, 99\]"),
+    ):
+        with pytest.raises(UserError, match=said + ".* It was made for its-own-target."):
+            _config(target, {"method": "eagle3"}, _drafter(tmp_path / "wrong", target, **changed))
+    medusa = _drafter(tmp_path / "medusa", target, architectures=["MedusaModel"], num_heads=2)
+    with pytest.raises(UserError, match="guesses 2 tokens ahead, and 4 were asked for"):
+        _config(target, {"method": "medusa", "num_speculative_tokens": 4}, medusa)
+    assert _config(target, {"method": "medusa"}, medusa)["num_speculative_tokens"] == 2
+    by_load = {"method": "medusa", "num_speculative_tokens_per_batch_size": [[1, 4, 2], [5, 8, 0]]}
+    with pytest.raises(UserError, match="the same number of tokens at every load"):
+        _config(target, by_load, medusa)
+
+
+def test_sizes_of_cuda_graphs() -> None:
+    full = {"cudagraph_mode": "FULL_DECODE_ONLY"}
+    check_graph_sizes({"cudagraph-capture-sizes": [4, 8], "compilation_config": full}, 3)
+    check_graph_sizes({}, 3)
+    check_graph_sizes({"cudagraph_capture_sizes": [6]}, 3)  # not full graphs
+    for options in (
+        {"compilation_config": full | {"cudagraph_capture_sizes": [4, 6]}},
+        {"cudagraph-capture-sizes": [4, 6], "compilation-config": full},
+    ):
+        with pytest.raises(UserError, match="6, no multiple of 4"):
+            check_graph_sizes(options, 3)
