@@ -1,0 +1,82 @@
+"""Engines that keep a clock of their own: every step takes a planted time and accepts what is planted."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+from draftsmith import recipe
+from draftsmith.serve.engine import Counters, EngineConfig, Generated
+from tests.unit.tiny_run import make_run
+
+COSTS = {1: {1: 1.1, 2: 1.2, 3: 1.5}, 4: {1: 1.2, 2: 1.3, 3: 2.0}, 8: {1: 1.9, 2: 2.5, 3: 3.0}}
+"""Planted, by sequences at once and K."""
+ACCEPTED = [3, 1, 0, 2]
+"""Planted: guesses accepted in each step, of three; cut at K."""
+
+
+class Engine:
+    """An engine of which every step takes a planted time."""
+
+    started: list[EngineConfig] = []  # noqa: RUF012
+
+    def __init__(self, config: EngineConfig) -> None:
+        self.config = config
+        self.total = Counters(0, 0, 0, (0,) * config.num_speculative_tokens)
+        self.started.append(config)
+
+    def generate(self, prompts: Any, *, max_tokens: int) -> tuple[list[Generated], float]:
+        batch, k = len(prompts), self.config.num_speculative_tokens
+        schedule = (self.config.speculative or {}).get("num_speculative_tokens_per_batch_size")
+        if schedule:
+            k = next(k for first, last, k in schedule if first <= batch <= last)
+        cost = 0.05 * (COSTS.get(batch, COSTS[8])[k] if k else 1.0)
+        answers = []
+        for _ in prompts:
+            steps: list[int] = []
+            while 1 + sum(steps) + len(steps) < max_tokens:
+                steps.append(min(ACCEPTED[len(steps) % len(ACCEPTED)], k))
+            tokens = 1 + sum(steps) + len(steps)
+            answers.append(
+                Generated([7] * tokens, "length", cost * len(steps), 0.0, (k,) * len(steps) if k else (), tuple(steps))
+            )
+            if k:
+                by_position = tuple(sum(step > i for step in steps) for i in range(self.config.num_speculative_tokens))
+                self.total = Counters(
+                    self.total.drafts + len(steps), self.total.draft_tokens + k * len(steps), self.total.accepted + sum(steps),
+                    tuple(a + b for a, b in zip(self.total.accepted_per_position, by_position, strict=True)),
+                )  # fmt: skip
+        return answers, 1.0
+
+    def counters(self) -> Counters:
+        return self.total
+
+    def close(self) -> None:
+        pass
+
+
+def make_recipe_and_run(folder: Path) -> tuple[recipe.Recipe, Path]:
+    """A recipe of 16 prompts, and a run whose drafter is a config alone."""
+    make_run(folder)
+    rows = [json.dumps({"id": str(n), "prompt": f"question {n}"}) for n in range(16)]
+    (folder / "prompts.jsonl").write_text("\n".join(rows))
+    tokenizer = {
+        "chat_template": "{% for m in messages %}{{ m['content'] }}{% endfor %}",
+        "tokenizer_class": "PreTrainedTokenizerFast",
+    }
+    (folder / "target" / "tokenizer_config.json").write_text(json.dumps(tokenizer))
+    drafter = folder / "run" / "vllm"
+    drafter.mkdir()
+    (drafter / "config.json").write_text(json.dumps({"architectures": ["LlamaForCausalLMEagle3"]}))
+    (drafter / "model.safetensors").write_bytes(b"x" * 1000)
+    source = {"path": str(folder / "prompts.jsonl")}
+    hardware = {
+        "device": "d", "matmul_tflops": 1e-6, "memory_gb_per_second": 1e-3, "store_mb_per_second": 1, "load_mb_per_second": 1,
+        "prefill_utilisation": 1, "decode_utilisation": 1, "train_utilisation": 1,
+    }  # fmt: skip
+    found = recipe.Recipe.model_validate({
+        "name": "run", "target": {"model": str(folder / "target"), "dtype": "float32"}, "engine": {"max_model_len": 100},
+        "extract": {"prompts": source, "max_num_seqs": 32}, "evaluate": {"suites": {"questions": {"prompts": source}}},
+        "tune": {"k": [1, 2, 3], "batch_sizes": [1, 4, 8], "tokens": 41},
+        "plan": {"prompt_tokens": 1, "response_tokens": 1, "hardware": hardware},
+    })  # fmt: skip
+    return found, folder / "run"

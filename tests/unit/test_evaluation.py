@@ -1,0 +1,98 @@
+"""The course of an evaluation, with engines that keep a clock of their own: what is measured, and what is not measured twice."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+from pydantic import TypeAdapter
+
+from draftsmith import recipe, stage
+from draftsmith.serve import evaluate
+from draftsmith.serve.evaluate import run_evaluate
+from draftsmith.serve.results import Results
+from tests.unit.clockwork import COSTS, Engine, make_recipe_and_run
+
+
+@pytest.fixture
+def run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> tuple[recipe.Recipe, Path]:
+    """Two suites, one of conversations with two turns in two categories; a method beside the drafter; two batch sizes."""
+    Engine.started.clear()
+    monkeypatch.setattr(
+        evaluate, "start_engines", lambda configs, folder, on_ready: [Engine(config) for config in configs]
+    )
+    loaded, run_dir = make_recipe_and_run(tmp_path)
+    rows = [
+        {"question_id": n, "category": ("math", "writing")[n % 2], "turns": [f"first {n}", f"second {n}"]}
+        for n in range(6)
+    ]
+    (tmp_path / "talks.jsonl").write_text("\n".join(json.dumps(row) for row in rows))
+    options = {
+        "suites": {
+            "questions": {"prompts": loaded.extract.prompts, "max_tokens": 21},
+            "talks": {"prompts": {"path": str(tmp_path / "talks.jsonl")}, "turns": "all", "max_tokens": 13},
+        },
+        "methods": {"lookup": {"method": "ngram", "num_speculative_tokens": 1}},
+        "k": [1, 2, 3], "acceptance_k": 3, "batch_sizes": [1, 4], "batch_size": 4, "examples": 2,
+    }  # fmt: skip
+    return loaded.model_copy(update={"evaluate": recipe.Evaluate.model_validate(options)}), run_dir
+
+
+def test_what_is_planted_is_found(run: tuple[recipe.Recipe, Path]) -> None:
+    found = run_evaluate(*run)
+    TypeAdapter(Results).validate_python(found, strict=True)
+    assert {int(k): point["step_cost"] for k, point in found["k_curve"].items()} == pytest.approx(COSTS[1])
+    assert found["num_speculative_tokens"] == 2  # accepts 2.25 tokens at 1.2 times the cost
+    talks = found["suites"]["talks"]
+    assert talks["prompts"] == 12
+    assert [name for name in talks["at_k"]["2"]["by_prompt"] if name.startswith("3")] == ["3", "3/turn-2"]
+    assert {name: one["prompts"] for name, one in talks["categories"].items()} == {"math": 6, "writing": 6}
+    assert talks["acceptance_length"] == pytest.approx(1 + talks["accepted"] / talks["drafts"])
+    lookup = found["suites"]["questions"]["methods"]["lookup"]
+    assert (lookup["method"], lookup["num_speculative_tokens"]) == ("ngram", 1)
+    assert lookup["acceptance_length"] == pytest.approx(1.75, abs=0.05)
+    assert set(found["load"]) == {"1", "4"}
+    assert found["load"]["4"]["plain"]["seconds_per_token"] == pytest.approx(0.05)
+    assert len(found["examples"]) == 2
+    # The clockwork's answers are equally many sevens, but of other lengths: drafters overshoot.
+    assert {one["gap"] for one in talks["differences"]} <= {None}
+
+
+def test_killed_it_goes_on_after_the_last_suite(
+    run: tuple[recipe.Recipe, Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    whole = run_evaluate(*run)
+    loaded, run_dir = run
+    (run_dir / "eval" / stage.MARKER).unlink()
+    stage.claim(run_dir / "eval", fresh=True)
+    acceptance = evaluate._acceptance
+    asked: list[str] = []
+
+    def dying(engines: Any, arms: Any, suite: Any, *rest: Any) -> Any:
+        asked.append(suite.name)
+        if asked == ["questions", "talks"]:
+            raise KeyboardInterrupt
+        return acceptance(engines, arms, suite, *rest)
+
+    monkeypatch.setattr(evaluate, "_acceptance", dying)
+    with pytest.raises(KeyboardInterrupt):
+        run_evaluate(*run)
+    assert not (run_dir / "eval" / stage.MARKER).exists()
+    Engine.started.clear()
+    again = run_evaluate(*run)
+    assert asked == ["questions", "talks", "talks"]
+    assert [config.name for config in Engine.started] == [
+        "plain",
+        "k2",
+        "k3",
+        "method-lookup",
+    ]  # K = 1 is out of the running
+    for name in ("suites", "k_curve", "num_speculative_tokens", "load", "examples"):
+        assert json.dumps(again[name]) == json.dumps(whole[name])  # type: ignore[literal-required]
+    assert not (run_dir / "eval" / "partial.json").exists()
+
+    # Another recipe's measurements are not gone on with.
+    (run_dir / "eval" / stage.MARKER).unlink()
+    stage.write_json(run_dir / "eval" / "partial.json", {"inputs": "another", "suites": {}})
+    run_evaluate(loaded, run_dir)
+    assert asked[-2:] == ["questions", "talks"]
