@@ -32,10 +32,11 @@ from draftsmith.serve.engine import EngineConfig, EngineHost, start_engines
 from draftsmith.store import StoreWriter
 from draftsmith.target import TargetInfo, default_layer_ids, describe_target, prepare_target
 
-PROMPTS, ANSWER, AT_ONCE = 96, 32, 32
-"""Three times as many prompts as run at once: an extraction goes on for hours, and its end, when the last answers are checked,
-compressed and synced beside an idle engine, must not be a tenth of what is timed."""
-STARTS, RUNS, PREFILLS = 5, 1, 2
+PROMPTS, ANSWER, AT_ONCE, PREFILL_PROMPTS = 96, 32, 32, 288
+"""Several times as many prompts as run at once: an extraction goes on for hours, and its end, when the last states are checked,
+compressed and synced beside an idle engine, must not be a tenth of what is timed. Prefill is done with 32 prompts in one step, so
+it has more of them."""
+STARTS, RUNS, PREFILLS = 4, 1, 1
 """An engine is faster or slower by a tenth from one start to the next, for all its life, so what counts is the number of
 starts. Prefill is short, so it is compared in more rounds of its own."""
 SHARD_TOKENS = 2048
@@ -54,7 +55,7 @@ def extraction_ratios() -> dict[str, dict[str, Any]]:
     recipe = load_recipe(Path("recipes/demo.yaml"), options)
     target = describe_target(prepare_target(recipe.target), recipe.target)
     renderer = Renderer(AutoTokenizer.from_pretrained(target.path))
-    prompts = [renderer.prompt(prompt) for prompt in load_prompts(recipe.extract.prompts)[:PROMPTS]]
+    prompts = [renderer.prompt(prompt) for prompt in load_prompts(recipe.extract.prompts)[:PREFILL_PROMPTS]]
     layer_ids = default_layer_ids(target.num_hidden_layers)
     times: dict[str, list[float]] = {}
     for start in range(STARTS):
@@ -100,7 +101,7 @@ def _times_of_a_start(
                 engine_arguments=_engine_arguments(recipe, target, layer_ids) | {"kv_cache_memory_bytes": 2**29},
                 generate=generate,
                 sampling={"temperature": 0.0, "detokenize": False},
-                window=2 * PROMPTS,
+                window=2 * PREFILL_PROMPTS,
                 max_model_len=recipe.engine.max_model_len,
             )
             directory = Path(folder) / str(generate)
@@ -113,8 +114,9 @@ def _times_of_a_start(
             start()
         (plain,) = started
         try:
-            answers, _ = plain.generate(prompts, max_tokens=ANSWER)
-            texts = [ids + answer.token_ids for ids, answer in zip(prompts, answers, strict=True)]
+            asked = prompts[:PROMPTS]
+            answers, _ = plain.generate(asked, max_tokens=ANSWER)
+            texts = [ids + answer.token_ids for ids, answer in zip(asked, answers, strict=True)]
 
             def extracting(generate: bool, inputs: list[list[int]], form: Form) -> float:
                 with tempfile.TemporaryDirectory(dir=folder) as store:
@@ -125,9 +127,9 @@ def _times_of_a_start(
                 "plain": lambda: plain.generate(prompts, max_tokens=1)[1],
                 "prefill": lambda: extracting(False, prompts, "lossless"),
                 "texts": lambda: extracting(False, texts, "lossless"),
-                "answers": lambda: plain.generate(prompts, max_tokens=ANSWER)[1],
-                "onepass": lambda: extracting(True, prompts, "lossless"),
-                "uncompressed": lambda: extracting(True, prompts, "none"),
+                "answers": lambda: plain.generate(asked, max_tokens=ANSWER)[1],
+                "onepass": lambda: extracting(True, asked, "lossless"),
+                "uncompressed": lambda: extracting(True, asked, "none"),
             }
             prefill = {name: arms[name] for name in ("plain", "prefill")}
             for run, takers in enumerate([arms] * (RUNS + 1) + [prefill] * PREFILLS):
