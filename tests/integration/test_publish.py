@@ -26,7 +26,7 @@ from draftsmith.serve.evaluate import run_evaluate
 from draftsmith.target import describe_target, load_target_tensors
 from tests.hub_server import TOKEN, Hub, serve_hub
 from tests.integration.conftest import make_target
-from tests.integration.test_evaluate import _alive, _recipe
+from tests.integration.test_evaluate import alive, tiny_recipe
 from tests.unit.test_publish import serve_command
 
 pytestmark = pytest.mark.integration
@@ -81,7 +81,7 @@ def test_the_card_s_command(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> 
     """Evaluate, publish, and run the command of the card as it is written."""
     monkeypatch.setenv("HF_HOME", str(tmp_path / "hf"))
     make_target(tmp_path / "target")
-    recipe = _recipe(tmp_path)
+    recipe = tiny_recipe(tmp_path)
     runs = tmp_path / "runs"
     make_checkpoint(runs / "tiny" / "checkpoint", recipe, tmp_path / "target")
     run_convert(recipe, runs / "tiny")
@@ -127,4 +127,4 @@ def run_as_written(command: str, hub: Hub) -> None:
         with suppress(ProcessLookupError):
             os.killpg(server.pid, signal.SIGKILL)
         server.wait()
-    assert not _alive(server.pid)
+    assert not alive(server.pid)
