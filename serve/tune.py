@@ -3,8 +3,8 @@
 A step of `batch` sequences with K guesses each costs c(batch, K) plain steps of as many sequences, and yields
 L(K) = 1 + a_1 + ... + a_K tokens a sequence, where a_i is the share of drafts whose token at position i was accepted: a chain's
 first tokens do not depend on how far it goes on. So decoding should gain L(K) / c(batch, K); the best K at every batch size makes
-vLLM's schedule `num_speculative_tokens_per_batch_size`. K = 0 there means that guessing does not pay at that load: on a GPU
-that is where checking the guesses needs arithmetic that is no longer idle, on a CPU soon.
+vLLM's schedule `num_speculative_tokens_per_batch_size`. K = 0 there means that guessing does not pay at that load: checking the
+guesses needs arithmetic that is idle no longer.
 
 Beside it stands a roofline: the time that bytes and FLOP of such steps must take on the hardware of the recipe's `plan`.
 
