@@ -52,7 +52,7 @@ def run(smollm2: Path, tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, 
 
 @pytest.fixture(scope="module")
 def served(run: tuple[Path, Path], smollm2: Path) -> Served:
-    (found,) = record_runs([run[1]], smollm2, max_tokens=64)
+    (found,) = record_runs([run[1]], smollm2, max_tokens=96)
     return found
 
 
