@@ -46,7 +46,7 @@ def vllm_environment(engine: Engine) -> dict[str, str]:
     values = {
         # One engine is one process. More than one GPU needs vLLM's own worker processes, which it starts itself.
         "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
-        # Ours serves MLP speculators and is idle else. Other packages' may be made for another vLLM.
+        # Ours serves MLP speculators and mends sampling on CPUs. Other packages' may be made for another vLLM.
         "VLLM_PLUGINS": "draftsmith",
         "VLLM_LOGGING_LEVEL": os.environ.get("VLLM_LOGGING_LEVEL", "WARNING"),
         "VLLM_NO_USAGE_STATS": os.environ.get("VLLM_NO_USAGE_STATS", "1"),

@@ -1,7 +1,7 @@
 """vLLM's plugin: it serves MLP speculators, and mends sampling with speculation on CPUs.
 
-vLLM 0.32 knows the config of MLP speculators and has nothing that runs them. Their place is EAGLE's. What vLLM hands its EAGLE proposer is what an MLP speculator reads: the target's last states, the tokens
-sampled after them, and which rows to go on from, corrected for rejected drafts. So the directory of one names an architecture of
+vLLM 0.32 knows the config of MLP speculators and has nothing that runs them. Their place is EAGLE's. What vLLM hands its EAGLE
+proposer is what an MLP speculator reads: the target's last states, the tokens sampled after them, and which rows to go on from, corrected for rejected drafts. So the directory of one names an architecture of
 ours, beginning with `Eagle` as vLLM wants it, and where vLLM makes a proposer for that architecture it gets ours, which has no
 attention and no cache. For every other drafter nothing changes, and of vLLM nothing is imported that it does not import itself.
 

@@ -141,9 +141,8 @@ def run_tune(recipe: Recipe, run_dir: Path, *, verify: bool = False) -> Tuned:
     speedups = {
         batch: {k: lengths[k] / cost for k, cost in of_batch.items()} for batch, of_batch in costs.items()
     }  # fmt: skip
-    if (
-        method.method == "medusa"
-    ):  # vLLM's guesses the same number at every load: the best alone, or with nothing beside it
+    if method.method == "medusa":
+        # vLLM's guesses the same number at every load: the best of the smallest, where that pays.
         best = max(ks, key=lambda k: speedups[min(speedups)][k])
         pays_alone = speedups[min(speedups)][best] > 1
         schedule = [[1, recipe.extract.max_num_seqs, best if pays_alone else 0]]

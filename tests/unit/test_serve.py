@@ -299,6 +299,34 @@ def test_the_server_takes_the_k_that_evaluation_chose(tmp_path: Path) -> None:
         server.chosen_k(_recipe(), tmp_path)
 
 
+@pytest.mark.parametrize(
+    ("lines", "said"),
+    [
+        (["INFO up", "ValueError: a client's", "(EngineCore) ValueError: No common block size for 7", "RuntimeError: Engine core "
+          "initialization failed. See root cause above."], "ValueError: No common block size for 7"),
+        (["pydantic.ValidationError: 1 validation error for X", "  Value error, K is odd", "  For more", "more"],
+         "ValidationError: 1 validation error for X Value error, K is odd For more"),
+        (["starting", "  Killed  ", ""], "Killed"),
+        ([], "it printed nothing"),
+    ],
+)  # fmt: skip
+def test_a_server_s_death_has_the_reason_that_it_printed(lines: list[str], said: str) -> None:
+    assert server.reason_of_death(lines) == said
+
+
+def test_options_become_vllm_s_flags() -> None:
+    options = {
+        "max_num_seqs": 4, "enable-prefix-caching": False, "trust_remote_code": True, "chat_template": None,
+        "allowed_origins": ["*"], "cudagraph_capture_sizes": [4, 8], "compilation_config": {"mode": 3},
+    }  # fmt: skip
+    assert server._flags(options) == [
+        "--max-num-seqs", "4", "--no-enable-prefix-caching", "--trust-remote-code", "--allowed-origins", '["*"]',
+        "--cudagraph-capture-sizes", "4", "8", "--compilation-config", '{"mode": 3}',
+    ]  # fmt: skip
+    with pytest.raises(UserError, match="with --api-key"):
+        server._flags({"api_key": "secret"})
+
+
 def test_server_command_and_curl_quote_what_they_are_given() -> None:
     command = server.server_command(_recipe(), Path("/t"), {"method": "eagle3"}, name="n", host="127.0.0.1", port=1)
     assert json.loads(command[command.index("--speculative-config") + 1]) == {"method": "eagle3"}
