@@ -104,14 +104,15 @@ def _lossless_planes(words: _Words) -> list[npt.NDArray[np.generic]]:
     bits = 8 * words.itemsize
     planes: list[npt.NDArray[np.generic]] = []
     for layer in range(words.shape[1]):
-        plain = words[:, layer]
+        plain = words[:, layer].copy()  # worked on in place, with the layer's values side by side
         rotated = plain << 1
-        rotated |= plain >> (bits - 1)
-        planes.append((rotated >> (bits - 8)).astype(np.uint8))
+        np.right_shift(plain, bits - 1, out=plain)
+        rotated |= plain
+        single = rotated.view(np.uint8).reshape(*rotated.shape, -1)  # little-endian: the top byte is the last
         if bits == 32:
-            planes += [(rotated >> 16).astype(np.uint8), rotated.astype(np.uint16)]
+            planes += [single[..., 3].copy(), single[..., 2].copy(), rotated.astype(np.uint16)]
         else:
-            planes.append(rotated.astype(np.uint8))
+            planes += [single[..., 1].copy(), single[..., 0].copy()]
     return planes
 
 

@@ -50,6 +50,8 @@ class Conversation:
     """With `token_ids`: which of them are to be learnt; absent: all."""
     category: str | None = field(default=None, compare=False)
     """What its data set files it under, for figures by category."""
+    reference: dict[str, Any] | None = field(default=None, compare=False)
+    """What its data set has to score an answer with: gsm8k's `answer`, HumanEval's `prompt`, `test` and `entry_point`."""
     where: str = field(default="", compare=False)
     """Its place in its file, for messages."""
 
@@ -260,12 +262,14 @@ def _mt_bench(row: dict[str, Any], fallback_id: str, whole: bool) -> Parsed:
 def _humaneval(row: dict[str, Any], fallback_id: str, whole: bool) -> Parsed:
     code = row["prompt"].strip("\n")
     question = f"Write the body of this Python function:\n\n```python\n{code}\n```"
-    return {"id": str(row["task_id"]), "messages": _ask(question, None, whole)}
+    reference = {key: row[key] for key in ("prompt", "test", "entry_point") if key in row}
+    return {"id": str(row["task_id"]), "messages": _ask(question, None, whole), "reference": reference}
 
 
 def _gsm8k(row: dict[str, Any], fallback_id: str, whole: bool) -> Parsed:
     question = row["prompt"] if "prompt" in row else row["question"]
-    return {"id": _id(row, fallback_id), "messages": _ask(question, row.get("answer"), whole)}
+    reference = {"answer": row[key] for key in ("expected", "answer") if key in row}  # one published copy calls it `expected`
+    return {"id": _id(row, fallback_id), "messages": _ask(question, row.get("answer"), whole), "reference": reference}
 
 
 _PARSERS: dict[str, Callable[[dict[str, Any], str, bool], Parsed]] = {

@@ -280,7 +280,8 @@ def plan_convert(recipe: Recipe, drafter: Drafter) -> StagePlan:
 def plan_evaluate(recipe: Recipe, assumed: Assumptions, sizes: TargetSizes, drafter: Drafter) -> StagePlan:
     """Plain and speculative engines side by side, as if no draft were ever accepted: at most.
 
-    All answers of the first suite at every K, of the others at two; then one at a time for the clock.
+    All answers of the first suite at every K, of the others at two, and by every other method; then one at a time for the clock,
+    and under load. Conversations of which every turn is answered count as two, which they are in MT-Bench.
     """
     options, hardware, number = recipe.evaluate, assumed.hardware, _BYTES[recipe.target.dtype]
     ks = sorted({*options.k, options.acceptance_k})
@@ -308,17 +309,25 @@ def plan_evaluate(recipe: Recipe, assumed: Assumptions, sizes: TargetSizes, draf
             prompts = conversation_counts(recipe, assumed)[1]
         elif suite.prompts.limit:
             prompts = suite.prompts.limit
+        if suite.turns == "all":
+            prompts *= 2
         longest = suite.max_tokens or recipe.extract.response_tokens(held_out=True)
         first = name == names[0]
-        for k in (0, *(ks if first else ks[-2:])):
+        methods = [method.num_speculative_tokens or ks[-1] for method in options.methods.values()]
+        for k in (0, *(ks if first else ks[-2:]), *methods):
             answer(prompts, longest, k=k, at_once=options.batch_size)
             if first:
                 answer(min(prompts, options.curve_prompts), _COST_TOKENS, k=k, at_once=1)
-        for k in (0, ks[-1]):
+        for k in (0, ks[-1], *methods):
             answer(min(prompts, options.speed_prompts), options.speed_tokens, k=k, at_once=1)
-    engines = len(ks) + 1
+        for size in options.batch_sizes if first else ():
+            for k in (0, ks[-1]):
+                answer(3 * size, options.speed_tokens, k=k, at_once=size)
+    engines = len(ks) + len(options.methods) + 1
     per_device = recipe.engine.tensor_parallel_size
     seconds = {"answers without an accepted draft": answering, "starting": hardware.start_seconds} if hardware else {}
+    if hardware and options.request_rates:
+        seconds["requests at their rates"] = sum(2 * options.request_prompts / rate for rate in options.request_rates)
     return StagePlan(
         tokens=tokens,
         disk_bytes=0,

@@ -364,6 +364,10 @@ class Suite(Section):
     """Longest response, tokens; absent: as for held-out prompts in extraction."""
     turns: Literal["first", "all"] = "first"
     """Answer the first user turn of a conversation, or each in order, the target reading its own earlier answers."""
+    score: Literal["last_number", "unit_tests"] | None = None
+    """Whether first answers are right, plain and speculative: `last_number` compares the last number of an answer with that of
+    the row's `answer` (GSM8K's exact match); `unit_tests` runs HumanEval's tests (pass@1), **with the code that the model wrote**,
+    in a process with limits that stop accidents and not malice."""
 
     @model_validator(mode="after")
     def _held_out_has_first_turns(self) -> Suite:
@@ -392,6 +396,11 @@ class Evaluate(Section):
     """Sequences at once where acceptance and identity, not speed, are measured."""
     batch_sizes: tuple[Annotated[int, Field(ge=1)], ...] = ()
     """Numbers of sequences at once at which throughput and latency are measured too, on the first suite."""
+    request_rates: tuple[Annotated[float, Field(gt=0)], ...] = ()
+    """Requests a second at which two servers, plain and speculative, are asked the first suite's prompts by vLLM's own load
+    generator, `speed_tokens` long, for latency and throughput."""
+    request_prompts: int = Field(32, ge=1)
+    """How many of them, at every rate."""
     examples: int = Field(3, ge=0)
     """Answers that the report shows token by token."""
     methods: dict[str, AnyMethod] = Field(default_factory=dict)

@@ -37,11 +37,8 @@ import ctypes
 import fcntl
 import json
 import mmap
-import os
 import re
 import shutil
-import sys
-import threading
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -54,6 +51,7 @@ import xxhash
 
 from draftsmith.codec import LARGEST_RATIO, Form, decode, encode
 from draftsmith.errors import DraftsmithError, UserError
+from draftsmith.machine import step_back
 from draftsmith.stage import write_bytes
 
 SCHEMA_VERSION = 2
@@ -233,7 +231,7 @@ class StoreWriter:
         self._directory, self._identity, self._shard_tokens = directory, identity, shard_tokens
         self._shards: list[Shard] = []
         self._sample_ids: set[int] = set()
-        self._behind = ThreadPoolExecutor(1, thread_name_prefix="draftsmith-store", initializer=_step_back)
+        self._behind = ThreadPoolExecutor(1, thread_name_prefix="draftsmith-store", initializer=step_back)
         self._lock = (directory / LOCK).open("w")
         try:
             fcntl.flock(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -329,17 +327,6 @@ class StoreWriter:
         }
         body = json.dumps(manifest, indent=2).removesuffix("\n}").encode()
         write_bytes(self._directory / MANIFEST, body, _last_lines(body))
-
-
-def _step_back() -> None:
-    """Give this thread what the cores have left over.
-
-    Checking and compressing states takes a few percent of a core beside an engine. On a CPU the engine's threads wait for one
-    another many times in a step, so a moment taken from one stops them all; but in every step there are moments in which one
-    thread works alone and the other cores are free.
-    """
-    if sys.platform == "linux":  # where a thread has a priority of its own
-        os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), 19)
 
 
 def most_bytes(identity: StoreIdentity, compression: Form, *, tokens: int, sequences: int) -> int:

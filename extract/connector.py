@@ -42,6 +42,7 @@ from vllm.v1.request import RequestStatus
 
 from draftsmith.errors import UserError
 from draftsmith.extract.engine import spool_file
+from draftsmith.machine import step_back
 
 if TYPE_CHECKING:
     from vllm.v1.core.kv_cache_manager import KVCacheBlocks
@@ -107,7 +108,7 @@ class HiddenStatesConnector(KVConnectorBase_V1, SupportsHMA):
         self._writes = True  # other tensor-parallel ranks hold the same states and must not write
         self._running: dict[str, Future[None]] = {}  # by request id, its file being written
         self._stream: torch.cuda.Stream | None = None
-        self._threads = ThreadPoolExecutor(max_workers=2, thread_name_prefix="draftsmith-spool")
+        self._threads = ThreadPoolExecutor(2, thread_name_prefix="draftsmith-spool", initializer=step_back)
         self._slots = threading.BoundedSemaphore(_WRITES_IN_FLIGHT)
 
     # Scheduler side.

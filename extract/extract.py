@@ -20,6 +20,7 @@ from draftsmith.conversations import Skips
 from draftsmith.errors import DraftsmithError, UserError
 from draftsmith.extract.engine import Ask, Extracted, Job, run_engines
 from draftsmith.extract.requests import ExtractRequest, Requests, requests_of
+from draftsmith.machine import keep_freed_memory
 from draftsmith.progress import Bar, console
 from draftsmith.recipe import Recipe, digest
 from draftsmith.store import Sequence, Store, StoreIdentity, StoreWriter, most_bytes, require_room
@@ -108,6 +109,7 @@ def _extract_here(
 ) -> Iterator[tuple[int, int]]:
     """Extract on this machine. After each sequence: how many there are, and how many tokens they have."""
     tokens, threads = 0, torch.get_num_threads()
+    keep_freed_memory()
     torch.set_num_threads(1)  # the engines' own threads wait for one another, so a core taken from one stops them all
     try:
         for count, sequence in enumerate(extracted_sequences(recipe, target, identity, requests, directory), 1):

@@ -10,7 +10,8 @@ b. acceptance and identity: all prompts in batches. The first suite runs at ever
 c. speed: some prompts of every suite, one at a time, plain and at the chosen K in turn, by the clock.
 
 Other ways of speculating (`evaluate.methods`) have engines of their own and take part in b and c. Then, where wanted, the
-first suite's prompts run so many at once (`evaluate.batch_sizes`).
+first suite's prompts run so many at once (`evaluate.batch_sizes`), and last, with servers instead of engines, at request rates
+(`evaluate.request_rates`).
 
 Acceptance varies from prompt to prompt far more than the cost of a step. Choosing K by the clock alone would take
 hundreds of prompts, one at a time, on every engine.
@@ -42,6 +43,8 @@ from draftsmith.prompts import Prompt, load_prompts, training_and_held_out
 from draftsmith.recipe import Recipe, digest
 from draftsmith.serve import results as res
 from draftsmith.serve.engine import EngineConfig, EngineHost, Generated, start_engines
+from draftsmith.serve.load import at_request_rates
+from draftsmith.serve.quality import MEASURES, NEEDS, can_score
 from draftsmith.serve.report import render
 from draftsmith.serve.results import Results
 from draftsmith.serve.speculation import drafter_name, method_config, own_drafter
@@ -55,7 +58,7 @@ _POSITIONS_SHOWN = 4
 """On screen, of methods that guess far ahead."""
 _LOAD_ROUNDS = 3
 """Runs of each number of sequences at once; all count."""
-_REPORT_VERSION = 6
+_REPORT_VERSION = 7
 """Counted up when results or report change their form, so that old ones are made again."""
 
 
@@ -87,6 +90,8 @@ class SuiteInput:
     prompts: list[SuitePrompt]
     """First turns."""
     max_tokens: int
+    score: str | None = None
+    """How answers are scored (`MEASURES`)."""
 
 
 def run_evaluate(recipe: Recipe, run_dir: Path) -> Results:
@@ -145,7 +150,10 @@ def run_evaluate(recipe: Recipe, run_dir: Path) -> Results:
     stage.claim(output, fresh=partial is None)
     renderer = Renderer(target_dir, recipe.engine.max_model_len)
     suites = [
-        renderer.suite(name, items, recipe.evaluate.suites[name].max_tokens or recipe.extract.response_tokens(held_out=True))
+        renderer.suite(
+            name, items, recipe.evaluate.suites[name].max_tokens or recipe.extract.response_tokens(held_out=True),
+            recipe.evaluate.suites[name].score,
+        )
         for name, items in prompts.items()
     ]  # fmt: skip
     found = evaluate(
@@ -204,6 +212,7 @@ def evaluate(
     curve: dict[str, res.CurvePoint] = partial["k_curve"] if partial else {}
     load: dict[str, res.Load] = partial["load"] if partial else {}
     examples: list[res.Example] = partial["examples"] if partial else []
+    rates: dict[str, res.Rate] = {}
     best = res.fastest({k: curve[str(k)] for k in options.k}) if partial else 0
     if partial:
         console.print(f"evaluate: {', '.join(measured)} measured before", highlight=False, soft_wrap=True)
@@ -260,11 +269,20 @@ def evaluate(
                     }
                     for name, method in options.methods.items()
                 },
+                "quality": renderer.quality(suite, found.prompts, found.answers[0], found.answers[best]),
             }
             keep({"suites": measured, "k_curve": curve, "load": load, "examples": examples})
     finally:
         for host in engines.values():
             host.close()
+    if options.request_rates:
+        method = own_drafter(drafter_dir).model_copy(update={"num_speculative_tokens": best})
+        speculative = method_config(
+            method, target, own_drafter=drafter_dir, tensor_parallel_size=recipe.engine.tensor_parallel_size
+        )
+        assert speculative is not None
+        asked = [renderer.text(prompt) for prompt in suites[0].prompts[-options.request_prompts :]]
+        rates = at_request_rates(recipe, target, speculative, asked, log_dir)
 
     return {
         "target": target.name,
@@ -276,6 +294,7 @@ def evaluate(
         "predicted_acceptance_length": dict(predicted) if predicted is not None else None,
         "predicted_speedup": res.predicted_speedup(predicted, curve),
         "load": load,
+        "rates": rates,
         "examples": examples,
         "dtype": recipe.target.dtype,
         "versions": stage.versions(),
@@ -540,11 +559,13 @@ class Renderer:
         if self._tokenizer.chat_template is None:
             raise UserError(f"The tokenizer of the target in {target_dir} has no chat template, which prompts need.")
 
-    def suite(self, name: str, conversations: Sequence[Prompt], max_tokens: int) -> SuiteInput:
+    def suite(
+        self, name: str, conversations: Sequence[Prompt], max_tokens: int, score: str | None = None
+    ) -> SuiteInput:
         """First turns of the conversations, and what follows them.
 
         Raises:
-            UserError: a prompt does not fit the engine.
+            UserError: a prompt does not fit the engine, or has nothing to score its answers with.
         """
         found = []
         for conversation in conversations:
@@ -563,8 +584,14 @@ class Renderer:
                     f"that is more than engine.max_model_len, {self._max_model_len}. Raise it, lower "
                     f"evaluate.suites.{name}.max_tokens, or leave long prompts out with evaluate.suites.{name}.prompts.max_chars."
                 )
+            if score is not None and not can_score(score, conversation.reference):
+                raise UserError(
+                    f"Prompt `{conversation.id}` of the suite `{name}` has nothing to score its answers with: "
+                    f"evaluate.suites.{name}.score is `{score}`, which needs {NEEDS[score]} in every row. Leave `score` out, or "
+                    "give the suite such rows."
+                )
             found.append(SuitePrompt(conversation.id, question, ids, later))
-        return SuiteInput(name, found, max_tokens)
+        return SuiteInput(name, found, max_tokens, score)
 
     def next_turn(self, prompt: SuitePrompt, answer: Generated, suite: SuiteInput) -> SuitePrompt | None:
         """The turn after an answered one; None where there is none, or it leaves no room for an answer."""
@@ -578,6 +605,37 @@ class Renderer:
         turn = prompt.turn + 1
         name = f"{prompt.id.partition(res.TURN)[0]}{res.TURN}{turn}"
         return SuitePrompt(name, question, ids, prompt.later[1:], turn)
+
+    def text(self, prompt: SuitePrompt) -> str:
+        """The prompt as the target reads it."""
+        return str(self._tokenizer.decode(prompt.token_ids))
+
+    def quality(
+        self,
+        suite: SuiteInput,
+        prompts: Sequence[SuitePrompt],
+        plain: Sequence[Generated],
+        speculative: Sequence[Generated],
+    ) -> res.Quality | None:
+        """Shares of first answers that are right; None where the suite is not scored."""
+        if suite.score is None:
+            return None
+        right = [0, 0]
+        first = [index for index, prompt in enumerate(prompts) if prompt.turn == 1]
+        with Bar(f"{suite.name}: quality", total=len(first), unit="prompts") as bar:
+            for done, index in enumerate(first, start=1):
+                texts = [
+                    self._tokenizer.decode(answers[index].token_ids, skip_special_tokens=True)
+                    for answers in (plain, speculative)
+                ]
+                scores = {
+                    text: MEASURES[suite.score](text, prompts[index].question.reference or {}) for text in set(texts)
+                }
+                right = [count + scores[text] for count, text in zip(right, texts, strict=True)]
+                bar.update(done)
+        return {
+            "measure": suite.score, "prompts": len(first), "plain": right[0] / len(first), "speculative": right[1] / len(first),
+        }  # fmt: skip
 
     def examples(self, prompts: Sequence[SuitePrompt], answers: Sequence[Generated], count: int) -> list[res.Example]:
         """Some answers token by token, spread over the suite."""
@@ -651,6 +709,19 @@ def print_table(results: Results) -> None:
             f"{load['speculative']['first_token_seconds']:.2f} s",
             highlight=False,
         )
+    for rate, at in results["rates"].items():
+        plain, speculative = at["plain"], at["speculative"]
+        console.print(
+            f"{rate} requests a second: {1000 * plain['seconds_per_token']:.0f} to {1000 * speculative['seconds_per_token']:.0f} ms a "
+            f"token; first token after {plain['first_token_seconds']:.2f} and {speculative['first_token_seconds']:.2f} s",
+            highlight=False,
+        )
+    for name, suite in results["suites"].items():
+        if quality := suite["quality"]:
+            console.print(
+                f"{name}: {quality['plain']:.1%} right of {quality['prompts']} plainly, {quality['speculative']:.1%} with the drafter",
+                highlight=False,
+            )
     for k, point in results["k_curve"].items():
         predicted = (results["predicted_acceptance_length"] or {}).get(k)
         said = f" (predicted {predicted:.3f})" if predicted is not None else ""

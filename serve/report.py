@@ -122,7 +122,7 @@ far a figure would move with other prompts of the same kind (bootstrap over conv
 <p class="soft">Step cost: the time of a decoding step over that of a plain one, one prompt at a time. The speed-up to expect
 is acceptance length over step cost; the K with the highest is chosen, and the speed-up above is then taken by the clock.</p>
 {_curve_table(results)}
-{_categories(results)}{_load(results)}{_examples(results)}<h2>Measured with</h2>
+{_categories(results)}{_quality(results)}{_load(results)}{_rates(results)}{_examples(results)}<h2>Measured with</h2>
 {_facts(results)}
 </body>
 </html>
@@ -266,6 +266,24 @@ def _categories(results: Results) -> str:
     return f"<h2>By category</h2>\n{_table(headings, rows)}"
 
 
+def _quality(results: Results) -> str:
+    rows = [
+        [
+            name,
+            said["measure"].replace("_", " "),
+            str(said["prompts"]),
+            f"{said['plain']:.1%}",
+            f"{said['speculative']:.1%}",
+        ]
+        for name, suite in results["suites"].items()
+        if (said := suite["quality"])
+    ]
+    if not rows:
+        return ""
+    headings = ("suite", "by", "prompts", "right, plain", "right, speculative")
+    return f"<h2>Answers that are right</h2>\n{_table(headings, rows)}"
+
+
 def _load(results: Results) -> str:
     load = results["load"]
     if not load:
@@ -292,6 +310,36 @@ def _load(results: Results) -> str:
         "plain s/token", "spec. s/token",
     )  # fmt: skip
     return f'<h2>Several at once</h2>\n<div class="charts">{chart}</div>\n{_table(headings, rows)}'
+
+
+def _rates(results: Results) -> str:
+    rates = results["rates"]
+    if not rates:
+        return ""
+    chart = _figure(
+        "Milliseconds for a token, by requests a second",
+        line_chart(
+            list(rates),
+            {
+                "plain": [1000 * at["plain"]["seconds_per_token"] for at in rates.values()],
+                "speculative": [1000 * at["speculative"]["seconds_per_token"] for at in rates.values()],
+            },
+        ),
+    )
+    keys = (
+        "tokens_per_second",
+        "first_token_seconds",
+        "first_token_seconds_p99",
+        "seconds_per_token",
+        "seconds_per_token_p99",
+    )
+    rows = [
+        [rate, *(f"{at[arm][key]:.3f}" for key in keys for arm in ("plain", "speculative"))]
+        for rate, at in rates.items()
+    ]  # fmt: skip
+    names = ("tok/s", "first token, s", "99th percentile", "s/token", "99th percentile")
+    headings = ("requests/s", *(f"{arm} {name}" for name in names for arm in ("plain", "spec.")))
+    return f'<h2>As requests come</h2>\n<div class="charts">{chart}</div>\n{_table(headings, rows)}'
 
 
 def _examples(results: Results) -> str:

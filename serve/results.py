@@ -156,6 +156,38 @@ class Load(TypedDict):
     """Ratio of tokens per second."""
 
 
+class AtRate(TypedDict):
+    """A server that is asked so often, as vLLM's load generator sees it."""
+
+    requests_per_second: float
+    """Answered; fewer than asked where the server cannot keep up."""
+    tokens_per_second: float
+    first_token_seconds: float
+    """Median over the requests, waiting included."""
+    first_token_seconds_p99: float
+    seconds_per_token: float
+    """Median over the requests, from the first token on."""
+    seconds_per_token_p99: float
+
+
+class Rate(TypedDict):
+    """One request rate: the same requests at the same moments."""
+
+    plain: AtRate
+    speculative: AtRate
+
+
+class Quality(TypedDict):
+    """How many first answers are right, by plain decoding and at the chosen K."""
+
+    measure: str
+    """`evaluate.suites.NAME.score`."""
+    prompts: int
+    plain: float
+    """Share that is right."""
+    speculative: float
+
+
 class Example(TypedDict):
     """An answer of the first suite at the chosen K."""
 
@@ -178,6 +210,8 @@ class Suite(Acceptance, Timed):
     """Where the data set has any."""
     methods: dict[str, MethodAtSuite]
     """By their names in the recipe (`evaluate.methods`)."""
+    quality: Quality | None
+    """None where the recipe does not ask for it."""
     max_tokens: int
     """Longest response where acceptance is measured; timed responses are `evaluate.speed_tokens` long."""
     identical_to_plain: bool
@@ -238,6 +272,8 @@ class Results(TypedDict):
     """That over the step cost measured here, for every K of `k_curve` that it has; to hold beside `CurvePoint.speedup`."""
     load: dict[str, Load]
     """By number of sequences at once (`evaluate.batch_sizes`)."""
+    rates: dict[str, Rate]
+    """By requests a second (`evaluate.request_rates`)."""
     examples: list[Example]
     dtype: str
     """What the target computed in. Equality with plain decoding can only be exact in float32."""

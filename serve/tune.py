@@ -91,7 +91,9 @@ def run_tune(recipe: Recipe, run_dir: Path, *, verify: bool = False) -> Tuned:
     target = describe_target(prepare_target(recipe.target), recipe.target)
     drafter_dir = run_dir / "vllm"
     method = own_drafter(drafter_dir)
-    suite = options.suite or next(iter(recipe.evaluate.suites))
+    suite = options.suite or next(iter(recipe.evaluate.suites), None)
+    if suite is None:
+        raise UserError("There are no prompts to tune on: `evaluate.suites` is empty. Give it a suite.")
     prompts = Renderer(target.path, recipe.engine.max_model_len).suite(
         suite, suite_prompts(recipe, suite)[: options.prompts], options.tokens
     ).prompts  # fmt: skip

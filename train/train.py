@@ -8,7 +8,6 @@ optimizer states and the number of the step decide everything that comes after.
 
 from __future__ import annotations
 
-import ctypes
 import functools
 import importlib.util
 import math
@@ -19,7 +18,7 @@ import signal
 import threading
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager, nullcontext, suppress
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -37,6 +36,7 @@ from draftsmith.drafters import drafter_class
 from draftsmith.drafters.base import Drafter, DrafterConfig
 from draftsmith.drafters.batch import Batch
 from draftsmith.errors import DraftsmithError, Stopped, UserError
+from draftsmith.machine import keep_freed_memory
 from draftsmith.progress import Bar, console
 from draftsmith.recipe import Recipe, digest
 from draftsmith.store import Sequence, Store, prefetched
@@ -113,7 +113,6 @@ class StepResult(NamedTuple):
 
 
 _SAVE, _STOP = 1, 2
-_M_TRIM_THRESHOLD, _M_MMAP_THRESHOLD = -1, -3  # <malloc.h>
 
 
 def run_train(recipe: Recipe, run_dir: Path) -> dict[str, Any]:
@@ -193,16 +192,6 @@ def run_train(recipe: Recipe, run_dir: Path) -> dict[str, Any]:
     [figures] = broadcast_object_list([figures])
     accelerator.end_training()
     return figures
-
-
-def keep_freed_memory() -> None:
-    """Have glibc keep what tensors free for the next ones, where it is the C library.
-
-    By default it hands large blocks back to the system, which zeroes every page of them when they are asked for again.
-    """
-    with suppress(OSError, AttributeError):
-        for option, value in ((_M_MMAP_THRESHOLD, 32 << 20), (_M_TRIM_THRESHOLD, 2**31 - 1)):  # the most that they take
-            ctypes.CDLL("libc.so.6").mallopt(option, value)
 
 
 def _accelerator(recipe: Recipe, run_dir: Path) -> Accelerator:

@@ -26,6 +26,7 @@ from draftsmith.extract.engine import Extracted, Job, _Worker
 from draftsmith.extract.extract import _checked, _engine_arguments, run_extract, store_identity
 from draftsmith.extract.rendering import Renderer
 from draftsmith.extract.requests import ExtractRequest
+from draftsmith.machine import keep_freed_memory
 from draftsmith.prompts import load_prompts
 from draftsmith.recipe import Recipe, load_recipe
 from draftsmith.serve.engine import EngineConfig, EngineHost, start_engines
@@ -85,6 +86,7 @@ def _times_of_a_start(
     times: dict[str, list[float]] = {}
     threads = torch.get_num_threads()
     torch.set_num_threads(1)  # as `run_extract` does while engines run
+    keep_freed_memory()
     with tempfile.TemporaryDirectory() as folder:
         config = EngineConfig(
             name="plain", target=str(target.path), dtype=recipe.target.dtype, engine=recipe.engine, max_num_seqs=AT_ONCE,

@@ -30,6 +30,7 @@ import torch
 
 from draftsmith.drafters.batch import Batch
 from draftsmith.drafters.eagle3 import Eagle3Config, Eagle3Drafter
+from draftsmith.machine import keep_freed_memory
 from draftsmith.recipe import Recipe, load_recipe
 from draftsmith.store import Sequence
 from draftsmith.train import train
@@ -158,7 +159,7 @@ def _sequences(states: int) -> list[Sequence]:
 
 def _ours(sequences: list[Sequence]) -> tuple[Callable[[], None], float]:
     """The trainer's step on these sequences, and the operations that it needs."""
-    train.keep_freed_memory()
+    keep_freed_memory()
     recipe = load_recipe(bench_learn.RECIPES / "learn.yaml")
     options = recipe.train
     config = Eagle3Config(

@@ -21,14 +21,18 @@ import httpx
 import openai
 import psutil
 import pytest
+import torch
 import yaml
+from safetensors.torch import load_file, save_file
+from transformers import Qwen2Config, Qwen2ForCausalLM
 
 from draftsmith.convert.convert import run_convert
 from draftsmith.drafters import kinds
 from draftsmith.extract.extract import run_extract
-from draftsmith.recipe import Recipe, load_recipe
+from draftsmith.recipe import Recipe, Serve, load_recipe
+from draftsmith.serve.evaluate import run_evaluate
 from draftsmith.train.train import run_train
-from tests.integration.conftest import demo_prompts, in_soak, make_target, write_recipe
+from tests.integration.conftest import TINY_VOCAB, demo_prompts, in_soak, make_target, write_recipe
 from tests.integration.test_evaluate import alive, make_drafter, tiny_recipe
 
 pytestmark = pytest.mark.integration
@@ -180,6 +184,70 @@ def test_every_method_answers_as_plain_decoding(smollm2: Path, tmp_path: Path) -
             answers[name] = [ask(client, model, text, max_tokens=48) for text in demo_prompts(44)[40:]]
             assert (drafts(url) > 0) == (name != "none"), name
         assert answers[name] == answers["none"], name
+
+
+def make_mtp_target(directory: Path) -> None:
+    """A random model of MiMo's kind, tiny: Qwen2 with one layer that guesses one token more (multi-token prediction).
+
+    No model with such layers is small enough for tests, so the weights are random and few guesses are right.
+    """
+    make_target(directory)  # for its tokenizer
+    torch.manual_seed(1)
+    hidden = 64
+    config = Qwen2Config(
+        hidden_size=hidden, intermediate_size=128, num_hidden_layers=2, num_attention_heads=2, num_key_value_heads=2,
+        vocab_size=TINY_VOCAB, max_position_embeddings=512, bos_token_id=None, eos_token_id=256, tie_word_embeddings=False,
+        initializer_range=0.1,
+    )  # fmt: skip
+    Qwen2ForCausalLM(config).save_pretrained(directory)
+    weights = load_file(directory / "model.safetensors")
+    block = {name: value for name, value in weights.items() if name.startswith("model.layers.1.")}
+    mtp = {name.replace("model.layers.1.", "model.mtp_layers.0."): value + 0.0 for name, value in block.items()}
+    mtp |= {f"model.mtp_layers.0.{name}_layernorm.weight": torch.ones(hidden) for name in ("token", "hidden", "final")}
+    mtp["model.mtp_layers.0.input_proj.weight"] = torch.randn(hidden, 2 * hidden) / 8
+    save_file(weights | mtp, directory / "model.safetensors", {"format": "pt"})
+    written = json.loads((directory / "config.json").read_text())
+    written |= {"architectures": ["MiMoForCausalLM"], "num_nextn_predict_layers": 1}
+    (directory / "config.json").write_text(json.dumps(written))
+
+
+@in_soak
+def test_a_target_s_own_layers_guess(tmp_path: Path) -> None:
+    """`mtp` through the server, on a tiny target with random weights: answers are plain decoding's, and guesses were made."""
+    make_mtp_target(tmp_path / "target")
+    recipe = tiny_recipe(tmp_path)
+    answers: dict[str, list[list[int]]] = {}
+    for name in ("none", "mtp"):
+        served = recipe.model_copy(update={"serve": Serve.model_validate({"method": {"method": name}})})
+        with serving(served, tmp_path) as (url, _):
+            asked = (
+                httpx.post(f"{url}/v1/chat/completions", json=_question(f"{n * n}?"), timeout=60) for n in range(40)
+            )
+            answers[name] = [answer.json()["choices"][0]["token_ids"] for answer in asked]
+            ask(openai.OpenAI(base_url=f"{url}/v1", api_key="none"), "target", "And in pieces?")
+            assert (drafts(url) > 0) == (name == "mtp")
+    assert answers["mtp"] == answers["none"]
+    assert len(set(map(tuple, answers["none"]))) > 20
+
+
+@in_soak
+def test_rates_with_real_servers(tmp_path: Path) -> None:
+    """vLLM's load generator against two servers, and what it says in the results."""
+    make_target(tmp_path / "target")
+    make_drafter(tmp_path / "runs" / "tiny" / "vllm", tmp_path / "target")
+    recipe = tiny_recipe(tmp_path)
+    options = recipe.evaluate.model_copy(
+        update={"only": ("other",), "request_rates": (4.0, 50.0), "request_prompts": 3}
+    )
+    found = run_evaluate(recipe.model_copy(update={"evaluate": options}), tmp_path / "runs" / "tiny")
+    assert set(found["rates"]) == {"4", "50"}
+    for rate in found["rates"].values():
+        for at_rate in (rate["plain"], rate["speculative"]):
+            assert at_rate["seconds_per_token"] <= at_rate["seconds_per_token_p99"]
+            assert 0 < at_rate["first_token_seconds"] <= at_rate["first_token_seconds_p99"]
+            assert at_rate["tokens_per_second"] == pytest.approx(12 * at_rate["requests_per_second"], rel=0.5)
+    assert found["rates"]["4"]["plain"]["requests_per_second"] < 50
+    assert "As requests come" in (tmp_path / "runs" / "tiny" / "eval" / "report.html").read_text()
 
 
 REQUESTS, IN_FLIGHT = 500, 64

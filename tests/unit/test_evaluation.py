@@ -2,12 +2,14 @@
 
 import json
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 from pydantic import TypeAdapter
 
 from draftsmith import recipe, stage
+from draftsmith.errors import UserError
 from draftsmith.serve import evaluate
 from draftsmith.serve.evaluate import run_evaluate
 from draftsmith.serve.results import Results
@@ -54,8 +56,46 @@ def test_what_is_planted_is_found(run: tuple[recipe.Recipe, Path]) -> None:
     assert set(found["load"]) == {"1", "4"}
     assert found["load"]["4"]["plain"]["seconds_per_token"] == pytest.approx(0.05)
     assert len(found["examples"]) == 2
+    assert found["suites"]["questions"]["quality"] is None
     # The clockwork's answers are equally many sevens, but of other lengths: drafters overshoot.
     assert {one["gap"] for one in talks["differences"]} <= {None}
+
+
+def test_answers_are_scored_and_rates_asked(run: tuple[recipe.Recipe, Path], monkeypatch: pytest.MonkeyPatch) -> None:
+    loaded, run_dir = run
+    suites = dict(loaded.evaluate.suites)
+    suites["talks"] = suites["talks"].model_copy(update={"score": "last_number"})
+    scored = loaded.model_copy(update={"evaluate": loaded.evaluate.model_copy(update={"suites": suites})})
+    with pytest.raises(
+        UserError, match=r"`0` of the suite `talks` has nothing to score its answers with.*an `answer` with a number"
+    ):
+        run_evaluate(scored, run_dir)
+
+    source = run_dir.parent / "sums.jsonl"
+    source.write_text("\n".join(json.dumps({"question": f"{n}?", ("answer", "expected")[n % 2]: f"#### {n}"}) for n in range(6, 9)))
+    suites["talks"] = recipe.Suite.model_validate(
+        {"prompts": {"path": str(source)}, "score": "last_number", "max_tokens": 9}
+    )
+    options = {"suites": suites, "request_rates": (0.5,), "request_prompts": 4}
+    asked: list[Any] = []
+    monkeypatch.setattr(evaluate, "at_request_rates", lambda *arguments: asked.append(arguments[2:4]) or {})
+    monkeypatch.setattr(evaluate.Renderer, "text", lambda self, prompt: prompt.id)
+    texts = iter(["7", "7", "it is 7", "8", "6 or 8", "8"])  # plain and speculative, in turns
+    renderer = evaluate.Renderer.quality
+
+    def quality(self: Any, *arguments: Any) -> Any:
+        if arguments[0].score:
+            self._tokenizer = SimpleNamespace(decode=lambda ids, **named: next(texts))
+        return renderer(self, *arguments)
+
+    monkeypatch.setattr(evaluate.Renderer, "quality", quality)
+    found = run_evaluate(loaded.model_copy(update={"evaluate": loaded.evaluate.model_copy(update=options)}), run_dir)
+    assert found["suites"]["talks"]["quality"] == {
+        "measure": "last_number", "prompts": 3, "plain": pytest.approx(2 / 3), "speculative": pytest.approx(1 / 3),
+    }  # fmt: skip
+    [(speculative, prompts)] = asked
+    assert speculative["num_speculative_tokens"] == 2
+    assert prompts == ["12", "13", "14", "15"]
 
 
 def test_killed_it_goes_on_after_the_last_suite(

@@ -17,7 +17,7 @@ from hypothesis import strategies as st
 from draftsmith import recipe, vllm_env
 from draftsmith.errors import DraftsmithError, UserError
 from draftsmith.serve import engine as engine_module
-from draftsmith.serve import report, results, server
+from draftsmith.serve import report, results, server, vllm_server
 from draftsmith.serve.engine import Counters, EngineConfig, EngineHost, Generated
 from draftsmith.serve.speculation import speculative_config
 
@@ -89,6 +89,10 @@ def _results(target: str = "a target") -> results.Results:
             "seconds": 12.5,
         }
     at_batch: results.AtBatch = {"tokens_per_second": 40.0, "first_token_seconds": 0.25, "seconds_per_token": 0.0875}
+    at_rate: results.AtRate = {
+        "requests_per_second": 0.4, "tokens_per_second": 20.0, "first_token_seconds": 0.25, "first_token_seconds_p99": 0.9,
+        "seconds_per_token": 0.08, "seconds_per_token_p99": 0.095,
+    }  # fmt: skip
     suite: results.Suite = {
         **results.acceptance(Counters(100, 200, 70, (50, 20))),
         "prompts": 5,
@@ -120,6 +124,7 @@ def _results(target: str = "a target") -> results.Results:
         "near_ties": 0,
         "faults": 0,
         "differences": [],
+        "quality": {"measure": "last_number", "prompts": 5, "plain": 0.4, "speculative": 0.2},
         "at_k": at_k,
         "plain_seconds": 20.0,
     }
@@ -133,6 +138,7 @@ def _results(target: str = "a target") -> results.Results:
         "predicted_acceptance_length": {"2": 1.678, "3": 1.9},
         "predicted_speedup": {"2": 1.456, "3": 1.2},
         "load": {"4": {"plain": at_batch, "speculative": at_batch | {"tokens_per_second": 44.0}, "speedup": 1.1}},
+        "rates": {"0.5": {"plain": at_rate, "speculative": at_rate | {"seconds_per_token": 0.0625}}},
         "examples": [
             {"prompt": "p1", "question": "Why <now>?", "tokens": [["It", 0], [" is", 1], [" <late>", 2], [".", 0]]}
         ],
@@ -172,7 +178,7 @@ def test_report_shows_the_figures_and_loads_nothing() -> None:
     html = report.render(_results())
     page = _Page(html)
     assert page.open == []
-    assert page.tags.count("svg") == 4
+    assert page.tags.count("svg") == 5
     text = "\n".join(page.text)
     for figure in (
         "1.29",
@@ -311,7 +317,7 @@ def test_the_server_takes_the_k_that_evaluation_chose(tmp_path: Path) -> None:
     ],
 )  # fmt: skip
 def test_a_server_s_death_has_the_reason_that_it_printed(lines: list[str], said: str) -> None:
-    assert server.reason_of_death(lines) == said
+    assert vllm_server.reason_of_death(lines) == said
 
 
 def test_options_become_vllm_s_flags() -> None:
@@ -319,16 +325,18 @@ def test_options_become_vllm_s_flags() -> None:
         "max_num_seqs": 4, "enable-prefix-caching": False, "trust_remote_code": True, "chat_template": None,
         "allowed_origins": ["*"], "cudagraph_capture_sizes": [4, 8], "compilation_config": {"mode": 3},
     }  # fmt: skip
-    assert server._flags(options) == [
+    assert vllm_server._flags(options) == [
         "--max-num-seqs", "4", "--no-enable-prefix-caching", "--trust-remote-code", "--allowed-origins", '["*"]',
         "--cudagraph-capture-sizes", "4", "8", "--compilation-config", '{"mode": 3}',
     ]  # fmt: skip
     with pytest.raises(UserError, match="with --api-key"):
-        server._flags({"api_key": "secret"})
+        vllm_server._flags({"api_key": "secret"})
 
 
 def test_server_command_and_curl_quote_what_they_are_given() -> None:
-    command = server.server_command(_recipe(), Path("/t"), {"method": "eagle3"}, name="n", host="127.0.0.1", port=1)
+    command = vllm_server.server_command(
+        _recipe(), Path("/t"), {"method": "eagle3"}, name="n", host="127.0.0.1", port=1
+    )
     assert json.loads(command[command.index("--speculative-config") + 1]) == {"method": "eagle3"}
     body = json.loads(shlex.split(server.curl_command("http://x", "it's"))[-1])
     assert body["model"] == "it's"

@@ -80,6 +80,9 @@ def test_too_few_prompts_are_said(run: tuple[recipe.Recipe, Path]) -> None:
     with pytest.raises(UserError, match="has 16 prompts, too few for 17 at once"):
         run_tune(loaded.model_copy(update={"tune": recipe.Tune(batch_sizes=(17,))}), run_dir)
     assert not (run_dir / "tune" / stage.MARKER).exists()
+    nothing = recipe.Evaluate(suites={})
+    with pytest.raises(UserError, match=r"no prompts to tune on: `evaluate\.suites` is empty"):
+        run_tune(run[0].model_copy(update={"evaluate": nothing}), run[1])
 
 
 @given(

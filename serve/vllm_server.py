@@ -1,0 +1,207 @@
+"""vLLM's own OpenAI-compatible server in processes of its own: its command line, its start, its end, and why it died."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import signal
+import ssl
+import subprocess
+import sys
+import threading
+import urllib.error
+import urllib.request
+from collections import deque
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
+from pathlib import Path
+from typing import Any
+
+from draftsmith import vllm_env
+from draftsmith.errors import DraftsmithError, UserError
+from draftsmith.progress import console
+from draftsmith.recipe import Recipe
+
+_SECONDS_TO_STOP = 20.0
+_SECONDS_BETWEEN_LOOKS = 0.5
+_LINES_KEPT = 400
+"""Of what the server prints: a traceback of its engine's process, and one of its own."""
+_ERROR = re.compile(r"\b\w*(Error|Exception)\b: .*\S")
+_SET_ELSEWHERE = {
+    "model": "by the recipe's `target`", "served-model-name": "by the recipe's `target`", "dtype": "by `target.dtype`",
+    "max-model-len": "by `engine.max_model_len`", "tensor-parallel-size": "by `engine.tensor_parallel_size`",
+    "enforce-eager": "by `engine.enforce_eager`", "speculative-config": "by `serve.method`", "host": "with --host",
+    "port": "with --port", "api-key": "with --api-key, or VLLM_API_KEY in the environment",
+}  # fmt: skip
+"""Options of vLLM's server that Draftsmith gives it, and where users say what."""
+_AS_JSON = {"allowed-origins", "allowed-methods", "allowed-headers"}
+"""Lists that its command line takes as one JSON text."""
+_NO_REASON = ("Engine core initialization failed", "EngineDeadError", "EngineCore encountered", "Engine process failed")
+"""In errors that only say that there was another one before."""
+
+
+class VllmServer:
+    """A server that was started. It ends with this process, however that ends; `end` makes sure that nothing of it is left."""
+
+    def __init__(
+        self,
+        command: Sequence[str],
+        *,
+        recipe: Recipe,
+        url: str,
+        show: Callable[[str], object],
+        api_key: str | None = None,
+    ) -> None:
+        """Start it; returns at once.
+
+        Args:
+            command: from `server_command`.
+            recipe: `engine` is read.
+            url: where it will listen.
+            show: called with every line that it prints.
+            api_key: what clients have to show; None takes VLLM_API_KEY, where that is set.
+        """
+        environment = os.environ | vllm_env.vllm_environment(recipe.engine)
+        if api_key is not None:
+            environment["VLLM_API_KEY"] = api_key  # not on the command line, which everybody on the machine can read
+        # The server keeps its engine in a process of its own; a program that drives one engine does not.
+        del environment["VLLM_ENABLE_V1_MULTIPROCESSING"]
+        self.url = url
+        # Its own session: Ctrl-C reaches us alone, and vLLM's children are in one group with it.
+        self._process = subprocess.Popen(
+            command, env=environment, start_new_session=True, stdout=subprocess.PIPE, stderr=subprocess.STDOUT
+        )
+        self._said: deque[str] = deque(maxlen=_LINES_KEPT)
+        self._echo = threading.Thread(target=self._read, args=(show,), daemon=True)
+        self._echo.start()
+
+    def wait_ready(self, stop: threading.Event) -> bool:
+        """Block until it answers; False where `stop` was set before.
+
+        Raises:
+            DraftsmithError: it ended by itself.
+        """
+        return self._wait(stop, lambda: _healthy(self.url))
+
+    def wait_stopped(self, stop: threading.Event) -> None:
+        """Block until `stop` is set.
+
+        Raises:
+            DraftsmithError: it ended by itself.
+        """
+        self._wait(stop, lambda: False)
+
+    def end(self) -> None:
+        """Wait for the server to leave, then make sure that nothing it started is left."""
+        if self._process.poll() is None:
+            self._process.send_signal(signal.SIGINT)
+            try:
+                self._process.wait(_SECONDS_TO_STOP)
+            except subprocess.TimeoutExpired:
+                console.print("serve: the server does not stop; ending it", highlight=False)
+        with suppress(ProcessLookupError):
+            os.killpg(self._process.pid, signal.SIGKILL)
+        self._process.wait()
+
+    def _wait(self, stop: threading.Event, done: Callable[[], bool]) -> bool:
+        while not stop.is_set():
+            if self._process.poll() is not None:
+                self._echo.join(_SECONDS_TO_STOP)
+                raise DraftsmithError(
+                    f"vLLM's server ended by itself with status {self._process.returncode}: {reason_of_death(list(self._said))}"
+                )
+            if done():
+                return True
+            stop.wait(_SECONDS_BETWEEN_LOOKS)
+        return False
+
+    def _read(self, show: Callable[[str], object]) -> None:
+        assert self._process.stdout is not None
+        for line in self._process.stdout:
+            text = line.decode(errors="replace")
+            show(text)
+            self._said.append(text.rstrip())
+
+
+def server_command(
+    recipe: Recipe,
+    target_dir: Path,
+    speculative: dict[str, Any] | None,
+    *,
+    name: str,
+    host: str,
+    port: int,
+    memory_share: float = 1.0,
+) -> list[str]:
+    """The command line of vLLM's server, in a process that ends with this one.
+
+    Args:
+        recipe: `target`, `engine` and `serve.options` are read.
+        target_dir: the target's directory.
+        speculative: vLLM's `speculative_config`; None decodes plainly.
+        name: what clients call the model.
+        host: address to listen on.
+        port: port to listen on.
+        memory_share: its part of the memory that the recipe grants, for servers that run side by side.
+
+    Raises:
+        UserError: an option is set elsewhere.
+    """
+    command = [
+        sys.executable, "-m", "draftsmith.serve.server_process", str(os.getpid()),
+        "--model", str(target_dir), "--served-model-name", name, "--host", host, "--port", str(port),
+        "--dtype", recipe.target.dtype, "--max-model-len", str(recipe.engine.max_model_len),
+        "--tensor-parallel-size", str(recipe.engine.tensor_parallel_size),
+    ]  # fmt: skip
+    if speculative is not None:
+        command += ["--speculative-config", json.dumps(speculative)]
+    for key, value in vllm_env.memory_arguments(recipe.engine, share=memory_share).items():
+        command += [f"--{key.replace('_', '-')}", str(value)]
+    if recipe.engine.enforce_eager:
+        command.append("--enforce-eager")
+    return command + _flags(recipe.serve.options)
+
+
+def reason_of_death(lines: Sequence[str]) -> str:
+    """What a log says of why a program ended: its last error that is not only that there was one, or its last words.
+
+    Earlier errors may be clients'. Where the message is on the line after (pydantic's), that goes with it.
+    """
+    for number in reversed(range(len(lines))):
+        match = _ERROR.search(lines[number])
+        if match and not any(text in lines[number] for text in _NO_REASON):
+            following = lines[number + 1 :] if "validation error" in match[0] else []
+            return " ".join(text.strip() for text in (match[0], *following[:2]))
+    return next((line.strip() for line in reversed(lines) if line.strip()), "it printed nothing")
+
+
+def _flags(options: Mapping[str, Any]) -> list[str]:
+    """Options as vLLM's command line has them.
+
+    Raises:
+        UserError: one of them is set elsewhere.
+    """
+    flags: list[str] = []
+    for key, value in options.items():
+        name = key.replace("_", "-").removeprefix("--")
+        if name in _SET_ELSEWHERE:
+            raise UserError(f"`serve.options.{key}` is set elsewhere: {_SET_ELSEWHERE[name]}.")
+        if isinstance(value, bool):
+            flags.append(f"--{name}" if value else f"--no-{name}")
+        elif name in _AS_JSON:
+            flags += [f"--{name}", json.dumps(value)]
+        elif isinstance(value, list):
+            flags += [f"--{name}", *(json.dumps(one) if isinstance(one, dict) else str(one) for one in value)]
+        elif value is not None:
+            flags += [f"--{name}", json.dumps(value) if isinstance(value, dict) else str(value)]
+    return flags
+
+
+def _healthy(url: str) -> bool:
+    try:
+        # The certificate may be made for another name than this machine's loopback address.
+        with urllib.request.urlopen(f"{url}/health", timeout=2, context=ssl._create_unverified_context()) as answer:
+            return bool(answer.status == 200)
+    except (urllib.error.URLError, OSError):
+        return False

@@ -1,0 +1,87 @@
+"""Request rates: who is asked what in which order, and what becomes of the load generator's figures. Servers and generator are
+stand-ins; with real ones: tests/integration/test_server.py."""
+
+import itertools
+import json
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from draftsmith.errors import DraftsmithError
+from draftsmith.serve import load
+from draftsmith.target import TargetInfo
+from tests.unit.clockwork import make_recipe_and_run
+
+_SAID = {
+    "completed": 2, "request_throughput": 0.5, "output_throughput": 20.0, "median_ttft_ms": 250.0, "p99_ttft_ms": 900.0,
+    "median_tpot_ms": 80.0, "p99_tpot_ms": 95.0,
+}  # fmt: skip
+"""Keys of `vllm bench serve --save-result`."""
+
+
+@pytest.fixture
+def asked(monkeypatch: pytest.MonkeyPatch) -> list[tuple[str, str]]:
+    """(server, rate) in order; "ended" when a server is."""
+    calls: list[tuple[str, str]] = []
+
+    class Server:
+        def __init__(self, command: list[str], *, url: str, **rest: Any) -> None:
+            self.url = "speculative" if "--speculative-config" in command else "plain"
+
+        def wait_ready(self, stop: object) -> bool:
+            return True
+
+        def end(self) -> None:
+            calls.append((self.url, "ended"))
+
+    def run(command: list[str], **rest: Any) -> SimpleNamespace:
+        option = dict(itertools.pairwise(command))
+        rows = [json.loads(line) for line in Path(option["--dataset-path"]).read_text().splitlines()]
+        assert [row["prompt"] for row in rows] == ["one\u2028", "two"]
+        calls.append((option["--base-url"], option["--request-rate"]))
+        failed = option["--request-rate"] == "3.0"
+        result = _SAID | {"completed": 1} if failed else _SAID
+        (Path(option["--result-dir"]) / option["--result-filename"]).write_text(json.dumps(result))
+        return SimpleNamespace(returncode=0)
+
+    monkeypatch.setattr(load, "VllmServer", Server)
+    monkeypatch.setattr(load, "subprocess", SimpleNamespace(run=run, STDOUT=-2))
+    return calls
+
+
+def ask(folder: Path, *rates: float) -> dict[str, Any]:
+    recipe, _ = make_recipe_and_run(folder)
+    options = recipe.evaluate.model_copy(update={"request_rates": rates})
+    target = TargetInfo.__new__(TargetInfo)
+    object.__setattr__(target, "path", folder / "target")
+    object.__setattr__(target, "name", "tiny")
+    found = load.at_request_rates(
+        recipe.model_copy(update={"evaluate": options}), target, {"method": "eagle3"}, ["one\u2028", "two"], folder
+    )
+    return dict(found)
+
+
+def test_servers_take_turns(asked: list[tuple[str, str]], tmp_path: Path) -> None:
+    found = ask(tmp_path, 0.5, 1.0)
+    assert asked[:4] == [("speculative", "0.5"), ("plain", "0.5"), ("plain", "1.0"), ("speculative", "1.0")]
+    assert {name for name, what in asked[4:] if what == "ended"} == {"plain", "speculative"}
+    assert set(found) == {"0.5", "1"}
+    assert found["0.5"]["plain"]["seconds_per_token"] == 0.08
+    assert found["1"]["speculative"]["first_token_seconds_p99"] == 0.9
+
+
+def test_a_failed_request_is_an_error(asked: list[tuple[str, str]], tmp_path: Path) -> None:
+    with pytest.raises(DraftsmithError, match=r"1 of 2 requests fail at 3 requests a second; see .*load-client\.log"):
+        ask(tmp_path, 3.0)
+    assert [name for name, what in asked if what == "ended"] == ["speculative", "plain"]
+
+
+def test_the_generator_s_end_is_told(
+    asked: list[tuple[str, str]], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    ended = SimpleNamespace(run=lambda command, **rest: SimpleNamespace(returncode=7), STDOUT=-2)
+    monkeypatch.setattr(load, "subprocess", ended)
+    with pytest.raises(DraftsmithError, match="ended with status 7"):
+        ask(tmp_path, 1.0)
