@@ -268,7 +268,7 @@ def _humaneval(row: dict[str, Any], fallback_id: str, whole: bool) -> Parsed:
 
 def _gsm8k(row: dict[str, Any], fallback_id: str, whole: bool) -> Parsed:
     question = row["prompt"] if "prompt" in row else row["question"]
-    reference = {"answer": row[key] for key in ("expected", "answer") if key in row}  # one published copy calls it `expected`
+    reference = {"answer": row.get("answer", row.get("expected"))}  # as one published copy calls it
     return {"id": _id(row, fallback_id), "messages": _ask(question, row.get("answer"), whole), "reference": reference}
 
 

@@ -5,10 +5,10 @@ Charts are inline SVG whose colours come from the page's style, so that they fol
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from html import escape
 
-from draftsmith.serve.results import Results, SuiteAtK
+from draftsmith.serve.results import AtRate, Results, SuiteAtK
 
 _STYLE = """
 :root { color-scheme: light dark; --ink: #1d2430; --soft: #5d6878; --line: #d7dce3; --page: #ffffff; --panel: #f5f7fa;
@@ -326,17 +326,17 @@ def _rates(results: Results) -> str:
             },
         ),
     )
-    keys = (
-        "tokens_per_second",
-        "first_token_seconds",
-        "first_token_seconds_p99",
-        "seconds_per_token",
-        "seconds_per_token_p99",
+    figures: tuple[Callable[[AtRate], float], ...] = (
+        lambda at: at["tokens_per_second"],
+        lambda at: at["first_token_seconds"],
+        lambda at: at["first_token_seconds_p99"],
+        lambda at: at["seconds_per_token"],
+        lambda at: at["seconds_per_token_p99"],
     )
     rows = [
-        [rate, *(f"{at[arm][key]:.3f}" for key in keys for arm in ("plain", "speculative"))]
+        [rate, *(f"{figure(one):.3f}" for figure in figures for one in (at["plain"], at["speculative"]))]
         for rate, at in rates.items()
-    ]  # fmt: skip
+    ]
     names = ("tok/s", "first token, s", "99th percentile", "s/token", "99th percentile")
     headings = ("requests/s", *(f"{arm} {name}" for name in names for arm in ("plain", "spec.")))
     return f'<h2>As requests come</h2>\n<div class="charts">{chart}</div>\n{_table(headings, rows)}'

@@ -72,7 +72,9 @@ def test_answers_are_scored_and_rates_asked(run: tuple[recipe.Recipe, Path], mon
         run_evaluate(scored, run_dir)
 
     source = run_dir.parent / "sums.jsonl"
-    source.write_text("\n".join(json.dumps({"question": f"{n}?", ("answer", "expected")[n % 2]: f"#### {n}"}) for n in range(6, 9)))
+    source.write_text(
+        "\n".join(json.dumps({"question": f"{n}?", ("answer", "expected")[n % 2]: f"#### {n}"}) for n in range(6, 9))
+    )
     suites["talks"] = recipe.Suite.model_validate(
         {"prompts": {"path": str(source)}, "score": "last_number", "max_tokens": 9}
     )
