@@ -21,6 +21,12 @@ def keep_freed_memory() -> None:
             ctypes.CDLL("libc.so.6").mallopt(option, value)
 
 
+def return_freed_memory() -> None:
+    """Hand what `keep_freed_memory` kept back to the system, for others to use."""
+    with suppress(OSError, AttributeError):
+        ctypes.CDLL("libc.so.6").malloc_trim(0)
+
+
 def step_back() -> None:
     """Give this thread what the cores have left over.
 
@@ -29,4 +35,5 @@ def step_back() -> None:
     thread works alone and the other cores are free.
     """
     if sys.platform == "linux":  # where a thread has a priority of its own
-        os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), 19)
+        with suppress(OSError):
+            os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), 19)

@@ -34,6 +34,8 @@ _BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
 _GIB = 1024**3
 _COST_TOKENS = 16
 """Response tokens of an answer whose steps evaluation times; as in `serve/evaluate.py`."""
+_LOAD_ROUNDS = 3
+"""Runs of every batch size; from there, too."""
 
 
 @dataclass(frozen=True)
@@ -281,7 +283,8 @@ def plan_evaluate(recipe: Recipe, assumed: Assumptions, sizes: TargetSizes, draf
     """Plain and speculative engines side by side, as if no draft were ever accepted: at most.
 
     All answers of the first suite at every K, of the others at two, and by every other method; then one at a time for the clock,
-    and under load. Conversations of which every turn is answered count as two, which they are in MT-Bench.
+    and in batches. Of requests at their rates the time is counted, until the last is sent. Conversations of which every turn is
+    answered count as two, which they are in MT-Bench.
     """
     options, hardware, number = recipe.evaluate, assumed.hardware, _BYTES[recipe.target.dtype]
     ks = sorted({*options.k, options.acceptance_k})
@@ -313,16 +316,17 @@ def plan_evaluate(recipe: Recipe, assumed: Assumptions, sizes: TargetSizes, draf
             prompts *= 2
         longest = suite.max_tokens or recipe.extract.response_tokens(held_out=True)
         first = name == names[0]
+        # What guesses by lookup guesses as far as it likes, which is not far on average.
         methods = [method.num_speculative_tokens or ks[-1] for method in options.methods.values()]
         for k in (0, *(ks if first else ks[-2:]), *methods):
             answer(prompts, longest, k=k, at_once=options.batch_size)
-            if first:
-                answer(min(prompts, options.curve_prompts), _COST_TOKENS, k=k, at_once=1)
+        for k in (0, *ks) if first else ():
+            answer(min(prompts, options.curve_prompts), _COST_TOKENS, k=k, at_once=1)
         for k in (0, ks[-1], *methods):
             answer(min(prompts, options.speed_prompts), options.speed_tokens, k=k, at_once=1)
         for size in options.batch_sizes if first else ():
             for k in (0, ks[-1]):
-                answer(3 * size, options.speed_tokens, k=k, at_once=size)
+                answer(_LOAD_ROUNDS * size, options.speed_tokens, k=k, at_once=size)
     engines = len(ks) + len(options.methods) + 1
     per_device = recipe.engine.tensor_parallel_size
     seconds = {"answers without an accepted draft": answering, "starting": hardware.start_seconds} if hardware else {}

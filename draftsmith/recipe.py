@@ -433,7 +433,7 @@ class Serve(Section):
     """Absent: the run's drafter, with the number of speculative tokens that its evaluation chose."""
     options: dict[str, Any] = Field(default_factory=dict)
     """Further options of vLLM's server by their names, as in `{ max_num_seqs: 64, enable_prefix_caching: true }`, passed on
-    as they are."""
+    as they are; to the servers of `evaluate.request_rates` too."""
 
 
 class Hardware(Section):

@@ -26,6 +26,7 @@ from typing import Any
 
 from draftsmith.errors import DraftsmithError, UserError
 from draftsmith.extract.requests import ExtractRequest
+from draftsmith.machine import keep_freed_memory
 from draftsmith.progress import console
 from draftsmith.recipe import Recipe
 from draftsmith.store import Shard, ShardMaker, StoreDamaged, StoreIdentity, StoreWriter
@@ -112,6 +113,7 @@ class Machine:
             way_out="All machines need the same target: pin `target.revision`, or put its directory where all see it.",
         )
         with _local_folder() as folder:
+            keep_freed_memory()
             for sequence in extracted_sequences(self._recipe, target, self._identity, self._requests(), folder):
                 self._maker.add(sequence)
                 self._finished += 1

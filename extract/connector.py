@@ -38,6 +38,7 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import (
     SupportsHMA,
 )
 from vllm.distributed.parallel_state import get_tensor_model_parallel_rank
+from vllm.platforms import current_platform
 from vllm.v1.request import RequestStatus
 
 from draftsmith.errors import UserError
@@ -108,7 +109,9 @@ class HiddenStatesConnector(KVConnectorBase_V1, SupportsHMA):
         self._writes = True  # other tensor-parallel ranks hold the same states and must not write
         self._running: dict[str, Future[None]] = {}  # by request id, its file being written
         self._stream: torch.cuda.Stream | None = None
-        self._threads = ThreadPoolExecutor(2, thread_name_prefix="draftsmith-spool", initializer=step_back)
+        self._threads = ThreadPoolExecutor(
+            2, thread_name_prefix="draftsmith-spool", initializer=step_back if current_platform.is_cpu() else None
+        )
         self._slots = threading.BoundedSemaphore(_WRITES_IN_FLIGHT)
 
     # Scheduler side.

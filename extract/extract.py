@@ -20,7 +20,7 @@ from draftsmith.conversations import Skips
 from draftsmith.errors import DraftsmithError, UserError
 from draftsmith.extract.engine import Ask, Extracted, Job, run_engines
 from draftsmith.extract.requests import ExtractRequest, Requests, requests_of
-from draftsmith.machine import keep_freed_memory
+from draftsmith.machine import keep_freed_memory, return_freed_memory
 from draftsmith.progress import Bar, console
 from draftsmith.recipe import Recipe, digest
 from draftsmith.store import Sequence, Store, StoreIdentity, StoreWriter, most_bytes, require_room
@@ -118,6 +118,7 @@ def _extract_here(
             yield count, tokens
     finally:
         torch.set_num_threads(threads)
+        return_freed_memory()
 
 
 def store_identity(recipe: Recipe, target: TargetInfo, layer_ids: Iterable[int]) -> StoreIdentity:

@@ -47,7 +47,7 @@ from draftsmith.serve.load import at_request_rates
 from draftsmith.serve.quality import MEASURES, NEEDS, can_score
 from draftsmith.serve.report import render
 from draftsmith.serve.results import Results
-from draftsmith.serve.speculation import drafter_name, method_config, own_drafter
+from draftsmith.serve.speculation import check_graph_sizes, drafter_name, method_config, own_drafter
 from draftsmith.target import TargetInfo, describe_target, prepare_target, target_name
 
 _WARM_UP_TOKENS = 8
@@ -132,7 +132,8 @@ def run_evaluate(recipe: Recipe, run_dir: Path) -> Results:
             "version": _REPORT_VERSION,
             "target": [target.revision, target.config_hash, target.tokenizer_hash, target.chat_template_hash],
             "drafter": drafter_sha256,
-            "prompts": {name: [[p.id, p.messages] for p in items] for name, items in prompts.items()},
+            "prompts": {name: [[p.id, p.messages, p.reference] for p in items] for name, items in prompts.items()},
+            "served": recipe.serve.options if recipe.evaluate.request_rates else None,
             "max_tokens": recipe.extract.response_tokens(held_out=True),
             "predicted": predicted,
             **sections,
@@ -195,14 +196,14 @@ def evaluate(
     partial: Mapping[str, Any] | None = None,
     keep: Callable[[dict[str, Any]], None] = lambda measured: None,
 ) -> Results:
-    """Measure; writes nothing but the engines' logs.
+    """Measure; writes nothing but logs of engines and servers.
 
     Args:
         drafter_sha256: digests of its files, passed on into the results.
         suites: what to evaluate on; the first gives the K curve.
         renderer: makes the prompts of later turns.
         predicted: acceptance length by K that training predicted, passed on into the results.
-        log_dir: folder for the engines' logs.
+        log_dir: folder for logs.
         partial: what `keep` was last given by an evaluation that was stopped: its suites are not measured again.
         keep: called with what is measured so far after every suite.
     """
@@ -212,7 +213,7 @@ def evaluate(
     curve: dict[str, res.CurvePoint] = partial["k_curve"] if partial else {}
     load: dict[str, res.Load] = partial["load"] if partial else {}
     examples: list[res.Example] = partial["examples"] if partial else []
-    rates: dict[str, res.Rate] = {}
+    rates: dict[str, res.Rate] = partial["rates"] if partial else {}
     best = res.fastest({k: curve[str(k)] for k in options.k}) if partial else 0
     if partial:
         console.print(f"evaluate: {', '.join(measured)} measured before", highlight=False, soft_wrap=True)
@@ -271,18 +272,21 @@ def evaluate(
                 },
                 "quality": renderer.quality(suite, found.prompts, found.answers[0], found.answers[best]),
             }
-            keep({"suites": measured, "k_curve": curve, "load": load, "examples": examples})
+            keep({"suites": measured, "k_curve": curve, "load": load, "examples": examples, "rates": rates})
     finally:
         for host in engines.values():
             host.close()
     if options.request_rates:
-        method = own_drafter(drafter_dir).model_copy(update={"num_speculative_tokens": best})
-        speculative = method_config(
-            method, target, own_drafter=drafter_dir, tensor_parallel_size=recipe.engine.tensor_parallel_size
-        )
+        speculative = _speculative(recipe, target, drafter_dir, [best], {})[best]
         assert speculative is not None
+        check_graph_sizes(recipe.serve.options, best)
         asked = [renderer.text(prompt) for prompt in suites[0].prompts[-options.request_prompts :]]
-        rates = at_request_rates(recipe, target, speculative, asked, log_dir)
+        if len(asked) < options.request_prompts:
+            console.print(f"evaluate: the first suite has {len(asked)} prompts, fewer than evaluate.request_prompts")
+        measured_so_far = {"suites": measured, "k_curve": curve, "load": load, "examples": examples}
+        rates = at_request_rates(
+            recipe, target, speculative, asked, log_dir, known=rates, keep=lambda found: keep({**measured_so_far, "rates": found}),
+        )  # fmt: skip
 
     return {
         "target": target.name,
@@ -306,12 +310,8 @@ def _start(
     recipe: Recipe, target: TargetInfo, drafter_dir: Path, ks: Sequence[int], log_dir: Path
 ) -> dict[Arm, EngineHost]:
     """Engines of plain decoding, of the drafter at each K and of the other methods, ready."""
-    options, parallel = recipe.evaluate, recipe.engine.tensor_parallel_size
-    own = own_drafter(drafter_dir)
-    methods: dict[Arm, Method] = {k: own.model_copy(update={"num_speculative_tokens": k}) for k in ks}
-    speculative: dict[Arm, dict[str, Any] | None] = {0: None}
-    for arm, method in (methods | options.methods).items():
-        speculative[arm] = method_config(method, target, own_drafter=drafter_dir, tensor_parallel_size=parallel)
+    options = recipe.evaluate
+    speculative = {0: None} | _speculative(recipe, target, drafter_dir, ks, options.methods)
     configs = [
         EngineConfig(
             name="plain" if arm == 0 else f"k{arm}" if isinstance(arm, int) else f"method-{_file_name(arm)}",
@@ -327,6 +327,22 @@ def _start(
     with Bar("start engines", total=len(configs), unit="engines") as bar:
         hosts = start_engines(configs, log_dir, on_ready=bar.update)
     return dict(zip(speculative, hosts, strict=True))
+
+
+def _speculative(
+    recipe: Recipe, target: TargetInfo, drafter_dir: Path, ks: Sequence[int], others: Mapping[str, Method]
+) -> dict[Arm, dict[str, Any] | None]:
+    """vLLM's `speculative_config` of the drafter at each K and of other methods."""
+    own = own_drafter(drafter_dir)
+    methods: dict[Arm, Method] = {k: own.model_copy(update={"num_speculative_tokens": k}) for k in ks}
+    for name, method in others.items():
+        methods[name] = method
+    return {
+        arm: method_config(
+            method, target, own_drafter=drafter_dir, tensor_parallel_size=recipe.engine.tensor_parallel_size
+        )
+        for arm, method in methods.items()
+    }
 
 
 def _file_name(name: str) -> str:
@@ -608,7 +624,9 @@ class Renderer:
 
     def text(self, prompt: SuitePrompt) -> str:
         """The prompt as the target reads it."""
-        return str(self._tokenizer.decode(prompt.token_ids))
+        return str(
+            self._tokenizer.apply_chat_template(prompt.question.messages, add_generation_prompt=True, tokenize=False)
+        )
 
     def quality(
         self,

@@ -8,11 +8,12 @@ from __future__ import annotations
 
 import json
 import os
+import secrets
 import socket
 import subprocess
 import sys
 import threading
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -24,81 +25,119 @@ from draftsmith.recipe import Recipe
 from draftsmith.serve import results as res
 from draftsmith.serve.vllm_server import VllmServer, server_command
 from draftsmith.target import TargetInfo
+from draftsmith.vllm_env import is_cpu
 
 _WARM_UPS = 8
 """Requests before any is timed."""
 
 
 def at_request_rates(
-    recipe: Recipe, target: TargetInfo, speculative: dict[str, Any], prompts: Sequence[str], log_dir: Path
+    recipe: Recipe,
+    target: TargetInfo,
+    speculative: dict[str, Any],
+    prompts: Sequence[str],
+    log_dir: Path,
+    *,
+    known: Mapping[str, res.Rate],
+    keep: Callable[[dict[str, res.Rate]], None],
 ) -> dict[str, res.Rate]:
     """Ask two servers at every rate of `evaluate.request_rates`.
 
     Args:
-        recipe: `engine`, `serve.options` and `evaluate` are read.
+        recipe: `engine`, `serve.options` (but for TLS: both listen on loopback) and `evaluate` are read.
         target: what is served.
         speculative: vLLM's `speculative_config` of one of the servers.
         prompts: in the target's chat template; as many requests are sent at every rate.
         log_dir: folder for the servers' logs.
+        known: what was measured before; not measured again.
+        keep: called with what is measured so far after every rate.
 
     Returns:
-        By rate, as the recipe writes it.
+        By rate.
 
     Raises:
         DraftsmithError: a server ended, or a request failed.
     """
-    options = recipe.evaluate
-    rates = options.request_rates
-    found: dict[str, dict[str, res.AtRate]] = {}
-    with ExitStack() as ends, TemporaryDirectory(dir=log_dir) as folder:
-        rows = Path(folder) / "prompts.jsonl"
-        rows.write_text("".join(json.dumps({"prompt": prompt}) + "\n" for prompt in prompts))
-        servers: dict[str, VllmServer] = {}
-        for name, config in (("plain", None), ("speculative", speculative)):
-            port = _free_port()
-            command = server_command(
-                recipe, target.path, config, name=target.name, host="127.0.0.1", port=port, memory_share=0.5
-            )
-            log = ends.enter_context((log_dir / f"server-{name}.log").open("w"))
-            servers[name] = VllmServer(command, recipe=recipe, url=f"http://127.0.0.1:{port}", show=log.write)
-            ends.callback(servers[name].end)
-        with Bar("start servers", total=len(servers), unit="servers") as bar:
-            for number, server in enumerate(servers.values(), start=1):
-                server.wait_ready(threading.Event())
-                bar.update(number)
+    found = dict(known)
+    rates = [rate for rate in recipe.evaluate.request_rates if f"{rate:g}" not in found]
+    if not rates:
+        return found
+    with ExitStack() as ends:
+        folder = Path(ends.enter_context(TemporaryDirectory()))
+        (folder / "prompts.jsonl").write_text("".join(json.dumps({"prompt": prompt}) + "\n" for prompt in prompts))
+        key = secrets.token_hex(16)
+        servers = _start(recipe, target, speculative, key, log_dir, ends)
         with Bar("request rates", total=len(rates) * len(servers), unit="runs") as bar:
-            done = 0
             for number, rate in enumerate(rates):
+                at: dict[str, res.AtRate] = {}
                 for name in list(servers)[:: 1 if number % 2 else -1]:
-                    at_rate = _ask(servers[name].url, rate, rows, len(prompts), target, options.speed_tokens, log_dir)
-                    found.setdefault(f"{rate:g}", {})[name] = at_rate
-                    done += 1
-                    bar.update(done)
-    return {rate: {"plain": both["plain"], "speculative": both["speculative"]} for rate, both in found.items()}
+                    client = _client(
+                        servers[name].url, rate, len(prompts), target, recipe.evaluate.speed_tokens, folder
+                    )
+                    at[name] = _ask(client, key, rate, len(prompts), folder / "result.json", log_dir)
+                    bar.update(number * len(servers) + len(at))
+                found[f"{rate:g}"] = {"plain": at["plain"], "speculative": at["speculative"]}
+                keep(found)
+    return found
 
 
-def _ask(
-    url: str, rate: float, rows: Path, count: int, target: TargetInfo, max_tokens: int, log_dir: Path
-) -> res.AtRate:
-    """One run of the load generator."""
-    result = rows.parent / "result.json"
-    command = [
-        sys.executable, "-m", "draftsmith.serve.load_client", "--backend", "openai", "--base-url", url,
+def _start(
+    recipe: Recipe, target: TargetInfo, speculative: dict[str, Any], key: str, log_dir: Path, ends: ExitStack
+) -> dict[str, VllmServer]:
+    """Both servers, ready; `ends` ends them."""
+    own = {name: value for name, value in recipe.serve.options.items() if not name.startswith("ssl")}
+    without_tls = recipe.model_copy(update={"serve": recipe.serve.model_copy(update={"options": own})})
+    servers: dict[str, VllmServer] = {}
+    with Bar("start servers", total=2, unit="servers") as bar:
+        for (name, config), port in zip(
+            {"plain": None, "speculative": speculative}.items(), _free_ports(2), strict=True
+        ):
+            command = server_command(
+                without_tls, target.path, config, name=target.name, host="127.0.0.1", port=port, memory_share=0.5
+            )
+            command.append("--no-enable-prefix-caching")  # the same prompts at every rate must cost the same
+            log = ends.enter_context((log_dir / f"server-{name}.log").open("w", encoding="utf-8", buffering=1))
+            url = f"http://127.0.0.1:{port}"
+            servers[name] = VllmServer(command, engine=recipe.engine, url=url, show=log.write, api_key=key)
+            ends.callback(servers[name].end)
+            if not is_cpu():  # each measures the free memory
+                servers[name].wait_ready(threading.Event())
+        for number, server in enumerate(servers.values(), start=1):
+            server.wait_ready(threading.Event())
+            bar.update(number)
+    return servers
+
+
+def _client(url: str, rate: float, count: int, target: TargetInfo, max_tokens: int, folder: Path) -> list[str]:
+    """The load generator's command line."""
+    return [
+        sys.executable, "-m", "draftsmith.serve.load_client", str(os.getpid()), "--backend", "openai", "--base-url", url,
         "--model", str(target.path), "--served-model-name", target.name, "--dataset-name", "custom",
-        "--dataset-path", str(rows), "--custom-output-len", str(max_tokens), "--num-prompts", str(count),
+        "--dataset-path", str(folder / "prompts.jsonl"), "--custom-output-len", str(max_tokens), "--num-prompts", str(count),
         # The prompts are in the chat template already, its first token included.
         "--skip-chat-template", "--extra-body", json.dumps({"add_special_tokens": False}), "--disable-shuffle",
         "--request-rate", str(rate), "--seed", "0", "--num-warmups", str(_WARM_UPS), "--temperature", "0",
         "--percentile-metrics", "ttft,tpot", "--metric-percentiles", "99", "--disable-tqdm",
-        "--save-result", "--result-dir", str(result.parent), "--result-filename", result.name,
+        "--save-result", "--result-dir", str(folder), "--result-filename", "result.json",
     ]  # fmt: skip
-    environment = os.environ | {"VLLM_PLUGINS": "", "VLLM_LOGGING_LEVEL": "WARNING"}
+
+
+def _ask(command: Sequence[str], key: str, rate: float, count: int, result: Path, log_dir: Path) -> res.AtRate:
+    """One run of the load generator."""
+    environment = os.environ | {
+        "VLLM_PLUGINS": "", "VLLM_LOGGING_LEVEL": "WARNING", "OPENAI_API_KEY": key, "NO_PROXY": "127.0.0.1", "no_proxy": "127.0.0.1",
+    }  # fmt: skip
+    result.unlink(missing_ok=True)
     with (log_dir / "load-client.log").open("w") as log:
-        code = subprocess.run(command, env=environment, stdout=log, stderr=subprocess.STDOUT, check=False).returncode
-    said = json.loads(result.read_text()) if code == 0 and result.is_file() else None
+        done = subprocess.run(
+            command, env=environment, stdout=log, stderr=subprocess.STDOUT, check=False, start_new_session=True
+        )
+    said = json.loads(result.read_text()) if done.returncode == 0 and result.is_file() else None
     if said is None or said["completed"] != count:
         what = (
-            f"ended with status {code}" if said is None else f"had {count - said['completed']} of {count} requests fail"
+            f"ended with status {done.returncode}"
+            if said is None
+            else f"had {count - said['completed']} of {count} requests fail"
         )
         raise DraftsmithError(
             f"vLLM's load generator {what} at {rate:g} requests a second; see {log_dir / 'load-client.log'} and the servers' "
@@ -114,7 +153,9 @@ def _ask(
     }
 
 
-def _free_port() -> int:
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        return int(free.getsockname()[1])
+def _free_ports(count: int) -> list[int]:
+    with ExitStack() as held:
+        sockets = [held.enter_context(socket.socket()) for _ in range(count)]
+        for one in sockets:
+            one.bind(("127.0.0.1", 0))
+        return [int(one.getsockname()[1]) for one in sockets]

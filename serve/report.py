@@ -337,7 +337,7 @@ def _rates(results: Results) -> str:
         [rate, *(f"{figure(one):.3f}" for figure in figures for one in (at["plain"], at["speculative"]))]
         for rate, at in rates.items()
     ]
-    names = ("tok/s", "first token, s", "99th percentile", "s/token", "99th percentile")
+    names = ("tok/s", "first token, s", "first token p99, s", "s/token", "s/token p99")
     headings = ("requests/s", *(f"{arm} {name}" for name in names for arm in ("plain", "spec.")))
     return f'<h2>As requests come</h2>\n<div class="charts">{chart}</div>\n{_table(headings, rows)}'
 

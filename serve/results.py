@@ -160,7 +160,7 @@ class AtRate(TypedDict):
     """A server that is asked so often, as vLLM's load generator sees it."""
 
     requests_per_second: float
-    """Answered; fewer than asked where the server cannot keep up."""
+    """From the first request to the last answer; far fewer than asked where the server cannot keep up."""
     tokens_per_second: float
     first_token_seconds: float
     """Median over the requests, waiting included."""

@@ -60,7 +60,7 @@ def serve(
 
     stop = threading.Event()
     previous = {number: signal.signal(number, lambda *_: stop.set()) for number in (signal.SIGINT, signal.SIGTERM)}
-    server = VllmServer(command, recipe=recipe, url=url, show=sys.stderr.write, api_key=api_key)
+    server = VllmServer(command, engine=recipe.engine, url=url, show=sys.stderr.write, api_key=api_key)
     try:
         if server.wait_ready(stop):
             example = curl_command(url, target.name, with_key=api_key is not None)

@@ -15,14 +15,18 @@ import threading
 import time
 
 
-def _end_with(parent: int) -> None:
-    """A process that was killed tells nobody, but its children get another parent."""
-    while os.getppid() == parent:
-        time.sleep(0.5)
-    os.killpg(0, signal.SIGKILL)
+def end_with(parent: int) -> None:
+    """End this process's group when `parent` is gone. Returns at once."""
+
+    def watch() -> None:
+        while os.getppid() == parent:  # a process that was killed tells nobody, but its children get another parent
+            time.sleep(0.5)
+        os.killpg(0, signal.SIGKILL)
+
+    threading.Thread(target=watch, daemon=True).start()
 
 
 if __name__ == "__main__":
-    threading.Thread(target=_end_with, args=(int(sys.argv.pop(1)),), daemon=True).start()
+    end_with(int(sys.argv.pop(1)))
     # Not the `vllm` program: its CPU build cannot start it.
     runpy.run_module("vllm.entrypoints.openai.api_server", run_name="__main__", alter_sys=True)

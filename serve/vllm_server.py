@@ -21,7 +21,7 @@ from typing import Any
 from draftsmith import vllm_env
 from draftsmith.errors import DraftsmithError, UserError
 from draftsmith.progress import console
-from draftsmith.recipe import Recipe
+from draftsmith.recipe import Engine, Recipe
 
 _SECONDS_TO_STOP = 20.0
 _SECONDS_BETWEEN_LOOKS = 0.5
@@ -48,7 +48,7 @@ class VllmServer:
         self,
         command: Sequence[str],
         *,
-        recipe: Recipe,
+        engine: Engine,
         url: str,
         show: Callable[[str], object],
         api_key: str | None = None,
@@ -57,12 +57,12 @@ class VllmServer:
 
         Args:
             command: from `server_command`.
-            recipe: `engine` is read.
+            engine: how the recipe runs vLLM.
             url: where it will listen.
             show: called with every line that it prints.
             api_key: what clients have to show; None takes VLLM_API_KEY, where that is set.
         """
-        environment = os.environ | vllm_env.vllm_environment(recipe.engine)
+        environment = os.environ | vllm_env.vllm_environment(engine)
         if api_key is not None:
             environment["VLLM_API_KEY"] = api_key  # not on the command line, which everybody on the machine can read
         # The server keeps its engine in a process of its own; a program that drives one engine does not.
@@ -103,6 +103,7 @@ class VllmServer:
         with suppress(ProcessLookupError):
             os.killpg(self._process.pid, signal.SIGKILL)
         self._process.wait()
+        self._echo.join(_SECONDS_TO_STOP)  # it may have last words to show
 
     def _wait(self, stop: threading.Event, done: Callable[[], bool]) -> bool:
         while not stop.is_set():
@@ -199,9 +200,12 @@ def _flags(options: Mapping[str, Any]) -> list[str]:
 
 
 def _healthy(url: str) -> bool:
+    # The certificate may be made for another name than this machine's address, which is not a proxy's to reach.
+    unverified = urllib.request.HTTPSHandler(context=ssl._create_unverified_context())
     try:
-        # The certificate may be made for another name than this machine's loopback address.
-        with urllib.request.urlopen(f"{url}/health", timeout=2, context=ssl._create_unverified_context()) as answer:
+        with urllib.request.build_opener(urllib.request.ProxyHandler({}), unverified).open(
+            f"{url}/health", timeout=2
+        ) as answer:
             return bool(answer.status == 200)
     except (urllib.error.URLError, OSError):
         return False

@@ -202,7 +202,7 @@ def make_mtp_target(directory: Path) -> None:
     Qwen2ForCausalLM(config).save_pretrained(directory)
     weights = load_file(directory / "model.safetensors")
     block = {name: value for name, value in weights.items() if name.startswith("model.layers.1.")}
-    mtp = {name.replace("model.layers.1.", "model.mtp_layers.0."): value + 0.0 for name, value in block.items()}
+    mtp = {name.replace("model.layers.1.", "model.mtp_layers.0."): value.clone() for name, value in block.items()}
     mtp |= {f"model.mtp_layers.0.{name}_layernorm.weight": torch.ones(hidden) for name in ("token", "hidden", "final")}
     mtp["model.mtp_layers.0.input_proj.weight"] = torch.randn(hidden, 2 * hidden) / 8
     save_file(weights | mtp, directory / "model.safetensors", {"format": "pt"})
@@ -246,7 +246,7 @@ def test_rates_with_real_servers(tmp_path: Path) -> None:
             assert at_rate["seconds_per_token"] <= at_rate["seconds_per_token_p99"]
             assert 0 < at_rate["first_token_seconds"] <= at_rate["first_token_seconds_p99"]
             assert at_rate["tokens_per_second"] == pytest.approx(12 * at_rate["requests_per_second"], rel=0.5)
-    assert found["rates"]["4"]["plain"]["requests_per_second"] < 50
+    assert found["rates"]["4"]["plain"]["requests_per_second"] <= 4
     assert "As requests come" in (tmp_path / "runs" / "tiny" / "eval" / "report.html").read_text()
 
 

@@ -80,7 +80,7 @@ def test_answers_are_scored_and_rates_asked(run: tuple[recipe.Recipe, Path], mon
     )
     options = {"suites": suites, "request_rates": (0.5,), "request_prompts": 4}
     asked: list[Any] = []
-    monkeypatch.setattr(evaluate, "at_request_rates", lambda *arguments: asked.append(arguments[2:4]) or {})
+    monkeypatch.setattr(evaluate, "at_request_rates", lambda *arguments, **named: asked.append(arguments[2:4]) or {})
     monkeypatch.setattr(evaluate.Renderer, "text", lambda self, prompt: prompt.id)
     texts = iter(["7", "7", "it is 7", "8", "6 or 8", "8"])  # plain and speculative, in turns
     renderer = evaluate.Renderer.quality

@@ -25,9 +25,12 @@ _SAID = {
 def asked(monkeypatch: pytest.MonkeyPatch) -> list[tuple[str, str]]:
     """(server, rate) in order; "ended" when a server is."""
     calls: list[tuple[str, str]] = []
+    keys: set[str] = set()
 
     class Server:
-        def __init__(self, command: list[str], *, url: str, **rest: Any) -> None:
+        def __init__(self, command: list[str], *, api_key: str, **rest: Any) -> None:
+            assert "--no-enable-prefix-caching" in command
+            keys.add(api_key)
             self.url = "speculative" if "--speculative-config" in command else "plain"
 
         def wait_ready(self, stop: object) -> bool:
@@ -37,6 +40,7 @@ def asked(monkeypatch: pytest.MonkeyPatch) -> list[tuple[str, str]]:
             calls.append((self.url, "ended"))
 
     def run(command: list[str], **rest: Any) -> SimpleNamespace:
+        assert {rest["env"]["OPENAI_API_KEY"]} == keys
         option = dict(itertools.pairwise(command))
         rows = [json.loads(line) for line in Path(option["--dataset-path"]).read_text().splitlines()]
         assert [row["prompt"] for row in rows] == ["one\u2028", "two"]
@@ -51,25 +55,37 @@ def asked(monkeypatch: pytest.MonkeyPatch) -> list[tuple[str, str]]:
     return calls
 
 
-def ask(folder: Path, *rates: float) -> dict[str, Any]:
+def ask(folder: Path, *rates: float, known: Any = (), kept: Any = None) -> dict[str, Any]:
     recipe, _ = make_recipe_and_run(folder)
     options = recipe.evaluate.model_copy(update={"request_rates": rates})
     target = TargetInfo.__new__(TargetInfo)
     object.__setattr__(target, "path", folder / "target")
     object.__setattr__(target, "name", "tiny")
     found = load.at_request_rates(
-        recipe.model_copy(update={"evaluate": options}), target, {"method": "eagle3"}, ["one\u2028", "two"], folder
-    )
+        recipe.model_copy(update={"evaluate": options}), target, {"method": "eagle3"}, ["one\u2028", "two"], folder,
+        known=dict(known), keep=lambda found: None if kept is None else kept.append(list(found)),
+    )  # fmt: skip
     return dict(found)
 
 
 def test_servers_take_turns(asked: list[tuple[str, str]], tmp_path: Path) -> None:
-    found = ask(tmp_path, 0.5, 1.0)
+    kept: list[list[str]] = []
+    found = ask(tmp_path, 0.5, 1.0, kept=kept)
+    assert kept == [["0.5"], ["0.5", "1"]]
     assert asked[:4] == [("speculative", "0.5"), ("plain", "0.5"), ("plain", "1.0"), ("speculative", "1.0")]
     assert {name for name, what in asked[4:] if what == "ended"} == {"plain", "speculative"}
     assert set(found) == {"0.5", "1"}
     assert found["0.5"]["plain"]["seconds_per_token"] == 0.08
     assert found["1"]["speculative"]["first_token_seconds_p99"] == 0.9
+
+
+def test_what_is_known_is_not_asked_again(asked: list[tuple[str, str]], tmp_path: Path) -> None:
+    assert list(ask(tmp_path, 0.5, 1.0, known={"0.5": {}})) == ["0.5", "1"]
+    assert {rate for _, rate in asked} == {"1.0", "ended"}
+    asked.clear()
+    (tmp_path / "again").mkdir()
+    ask(tmp_path / "again", 0.5, known={"0.5": {}})
+    assert asked == []
 
 
 def test_a_failed_request_is_an_error(asked: list[tuple[str, str]], tmp_path: Path) -> None:

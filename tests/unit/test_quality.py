@@ -5,6 +5,7 @@ from pathlib import Path
 
 import pytest
 
+from draftsmith.errors import DraftsmithError
 from draftsmith.serve.quality import can_score, last_number, unit_tests
 
 ADD = {
@@ -21,6 +22,9 @@ ADD = {
         ("The answer is $1,064.50.", True),
         ("1064.5 and then 3", False),
         ("-1064.5", False),
+        ("It is 1064.5-1064.5", True),  # no minus
+        ("It is x=3,1064.5", True),
+        ("It is 1,064.5.", True),
         ("none", False),
         ("", False),
     ],
@@ -38,18 +42,23 @@ def test_the_last_number_counts(answer: str, right: bool) -> None:
         ("```python\nreturn a + b\n```", True),
         ("```python\ndef add(a, b):\n    return a + b", True),  # cut off by the longest response
         ("```python\ndef add(a, b):\n    return a - b\n```", False),
+        ("```Python3 \r\ndef add(a, b):\n    return a + b\n```", True),
+        (
+            "For example:\n```python\nadd(1, 2)\n```\n1. So:\n   ```py\n   def add(a, b):\n       return a + b\n   ```",
+            True,
+        ),
+        ("```python\nimport sys\nsys.exit(0)\n```", False),
         ("I cannot do that.", False),
         ("```python\ndef add(a, b):\n    while True: pass\n```", False),
         ("", False),
     ],
 )
 def test_functions_are_run_against_their_tests(answer: str, right: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("draftsmith.serve.quality._SECONDS", 2)
+    monkeypatch.setattr("draftsmith.serve.quality._SECONDS", 4)
     assert unit_tests(answer, ADD) is right
 
 
 def test_what_a_model_wrote_has_limits(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("draftsmith.serve.quality._SECONDS", 2)
     monkeypatch.setenv("A_SECRET", "of mine")
     told = tmp_path / "told"
     code = f"""    import os, subprocess, sys
@@ -70,3 +79,10 @@ def test_rows_that_cannot_be_scored_are_known() -> None:
     assert not can_score("last_number", None)
     assert can_score("unit_tests", ADD)
     assert not can_score("unit_tests", {"prompt": "def f(): ..."})
+    assert not can_score("unit_tests", ADD | {"entry_point": "subtract"})
+
+
+def test_where_no_program_runs_nothing_is_scored(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("draftsmith.serve.quality._LIMITS", "raise SystemExit(1)\n")
+    with pytest.raises(DraftsmithError, match=r"code cannot be run here.*Leave `score: unit_tests` out"):
+        unit_tests("    return a + b", ADD)

@@ -168,7 +168,7 @@ def test_freed_memory_is_kept() -> None:
     """Tensors of 24 MiB come from the heap, not from the system, and the heap does not shrink when they go."""
     code = """
 import ctypes, sys, torch
-from draftsmith.train.train import keep_freed_memory
+from draftsmith.machine import keep_freed_memory
 if sys.argv[1] == "keep":
     keep_freed_memory()
 class Counts(ctypes.Structure):
