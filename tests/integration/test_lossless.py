@@ -17,13 +17,13 @@ from transformers import LlamaForCausalLM
 from draftsmith.convert.convert import run_convert
 from draftsmith.drafters import kinds
 from draftsmith.extract.extract import run_extract
-from draftsmith.methods import AnyMethod
+from draftsmith.methods import AnyMethod, Mtp
 from draftsmith.recipe import Engine, load_recipe
 from draftsmith.serve.engine import EngineConfig, EngineHost, Generated, start_engines
 from draftsmith.serve.speculation import method_config, own_drafter
 from draftsmith.target import TargetInfo, describe_target
 from draftsmith.train.train import run_train
-from tests.integration.conftest import SOAKING, demo_prompts, make_target, write_recipe
+from tests.integration.conftest import SOAKING, demo_prompts, in_soak, make_mtp_target, make_target, write_recipe
 
 pytestmark = pytest.mark.integration
 
@@ -69,7 +69,7 @@ def methods(target: TargetInfo, tmp_path_factory: pytest.TempPathFactory) -> dic
     # The target as its own draft model: its guesses, greedy ones, are good, and so a bug in accepting them shows.
     others: list[dict[str, Any]] = [{"method": "draft_model", "model": str(target.path)}]
     if SOAKING:
-        others.append({"method": "ngram", "prompt_lookup_min": 1, "prompt_lookup_max": 3})
+        others += [{"method": "ngram", "prompt_lookup_min": 1, "prompt_lookup_max": 3}, {"method": "suffix"}]
     for other in others:
         method = TypeAdapter(AnyMethod).validate_python(other)
         found[other["method"]] = method_config(method, target, own_drafter=Path("none"))
@@ -129,12 +129,14 @@ def test_the_test_itself() -> None:
     assert chi_square(sample(weights), sample(shifted / shifted.sum())) < 1e-6
 
 
-def test_sampled_answers_follow_the_target(target: TargetInfo, methods: dict[str, Any], tmp_path: Path) -> None:
-    arms = {
-        "plain": None,
-        **methods,
-        "accepts wrongly": methods["draft_model"],
-    }
+# What repeats gives n-gram lookup something to find.
+PROMPT = list(b"one two three one two three one two ")
+
+
+def drawn(
+    target: TargetInfo, arms: dict[str, dict[str, Any] | None], folder: Path
+) -> tuple[dict[str, list[Generated]], EngineHost]:
+    """Answers of an engine of each arm, and the first arm's engine, still running."""
     configs = [
         (_AcceptsWrongly if name == "accepts wrongly" else EngineConfig)(
             name=name.replace(" ", "-"), target=str(target.path), dtype="float32",
@@ -143,28 +145,52 @@ def test_sampled_answers_follow_the_target(target: TargetInfo, methods: dict[str
         )
         for name, config in arms.items()
     ]  # fmt: skip
-    # What repeats gives n-gram lookup something to find.
-    prompt = list(b"one two three one two three one two ")
-    hosts: list[EngineHost] = start_engines(configs, tmp_path)
+    hosts = start_engines(configs, folder)
     try:
-        with torch.no_grad():
-            logits = LlamaForCausalLM.from_pretrained(target.path)(torch.tensor([prompt])).logits[0, -1]
-        first, second = logits.topk(2).indices.tolist()
-        assert hosts[0].gap(prompt, first, second) == pytest.approx(float(logits[first] - logits[second]), abs=1e-3)
-        assert hosts[0].gap(prompt, first, int(logits.argmin())) is None
-
-        answers, accepted, drafted = {}, {}, {}
-        for name, host in zip(arms, hosts, strict=True):
-            answers[name], _ = host.generate([prompt] * SAMPLES, max_tokens=TOKENS, temperature=TEMPERATURE)
-            accepted[name] = sum(sum(answer.accepted) for answer in answers[name])
-            drafted[name] = sum(sum(answer.drafted) for answer in answers[name])
-            assert len(answers[name]) == SAMPLES
+        answers = {
+            name: host.generate([PROMPT] * SAMPLES, max_tokens=TOKENS, temperature=TEMPERATURE)[0]
+            for name, host in zip(arms, hosts, strict=True)
+        }
+    except BaseException:
+        hosts[0].close()
+        raise
     finally:
-        for host in hosts:
+        for host in hosts[1:]:
             host.close()
-    found = {name: smallest(answers["plain"], answers[name]) for name in arms if name != "plain"}
-    print({name: (found[name], accepted[name]) for name in found})
+    return answers, hosts[0]
+
+
+def hold_against_plain(answers: dict[str, list[Generated]]) -> dict[str, float]:
+    """By method, the smallest probability; guesses must have been accepted, and rightly rejected, to be tested."""
+    found = {name: smallest(answers["plain"], other) for name, other in answers.items() if name != "plain"}
+    for name in found:
+        accepted = sum(sum(answer.accepted) for answer in answers[name])
+        drafted = sum(sum(answer.drafted) for answer in answers[name])
+        print(name, found[name], accepted, drafted)
+        assert len(answers[name]) == SAMPLES
+        assert 0 < accepted < drafted + (name == "accepts wrongly"), name
+    return found
+
+
+def test_sampled_answers_follow_the_target(target: TargetInfo, methods: dict[str, Any], tmp_path: Path) -> None:
+    answers, plain = drawn(target, {"plain": None, **methods, "accepts wrongly": methods["draft_model"]}, tmp_path)
+    with plain, torch.no_grad():
+        logits = LlamaForCausalLM.from_pretrained(target.path)(torch.tensor([PROMPT])).logits[0, -1]
+        first, second = logits.topk(2).indices.tolist()
+        assert plain.gap(PROMPT, first, second) == pytest.approx(float(logits[first] - logits[second]), abs=1e-3)
+        assert plain.gap(PROMPT, first, int(logits.argmin())) is None
+    found = hold_against_plain(answers)
+    assert found.pop("accepts wrongly") < LEVEL / len(methods)
     for name in methods:
-        assert 0 < accepted[name] < drafted[name], "guesses must be accepted, and rejected, to be tested"
         assert found[name] * len(methods) > LEVEL, (name, found[name])
-    assert found["accepts wrongly"] < LEVEL / len(methods)
+
+
+@in_soak
+def test_a_target_s_own_layers_are_checked_rightly(tmp_path: Path) -> None:
+    """`mtp`, on a tiny target with random weights."""
+    make_mtp_target(tmp_path / "target")
+    target = describe_target(tmp_path / "target")
+    config = method_config(Mtp(method="mtp"), target, own_drafter=Path("none"))
+    answers, plain = drawn(target, {"plain": None, "mtp": config}, tmp_path)
+    plain.close()
+    assert hold_against_plain(answers)["mtp"] > LEVEL

@@ -21,10 +21,7 @@ import httpx
 import openai
 import psutil
 import pytest
-import torch
 import yaml
-from safetensors.torch import load_file, save_file
-from transformers import Qwen2Config, Qwen2ForCausalLM
 
 from draftsmith.convert.convert import run_convert
 from draftsmith.drafters import kinds
@@ -32,7 +29,7 @@ from draftsmith.extract.extract import run_extract
 from draftsmith.recipe import Recipe, Serve, load_recipe
 from draftsmith.serve.evaluate import run_evaluate
 from draftsmith.train.train import run_train
-from tests.integration.conftest import TINY_VOCAB, demo_prompts, in_soak, make_target, write_recipe
+from tests.integration.conftest import demo_prompts, in_soak, make_mtp_target, make_target, write_recipe
 from tests.integration.test_evaluate import alive, make_drafter, tiny_recipe
 
 pytestmark = pytest.mark.integration
@@ -184,31 +181,6 @@ def test_every_method_answers_as_plain_decoding(smollm2: Path, tmp_path: Path) -
             answers[name] = [ask(client, model, text, max_tokens=48) for text in demo_prompts(44)[40:]]
             assert (drafts(url) > 0) == (name != "none"), name
         assert answers[name] == answers["none"], name
-
-
-def make_mtp_target(directory: Path) -> None:
-    """A random model of MiMo's kind, tiny: Qwen2 with one layer that guesses one token more (multi-token prediction).
-
-    No model with such layers is small enough for tests, so the weights are random and few guesses are right.
-    """
-    make_target(directory)  # for its tokenizer
-    torch.manual_seed(1)
-    hidden = 64
-    config = Qwen2Config(
-        hidden_size=hidden, intermediate_size=128, num_hidden_layers=2, num_attention_heads=2, num_key_value_heads=2,
-        vocab_size=TINY_VOCAB, max_position_embeddings=512, bos_token_id=None, eos_token_id=256, tie_word_embeddings=False,
-        initializer_range=0.1,
-    )  # fmt: skip
-    Qwen2ForCausalLM(config).save_pretrained(directory)
-    weights = load_file(directory / "model.safetensors")
-    block = {name: value for name, value in weights.items() if name.startswith("model.layers.1.")}
-    mtp = {name.replace("model.layers.1.", "model.mtp_layers.0."): value.clone() for name, value in block.items()}
-    mtp |= {f"model.mtp_layers.0.{name}_layernorm.weight": torch.ones(hidden) for name in ("token", "hidden", "final")}
-    mtp["model.mtp_layers.0.input_proj.weight"] = torch.randn(hidden, 2 * hidden) / 8
-    save_file(weights | mtp, directory / "model.safetensors", {"format": "pt"})
-    written = json.loads((directory / "config.json").read_text())
-    written |= {"architectures": ["MiMoForCausalLM"], "num_nextn_predict_layers": 1}
-    (directory / "config.json").write_text(json.dumps(written))
 
 
 @in_soak
