@@ -33,7 +33,7 @@ if TYPE_CHECKING:
 _BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
 _GIB = 1024**3
 _COST_TOKENS = 16
-"""Response tokens of an answer whose steps evaluation times; as in `serve/evaluate.py`."""
+"""Response tokens of an answer whose steps evaluation times; as in `serve/measure.py`."""
 _LOAD_ROUNDS = 3
 """Runs of every batch size; from there, too."""
 

@@ -32,8 +32,8 @@ from draftsmith.progress import Bar, console
 from draftsmith.recipe import Recipe, digest
 from draftsmith.serve import results as res
 from draftsmith.serve.engine import EngineConfig, EngineHost, Generated, start_engines
-from draftsmith.serve.evaluate import Renderer, SuitePrompt, suite_prompts
 from draftsmith.serve.speculation import method_config, own_drafter
+from draftsmith.serve.suites import Renderer, SuitePrompt, suite_prompts
 from draftsmith.target import TargetInfo, describe_target, prepare_target
 
 _COST_TOKENS = 24

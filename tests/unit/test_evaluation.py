@@ -107,16 +107,16 @@ def test_killed_it_goes_on_after_the_last_suite(
     loaded, run_dir = run
     (run_dir / "eval" / stage.MARKER).unlink()
     stage.claim(run_dir / "eval", fresh=True)
-    acceptance = evaluate._acceptance
+    in_batches = evaluate.in_batches
     asked: list[str] = []
 
     def dying(engines: Any, arms: Any, suite: Any, *rest: Any) -> Any:
         asked.append(suite.name)
         if asked == ["questions", "talks"]:
             raise KeyboardInterrupt
-        return acceptance(engines, arms, suite, *rest)
+        return in_batches(engines, arms, suite, *rest)
 
-    monkeypatch.setattr(evaluate, "_acceptance", dying)
+    monkeypatch.setattr(evaluate, "in_batches", dying)
     with pytest.raises(KeyboardInterrupt):
         run_evaluate(*run)
     assert not (run_dir / "eval" / stage.MARKER).exists()
