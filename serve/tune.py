@@ -290,7 +290,7 @@ def _measure(
     found: dict[int, dict[int, float]] = {}
     with Bar("measured", total=len(batch_sizes) * len(order), unit="engines") as bar:
         for place, batch in enumerate(sorted(batch_sizes)):
-            count = max(batch, min(len(prompts), _COST_ANSWERS)) // batch * batch
+            count = len(prompts) // batch * batch  # all, as acceptance is of all
             token_count, seconds = dict.fromkeys(order, 0), dict.fromkeys(order, 0.0)
             for first in range(0, count, batch):
                 inputs = [prompt.token_ids for prompt in prompts[first : first + batch]]
