@@ -142,7 +142,7 @@ def test_training_is_what_it_was(folder: Path, name: str, request: pytest.Fixtur
     assert speculative_config(run_dir / "vllm", 2)["method"] == kind.vllm_method
     card = (run_dir / "vllm" / "README.md").read_text()
     assert f'"method": "{kind.vllm_method}"' in card
-    assert ("`draftsmith` installed" in card) == kind.needs_plugin
+    assert ("It takes `draftsmith` installed" in card) == kind.needs_plugin
 
 
 def test_medusa_guesses_no_further_than_it_has_heads(folder: Path) -> None:
