@@ -84,7 +84,8 @@ class Engine(Section):
     enforce_eager: bool = True
     """Skip compilation and CUDA graphs: right for short runs; turn off for a long-lived server."""
     kv_cache_gib: float = Field(2.0, gt=0)
-    """CPU only: memory for KV caches, GiB; engines that run side by side share it."""
+    """CPU only: memory for KV caches, GiB; engines that run side by side share it. Extraction needs room for the sequences of two
+    or three steps: a finished one's blocks are kept until its states are written."""
     gpu_memory_utilization: float = Field(0.85, gt=0, le=1)
     """GPU only: fraction of memory that all engines of a stage share."""
     tensor_parallel_size: int = Field(1, ge=1)
