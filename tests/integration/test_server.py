@@ -222,7 +222,7 @@ def test_rates_with_real_servers(tmp_path: Path) -> None:
     assert "As requests come" in (tmp_path / "runs" / "tiny" / "eval" / "report.html").read_text()
 
 
-REQUESTS, IN_FLIGHT = 500, 64
+REQUESTS, IN_FLIGHT = 500, 500
 
 
 @in_soak
