@@ -286,23 +286,23 @@ def _measure(
     engines: Mapping[int, EngineHost], prompts: Sequence[SuitePrompt], batch_sizes: Sequence[int], tokens: int
 ) -> dict[int, dict[int, float]]:
     """Speed-up of decoding by the clock, by batch size and K: tokens after the first over their seconds, in turns."""
-    order = list(engines)
+    order, done = list(engines), 0
+    counts = {batch: len(prompts) // batch * batch for batch in batch_sizes}  # all, as acceptance is of all
     found: dict[int, dict[int, float]] = {}
-    with Bar("measured", total=len(batch_sizes) * len(order), unit="engines") as bar:
-        for place, batch in enumerate(sorted(batch_sizes)):
-            count = len(prompts) // batch * batch  # all, as acceptance is of all
+    with Bar("measured", total=sum(counts.values()) * len(order), unit="answers") as bar:
+        for batch in sorted(batch_sizes):
             token_count, seconds = dict.fromkeys(order, 0), dict.fromkeys(order, 0.0)
-            for first in range(0, count, batch):
+            for first in range(0, counts[batch], batch):
                 inputs = [prompt.token_ids for prompt in prompts[first : first + batch]]
                 shift = first // batch % len(order)
-                for turn, k in enumerate(order[shift:] + order[:shift]):
+                for k in order[shift:] + order[:shift]:
                     for answer in engines[k].generate(inputs, max_tokens=tokens)[0]:
                         token_count[k] += len(answer.token_ids) - 1
                         seconds[k] += answer.decode_seconds
-                    bar.update(place * len(order) + turn * (first + batch) // count)
+                    done += batch
+                    bar.update(done)
             rates = {k: token_count[k] / seconds[k] for k in order}
             found[batch] = {k: rates[k] / rates[0] for k in order[1:]}
-        bar.update(len(batch_sizes) * len(order))
     return found
 
 
