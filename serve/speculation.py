@@ -28,7 +28,7 @@ _MTP_LAYERS = ("num_nextn_predict_layers", "mtp_num_hidden_layers", "num_mtp_mod
 """Where configs of targets have the number of their multi-token prediction layers."""
 _MTP_UNCOUNTED = {"mimo_v2", "nemotron_h", "longcat_flash", "step3p5", "dots3"}
 """Targets that have such layers without their configs saying how many."""
-_ONE_K = {"medusa", "suffix"}
+ONE_K = {"medusa", "suffix"}
 """Methods of vLLM's that guess the same number of tokens at every load."""
 
 
@@ -89,7 +89,7 @@ def method_config(
         check_target(directory, target)
         config |= found | ({"draft_tensor_parallel_size": 1} if tensor_parallel_size > 1 else {})
     schedule = method.num_speculative_tokens_per_batch_size
-    if schedule and config["method"] in _ONE_K and len({k for _, _, k in schedule}) > 1:
+    if schedule and config["method"] in ONE_K and len({k for _, _, k in schedule}) > 1:
         raise UserError(
             f"vLLM's `{config['method']}` guesses the same number of tokens at every load, and "
             "`num_speculative_tokens_per_batch_size` has several. Give num_speculative_tokens alone."

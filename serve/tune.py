@@ -4,7 +4,7 @@ A step of `batch` sequences with K guesses each costs c(batch, K) plain steps of
 L(K) = 1 + a_1 + ... + a_K tokens a sequence, where a_i is the share of drafts whose token at position i was accepted: a chain's
 first tokens do not depend on how far it goes on. So decoding should gain L(K) / c(batch, K); the best K at every batch size makes
 vLLM's schedule `num_speculative_tokens_per_batch_size`. K = 0 there means that guessing does not pay at that load: checking the
-guesses needs arithmetic that is idle no longer.
+guesses needs arithmetic that is idle no longer. It has a cost of its own, c(batch, 0): vLLM has the drafter read along.
 
 Beside it stands a roofline: the time that bytes and FLOP of such steps must take on the hardware of the recipe's `plan`.
 
@@ -32,7 +32,7 @@ from draftsmith.progress import Bar, console
 from draftsmith.recipe import Recipe, digest
 from draftsmith.serve import results as res
 from draftsmith.serve.engine import EngineConfig, EngineHost, Generated, start_engines
-from draftsmith.serve.speculation import method_config, own_drafter
+from draftsmith.serve.speculation import ONE_K, method_config, own_drafter
 from draftsmith.serve.suites import Renderer, SuitePrompt, suite_prompts
 from draftsmith.target import TargetInfo, describe_target, prepare_target
 
@@ -40,7 +40,9 @@ _COST_TOKENS = 24
 """Response tokens of an answer whose steps are timed."""
 _COST_ANSWERS = 12
 """At least so many answers are timed at every batch size, in rounds of a batch; at least three rounds."""
-_VERSION = 1
+_VERSION = 2
+_READS_ALONG = -1
+"""The engine whose drafter guesses nothing, among those numbered by K, 0 being the plain one."""
 
 ByBatch = dict[str, dict[str, float]]
 """By number of sequences at once, then by K; both as strings."""
@@ -56,7 +58,7 @@ class Tuned(TypedDict):
     acceptance_length: dict[str, float]
     """By K, from that."""
     step_cost: ByBatch
-    """Seconds of a step over those of a plain one with as many sequences."""
+    """Seconds of a step over those of a plain engine's with as many sequences; K = 0: the drafter guesses nothing and reads along."""
     speedup: ByBatch
     """What decoding should gain: acceptance length over step cost."""
     roofline: ByBatch | None
@@ -129,25 +131,30 @@ def run_tune(recipe: Recipe, run_dir: Path, *, verify: bool = False) -> Tuned:
             tensor_parallel_size=recipe.engine.tensor_parallel_size,
         )  # fmt: skip
 
-    ks = sorted(options.k)
+    ks, most = sorted(options.k), max(options.batch_sizes)
     configs = {0: None} | {k: speculative(num_speculative_tokens=k) for k in ks}
+    if method.method not in ONE_K:
+        reads_along = speculative(num_speculative_tokens_per_batch_size=((1, most, 0), (most + 1, most + 1, 1)))
+        configs[_READS_ALONG] = reads_along
     engines = _start(recipe, target, configs, output)
     try:
         costs = _step_costs(engines, prompts, options.batch_sizes)
         shares = _acceptance(engines[ks[-1]], prompts, options.tokens)
-        measured = _measure(engines, prompts, options.batch_sizes, options.tokens) if verify else None
+        guessing = {k: engine for k, engine in engines.items() if k != _READS_ALONG}
+        measured = _measure(guessing, prompts, options.batch_sizes, options.tokens) if verify else None
     finally:
         for host in engines.values():
             host.close()
-    lengths = {k: 1 + sum(shares[:k]) for k in ks}
+    for of_batch in costs.values():
+        if _READS_ALONG in of_batch:
+            of_batch[0] = max(1.0, of_batch.pop(_READS_ALONG))
+    lengths = {k: 1 + sum(shares[:k]) for k in (0, *ks)}
     speedups = {
-        batch: {k: lengths[k] / cost for k, cost in of_batch.items()} for batch, of_batch in costs.items()
+        batch: {k: lengths[k] / cost for k, cost in sorted(of_batch.items())} for batch, of_batch in costs.items()
     }  # fmt: skip
-    if method.method == "medusa":
-        # vLLM's guesses the same number at every load: the best of the smallest, where that pays.
-        best = max(ks, key=lambda k: speedups[min(speedups)][k])
-        pays_alone = speedups[min(speedups)][best] > 1
-        schedule = [[1, recipe.extract.max_num_seqs, best if pays_alone else 0]]
+    if method.method in ONE_K:  # the best of the smallest load, where that pays
+        smallest = {min(speedups): speedups[min(speedups)]}
+        schedule = make_schedule(smallest, most=recipe.extract.max_num_seqs)
     else:
         schedule = make_schedule(speedups, most=recipe.extract.max_num_seqs)
     pays = any(k for _, _, k in schedule)
@@ -168,7 +175,7 @@ def run_tune(recipe: Recipe, run_dir: Path, *, verify: bool = False) -> Tuned:
         "acceptance_length": {str(k): length for k, length in lengths.items()},
         "step_cost": _as_text(costs),
         "speedup": _as_text(speedups),
-        "roofline": _roofline(recipe, target, drafter_dir, method.method, prompts, lengths),
+        "roofline": _roofline(recipe, target, drafter_dir, method.method, prompts, {k: lengths[k] for k in ks}),
         "schedule": schedule,
         "pays": pays,
         "measured": _as_text(measured) if measured else None,
@@ -188,17 +195,18 @@ def run_tune(recipe: Recipe, run_dir: Path, *, verify: bool = False) -> Tuned:
 def make_schedule(speedups: Mapping[int, Mapping[int, float]], *, most: int) -> list[list[int]]:
     """The best K by number of sequences, as vLLM takes it: `[[from, to, K], ...]`.
 
-    Between two batch sizes the larger one's K holds: there guessing pays least. What is gained by less than nothing is left:
-    K is 0 there.
+    Between two batch sizes the larger one's K holds: there guessing pays least. Where no load gains anything, K is 0 at all.
 
     Args:
-        speedups: by batch size and K.
+        speedups: by batch size and K; K = 0 guesses nothing, 1 where it is not among them.
         most: sequences that an engine runs at once; the last range goes on to there.
     """
+    if all(speedup <= 1 for of_batch in speedups.values() for k, speedup in of_batch.items() if k):
+        return [[1, max(most, *speedups), 0]]
     ranges: list[list[int]] = []
     for batch in sorted(speedups):
-        best = max(sorted(speedups[batch]), key=lambda k: speedups[batch][k])
-        k = best if speedups[batch][best] > 1 else 0
+        of_batch = {0: 1.0} | dict(speedups[batch])
+        k = max(sorted(of_batch), key=lambda k: of_batch[k])
         if ranges and ranges[-1][2] == k:
             ranges[-1][1] = batch
         else:
@@ -223,8 +231,8 @@ def _start(
 ) -> dict[int, EngineHost]:
     engines = [
         EngineConfig(
-            name=f"k{k}" if k else "plain", target=str(target.path), dtype=recipe.target.dtype, engine=recipe.engine,
-            speculative=config, max_num_seqs=max(recipe.tune.batch_sizes), memory_share=1 / len(configs),
+            name={0: "plain", _READS_ALONG: "reads-along"}.get(k, f"k{k}"), target=str(target.path),
+            dtype=recipe.target.dtype, engine=recipe.engine, speculative=config, max_num_seqs=max(recipe.tune.batch_sizes), memory_share=1 / len(configs),
         )
         for k, config in configs.items()
     ]  # fmt: skip
@@ -349,8 +357,8 @@ def print_tuned(tuned: Tuned) -> None:
         table.add_column(heading, justify="right")
     for batch, of_batch in tuned["speedup"].items():
         for k, value in of_batch.items():
-            measured = tuned["measured"][batch][k] if tuned["measured"] else None
-            roofline = tuned["roofline"][batch][k] if tuned["roofline"] else None
+            measured = tuned["measured"][batch].get(k) if tuned["measured"] else None
+            roofline = tuned["roofline"][batch].get(k) if tuned["roofline"] else None
             table.add_row(
                 batch if k == next(iter(of_batch)) else "", k, f"{tuned['acceptance_length'][k]:.3f}",
                 f"{tuned['step_cost'][batch][k]:.2f}", f"{value:.2f}", f"{measured:.2f}" if measured else "",
