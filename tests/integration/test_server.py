@@ -241,7 +241,7 @@ def test_hundreds_of_clients_of_all_manners(tmp_path: Path) -> None:
             expected[text] = answer.json()["choices"][0]["token_ids"]
     assert len(set(map(tuple, expected.values()))) > len(texts) // 2
     with serving(recipe, tmp_path) as (url, process):
-        asyncio.run(_crowd(url, expected, 200, seed=1))  # warms up
+        asyncio.run(_crowd(url, expected, REQUESTS, seed=1))  # warms up, with as many at once
         before = _size(process)
         counts = asyncio.run(_crowd(url, expected, REQUESTS, seed=2))
         time.sleep(2)
