@@ -58,7 +58,8 @@ class Tuned(TypedDict):
     acceptance_length: dict[str, float]
     """By K, from that."""
     step_cost: ByBatch
-    """Seconds of a step over those of a plain engine's with as many sequences; K = 0: the drafter guesses nothing and reads along."""
+    """Seconds of a step over those of a plain engine's with as many sequences; K = 0: the drafter guesses nothing
+    and reads along, which cannot cost less than 1."""
     speedup: ByBatch
     """What decoding should gain: acceptance length over step cost."""
     roofline: ByBatch | None
@@ -232,7 +233,8 @@ def _start(
     engines = [
         EngineConfig(
             name={0: "plain", _READS_ALONG: "reads-along"}.get(k, f"k{k}"), target=str(target.path),
-            dtype=recipe.target.dtype, engine=recipe.engine, speculative=config, max_num_seqs=max(recipe.tune.batch_sizes), memory_share=1 / len(configs),
+            dtype=recipe.target.dtype, engine=recipe.engine, speculative=config,
+            max_num_seqs=max(recipe.tune.batch_sizes), memory_share=1 / len(configs),
         )
         for k, config in configs.items()
     ]  # fmt: skip

@@ -39,12 +39,12 @@ compressed and synced beside an idle engine, must not be a tenth of what is time
 it has more of them: the end takes 0.3 s."""
 STARTS, RUNS, PREFILLS = 4, 1, 1
 """An engine is faster or slower by a tenth from one start to the next, for all its life, so what counts is the number of
-starts. Prefill is short, so it is compared in more rounds of its own."""
+starts. Prefill is compared in a round more of its own."""
 SHARD_TOKENS = 2048
 """A quarter of a recipe's, so that shards are written beside the engine in a run of some thousand tokens too."""
 CACHE_GIB = 2
-"""Every engine's, a recipe's default. A finished sequence's blocks are kept until its states are written, a step or two; where that
-fills the cache, as half a GiB's here, the next step takes fewer prompts."""
+"""Every engine's, a recipe's default. A finished sequence's blocks are kept until its states are written, a step or two, and with
+half a GiB extraction was slower by that (docs/log.md)."""
 MEMORY_TOKENS = 200_000
 
 
