@@ -15,6 +15,7 @@ orders of magnitude. A plane as large as it would be uncompressed is uncompresse
 from __future__ import annotations
 
 import sys
+from collections.abc import Iterator
 from typing import Any, Literal
 
 import numpy as np
@@ -46,15 +47,27 @@ _HUFFMAN = zstandard.ZstdCompressionParameters.from_level(
 
 _Words = npt.NDArray[Any]
 """uint16 or uint32."""
+_Plane = tuple[npt.NDArray[Any], type[np.generic]]
+"""Values, and the type whose bytes are the plane's: of wider integers, their low bytes."""
 
 
-def encode(states: torch.Tensor, form: Form) -> bytes:
+def encode(states: torch.Tensor, form: Form) -> memoryview:
     """The frame of states [N, L, H] (bfloat16, float16 or float32), `form` not being `none`."""
+    raw_sizes = _raw_sizes(form, states.shape, states.element_size())
     planes = _lossless_planes(_words(states)) if form == "lossless" else _int8_planes(states)
     compressor = zstandard.ZstdCompressor(compression_params=_HUFFMAN)  # one a call: it must not be shared by threads
-    stored = [_squeezed(plane, compressor) for plane in planes]
-    sizes = np.array([len(plane) for plane in stored], dtype=np.uint32)
-    return b"".join([sizes.tobytes(), *stored])
+    # Planes are made where they will stay: most of a frame is mantissas, and a pass over memory costs as much as coding.
+    frame = np.empty(4 * len(raw_sizes) + sum(raw_sizes), np.uint8)
+    sizes, end = frame[: 4 * len(raw_sizes)].view(np.uint32), 4 * len(raw_sizes)
+    for number, ((values, dtype), raw_size) in enumerate(zip(planes, raw_sizes, strict=True)):
+        plane = frame[end : end + raw_size]
+        np.copyto(plane.view(dtype).reshape(values.shape), values, casting="unsafe")
+        squeezed = _squeezed(plane.data, compressor)
+        if squeezed is not None:
+            plane[: len(squeezed)] = np.frombuffer(squeezed, np.uint8)
+        sizes[number] = raw_size if squeezed is None else len(squeezed)
+        end += int(sizes[number])
+    return frame[:end].data
 
 
 def decode(data: bytes | memoryview, form: Form, shape: tuple[int, int, int], dtype: torch.dtype) -> torch.Tensor:
@@ -64,12 +77,8 @@ def decode(data: bytes | memoryview, form: Form, shape: tuple[int, int, int], dt
     c[h] / 254 * max over channels j of |x[j]| / c[j], with the scales c of its layer's channels (plus `dtype`'s rounding).
     """
     frame = np.frombuffer(data, dtype=np.uint8)
-    tokens, layers, hidden = shape
     itemsize = dtype.itemsize
-    lossless = [[1, 1], [1, 1, 2]][itemsize == 4] * layers  # bytes a value in each plane
-    raw_sizes = [n * tokens * hidden for n in lossless] if form == "lossless" else (
-        [layers * hidden, 4 * tokens * layers] + [tokens * hidden] * layers
-    )  # fmt: skip
+    raw_sizes = _raw_sizes(form, shape, itemsize)
     sizes = frame[: 4 * len(raw_sizes)].view(np.uint32).tolist()
     decompressor = zstandard.ZstdDecompressor()
     planes, start = [], 4 * len(raw_sizes)
@@ -84,12 +93,20 @@ def decode(data: bytes | memoryview, form: Form, shape: tuple[int, int, int], dt
     return _from_int8_planes(planes, shape).to(dtype)
 
 
-def _squeezed(plane: npt.NDArray[np.generic], compressor: zstandard.ZstdCompressor) -> bytes | memoryview:
-    data = plane.reshape(-1).view(np.uint8).data
-    if data.nbytes > 2 * _SAMPLE and len(compressor.compress(data[:_SAMPLE])) > 0.97 * _SAMPLE:
-        return data
-    squeezed = compressor.compress(data)
-    return squeezed if len(squeezed) < data.nbytes else data
+def _raw_sizes(form: Form, shape: tuple[int, ...], itemsize: int) -> list[int]:
+    """Bytes of each plane before it is compressed."""
+    tokens, layers, hidden = shape
+    if form == "lossless":
+        return [n * tokens * hidden for n in ([1, 1, 2] if itemsize == 4 else [1, 1])] * layers
+    return [layers * hidden, 4 * tokens * layers] + [tokens * hidden] * layers
+
+
+def _squeezed(plane: memoryview, compressor: zstandard.ZstdCompressor) -> bytes | None:
+    """A plane compressed; None where that does not make it smaller."""
+    if plane.nbytes > 2 * _SAMPLE and len(compressor.compress(plane[:_SAMPLE])) > 0.97 * _SAMPLE:
+        return None
+    squeezed = compressor.compress(plane)
+    return squeezed if len(squeezed) < plane.nbytes else None
 
 
 def _words(states: torch.Tensor) -> _Words:
@@ -99,21 +116,19 @@ def _words(states: torch.Tensor) -> _Words:
     return states.view(torch.int32).numpy().view(np.uint32)
 
 
-def _lossless_planes(words: _Words) -> list[npt.NDArray[np.generic]]:
+def _lossless_planes(words: _Words) -> Iterator[_Plane]:
     """Layer by layer: the top byte of the rotated words, then the rest (16 bits: a byte; 32: a byte and a half word)."""
     bits = 8 * words.itemsize
-    planes: list[npt.NDArray[np.generic]] = []
     for layer in range(words.shape[1]):
         plain = words[:, layer].copy()  # worked on in place, with the layer's values side by side
         rotated = plain << 1
         np.right_shift(plain, bits - 1, out=plain)
         rotated |= plain
         single = rotated.view(np.uint8).reshape(*rotated.shape, -1)  # little-endian: the top byte is the last
+        yield single[..., -1], np.uint8
+        yield single[..., -2], np.uint8
         if bits == 32:
-            planes += [single[..., 3].copy(), single[..., 2].copy(), rotated.astype(np.uint16)]
-        else:
-            planes += [single[..., 1].copy(), single[..., 0].copy()]
-    return planes
+            yield rotated, np.uint16
 
 
 def _from_lossless_planes(
@@ -151,15 +166,17 @@ def channel_exponents(states: torch.Tensor) -> torch.Tensor:
     return torch.maximum(exponents, least.unsqueeze(1)).clamp(-120, 120)
 
 
-def _int8_planes(states: torch.Tensor) -> list[npt.NDArray[np.generic]]:
+def _int8_planes(states: torch.Tensor) -> Iterator[_Plane]:
     """Channel exponents int8 [L, H], token scales float32 [N, L], then the integers layer by layer."""
     exponents = channel_exponents(states)
     scaled = torch.ldexp(states.float(), -exponents)
     scales = scaled.abs().amax(dim=-1) / 127
     divisors = torch.where(scales > 0, scales, 1)  # zero only where all values are (next to) zero
     integers = scaled.div_(divisors.unsqueeze(-1)).round_().clamp_(-127, 127).to(torch.int8)
-    by_layer = (np.ascontiguousarray(layer) for layer in integers.transpose(0, 1).numpy())
-    return [exponents.to(torch.int8).numpy(), scales.numpy(), *by_layer]
+    yield exponents.numpy(), np.int8
+    yield scales.numpy(), np.float32
+    for layer in integers.transpose(0, 1).numpy():
+        yield layer, np.int8
 
 
 def _from_int8_planes(planes: list[npt.NDArray[np.uint8]], shape: tuple[int, int, int]) -> torch.Tensor:

@@ -42,7 +42,7 @@ import shutil
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, NamedTuple, TypeVar
 
@@ -152,22 +152,36 @@ class Shard:
 # ---- writing ----
 
 
+class _Encoded(NamedTuple):
+    """A sequence's states as they will lie in the shard."""
+
+    data: memoryview
+    checksum: int
+
+
 @dataclass
 class _Waiting:
-    """A sequence of the open shard: its states are bytes already."""
+    """A sequence of the open shard."""
 
     sequence: Sequence
+    """Without its states: their memory is wanted for the next one's."""
     tokens: int
-    data: bytes | memoryview
+    encoded: Future[_Encoded]
+
+
+_ENCODED_AHEAD = 4
+"""Sequences that may wait to be encoded; past that, `ShardMaker.add` waits too."""
 
 
 class ShardMaker:
     """Gathers sequences and makes shard files of them, on any machine. A shard counts once a `StoreWriter` has it."""
 
-    def __init__(self, identity: StoreIdentity, compression: Form) -> None:
+    def __init__(self, identity: StoreIdentity, compression: Form, thread: ThreadPoolExecutor | None = None) -> None:
         if (compression == "int8") != (identity.states == "int8"):
             raise ValueError(f"compression {compression} does not go with states {identity.states}")
         self._identity, self._compression = identity, compression
+        # One: a second would wait for Python's lock, which is held between the forty short calls that encode a sequence.
+        self._thread = thread or ThreadPoolExecutor(1, "draftsmith-encode", initializer=step_back)
         self._waiting: list[_Waiting] = []
         self.tokens = 0
         """Tokens with states that wait to be written."""
@@ -177,17 +191,23 @@ class ShardMaker:
         """Conversations that wait to be written."""
         return [one.sequence.sample_id for one in self._waiting]
 
+    def next(self) -> ShardMaker:
+        """An empty one that shares this one's thread."""
+        return ShardMaker(self._identity, self._compression, self._thread)
+
     def add(self, sequence: Sequence) -> None:
-        """Check a sequence, encode it and keep it for the next shard.
+        """Check a sequence, have it encoded and keep it for the next shard.
 
         Raises:
             ValueError: the sequence does not hold what a store promises (lengths, shape, finite, not all zero).
         """
         _check(sequence, self._identity)
         states = sequence.hidden_states.contiguous()
-        data = _bytes_of(states) if self._compression == "none" else encode(states, self._compression)
-        self._waiting.append(_Waiting(sequence, len(states), data))
+        encoded = self._thread.submit(_encoded, states, self._compression)
+        self._waiting.append(_Waiting(replace(sequence, hidden_states=states[:0].clone()), len(states), encoded))
         self.tokens += len(states)
+        if len(self._waiting) > _ENCODED_AHEAD:
+            self._waiting[-1 - _ENCODED_AHEAD].encoded.result()
 
     def write(self, path: Path) -> Shard:
         """Write what waits as a shard file, and begin the next.
@@ -195,13 +215,14 @@ class ShardMaker:
         Raises:
             DraftsmithError: there is no room on the disk; everything still waits.
         """
-        head = _head(self._waiting, self._identity, self._compression)
-        write_bytes(path, head, *(one.data for one in self._waiting))
         sequences = [one.sequence for one in self._waiting]
+        encoded = [one.encoded.result() for one in self._waiting]
+        head = _head(sequences, [one.tokens for one in self._waiting], encoded, self._identity, self._compression)
+        write_bytes(path, head, *(one.data for one in encoded))
         shard = Shard(
             file=path.name,
             compression=self._compression,
-            bytes=len(head) + sum(len(one.data) for one in self._waiting),
+            bytes=len(head) + sum(len(one.data) for one in encoded),
             head_bytes=len(head),
             head_checksum=xxhash.xxh3_64_hexdigest(head),
             sequences=len(sequences),
@@ -218,6 +239,7 @@ class StoreWriter:
 
     Opening a directory that holds an unfinished store of the same identity continues it; `sample_ids` says
     which conversations it already has. Shard files that the manifest does not name are removed then, and on closing.
+    A shard is written while the next one is gathered, at the lowest priority.
 
     Raises:
         UserError: the store there is another's, or another process is writing to it.
@@ -232,6 +254,7 @@ class StoreWriter:
         self._shards: list[Shard] = []
         self._sample_ids: set[int] = set()
         self._behind = ThreadPoolExecutor(1, thread_name_prefix="draftsmith-store", initializer=step_back)
+        self._writing: Future[None] | None = None  # the last full shard
         self._lock = (directory / LOCK).open("w")
         try:
             fcntl.flock(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -251,25 +274,18 @@ class StoreWriter:
 
     @property
     def sample_ids(self) -> set[int]:
-        """Conversations that are safely on disk."""
+        """Conversations that are safely on disk; those being written are waited for."""
+        self._wait_for_shard()
         return set(self._sample_ids)
 
-    @property
-    def tokens(self) -> int:
-        """Tokens with states, those of the open shard included."""
-        return sum(shard.tokens for shard in self._shards) + self._maker.tokens
-
     def append(self, sequence: Sequence) -> None:
-        """Check a sequence and add it.
+        """Check a sequence and add it. Its states are read later, and must not change.
 
         Raises:
             ValueError: the sequence does not hold what a store promises (lengths, shape, finite, not all zero).
-            DraftsmithError: there is no room on the disk. What is on disk already stays and can be continued.
+            DraftsmithError: there is no room on the disk, for this shard or the one before. What is on disk already stays
+                and can be continued.
         """
-        # The caller waits, so nothing happens at once but for whoever else is at work on the machine.
-        self._behind.submit(self._append, sequence).result()
-
-    def _append(self, sequence: Sequence) -> None:
         self._maker.add(sequence)
         if self._maker.tokens >= self._shard_tokens:
             self._close_shard()
@@ -282,6 +298,7 @@ class StoreWriter:
             ValueError: it holds a conversation that the store has already, or holds one twice.
             DraftsmithError: there is no room on the disk for the manifest.
         """
+        self._wait_for_shard()
         sample_ids: list[int] = _OpenShard(self._directory, shard, self._identity).sample_ids.tolist()
         if len(set(sample_ids)) < len(sample_ids) or not self._sample_ids.isdisjoint(sample_ids):
             raise ValueError(f"{shard.file} holds conversations that are in the store already")
@@ -292,14 +309,35 @@ class StoreWriter:
         """Write what is open and let go of the store; return the manifest's counts."""
         if self._maker.tokens:
             self._close_shard()
-        self._behind.shutdown()
+        self._wait_for_shard()
         self._remove_leftovers()
-        self._lock.close()
+        self.let_go()
         return self._counts()
 
+    def let_go(self) -> None:
+        """Finish the shard that is being written, leave out what is open, and let others write to the store."""
+        self._behind.shutdown()
+        self._lock.close()
+
+    def __enter__(self) -> StoreWriter:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.let_go()
+
     def _close_shard(self) -> None:
-        sample_ids = self._maker.sample_ids
-        self._add_shard(self._maker.write(self._directory / f"shard-{len(self._shards):05d}.safetensors"), sample_ids)
+        """Have the open shard written. The one before is waited for, so that memory holds two at most."""
+        self._wait_for_shard()
+        full, self._maker = self._maker, self._maker.next()
+        self._writing = self._behind.submit(self._write_shard, full)
+
+    def _write_shard(self, full: ShardMaker) -> None:
+        sample_ids = full.sample_ids
+        self._add_shard(full.write(self._directory / f"shard-{len(self._shards):05d}.safetensors"), sample_ids)
+
+    def _wait_for_shard(self) -> None:
+        if self._writing is not None:
+            self._writing.result()
 
     def _add_shard(self, shard: Shard, sample_ids: list[int]) -> None:
         self._shards.append(shard)
@@ -375,19 +413,24 @@ _DTYPES = {torch.int64: "I64", torch.int32: "I32", torch.uint8: "U8"}
 _STATES_DTYPES = {"bfloat16": "BF16", "float16": "F16", "float32": "F32"}
 
 
-def _head(waiting: list[_Waiting], identity: StoreIdentity, compression: Form) -> bytes:
+def _encoded(states: torch.Tensor, compression: Form) -> _Encoded:
+    data = _bytes_of(states) if compression == "none" else encode(states, compression)
+    return _Encoded(data, _checksum(data))
+
+
+def _head(
+    sequences: list[Sequence], lengths: list[int], encoded: list[_Encoded], identity: StoreIdentity, compression: Form
+) -> bytes:
     """A safetensors file up to where the states begin.
 
     Written here and not by the safetensors library because that orders tensors by size of element, and the states must
     come last, at a multiple of 64 bytes.
     """
-    lengths = [one.tokens for one in waiting]
-    sequences = [one.sequence for one in waiting]
     pairs = list(zip(sequences, lengths, strict=True))
     tensors = {
         "offsets": torch.tensor([0, *lengths], dtype=torch.int64).cumsum(0),
         "sample_ids": torch.tensor([s.sample_id for s in sequences], dtype=torch.int64),
-        "checksums": torch.tensor([_checksum(one.data) for one in waiting], dtype=torch.int64),
+        "checksums": torch.tensor([one.checksum for one in encoded], dtype=torch.int64),
         "token_ids": torch.cat([s.token_ids[:n] for s, n in pairs]).to(torch.int32),
         "next_token_ids": torch.tensor(
             [int(s.token_ids[-1]) if len(s.token_ids) > n else -1 for s, n in pairs], dtype=torch.int32
@@ -395,7 +438,7 @@ def _head(waiting: list[_Waiting], identity: StoreIdentity, compression: Form) -
         "loss_mask": torch.cat([s.loss_mask[:n] for s, n in pairs]).to(torch.uint8),
         "held_out": torch.tensor([s.held_out for s in sequences], dtype=torch.uint8),
     }
-    sizes = [len(one.data) for one in waiting]
+    sizes = [len(one.data) for one in encoded]
     if compression == "none":
         states = (
             "hidden_states",

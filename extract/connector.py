@@ -13,8 +13,7 @@ that step without being asked; a program that steps an engine must step on until
 It also works in vLLM's own server (docs/extraction-server.md), whose clients write `kv_transfer_params` as they
 like: they learn the name of their file from the answer, and have no say in it.
 
-Spool file: safetensors with `token_ids` int32 [M] and `hidden_states` dtype [M, L, H], where the M tokens are
-the ones that were inputs of the target (a last sampled token never was).
+A spool file (extract/spool.py) has the tokens that were inputs of the target (a last sampled token never was).
 """
 
 from __future__ import annotations
@@ -29,7 +28,6 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
-from safetensors.torch import save_file
 from vllm.config import VllmConfig, get_layers_from_vllm_config
 from vllm.distributed.kv_transfer.kv_connector.v1.base import (
     KVConnectorBase_V1,
@@ -42,7 +40,7 @@ from vllm.platforms import current_platform
 from vllm.v1.request import RequestStatus
 
 from draftsmith.errors import UserError
-from draftsmith.extract.engine import spool_file
+from draftsmith.extract.spool import SpoolWriter, spool_file
 from draftsmith.machine import step_back
 
 if TYPE_CHECKING:
@@ -104,7 +102,7 @@ class HiddenStatesConnector(KVConnectorBase_V1, SupportsHMA):
         self._finished: list[_Save] = []  # not yet told to the worker
 
         # Worker side.
-        self._spool = Path()
+        self._spool: SpoolWriter | None = None  # of the rank that writes
         self._cache: torch.Tensor | None = None  # [blocks, layers, block size, hidden]
         self._writes = True  # other tensor-parallel ranks hold the same states and must not write
         self._running: dict[str, Future[None]] = {}  # by request id, its file being written
@@ -163,7 +161,8 @@ class HiddenStatesConnector(KVConnectorBase_V1, SupportsHMA):
             )
         self._writes = get_tensor_model_parallel_rank() == 0
         if self._writes:
-            self._spool = _spool_directory(self._kv_transfer_config.get_from_extra_config("spool_directory", None))
+            directory = _spool_directory(self._kv_transfer_config.get_from_extra_config("spool_directory", None))
+            self._spool = SpoolWriter(directory)
 
     def start_load_kv(self, forward_context: Any, **kwargs: Any) -> None:
         pass
@@ -231,12 +230,8 @@ class HiddenStatesConnector(KVConnectorBase_V1, SupportsHMA):
     def _write(self, save: _Save, states: torch.Tensor, wait: Callable[[], None]) -> None:
         try:
             wait()
-            path = self._spool / save.file
-            temporary = path.with_suffix(".tmp")
-            save_file(
-                {"token_ids": torch.tensor(save.token_ids, dtype=torch.int32), "hidden_states": states}, temporary
-            )
-            temporary.replace(path)
+            assert self._spool is not None
+            self._spool.write(save.file, save.token_ids, states)
         finally:
             self._slots.release()
 

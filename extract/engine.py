@@ -14,6 +14,7 @@ from __future__ import annotations
 import multiprocessing
 import os
 import queue
+import shutil
 import threading
 import time
 from collections import deque
@@ -25,11 +26,11 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
-from safetensors.torch import load_file
 
 from draftsmith import recipe, vllm_env
 from draftsmith.conversations import Conversation
 from draftsmith.errors import DraftsmithError
+from draftsmith.extract.spool import spool_file, take_spool_file
 from draftsmith.progress import console
 
 if TYPE_CHECKING:
@@ -189,12 +190,10 @@ class _Worker:
             return f"its process ended with status {self.process.exitcode}"
         if isinstance(message, tuple):
             name, file, prompt, mask, response = message
-            path = self.spool / file
-            tensors = load_file(path)  # mapped, not read: the store's own pass over the states is the only one
-            path.unlink()
+            saved, states = take_spool_file(self.spool / file)
             prompt = self.outstanding[name].prompt_token_ids if prompt is None else prompt
             mask = [False] * len(prompt) if mask is None else mask
-            return Extracted(name, prompt, mask, response, tensors["token_ids"], tensors["hidden_states"])
+            return Extracted(name, prompt, mask, response, saved, states)
         assert isinstance(message, int | str)
         return message
 
@@ -211,13 +210,7 @@ class _Worker:
         if self.process.is_alive():
             self.process.kill()
             self.process.join()
-
-
-def spool_file(name: str) -> str:
-    """The file name of a request's states in its spool directory; also the connector's. Never a path of `name`'s choice."""
-    import hashlib
-
-    return hashlib.sha256(name.encode()).hexdigest()[:32] + ".safetensors"
+        shutil.rmtree(self.spool, ignore_errors=True)
 
 
 # --- the child's side ---

@@ -58,36 +58,37 @@ def run_extract(recipe: Recipe, run_dir: Path) -> dict[str, Any]:
 
     stage.claim(directory, fresh=False)
     # The writer first: it refuses a second one, whose spool would be removed here.
-    writer = StoreWriter(directory, identity, shard_tokens=options.shard_tokens, compression=options.compression)
-    shutil.rmtree(directory / "spool", ignore_errors=True)  # left by a run that was killed
-    done = writer.sample_ids
-    if sum(request.sample_id in done for request in requests) < len(done):
-        raise UserError(
-            f"The unfinished store at {directory} holds answers to prompts that are not in this recipe. Run the recipe that "
-            "began it to finish it, or delete it, or choose another run with `-s name=OTHER`."
-        )
-    if options.check_free_space:
-        _require_room(recipe, directory, identity, (request for request in requests if request.sample_id not in done))
-    if done:
-        console.print(f"extract: continuing {directory}: {len(done)} of {len(requests)} sequences are there")
-    new_tokens = 0
-    seconds = 0.0
-    if len(done) < len(requests):
-        todo = (request for request in requests if request.sample_id not in done)
-        console.print(f"extract: starting {options.backend}", highlight=False)
-        with Bar("extract", total=len(requests), unit="prompts", done=len(done)) as bar:
-            begun = time.time()
-            if options.machines is not None:
-                from draftsmith.extract.cluster import extract_on_machines
+    new_tokens, seconds = 0, 0.0
+    with StoreWriter(directory, identity, shard_tokens=options.shard_tokens, compression=options.compression) as writer:
+        shutil.rmtree(directory / "spool", ignore_errors=True)  # left by a run that was killed
+        done = writer.sample_ids
+        if sum(request.sample_id in done for request in requests) < len(done):
+            raise UserError(
+                f"The unfinished store at {directory} holds answers to prompts that are not in this recipe. Run the recipe that "
+                "began it to finish it, or delete it, or choose another run with `-s name=OTHER`."
+            )
+        if options.check_free_space:
+            _require_room(
+                recipe, directory, identity, (request for request in requests if request.sample_id not in done)
+            )
+        if done:
+            console.print(f"extract: continuing {directory}: {len(done)} of {len(requests)} sequences are there")
+        if len(done) < len(requests):
+            todo = (request for request in requests if request.sample_id not in done)
+            console.print(f"extract: starting {options.backend}", highlight=False)
+            with Bar("extract", total=len(requests), unit="prompts", done=len(done)) as bar:
+                begun = time.time()
+                if options.machines is not None:
+                    from draftsmith.extract.cluster import extract_on_machines
 
-                progress = extract_on_machines(recipe, identity, todo, writer, directory)
-            else:
-                progress = _extract_here(recipe, target, identity, todo, writer, directory)
-            for sequences, new_tokens in progress:
-                seconds = time.time() - begun
-                bar.update(len(done) + sequences, tokens_per_second=new_tokens / seconds)
-    requests.close()
-    counts = writer.close()
+                    progress = extract_on_machines(recipe, identity, todo, writer, directory)
+                else:
+                    progress = _extract_here(recipe, target, identity, todo, writer, directory)
+                for sequences, new_tokens in progress:
+                    seconds = time.time() - begun
+                    bar.update(len(done) + sequences, tokens_per_second=new_tokens / seconds)
+        requests.close()
+        counts = writer.close()
     shutil.rmtree(directory / "spool", ignore_errors=True)
     figures = counts | {
         "rows_skipped": skips.figures(),

@@ -16,7 +16,8 @@ from safetensors.torch import save_file
 
 from draftsmith.errors import DraftsmithError
 from draftsmith.extract import engine
-from draftsmith.extract.engine import Ask, Job, run_engines, spool_file
+from draftsmith.extract.engine import Ask, Job, run_engines
+from draftsmith.extract.spool import spool_file
 from draftsmith.recipe import Engine
 
 JOB = Job(engine_arguments={}, generate=True, sampling={}, window=5, max_model_len=64)

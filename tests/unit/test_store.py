@@ -18,6 +18,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from safetensors import safe_open
 
+from draftsmith import store as store_module
 from draftsmith.codec import Form, channel_exponents
 from draftsmith.errors import DraftsmithError, UserError
 from draftsmith.extract.extract import _require_room
@@ -156,6 +157,7 @@ def filled(directory: Path, sample_ids: range = range(6), form: Form = "none") -
     writer = open_writer(directory, form)
     for sample_id in sample_ids:
         writer.append(make_sequence(sample_id, 3, 3, last_has_state=False))
+    assert writer.sample_ids == set(sample_ids)  # waits until full shards are written: tests look at the files
     return writer
 
 
@@ -523,19 +525,60 @@ def test_prefetched_reading_from_threads_is_exact(tmp_path: Path) -> None:
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="threads have priorities of their own on Linux alone")
-def test_appending_steps_back_and_nobody_else_does(tmp_path: Path) -> None:
-    """States are checked and compressed at the lowest priority; the thread that appends keeps its own."""
+def test_encoding_and_writing_step_back_and_nobody_else_does(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """States are encoded and written at the lowest priority; the thread that appends keeps its own."""
+    seen: dict[str, int] = {}
+
+    def watch(name: str) -> None:
+        work = getattr(store_module, name)
+
+        def watched(*args: object) -> object:
+            seen[name] = os.getpriority(os.PRIO_PROCESS, threading.get_native_id())
+            return work(*args)
+
+        monkeypatch.setattr(store_module, name, watched)
+
     writer = open_writer(tmp_path, "lossless")
-    seen: list[int] = []
-    add = writer._maker.add
-
-    def watched(sequence: Sequence) -> None:
-        seen.append(os.getpriority(os.PRIO_PROCESS, threading.get_native_id()))
-        add(sequence)
-
-    writer._maker.add = watched  # type: ignore[method-assign]
+    watch("encode")
+    watch("_head")
     before = os.getpriority(os.PRIO_PROCESS, threading.get_native_id())
     writer.append(make_sequence(0, 3, 2, last_has_state=True))
     writer.close()
-    assert seen == [19]
+    assert seen == {"encode": 19, "_head": 19}
     assert os.getpriority(os.PRIO_PROCESS, threading.get_native_id()) == before
+
+
+def test_appending_does_not_wait_for_the_disk_and_memory_does_not_grow(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    writing, disk = threading.Event(), threading.Event()
+    written: list[str] = []
+    write = store_module.write_bytes
+
+    def slow(path: Path, *parts: bytes | memoryview) -> None:
+        if path.name.startswith("shard-"):
+            writing.set()
+            assert disk.wait(60)
+            written.append(path.name)
+        write(path, *parts)
+
+    writer = open_writer(tmp_path, "lossless")  # shards of two sequences
+    monkeypatch.setattr(store_module, "write_bytes", slow)
+    for sample_id in range(3):
+        writer.append(make_sequence(sample_id, 3, 3, last_has_state=False))
+    assert writing.wait(60)
+    assert not written, "the third was taken while the first two are still being written"
+    appended = threading.Event()
+
+    def append_the_fourth() -> None:
+        writer.append(make_sequence(3, 3, 3, last_has_state=False))
+        appended.set()
+
+    thread = threading.Thread(target=append_the_fourth)
+    thread.start()
+    assert not appended.wait(0.3), "a second full shard waits for the first"
+    disk.set()
+    thread.join(60)
+    assert writer.sample_ids == {0, 1, 2, 3}
+    assert written == ["shard-00000.safetensors", "shard-00001.safetensors"]
+    writer.close()

@@ -1,0 +1,99 @@
+"""Spool files: what an engine writes is what the driver takes, and files are written over."""
+
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+import pytest
+import torch
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+from safetensors.torch import load_file
+
+from draftsmith.extract import spool
+from draftsmith.extract.spool import SpoolWriter, spool_file, take_spool_file
+
+
+def states_of(length: int, dtype: torch.dtype = torch.float32) -> torch.Tensor:
+    return torch.randn(length, 2, 8, generator=torch.Generator().manual_seed(length)).to(dtype)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
+def test_others_read_it_as_safetensors(tmp_path: Path, dtype: torch.dtype) -> None:
+    SpoolWriter(tmp_path).write("one.safetensors", [3, 1, 2], states_of(3, dtype))
+    tensors = load_file(tmp_path / "one.safetensors")
+    assert set(tensors) == {"token_ids", "hidden_states"}
+    assert tensors["token_ids"].dtype == torch.int32
+    assert tensors["token_ids"].tolist() == [3, 1, 2]
+    assert tensors["hidden_states"].dtype == dtype
+    assert torch.equal(tensors["hidden_states"], states_of(3, dtype))
+
+
+@settings(max_examples=60, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(lengths=st.lists(st.integers(1, 40), min_size=1, max_size=30), behind=st.integers(0, 5))
+def test_what_is_written_over_is_whole(
+    lengths: list[int], behind: int, tmp_path_factory: pytest.TempPathFactory
+) -> None:
+    """Longer over shorter and shorter over longer, with some files not taken yet; never more files than that."""
+    directory = tmp_path_factory.mktemp("spool")
+    writer = SpoolWriter(directory)
+
+    def take(number: int) -> None:
+        token_ids, states = take_spool_file(directory / spool_file(str(number)))
+        assert token_ids.tolist() == [number] * lengths[number]
+        assert torch.equal(states, states_of(lengths[number]))
+
+    for number, length in enumerate(lengths):
+        writer.write(spool_file(str(number)), [number] * length, states_of(length))
+        if number >= behind:
+            take(number - behind)
+        assert len(list(directory.iterdir())) <= behind + 1
+    for number in range(max(0, len(lengths) - behind), len(lengths)):
+        take(number)
+
+
+def test_what_was_taken_does_not_change(tmp_path: Path) -> None:
+    writer = SpoolWriter(tmp_path)
+    writer.write("a.safetensors", [1] * 5, states_of(5))
+    _, states = take_spool_file(tmp_path / "a.safetensors")
+    writer.write("b.safetensors", [2] * 5, states_of(5) + 1)
+    assert [path.name for path in tmp_path.iterdir()] == ["b.safetensors"], "it was written over the first"
+    assert torch.equal(states, states_of(5))
+
+
+def test_large_files_are_deleted(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(spool, "_LARGEST_LEFT", 100)
+    SpoolWriter(tmp_path).write("a.safetensors", [1] * 5, states_of(5))
+    _, states = take_spool_file(tmp_path / "a.safetensors")
+    assert not list(tmp_path.iterdir())
+    assert torch.equal(states, states_of(5))
+
+
+def test_files_that_others_delete_or_keep_are_not_touched(tmp_path: Path) -> None:
+    """A server's clients read and delete files in any order, or never."""
+    writer = SpoolWriter(tmp_path)
+    for number in range(200):
+        writer.write(f"{number}.safetensors", [number], states_of(1))
+        if number % 3 == 0:
+            (tmp_path / f"{number}.safetensors").unlink()
+    kept = {f"{number}.safetensors" for number in range(200) if number % 3}
+    assert {path.name for path in tmp_path.iterdir()} == kept
+    for name in kept:
+        assert load_file(tmp_path / name)["token_ids"].tolist() == [int(name.split(".")[0])]
+
+
+def test_several_threads(tmp_path: Path) -> None:
+    writer = SpoolWriter(tmp_path)
+
+    def write(number: int) -> int:
+        writer.write(spool_file(str(number)), [number] * (1 + number % 9), states_of(1 + number % 9))
+        return number
+
+    def written() -> Iterator[int]:
+        with ThreadPoolExecutor(4) as threads:
+            yield from threads.map(write, range(400))
+
+    for number in written():
+        token_ids, states = take_spool_file(tmp_path / spool_file(str(number)))
+        assert token_ids.tolist() == [number] * (1 + number % 9)
+        assert torch.equal(states, states_of(1 + number % 9))
