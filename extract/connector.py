@@ -162,7 +162,7 @@ class HiddenStatesConnector(KVConnectorBase_V1, SupportsHMA):
         self._writes = get_tensor_model_parallel_rank() == 0
         if self._writes:
             directory = _spool_directory(self._kv_transfer_config.get_from_extra_config("spool_directory", None))
-            self._spool = SpoolWriter(directory)
+            self._spool = SpoolWriter(directory, writes_over=self._names_from_requests)
 
     def start_load_kv(self, forward_context: Any, **kwargs: Any) -> None:
         pass

@@ -22,7 +22,6 @@ _LEFT = ".left"
 """Suffix of a file that was read and may be written over."""
 _LARGEST_LEFT = 4 << 20
 """Bytes. A larger file is deleted: the system would write what is kept to the disk in the end."""
-_REMEMBERED = 64
 _DTYPES = {torch.bfloat16: "BF16", torch.float16: "F16", torch.float32: "F32", torch.int32: "I32"}
 
 
@@ -43,11 +42,16 @@ def take_spool_file(path: Path) -> tuple[torch.Tensor, torch.Tensor]:
 
 
 class SpoolWriter:
-    """Writes the spool files of one engine. Safe to use from several threads."""
+    """Writes the spool files of one engine. Safe to use from several threads.
 
-    def __init__(self, directory: Path) -> None:
-        self._directory = directory
-        self._written: deque[Path] = deque(maxlen=_REMEMBERED)  # the last ones, oldest first
+    Args:
+        writes_over: whether `take_spool_file` takes every file, so that there are some to write over. A server's clients delete
+            theirs, or do not.
+    """
+
+    def __init__(self, directory: Path, *, writes_over: bool) -> None:
+        self._directory, self._writes_over = directory, writes_over
+        self._written: deque[Path] = deque()  # to be taken, or left for us; oldest first
 
     def write(self, file: str, token_ids: list[int], states: torch.Tensor) -> None:
         """Write a contiguous `states` [M, L, H] of M tokens.
@@ -73,7 +77,8 @@ class SpoolWriter:
                 out.write(tensor.reshape(-1).view(torch.uint8).numpy().data)
             out.truncate()
         temporary.replace(path)
-        self._written.append(path)
+        if self._writes_over:
+            self._written.append(path)
 
     def _find_left(self, temporary: Path) -> None:
         """Make `temporary` of the oldest file that was left for us, if there is one."""

@@ -20,7 +20,7 @@ def states_of(length: int, dtype: torch.dtype = torch.float32) -> torch.Tensor:
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
 def test_others_read_it_as_safetensors(tmp_path: Path, dtype: torch.dtype) -> None:
-    SpoolWriter(tmp_path).write("one.safetensors", [3, 1, 2], states_of(3, dtype))
+    SpoolWriter(tmp_path, writes_over=True).write("one.safetensors", [3, 1, 2], states_of(3, dtype))
     tensors = load_file(tmp_path / "one.safetensors")
     assert set(tensors) == {"token_ids", "hidden_states"}
     assert tensors["token_ids"].dtype == torch.int32
@@ -36,7 +36,7 @@ def test_what_is_written_over_is_whole(
 ) -> None:
     """Longer over shorter and shorter over longer, with some files not taken yet; never more files than that."""
     directory = tmp_path_factory.mktemp("spool")
-    writer = SpoolWriter(directory)
+    writer = SpoolWriter(directory, writes_over=True)
 
     def take(number: int) -> None:
         token_ids, states = take_spool_file(directory / spool_file(str(number)))
@@ -53,7 +53,7 @@ def test_what_is_written_over_is_whole(
 
 
 def test_what_was_taken_does_not_change(tmp_path: Path) -> None:
-    writer = SpoolWriter(tmp_path)
+    writer = SpoolWriter(tmp_path, writes_over=True)
     writer.write("a.safetensors", [1] * 5, states_of(5))
     _, states = take_spool_file(tmp_path / "a.safetensors")
     writer.write("b.safetensors", [2] * 5, states_of(5) + 1)
@@ -63,27 +63,39 @@ def test_what_was_taken_does_not_change(tmp_path: Path) -> None:
 
 def test_large_files_are_deleted(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(spool, "_LARGEST_LEFT", 100)
-    SpoolWriter(tmp_path).write("a.safetensors", [1] * 5, states_of(5))
+    SpoolWriter(tmp_path, writes_over=True).write("a.safetensors", [1] * 5, states_of(5))
     _, states = take_spool_file(tmp_path / "a.safetensors")
     assert not list(tmp_path.iterdir())
     assert torch.equal(states, states_of(5))
 
 
+def test_a_step_that_finishes_hundreds_leaves_no_more_files_than_that(tmp_path: Path) -> None:
+    writer = SpoolWriter(tmp_path, writes_over=True)
+    for step in range(4):
+        names = [spool_file(f"{step}-{number}") for number in range(256)]
+        for name in names:
+            writer.write(name, [step] * 3, states_of(3))
+        for name in names:
+            assert take_spool_file(tmp_path / name)[0].tolist() == [step] * 3
+        assert len(list(tmp_path.iterdir())) == 256
+
+
 def test_files_that_others_delete_or_keep_are_not_touched(tmp_path: Path) -> None:
     """A server's clients read and delete files in any order, or never."""
-    writer = SpoolWriter(tmp_path)
+    writer = SpoolWriter(tmp_path, writes_over=False)
     for number in range(200):
         writer.write(f"{number}.safetensors", [number], states_of(1))
         if number % 3 == 0:
             (tmp_path / f"{number}.safetensors").unlink()
     kept = {f"{number}.safetensors" for number in range(200) if number % 3}
     assert {path.name for path in tmp_path.iterdir()} == kept
+    assert not writer._written, "nothing is remembered of them"
     for name in kept:
         assert load_file(tmp_path / name)["token_ids"].tolist() == [int(name.split(".")[0])]
 
 
 def test_several_threads(tmp_path: Path) -> None:
-    writer = SpoolWriter(tmp_path)
+    writer = SpoolWriter(tmp_path, writes_over=True)
 
     def write(number: int) -> int:
         writer.write(spool_file(str(number)), [number] * (1 + number % 9), states_of(1 + number % 9))
