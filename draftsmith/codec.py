@@ -10,17 +10,21 @@ ones are lost. Token and channel scales belong to one layer of one sequence; cha
 
 A frame is `uint32 [P]` plane sizes, then the planes. Planes are grouped by layer, because layers differ in scale by
 orders of magnitude. A plane as large as it would be uncompressed is uncompressed.
+
+States are checked, encoded and given a checksum where they are made (`encode_states`), and are bytes from then on.
 """
 
 from __future__ import annotations
 
 import sys
 from collections.abc import Iterator
+from dataclasses import dataclass
 from typing import Any, Literal
 
 import numpy as np
 import numpy.typing as npt
 import torch
+import xxhash
 import zstandard
 
 Form = Literal["none", "lossless", "int8"]
@@ -51,6 +55,46 @@ _Plane = tuple[npt.NDArray[Any], type[np.generic]]
 """Values, and the type whose bytes are the plane's: of wider integers, their low bytes."""
 
 
+@dataclass(frozen=True)
+class EncodedStates:
+    """A sequence's states [M, L, H] as they lie in a store."""
+
+    data: memoryview
+    """A frame, or the plain values where `form` is `none`."""
+    checksum: int
+    """Of `data`, as `checksum_of` gives it."""
+    shape: tuple[int, int, int]
+    dtype: str
+    """`float32`, `bfloat16` or `float16`."""
+    form: Form
+
+
+def encode_states(states: torch.Tensor, form: Form) -> EncodedStates:
+    """Check states [M, L, H] and encode them. With `none` the result shares their memory.
+
+    Raises:
+        ValueError: there are none, one is not finite, or a token's are all zero.
+    """
+    if states.dim() != 3 or not states.numel():
+        raise ValueError(f"states have shape {tuple(states.shape)}, expected [tokens, layers, hidden size]")
+    largest = states.abs().amax(dim=-1)  # NaN where one is; in one pass, since every state that is stored comes by here
+    if not torch.isfinite(largest).all():
+        raise ValueError("states are not all finite")
+    if (largest == 0).any():
+        raise ValueError("a token's state is all zeros: the target never wrote it")
+    states = states.contiguous()
+    data = states.view(-1).view(torch.uint8).numpy().data if form == "none" else encode(states, form)
+    tokens, layers, hidden_size = states.shape
+    return EncodedStates(
+        data, checksum_of(data), (tokens, layers, hidden_size), str(states.dtype).removeprefix("torch."), form
+    )
+
+
+def checksum_of(data: bytes | memoryview) -> int:
+    """XXH3-64 as the signed integer that fits an int64 tensor."""
+    return int.from_bytes(xxhash.xxh3_64_digest(data), "big", signed=True)
+
+
 def encode(states: torch.Tensor, form: Form) -> memoryview:
     """The frame of states [N, L, H] (bfloat16, float16 or float32), `form` not being `none`."""
     raw_sizes = _raw_sizes(form, states.shape, states.element_size())
@@ -59,10 +103,11 @@ def encode(states: torch.Tensor, form: Form) -> memoryview:
     # Planes are made where they will stay: most of a frame is mantissas, and a pass over memory costs as much as coding.
     frame = np.empty(4 * len(raw_sizes) + sum(raw_sizes), np.uint8)
     sizes, end = frame[: 4 * len(raw_sizes)].view(np.uint32), 4 * len(raw_sizes)
+    exponents = range(0, len(raw_sizes), 3 if states.element_size() == 4 else 2) if form == "lossless" else ()
     for number, ((values, dtype), raw_size) in enumerate(zip(planes, raw_sizes, strict=True)):
         plane = frame[end : end + raw_size]
         np.copyto(plane.view(dtype).reshape(values.shape), values, casting="unsafe")
-        squeezed = _squeezed(plane.data, compressor)
+        squeezed = _squeezed(plane.data, compressor, likely=number in exponents)
         if squeezed is not None:
             plane[: len(squeezed)] = np.frombuffer(squeezed, np.uint8)
         sizes[number] = raw_size if squeezed is None else len(squeezed)
@@ -101,9 +146,9 @@ def _raw_sizes(form: Form, shape: tuple[int, ...], itemsize: int) -> list[int]:
     return [layers * hidden, 4 * tokens * layers] + [tokens * hidden] * layers
 
 
-def _squeezed(plane: memoryview, compressor: zstandard.ZstdCompressor) -> bytes | None:
-    """A plane compressed; None where that does not make it smaller."""
-    if plane.nbytes > 2 * _SAMPLE and len(compressor.compress(plane[:_SAMPLE])) > 0.97 * _SAMPLE:
+def _squeezed(plane: memoryview, compressor: zstandard.ZstdCompressor, *, likely: bool) -> bytes | None:
+    """A plane compressed; None where that does not make it smaller. Where it is not `likely` to, a sample is tried first."""
+    if not likely and plane.nbytes > 2 * _SAMPLE and len(compressor.compress(plane[:_SAMPLE])) > 0.97 * _SAMPLE:
         return None
     squeezed = compressor.compress(plane)
     return squeezed if len(squeezed) < plane.nbytes else None

@@ -42,14 +42,14 @@ import shutil
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple, TypeVar
 
 import torch
 import xxhash
 
-from draftsmith.codec import LARGEST_RATIO, Form, decode, encode
+from draftsmith.codec import LARGEST_RATIO, EncodedStates, Form, checksum_of, decode, encode_states
 from draftsmith.errors import DraftsmithError, UserError
 from draftsmith.machine import step_back
 from draftsmith.stage import write_bytes
@@ -85,7 +85,7 @@ class StoreDamaged(DraftsmithError):
 
 @dataclass(frozen=True)
 class Sequence:
-    """One conversation with its states: written by extraction, read by training.
+    """One conversation with its states, as training reads it.
 
     `token_ids` int32 [N] and `loss_mask` bool [N] cover the whole text. `hidden_states` is [M, L, H] with M = N
     (text only) or M = N - 1 (the last token was sampled and never fed back).
@@ -96,6 +96,17 @@ class Sequence:
     token_ids: torch.Tensor
     loss_mask: torch.Tensor
     hidden_states: torch.Tensor
+
+
+@dataclass(frozen=True)
+class EncodedSequence:
+    """One conversation as extraction writes it: a `Sequence` whose states were encoded where they were made."""
+
+    sample_id: int
+    held_out: bool
+    token_ids: torch.Tensor
+    loss_mask: torch.Tensor
+    states: EncodedStates
 
 
 @dataclass(frozen=True)
@@ -152,62 +163,34 @@ class Shard:
 # ---- writing ----
 
 
-class _Encoded(NamedTuple):
-    """A sequence's states as they will lie in the shard."""
-
-    data: memoryview
-    checksum: int
-
-
-@dataclass
-class _Waiting:
-    """A sequence of the open shard."""
-
-    sequence: Sequence
-    """Without its states: their memory is wanted for the next one's."""
-    tokens: int
-    encoded: Future[_Encoded]
-
-
-_ENCODED_AHEAD = 4
-"""Sequences that may wait to be encoded; past that, `ShardMaker.add` waits too."""
-
-
 class ShardMaker:
     """Gathers sequences and makes shard files of them, on any machine. A shard counts once a `StoreWriter` has it."""
 
-    def __init__(self, identity: StoreIdentity, compression: Form, thread: ThreadPoolExecutor | None = None) -> None:
+    def __init__(self, identity: StoreIdentity, compression: Form) -> None:
         if (compression == "int8") != (identity.states == "int8"):
             raise ValueError(f"compression {compression} does not go with states {identity.states}")
         self._identity, self._compression = identity, compression
-        # One: a second would wait for Python's lock, which is held between the forty short calls that encode a sequence.
-        self._thread = thread or ThreadPoolExecutor(1, "draftsmith-encode", initializer=step_back)
-        self._waiting: list[_Waiting] = []
+        self._waiting: list[EncodedSequence] = []
         self.tokens = 0
         """Tokens with states that wait to be written."""
 
     @property
     def sample_ids(self) -> list[int]:
         """Conversations that wait to be written."""
-        return [one.sequence.sample_id for one in self._waiting]
+        return [one.sample_id for one in self._waiting]
 
-    def next(self) -> ShardMaker:
-        """An empty one that shares this one's thread."""
-        return ShardMaker(self._identity, self._compression, self._thread)
-
-    def add(self, sequence: Sequence) -> None:
-        """Check a sequence, have it encoded and keep it for the next shard.
+    def add(self, sequence: Sequence | EncodedSequence) -> None:
+        """Check a sequence and keep it, encoded, for the next shard.
 
         Raises:
             ValueError: the sequence does not hold what a store promises (lengths, shape, finite, not all zero).
         """
-        _check(sequence, self._identity)
-        states = sequence.hidden_states.contiguous()
-        encoded = self._thread.submit(_encoded, states, self._compression)
-        self._waiting.append(_Waiting(replace(sequence, hidden_states=states[:0].clone()), len(states), encoded))
-        self.tokens += len(states)
-        if len(self._waiting) > _ENCODED_AHEAD:
-            self._waiting[-1 - _ENCODED_AHEAD].encoded.result()
+        if isinstance(sequence, Sequence):
+            about, states = sequence, encode_states(sequence.hidden_states, self._compression)
+            sequence = EncodedSequence(about.sample_id, about.held_out, about.token_ids, about.loss_mask, states)
+        _check(sequence, self._identity, self._compression)
+        self._waiting.append(sequence)
+        self.tokens += sequence.states.shape[0]
 
     def write(self, path: Path) -> Shard:
         """Write what waits as a shard file, and begin the next.
@@ -215,20 +198,18 @@ class ShardMaker:
         Raises:
             DraftsmithError: there is no room on the disk; everything still waits.
         """
-        sequences = [one.sequence for one in self._waiting]
-        encoded = [one.encoded.result() for one in self._waiting]
-        head = _head(sequences, [one.tokens for one in self._waiting], encoded, self._identity, self._compression)
-        write_bytes(path, head, *(one.data for one in encoded))
+        head = _head(self._waiting, self._identity, self._compression)
+        write_bytes(path, head, *(one.states.data for one in self._waiting))
         shard = Shard(
             file=path.name,
             compression=self._compression,
-            bytes=len(head) + sum(len(one.data) for one in encoded),
+            bytes=len(head) + sum(len(one.states.data) for one in self._waiting),
             head_bytes=len(head),
             head_checksum=xxhash.xxh3_64_hexdigest(head),
-            sequences=len(sequences),
+            sequences=len(self._waiting),
             tokens=self.tokens,
-            response_tokens=sum(int(s.loss_mask.sum()) for s in sequences),
-            held_out_sequences=sum(s.held_out for s in sequences),
+            response_tokens=sum(int(one.loss_mask.sum()) for one in self._waiting),
+            held_out_sequences=sum(one.held_out for one in self._waiting),
         )
         self._waiting, self.tokens = [], 0
         return shard
@@ -250,7 +231,8 @@ class StoreWriter:
         self, directory: Path, identity: StoreIdentity, *, shard_tokens: int, compression: Form = "none"
     ) -> None:
         self._maker = ShardMaker(identity, compression)
-        self._directory, self._identity, self._shard_tokens = directory, identity, shard_tokens
+        self._directory, self._identity = directory, identity
+        self._shard_tokens, self._compression = shard_tokens, compression
         self._shards: list[Shard] = []
         self._sample_ids: set[int] = set()
         self._behind = ThreadPoolExecutor(1, thread_name_prefix="draftsmith-store", initializer=step_back)
@@ -278,8 +260,8 @@ class StoreWriter:
         self._wait_for_shard()
         return set(self._sample_ids)
 
-    def append(self, sequence: Sequence) -> None:
-        """Check a sequence and add it. Its states are read later, and must not change.
+    def append(self, sequence: Sequence | EncodedSequence) -> None:
+        """Check a sequence and add it. Its states are written later, and must not change.
 
         Raises:
             ValueError: the sequence does not hold what a store promises (lengths, shape, finite, not all zero).
@@ -328,7 +310,7 @@ class StoreWriter:
     def _close_shard(self) -> None:
         """Have the open shard written. The one before is waited for, so that memory holds two at most."""
         self._wait_for_shard()
-        full, self._maker = self._maker, self._maker.next()
+        full, self._maker = self._maker, ShardMaker(self._identity, self._compression)
         self._writing = self._behind.submit(self._write_shard, full)
 
     def _write_shard(self, full: ShardMaker) -> None:
@@ -389,23 +371,20 @@ def require_room(directory: Path, needed: int, *, way_out: str) -> None:
         )
 
 
-def _check(sequence: Sequence, identity: StoreIdentity) -> None:
-    layers, hidden_size = len(identity.layer_ids), identity.hidden_size
-    tokens, states = len(sequence.token_ids), sequence.hidden_states
-    if len(sequence.loss_mask) != tokens or len(states) not in (tokens, tokens - 1):
+def _check(sequence: EncodedSequence, identity: StoreIdentity, compression: Form) -> None:
+    tokens, states = len(sequence.token_ids), sequence.states
+    rows, *layout = states.shape
+    if len(sequence.loss_mask) != tokens or rows not in (tokens, tokens - 1):
+        raise ValueError(f"{tokens} tokens, {len(sequence.loss_mask)} mask values and {rows} states do not go together")
+    wanted = [len(identity.layer_ids), identity.hidden_size]
+    if layout != wanted:
+        raise ValueError(f"states have shape {states.shape}, expected [tokens, {wanted[0]}, {wanted[1]}]")
+    if (states.dtype, states.form) != (identity.dtype, compression):
         raise ValueError(
-            f"{tokens} tokens, {len(sequence.loss_mask)} mask values and {len(states)} states do not go together"
+            f"states are {states.dtype} in the form {states.form}, and the store is of {identity.dtype} in the form "
+            f"{compression}"
         )
-    if states.shape[1:] != (layers, hidden_size) or len(states) == 0:
-        raise ValueError(f"states have shape {tuple(states.shape)}, expected [tokens, {layers}, {hidden_size}]")
-    if states.dtype != getattr(torch, identity.dtype):
-        raise ValueError(f"states are {states.dtype}, and the store is of {identity.dtype}")
-    largest = states.abs().amax(dim=-1)  # NaN where one is; in one pass, since every state that is stored comes by here
-    if not torch.isfinite(largest).all():
-        raise ValueError("states are not all finite")
-    if (largest == 0).any():
-        raise ValueError("a token's state is all zeros: the target never wrote it")
-    if len(states) == tokens - 1 and not sequence.loss_mask[-1]:
+    if rows == tokens - 1 and not sequence.loss_mask[-1]:
         raise ValueError("the last token has no state and is not part of a response")
 
 
@@ -413,24 +392,18 @@ _DTYPES = {torch.int64: "I64", torch.int32: "I32", torch.uint8: "U8"}
 _STATES_DTYPES = {"bfloat16": "BF16", "float16": "F16", "float32": "F32"}
 
 
-def _encoded(states: torch.Tensor, compression: Form) -> _Encoded:
-    data = _bytes_of(states) if compression == "none" else encode(states, compression)
-    return _Encoded(data, _checksum(data))
-
-
-def _head(
-    sequences: list[Sequence], lengths: list[int], encoded: list[_Encoded], identity: StoreIdentity, compression: Form
-) -> bytes:
+def _head(sequences: list[EncodedSequence], identity: StoreIdentity, compression: Form) -> bytes:
     """A safetensors file up to where the states begin.
 
     Written here and not by the safetensors library because that orders tensors by size of element, and the states must
     come last, at a multiple of 64 bytes.
     """
+    lengths = [s.states.shape[0] for s in sequences]
     pairs = list(zip(sequences, lengths, strict=True))
     tensors = {
         "offsets": torch.tensor([0, *lengths], dtype=torch.int64).cumsum(0),
         "sample_ids": torch.tensor([s.sample_id for s in sequences], dtype=torch.int64),
-        "checksums": torch.tensor([one.checksum for one in encoded], dtype=torch.int64),
+        "checksums": torch.tensor([s.states.checksum for s in sequences], dtype=torch.int64),
         "token_ids": torch.cat([s.token_ids[:n] for s, n in pairs]).to(torch.int32),
         "next_token_ids": torch.tensor(
             [int(s.token_ids[-1]) if len(s.token_ids) > n else -1 for s, n in pairs], dtype=torch.int32
@@ -438,7 +411,7 @@ def _head(
         "loss_mask": torch.cat([s.loss_mask[:n] for s, n in pairs]).to(torch.uint8),
         "held_out": torch.tensor([s.held_out for s in sequences], dtype=torch.uint8),
     }
-    sizes = [len(one.data) for one in encoded]
+    sizes = [len(s.states.data) for s in sequences]
     if compression == "none":
         states = (
             "hidden_states",
@@ -463,11 +436,6 @@ def _head(
 
 def _bytes_of(tensor: torch.Tensor) -> memoryview:
     return tensor.reshape(-1).view(torch.uint8).numpy().data
-
-
-def _checksum(data: bytes | memoryview) -> int:
-    """XXH3-64 as the signed integer that fits an int64 tensor."""
-    return int.from_bytes(xxhash.xxh3_64_digest(data), "big", signed=True)
 
 
 # ---- reading ----
@@ -656,7 +624,7 @@ class _OpenShard:
         start, end = self._starts[row], self._starts[row + 1]
         self.read_ahead(row)
         data = self._bytes[start:end]
-        if _checksum(data) != self._checksums[row]:
+        if checksum_of(data) != self._checksums[row]:
             raise StoreDamaged(self.path, start, end, f"the states of sequence {int(self.sample_ids[row])}")
         return data
 

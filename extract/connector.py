@@ -2,16 +2,19 @@
 
 vLLM's `extract_hidden_states` method keeps the chosen layers' states in a KV cache group of their own, so they
 are paged, chunked and preempted like any cache. When a request finishes, this connector gathers its states from
-the cache and writes them to a spool directory; the driver reads, checks and deletes the file.
+the cache, checks and encodes them, and writes them to a spool directory, where the driver takes the file.
 
     scheduler process:  request_finished -> build_connector_meta  (which blocks hold which tokens)
-    worker process:     get_finished     -> gather, copy to host, write in a thread, rename into place
+    worker process:     get_finished     -> in a thread: gather, encode, write, rename into place
+
+They are encoded here, at once, because a pass over memory is most of what any step costs: they are still in the core's cache,
+what is written and read afterwards is smaller, and every engine encodes its own.
 
 The worker hears of a finished request in the engine's next step. An engine that vLLM runs itself (a server's) takes
 that step without being asked; a program that steps an engine must step on until the file is there.
 
 It also works in vLLM's own server (docs/extraction-server.md), whose clients write `kv_transfer_params` as they
-like: they learn the name of their file from the answer, and have no say in it.
+like: they learn the name of their file from the answer, and have no say in it. Their files hold the plain states.
 
 A spool file (extract/spool.py) has the tokens that were inputs of the target (a last sampled token never was).
 """
@@ -24,6 +27,7 @@ import threading
 from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -39,6 +43,7 @@ from vllm.distributed.parallel_state import get_tensor_model_parallel_rank
 from vllm.platforms import current_platform
 from vllm.v1.request import RequestStatus
 
+from draftsmith.codec import Form, encode_states
 from draftsmith.errors import UserError
 from draftsmith.extract.spool import SpoolWriter, spool_file
 from draftsmith.machine import step_back
@@ -54,6 +59,8 @@ SPOOL_KEY = "draftsmith_spool_file"
 NAME_KEY = "draftsmith_name"
 """In a request's `kv_transfer_params`: what its spool file is named after (`spool_file`). Only with `names_from_requests`.
 Such a request is saved even when it ends as aborted, which is how vLLM ends one that met a stop string."""
+FORM_KEY = "draftsmith_form"
+"""In a request's `kv_transfer_params`: what form its states are to have (`codec.Form`). Only with `names_from_requests`."""
 DISCARD_KEY = "draftsmith_discard"
 """In a request's `kv_transfer_params`: save nothing for it."""
 PROMPT_ONLY_KEY = "draftsmith_prompt_only"
@@ -69,6 +76,8 @@ class _Save:
     file: str
     token_ids: list[int]
     block_ids: list[int]
+    form: Form | None
+    """None: plain states, as any program reads them."""
 
 
 @dataclass
@@ -81,8 +90,9 @@ class HiddenStatesConnector(KVConnectorBase_V1, SupportsHMA):
 
     Its `kv_connector_extra_config`:
         spool_directory: an existing folder for the files.
-        names_from_requests: whether a request may name its file (`NAME_KEY`). For an engine whose every request comes
-            from one program; on a server, a client that knows another's name could overwrite its file.
+        names_from_requests: whether a request may name its file (`NAME_KEY`) and say what its states are encoded in
+            (`FORM_KEY`). For an engine whose every request comes from one program; on a server, a client that knows another's
+            name could overwrite its file.
 
     Raises:
         UserError: the engine uses prefix caching, or (`register_kv_caches`) the spool directory cannot be written to.
@@ -108,7 +118,7 @@ class HiddenStatesConnector(KVConnectorBase_V1, SupportsHMA):
         self._running: dict[str, Future[None]] = {}  # by request id, its file being written
         self._stream: torch.cuda.Stream | None = None
         self._threads = ThreadPoolExecutor(
-            2, thread_name_prefix="draftsmith-spool", initializer=step_back if current_platform.is_cpu() else None
+            2, thread_name_prefix="draftsmith-spool", initializer=_make_way if current_platform.is_cpu() else None
         )
         self._slots = threading.BoundedSemaphore(_WRITES_IN_FLIGHT)
 
@@ -123,7 +133,7 @@ class HiddenStatesConnector(KVConnectorBase_V1, SupportsHMA):
     def request_finished(self, request: Request, block_ids: list[int]) -> tuple[bool, dict[str, Any] | None]:
         """Note a finished request; True keeps its blocks until the worker has written its file."""
         asked = request.kv_transfer_params or {}
-        name = asked.get(NAME_KEY) if self._names_from_requests else None
+        name, form = (asked.get(NAME_KEY), asked.get(FORM_KEY)) if self._names_from_requests else (None, None)
         aborted = request.status == RequestStatus.FINISHED_ABORTED and name is None
         without_ids = request.prompt_embeds is not None  # nobody could tell later what the states are of
         if asked.get(DISCARD_KEY) or aborted or without_ids or not block_ids:
@@ -132,7 +142,7 @@ class HiddenStatesConnector(KVConnectorBase_V1, SupportsHMA):
         token_ids = request.prompt_token_ids if asked.get(PROMPT_ONLY_KEY) else request.all_token_ids[:-1]
         # Not named after vLLM's id of the request either: a client of a server chooses most of it (X-Request-Id).
         file = spool_file(secrets.token_hex(16) if name is None else name)
-        self._finished.append(_Save(request.request_id, file, list(token_ids), list(block_ids)))
+        self._finished.append(_Save(request.request_id, file, list(token_ids), list(block_ids), form))
         return True, {SPOOL_KEY: file}
 
     def request_finished_all_groups(
@@ -183,7 +193,8 @@ class HiddenStatesConnector(KVConnectorBase_V1, SupportsHMA):
         for the blocks; waiting for the file as well lets an engine that has nothing else to do hear that it failed.
 
         Raises:
-            Exception: a file could not be written, the disk being full for one; this ends the engine.
+            Exception: states are not what a target can have written, or a file could not be written, the disk being full for
+                one; this ends the engine.
         """
         if self._writes and self.has_connector_metadata():
             metadata = self._get_connector_metadata()
@@ -197,41 +208,49 @@ class HiddenStatesConnector(KVConnectorBase_V1, SupportsHMA):
 
     def _start_copy(self, save: _Save) -> None:
         assert self._cache is not None
-        count = len(save.token_ids)
-        slots = (torch.tensor(save.block_ids)[:, None] * self._block_size + torch.arange(self._block_size)).flatten()[
-            :count
-        ]
         self._slots.acquire()
-        if self._cache.is_cuda:
-            states, wait = self._copy_from_gpu(slots)
-        else:
-            states, wait = self._gather(slots), lambda: None
-        self._running[save.request_id] = self._threads.submit(self._write, save, states, wait)
+        states = self._copy_from_gpu(save) if self._cache.is_cuda else partial(self._on_cpu, save)
+        self._running[save.request_id] = self._threads.submit(self._write, save, states)
 
-    def _gather(self, slots: torch.Tensor) -> torch.Tensor:
-        """States at cache slots: [M, L, H], a copy."""
+    def _on_cpu(self, save: _Save) -> torch.Tensor:
+        """A request's states [M, L, H]. Those of a single block are where they are: nobody else gets it before they are written."""
         assert self._cache is not None
-        return self._cache[slots // self._block_size, :, slots % self._block_size]
+        rows, count = self._cache.transpose(1, 2), len(save.token_ids)  # one token's states side by side, as in memory
+        parts = [
+            rows[block, : count - at]
+            for at, block in zip(range(0, count, self._block_size), save.block_ids, strict=False)
+        ]
+        return (parts[0] if len(parts) == 1 else torch.cat(parts)).contiguous()
 
-    def _copy_from_gpu(self, slots: torch.Tensor) -> tuple[torch.Tensor, Callable[[], None]]:
-        """Gather on a side stream into pinned memory, so that the model's stream never waits; the second waits for it."""
+    def _copy_from_gpu(self, save: _Save) -> Callable[[], torch.Tensor]:
+        """Gather on a side stream into pinned memory, so that the model's stream never waits; the result waits for it."""
         assert self._cache is not None
+        blocks, size = torch.tensor(save.block_ids), self._block_size
+        slots = (blocks[:, None] * size + torch.arange(size)).flatten()[: len(save.token_ids)]
         if self._stream is None:
             self._stream = torch.cuda.Stream(self._cache.device)
         self._stream.wait_stream(torch.cuda.current_stream(self._cache.device))
         with torch.cuda.stream(self._stream):
-            on_gpu = self._gather(slots.pin_memory().to(self._cache.device, non_blocking=True))
+            slots = slots.pin_memory().to(self._cache.device, non_blocking=True)
+            on_gpu = self._cache[slots // size, :, slots % size]
             states = torch.empty(on_gpu.shape, dtype=on_gpu.dtype, pin_memory=True)
             states.copy_(on_gpu, non_blocking=True)
             event = torch.cuda.Event()
             event.record()
-        return states, event.synchronize
 
-    def _write(self, save: _Save, states: torch.Tensor, wait: Callable[[], None]) -> None:
+        def copied() -> torch.Tensor:
+            event.synchronize()
+            return states
+
+        return copied
+
+    def _write(self, save: _Save, states: Callable[[], torch.Tensor]) -> None:
         try:
-            wait()
             assert self._spool is not None
-            self._spool.write(save.file, save.token_ids, states)
+            given = states()
+            self._spool.write(
+                save.file, save.token_ids, given if save.form is None else encode_states(given, save.form)
+            )
         finally:
             self._slots.release()
 
@@ -241,6 +260,12 @@ class HiddenStatesConnector(KVConnectorBase_V1, SupportsHMA):
     @classmethod
     def get_required_kvcache_layout(cls, vllm_config: VllmConfig) -> str | None:
         return "LBNHC"  # all layers' states of one token side by side
+
+
+def _make_way() -> None:
+    """For a thread beside an engine on the CPU. The number of torch's threads is each thread's own, the engine's stays."""
+    step_back()
+    torch.set_num_threads(1)
 
 
 def _spool_directory(given: Any) -> Path:

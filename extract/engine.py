@@ -28,9 +28,11 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from draftsmith import recipe, vllm_env
+from draftsmith.codec import EncodedStates, Form
 from draftsmith.conversations import Conversation
 from draftsmith.errors import DraftsmithError
 from draftsmith.extract.spool import spool_file, take_spool_file
+from draftsmith.machine import keep_freed_memory
 from draftsmith.progress import console
 
 if TYPE_CHECKING:
@@ -54,6 +56,8 @@ class Ask:
     max_tokens: int
     seed: int
     """Its own, so that order and batch do not matter to sampling."""
+    compression: Form
+    """What its states come back in. They are encoded beside the engine that makes them, so that many engines share the work."""
     conversation: Conversation | None = None
     """With `later`: the messages that `prompt_token_ids` render."""
     later: tuple[list[dict[str, Any]], ...] = ()
@@ -73,7 +77,7 @@ class Extracted:
     """Empty when only the prompt was asked for."""
     saved_token_ids: torch.Tensor
     """int32 [M]: the tokens that the states are of, as the engine saved them."""
-    hidden_states: torch.Tensor
+    states: EncodedStates
     """[M, L, H]"""
 
 
@@ -219,6 +223,7 @@ class _Worker:
 def _child(pipe: Connection, job: Job, spool: Path, log: str) -> None:
     vllm_env.end_with_parent()
     vllm_env.print_into(log)
+    keep_freed_memory()  # what encoding a sequence frees, encoding the next one needs
     try:
         from vllm import LLM
 
@@ -377,11 +382,12 @@ def _read(pipe: Connection, inbox: queue.SimpleQueue[list[Ask] | None]) -> None:
 def _sampling(job: Job, turn: _Turn) -> Any:
     from vllm import SamplingParams
 
-    from draftsmith.extract.connector import NAME_KEY, PROMPT_ONLY_KEY
+    from draftsmith.extract.connector import FORM_KEY, NAME_KEY, PROMPT_ONLY_KEY
 
+    asked = {NAME_KEY: turn.request_id, PROMPT_ONLY_KEY: not job.generate, FORM_KEY: turn.ask.compression}
     return SamplingParams(
         **job.sampling,
         max_tokens=turn.ask.max_tokens,
         seed=turn.ask.seed + turn.number,
-        extra_args={"kv_transfer_params": {NAME_KEY: turn.request_id, PROMPT_ONLY_KEY: not job.generate}},
+        extra_args={"kv_transfer_params": asked},
     )

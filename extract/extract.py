@@ -23,7 +23,7 @@ from draftsmith.extract.requests import ExtractRequest, Requests, requests_of
 from draftsmith.machine import keep_freed_memory, return_freed_memory
 from draftsmith.progress import Bar, console
 from draftsmith.recipe import Recipe, digest
-from draftsmith.store import Sequence, Store, StoreIdentity, StoreWriter, most_bytes, require_room
+from draftsmith.store import EncodedSequence, Store, StoreIdentity, StoreWriter, most_bytes, require_room
 from draftsmith.target import TargetInfo, check_layer_ids, default_layer_ids, describe_target, prepare_target
 from draftsmith.vllm_env import is_cpu, memory_arguments
 
@@ -115,7 +115,7 @@ def _extract_here(
     try:
         for count, sequence in enumerate(extracted_sequences(recipe, target, identity, requests, directory), 1):
             writer.append(sequence)
-            tokens += len(sequence.hidden_states)
+            tokens += sequence.states.shape[0]
             yield count, tokens
     finally:
         torch.set_num_threads(threads)
@@ -172,7 +172,7 @@ def _require_room(recipe: Recipe, directory: Path, identity: StoreIdentity, todo
         else:
             heapq.heappushpop(waiting, length)
     store = most_bytes(identity, options.compression, tokens=tokens, sequences=sequences)
-    spool = most_bytes(identity, "none", tokens=sum(waiting), sequences=len(waiting))
+    spool = most_bytes(identity, options.compression, tokens=sum(waiting), sequences=len(waiting))
     require_room(
         directory,
         store + spool,
@@ -197,7 +197,7 @@ def extracted_sequences(
     identity: StoreIdentity,
     requests: Iterable[ExtractRequest | None],
     directory: Path,
-) -> Iterator[Sequence]:
+) -> Iterator[EncodedSequence]:
     """Have every request answered on this machine; yield its checked sequence when it is finished, in no order.
 
     Args:
@@ -213,7 +213,7 @@ def extracted_sequences(
         for request in requests:
             if request is not None:
                 flying[request.name] = request
-            yield None if request is None else request.ask(recipe.seed)
+            yield None if request is None else request.ask(recipe.seed, recipe.extract.compression)
 
     for extracted in _extracted(recipe, target, identity.layer_ids, asks(), directory):
         yield _checked(extracted, flying.pop(extracted.name))
@@ -268,15 +268,15 @@ def _engine_arguments(recipe: Recipe, target: TargetInfo, layer_ids: Iterable[in
     }
 
 
-def _checked(extracted: Extracted, request: ExtractRequest) -> Sequence:
+def _checked(extracted: Extracted, request: ExtractRequest) -> EncodedSequence:
     """Hold what the engine saved against what was asked and answered."""
     prompt, response = extracted.prompt_token_ids, extracted.response_token_ids
     token_ids = torch.tensor(prompt + response, dtype=torch.int32)
     with_states = len(token_ids) - bool(response)
-    saved, states = extracted.saved_token_ids, extracted.hidden_states
-    if not torch.equal(saved, token_ids[:with_states]) or len(states) != with_states:
+    saved, count = extracted.saved_token_ids, extracted.states.shape[0]
+    if not torch.equal(saved, token_ids[:with_states]) or count != with_states:
         raise DraftsmithError(
-            f"vLLM saved {len(states)} states for {len(saved)} tokens of request {extracted.name}, and it answered "
+            f"vLLM saved {count} states for {len(saved)} tokens of request {extracted.name}, and it answered "
             f"{with_states} tokens that should have states; tokens equal: {torch.equal(saved, token_ids[:with_states])}. "
             "Nothing wrong was stored; please report this with your vLLM version."
         )
@@ -284,4 +284,4 @@ def _checked(extracted: Extracted, request: ExtractRequest) -> Sequence:
         loss_mask = torch.tensor(request.loss_mask)
     else:
         loss_mask = torch.tensor(extracted.prompt_loss_mask + [True] * len(response))
-    return Sequence(request.sample_id, request.held_out, token_ids, loss_mask, states)
+    return EncodedSequence(request.sample_id, request.held_out, token_ids, loss_mask, extracted.states)

@@ -12,6 +12,7 @@ from typing import Any
 import torch
 from transformers import AutoModelForCausalLM, GenerationConfig
 
+from draftsmith.codec import encode_states
 from draftsmith.extract.engine import Ask, Extracted
 from draftsmith.states import states_of
 
@@ -42,7 +43,7 @@ def run_transformers(
                 answered = model.generate(ids, attention_mask=torch.ones_like(ids), generation_config=settings)
                 response = answered[0, ids.shape[1] :].tolist()
                 ids = answered[:, :-1]  # the last token was sampled and never an input
-        states = states_of(model, ids[0], layer_ids)
+        states = encode_states(states_of(model, ids[0], layer_ids), ask.compression)
         mask = [False] * len(ask.prompt_token_ids)
         yield Extracted(ask.name, ask.prompt_token_ids, mask, response, ids[0].to(torch.int32).cpu(), states)
 

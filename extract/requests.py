@@ -14,6 +14,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
+from draftsmith.codec import Form
 from draftsmith.conversations import Conversation, Skips
 from draftsmith.errors import UserError
 from draftsmith.extract.engine import Ask
@@ -41,12 +42,13 @@ class ExtractRequest:
     def name(self) -> str:
         return str(self.sample_id)
 
-    def ask(self, seed: int) -> Ask:
-        """The request for an engine of a run with this seed."""
+    def ask(self, seed: int, compression: Form) -> Ask:
+        """The request for an engine of a run with this seed, whose store has this form."""
         return Ask(
             name=self.name,
             prompt_token_ids=self.prompt_token_ids,
             max_tokens=self.max_tokens,
+            compression=compression,
             seed=(self.sample_id ^ seed) & 0x7FFFFFFF,
             conversation=self.conversation,
             later=self.later,

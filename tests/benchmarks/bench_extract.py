@@ -125,7 +125,7 @@ def _times_of_a_start(
             def extracting(generate: bool, inputs: list[list[int]], form: Form) -> float:
                 with tempfile.TemporaryDirectory(dir=folder) as store:
                     writer = StoreWriter(Path(store), identity, shard_tokens=SHARD_TOKENS, compression=form)
-                    return _round(workers[generate], writer, inputs, ANSWER if generate else 1)
+                    return _round(workers[generate], writer, inputs, ANSWER if generate else 1, form)
 
             arms = {
                 "plain": lambda: plain.generate(prompts, max_tokens=1)[1],
@@ -217,11 +217,11 @@ def memory_growth() -> dict[str, dict[str, Any]]:
     }  # fmt: skip
 
 
-def _round(worker: _Worker, writer: StoreWriter, inputs: list[list[int]], max_tokens: int) -> float:
+def _round(worker: _Worker, writer: StoreWriter, inputs: list[list[int]], max_tokens: int, form: Form) -> float:
     """Seconds from handing out the inputs until the store with their states is closed."""
     requests = {str(i): ExtractRequest(i, False, ids, max_tokens) for i, ids in enumerate(inputs)}
     begun = time.perf_counter()
-    worker.give([request.ask(0) for request in requests.values()])
+    worker.give([request.ask(0, form) for request in requests.values()])
     while requests:
         message = worker.receive()
         assert not isinstance(message, str), message

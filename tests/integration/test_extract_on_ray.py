@@ -25,14 +25,18 @@ pytestmark = [
 
 
 @pytest.fixture
-def address() -> Iterator[str]:
+def address(monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
     """A Ray cluster of two machines with one core each, both on this one."""
     from ray.cluster_utils import Cluster
 
     with tempfile.TemporaryDirectory(prefix="ray-", ignore_cleanup_errors=True) as folder:  # short: sockets lie in it
+        # Ray notes there which cluster is the current one; where the user's own has its note must not matter, nor exist.
+        monkeypatch.setenv("RAY_TMPDIR", folder)
+        (Path(folder) / "ray").mkdir()
         small = {"num_cpus": 1, "object_store_memory": 80 * 2**20, "include_dashboard": False}
-        cluster = Cluster(initialize_head=True, head_node_args=small | {"temp_dir": folder})
-        try:
+        cluster = Cluster()
+        try:  # from the first machine on: what has started must not stay where the next does not start
+            cluster.add_node(**small, temp_dir=folder)
             cluster.add_node(**small)
             yield cluster.address
         finally:

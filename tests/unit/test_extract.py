@@ -10,6 +10,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from transformers import LlamaConfig
 
+from draftsmith.codec import encode_states
 from draftsmith.conversations import Conversation, Skips
 from draftsmith.errors import DraftsmithError, UserError
 from draftsmith.extract.engine import Extracted
@@ -66,7 +67,7 @@ def test_requests_are_what_fits(mode: str):
 def test_the_mask_goes_into_the_store():
     def stored(request: ExtractRequest, response: list[int]):
         saved = torch.tensor([*request.prompt_token_ids, *response[:-1]], dtype=torch.int32)
-        states = torch.ones(len(saved), 1, 2)
+        states = encode_states(torch.ones(len(saved), 1, 2), "none")
         return _checked(Extracted("1", request.prompt_token_ids, [False] * 3, response, saved, states), request)
 
     given = stored(ExtractRequest(1, False, [4, 5, 6], 1, [False, True, True]), [])
@@ -74,13 +75,13 @@ def test_the_mask_goes_into_the_store():
     answered = stored(ExtractRequest(1, False, [4, 5, 6], 2), [8, 9])
     assert answered.token_ids.tolist() == [4, 5, 6, 8, 9]
     assert answered.loss_mask.tolist() == [False, False, False, True, True]
-    assert len(answered.hidden_states) == 4
+    assert answered.states.shape == (4, 1, 2)
 
 
 @pytest.mark.parametrize("spoil", ["tokens", "length"])
 def test_states_of_other_tokens_are_refused(spoil: str):
     saved = torch.tensor([4, 5, 7 if spoil == "tokens" else 6, 8], dtype=torch.int32)
-    states = torch.ones(3 if spoil == "length" else 4, 1, 2)
+    states = encode_states(torch.ones(3 if spoil == "length" else 4, 1, 2), "none")
     with pytest.raises(DraftsmithError, match="should have states"):
         _checked(Extracted("1", [4, 5, 6], [False] * 3, [8, 9], saved, states), ExtractRequest(1, False, [4, 5, 6], 2))
 
@@ -159,7 +160,8 @@ def test_an_unfinished_store_of_other_prompts_is_not_continued(tmp_path: Path, m
                 raise DraftsmithError("the engine failed")
             ids = torch.tensor(ask.prompt_token_ids, dtype=torch.int32)
             mask = [False] * len(ids)
-            yield Extracted(ask.name, ids.tolist(), mask, [7], ids, torch.ones(len(ids), layers, hidden))
+            states = encode_states(torch.ones(len(ids), layers, hidden), ask.compression)
+            yield Extracted(ask.name, ids.tolist(), mask, [7], ids, states)
 
     monkeypatch.setattr("draftsmith.extract.extract._extracted", some)
     with pytest.raises(DraftsmithError, match="the engine failed"):

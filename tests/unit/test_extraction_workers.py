@@ -12,12 +12,12 @@ from pathlib import Path
 
 import pytest
 import torch
-from safetensors.torch import save_file
 
+from draftsmith.codec import encode_states
 from draftsmith.errors import DraftsmithError
 from draftsmith.extract import engine
 from draftsmith.extract.engine import Ask, Job, run_engines
-from draftsmith.extract.spool import spool_file
+from draftsmith.extract.spool import SpoolWriter, spool_file
 from draftsmith.recipe import Engine
 
 JOB = Job(engine_arguments={}, generate=True, sampling={}, window=5, max_model_len=64)
@@ -33,6 +33,7 @@ def answers(pipe: Connection, job: Job, spool: Path, log: str) -> None:
         ours.close()
     chooser = random.Random(os.getpid())
     waiting: list[Ask] = []
+    writer = SpoolWriter(spool, writes_over=True)
     pipe.send(job.window)
     while True:
         while not waiting or pipe.poll():
@@ -44,11 +45,10 @@ def answers(pipe: Connection, job: Job, spool: Path, log: str) -> None:
         if ask.prompt_token_ids == [0]:
             os._exit(3)
         time.sleep(0.001)
-        tokens = torch.tensor(ask.prompt_token_ids, dtype=torch.int32)
         file = spool_file(ask.name)
-        save_file({"token_ids": tokens, "hidden_states": torch.ones(len(tokens), 1, 1)}, spool / (file + ".tmp"))
-        (spool / (file + ".tmp")).replace(spool / file)
-        pipe.send((ask.name, file, None, None, [len(tokens)]))
+        states = encode_states(torch.ones(len(ask.prompt_token_ids), 1, 1), ask.compression)
+        writer.write(file, ask.prompt_token_ids, states)
+        pipe.send((ask.name, file, None, None, [len(ask.prompt_token_ids)]))
         pipe.send(1)
 
 
@@ -73,7 +73,7 @@ def workers_that_are_no_engines(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def asks(count: int) -> list[Ask]:
-    return [Ask(f"ask {n}", [1] * (1 + n % 7), 4, n) for n in range(count)]
+    return [Ask(f"ask {n}", [1] * (1 + n % 7), 4, n, "lossless") for n in range(count)]
 
 
 @pytest.mark.parametrize("workers", [1, 3])
@@ -134,6 +134,6 @@ def test_a_killed_workers_share_is_taken_over(seed: int, tmp_path: Path) -> None
 
 
 def test_when_the_last_worker_dies_the_run_stops_and_says_why(tmp_path: Path) -> None:
-    poisoned = [*asks(6), Ask("poison", [0], 4, 0), *asks(0)]
+    poisoned = [*asks(6), Ask("poison", [0], 4, 0, "lossless"), *asks(0)]
     with pytest.raises(DraftsmithError, match=r"ended with status 3.*run the stage again to continue"):
         list(run_engines(JOB, iter(poisoned), Engine(), workers=2, directory=tmp_path))

@@ -10,12 +10,24 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from safetensors.torch import load_file
 
+from draftsmith.codec import EncodedStates, Form, checksum_of, encode_states
 from draftsmith.extract import spool
 from draftsmith.extract.spool import SpoolWriter, spool_file, take_spool_file
 
 
 def states_of(length: int, dtype: torch.dtype = torch.float32) -> torch.Tensor:
     return torch.randn(length, 2, 8, generator=torch.Generator().manual_seed(length)).to(dtype)
+
+
+def encoded(length: int, form: Form = "lossless") -> EncodedStates:
+    return encode_states(states_of(length), form)
+
+
+def same(found: EncodedStates, expected: EncodedStates) -> None:
+    assert bytes(found.data) == bytes(expected.data)
+    assert {k: v for k, v in vars(found).items() if k != "data"} == {
+        k: v for k, v in vars(expected).items() if k != "data"
+    }
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
@@ -27,6 +39,21 @@ def test_others_read_it_as_safetensors(tmp_path: Path, dtype: torch.dtype) -> No
     assert tensors["token_ids"].tolist() == [3, 1, 2]
     assert tensors["hidden_states"].dtype == dtype
     assert torch.equal(tensors["hidden_states"], states_of(3, dtype))
+
+
+@pytest.mark.parametrize("form", ["none", "lossless", "int8"])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
+def test_encoded_states_arrive(tmp_path: Path, dtype: torch.dtype, form: Form) -> None:
+    written = encode_states(states_of(5, dtype), form)
+    SpoolWriter(tmp_path, writes_over=True).write("one.safetensors", [3, 1, 2, 7, 7], written)
+    assert set(load_file(tmp_path / "one.safetensors")) == {"token_ids", "encoded"}, (
+        "the format is safetensors here too"
+    )
+    token_ids, found = take_spool_file(tmp_path / "one.safetensors")
+    assert token_ids.dtype == torch.int32
+    assert token_ids.tolist() == [3, 1, 2, 7, 7]
+    same(found, written)
+    assert checksum_of(found.data) == found.checksum
 
 
 @settings(max_examples=60, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
@@ -41,10 +68,10 @@ def test_what_is_written_over_is_whole(
     def take(number: int) -> None:
         token_ids, states = take_spool_file(directory / spool_file(str(number)))
         assert token_ids.tolist() == [number] * lengths[number]
-        assert torch.equal(states, states_of(lengths[number]))
+        same(states, encoded(lengths[number]))
 
     for number, length in enumerate(lengths):
-        writer.write(spool_file(str(number)), [number] * length, states_of(length))
+        writer.write(spool_file(str(number)), [number] * length, encoded(length))
         if number >= behind:
             take(number - behind)
         assert len(list(directory.iterdir())) <= behind + 1
@@ -54,19 +81,19 @@ def test_what_is_written_over_is_whole(
 
 def test_what_was_taken_does_not_change(tmp_path: Path) -> None:
     writer = SpoolWriter(tmp_path, writes_over=True)
-    writer.write("a.safetensors", [1] * 5, states_of(5))
+    writer.write("a.safetensors", [1] * 5, encoded(5, "none"))
     _, states = take_spool_file(tmp_path / "a.safetensors")
-    writer.write("b.safetensors", [2] * 5, states_of(5) + 1)
+    writer.write("b.safetensors", [2] * 5, encode_states(states_of(5) + 1, "none"))
     assert [path.name for path in tmp_path.iterdir()] == ["b.safetensors"], "it was written over the first"
-    assert torch.equal(states, states_of(5))
+    same(states, encoded(5, "none"))
 
 
 def test_large_files_are_deleted(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(spool, "_LARGEST_LEFT", 100)
-    SpoolWriter(tmp_path, writes_over=True).write("a.safetensors", [1] * 5, states_of(5))
+    SpoolWriter(tmp_path, writes_over=True).write("a.safetensors", [1] * 5, encoded(5))
     _, states = take_spool_file(tmp_path / "a.safetensors")
     assert not list(tmp_path.iterdir())
-    assert torch.equal(states, states_of(5))
+    same(states, encoded(5))
 
 
 def test_a_step_that_finishes_hundreds_leaves_no_more_files_than_that(tmp_path: Path) -> None:
@@ -74,7 +101,7 @@ def test_a_step_that_finishes_hundreds_leaves_no_more_files_than_that(tmp_path: 
     for step in range(4):
         names = [spool_file(f"{step}-{number}") for number in range(256)]
         for name in names:
-            writer.write(name, [step] * 3, states_of(3))
+            writer.write(name, [step] * 3, encoded(3))
         for name in names:
             assert take_spool_file(tmp_path / name)[0].tolist() == [step] * 3
         assert len(list(tmp_path.iterdir())) == 256
@@ -98,7 +125,7 @@ def test_several_threads(tmp_path: Path) -> None:
     writer = SpoolWriter(tmp_path, writes_over=True)
 
     def write(number: int) -> int:
-        writer.write(spool_file(str(number)), [number] * (1 + number % 9), states_of(1 + number % 9))
+        writer.write(spool_file(str(number)), [number] * (1 + number % 9), encoded(1 + number % 9))
         return number
 
     def written() -> Iterator[int]:
@@ -108,4 +135,4 @@ def test_several_threads(tmp_path: Path) -> None:
     for number in written():
         token_ids, states = take_spool_file(tmp_path / spool_file(str(number)))
         assert token_ids.tolist() == [number] * (1 + number % 9)
-        assert torch.equal(states, states_of(1 + number % 9))
+        same(states, encoded(1 + number % 9))

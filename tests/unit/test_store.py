@@ -11,6 +11,7 @@ import types
 import warnings
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -19,13 +20,14 @@ from hypothesis import strategies as st
 from safetensors import safe_open
 
 from draftsmith import store as store_module
-from draftsmith.codec import Form, channel_exponents
+from draftsmith.codec import Form, channel_exponents, encode_states
 from draftsmith.errors import DraftsmithError, UserError
 from draftsmith.extract.extract import _require_room
 from draftsmith.extract.requests import ExtractRequest
 from draftsmith.inspection import inspect
 from draftsmith.recipe import Recipe
 from draftsmith.store import (
+    EncodedSequence,
     Sequence,
     Store,
     StoreDamaged,
@@ -454,6 +456,30 @@ def test_untrue_states_are_refused(tmp_path: Path, spoil, said: str) -> None:  #
         open_writer(tmp_path).append(sequence)
 
 
+@pytest.mark.parametrize("form", ["none", "lossless", "int8"])
+def test_states_encoded_elsewhere_make_the_same_store(tmp_path: Path, form: Form) -> None:
+    for name in "ab":
+        (tmp_path / name).mkdir()
+    here, there = (open_writer(tmp_path / name, form) for name in "ab")
+    for sample_id in range(5):
+        one = make_sequence(sample_id, 3, 2 + sample_id, last_has_state=sample_id % 2 == 0)
+        here.append(one)
+        states = encode_states(one.hidden_states, form)
+        there.append(EncodedSequence(one.sample_id, one.held_out, one.token_ids, one.loss_mask, states))
+    here.close()
+    there.close()
+    files = [{path.name: path.read_bytes() for path in (tmp_path / name).iterdir()} for name in "ab"]
+    assert files[0] == files[1]
+
+
+def test_states_in_another_form_are_refused(tmp_path: Path) -> None:
+    one = make_sequence(1, 3, 3, last_has_state=False)
+    states = encode_states(one.hidden_states, "none")
+    writer = open_writer(tmp_path, "lossless")
+    with pytest.raises(ValueError, match=r"in the form none, and the store is of float32 in the form lossless"):
+        writer.append(EncodedSequence(one.sample_id, one.held_out, one.token_ids, one.loss_mask, states))
+
+
 def test_wrong_lengths_and_dtypes_are_refused(tmp_path: Path) -> None:
     good = make_sequence(1, 3, 3, last_has_state=False)
     with pytest.raises(ValueError, match="do not go together"):
@@ -525,26 +551,21 @@ def test_prefetched_reading_from_threads_is_exact(tmp_path: Path) -> None:
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="threads have priorities of their own on Linux alone")
-def test_encoding_and_writing_step_back_and_nobody_else_does(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """States are encoded and written at the lowest priority; the thread that appends keeps its own."""
-    seen: dict[str, int] = {}
+def test_writing_steps_back_and_nobody_else_does(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Shards are written at the lowest priority; the thread that appends keeps its own."""
+    seen: list[int] = []
+    write = store_module._head
 
-    def watch(name: str) -> None:
-        work = getattr(store_module, name)
-
-        def watched(*args: object) -> object:
-            seen[name] = os.getpriority(os.PRIO_PROCESS, threading.get_native_id())
-            return work(*args)
-
-        monkeypatch.setattr(store_module, name, watched)
+    def watched(*args: Any) -> bytes:
+        seen.append(os.getpriority(os.PRIO_PROCESS, threading.get_native_id()))
+        return write(*args)
 
     writer = open_writer(tmp_path, "lossless")
-    watch("encode")
-    watch("_head")
+    monkeypatch.setattr(store_module, "_head", watched)
     before = os.getpriority(os.PRIO_PROCESS, threading.get_native_id())
     writer.append(make_sequence(0, 3, 2, last_has_state=True))
     writer.close()
-    assert seen == {"encode": 19, "_head": 19}
+    assert seen == [19]
     assert os.getpriority(os.PRIO_PROCESS, threading.get_native_id()) == before
 
 
