@@ -5,7 +5,7 @@ are paged, chunked and preempted like any cache. When a request finishes, this c
 the cache, checks and encodes them, and writes them to a spool directory, where the driver takes the file.
 
     scheduler process:  request_finished -> build_connector_meta  (which blocks hold which tokens)
-    worker process:     get_finished     -> in a thread: gather, encode, write, rename into place
+    worker process:     get_finished     -> gather, encode; in a thread: write, rename into place
 
 They are encoded here, at once, because a pass over memory is most of what any step costs: they are still in the core's cache,
 what is written and read afterwards is smaller, and every engine encodes its own.
@@ -24,10 +24,8 @@ from __future__ import annotations
 import secrets
 import tempfile
 import threading
-from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, field
-from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -43,7 +41,7 @@ from vllm.distributed.parallel_state import get_tensor_model_parallel_rank
 from vllm.platforms import current_platform
 from vllm.v1.request import RequestStatus
 
-from draftsmith.codec import Form, encode_states
+from draftsmith.codec import EncodedStates, Form, encode_states
 from draftsmith.errors import UserError
 from draftsmith.extract.spool import SpoolWriter, spool_file
 from draftsmith.machine import step_back
@@ -118,7 +116,7 @@ class HiddenStatesConnector(KVConnectorBase_V1, SupportsHMA):
         self._running: dict[str, Future[None]] = {}  # by request id, its file being written
         self._stream: torch.cuda.Stream | None = None
         self._threads = ThreadPoolExecutor(
-            2, thread_name_prefix="draftsmith-spool", initializer=_make_way if current_platform.is_cpu() else None
+            2, thread_name_prefix="draftsmith-spool", initializer=step_back if current_platform.is_cpu() else None
         )
         self._slots = threading.BoundedSemaphore(_WRITES_IN_FLIGHT)
 
@@ -209,8 +207,14 @@ class HiddenStatesConnector(KVConnectorBase_V1, SupportsHMA):
     def _start_copy(self, save: _Save) -> None:
         assert self._cache is not None
         self._slots.acquire()
-        states = self._copy_from_gpu(save) if self._cache.is_cuda else partial(self._on_cpu, save)
-        self._running[save.request_id] = self._threads.submit(self._write, save, states)
+        if self._cache.is_cuda:
+            writing = self._threads.submit(self._encode_and_write, save, *self._copy_from_gpu(save))
+        else:
+            # Encoded at once, with the cores to itself: in a thread beside the engine's it takes half as much time again, in
+            # moments that stop all of them (docs/log.md).
+            writing = self._threads.submit(self._write, save, _encoded(save, self._on_cpu(save)))
+        writing.add_done_callback(lambda _: self._slots.release())
+        self._running[save.request_id] = writing
 
     def _on_cpu(self, save: _Save) -> torch.Tensor:
         """A request's states [M, L, H]. Those of a single block are where they are: nobody else gets it before they are written."""
@@ -222,8 +226,8 @@ class HiddenStatesConnector(KVConnectorBase_V1, SupportsHMA):
         ]
         return (parts[0] if len(parts) == 1 else torch.cat(parts)).contiguous()
 
-    def _copy_from_gpu(self, save: _Save) -> Callable[[], torch.Tensor]:
-        """Gather on a side stream into pinned memory, so that the model's stream never waits; the result waits for it."""
+    def _copy_from_gpu(self, save: _Save) -> tuple[torch.Tensor, torch.cuda.Event]:
+        """Gather on a side stream into pinned memory, so that the model's stream never waits; it is there after the event."""
         assert self._cache is not None
         blocks, size = torch.tensor(save.block_ids), self._block_size
         slots = (blocks[:, None] * size + torch.arange(size)).flatten()[: len(save.token_ids)]
@@ -237,22 +241,15 @@ class HiddenStatesConnector(KVConnectorBase_V1, SupportsHMA):
             states.copy_(on_gpu, non_blocking=True)
             event = torch.cuda.Event()
             event.record()
+        return states, event
 
-        def copied() -> torch.Tensor:
-            event.synchronize()
-            return states
+    def _encode_and_write(self, save: _Save, states: torch.Tensor, copied: torch.cuda.Event) -> None:
+        copied.synchronize()
+        self._write(save, _encoded(save, states))
 
-        return copied
-
-    def _write(self, save: _Save, states: Callable[[], torch.Tensor]) -> None:
-        try:
-            assert self._spool is not None
-            given = states()
-            self._spool.write(
-                save.file, save.token_ids, given if save.form is None else encode_states(given, save.form)
-            )
-        finally:
-            self._slots.release()
+    def _write(self, save: _Save, states: torch.Tensor | EncodedStates) -> None:
+        assert self._spool is not None
+        self._spool.write(save.file, save.token_ids, states)
 
     def shutdown(self) -> None:
         self._threads.shutdown(wait=True)
@@ -262,10 +259,13 @@ class HiddenStatesConnector(KVConnectorBase_V1, SupportsHMA):
         return "LBNHC"  # all layers' states of one token side by side
 
 
-def _make_way() -> None:
-    """For a thread beside an engine on the CPU. The number of torch's threads is each thread's own, the engine's stays."""
-    step_back()
-    torch.set_num_threads(1)
+def _encoded(save: _Save, states: torch.Tensor) -> torch.Tensor | EncodedStates:
+    try:
+        return states if save.form is None else encode_states(states, save.form)
+    except ValueError as error:
+        raise ValueError(
+            f"{error} (request {save.request_id}). If the target overflows in its dtype, choose another, `target.dtype`"
+        ) from None
 
 
 def _spool_directory(given: Any) -> Path:

@@ -15,7 +15,7 @@ import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from draftsmith import stage
-from draftsmith.errors import UserError
+from draftsmith.errors import DraftsmithError, UserError
 from draftsmith.extract.extract import run_extract
 from draftsmith.recipe import Recipe, load_recipe
 from draftsmith.store import Store
@@ -152,6 +152,20 @@ def _check_answers(store: Store, smollm2: Path) -> None:
         answers.append(tokenizer.decode(sequence.token_ids[mask]))
     assert len(set(answers)) == len(answers), "samples differ"
     assert any(answer.rstrip().endswith(".") for answer in answers), "a stop text ends answers"
+
+
+def test_a_target_that_overflows_is_not_stored(tmp_path: Path) -> None:
+    target = tmp_path / "target"
+    make_target(target)
+    model = AutoModelForCausalLM.from_pretrained(target, dtype=torch.float32)
+    model.model.layers[1].mlp.down_proj.weight.data.fill_(3e38)
+    model.save_pretrained(target)
+    path = write_recipe(
+        tmp_path, target, demo_prompts(2), ["Hello there"], extract={"max_tokens": 4, "layer_ids": [1, 3]}
+    )
+    with pytest.raises(DraftsmithError, match=r"states are not all finite.*request \d+.*`target.dtype`"):
+        run_extract(load_recipe(path), tmp_path / "run")
+    assert Store(tmp_path / "run" / "store").counts["sequences"] == 0
 
 
 def test_preempted_sequences_keep_their_states(tmp_path: Path) -> None:
