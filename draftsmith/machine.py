@@ -30,7 +30,7 @@ def return_freed_memory() -> None:
 def step_back() -> None:
     """Give this thread what the cores have left over.
 
-    Checking, compressing and writing states takes a few percent of a core beside an engine. On a CPU the engine's threads wait for
+    Writing states takes a percent or two of a core beside an engine. On a CPU the engine's threads wait for
     one another many times in a step, so a moment taken from one stops them all; but in every step there are moments in which one
     thread works alone and the other cores are free.
     """
