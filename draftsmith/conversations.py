@@ -65,6 +65,11 @@ class Conversation:
         return next((str(m["content"]) for m in self.messages if m["role"] == "user"), "")
 
     @property
+    def asked(self) -> list[str]:
+        """What the user says in each turn, `text` first; or the plain text."""
+        return [str(m["content"]) for m in self.messages if m["role"] == "user"] or [self.text]
+
+    @property
     def has_answers(self) -> bool:
         """Whether it holds turns of the assistant, or a text that stands for itself."""
         return not self.messages or any(message["role"] == "assistant" for message in self.messages)

@@ -4,19 +4,20 @@ from __future__ import annotations
 
 import hashlib
 import random
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator, Mapping
 from itertools import islice
 
 from draftsmith.conversations import EXPECTED, Conversation, Skip, Skips, detect, parse
 from draftsmith.errors import UserError
-from draftsmith.recipe import Extract, Prompts
+from draftsmith.overlap import Known
+from draftsmith.recipe import Extract, Prompts, Suite
 from draftsmith.rows import Unreadable, name_of, read_rows
 
 Prompt = Conversation
 """A conversation that ends with its first user turn: what the target is asked, once."""
 
-_OVERLAP_CHARS = 80
-"""Two prompts that begin alike for this many normalised characters count as the same one, reworded at its end."""
+HELD_OUT = "the held-out prompts"
+"""How a row that is left out names them, where suites have their names."""
 
 
 def load_prompts(source: Prompts, *, whole: bool = False) -> list[Prompt]:
@@ -42,52 +43,81 @@ def training_and_held_out(extract: Extract) -> tuple[list[Prompt], list[Prompt]]
 
 
 def split(
-    extract: Extract, *, whole: bool, skips: Skips, apart_from: Iterable[Prompts] = ()
+    extract: Extract, *, whole: bool, skips: Skips, apart_from: Mapping[str, Suite] | None = None
 ) -> Iterator[tuple[Conversation, bool]]:
     """The conversations of a run, one at a time, each with whether it is held out.
 
-    None is in both parts, and none is in training twice. Without a held-out file, a conversation is held out by
-    a hash of its opening: adding rows moves none of the others, and all conversations that begin with the same
-    question stay together. The rows are read more than once, so that none of them has to stay in memory.
+    None is in both parts or nearly so (draftsmith/overlap.py), and none is in training twice. Without a held-out file, a
+    conversation is held out by a hash of its opening: adding rows moves none of the others, and all conversations that
+    begin with the same question stay together. The rows are read more than once, so that none of them has to stay in
+    memory.
 
     Args:
         whole: conversations with all their turns; otherwise up to the first user's.
         skips: receives the rows that are not used. Complete when the iterator is exhausted.
-        apart_from: what is evaluated on is not trained on.
+        apart_from: what is evaluated on is not trained on: no row of these suites' sources, drawn or not.
 
     Raises:
         UserError: either part cannot be read, or is empty although the recipe asks for it.
     """
     fraction = extract.held_out_fraction if extract.held_out is None else 0.0
-    known = {_beginning(other) for source in apart_from for other in load_prompts(source)}
-    # A first pass over what is held out, which counts nothing.
+    known = Known()
+    for name, suite in (apart_from or {}).items():
+        for other in whole_suite(suite):
+            _add(known, other, f"the suite `{name}`")
+    # Two passes before the one that counts: over what is held out, and over what boilerplate it shares with the rest.
+    some = False
     if extract.held_out is not None:
-        known |= {_beginning(other) for other in _distinct(extract.held_out, whole, Skips())}
-    elif fraction > 0:
-        before = len(known)
+        held_out = _distinct(extract.held_out, whole, Skips())
+    else:
         held_out = (one for one in _distinct(extract.prompts, whole, Skips()) if _uniform(one) < fraction)
-        known |= {_beginning(other) for other in held_out}
-        if len(known) == before:
+    if extract.held_out is not None or fraction > 0:
+        for other in held_out:
+            some = True
+            _add(known, other, HELD_OUT, of_a_kind=True)
+        if not some:
             raise UserError(
                 f"`extract.held_out_fraction: {fraction}` of the prompts in {name_of(extract.prompts)} holds none out. "
                 "Raise it, or name a held-out file in `extract.held_out`."
             )
+        for other in _distinct(extract.prompts, whole, Skips()):
+            if _uniform(other) >= fraction:
+                known.count(other.asked)
     some = False
     for conversation in _distinct(extract.prompts, whole, skips):
         if _uniform(conversation) < fraction:
             yield conversation, True
-        elif _beginning(conversation) in known:
-            skips.add("begins like a conversation that is held out or evaluated on", conversation.where)
+        elif (found := known.find(conversation.asked)) is not None:
+            skips.add(f"{'as' if found[1] == 'verbatim' else 'nearly as'} in {found[0]}", conversation.where)
         else:
             some = True
             yield conversation, False
     if not some:
         raise UserError(
-            "No training prompts are left: all of them are among the held-out ones. Use two different files."
+            "No training prompts are left: all of them are, or nearly, among those that are held out or evaluated on. Use "
+            "different files."
         )
     if extract.held_out is not None:
         for conversation in _distinct(extract.held_out, whole, skips):
             yield conversation, True
+
+
+def whole_suite(suite: Suite) -> Iterator[Conversation]:
+    """All that a suite could ask: every row of its source, whatever `limit` and `max_chars` leave of it.
+
+    Held-out prompts have no source of their own: nothing for them.
+
+    Raises:
+        UserError: as `load_prompts`.
+    """
+    if suite.prompts != "held_out":
+        source = suite.prompts.model_copy(update={"limit": None, "max_chars": None})
+        yield from read_conversations(source, whole=suite.turns == "all", skips=None)
+
+
+def _add(known: Known, conversation: Conversation, label: str, *, of_a_kind: bool = False) -> None:
+    for turn, text in enumerate(conversation.asked):
+        known.add(text, label, of_a_kind=of_a_kind, opening=turn == 0)
 
 
 def read_conversations(source: Prompts, *, whole: bool, skips: Skips | None) -> Iterator[Conversation]:
@@ -183,11 +213,6 @@ def _distinct(source: Prompts, whole: bool, skips: Skips) -> Iterator[Conversati
 
 def _normalised(conversation: Conversation) -> str:
     return " ".join(conversation.text.casefold().split())
-
-
-def _beginning(conversation: Conversation) -> int:
-    """A number instead of the text: millions of them stay in memory."""
-    return hash(_normalised(conversation)[:_OVERLAP_CHARS])
 
 
 def _uniform(conversation: Conversation) -> float:

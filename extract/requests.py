@@ -118,9 +118,8 @@ def requests_of(recipe: Recipe, target_dir: Path, skips: Skips) -> Iterator[Extr
     options = recipe.extract
     whole = options.mode == "prefill" or options.turns == "all"
     renderer = Renderer(AutoTokenizer.from_pretrained(target_dir))
-    suites = [suite.prompts for suite in recipe.evaluate.suites.values() if suite.prompts != "held_out"]
     some = False
-    for conversation, held_out in split(options, whole=whole, skips=skips, apart_from=suites):
+    for conversation, held_out in split(options, whole=whole, skips=skips, apart_from=recipe.evaluate.suites):
         for request in tokenised(recipe, renderer, conversation, skips, held_out=held_out):
             some = some or not held_out
             yield request
