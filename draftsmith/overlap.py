@@ -8,20 +8,29 @@ a longer one. A text of fewer than eight words is only found word for word.
 An instruction that stands before many prompts makes them no duplicates. Runs that many texts share are boilerplate: they are
 left out, and the overlap is that of the rest of the known text; a rest of fewer than eight words has to be there
 completely.
+
+`training_prompts.u64` in a finished store holds what it was made from in this form (`PromptsFile`), for evaluations by other
+suites.
 """
 
 from __future__ import annotations
 
 import re
+import shutil
+import tempfile
 import unicodedata
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Literal
 
 import numpy as np
 import numpy.typing as npt
 import xxhash
 
+from draftsmith import stage
+
+TRAINING_PROMPTS = "training_prompts.u64"
 NGRAM_WORDS = 8
 """Words in a run."""
 SHARE = 0.5
@@ -73,7 +82,7 @@ class Known:
     """
 
     def __init__(self) -> None:
-        self._exact: dict[int, str] = {}
+        self._exact: dict[int, list[str]] = {}
         self._texts: list[Text] = []
         self._labels: list[str] = []
         self._counted: list[bool] = []
@@ -91,7 +100,9 @@ class Known:
         """
         numbers = numbers_of(text)
         if opening:
-            self._exact.setdefault(numbers.whole, label)
+            labels = self._exact.setdefault(numbers.whole, [])
+            if label not in labels:
+                labels.append(label)
         if len(numbers.ngrams):
             self._texts.append(numbers)
             self._labels.append(label)
@@ -101,31 +112,29 @@ class Known:
     def __len__(self) -> int:
         return len(self._exact) + len(self._texts)
 
-    def count(self, texts: Iterable[str]) -> None:
-        """Take note of another text, in its parts, for what is shared by many."""
+    def count(self, texts: Sequence[Text]) -> None:
+        """Take note of a conversation's turns that `find` may be asked about, for what is shared by many."""
         self._prepare()
-        parts = [numbers_of(text).ngrams for text in texts]
-        found = np.unique(np.concatenate(parts)) if parts else np.empty(0, np.uint64)
+        found = np.unique(np.concatenate([text.ngrams for text in texts])) if texts else np.empty(0, np.uint64)
         if len(self._keys) and len(found):
             at = np.minimum(np.searchsorted(self._keys, found), len(self._keys) - 1)
             self._in_others[at[self._keys[at] == found]] += 1
             self._filtered = False
 
-    def find(self, texts: Sequence[str]) -> tuple[str, Kind] | None:
-        """The label of a known text that one of these overlaps with, and how; None where there is none.
+    def find(self, texts: Sequence[Text]) -> dict[str, Kind]:
+        """Labels of the known texts that one of these overlaps with, and how.
 
         Args:
             texts: the user's turns of a conversation, in order, or one text.
         """
         self._prepare()
-        numbers = [numbers_of(text) for text in texts]
-        if numbers and (label := self._exact.get(numbers[0].whole)) is not None:
-            return label, "verbatim"
         self._filter()
-        for one in numbers:
-            if (index := self._near(one.ngrams)) is not None:
-                return self._labels[index], "near"
-        return None
+        found: dict[str, Kind] = {}
+        for text in texts:
+            found |= {self._labels[owner]: "near" for owner in self._near(text.ngrams)}
+        if texts:
+            found |= dict.fromkeys(self._exact.get(texts[0].whole, []), "verbatim")
+        return found
 
     def _prepare(self) -> None:
         """Sort the known runs: where each stands, and in how many known texts it is."""
@@ -160,21 +169,70 @@ class Known:
         )
         self._filtered = True
 
-    def _near(self, ngrams: Hashes) -> int | None:
-        """Which known text's words these runs hold enough of."""
-        found = np.unique(ngrams)
-        starts, ends = (np.searchsorted(self._kept_runs, found, side=side) for side in ("left", "right"))
-        hits = np.flatnonzero(ends > starts)
+    def _near(self, ngrams: Hashes) -> Iterator[int]:
+        """The known texts whose words these runs hold enough of."""
+        runs = np.unique(ngrams)
+        starts, ends = (np.searchsorted(self._kept_runs, runs, side=side) for side in ("left", "right"))
         held: dict[int, npt.NDArray[np.bool_]] = {}
-        for hit in hits.tolist():
+        for hit in np.flatnonzero(ends > starts).tolist():
             for entry in range(starts[hit], ends[hit]):
                 owner, place = int(self._kept_owners[entry]), int(self._kept_places[entry])
-                words = held.setdefault(owner, np.zeros(self._texts[owner].words, dtype=bool))
-                words[place : place + NGRAM_WORDS] = True
+                mask = held.setdefault(owner, np.zeros(self._texts[owner].words, dtype=bool))
+                mask[place : place + NGRAM_WORDS] = True
         for owner in sorted(held):
             rest = self._rest[owner]
             words = int(rest.sum())
             needed = words if words < NGRAM_WORDS else SHARE * words
             if words and int((held[owner] & rest).sum()) >= needed:
-                return owner
-        return None
+                yield owner
+
+
+class PromptsFile:
+    """Writes the texts of training conversations as numbers; what they say cannot be read from it.
+
+    The file is a row of little-endian 64-bit numbers: for each text 1 if it opens its conversation or 0 if it is a later
+    turn, its `Text.whole`, its words, and its runs in order. It has no name until `publish`.
+
+    Args:
+        folder: where the temporary file lies.
+    """
+
+    def __init__(self, folder: Path) -> None:
+        self._file = tempfile.TemporaryFile(dir=folder)  # noqa: SIM115 (`publish` closes it)
+
+    def add(self, texts: Iterable[str]) -> None:
+        """Add a conversation: the user's turns in order, or one text."""
+        for turn, text in enumerate(texts):
+            numbers = numbers_of(text)
+            head = np.array([turn == 0, numbers.whole, numbers.words], dtype="<u8")
+            self._file.write(head.tobytes() + numbers.ngrams.astype("<u8").tobytes())
+
+    def publish(self, directory: Path) -> None:
+        """Put the file into a store, whole or not at all."""
+        size = self._file.tell()
+        self._file.seek(0)
+        with stage.new_file(directory / TRAINING_PROMPTS, size=size) as file:
+            shutil.copyfileobj(self._file, file)
+        self._file.close()
+
+
+def read_prompts_file(directory: Path) -> Iterator[list[Text]]:
+    """A store's training conversations as `PromptsFile` wrote them, one at a time.
+
+    Raises:
+        OSError: the store has no such file.
+        ValueError: it was cut off.
+    """
+    texts: list[Text] = []
+    with (directory / TRAINING_PROMPTS).open("rb") as file:
+        while head := file.read(24):
+            opening, whole, words = map(int, np.frombuffer(head, "<u8"))
+            ngrams = np.frombuffer(file.read(8 * max(0, words - NGRAM_WORDS + 1)), "<u8").astype(np.uint64)
+            if len(ngrams) != max(0, words - NGRAM_WORDS + 1):
+                raise ValueError(f"{directory / TRAINING_PROMPTS} ends in the middle of a prompt")
+            if opening and texts:
+                yield texts
+                texts = []
+            texts.append(Text(whole, words, ngrams))
+    if texts:
+        yield texts

@@ -4,20 +4,17 @@ from __future__ import annotations
 
 import hashlib
 import random
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from itertools import islice
 
 from draftsmith.conversations import EXPECTED, Conversation, Skip, Skips, detect, parse
 from draftsmith.errors import UserError
-from draftsmith.overlap import Known
+from draftsmith.overlap import Known, numbers_of
 from draftsmith.recipe import Extract, Prompts, Suite
 from draftsmith.rows import Unreadable, name_of, read_rows
 
 Prompt = Conversation
 """A conversation that ends with its first user turn: what the target is asked, once."""
-
-HELD_OUT = "the held-out prompts"
-"""How a row that is left out names them, where suites have their names."""
 
 
 def load_prompts(source: Prompts, *, whole: bool = False) -> list[Prompt]:
@@ -61,34 +58,35 @@ def split(
         UserError: either part cannot be read, or is empty although the recipe asks for it.
     """
     fraction = extract.held_out_fraction if extract.held_out is None else 0.0
-    known = Known()
+    known: list[Known] = []  # one for each source: what is boilerplate in it is its own matter
     for name, suite in (apart_from or {}).items():
-        for other in whole_suite(suite):
-            _add(known, other, f"the suite `{name}`")
+        known.append(known_of(whole_suite(suite), label=f"the suite `{name}`"))
     # Two passes before the one that counts: over what is held out, and over what boilerplate it shares with the rest.
-    some = False
     if extract.held_out is not None:
         held_out = _distinct(extract.held_out, whole, Skips())
     else:
         held_out = (one for one in _distinct(extract.prompts, whole, Skips()) if _uniform(one) < fraction)
     if extract.held_out is not None or fraction > 0:
-        for other in held_out:
-            some = True
-            _add(known, other, HELD_OUT, of_a_kind=True)
-        if not some:
+        mine = known_of(held_out, label="the held-out prompts", of_a_kind=True)
+        known.append(mine)
+        if not len(mine):
             raise UserError(
                 f"`extract.held_out_fraction: {fraction}` of the prompts in {name_of(extract.prompts)} holds none out. "
                 "Raise it, or name a held-out file in `extract.held_out`."
             )
         for other in _distinct(extract.prompts, whole, Skips()):
             if _uniform(other) >= fraction:
-                known.count(other.asked)
+                mine.count([numbers_of(text) for text in other.asked])
     some = False
     for conversation in _distinct(extract.prompts, whole, skips):
         if _uniform(conversation) < fraction:
             yield conversation, True
-        elif (found := known.find(conversation.asked)) is not None:
-            skips.add(f"{'as' if found[1] == 'verbatim' else 'nearly as'} in {found[0]}", conversation.where)
+            continue
+        texts = [numbers_of(text) for text in conversation.asked]
+        found = next((found for one in known if (found := one.find(texts))), None)
+        if found is not None:
+            label, kind = next(iter(found.items()))
+            skips.add(f"{'as' if kind == 'verbatim' else 'nearly as'} in {label}", conversation.where)
         else:
             some = True
             yield conversation, False
@@ -115,9 +113,19 @@ def whole_suite(suite: Suite) -> Iterator[Conversation]:
         yield from read_conversations(source, whole=suite.turns == "all", skips=None)
 
 
-def _add(known: Known, conversation: Conversation, label: str, *, of_a_kind: bool = False) -> None:
-    for turn, text in enumerate(conversation.asked):
-        known.add(text, label, of_a_kind=of_a_kind, opening=turn == 0)
+def known_of(conversations: Iterable[Conversation], *, label: str | None = None, of_a_kind: bool = False) -> Known:
+    """Conversations as others are held against them, each turn of the user by itself.
+
+    Args:
+        label: what `Known.find` answers; None: the conversation's id.
+        of_a_kind: as in `Known.add`.
+    """
+    known = Known()
+    for conversation in conversations:
+        for turn, text in enumerate(conversation.asked):
+            name = conversation.id if label is None else label
+            known.add(text, name, of_a_kind=of_a_kind, opening=turn == 0)
+    return known
 
 
 def read_conversations(source: Prompts, *, whole: bool, skips: Skips | None) -> Iterator[Conversation]:

@@ -21,6 +21,7 @@ from draftsmith.errors import DraftsmithError, UserError
 from draftsmith.extract.engine import Ask, Extracted, Job, run_engines
 from draftsmith.extract.requests import ExtractRequest, Requests, requests_of
 from draftsmith.machine import keep_freed_memory, return_freed_memory
+from draftsmith.overlap import TRAINING_PROMPTS, PromptsFile
 from draftsmith.progress import Bar, console
 from draftsmith.recipe import Recipe, digest
 from draftsmith.store import EncodedSequence, Store, StoreIdentity, StoreWriter, most_bytes, require_room
@@ -46,7 +47,8 @@ def run_extract(recipe: Recipe, run_dir: Path) -> dict[str, Any]:
     identity = store_identity(recipe, target, layer_ids)
     skips = Skips()
     run_dir.mkdir(parents=True, exist_ok=True)
-    requests = Requests(run_dir, requests_of(recipe, target.path, skips))
+    prompts = PromptsFile(run_dir)
+    requests = Requests(run_dir, requests_of(recipe, target.path, skips, prompts))
     for line in skips.lines():
         console.print(f"extract: not used: {line}", highlight=False, markup=False, soft_wrap=True)
     inputs = digest([vars(identity), recipe.seed, requests.digest])
@@ -96,7 +98,11 @@ def run_extract(recipe: Recipe, run_dir: Path) -> dict[str, Any]:
         "engine_seconds": round(seconds, 1),
     }
     sections = recipe.model_dump(mode="json", include={"seed", "target", "engine", "extract"})
-    stage.finish(directory, stage="extract", inputs=inputs, recipe=sections, figures=figures, started=started)
+    prompts.publish(directory)
+    stage.finish(
+        directory, stage="extract", inputs=inputs, recipe=sections, figures=figures, started=started,
+        files=(TRAINING_PROMPTS,),
+    )  # fmt: skip
     return figures
 
 

@@ -19,6 +19,7 @@ from draftsmith.conversations import Conversation, Skips
 from draftsmith.errors import UserError
 from draftsmith.extract.engine import Ask
 from draftsmith.extract.rendering import Rendered, Renderer, Unrenderable
+from draftsmith.overlap import PromptsFile
 from draftsmith.prompts import split
 from draftsmith.recipe import Recipe
 
@@ -107,8 +108,13 @@ def _request(line: bytes) -> ExtractRequest:
     return ExtractRequest(**fields | {"later": tuple(fields.get("later", ()))})
 
 
-def requests_of(recipe: Recipe, target_dir: Path, skips: Skips) -> Iterator[ExtractRequest]:
+def requests_of(
+    recipe: Recipe, target_dir: Path, skips: Skips, prompts: PromptsFile | None = None
+) -> Iterator[ExtractRequest]:
     """The recipe's conversations as requests, one at a time; those left out are counted in `skips`.
+
+    Args:
+        prompts: receives those that are trained on.
 
     Raises:
         UserError: no training conversation can be used.
@@ -120,9 +126,12 @@ def requests_of(recipe: Recipe, target_dir: Path, skips: Skips) -> Iterator[Extr
     renderer = Renderer(AutoTokenizer.from_pretrained(target_dir))
     some = False
     for conversation, held_out in split(options, whole=whole, skips=skips, apart_from=recipe.evaluate.suites):
-        for request in tokenised(recipe, renderer, conversation, skips, held_out=held_out):
-            some = some or not held_out
-            yield request
+        made = tokenised(recipe, renderer, conversation, skips, held_out=held_out)
+        if made and not held_out:
+            some = True
+            if prompts is not None:
+                prompts.add(conversation.asked)
+        yield from made
     if not some:
         raise UserError(
             f"No training conversation can be used: {'; '.join(skips.lines()[:3])}. Where they are too long, raise "

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from draftsmith.conversations import Skips
 from draftsmith.errors import UserError
-from draftsmith.overlap import Known, numbers_of
+from draftsmith.overlap import TRAINING_PROMPTS, Known, PromptsFile, numbers_of, read_prompts_file
 from draftsmith.prompts import split
 from draftsmith.recipe import Extract, Prompts, Suite
 
@@ -40,8 +40,7 @@ def known(*texts: str) -> Known:
 
 
 def kind(a_known: Known, text: str) -> str | None:
-    found = a_known.find([text])
-    return None if found is None else found[1]
+    return a_known.find([numbers_of(text)]).get("suite")
 
 
 def parts(extract: Extract, **suites: Suite) -> tuple[list[str], list[str], dict[str, int]]:
@@ -106,9 +105,12 @@ def test_short_later_turns_are_no_overlap():
     found.add(QUESTION, "suite")
     found.add("Go on.", "suite", opening=False)
     found.add(INSTRUCTION, "suite", opening=False)
-    assert found.find(["Go on."]) is None
-    assert found.find(["Hello there", "Go on."]) is None
-    assert found.find(["Hello there", "Now this. " + INSTRUCTION]) == ("suite", "near")
+    for turns, expected in (
+        (["Go on."], {}),
+        (["Hello there", "Go on."], {}),
+        (["Hello there", "Now this. " + INSTRUCTION], {"suite": "near"}),
+    ):
+        assert found.find([numbers_of(turn) for turn in turns]) == expected
 
 
 @settings(deadline=None, max_examples=60)
@@ -208,3 +210,22 @@ def test_nothing_but_a_suite_is_an_error(tmp_path):
     prompts = write(tmp_path / "p.jsonl", ["One prompt", "Another prompt"])
     with pytest.raises(UserError, match=r"No training prompts are left: .*evaluated on"):
         parts(Extract(prompts=prompts, held_out_fraction=0), mine=Suite(prompts=prompts))
+
+
+# ---- what a store says ----
+
+
+def test_a_prompts_file_gives_back_what_was_added(tmp_path):
+    conversations = [[QUESTION, "Go on."], ["Hi"], [INSTRUCTION, QUESTION, QUESTION]]
+    file = PromptsFile(tmp_path)
+    for texts in conversations:
+        file.add(texts)
+    file.publish(tmp_path)
+    assert [path.name for path in tmp_path.iterdir()] == [TRAINING_PROMPTS]
+    for found, texts in zip(read_prompts_file(tmp_path), conversations, strict=True):
+        for one, other in zip(found, map(numbers_of, texts), strict=True):
+            assert (one.whole, one.words, one.ngrams.tolist()) == (other.whole, other.words, other.ngrams.tolist())
+    path = tmp_path / TRAINING_PROMPTS
+    path.write_bytes(path.read_bytes()[:-8])
+    with pytest.raises(ValueError, match="ends in the middle"):
+        list(read_prompts_file(tmp_path))
