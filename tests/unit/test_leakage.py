@@ -1,0 +1,79 @@
+"""What evaluation finds in the stores of what it evaluates on."""
+
+import json
+from pathlib import Path
+
+import pytest
+
+from draftsmith.errors import UserError
+from draftsmith.overlap import TRAINING_PROMPTS, PromptsFile
+from draftsmith.prompts import load_prompts
+from draftsmith.recipe import Prompts, Suite
+from draftsmith.serve.leakage import lines, overlap
+
+ASKED = [
+    f"A farmer counts {number} sheep on Monday and {number * 7} on Tuesday; how many does he count in both days?"
+    for number in ("nine", "ten")
+] + [
+    "Explain to a child why the sky is blue at noon and red in the evening, without any formula.",
+    "Name a bird.",
+]
+
+
+def store(folder: Path, texts: list[str]) -> Path:
+    folder.mkdir()
+    file = PromptsFile(folder)
+    for text in texts:
+        file.add([text])
+    file.publish(folder)
+    return folder
+
+
+def suite(folder: Path, **options) -> Suite:
+    path = folder / "suite.jsonl"
+    path.write_text("".join(json.dumps({"prompt": text}) + "\n" for text in ASKED))
+    return Suite(prompts=Prompts(path=str(path), **options))
+
+
+def test_overlap_is_counted_over_all_stores(tmp_path):
+    mine = suite(tmp_path)
+    evaluated = load_prompts(mine.prompts)
+    first = store(tmp_path / "a", ["Name a bird", "Name a fish.", "Name a bird?"])
+    second = store(
+        tmp_path / "b", ["Hello. " + ASKED[2].upper(), "Something else that has nothing to do with it at all"]
+    )
+    none = store(tmp_path / "c", ["Something else that has nothing to do with it at all"])
+    for stores, verbatim, near in (([first], 1, 0), ([second], 0, 1), ([first, second], 1, 1), ([none], 0, 0)):
+        found = overlap(stores, {"mine": mine}, {"mine": evaluated})
+        assert found == {"mine": {"prompts": 4, "verbatim": verbatim, "near": near}}
+        assert bool(lines(found.items())) == bool(verbatim + near)
+    assert "2 of its 4 prompts" in lines(overlap([first, second], {"mine": mine}, {"mine": evaluated}).items())[0]
+
+
+def test_what_is_not_evaluated_is_not_counted(tmp_path):
+    mine = suite(tmp_path)
+    evaluated = load_prompts(mine.prompts)[:2]
+    found = overlap([store(tmp_path / "a", ASKED[1:])], {"mine": mine}, {"mine": evaluated})
+    assert found["mine"]["prompts"] == 2
+    assert found["mine"]["verbatim"] == 1
+
+
+def test_held_out_prompts_are_held_against_other_stores(tmp_path):
+    held_out = load_prompts(suite(tmp_path).prompts)
+    found = overlap(
+        [store(tmp_path / "own", ["Name a fish."]), store(tmp_path / "other", ASKED[2:])],
+        {"held_out": Suite(prompts="held_out")},
+        {"held_out": held_out},
+    )
+    assert found == {"held_out": {"prompts": 4, "verbatim": 2, "near": 0}}
+
+
+def test_a_store_that_does_not_say_is_no_proof(tmp_path):
+    mine = suite(tmp_path)
+    (tmp_path / "old").mkdir()
+    good = store(tmp_path / "a", ASKED)
+    assert overlap([good, tmp_path / "old"], {"mine": mine}, {"mine": load_prompts(mine.prompts)}) is None
+    path = good / TRAINING_PROMPTS
+    path.write_bytes(path.read_bytes()[:-8])
+    with pytest.raises(UserError, match="damaged"):
+        overlap([good], {"mine": mine}, {"mine": load_prompts(mine.prompts)})
