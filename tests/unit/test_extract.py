@@ -10,6 +10,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from transformers import LlamaConfig
 
+from draftsmith import stage
 from draftsmith.codec import encode_states
 from draftsmith.conversations import Conversation, Skips
 from draftsmith.errors import DraftsmithError, UserError
@@ -17,6 +18,7 @@ from draftsmith.extract.engine import Extracted
 from draftsmith.extract.extract import _checked, run_extract
 from draftsmith.extract.rendering import Renderer
 from draftsmith.extract.requests import ExtractRequest, Requests, tokenised
+from draftsmith.overlap import TRAINING_PROMPTS, numbers_of, read_prompts_file
 from draftsmith.recipe import Recipe
 from tests.unit.chat_templates import GEMMA
 from tests.unit.test_rendering import chat, make_tokenizer
@@ -172,3 +174,6 @@ def test_an_unfinished_store_of_other_prompts_is_not_continued(tmp_path: Path, m
     (tmp_path / "prompts.jsonl").write_text("\n".join(rows + rows[:1]))
     monkeypatch.setattr("draftsmith.extract.extract._extracted", lambda *given: some(*given, stop=100))
     assert run_extract(given, tmp_path / "run")["sequences"] == 4
+    prompts = [texts[0].whole for texts in read_prompts_file(tmp_path / "run" / "store")]
+    assert prompts == [numbers_of(f"question {i}").whole for i in range(4)], "what it was made from, each once"
+    assert TRAINING_PROMPTS in stage.read(tmp_path / "run" / "store")["files"]
