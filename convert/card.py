@@ -112,7 +112,8 @@ def _headline(results: Mapping[str, Any] | None) -> str:
         return ""
     suite, found = next(iter(results["suites"].items()))
     return (
-        f" Measured: **{found['speedup']:.2f} times the tokens per second** of plain decoding ({suite}, "
+        f" Measured: **{found['speedup']:.2f} times the tokens per second** of plain decoding in {results['dtype']}, and "
+        f"{found['speedup_over_fastest_plain']:.2f} times those of the fastest plain decoding of the machine ({suite}, "
         f"K = {results['num_speculative_tokens']}, one request at a time)."
     )
 
@@ -160,6 +161,17 @@ def _serving(
     return "\n\n".join(["## Serve it", f"```bash\n{command}\n```", " ".join(notes)])
 
 
+def _trained_on(results: Mapping[str, Any]) -> list[str]:
+    """A sentence for every suite of which some prompts were trained on."""
+    overlaps = {name: suite.get("overlap_with_training") for name, suite in results["suites"].items()}
+    return [
+        f"**Of {name}'s {one['prompts']} prompts the drafter was trained on {one['verbatim'] + one['near']}** "
+        f"({one['verbatim']} word for word): its figures are too good."
+        for name, one in overlaps.items()
+        if one and one["verbatim"] + one["near"]
+    ]
+
+
 def _measured(evaluate: Mapping[str, Any]) -> str:
     results = evaluate["figures"]
     best = str(results["num_speculative_tokens"])
@@ -173,11 +185,13 @@ def _measured(evaluate: Mapping[str, Any]) -> str:
                     name, k, f"{at_k['acceptance_length']:.3f}",
                     ", ".join(f"{100 * share:.1f}%" for share in at_k["acceptance_per_position"]),
                     f"{speeds['plain']:.1f}" if chosen else "", f"{speeds['speculative']:.1f}" if chosen else "",
-                    f"{suite['speedup']:.2f}" if chosen else "", f"{at_k['prompts_identical']} of {suite['prompts']}",
+                    f"{suite['speedup']:.2f} ({_ends(suite['speedup_interval'])})" if chosen else "",
+                    f"{suite['speedup_over_fastest_plain']:.2f}" if chosen else "",
+                    _ends(suite["throughput"]["noise"]["interval"]) if chosen else "", f"{at_k['prompts_identical']} of {suite['prompts']}",
                 ]
             )  # fmt: skip
-    headings = ("suite", "K", "acceptance length", "accepted by position", "plain tok/s", "speculative tok/s", "speed-up",
-                "same as plain decoding")  # fmt: skip
+    headings = ("suite", "K", "acceptance length", "accepted by position", "plain tok/s", "speculative tok/s",
+                "speed-up (95% interval)", "over the fastest plain", "noise", "same as plain decoding")  # fmt: skip
     predicted = results["predicted_acceptance_length"] or {}
     curve = [
         [
@@ -196,13 +210,20 @@ def _measured(evaluate: Mapping[str, Any]) -> str:
             f"With {results['target']} on {machine['processor']}, {machine['cores']} cores, {machine['memory_gib']:.0f} GiB, {gpus}; "
             f"{machine['system']}; {results['dtype']}; {versions}; {evaluate['finished_at']}.",
             _table(headings, rows),
+            *_trained_on(results),
             "K: speculative tokens. Acceptance length: tokens that one step of the target yields, 1 + accepted / drafts, greedy, "
-            "over all prompts of the suite. Tokens a second: prompt included, one request at a time, plain and speculative "
-            f"decoding in turns ({suite['timed_prompts']} prompts of {first}).",
+            "over all prompts of the suite. Tokens per second: prompt included, one request at a time, plain and speculative "
+            f"decoding in turns ({suite['timed_prompts']} prompts of {first}, drawn by category; {results['engine_starts']} engine "
+            f"start{'s' if results['engine_starts'] > 1 else ''}). The fastest plain configuration there: "
+            f"{suite['throughput']['fastest_plain']}. Noise: 95% interval of a second plain engine over the first.",
             _table(("K", "acceptance length", "predicted while training", "a step costs (plain: 1)", "speed-up to expect"), curve),
             "All figures: `eval/results.json` and `eval/report.html`.",
         ]
     )  # fmt: skip
+
+
+def _ends(interval: Sequence[float]) -> str:
+    return f"{interval[0]:.2f} to {interval[1]:.2f}"
 
 
 def _predicted(drafter: Contents) -> str:

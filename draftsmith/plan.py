@@ -34,8 +34,8 @@ _BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
 _GIB = 1024**3
 _COST_TOKENS = 16
 """Response tokens of an answer whose steps evaluation times; as in `serve/measure.py`."""
-_LOAD_ROUNDS = 3
-"""Runs of every batch size; from there, too."""
+_REQUESTS = 10
+"""Requests for each of those in flight; as in `serve/throughput.py`."""
 
 
 @dataclass(frozen=True)
@@ -320,16 +320,24 @@ def plan_evaluate(recipe: Recipe, assumed: Assumptions, sizes: TargetSizes, draf
         methods = [method.num_speculative_tokens or ks[-1] for method in options.methods.values()]
         for k in (0, *(ks if first else ks[-2:]), *methods):
             answer(prompts, longest, k=k, at_once=options.batch_size)
+        starts = options.engine_starts
         for k in (0, *ks) if first else ():
-            answer(min(prompts, options.curve_prompts), _COST_TOKENS, k=k, at_once=1)
-        for k in (0, ks[-1], *methods):
-            answer(min(prompts, options.speed_prompts), options.speed_tokens, k=k, at_once=1)
-        for size in options.batch_sizes if first else ():
-            for k in (0, ks[-1]):
-                answer(_LOAD_ROUNDS * size, options.speed_tokens, k=k, at_once=size)
+            answer(starts * min(prompts, options.curve_prompts), _COST_TOKENS, k=k, at_once=1)
+        # Plain decoding twice and the drafter; on a CPU, which may be faster in another dtype, plain and drafter once more.
+        timed = (0, 0, ks[-1]) if hardware and hardware.memory_gib else (0, 0, 0, ks[-1], ks[-1])
+        for k in (*timed, *methods):
+            answer(
+                starts * (1 + max(_REQUESTS, min(prompts, options.speed_prompts))), options.speed_tokens, k=k, at_once=1
+            )
+        for k in timed if first else ():
+            for size in options.batch_sizes:
+                answer(starts * (1 + _REQUESTS) * size, options.speed_tokens, k=k, at_once=size)
     engines = len(ks) + len(options.methods) + 1
     per_device = recipe.engine.tensor_parallel_size
-    seconds = {"answers without an accepted draft": answering, "starting": hardware.start_seconds} if hardware else {}
+    seconds = {}
+    if hardware:  # engines start anew for step costs and for speeds
+        starting = 2 * options.engine_starts * hardware.start_seconds
+        seconds = {"answers without an accepted draft": answering, "starting": starting}
     if hardware and options.request_rates:
         seconds["requests at their rates"] = sum(2 * options.request_prompts / rate for rate in options.request_rates)
     return StagePlan(

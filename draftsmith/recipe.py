@@ -387,16 +387,23 @@ class Evaluate(Section):
     """Numbers of speculative tokens to try on the first suite; the one that promises the highest speed-up is served."""
     acceptance_k: int = Field(3, ge=1)
     """Acceptance length is reported at this K for every suite, beside the chosen one, so that runs compare."""
+    engine_starts: int = Field(3, ge=1)
+    """How often engines are started anew to time steps and answers. Two engines that do the same are several percent apart, so
+    figures that are published take at least three; with one, intervals are over prompts alone."""
+    dtypes: tuple[Literal["float32", "bfloat16", "float16"], ...] | None = None
+    """Dtypes in which plain decoding and the drafter are timed, beside the target's; absent: those that the machine has arithmetic
+    for. The speed-up is quoted over the fastest plain decoding, too."""
     curve_prompts: int = Field(12, ge=1)
-    """Prompts of the first suite on which the cost of a step is timed, one at a time, at every K."""
-    speed_prompts: int = Field(12, ge=1)
-    """Prompts of each suite timed one at a time, plain and speculative in turn."""
+    """Prompts of the first suite on which the cost of a step is timed, one at a time, at every K, in each engine start."""
+    speed_prompts: int = Field(16, ge=1)
+    """Prompts of each suite timed with one request in flight, drawn with the recipe's seed so that every category has its share."""
     speed_tokens: int = Field(64, ge=2)
     """Response tokens of a timed prompt."""
     batch_size: int = Field(32, ge=1)
     """Sequences at once where acceptance and identity, not speed, are measured."""
     batch_sizes: tuple[Annotated[int, Field(ge=1)], ...] = ()
-    """Numbers of sequences at once at which throughput and latency are measured too, on the first suite."""
+    """Numbers of requests in flight at which throughput and latency are measured too, on the first suite's prompts: ten requests
+    and more for each in flight, the next one as soon as one ends."""
     request_rates: tuple[Annotated[float, Field(gt=0)], ...] = ()
     """Requests a second at which two servers, plain and speculative, are asked the first suite's prompts by vLLM's own load
     generator, `speed_tokens` long, for latency and throughput."""
@@ -422,7 +429,9 @@ class Tune(Section):
     prompts: int = Field(32, ge=1)
     """How many of them."""
     tokens: int = Field(64, ge=2)
-    """Longest answer where acceptance is measured, and speed by the clock."""
+    """Longest answer where acceptance is measured, and wall-clock speed."""
+    engine_starts: int = Field(1, ge=1)
+    """With `--verify`: how often engines are started anew; as `evaluate.engine_starts`."""
     output: str = "tune"
     """Folder of the results inside the run."""
 

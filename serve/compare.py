@@ -1,20 +1,23 @@
-"""Two evaluations against each other: is B worse than A, beyond what other prompts would have made of it?
+"""Two evaluations against each other: is B worse than A, beyond what other prompts and other engine starts would have made of it?
 
-Prompts that both have are compared in pairs, so that what makes a prompt easy or hard drops out. Of several figures some look
-worse by chance, so each has to be so at a level divided by their number (Bonferroni).
+Prompts that both have are compared in pairs, so that what makes a prompt easy or hard drops out. Speed moves from engine start to
+engine start as well, so it is compared only where both have several. Of several figures some look worse by chance, so each has to
+be so at a level divided by their number (Bonferroni), half of it for acceptance and half for speed.
 """
 
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 from typing_extensions import TypedDict
 
 from draftsmith.errors import UserError
-from draftsmith.serve.results import TURN, bootstrap
+from draftsmith.serve.configurations import plain_again_drafter
+from draftsmith.serve.statistics import TURN, bootstrap, gain
+from draftsmith.serve.throughput import AtStart, paired
 
 _LEVEL = 0.05
 _FEWEST = 5
@@ -26,13 +29,13 @@ class Comparison(TypedDict):
 
     suite: str
     figure: str
-    """`acceptance length, K = 3`, `speed-up` or `identical to plain decoding`."""
+    """`acceptance length, K = 3`, `speed-up`, `speed-up, 4 at once` or `the target's own answers`."""
     a: float
     b: float
     interval: list[float]
     """Of B's figure less A's, at a level divided by the number of comparisons."""
     verdict: str
-    """`better`, `worse`, or `same` where the interval holds zero."""
+    """`better`, `worse`, `same` where the interval holds zero, or `untested` where one of them has a single engine start."""
 
 
 def compare(a: Mapping[str, Any], b: Mapping[str, Any]) -> list[Comparison]:
@@ -49,42 +52,91 @@ def compare(a: Mapping[str, Any], b: Mapping[str, Any]) -> list[Comparison]:
         raise UserError(
             f"A is an evaluation of {a['target']} and B one of {b['target']}: figures of different targets do not compare."
         )
-    pairs: list[tuple[str, str, dict[str, list[float]], str]] = []
     found: list[Comparison] = []
-    for name in (name for name in a["suites"] if name in b["suites"]):
+    acceptance: list[tuple[str, str, dict[str, list[float]]]] = []
+    speeds: list[tuple[str, str, Mapping[str, Any], Mapping[str, Any]]] = []
+    shared = [
+        name
+        for name in a["suites"]
+        if name in b["suites"] and a["suites"][name]["prompts_sha256"] == b["suites"][name]["prompts_sha256"]
+    ]
+    for name in shared:
         one, other = a["suites"][name], b["suites"][name]
-        if one["prompts_sha256"] != other["prompts_sha256"]:
-            continue
         for k in (k for k in one["at_k"] if k in other["at_k"]):
             both = _paired(one["at_k"][k]["by_prompt"], other["at_k"][k]["by_prompt"])
-            pairs.append((name, f"acceptance length, K = {k}", both, "acceptance"))
-        both = _paired(one["seconds_by_prompt"], other["seconds_by_prompt"])
-        pairs.append((name, "speed-up", both, "speed-up"))
-        same = [float(suite["identical_to_plain"]) for suite in (one, other)]
-        verdict = "same" if same[0] == same[1] else "worse" if same[1] < same[0] else "better"
+            if _conversations(both) >= _FEWEST and _counts(both):
+                acceptance.append((name, f"acceptance length, K = {k}", both))
+        speeds.append((name, "speed-up", one["throughput"], other["throughput"]))
+        right = [float(_is_right(suite)) for suite in (one, other)]
+        verdict = "same" if right[0] == right[1] else "worse" if right[1] < right[0] else "better"
         found.append(
             {
-                "suite": name, "figure": "identical to plain decoding", "a": same[0], "b": same[1],
-                "interval": [same[1] - same[0]] * 2, "verdict": verdict,
+                "suite": name, "figure": "the target's own answers", "a": right[0], "b": right[1],
+                "interval": [right[1] - right[0]] * 2, "verdict": verdict,
             }
         )  # fmt: skip
-    pairs = [
-        pair for pair in pairs if len({prompt.partition(TURN)[0] for prompt in pair[2]}) >= _FEWEST and _counts(pair[2])
-    ]
-    if not pairs:
+    first = next(iter(a["suites"]))
+    if first in shared and first == next(iter(b["suites"])):
+        speeds += [
+            (first, f"speed-up, {n} at once", a["load"][n], b["load"][n]) for n in a["load"] if n in b["load"]
+        ]  # fmt: skip
+    speeds = [one for one in speeds if _conversations(_speed_prompts(*one[2:])) >= _FEWEST]
+    if not acceptance and not speeds:
         raise UserError(
             f"The two evaluations have no suite with the same prompts, at least {_FEWEST}, in common, so there is nothing to compare. "
             "Evaluate both on the same suites."
         )
-    for name, figure, both, kind in pairs:
-        statistic = _acceptance_gain if kind == "acceptance" else _speedup_gain
-        low, high = bootstrap(both, lambda sums, of=statistic: of(sums)[0], level=_LEVEL / len(pairs), otherwise=0.0)  # type: ignore[misc]
-        _, before, after = statistic([sum(column) for column in zip(*both.values(), strict=True)])
-        verdict = "worse" if high < 0 else "better" if low > 0 else "same"
-        found.append(
-            {"suite": name, "figure": figure, "a": before, "b": after, "interval": [low, high], "verdict": verdict}
-        )
+    for name, figure, both in acceptance:
+        level = _LEVEL / 2 / len(acceptance)
+        interval = bootstrap(both, lambda sums: _acceptance_gain(sums)[0], level=level, otherwise=0.0)
+        _, before, after = _acceptance_gain([sum(column) for column in zip(*both.values(), strict=True)])
+        found.append(_compared(name, figure, before, after, interval))
+    for name, figure, one, other in speeds:
+        found.append(_compared_speeds(name, figure, one, other, level=_LEVEL / 2 / len(speeds)))
     return found
+
+
+def _compared(suite: str, figure: str, before: float, after: float, interval: list[float]) -> Comparison:
+    verdict = "worse" if interval[1] < 0 else "better" if interval[0] > 0 else "same"
+    return {"suite": suite, "figure": figure, "a": before, "b": after, "interval": interval, "verdict": verdict}
+
+
+def _compared_speeds(
+    suite: str, figure: str, a: Mapping[str, Any], b: Mapping[str, Any], *, level: float
+) -> Comparison:
+    """Of the run's drafter over plain decoding, in the recipe's dtype."""
+    before, after = a["speedup"]["value"], b["speedup"]["value"]
+    if min(a["engine_starts"], b["engine_starts"]) < 2:
+        return {
+            "suite": suite, "figure": figure, "a": before, "b": after, "interval": [after - before] * 2, "verdict": "untested",
+        }  # fmt: skip
+    (plain_a, again_a, drafter_a), (plain_b, again_b, drafter_b) = _starts(a), _starts(b)
+    interval = gain(
+        paired(plain_a, drafter_a), paired(plain_b, drafter_b), noise_a=paired(plain_a, again_a),
+        noise_b=paired(plain_b, again_b), level=level,
+    )  # fmt: skip
+    return _compared(suite, figure, before, after, interval)
+
+
+def _starts(of: Mapping[str, Any]) -> list[list[AtStart]]:
+    return [one["starts"] for one in plain_again_drafter(of)]
+
+
+def _speed_prompts(a: Mapping[str, Any], b: Mapping[str, Any]) -> set[str]:
+    prompts = [
+        set(start["by_prompt"]) for of in (a, b) for one in _starts(of) for start in one
+    ]  # fmt: skip
+    return set.intersection(*prompts)
+
+
+def _conversations(prompts: Iterable[str]) -> int:
+    return len({prompt.partition(TURN)[0] for prompt in prompts})
+
+
+def _is_right(suite: Mapping[str, Any]) -> bool:
+    """Whether every difference from plain decoding is one that rounding explains."""
+    verdicts = [at_k["fidelity"]["verdict"] for at_k in suite["at_k"].values()]
+    return "wrong" not in [*verdicts, *(one["verdict"] for one in suite["throughput"]["fidelity"].values())]
 
 
 def _counts(both: Mapping[str, Sequence[float]]) -> bool:
@@ -100,12 +152,6 @@ def _paired(one: Mapping[str, Sequence[float]], other: Mapping[str, Sequence[flo
 def _acceptance_gain(sums: Sequence[Any]) -> tuple[Any, Any, Any]:
     drafts, accepted, drafts_b, accepted_b = sums
     before, after = 1 + accepted / drafts, 1 + accepted_b / drafts_b
-    return after - before, before, after
-
-
-def _speedup_gain(sums: Sequence[Any]) -> tuple[Any, Any, Any]:
-    plain, speculative, plain_b, speculative_b = sums
-    before, after = plain / speculative, plain_b / speculative_b
     return after - before, before, after
 
 
@@ -125,11 +171,11 @@ def read_results(place: Path, *, output: str = "eval") -> dict[str, Any]:
     try:
         results = json.loads(path.read_text())
         suites = results["suites"].values()
-        whole = all("seconds_by_prompt" in suite and "target" in results for suite in suites)
+        whole = all("throughput" in suite and "target" in results for suite in suites)
     except (OSError, ValueError, KeyError, AttributeError, TypeError):
         raise UserError(f"{path} is not the results of an evaluation.") from None
     if not whole:
         raise UserError(
-            f"{path} has no figures by prompt: an earlier version wrote it. Run `draftsmith evaluate` again with its recipe."
+            f"{path} has no figures by engine start: an earlier version wrote it. Run `draftsmith evaluate` again with its recipe."
         )
     return dict(results)

@@ -24,6 +24,7 @@ from typing import Any
 
 from draftsmith import recipe, vllm_env
 from draftsmith.errors import DraftsmithError
+from draftsmith.serve.in_flight import ConstantLoad, Request, Timing
 
 _LOG_LINES = 15
 """Lines of an engine's log that an error shows."""
@@ -178,9 +179,48 @@ class EngineHost:
         answers, seconds = self._call("generate", [list(ids) for ids in prompts], max_tokens, temperature)
         return [Generated(*answer) for answer in answers], seconds
 
-    def gap(self, context: Sequence[int], token: int, other: int) -> float | None:
-        """By how much this engine's logit of `token` is above that of `other` after a context; None where it is far above."""
-        found: float | None = self._call("gap", list(context), token, other)
+    def begin_load(self, requests: Sequence[Request], in_flight: int) -> None:
+        """Prepare requests of which so many are in flight at any time; nothing is asked yet (`in_flight.ConstantLoad`)."""
+        self._call("begin_load", [tuple(request) for request in requests], in_flight)
+
+    def advance_load(self, tokens: int) -> bool:
+        """Work on them until so many tokens came since the beginning; True when the measurement is complete.
+
+        Raises:
+            DraftsmithError: the engine failed.
+        """
+        return bool(self._call("advance_load", tokens))
+
+    def end_load(self) -> list[Timing]:
+        """What was measured since `begin_load`."""
+        return [Timing(*timing) for timing in self._call("end_load")]
+
+    def logit_margin(self, context: Sequence[int], token: int, other: int) -> float | None:
+        """By how much this engine's logit of `token` is above that of `other` after a context.
+
+        None where either is none of the likeliest: far apart.
+        """
+        found: float | None = self._call("logit_margin", list(context), token, other)
+        return found
+
+    def prefill_margins(
+        self, prompts: Sequence[Sequence[int]], answers: Sequence[Sequence[int]]
+    ) -> list[list[float | None]]:
+        """Where reading answers in one prefill prefers another token than they have, and by how much.
+
+        The same computation as decoding, in another shape.
+
+        Args:
+            prompts: token ids.
+            answers: the token ids that followed each prompt; both together leave room for one token.
+
+        Returns:
+            For each answer one entry per token: None where prefill prefers it too, otherwise the difference of the two logits,
+            which is 0 at a tie that the other token wins by its lower id.
+        """
+        found: list[list[float | None]] = self._call(
+            "prefill_margins", [list(ids) for ids in prompts], [list(ids) for ids in answers]
+        )
         return found
 
     def counters(self) -> Counters:
@@ -329,7 +369,41 @@ class _Engine:
             )  # fmt: skip
         return answers, seconds
 
-    def gap(self, context: list[int], token: int, other: int) -> float | None:
+    def begin_load(self, requests: list[tuple[Any, ...]], in_flight: int) -> None:
+        from vllm import SamplingParams
+
+        def sampling(max_tokens: int) -> SamplingParams:
+            return SamplingParams(temperature=0.0, max_tokens=max_tokens, detokenize=False)
+
+        self._load = ConstantLoad(
+            self._llm.llm_engine, [Request(*request) for request in requests], in_flight, sampling
+        )
+
+    def advance_load(self, tokens: int) -> bool:
+        return self._load.advance(tokens)
+
+    def end_load(self) -> list[tuple[Any, ...]]:
+        return [tuple(timing) for timing in self._load.timings()]
+
+    def prefill_margins(self, prompts: list[list[int]], answers: list[list[int]]) -> list[list[float | None]]:
+        from vllm import SamplingParams
+
+        sampling = SamplingParams(temperature=0.0, max_tokens=1, prompt_logprobs=2, detokenize=False)
+        inputs: list[Any] = [
+            {"prompt_token_ids": prompt + answer} for prompt, answer in zip(prompts, answers, strict=True)
+        ]
+        outputs = self._llm.generate(inputs, sampling, use_tqdm=False)
+        found = []
+        for prompt, answer, output in zip(prompts, answers, outputs, strict=True):
+            margins: list[float | None] = []
+            for token, logprobs in zip(answer, (output.prompt_logprobs or [])[len(prompt) :], strict=True):
+                values = {one: said.logprob for one, said in (logprobs or {}).items()}
+                best = max(values, key=lambda one: (values[one], -one))  # greedy decoding takes the lower id of equals
+                margins.append(None if best == token else values[best] - values[token])
+            found.append(margins)
+        return found
+
+    def logit_margin(self, context: list[int], token: int, other: int) -> float | None:
         from vllm import SamplingParams
 
         sampling = SamplingParams(temperature=0.0, max_tokens=1, logprobs=_LIKELIEST, detokenize=False)

@@ -6,9 +6,11 @@ Extraction keeps training apart from the suites that its recipe names. Suites ad
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import TypedDict
+from typing import Any
+
+from typing_extensions import TypedDict  # pydantic reads this one on every Python; typing's only from 3.12
 
 from draftsmith.errors import UserError
 from draftsmith.overlap import TRAINING_PROMPTS, read_prompts_file
@@ -70,15 +72,16 @@ def overlap(
     return found
 
 
-def lines(found: Iterable[tuple[str, Overlap | None]]) -> list[str]:
-    """What to tell people, a sentence for each suite that was trained on; none where there is no overlap.
+def trained_on(results: Mapping[str, Any]) -> list[str]:
+    """What to tell people: a sentence for every suite of which some prompts were trained on.
 
     Args:
-        found: suites by name; None where it is not known.
+        results: the contents of `results.json`.
     """
+    overlaps = {name: suite.get("overlap_with_training") for name, suite in results["suites"].items()}
     return [
         f"{name}: {one['verbatim'] + one['near']} of its {one['prompts']} prompts were trained on ({one['verbatim']} word for "
-        f"word, the others nearly so); its figures are too good."
-        for name, one in found
-        if one is not None and one["verbatim"] + one["near"]
+        "word, the others nearly so); its figures are too good."
+        for name, one in overlaps.items()
+        if one and one["verbatim"] + one["near"]
     ]

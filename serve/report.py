@@ -8,6 +8,8 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from html import escape
 
+from draftsmith.serve.configurations import Measured, Throughput, plain_again_drafter
+from draftsmith.serve.leakage import trained_on
 from draftsmith.serve.results import AtRate, Results, SuiteAtK
 
 _STYLE = """
@@ -55,12 +57,10 @@ def render(results: Results) -> str:
     curve = results["k_curve"]
     first_name, first = next(iter(results["suites"].items()))
     same = all(suite["identical_to_plain"] for suite in results["suites"].values())
-    differing = ", ".join(name for name, suite in results["suites"].items() if not suite["identical_to_plain"])
-    ties, faults = (sum(suite[key] for suite in results["suites"].values()) for key in ("near_ties", "faults"))
-    identity = "Every answer is identical to plain decoding's, token for token." if same else (
-        f"Some answers differ from plain decoding's ({escape(differing)}), {ties} of {ties + faults} where the target itself was undecided "
-        "(near-ties); results.json lists the first of them."
-    )  # fmt: skip
+    identity = "Every answer is identical to plain decoding's, token for token." if same else _differing(results)
+    fastest = first["throughput"]["speedup_over_fastest_plain"]
+    starts = results["engine_starts"]
+    over = f"prompts and {starts} engine starts" if starts > 1 else "prompts (engines were started once)"
     charts = [
         _figure(
             f"Acceptance length and the speed-up to expect, by K ({first_name})",
@@ -83,7 +83,7 @@ def render(results: Results) -> str:
             ),
         ),
         _figure(
-            "Tokens per second, one prompt at a time",
+            "Tokens per second, one request at a time",
             bar_chart(
                 list(results["suites"]),
                 {
@@ -105,9 +105,13 @@ def render(results: Results) -> str:
 <h1>{escape(results["target"])}</h1>
 <p class="soft">drafted by {escape(results["drafter"])}, {best} speculative tokens, {escape(results["dtype"])}</p>
 <p class="headline">{first["speedup"]:.2f}&times; the speed</p>
-<p>of plain decoding on {escape(first_name)}, one prompt at a time:
-{first["tokens_per_second"]["speculative"]:.1f} instead of {first["tokens_per_second"]["plain"]:.1f} tokens a second.
-{identity}</p>
+<p>of plain decoding on {escape(first_name)}, one request at a time, both in {escape(results["dtype"])}:
+{first["tokens_per_second"]["speculative"]:.1f} instead of {first["tokens_per_second"]["plain"]:.1f} tokens per second
+(95% interval over {over}: {_interval(first["speedup_interval"])}).
+Over the fastest plain decoding of this machine ({escape(first["throughput"]["fastest_plain"])}), the fastest speculative one
+({escape(first["throughput"]["fastest_speculative"])}) is <strong>{fastest["value"]:.2f}&times;</strong> as fast
+({_interval(fastest["interval"])}). {identity}</p>
+{"".join(f"<p><strong>{escape(line)}</strong></p>" for line in trained_on(results))}
 <h2>Charts</h2>
 <div class="charts">
 {"".join(charts)}
@@ -116,11 +120,14 @@ def render(results: Results) -> str:
 {_suite_table(results)}
 <p class="soft">Acceptance length: tokens that one step of the target yields, 1 + accepted / drafts; of other methods, steps
 without a guess are counted too. Accepted by position:
-share of all drafts whose first, second, ... token was accepted. Tokens a second include reading the prompt. Intervals: how
-far a figure would move with other prompts of the same kind (bootstrap over conversations), not with another machine.</p>
+share of all drafts whose first, second, ... token was accepted. Tokens per second include prompt processing. Intervals: how
+far a figure would move with other prompts of the same kind (bootstrap over conversations) and, of speeds, with other engine starts
+({starts} here), not with another machine. Noise: a second plain engine over the first.</p>
+<h2>Configurations</h2>
+{_configurations(results)}
 <h2>Numbers of speculative tokens</h2>
 <p class="soft">Step cost: the time of a decoding step over that of a plain one, one prompt at a time. The speed-up to expect
-is acceptance length over step cost; the K with the highest is chosen, and the speed-up above is then taken by the clock.</p>
+is acceptance length over step cost; the K with the highest is chosen, and the speed-up above is then measured.{_toss_up(results)}</p>
 {_curve_table(results)}
 {_categories(results)}{_quality(results)}{_load(results)}{_rates(results)}{_examples(results)}<h2>Measured with</h2>
 {_facts(results)}
@@ -224,7 +231,7 @@ def _suite_table(results: Results) -> str:
     for name, suite in results["suites"].items():
         for k, at_k in sorted(suite["at_k"].items(), key=lambda item: int(item[0])):
             chosen = k == str(results["num_speculative_tokens"])
-            speeds, ratios = suite["tokens_per_second"], suite["speedup_per_prompt"]
+            speeds, noise = suite["tokens_per_second"], suite["throughput"]["noise"]
             rows.append(
                 [
                     name, k, f"{at_k['acceptance_length']:.3f}", _interval(at_k["acceptance_length_interval"]),
@@ -234,7 +241,8 @@ def _suite_table(results: Results) -> str:
                     f"{speeds['speculative']:.2f}" if chosen else "",
                     f"{suite['speedup']:.3f}" if chosen else "",
                     _interval(suite["speedup_interval"]) if chosen else "",
-                    f"{ratios['min']:.2f} to {ratios['max']:.2f}" if chosen else "",
+                    f"{suite['speedup_over_fastest_plain']:.3f}" if chosen else "",
+                    _interval(noise["interval"]) if chosen else "",
                 ]
             )  # fmt: skip
         for method, other in suite["methods"].items():
@@ -244,12 +252,12 @@ def _suite_table(results: Results) -> str:
                     ", ".join(f"{100 * share:.1f}%" for share in other["acceptance_per_position"][:_POSITIONS_SHOWN]),
                     str(other["drafts"]), f"{other['prompts_identical']} of {suite['prompts']}",
                     f"{suite['tokens_per_second']['plain']:.2f}", f"{other['tokens_per_second']:.2f}", f"{other['speedup']:.3f}",
-                    _interval(other["speedup_interval"]), "",
+                    _interval(other["speedup_interval"]), "", "",
                 ]
             )  # fmt: skip
     headings = (
         "suite", "K", "acceptance length", "95% interval", "accepted by position", "drafts", "identical",
-        "plain tok/s", "spec. tok/s", "speed-up", "95% interval", "single prompts",
+        "plain tok/s", "spec. tok/s", "speed-up", "95% interval", "over fastest plain", "noise",
     )  # fmt: skip
     return _table(headings, rows)
 
@@ -284,32 +292,88 @@ def _quality(results: Results) -> str:
     return f"<h2>Answers that are right</h2>\n{_table(headings, rows)}"
 
 
+def _differing(results: Results) -> str:
+    """How answers differ from plain decoding's, and whether rounding explains it."""
+    found = [at_k["fidelity"] for suite in results["suites"].values() for at_k in suite["at_k"].values()]
+    differing, wrong = sum(one["differing"] for one in found), any(one["verdict"] == "wrong" for one in found)
+    suites = ", ".join(name for name, suite in results["suites"].items() if not suite["identical_to_plain"])
+    if wrong:
+        return (
+            f"<strong>{differing} answers are not plain decoding's ({escape(suites)}), more or by more than rounding explains: this engine "
+            "with this drafter changes the text.</strong> results.json lists the first of them."
+        )
+    return (
+        f"{differing} answers differ from plain decoding's ({escape(suites)}), each where the target itself was undecided, and no more "
+        "often than plain decoding differs from itself in another batch shape; results.json lists the first of them."
+    )
+
+
+def _toss_up(results: Results) -> str:
+    if not results["toss_up"]:
+        return ""
+    others = ", ".join(map(str, results["toss_up"]))
+    return f" Here the choice is a toss-up: within the errors, K = {others} may be as fast."
+
+
+def _configurations(results: Results) -> str:
+    """Every configuration's throughput and latency with one request in flight."""
+    rows = [
+        [suite_name, *_configuration(name, one, suite["throughput"])]
+        for suite_name, suite in results["suites"].items()
+        for name, one in suite["throughput"]["configurations"].items()
+    ]  # fmt: skip
+    return _table(("suite", *_CONFIGURATION_HEADINGS), rows)
+
+
+_CONFIGURATION_HEADINGS = (
+    "configuration", "tok/s", "over plain, same dtype", "95% interval", "first token, s", "s per output token", "answers",
+)  # fmt: skip
+
+
+def _configuration(name: str, one: Measured, of: Throughput) -> list[str]:
+    ratio, fidelity = of["speedups"].get(name), of["fidelity"].get(name)
+    return [
+        name, f"{one['tokens_per_second']:.2f}", f"{ratio['value']:.3f}" if ratio else "",
+        _interval(ratio["interval"]) if ratio else "", f"{one['first_token_seconds']:.3f}", f"{one['seconds_per_token']:.4f}",
+        fidelity["verdict"].replace("_", " ") if fidelity else "",
+    ]  # fmt: skip
+
+
 def _load(results: Results) -> str:
     load = results["load"]
     if not load:
         return ""
+    plain, _, drafter = zip(*(plain_again_drafter(at) for at in load.values()), strict=True)
     chart = _figure(
-        "Tokens per second of all sequences together, by how many run at once",
+        f"Tokens per second of all requests together, by how many are in flight ({results['dtype']})",
         line_chart(
             list(load),
             {
-                "plain": [at["plain"]["tokens_per_second"] for at in load.values()],
-                "speculative": [at["speculative"]["tokens_per_second"] for at in load.values()],
+                "plain": [one["tokens_per_second"] for one in plain],
+                "speculative": [one["tokens_per_second"] for one in drafter],
             },
         ),
     )
     rows = [
+        [size, *_configuration(name, one, at)]
+        for size, at in load.items()
+        for name, one in at["configurations"].items()
+    ]  # fmt: skip
+    ratios = [
         [
-            size, f"{at['plain']['tokens_per_second']:.1f}", f"{at['speculative']['tokens_per_second']:.1f}", f"{at['speedup']:.3f}",
-            *(f"{at[arm][key]:.3f}" for key in ("first_token_seconds", "seconds_per_token") for arm in ("plain", "speculative")),
+            size, f"{at['speedup']['value']:.3f}", _interval(at["speedup"]["interval"]), at["fastest_speculative"], at["fastest_plain"],
+            f"{at['speedup_over_fastest_plain']['value']:.3f}", _interval(at["speedup_over_fastest_plain"]["interval"]),
+            _interval(at["noise"]["interval"]),
         ]
         for size, at in load.items()
     ]  # fmt: skip
     headings = (
-        "at once", "plain tok/s", "spec. tok/s", "speed-up", "plain first token, s", "spec. first token, s",
-        "plain s/token", "spec. s/token",
+        "in flight", "speed-up", "95% interval", "fastest speculative", "fastest plain", "ratio of these", "95% interval", "noise",
     )  # fmt: skip
-    return f'<h2>Several at once</h2>\n<div class="charts">{chart}</div>\n{_table(headings, rows)}'
+    return (
+        f'<h2>Several at once</h2>\n<div class="charts">{chart}</div>\n{_table(headings, ratios)}'
+        f"{_table(('in flight', *_CONFIGURATION_HEADINGS), rows)}"
+    )
 
 
 def _rates(results: Results) -> str:

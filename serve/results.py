@@ -8,57 +8,27 @@ from __future__ import annotations
 
 import os
 import platform
-import statistics
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import NotRequired  # pydantic reads this one on every Python; typing's only from 3.12
 
-import numpy as np
-from typing_extensions import TypedDict  # pydantic reads this one on every Python; typing's only from 3.12
+from typing_extensions import TypedDict
 
+from draftsmith.serve.configurations import Throughput
+from draftsmith.serve.curve import CurvePoint
 from draftsmith.serve.engine import Counters, Generated
+from draftsmith.serve.fidelity import Control, Difference, Fidelity
+from draftsmith.serve.leakage import Overlap
+from draftsmith.serve.statistics import Interval, Ratio, bootstrap
 
-DIFFERENCES_KEPT = 20
-"""Differing prompts listed for each suite; all are counted."""
-NEAR_TIE = {"float32": 0.0, "bfloat16": 0.5, "float16": 0.0625}
-"""Largest difference of logits that rounding explains: four units in the last place of a logit between 16 and 32. In float32
-answers are equal."""
-TURN = "/turn-"
-"""Between the id of a conversation and the number of a later turn."""
-_BOOTSTRAP_SAMPLES = 2000
+__all__ = ["Control", "CurvePoint", "Difference", "Fidelity", "Interval", "Ratio", "Throughput"]
 
 
 class Speeds(TypedDict):
-    """Response tokens per second of engine time, prefill included, one prompt at a time."""
+    """Response tokens per wall second, prompt processing included, one request at a time, in the recipe's dtype."""
 
     plain: float
     speculative: float
-
-
-class Ratios(TypedDict):
-    """Speed-ups of single prompts: plain seconds over speculative seconds for the same prompt."""
-
-    min: float
-    median: float
-    max: float
-
-
-class Difference(TypedDict):
-    """A prompt whose speculative answer is not plain decoding's."""
-
-    prompt: str
-    """The prompt's id."""
-    position: int
-    """First response token that differs, from 0; the shorter answer's length where one only ends earlier."""
-    num_speculative_tokens: int
-    method: str | None
-    """The name of another method than the run's drafter."""
-    gap: float | None
-    """By how much the target preferred plain decoding's token there to the other one: the difference of its logits. None where
-    one answer only ends earlier, or the other token is none of the likeliest."""
-    near_tie: bool
-    """Whether that is within what rounding makes of a logit in the target's dtype (`NEAR_TIE`): the same step with more rows
-    adds in another order. Any other difference is a fault."""
 
 
 class Acceptance(TypedDict):
@@ -78,11 +48,6 @@ class Acceptance(TypedDict):
     accepted: int
 
 
-Interval = list[float]
-"""Two ends of a 95% confidence interval, by bootstrap over conversations (`bootstrap`): how much a figure would move with
-other prompts of the same kind. It says nothing of a machine that is busy at times."""
-
-
 class SuiteAtK(Acceptance):
     """One suite at one K, its prompts in batches beside plain decoding in the same batches."""
 
@@ -92,23 +57,10 @@ class SuiteAtK(Acceptance):
     have ids that end in `/turn-2` and so on."""
     prompts_identical: int
     """Prompts whose answer equals plain decoding's, token for token."""
+    fidelity: Fidelity
+    """Whether what differs is explained by rounding."""
     seconds: float
     """Engine time for all of the suite, in batches."""
-
-
-class Timed(TypedDict):
-    """One suite by the clock, one prompt at a time, at the chosen K."""
-
-    tokens_per_second: Speeds
-    """Over the timed prompts, each run plainly and speculatively in turn; prompt processing included."""
-    speedup: float
-    """Ratio of the two: total over total."""
-    speedup_interval: Interval
-    speedup_per_prompt: Ratios
-    timed_prompts: int
-    """The suite's last ones; step costs are measured on its first."""
-    seconds_by_prompt: dict[str, list[float]]
-    """Plain and speculative seconds of each timed prompt by its id."""
 
 
 class Category(TypedDict):
@@ -129,31 +81,10 @@ class MethodAtSuite(SuiteAtK):
     """What a decoding step yields, those in which nothing was guessed counted too. `acceptance_length` is of the others alone,
     as vLLM counts: lookup that seldom guesses, and then right, has a high one and gains little."""
     tokens_per_second: float
-    """As `Timed.tokens_per_second`, on the same prompts."""
+    """One request at a time, in the recipe's dtype."""
     speedup: float
+    """Over plain decoding in the same dtype."""
     speedup_interval: Interval
-    seconds_by_prompt: dict[str, list[float]]
-    """Plain seconds and this method's."""
-
-
-class AtBatch(TypedDict):
-    """Plain or speculative decoding with so many sequences at once."""
-
-    tokens_per_second: float
-    """Of all sequences together."""
-    first_token_seconds: float
-    """Median over the prompts; those of a batch are asked at once."""
-    seconds_per_token: float
-    """Median over the prompts, from the first token on."""
-
-
-class Load(TypedDict):
-    """One number of sequences at once, on the first suite."""
-
-    plain: AtBatch
-    speculative: AtBatch
-    speedup: float
-    """Ratio of tokens per second."""
 
 
 class AtRate(TypedDict):
@@ -198,8 +129,9 @@ class Example(TypedDict):
     """Text of each token, and which token of the drafter's chain it was, from 1; 0 where the target itself gave it."""
 
 
-class Suite(Acceptance, Timed):
-    """One set of prompts. Acceptance is at the chosen K and over all its prompts."""
+class Suite(Acceptance):
+    """One set of prompts. Acceptance is at the chosen K and over all its prompts; speed is of some of them, drawn so that every
+    category has its share, one request at a time."""
 
     prompts: int
     """Questions asked: each turn is one."""
@@ -214,31 +146,29 @@ class Suite(Acceptance, Timed):
     """None where the recipe does not ask for it."""
     max_tokens: int
     """Longest response where acceptance is measured; timed responses are `evaluate.speed_tokens` long."""
+    tokens_per_second: Speeds
+    speedup: float
+    """Wall-clock speedup at the chosen K over plain decoding, both in the recipe's dtype."""
+    speedup_interval: Interval
+    speedup_over_fastest_plain: float
+    """The drafter in its fastest dtype over plain decoding in its fastest."""
+    speedup_over_fastest_plain_interval: Interval
+    timed_prompts: int
+    throughput: Throughput
+    """All configurations with one request in flight, and what the figures above come from."""
     identical_to_plain: bool
-    """Every answer of the run's drafter on this suite, at every K in `at_k` and in the timed runs, equals plain decoding's."""
-    near_ties: int
-    """Answers that differ, of any method, at a near-tie of the target's (`Difference.near_tie`)."""
-    faults: int
-    """Answers that differ otherwise."""
+    """Every answer of the run's drafter on this suite, at every K in `at_k`, equals plain decoding's."""
+    overlap_with_training: NotRequired[Overlap | None]
+    """How much of it the drafter was trained on; None where a store does not say what it was made from."""
+    control: Control
+    """What rounding alone makes of the plain answers; `margins` are the first few."""
     differences: list[Difference]
-    """The first few where it does not."""
+    """The first few answers that are not plain decoding's, of the run's drafter and of other methods."""
     at_k: dict[str, SuiteAtK]
     """The same at each K measured on all prompts: the first suite at every K, others at the chosen one and at
     `evaluate.acceptance_k`."""
     plain_seconds: float
     """Engine time of plain decoding for all of the suite, in batches."""
-
-
-class CurvePoint(TypedDict):
-    """One K on the first suite."""
-
-    acceptance_length: float
-    """Over the whole suite."""
-    step_cost: float
-    """Seconds of one decoding step at this K over those of a plain step, one prompt at a time: the median over the curve's
-    prompts, each run plainly and at every K in turn."""
-    speedup: float
-    """What decoding should gain: acceptance length over step cost. K is chosen by it; `Suite.speedup` is by the clock."""
 
 
 class Machine(TypedDict):
@@ -266,12 +196,18 @@ class Results(TypedDict):
     suites: dict[str, Suite]
     k_curve: dict[str, CurvePoint]
     """K as a string, ascending; measured on the first suite."""
+    toss_up: list[int]
+    """Other K that may as well be the fastest; empty where the choice is clear."""
+    engine_starts: int
+    """How often engines were started anew for speeds and step costs. With one, intervals say nothing of how far engines that do
+    the same are apart."""
     predicted_acceptance_length: dict[str, float] | None
     """What training predicted for held-out text, by K as a string; None when it did not."""
     predicted_speedup: dict[str, float] | None
     """That over the step cost measured here, for every K of `k_curve` that it has; to hold beside `CurvePoint.speedup`."""
-    load: dict[str, Load]
-    """By number of sequences at once (`evaluate.batch_sizes`)."""
+    load: dict[str, Throughput]
+    """By requests in flight (`evaluate.batch_sizes`), on the first suite. The drafter has the K that `draftsmith tune` chose for that
+    load, where it was run for these weights; otherwise the K above."""
     rates: dict[str, Rate]
     """By requests a second (`evaluate.request_rates`)."""
     examples: list[Example]
@@ -309,12 +245,6 @@ def acceptance_of(at_k: SuiteAtK) -> Acceptance:
     }
 
 
-def curve_point(at_k: SuiteAtK, step_cost: float) -> CurvePoint:
-    """One K: what it accepts, what its steps cost, and the speed-up that follows."""
-    length = at_k["acceptance_length"]
-    return {"acceptance_length": length, "step_cost": step_cost, "speedup": length / step_cost}
-
-
 def predicted_speedup(
     predicted: Mapping[str, float] | None, curve: Mapping[str, CurvePoint]
 ) -> dict[str, float] | None:
@@ -324,46 +254,9 @@ def predicted_speedup(
     return {k: predicted[k] / point["step_cost"] for k, point in curve.items() if k in predicted}
 
 
-def bootstrap(
-    columns: Mapping[str, Sequence[float]],
-    statistic: Callable[[Sequence[Any]], Any],
-    *,
-    level: float = 0.05,
-    otherwise: float = 1.0,
-) -> Interval:
-    """A confidence interval of a figure of sums, by bootstrap over conversations.
-
-    Percentiles of the figure over samples of as many conversations, drawn with replacement (Efron and Tibshirani, An
-    Introduction to the Bootstrap, 1993, chapter 13). Turns of one conversation are no independent prompts, so they are drawn
-    together. The same data give the same interval.
-
-    Args:
-        columns: what is summed, by prompt id.
-        statistic: of the columns' sums, float64 [samples] each.
-        level: probability that the interval leaves out, half at each end.
-        otherwise: both ends where no sample has a figure.
-    """
-    groups: dict[str, list[Sequence[float]]] = {}
-    for prompt, values in columns.items():
-        groups.setdefault(prompt.partition(TURN)[0], []).append(values)
-    sums = np.array(
-        [np.sum(values, axis=0) for values in groups.values()], dtype=np.float64
-    )  # [conversations, columns]
-    drawn = np.random.default_rng(0).multinomial(len(sums), np.full(len(sums), 1 / len(sums)), size=_BOOTSTRAP_SAMPLES)
-    with np.errstate(divide="ignore", invalid="ignore"):
-        found = statistic(list((drawn @ sums).T))
-    found = found[np.isfinite(found)]  # a sample may hold no draft at all
-    return [float(end) for end in np.quantile(found, [level / 2, 1 - level / 2])] if len(found) else [otherwise] * 2
-
-
 def acceptance_interval(by_prompt: Mapping[str, Sequence[float]]) -> Interval:
     """Of an acceptance length, from drafts and accepted tokens by prompt."""
     return bootstrap(by_prompt, lambda sums: 1 + sums[1] / sums[0])
-
-
-def speedup_interval(seconds: Mapping[str, Sequence[float]]) -> Interval:
-    """Of a speed-up, from plain and speculative seconds by prompt: the same answers, so the ratio of times."""
-    return bootstrap(seconds, lambda sums: sums[0] / sums[1])
 
 
 def categories(by_prompt: Mapping[str, Sequence[int]], category_of: Mapping[str, str]) -> dict[str, Category]:
@@ -385,17 +278,6 @@ def categories(by_prompt: Mapping[str, Sequence[int]], category_of: Mapping[str,
         }
         for name, part in found.items()
     }  # fmt: skip
-
-
-def at_batch(runs: Sequence[tuple[Sequence[Generated], float]]) -> AtBatch:
-    """Throughput and latency from answers and seconds of several runs of a batch."""
-    answers = [answer for run, _ in runs for answer in run]
-    per_token = [one.decode_seconds / (len(one.token_ids) - 1) for one in answers if len(one.token_ids) > 1]
-    return {
-        "tokens_per_second": sum(len(answer.token_ids) for answer in answers) / sum(seconds for _, seconds in runs),
-        "first_token_seconds": statistics.median(answer.first_token_seconds for answer in answers),
-        "seconds_per_token": statistics.median(per_token) if per_token else 0.0,
-    }
 
 
 def tokens_per_step(answers: Sequence[Generated]) -> float:
@@ -423,35 +305,6 @@ def by_whom(answer: Generated) -> list[int]:
         found += [*range(1, accepted + 1), 0]
     found += [0] * len(answer.token_ids)  # near the longest length a step may not guess
     return found[: len(answer.token_ids)]
-
-
-def differences(
-    prompt_ids: Sequence[str],
-    plain: Sequence[Generated],
-    speculative: Sequence[Generated],
-    *,
-    k: int,
-    method: str | None = None,
-) -> list[Difference]:
-    """Where speculative answers differ from plain ones, prompt by prompt."""
-    found: list[Difference] = []
-    for prompt, one, other in zip(prompt_ids, plain, speculative, strict=True):
-        if one.token_ids != other.token_ids:
-            pairs = zip(one.token_ids, other.token_ids, strict=False)
-            shorter = min(len(one.token_ids), len(other.token_ids))
-            position = next((index for index, (a, b) in enumerate(pairs) if a != b), shorter)
-            found.append(
-                {
-                    "prompt": prompt, "position": position, "num_speculative_tokens": k, "method": method, "gap": None,
-                    "near_tie": False,
-                }
-            )  # fmt: skip
-    return found
-
-
-def fastest(curve: Mapping[int, CurvePoint]) -> int:
-    """The K with the highest speed-up; the smaller one of equals."""
-    return max(sorted(curve), key=lambda k: curve[k]["speedup"])
 
 
 def machine() -> Machine:

@@ -14,6 +14,7 @@ from draftsmith.recipe import Recipe
 from draftsmith.serve import results as res
 from draftsmith.serve.engine import Generated
 from draftsmith.serve.quality import MEASURES, NEEDS, can_score
+from draftsmith.serve.statistics import TURN
 
 
 @dataclass(frozen=True)
@@ -113,7 +114,7 @@ class Renderer:
         if len(ids) + suite.max_tokens > self._max_model_len:
             return None
         turn = prompt.turn + 1
-        name = f"{prompt.id.partition(res.TURN)[0]}{res.TURN}{turn}"
+        name = f"{prompt.id.partition(TURN)[0]}{TURN}{turn}"
         return SuitePrompt(name, question, ids, prompt.later[1:], turn)
 
     def text(self, prompt: SuitePrompt) -> str:

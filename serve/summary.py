@@ -7,6 +7,7 @@ from rich.table import Table
 
 from draftsmith.progress import console
 from draftsmith.serve import results as res
+from draftsmith.serve.leakage import trained_on
 from draftsmith.serve.results import Results
 
 _POSITIONS_SHOWN = 4
@@ -16,14 +17,16 @@ _POSITIONS_SHOWN = 4
 def print_table(results: Results) -> None:
     """The results on screen."""
     best = results["num_speculative_tokens"]
+    starts = results["engine_starts"]
+    over = f"prompts and {starts} engine starts" if starts > 1 else "prompts, of one engine start"
     table = Table(
         title=f"{results['target']} with {results['drafter']}: K = {best} chosen by measurement",
-        caption="length: acceptance length (of other methods: tokens a step); tok/s: plain to speculative, one prompt at a time; same: as plain decoding; "
-        "+-: half of a 95% interval over prompts",
+        caption="length: acceptance length (of other methods: tokens a step); tok/s: plain to speculative, one request at a time; "
+        f"fastest: over the fastest plain configuration; same: as plain decoding; +-: half of a 95% interval over {over}",
         box=SIMPLE_HEAD,
     )
     table.add_column("suite")
-    for heading in ("K", "length", "by position", "tok/s", "speed-up", "same"):
+    for heading in ("K", "length", "by position", "tok/s", "speed-up", "fastest", "same"):
         table.add_column(heading, justify="right", no_wrap=True)
     for name, suite in results["suites"].items():
         speeds = suite["tokens_per_second"]
@@ -36,6 +39,9 @@ def print_table(results: Results) -> None:
                 " ".join(f"{share:.2f}" for share in at_k["acceptance_per_position"]),
                 f"{speeds['plain']:.1f} to {speeds['speculative']:.1f}" if chosen else "",
                 _plus_minus(suite["speedup"], suite["speedup_interval"]) if chosen else "",
+                _plus_minus(suite["speedup_over_fastest_plain"], suite["speedup_over_fastest_plain_interval"])
+                if chosen
+                else "",
                 f"{at_k['prompts_identical']}/{suite['prompts']}",
             )
         for method, other in suite["methods"].items():
@@ -46,14 +52,22 @@ def print_table(results: Results) -> None:
                 " ".join(f"{share:.2f}" for share in other["acceptance_per_position"][:_POSITIONS_SHOWN]),
                 f"{speeds['plain']:.1f} to {other['tokens_per_second']:.1f}",
                 _plus_minus(other["speedup"], other["speedup_interval"]),
+                "",
                 f"{other['prompts_identical']}/{suite['prompts']}",
             )
     console.print(table)
-    for size, load in results["load"].items():
+    for name, suite in results["suites"].items():
+        _print_throughput(name, suite["throughput"])
+    for load in results["load"].values():
+        _print_throughput(f"{load['in_flight']} at once", load)
+    for name, suite in results["suites"].items():
+        wrong = [k for k, at_k in suite["at_k"].items() if at_k["fidelity"]["verdict"] == "wrong"]
+        if wrong:
+            console.print(f"{name}: answers are not the target's own at K = {', '.join(wrong)}", style="bold red")
+    if results["toss_up"]:
+        others = ", ".join(map(str, results["toss_up"]))
         console.print(
-            f"{size} at once: {load['plain']['tokens_per_second']:.1f} to {load['speculative']['tokens_per_second']:.1f} tok/s "
-            f"({load['speedup']:.2f}); first token after {load['plain']['first_token_seconds']:.2f} and "
-            f"{load['speculative']['first_token_seconds']:.2f} s",
+            f"The choice of K = {best} is a toss-up: within the error of step costs and prompts, K = {others} may be as fast.",
             highlight=False,
         )
     for rate, at in results["rates"].items():
@@ -69,15 +83,33 @@ def print_table(results: Results) -> None:
                 f"{name}: {quality['plain']:.1%} right of {quality['prompts']} plainly, {quality['speculative']:.1%} with the drafter",
                 highlight=False,
             )
+    for line in trained_on(results):
+        console.print(line, style="bold red", highlight=False, markup=False, soft_wrap=True)
     for k, point in results["k_curve"].items():
         predicted = (results["predicted_acceptance_length"] or {}).get(k)
         said = f" (predicted {predicted:.3f})" if predicted is not None else ""
         faster = f" (predicted {predicted / point['step_cost']:.2f})" if predicted is not None else ""
         console.print(
-            f"K = {k}: acceptance length {point['acceptance_length']:.3f}{said}; a step costs {point['step_cost']:.2f} plain "
-            f"steps; speed-up to expect {point['speedup']:.2f}{faster}",
+            f"K = {k}: acceptance length {point['acceptance_length']:.3f}{said}; a step costs {point['step_cost']:.2f} "
+            f"(+-{1.96 * point['step_cost_error']:.2f}) plain steps; speed-up to expect {point['speedup']:.2f}{faster}",
             highlight=False,
         )
+
+
+def _print_throughput(name: str, of: res.Throughput) -> None:
+    """One line of every configuration's tokens per second, and the ratios that matter, with the machine's noise."""
+    rates = ", ".join(f"{what} {one['tokens_per_second']:.1f}" for what, one in of["configurations"].items())
+    ratio, fastest, noise = of["speedup"], of["speedup_over_fastest_plain"], of["noise"]
+    console.print(
+        f"{name}: tok/s: {rates}. Speed-up {ratio['value']:.2f} ({_ends(ratio)}; median of starts {ratio['median']:.2f}); "
+        f"{of['fastest_speculative']} over {of['fastest_plain']}: {fastest['value']:.2f} ({_ends(fastest)}); noise, plain over plain: "
+        f"{noise['value']:.2f} ({_ends(noise)})",
+        highlight=False, soft_wrap=True,
+    )  # fmt: skip
+
+
+def _ends(ratio: res.Ratio) -> str:
+    return f"{ratio['interval'][0]:.2f} to {ratio['interval'][1]:.2f}"
 
 
 def _plus_minus(value: float, interval: res.Interval) -> str:

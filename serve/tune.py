@@ -31,18 +31,22 @@ from draftsmith.errors import UserError
 from draftsmith.progress import Bar, console
 from draftsmith.recipe import Recipe, digest
 from draftsmith.serve import results as res
+from draftsmith.serve.curve import non_decreasing
 from draftsmith.serve.engine import EngineConfig, EngineHost, Generated, start_engines
+from draftsmith.serve.measure import draw
 from draftsmith.serve.speculation import ONE_K, method_config, own_drafter
+from draftsmith.serve.statistics import Ratio
 from draftsmith.serve.suites import Renderer, SuitePrompt, suite_prompts
+from draftsmith.serve.throughput import REQUESTS_PER_SLOT, AtStart, at_start, run_load, schedule, speedup
 from draftsmith.target import TargetInfo, describe_target, prepare_target
 
 _COST_TOKENS = 24
 """Response tokens of an answer whose steps are timed."""
 _COST_ANSWERS = 12
 """At least so many answers are timed at every batch size, in rounds of a batch; at least three rounds."""
-_VERSION = 2
-_READS_ALONG = -1
-"""The engine whose drafter guesses nothing, among those numbered by K, 0 being the plain one."""
+_VERSION = 3
+_READS_ALONG, _BY_SCHEDULE = -1, -2
+"""Among engines numbered by K, 0 being the plain one: whose drafter guesses nothing, and which goes by the schedule."""
 
 ByBatch = dict[str, dict[str, float]]
 """By number of sequences at once, then by K; both as strings."""
@@ -58,8 +62,8 @@ class Tuned(TypedDict):
     acceptance_length: dict[str, float]
     """By K, from that."""
     step_cost: ByBatch
-    """Seconds of a step over those of a plain engine's with as many sequences; K = 0: the drafter guesses nothing
-    and reads along, which cannot cost less than 1."""
+    """Seconds of a step over those of a plain engine's with as many sequences, no less than at a smaller K (isotonic regression
+    where measurements say otherwise); K = 0: the drafter guesses nothing and reads along, which cannot cost less than 1."""
     speedup: ByBatch
     """What decoding should gain: acceptance length over step cost."""
     roofline: ByBatch | None
@@ -68,10 +72,12 @@ class Tuned(TypedDict):
     """vLLM's `num_speculative_tokens_per_batch_size`: from, to, K."""
     pays: bool
     """Whether guessing gains anything at any of the loads."""
-    measured: ByBatch | None
-    """Speed-up of decoding by the clock, of longer answers; with `verify`."""
-    schedule_measured: dict[str, float] | None
+    measured: dict[str, dict[str, Ratio]] | None
+    """Wall-clock speedup by requests in flight, then by K, as `evaluate` defines it (serve/throughput.py); with `verify`."""
+    schedule_measured: dict[str, Ratio] | None
     """The same of an engine that goes by the schedule."""
+    engine_starts: int
+    """How often engines were started anew for `measured`."""
     dtype: str
     versions: dict[str, str]
     machine: res.Machine
@@ -83,7 +89,7 @@ def run_tune(recipe: Recipe, run_dir: Path, *, verify: bool = False) -> Tuned:
     Args:
         recipe: `target`, `engine`, `tune`, `plan` and the suite that `tune` names are read.
         run_dir: `runs/NAME`, with the drafter in `vllm/`.
-        verify: measure by the clock, too, at every batch size and K, and with the schedule.
+        verify: measure wall-clock speedups, too, at every batch size and K, and with the schedule.
 
     Raises:
         UserError: there is no drafter, or the suite has too few prompts.
@@ -97,9 +103,10 @@ def run_tune(recipe: Recipe, run_dir: Path, *, verify: bool = False) -> Tuned:
     suite = options.suite or next(iter(recipe.evaluate.suites), None)
     if suite is None:
         raise UserError("There are no prompts to tune on: `evaluate.suites` is empty. Give it a suite.")
-    prompts = Renderer(target.path, recipe.engine.max_model_len).suite(
-        suite, suite_prompts(recipe, suite)[: options.prompts], options.tokens
+    every = Renderer(target.path, recipe.engine.max_model_len).suite(
+        suite, suite_prompts(recipe, suite), options.tokens
     ).prompts  # fmt: skip
+    prompts = draw(every, options.prompts, seed=recipe.seed)
     if len(prompts) < max(options.batch_sizes):
         raise UserError(
             f"The suite `{suite}` has {len(prompts)} prompts, too few for {max(options.batch_sizes)} at once. Lower "
@@ -141,34 +148,32 @@ def run_tune(recipe: Recipe, run_dir: Path, *, verify: bool = False) -> Tuned:
     try:
         costs = _step_costs(engines, prompts, options.batch_sizes)
         shares = _acceptance(engines[ks[-1]], prompts, options.tokens)
-        guessing = {k: engine for k, engine in engines.items() if k != _READS_ALONG}
-        measured = _measure(guessing, prompts, options.batch_sizes, options.tokens) if verify else None
     finally:
         for host in engines.values():
             host.close()
     for of_batch in costs.values():
         if _READS_ALONG in of_batch:
             of_batch[0] = max(1.0, of_batch.pop(_READS_ALONG))
+        in_order = sorted(of_batch)
+        of_batch.update(zip(in_order, non_decreasing([of_batch[k] for k in in_order]), strict=True))
     lengths = {k: 1 + sum(shares[:k]) for k in (0, *ks)}
     speedups = {
         batch: {k: lengths[k] / cost for k, cost in sorted(of_batch.items())} for batch, of_batch in costs.items()
     }  # fmt: skip
     if method.method in ONE_K:  # the best of the smallest load, where that pays
         smallest = {min(speedups): speedups[min(speedups)]}
-        schedule = make_schedule(smallest, most=recipe.extract.max_num_seqs)
+        best_k = make_schedule(smallest, most=recipe.extract.max_num_seqs)
     else:
-        schedule = make_schedule(speedups, most=recipe.extract.max_num_seqs)
-    pays = any(k for _, _, k in schedule)
-    schedule_measured = None
-    if verify and pays:
-        pair = {0: None, 1: speculative(num_speculative_tokens_per_batch_size=tuple(map(tuple, schedule)))}
-        engines = _start(recipe, target, pair, output)
-        try:
-            both = _measure(engines, prompts, options.batch_sizes, options.tokens)
-            schedule_measured = {str(batch): of_batch[1] for batch, of_batch in both.items()}
-        finally:
-            for host in engines.values():
-                host.close()
+        best_k = make_schedule(speedups, most=recipe.extract.max_num_seqs)
+    pays = any(k for _, _, k in best_k)
+    measured = schedule_measured = None
+    if verify:
+        timed = {k: config for k, config in configs.items() if k != _READS_ALONG}
+        if pays:
+            timed[_BY_SCHEDULE] = speculative(num_speculative_tokens_per_batch_size=tuple(map(tuple, best_k)))
+        measured = _measure(recipe, target, timed, draw(every, len(every), seed=recipe.seed), output)
+        if pays:
+            schedule_measured = {str(batch): of_batch.pop(_BY_SCHEDULE) for batch, of_batch in measured.items()}
     found = {
         "target": target.name,
         "drafter_sha256": drafter_sha256,
@@ -177,10 +182,13 @@ def run_tune(recipe: Recipe, run_dir: Path, *, verify: bool = False) -> Tuned:
         "step_cost": _as_text(costs),
         "speedup": _as_text(speedups),
         "roofline": _roofline(recipe, target, drafter_dir, method.method, prompts, {k: lengths[k] for k in ks}),
-        "schedule": schedule,
+        "schedule": best_k,
         "pays": pays,
-        "measured": _as_text(measured) if measured else None,
+        "measured": {str(n): {str(k): one for k, one in of_n.items()} for n, of_n in measured.items()}
+        if measured
+        else None,
         "schedule_measured": schedule_measured,
+        "engine_starts": options.engine_starts,
         "dtype": recipe.target.dtype,
         "versions": stage.versions(),
         "machine": res.machine(),
@@ -232,7 +240,7 @@ def _start(
 ) -> dict[int, EngineHost]:
     engines = [
         EngineConfig(
-            name={0: "plain", _READS_ALONG: "reads-along"}.get(k, f"k{k}"), target=str(target.path),
+            name={0: "plain", _READS_ALONG: "reads-along", _BY_SCHEDULE: "schedule"}.get(k, f"k{k}"), target=str(target.path),
             dtype=recipe.target.dtype, engine=recipe.engine, speculative=config,
             max_num_seqs=max(recipe.tune.batch_sizes), memory_share=1 / len(configs),
         )
@@ -293,27 +301,31 @@ def _acceptance(engine: EngineHost, prompts: Sequence[SuitePrompt], tokens: int)
 
 
 def _measure(
-    engines: Mapping[int, EngineHost], prompts: Sequence[SuitePrompt], batch_sizes: Sequence[int], tokens: int
-) -> dict[int, dict[int, float]]:
-    """Speed-up of decoding by the clock, by batch size and K: tokens after the first over their seconds, in turns."""
-    order, done = list(engines), 0
-    counts = {batch: len(prompts) // batch * batch for batch in batch_sizes}  # all, as acceptance is of all
-    found: dict[int, dict[int, float]] = {}
-    with Bar("measured", total=sum(counts.values()) * len(order), unit="answers") as bar:
-        for batch in sorted(batch_sizes):
-            token_count, seconds = dict.fromkeys(order, 0), dict.fromkeys(order, 0.0)
-            for first in range(0, counts[batch], batch):
-                inputs = [prompt.token_ids for prompt in prompts[first : first + batch]]
-                shift = first // batch % len(order)
-                for k in order[shift:] + order[:shift]:
-                    for answer in engines[k].generate(inputs, max_tokens=tokens)[0]:
-                        token_count[k] += len(answer.token_ids) - 1
-                        seconds[k] += answer.decode_seconds
-                    done += batch
-                    bar.update(done)
-            rates = {k: token_count[k] / seconds[k] for k in order}
-            found[batch] = {k: rates[k] / rates[0] for k in order[1:]}
-    return found
+    recipe: Recipe,
+    target: TargetInfo,
+    configs: Mapping[int, dict[str, Any] | None],
+    prompts: Sequence[SuitePrompt],
+    log_dir: Path,
+) -> dict[int, dict[int, Ratio]]:
+    """Wall-clock speedup by requests in flight and K, with engines started anew `tune.engine_starts` times."""
+    options = recipe.tune
+    starts: dict[int, list[dict[int, AtStart]]] = {in_flight: [] for in_flight in sorted(options.batch_sizes)}
+    for _ in range(options.engine_starts):
+        engines = _start(recipe, target, configs, log_dir)
+        try:
+            for in_flight, found in starts.items():
+                asked = prompts[: max(REQUESTS_PER_SLOT * in_flight, options.prompts)]
+                ids = [(prompt.id, prompt.token_ids) for prompt in asked]
+                requests = schedule(ids, in_flight, options.tokens, seed=recipe.seed)
+                timings = run_load(engines, requests, in_flight, "measured")
+                found.append({k: at_start(timing, requests) for k, timing in timings.items()})
+        finally:
+            for host in engines.values():
+                host.close()
+    return {
+        in_flight: {k: speedup([one[0] for one in found], [one[k] for one in found]) for k in configs if k != 0}
+        for in_flight, found in starts.items()
+    }
 
 
 def _roofline(
@@ -360,15 +372,24 @@ def print_tuned(tuned: Tuned) -> None:
     for batch, of_batch in tuned["speedup"].items():
         for k, value in of_batch.items():
             measured = tuned["measured"][batch].get(k) if tuned["measured"] else None
+            shown = (
+                f"{measured['value']:.2f} ({measured['interval'][0]:.2f} to {measured['interval'][1]:.2f})"
+                if measured
+                else ""
+            )
             roofline = tuned["roofline"][batch].get(k) if tuned["roofline"] else None
             table.add_row(
                 batch if k == next(iter(of_batch)) else "", k, f"{tuned['acceptance_length'][k]:.3f}",
-                f"{tuned['step_cost'][batch][k]:.2f}", f"{value:.2f}", f"{measured:.2f}" if measured else "",
+                f"{tuned['step_cost'][batch][k]:.2f}", f"{value:.2f}", shown,
                 f"{roofline:.2f}" if roofline else "",
             )  # fmt: skip
     console.print(table)
-    for batch, value in (tuned["schedule_measured"] or {}).items():
-        console.print(f"{batch} at once, with the schedule: {value:.2f} by the clock", highlight=False)
+    for batch, one in (tuned["schedule_measured"] or {}).items():
+        low, high = one["interval"]
+        console.print(
+            f"{batch} at once, with the schedule: {one['value']:.2f} ({low:.2f} to {high:.2f}), wall-clock",
+            highlight=False,
+        )
     if tuned["pays"]:
         console.print(
             f"tune: num_speculative_tokens_per_batch_size = {json.dumps(tuned['schedule'])}; `draftsmith serve` goes by it",

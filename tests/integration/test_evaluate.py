@@ -78,6 +78,7 @@ def tiny_recipe(folder: Path) -> Recipe:
             "evaluate": {
                 "suites": {"held_out": {"prompts": "held_out"}, "other": {"prompts": prompts("other", 3), "max_tokens": 8}},
                 "k": [1, 2], "acceptance_k": 2, "curve_prompts": 2, "speed_prompts": 2, "speed_tokens": 12, "batch_size": 4,
+                "batch_sizes": [2], "engine_starts": 2, "dtypes": ["float32", "bfloat16"],
             },
         }
     )  # fmt: skip
@@ -113,7 +114,18 @@ def test_evaluate(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         assert suite["at_k"]["2"]["prompts_identical"] == prompts
         assert suite["at_k"]["2"]["draft_tokens"] == 2 * suite["at_k"]["2"]["drafts"] > 0
         assert len(suite["at_k"]["2"]["acceptance_per_position"]) == 2
-        assert suite["tokens_per_second"]["speculative"] / suite["tokens_per_second"]["plain"] == suite["speedup"]
+        assert suite["tokens_per_second"]["speculative"] / suite["tokens_per_second"]["plain"] == pytest.approx(
+            suite["speedup"]
+        )
+        assert suite["at_k"]["2"]["fidelity"]["verdict"] == "identical"
+        assert suite["control"]["tokens"] > 0
+        # bfloat16 is timed too, and its answers are held against plain decoding in bfloat16.
+        assert set(suite["throughput"]["fidelity"]) == {
+            f"K = {results['num_speculative_tokens']}, {dtype}" for dtype in ("float32", "bfloat16")
+        }
+    under_load = results["load"]["2"]
+    assert (under_load["in_flight"], under_load["requests"], under_load["engine_starts"]) == (2, 20, 2)
+    assert all(one["tokens_per_second"] > 0 for one in under_load["configurations"].values())
     # This drafter is right now and then; a drafter that vLLM fails to load properly never is.
     assert results["suites"]["held_out"]["at_k"]["2"]["accepted"] > 0
     assert "tiny" in (run_dir / "eval" / "report.html").read_text()

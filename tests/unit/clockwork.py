@@ -1,11 +1,14 @@
 """Engines that keep a clock of their own: every step takes a planted time and accepts what is planted."""
 
 import json
+from collections.abc import Sequence
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 from draftsmith import recipe
 from draftsmith.serve.engine import Counters, EngineConfig, Generated
+from draftsmith.serve.in_flight import ConstantLoad, Request, Timing
 from tests.unit.tiny_run import make_run
 
 COSTS = {
@@ -16,6 +19,10 @@ ACCEPTED = [3, 1, 0, 2]
 """Planted: guesses accepted in each step, of three; cut at K."""
 
 
+START_FACTORS: list[float] = []
+"""Planted, taken in turn by engines as they start: how much slower each is than it should be; none: all are alike."""
+
+
 class Engine:
     """An engine of which every step takes a planted time."""
 
@@ -24,23 +31,29 @@ class Engine:
     def __init__(self, config: EngineConfig) -> None:
         self.config = config
         self.total = Counters(0, 0, 0, (0,) * config.num_speculative_tokens)
+        self.factor = START_FACTORS[len(self.started) % len(START_FACTORS)] if START_FACTORS else 1.0
+        self.token = 7
         self.started.append(config)
 
-    def generate(self, prompts: Any, *, max_tokens: int) -> tuple[list[Generated], float]:
-        batch, k = len(prompts), self.config.num_speculative_tokens
+    def at(self, batch: int) -> tuple[int, float]:
+        """K and the seconds of a step with so many sequences."""
+        k = self.config.num_speculative_tokens
         schedule = (self.config.speculative or {}).get("num_speculative_tokens_per_batch_size")
         if schedule:
             k = next(k for first, last, k in schedule if first <= batch <= last)
         costs = COSTS.get(batch, COSTS[8]) | ({} if schedule else {0: 1.0})
-        cost = 0.05 * costs[k]
+        return k, 0.05 * costs[k] * self.factor
+
+    def generate(self, prompts: Any, *, max_tokens: int) -> tuple[list[Generated], float]:
+        k, cost = self.at(len(prompts))
         answers = []
         for _ in prompts:
             steps: list[int] = []
             while 1 + sum(steps) + len(steps) < max_tokens:
                 steps.append(min(ACCEPTED[len(steps) % len(ACCEPTED)], k))
-            tokens = 1 + sum(steps) + len(steps)
+            tokens = [self.token] * min(max_tokens, 1 + sum(steps) + len(steps))
             answers.append(
-                Generated([7] * tokens, "length", cost * len(steps), 0.0, (k,) * len(steps) if k else (), tuple(steps))
+                Generated(tokens, "length", cost * len(steps), 0.0, (k,) * len(steps) if k else (), tuple(steps))
             )
             if k:
                 by_position = tuple(sum(step > i for step in steps) for i in range(self.config.num_speculative_tokens))
@@ -48,13 +61,62 @@ class Engine:
                     self.total.drafts + len(steps), self.total.draft_tokens + k * len(steps), self.total.accepted + sum(steps),
                     tuple(a + b for a, b in zip(self.total.accepted_per_position, by_position, strict=True)),
                 )  # fmt: skip
-        return answers, 1.0
+        return answers, sum(cost * len(answer.accepted) for answer in answers)
+
+    def begin_load(self, requests: Sequence[Request], in_flight: int) -> None:
+        engine = SteppedEngine(self)
+        self.load = ConstantLoad(
+            engine, requests, in_flight, sampling=lambda longest: longest, clock=lambda: engine.now
+        )
+
+    def advance_load(self, tokens: int) -> bool:
+        return self.load.advance(tokens)
+
+    def end_load(self) -> list[Timing]:
+        return self.load.timings()
+
+    def logit_margin(self, context: list[int], token: int, other: int) -> float | None:
+        return None
+
+    def prefill_margins(self, prompts: Sequence[Any], answers: Sequence[Any]) -> list[list[float | None]]:
+        return [[None] * len(answer) for answer in answers]
 
     def counters(self) -> Counters:
         return self.total
 
     def close(self) -> None:
         pass
+
+
+class SteppedEngine:
+    """What `ConstantLoad` drives in place of vLLM's `LLMEngine`: a new request has one token in its first step, and then what
+    is accepted and one more in each."""
+
+    def __init__(self, of: Engine) -> None:
+        self.of, self.now = of, 0.0
+        self.running: dict[str, tuple[int, list[int], int]] = {}
+
+    def add_request(self, name: str, prompt: dict[str, list[int]], longest: int) -> None:
+        self.running[name] = (longest, [], 0)
+
+    def abort_request(self, names: list[str]) -> None:
+        for name in names:
+            del self.running[name]
+
+    def step(self) -> list[Any]:
+        k, cost = self.of.at(len(self.running))
+        self.now += cost
+        outputs = []
+        for name, (longest, tokens, steps) in list(self.running.items()):
+            new = 1 + (min(ACCEPTED[(steps - 1) % len(ACCEPTED)], k) if steps else 0)
+            tokens += [self.of.token] * min(new, longest - len(tokens))
+            self.running[name] = (longest, tokens, steps + 1)
+            finished = len(tokens) == longest
+            if finished:
+                del self.running[name]
+            answer = SimpleNamespace(token_ids=list(tokens), spec_decode_metrics=None)
+            outputs.append(SimpleNamespace(request_id=name, outputs=[answer], finished=finished))
+        return outputs
 
 
 def make_recipe_and_run(folder: Path) -> tuple[recipe.Recipe, Path]:

@@ -47,6 +47,8 @@ def test_what_is_planted_is_found(run: tuple[recipe.Recipe, Path]) -> None:
         {k: cost for k, cost in COSTS[1].items() if k}
     )
     assert found["num_speculative_tokens"] == 2  # accepts 2.25 tokens at 1.2 times the cost
+    assert found["toss_up"] == []
+    assert found["k_curve"]["2"]["fastest_share"] == 1
     talks = found["suites"]["talks"]
     assert talks["prompts"] == 12
     assert [name for name in talks["at_k"]["2"]["by_prompt"] if name.startswith("3")] == ["3", "3/turn-2"]
@@ -56,11 +58,17 @@ def test_what_is_planted_is_found(run: tuple[recipe.Recipe, Path]) -> None:
     assert (lookup["method"], lookup["num_speculative_tokens"]) == ("ngram", 1)
     assert lookup["acceptance_length"] == pytest.approx(1.75, abs=0.05)
     assert set(found["load"]) == {"1", "4"}
-    assert found["load"]["4"]["plain"]["seconds_per_token"] == pytest.approx(0.05)
+    at_four = found["load"]["4"]
+    assert (at_four["in_flight"], at_four["requests"], at_four["engine_starts"]) == (4, 40, 3)
+    assert at_four["configurations"]["plain, float32"]["seconds_per_token"] == pytest.approx(0.05)
+    assert at_four["configurations"]["plain, float32"]["tokens_per_second"] == pytest.approx(4 / 0.05)
+    # 64 tokens: the first, then 2.25 a step at 1.3 times the cost.
+    assert at_four["speedup"]["value"] == pytest.approx(64 / (1 + 63 / 2.25) / 1.3, rel=0.02)
+    assert at_four["noise"]["by_start"] == pytest.approx([1, 1, 1])
     assert len(found["examples"]) == 2
     assert found["suites"]["questions"]["quality"] is None
-    # The clockwork's answers are equally many sevens, but of other lengths: drafters overshoot.
-    assert {one["gap"] for one in talks["differences"]} <= {None}
+    assert talks["identical_to_plain"]
+    assert {one["fidelity"]["verdict"] for one in talks["at_k"].values()} == {"identical"}
 
 
 def test_answers_are_scored_and_rates_asked(run: tuple[recipe.Recipe, Path], monkeypatch: pytest.MonkeyPatch) -> None:
@@ -112,11 +120,11 @@ def test_killed_it_goes_on_after_the_last_suite(
     in_batches = evaluate.in_batches
     asked: list[str] = []
 
-    def dying(engines: Any, arms: Any, suite: Any, *rest: Any) -> Any:
+    def dying(engines: Any, arms: Any, suite: Any, *rest: Any, **named: Any) -> Any:
         asked.append(suite.name)
         if asked == ["questions", "talks"]:
             raise KeyboardInterrupt
-        return in_batches(engines, arms, suite, *rest)
+        return in_batches(engines, arms, suite, *rest, **named)
 
     monkeypatch.setattr(evaluate, "in_batches", dying)
     with pytest.raises(KeyboardInterrupt):
@@ -125,18 +133,83 @@ def test_killed_it_goes_on_after_the_last_suite(
     Engine.started.clear()
     again = run_evaluate(*run)
     assert asked == ["questions", "talks", "talks"]
-    assert [config.name for config in Engine.started] == [
-        "plain",
-        "k2",
-        "k3",
-        "method-lookup",
-    ]  # K = 1 is out of the running
+    # K = 1 is out of the running, and step costs are known; then come the three starts of the speed phase.
+    names = [config.name for config in Engine.started]
+    assert names[:4] == ["plain", "k2", "k3", "method-lookup"]
+    assert len(names) == 4 + 3 * len(names[4:]) / 3
+    assert names[4:].count("plain-float32") == 3
     for name in ("suites", "k_curve", "num_speculative_tokens", "load", "examples"):
         assert json.dumps(again[name]) == json.dumps(whole[name])  # type: ignore[literal-required]
     assert not (run_dir / "eval" / "partial.json").exists()
+
+    # Killed while speeds are measured: starts and suites that are finished are not measured again.
+    (run_dir / "eval" / stage.MARKER).unlink()
+    stage.claim(run_dir / "eval", fresh=True)
+    run_load, timed = evaluate.run_load, []
+
+    def dying_load(engines: Any, requests: Any, in_flight: int, name: str) -> Any:
+        timed.append((name, in_flight))
+        if len(timed) == 6:
+            raise KeyboardInterrupt
+        return run_load(engines, requests, in_flight, name)
+
+    monkeypatch.setattr(evaluate, "run_load", dying_load)
+    with pytest.raises(KeyboardInterrupt):
+        run_evaluate(*run)
+    again = run_evaluate(*run)
+    one_start = [("questions", 1), ("talks", 1), ("load", 1), ("load", 4)]
+    assert timed == [*one_start, *one_start[:2], *one_start[1:], *one_start]
+    assert json.dumps(again["suites"]) == json.dumps(whole["suites"])
+    assert asked[-2:] == ["questions", "talks"]
+    count = len(asked)
 
     # Another recipe's measurements are not gone on with.
     (run_dir / "eval" / stage.MARKER).unlink()
     stage.write_json(run_dir / "eval" / "partial.json", {"inputs": "another", "suites": {}})
     run_evaluate(loaded, run_dir)
-    assert asked[-2:] == ["questions", "talks"]
+    assert asked[count:] == ["questions", "talks"]
+
+
+def test_answers_that_are_not_the_target_s_have_a_status_of_their_own(
+    run: tuple[recipe.Recipe, Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def start(configs: Any, folder: Any, on_ready: Any) -> list[Engine]:
+        engines = [Engine(config) for config in configs]
+        for engine in engines:
+            engine.token = 8 if engine.config.num_speculative_tokens == 3 else 7
+        return engines
+
+    monkeypatch.setattr(evaluate, "start_engines", start)
+    for _ in range(2):  # the second time it is found finished, and is no better for it
+        with pytest.raises(
+            evaluate.WrongAnswersError, match=r"questions, K = 3: 16 of 16 answers differ, 16 of them"
+        ) as raised:
+            run_evaluate(*run)
+    assert raised.value.exit_status == 4
+    loaded, run_dir = run
+    found = json.loads((run_dir / "eval" / "results.json").read_text())
+    assert found["suites"]["questions"]["at_k"]["3"]["fidelity"]["verdict"] == "wrong"
+    assert found["suites"]["questions"]["at_k"]["2"]["fidelity"]["verdict"] == "identical"
+    assert "changes the text" in (run_dir / "eval" / "report.html").read_text()
+    assert loaded.evaluate.acceptance_k == 3
+
+
+def test_the_fastest_plain_configuration_is_what_counts(
+    run: tuple[recipe.Recipe, Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Plain bfloat16 is half as fast again as plain float32, and speculation gains less in it."""
+
+    def start(configs: Any, folder: Any, on_ready: Any) -> list[Engine]:
+        engines = [Engine(config) for config in configs]
+        for engine in engines:
+            if engine.config.dtype == "bfloat16":
+                engine.factor = 1.0 if engine.config.num_speculative_tokens else 1 / 1.5
+        return engines
+
+    monkeypatch.setattr(evaluate, "start_engines", start)
+    monkeypatch.setattr("draftsmith.serve.configurations.machine_dtypes", lambda: ["float32", "bfloat16"])
+    suite = run_evaluate(*run)["suites"]["questions"]
+    speed = suite["throughput"]
+    assert (speed["fastest_plain"], speed["fastest_speculative"]) == ("plain, bfloat16", "K = 2, float32")
+    assert suite["speedup_over_fastest_plain"] == pytest.approx(suite["speedup"] / 1.5)
+    assert speed["speedups"]["K = 2, bfloat16"]["value"] == pytest.approx(suite["speedup"] / 1.5)

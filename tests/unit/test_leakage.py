@@ -9,7 +9,7 @@ from draftsmith.errors import UserError
 from draftsmith.overlap import TRAINING_PROMPTS, PromptsFile
 from draftsmith.prompts import load_prompts
 from draftsmith.recipe import Prompts, Suite
-from draftsmith.serve.leakage import lines, overlap
+from draftsmith.serve.leakage import overlap, trained_on
 
 ASKED = [
     f"A farmer counts {number} sheep on Monday and {number * 7} on Tuesday; how many does he count in both days?"
@@ -46,8 +46,12 @@ def test_overlap_is_counted_over_all_stores(tmp_path):
     for stores, verbatim, near in (([first], 1, 0), ([second], 0, 1), ([first, second], 1, 1), ([none], 0, 0)):
         found = overlap(stores, {"mine": mine}, {"mine": evaluated})
         assert found == {"mine": {"prompts": 4, "verbatim": verbatim, "near": near}}
-        assert bool(lines(found.items())) == bool(verbatim + near)
-    assert "2 of its 4 prompts" in lines(overlap([first, second], {"mine": mine}, {"mine": evaluated}).items())[0]
+        said = trained_on({"suites": {"mine": {"overlap_with_training": found["mine"]}}})
+        assert (
+            ("mine: " + str(verbatim + near) + " of its 4 prompts" in "".join(said))
+            == bool(said)
+            == bool(verbatim + near)
+        )
 
 
 def test_what_is_not_evaluated_is_not_counted(tmp_path):

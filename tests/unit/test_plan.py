@@ -184,7 +184,7 @@ def test_the_demo_took_about_what_its_plan_says() -> None:
     assert plan["train"]["more"]["optimizer_steps"] == pytest.approx(171, rel=0.05)
     assert plan["train"]["more"]["parameters_trained"] == 5_423_616
     assert plan["convert"]["more"]["parameters"] == 12_501_504
-    for stage, seconds in (("extract", 334), ("train", 278), ("evaluate", 373)):
+    for stage, seconds in (("extract", 334), ("train", 278)):
         assert 1 / 1.5 < plan[stage]["hours"] * 3600 / seconds < 1.5, stage
 
 

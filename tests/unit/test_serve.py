@@ -16,8 +16,8 @@ from hypothesis import strategies as st
 
 from draftsmith import recipe, vllm_env
 from draftsmith.errors import DraftsmithError, UserError
+from draftsmith.serve import configurations, report, results, server, throughput, vllm_server
 from draftsmith.serve import engine as engine_module
-from draftsmith.serve import report, results, server, vllm_server
 from draftsmith.serve.engine import Counters, EngineConfig, EngineHost, Generated
 from draftsmith.serve.speculation import speculative_config
 
@@ -57,25 +57,46 @@ def test_per_position_shares_add_up_to_the_acceptance_length(drafts: int, shares
         assert product == pytest.approx(whole)
 
 
-def test_differences_name_the_first_differing_token() -> None:
-    plain = [Generated([1, 2, 3], "stop", 0.0), Generated([4, 5], "length", 0.0), Generated([6, 7, 8], "stop", 0.0)]
-    other = [Generated([1, 2, 3], "stop", 0.0), Generated([4, 9], "length", 0.0), Generated([6, 7], "stop", 0.0)]
-    assert results.differences(["a", "b", "c"], plain, other, k=3) == [
-        {"prompt": "b", "position": 1, "num_speculative_tokens": 3, "method": None, "gap": None, "near_tie": False},
-        {"prompt": "c", "position": 2, "num_speculative_tokens": 3, "method": None, "gap": None, "near_tie": False},
-    ]
+# --- report ---
 
 
 def _point(speedup: float) -> results.CurvePoint:
-    return {"acceptance_length": 1.5, "step_cost": 1.5 / speedup, "speedup": speedup}
+    return {
+        "acceptance_length": 1.5, "step_cost": 1.5 / speedup, "step_cost_measured": 1.5 / speedup, "step_cost_error": 0.01,
+        "speedup": speedup, "speedup_interval": [speedup - 0.1, speedup + 0.1], "fastest_share": 0.5,
+    }  # fmt: skip
 
 
-def test_the_fastest_k_wins_and_the_smaller_of_equals() -> None:
-    assert results.fastest({1: _point(1.1), 2: _point(1.3), 3: _point(1.2)}) == 2
-    assert results.fastest({4: _point(1.2), 2: _point(1.2)}) == 2
+def _fidelity(verdict: str) -> results.Fidelity:
+    return {
+        "answers": 5, "differing": 0, "tokens": 300, "mismatches": 0, "rate_p_value": 1.0, "margins_p_value": None,
+        "verdict": verdict,
+    }  # fmt: skip
 
 
-# --- report ---
+def _throughput(in_flight: int, rates: dict[str, float]) -> results.Throughput:
+    """Of configurations whose engines gave so many tokens per second, in two engine starts of which the second is slower."""
+    measured: dict[str, configurations.Measured] = {}
+    for name, rate in rates.items():
+        speculation = int(name[4]) if name.startswith("K = ") else 0 if name.startswith("plain") else name.split(",")[0]
+        starts: list[throughput.AtStart] = [
+            {
+                "by_prompt": {f"p{n}": [64.0, factor * 64 / rate] for n in range(5)}, "first_token_seconds": 0.25,
+                "seconds_per_token": 0.0875,
+            }
+            for factor in (1.0, 1.02)
+        ]  # fmt: skip
+        measured[name] = {
+            "speculation": speculation, "dtype": name.split(", ")[1], "tokens_per_second": rate, "first_token_seconds": 0.25,
+            "seconds_per_token": 0.0875, "starts": starts,
+        }  # fmt: skip
+    ratio: results.Ratio = {"value": 1.2889, "interval": [1.21, 1.37], "by_start": [1.3, 1.28], "median": 1.29}
+    return {
+        "in_flight": in_flight, "requests": 40, "engine_starts": 2, "configurations": measured, "speedup": ratio,
+        "speedups": {name: ratio for name in rates if not name.startswith("plain")}, "fastest_plain": "plain, bfloat16",
+        "fastest_speculative": "K = 2, float32", "speedup_over_fastest_plain": ratio | {"value": 1.1234},
+        "noise": ratio | {"value": 1.0, "interval": [0.96, 1.04]}, "fidelity": {},
+    }  # fmt: skip
 
 
 def _results(target: str = "a target") -> results.Results:
@@ -86,9 +107,13 @@ def _results(target: str = "a target") -> results.Results:
             "acceptance_length_interval": [1.65, 1.75],
             "by_prompt": {"p1": [counters.drafts, counters.accepted]},
             "prompts_identical": 5,
+            "fidelity": _fidelity("identical"),
             "seconds": 12.5,
         }
-    at_batch: results.AtBatch = {"tokens_per_second": 40.0, "first_token_seconds": 0.25, "seconds_per_token": 0.0875}
+    rates = {
+        "plain, float32": 11.25, "plain, float32, again": 11.25, "K = 2, float32": 14.5, "plain, bfloat16": 12.9,
+        "lookup, float32": 12.75,
+    }  # fmt: skip
     at_rate: results.AtRate = {
         "requests_per_second": 0.4, "tokens_per_second": 20.0, "first_token_seconds": 0.25, "first_token_seconds_p99": 0.9,
         "seconds_per_token": 0.08, "seconds_per_token_p99": 0.095,
@@ -101,7 +126,9 @@ def _results(target: str = "a target") -> results.Results:
         "tokens_per_second": {"plain": 11.25, "speculative": 14.5},
         "speedup": 1.2889,
         "speedup_interval": [1.21, 1.37],
-        "seconds_by_prompt": {"p1": [1.3, 1.0]},
+        "speedup_over_fastest_plain": 1.1234,
+        "speedup_over_fastest_plain_interval": [1.05, 1.2],
+        "throughput": _throughput(1, rates),
         "acceptance_length_interval": [1.65, 1.75],
         "categories": {
             "writing": {"prompts": 3, "acceptance_length": 1.625, "acceptance_length_interval": [1.5, 1.75]}
@@ -115,14 +142,11 @@ def _results(target: str = "a target") -> results.Results:
                 "tokens_per_second": 12.75,
                 "speedup": 1.1333,
                 "speedup_interval": [0.98, 1.29],
-                "seconds_by_prompt": {"p1": [1.3, 1.2]},
             }
         },
-        "speedup_per_prompt": {"min": 1.01, "median": 1.28, "max": 1.52},
         "timed_prompts": 4,
         "identical_to_plain": True,
-        "near_ties": 0,
-        "faults": 0,
+        "control": {"tokens": 300, "differing": 0, "margins": []},
         "differences": [],
         "quality": {"measure": "last_number", "prompts": 5, "plain": 0.4, "speculative": 0.2},
         "at_k": at_k,
@@ -135,9 +159,11 @@ def _results(target: str = "a target") -> results.Results:
         "num_speculative_tokens": 2,
         "suites": {"held_out": suite, "<b>mt</b>": suite},
         "k_curve": {"1": _point(1.1), "2": _point(1.3), "3": _point(1.2)},
+        "toss_up": [3],
+        "engine_starts": 2,
         "predicted_acceptance_length": {"2": 1.678, "3": 1.9},
         "predicted_speedup": {"2": 1.456, "3": 1.2},
-        "load": {"4": {"plain": at_batch, "speculative": at_batch | {"tokens_per_second": 44.0}, "speedup": 1.1}},
+        "load": {"4": _throughput(4, rates | {"K = 2, float32": 44.0})},
         "rates": {"0.5": {"plain": at_rate, "speculative": at_rate | {"seconds_per_token": 0.0625}}},
         "examples": [
             {"prompt": "p1", "question": "Why <now>?", "tokens": [["It", 0], [" is", 1], [" <late>", 2], [".", 0]]}
@@ -183,7 +209,8 @@ def test_report_shows_the_figures_and_loads_nothing() -> None:
     for figure in (
         "1.29",
         "14.50",
-        "1.01 to 1.52",
+        "0.960 to 1.040",
+        "1.12",
         "11.2",
         "1.700",
         "50.0%, 20.0%",
@@ -196,7 +223,10 @@ def test_report_shows_the_figures_and_loads_nothing() -> None:
         "12.75",
         "writing",
         "1.625",
-        "44.0",
+        "44.00",
+        "plain, bfloat16",
+        "K = 3 may be as fast",
+        "2 engine starts",
         "Why <now>?",
     ):
         assert figure in text, figure
@@ -215,10 +245,14 @@ def test_report_escapes_what_it_did_not_write() -> None:
 
 def test_report_says_where_answers_differ() -> None:
     found = _results()
-    differing = copy.copy(found["suites"]["held_out"])
-    differing.update({"identical_to_plain": False, "near_ties": 2, "faults": 1})
-    found["suites"]["held_out"] = differing
-    assert "2 of 3 where the target itself was undecided" in report.render(found)
+    for verdict, said in (("near_ties", "each where the target itself was undecided"), ("wrong", "changes the text")):
+        differing = copy.deepcopy(found["suites"]["held_out"])
+        differing["identical_to_plain"] = False
+        differing["at_k"]["2"]["fidelity"] = _fidelity(verdict) | {"differing": 2}
+        found["suites"] = {"held_out": differing}
+        html = report.render(found)
+        assert "2 answers" in html
+        assert said in html
 
 
 def test_tokens_are_told_apart_by_who_gave_them() -> None:

@@ -1,0 +1,181 @@
+"""The configurations whose speed is compared: plain decoding in every dtype of the machine, the drafter in each, other methods.
+
+Speculation is worth what it gains over the fastest plain decoding that the machine has, not over a slow one: where bfloat16 is
+faster than float32, a speed-up over float32 alone says little.
+"""
+
+from __future__ import annotations
+
+import statistics
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from typing_extensions import TypedDict
+
+from draftsmith.recipe import Recipe
+from draftsmith.serve.fidelity import Fidelity
+from draftsmith.serve.statistics import Ratio
+from draftsmith.serve.throughput import AtStart, paired, speedup, tokens_per_second
+from draftsmith.vllm_env import is_cpu
+
+AGAIN = ", again"
+"""End of the name of a second engine that does the same."""
+Speculation = int | str
+"""0 for plain decoding, K for the run's drafter, the name of another method."""
+
+
+@dataclass(frozen=True)
+class Configuration:
+    """One engine whose speed is measured."""
+
+    speculation: Speculation
+    dtype: str
+    """What the target and the drafter compute in."""
+    again: bool = False
+    """A second engine of the same configuration: how far it is from the first is what the machine's noise is."""
+
+    @property
+    def name(self) -> str:
+        """Its key in `results.json`."""
+        what = "plain" if self.speculation == 0 else self.speculation
+        return f"{f'K = {what}' if isinstance(what, int) else what}, {self.dtype}{AGAIN if self.again else ''}"
+
+    @property
+    def file_name(self) -> str:
+        """For its engine's log."""
+        return "".join(
+            one if one.isalnum() or one in ".-" else "-" for one in self.name.replace(" = ", "").replace(", ", "-")
+        )
+
+
+class Measured(TypedDict):
+    """One configuration under one load."""
+
+    speculation: Speculation
+    dtype: str
+    tokens_per_second: float
+    """Response tokens per wall second of all requests together, prompt processing included, over all engine starts."""
+    first_token_seconds: float
+    """From being asked to the first token: median over requests, and over engine starts."""
+    seconds_per_token: float
+    """Time per output token, from the first token to the last: likewise."""
+    starts: list[AtStart]
+
+
+class Throughput(TypedDict):
+    """So many requests always in flight (serve/throughput.py)."""
+
+    in_flight: int
+    requests: int
+    """Counted ones, in each engine start."""
+    engine_starts: int
+    configurations: dict[str, Measured]
+    """By `Configuration.name`."""
+    speedup: Ratio
+    """The drafter over plain decoding, both in the recipe's dtype."""
+    speedups: dict[str, Ratio]
+    """Every speculative configuration over plain decoding in its own dtype."""
+    fastest_plain: str
+    """The plain configuration with the most tokens per second."""
+    fastest_speculative: str
+    """The configuration of the run's drafter with the most."""
+    speedup_over_fastest_plain: Ratio
+    """The latter over the former."""
+    noise: Ratio
+    """A second plain engine over the first, both in the recipe's dtype: what engines that do the same are apart."""
+    fidelity: dict[str, Fidelity]
+    """Of every speculative configuration with one request in flight, against plain decoding in its own dtype, in the first
+    engine start; empty under other loads."""
+
+
+def machine_dtypes() -> list[str]:
+    """The dtypes that this machine has arithmetic for and that plain decoding may be fastest in; on a GPU never float32."""
+    if not is_cpu():
+        return ["bfloat16"] if torch.cuda.is_bf16_supported() else ["float16"]
+    capabilities = torch.cpu.get_capabilities() if hasattr(torch.cpu, "get_capabilities") else {}
+    # Without these instructions the processor emulates bfloat16, at half the speed of float32.
+    native = any(capabilities.get(name) for name in ("avx512_bf16", "amx_bf16", "avx_ne_convert", "bf16"))
+    return ["float32", "bfloat16"] if native else ["float32"]
+
+
+def configurations(recipe: Recipe, k: int) -> list[Configuration]:
+    """What is measured: plain decoding twice in the recipe's dtype, once in the others, the drafter in each, other methods."""
+    own = recipe.target.dtype
+    others = [dtype for dtype in recipe.evaluate.dtypes or machine_dtypes() if dtype != own]
+    return [
+        Configuration(0, own),
+        Configuration(0, own, again=True),
+        Configuration(k, own),
+        *(Configuration(speculation, dtype) for dtype in others for speculation in (0, k)),
+        *(Configuration(name, own) for name in recipe.evaluate.methods),
+    ]
+
+
+def throughput(
+    starts: Sequence[Mapping[str, AtStart]],
+    of: Sequence[Configuration],
+    *,
+    in_flight: int,
+    requests: int,
+    fidelity: Mapping[str, Fidelity],
+) -> Throughput:
+    """Put the figures of all engine starts together.
+
+    Args:
+        starts: by engine start, then by name of the configuration.
+        of: the configurations, as `configurations` has them.
+        in_flight: requests in flight.
+        requests: counted in each start.
+        fidelity: by name of the configuration.
+    """
+    by_name = {one.name: [start[one.name] for start in starts] for one in of}
+    rates = {name: tokens_per_second(measured) for name, measured in by_name.items()}
+    plain, again, drafter = of[:3]
+    plain_of = {one.dtype: one.name for one in of if one.speculation == 0 and not one.again}
+    fastest_plain = max(plain_of.values(), key=lambda name: rates[name])
+    # Other methods are compared, not offered.
+    noise = paired(by_name[plain.name], by_name[again.name])
+    own = [one.name for one in of if isinstance(one.speculation, int) and one.speculation]
+    fastest_speculative = max(own, key=lambda name: rates[name])
+    return {
+        "in_flight": in_flight,
+        "requests": requests,
+        "engine_starts": len(starts),
+        "configurations": {
+            one.name: {
+                "speculation": one.speculation,
+                "dtype": one.dtype,
+                "tokens_per_second": rates[one.name],
+                "first_token_seconds": statistics.median([start["first_token_seconds"] for start in by_name[one.name]]),
+                "seconds_per_token": statistics.median([start["seconds_per_token"] for start in by_name[one.name]]),
+                "starts": by_name[one.name],
+            }
+            for one in of
+        },
+        "speedup": speedup(by_name[plain.name], by_name[drafter.name], noise=noise),
+        "speedups": {
+            one.name: speedup(by_name[plain_of[one.dtype]], by_name[one.name], noise=noise)
+            for one in of
+            if one.speculation != 0
+        },
+        "fastest_plain": fastest_plain,
+        "fastest_speculative": fastest_speculative,
+        "speedup_over_fastest_plain": speedup(by_name[fastest_plain], by_name[fastest_speculative], noise=noise),
+        "noise": speedup(by_name[plain.name], by_name[again.name]),
+        "fidelity": dict(fidelity),
+    }
+
+
+def plain_again_drafter(of: Mapping[str, Any]) -> list[Measured]:
+    """Of a `Throughput`: plain decoding in the recipe's dtype, the second engine that does the same, and the drafter beside them."""
+    every: dict[str, Measured] = of["configurations"]
+    again = next(name for name in every if name.endswith(AGAIN))
+    plain = every[again.removesuffix(AGAIN)]
+    drafter = next(
+        one
+        for one in every.values()
+        if isinstance(one["speculation"], int) and one["speculation"] and one["dtype"] == plain["dtype"]
+    )
+    return [plain, every[again], drafter]

@@ -1,0 +1,162 @@
+"""N requests always in flight in one engine: what throughput and latency under a constant load are measured with.
+
+A batch that is timed until its slowest answer ends measures the tail, and the sum of each answer's own decode seconds measures no
+wall clock at all. Here every answer that ends is replaced at once, the first requests only bring the engine into its steady
+state, and the clock stops when there is nothing left to replace one with.
+
+The engine can be paused between two steps: engines that are compared take turns of a second or so, each with its own N requests
+in flight, and the clock of each runs only while it steps.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+
+class Request(NamedTuple):
+    """What is asked."""
+
+    prompt_token_ids: list[int]
+    max_tokens: int
+    counted: bool
+    """False: brings the engine into its steady state; nothing is counted before all of these have ended."""
+
+
+class Timing(NamedTuple):
+    """One counted request."""
+
+    request: int
+    """Its place among all requests."""
+    tokens: int
+    """Response tokens that came while the clock ran."""
+    seconds: float
+    """Its share of the clock: every step's time is divided equally among the N requests in flight. Tokens over seconds, each
+    summed over all requests, is the engine's tokens per wall second."""
+    first_token_seconds: float | None
+    """From being asked to the first token; None where it had not come when the clock stopped."""
+    seconds_per_token: float | None
+    """From the first token to the last, per token after the first; None where it had not ended, or has a single token."""
+    token_ids: list[int]
+    """The answer as far as it came."""
+    drafts: int
+    """Steps in which tokens were proposed for it; 0 where it had not ended."""
+    accepted: int
+    """Proposed tokens that the target accepted."""
+
+
+@dataclass
+class _Running:
+    index: int
+    request: Request
+    asked: float
+    first_token: float | None = None
+    last_token: float = 0.0
+
+
+class ConstantLoad:
+    """Drives an engine under a constant load, some tokens at a time.
+
+    Args:
+        engine: has `add_request(id, prompt, sampling)`, `step()` and `abort_request(ids)` of vLLM's `LLMEngine`.
+        requests: in the order of being asked; those that do not count come first, N of them.
+        in_flight: N.
+        sampling: makes vLLM's sampling parameters for a longest answer.
+        clock: seconds.
+    """
+
+    def __init__(
+        self,
+        engine: Any,
+        requests: Sequence[Request],
+        in_flight: int,
+        sampling: Callable[[int], Any],
+        clock: Callable[[], float] = time.perf_counter,
+    ) -> None:
+        self._engine, self._requests, self._in_flight = engine, requests, in_flight
+        self._sampling, self._clock = sampling, clock
+        self._running: dict[str, _Running] = {}
+        self._next = 0
+        self._left_uncounted = sum(not request.counted for request in requests)
+        self._elapsed = 0.0
+        self._emitted = 0
+        self._answers: list[list[int]] = [[] for _ in requests]
+        self._tokens = [0] * len(requests)
+        self._seconds = [0.0] * len(requests)
+        self._first: list[float | None] = [None] * len(requests)
+        self._per_token: list[float | None] = [None] * len(requests)
+        self._drafts = [(0, 0)] * len(requests)
+        self.done = False
+
+    def advance(self, tokens: int) -> bool:
+        """Step until so many tokens came since the beginning, or the clock stops for good.
+
+        Returns:
+            Whether it has stopped for good: a request ended and none was left to replace it.
+        """
+        while not self.done and self._emitted < tokens:
+            self._step()
+        return self.done
+
+    def timings(self) -> list[Timing]:
+        """Of every request that counts and had a share of the clock."""
+        return [
+            Timing(
+                index, self._tokens[index], self._seconds[index], self._first[index], self._per_token[index],
+                self._answers[index], *self._drafts[index],
+            )
+            for index, request in enumerate(self._requests)
+            if request.counted and self._seconds[index] > 0
+        ]  # fmt: skip
+
+    def _step(self) -> None:
+        started = self._clock()
+        while len(self._running) < self._in_flight and self._next < len(self._requests):
+            request = self._requests[self._next]
+            name = f"load-{id(self)}-{self._next}"
+            self._running[name] = _Running(self._next, request, self._elapsed)
+            self._engine.add_request(
+                name, {"prompt_token_ids": request.prompt_token_ids}, self._sampling(request.max_tokens)
+            )
+            self._next += 1
+        if len(self._running) < self._in_flight:
+            self._engine.abort_request(list(self._running))
+            self.done = True
+            return
+        outputs = self._engine.step()
+        spent = self._clock() - started
+        self._elapsed += spent
+        counting = self._left_uncounted == 0
+        if counting:
+            for one in self._running.values():
+                self._seconds[one.index] += spent / self._in_flight
+        for output in outputs:
+            running = self._running.get(output.request_id)
+            if running is not None:
+                self._take(running, output, counting)
+
+    def _take(self, running: _Running, output: Any, counting: bool) -> None:
+        """Tokens that a step gave a request."""
+        index, (answer,) = running.index, output.outputs
+        new = list(answer.token_ids)[len(self._answers[index]) :]
+        self._answers[index] += new
+        self._emitted += len(new)
+        if counting:
+            self._tokens[index] += len(new)
+        if new:
+            running.last_token = self._elapsed
+            if running.first_token is None:
+                running.first_token = self._elapsed
+                self._first[index] = self._elapsed - running.asked
+        if not output.finished:
+            return
+        del self._running[output.request_id]
+        self._left_uncounted -= not running.request.counted
+        after_first = len(self._answers[index]) - 1
+        if running.first_token is not None and after_first > 0:
+            self._per_token[index] = (running.last_token - running.first_token) / after_first
+        steps = getattr(answer, "spec_decode_metrics", None)
+        if steps:
+            self._drafts[index] = (len(steps.per_step_drafted), sum(steps.per_step_accepted))

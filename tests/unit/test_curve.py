@@ -1,0 +1,77 @@
+"""Step costs by K, and how sure the choice of K is."""
+
+import itertools
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from draftsmith.serve.curve import CurvePoint, fastest, non_decreasing, rivals, speedup_curve, step_cost_curve
+
+
+@given(st.lists(st.floats(0.5, 3.0), min_size=1, max_size=12))
+def test_costs_in_order_are_the_nearest_in_least_squares(values: list[float]) -> None:
+    found = non_decreasing(values)
+    assert all(a <= b + 1e-12 for a, b in itertools.pairwise(found))
+    assert sum(found) == pytest.approx(sum(values))
+    assert non_decreasing(found) == pytest.approx(found)
+    draw = np.random.default_rng(0)
+    ours = sum((a - b) ** 2 for a, b in zip(found, values, strict=True))
+    for _ in range(20):
+        other = np.sort(draw.uniform(0.5, 3.0, len(values)))
+        assert ours <= float(((other - values) ** 2).sum()) + 1e-9
+    if values == sorted(values):
+        assert found == pytest.approx(values)
+
+
+def _starts(medians: list[list[float]], spread: float) -> list[dict[int, list[float]]]:
+    """By engine start, ratios of twelve prompts around each K's median."""
+    offsets = np.linspace(-spread, spread, 12)
+    return [{k + 1: [median + float(x) for x in offsets] for k, median in enumerate(one)} for one in medians]
+
+
+def test_an_impossible_order_is_smoothed_and_the_choice_says_that_it_is_a_toss_up() -> None:
+    """The audit's figures: 1.25, 1.17, 1.31, 1.23 for K = 1 to 4."""
+    costs = step_cost_curve(_starts([[1.25, 1.17, 1.31, 1.23], [1.15, 1.25, 1.29, 1.37]], 0.1))
+    assert [costs[k]["cost"] for k in (1, 2, 3, 4)] == sorted(costs[k]["cost"] for k in (1, 2, 3, 4))
+    assert costs[4]["measured"] == pytest.approx(1.30)
+    assert costs[1]["error"] > costs[3]["error"]  # its starts are further apart
+    accepted = {1: 43, 2: 60, 3: 66, 4: 69}
+    by_prompt = {k: {f"p{n}": [100, count] for n in range(45)} for k, count in accepted.items()}
+    curve = speedup_curve(costs, by_prompt, (1, 2, 3, 4))
+    chosen = fastest(curve)
+    assert curve[chosen]["fastest_share"] < 0.95
+    assert rivals(curve, chosen)
+    assert sum(one["fastest_share"] for one in curve.values()) == pytest.approx(1)
+
+
+def test_a_clear_choice_is_clear() -> None:
+    costs = step_cost_curve(_starts([[1.1, 1.2, 1.5], [1.1, 1.2, 1.5], [1.11, 1.21, 1.49]], 0.01))
+    by_prompt = {k: {f"p{n}": [100, count + n] for n in range(45)} for k, count in {1: 40, 2: 90, 3: 95}.items()}
+    curve = speedup_curve(costs, by_prompt, (1, 2))
+    assert fastest({k: curve[k] for k in (1, 2)}) == 2
+    assert curve[2]["fastest_share"] == 1
+    assert rivals({k: curve[k] for k in (1, 2)}, 2) == []
+    assert curve[3]["fastest_share"] == 0  # measured, and not to be chosen
+    low, high = curve[2]["speedup_interval"]
+    assert low < curve[2]["speedup"] < high
+
+
+def test_one_start_has_the_error_of_its_medians_alone() -> None:
+    (cost,) = step_cost_curve([{1: [1.0, 1.2, 1.4]}]).values()
+    assert cost["error"] == pytest.approx(1.2533 * 0.2 / 3**0.5)
+    (cost,) = step_cost_curve([{1: [1.3]}]).values()
+    assert (cost["cost"], cost["error"]) == (1.3, 0)
+
+
+def _point(speedup: float) -> CurvePoint:
+    return {
+        "acceptance_length": 1.5, "step_cost": 1.5 / speedup, "step_cost_measured": 1.5 / speedup, "step_cost_error": 0.0,
+        "speedup": speedup, "speedup_interval": [speedup, speedup], "fastest_share": 0.0,
+    }  # fmt: skip
+
+
+def test_the_fastest_k_wins_and_the_smaller_of_equals() -> None:
+    assert fastest({1: _point(1.1), 2: _point(1.3), 3: _point(1.2)}) == 2
+    assert fastest({4: _point(1.2), 2: _point(1.2)}) == 2

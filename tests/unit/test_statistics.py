@@ -1,0 +1,111 @@
+"""Intervals over prompts and engine starts hold the truth as often as they say; draws by category."""
+
+from collections import Counter
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from draftsmith.serve.statistics import between_starts, gain, ratio, stratified
+
+ENGINE_NOISE = 0.04
+"""Planted: standard deviation of the logarithm of an engine's speed from start to start."""
+
+
+def measured(
+    draw: np.random.Generator, speedup: float, *, starts: int = 3, prompts: int = 16, prompts_seed: int | None = None
+) -> tuple[list[dict[str, list[float]]], list[dict[str, list[float]]]]:
+    """What an evaluation would measure: prompts differ in what speculation gains, engines in their speed.
+
+    Returns:
+        Tokens and seconds of plain decoding and of the drafter; and of plain decoding and of a second such engine.
+    """
+    ease = (draw if prompts_seed is None else np.random.default_rng(prompts_seed)).normal(0.0, 0.1, prompts)
+    own, noise = [], []
+    for _ in range(starts):
+        plain, again, drafter = np.exp(draw.normal(0.0, ENGINE_NOISE, 3))
+        jitter = np.exp(draw.normal(0.0, 0.01, (prompts, 3)))
+        own.append({
+            f"p{n}": [64.0, 4.0 * plain * jitter[n, 0], 64.0, 4.0 * drafter * jitter[n, 1] / (speedup * np.exp(ease[n]))]
+            for n in range(prompts)
+        })  # fmt: skip
+        noise.append(
+            {f"p{n}": [64.0, 4.0 * plain * jitter[n, 0], 64.0, 4.0 * again * jitter[n, 2]] for n in range(prompts)}
+        )
+    return own, noise
+
+
+@pytest.mark.parametrize("starts", [2, 3, 5])
+def test_the_interval_holds_the_truth_as_often_as_it_says(starts: int) -> None:
+    draw = np.random.default_rng(7)
+    inside = [0, 0]
+    for _ in range(300):
+        own, noise = measured(draw, 1.4, starts=starts)
+        for place, known in enumerate((None, noise)):
+            low, high = ratio(own, noise=known)["interval"]
+            inside[place] += low <= 1.4 <= high
+    # 285 expected of 300 (standard deviation 3.8); a bootstrap of 16 prompts is a little narrow.
+    assert min(inside) >= 270
+
+
+def test_prompts_alone_would_be_overconfident() -> None:
+    """The interval over prompts alone, as it was, leaves the truth out many times as often as it says."""
+    draw = np.random.default_rng(8)
+    outside = 0
+    for _ in range(200):
+        own, _ = measured(draw, 1.4, starts=1)
+        low, high = ratio(own)["interval"]
+        outside += not low <= 1.4 <= high
+    assert outside > 30  # 10 if it were right
+
+
+def test_two_evaluations_of_the_same_seldom_differ_and_a_tenth_is_found() -> None:
+    draw = np.random.default_rng(9)
+    alarms = found = 0
+    for number in range(200):
+        (a, noise_a), (b, noise_b), (slow, noise_slow) = (
+            measured(draw, speedup, starts=5, prompts_seed=number) for speedup in (1.4, 1.4, 1.4 / 1.1)
+        )
+        low, high = gain(a, b, noise_a=noise_a, noise_b=noise_b, level=0.05)
+        alarms += not low <= 0 <= high
+        found += gain(a, slow, noise_a=noise_a, noise_b=noise_slow, level=0.05)[1] < 0
+    assert alarms <= 20  # 10 expected
+    assert found >= 100
+
+
+def test_figures_by_hand() -> None:
+    starts = [
+        {"a": [10.0, 2.0, 10.0, 1.0], "b": [10.0, 2.0, 10.0, 1.0]},
+        {"a": [10.0, 4.0, 10.0, 2.0], "b": [10.0, 4.0, 10.0, 2.0]},
+    ]
+    found = ratio(starts)
+    assert found["value"] == pytest.approx(2)
+    assert found["by_start"] == pytest.approx([2, 2])
+    assert found["interval"] == pytest.approx([2, 2])
+    assert between_starts([np.array([0.0, 0.2]), np.array([1.0, 1.0, 1.0])]) == (
+        pytest.approx((0.02 / 3) ** 0.5),
+        pytest.approx(2.4),
+    )
+    with pytest.raises(ValueError, match="no prompt in common"):
+        ratio([{"a": [1.0] * 4}, {"b": [1.0] * 4}])
+    with pytest.raises(ValueError, match="no token"):
+        ratio([{"a": [1.0, 1.0, 0.0, 1.0]}])
+
+
+@given(st.lists(st.sampled_from("abcde"), min_size=1, max_size=60), st.integers(1, 70), st.integers(0, 5))
+def test_every_stratum_has_its_share(strata: list[str], count: int, seed: int) -> None:
+    items = list(enumerate(strata))
+    found = stratified(items, count, lambda item: item[1], seed=seed)
+    assert len(set(found)) == len(found) == min(count, len(items))
+    have, of = Counter(one for _, one in found), Counter(strata)
+    for one, number in of.items():
+        assert abs(have[one] - number * len(found) / len(items)) <= 1 + 1e-9
+    assert found == stratified(items, count, lambda item: item[1], seed=seed)
+    # Fewer are the first of more.
+    assert stratified(items, count + 5, lambda item: item[1], seed=seed)[: len(found)] == found
+
+
+def test_the_seed_decides_which() -> None:
+    items = [(n, n % 8) for n in range(160)]
+    assert len({tuple(stratified(items, 12, lambda item: item[1], seed=seed)) for seed in range(5)}) == 5
