@@ -15,7 +15,7 @@ import math
 from collections.abc import Iterable
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal
 
 import torch
 
@@ -235,7 +235,7 @@ def plan_train(recipe: Recipe, assumed: Assumptions, drafter: Drafter, *, layers
     trained, by_muon = trained_parameters(recipe, drafter)
     flop = answered * flop_of_row(recipe, drafter, steps, predicts=True)
     flop += (tokens - answered) * flop_of_row(recipe, drafter, steps, predicts=False)
-    muon = optimizer_steps * sum(flop_of_muon(rows, columns) for rows, columns in by_muon)
+    muon = optimizer_steps * sum(flop_of_muon(rows, columns, options.precision) for rows, columns in by_muon)
     shared = sum(value.numel() for value in drafter.buffers() if value.is_floating_point())
     own = sum(value.numel() for value in drafter.parameters())
     muons = sum(rows * columns for rows, columns in by_muon)
@@ -424,11 +424,12 @@ def flop_of_row(recipe: Recipe, drafter: Drafter, steps: int, *, predicts: bool)
     return flop
 
 
-def flop_of_muon(rows: int, columns: int) -> float:
-    """FLOP of one step of Muon on a matrix: five iterations on its Gram matrix, 17 products of that size in all, and the
-    long side twice (see `train/muon.py`)."""
+def flop_of_muon(rows: int, columns: int, precision: Literal["float32", "bfloat16"]) -> float:
+    """FLOP of one step of Muon on a matrix, five iterations (see `train/muon.py`). In float32 on its Gram matrix: 17 products
+    of that size in all, and the long side twice. In bfloat16 on the matrix: one and two in each."""
     short, long = sorted((rows, columns))
-    return 17 * 2 * short**3 + 2 * 2 * short * short * long
+    of_gram, of_matrix = (17, 2) if precision == "float32" else (5, 10)
+    return of_gram * 2 * short**3 + of_matrix * 2 * short * short * long
 
 
 def kept_by_row(drafter: Drafter, steps: int, *, layers: int, number: int) -> float:

@@ -267,7 +267,7 @@ class Train(Section):
     """With several processes (`accelerate launch`): each holds a part of the weights, gradients and optimizer states
     (FSDP2) instead of all of them (DDP)."""
     precision: Literal["float32", "bfloat16"] = "float32"
-    """What products are computed in, by autocast; weights, gradients and optimizer states are float32 either way."""
+    """What products are computed in, by autocast, and Muon's; weights, gradients and optimizer states are float32 either way."""
     activation_checkpointing: bool = False
     """Compute the widest layers again in the backward pass instead of keeping what they computed: less memory, more time."""
     chain_steps: int = Field(3, ge=1)

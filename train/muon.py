@@ -1,8 +1,7 @@
 """Muon (Jordan et al., kellerjordan.github.io/posts/muon): momentum, orthogonalised, for the hidden matrices.
 
-torch.optim.Muon does its products in bf16, which CPUs without bf16 arithmetic emulate. This one runs them
-in the dtype it is given, and iterates on the small Gram matrix, so that each iteration multiplies [m, m] matrices (m the
-shorter side) and the long side enters twice in all.
+torch.optim.Muon takes one matrix at a time, always in bf16, which CPUs without bf16 arithmetic emulate, and knows nothing of
+matrices that FSDP2 splits. This one computes in the dtype it is given and takes small matrices together.
 """
 
 from __future__ import annotations
@@ -25,19 +24,37 @@ _AT_ONCE = 1 << 22
 def orthogonalise(matrices: Sequence[torch.Tensor], dtype: torch.dtype) -> list[torch.Tensor]:
     """Replace the singular values of matrices [a, b] by values near 1 (quintic Newton-Schulz).
 
-    With X a scaled matrix and G = X X^T, each iteration is X <- P X for P = aI + bG + cG^2. P commutes with G,
-    so G <- P G P, and the product of all P is applied to X once, at the end.
+    Below float32 this is Jordan's iteration, on the matrices themselves. From float32 on it is the same iteration on their
+    Gram matrices, which is less work where the long side is more than one and a half times the short one, but squares the
+    condition: rounding to bf16 or TF32 gives the Gram matrix negative eigenvalues, and each iteration makes them up to
+    3.4445^2 times larger. Float32's are too small for five iterations to matter.
 
     Args:
-        matrices: of one shorter side, so that their Gram matrices are multiplied together: one such product is too small
-            to keep a processor busy.
-        dtype: of the products.
+        matrices: of one shape, or its transpose; from float32 on of one shorter side. They are multiplied together: one such
+            product is too small to keep a processor busy.
+        dtype: of the products; on a GPU, float32 must not mean TF32 (torch's default is that it does not).
     """
+    wide = [(m if m.shape[0] <= m.shape[1] else m.T).to(dtype) for m in matrices]
+    changed = _by_gram_matrix(wide) if dtype in (torch.float32, torch.float64) else _by_matrix(wide)
+    return [(x if m.shape[0] <= m.shape[1] else x.T).to(m.dtype) for x, m in zip(changed, matrices, strict=True)]
+
+
+def _by_matrix(wide: list[torch.Tensor]) -> Iterable[torch.Tensor]:
+    """Each iteration is X <- aX + (bG + cG^2) X, with G = X X^T."""
     a, b, c = _COEFFICIENTS
-    wide = []
-    for matrix in matrices:
-        x = matrix.to(dtype)
-        wide.append(x if x.shape[0] <= x.shape[1] else x.T)
+    x = torch.stack(wide)
+    x /= x.norm(dim=(1, 2), keepdim=True) + 1e-7
+    for _ in range(_ITERATIONS):
+        gram = x @ x.mT
+        polynomial = torch.baddbmm(gram, gram, gram, beta=b, alpha=c)
+        x = torch.baddbmm(x, polynomial, x, beta=a)
+    return x
+
+
+def _by_gram_matrix(wide: list[torch.Tensor]) -> Iterable[torch.Tensor]:
+    """Each iteration is X <- P X for P = aI + bG + cG^2. P commutes with G, so G <- P G P, and the product of all P is
+    applied to X once, at the end: the long side enters twice in all."""
+    a, b, c = _COEFFICIENTS
     # Scaled are the small matrices on both sides of X, not X itself.
     scale = 1 / (torch.stack([x.norm() for x in wide]) + 1e-7)[:, None, None]
     gram = torch.stack([x @ x.T for x in wide]).mul_(scale**2)
@@ -48,17 +65,18 @@ def orthogonalise(matrices: Sequence[torch.Tensor], dtype: torch.dtype) -> list[
         product = polynomial if iteration == 0 else polynomial @ product
         if iteration < _ITERATIONS - 1:
             gram = polynomial @ gram @ polynomial
-    changed = (each @ x for each, x in zip(product.mul_(scale), wide, strict=True))
-    return [(x if m.shape[0] <= m.shape[1] else x.T).to(m.dtype) for x, m in zip(changed, matrices, strict=True)]
+    return (each @ x for each, x in zip(product.mul_(scale), wide, strict=True))
 
 
-def _alike(parameters: list[torch.Tensor]) -> Iterator[list[torch.Tensor]]:
+def _alike(parameters: list[torch.Tensor], dtype: torch.dtype) -> Iterator[list[torch.Tensor]]:
     """Those that `orthogonalise` takes together."""
-    by_side: dict[int, list[torch.Tensor]] = {}
+    by_shape: dict[tuple[int, ...], list[torch.Tensor]] = {}
     for parameter in parameters:
-        by_side.setdefault(min(parameter.shape), []).append(parameter)
-    for side, members in by_side.items():
-        size = max(1, _AT_ONCE // side**2)
+        short, long = sorted(parameter.shape)
+        key = (short,) if dtype == torch.float32 else (short, long)
+        by_shape.setdefault(key, []).append(parameter)
+    for (short, *_), members in by_shape.items():
+        size = max(1, _AT_ONCE // short**2)
         yield from (members[start : start + size] for start in range(0, len(members), size))
 
 
@@ -70,21 +88,32 @@ class Muon(torch.optim.Optimizer):
 
     Where FSDP2 splits the matrices, momentum stays split, and every process gathers and orthogonalises each whole matrix:
     its singular values are not those of its parts.
+
+    Args:
+        params: 2-D; momentum is in their dtype.
+        dtype: what `orthogonalise` computes in: float32 or bfloat16, on every device.
     """
 
     def __init__(
-        self, params: Iterable[torch.Tensor], *, lr: float, momentum: float = 0.95, weight_decay: float = 0.0
+        self,
+        params: Iterable[torch.Tensor],
+        *,
+        lr: float,
+        momentum: float = 0.95,
+        weight_decay: float = 0.0,
+        dtype: torch.dtype = torch.float32,
     ) -> None:
         super().__init__(params, {"lr": lr, "momentum": momentum, "weight_decay": weight_decay})
+        self._dtype = dtype
 
     @torch.no_grad()
     def step(self, closure: Callable[[], float] | None = None) -> Any:
         assert closure is None
         for group in self.param_groups:
-            for parameters in _alike([parameter for parameter in group["params"] if parameter.grad is not None]):
+            with_gradient = [parameter for parameter in group["params"] if parameter.grad is not None]
+            for parameters in _alike(with_gradient, self._dtype):
                 directions = [self._direction(parameter, group["momentum"]) for parameter in parameters]
-                dtype = torch.bfloat16 if parameters[0].is_cuda else torch.float32
-                for parameter, update in zip(parameters, orthogonalise(directions, dtype), strict=True):
+                for parameter, update in zip(parameters, orthogonalise(directions, self._dtype), strict=True):
                     if group["weight_decay"]:
                         parameter.mul_(1 - group["lr"] * group["weight_decay"])
                     size = group["lr"] * 0.2 * math.sqrt(max(parameter.shape))

@@ -316,7 +316,8 @@ def _optimizers(recipe: Recipe, drafter: Drafter) -> list[torch.optim.Optimizer]
     if rest:
         optimizers.append(torch.optim.AdamW(rest, lr=options.lr, betas=(0.9, 0.95), weight_decay=options.weight_decay))
     if matrices:
-        optimizers.append(Muon(matrices, lr=options.muon_lr, weight_decay=options.weight_decay))
+        dtype = getattr(torch, options.precision)
+        optimizers.append(Muon(matrices, lr=options.muon_lr, weight_decay=options.weight_decay, dtype=dtype))
     return optimizers
 
 

@@ -3,7 +3,7 @@
 import json
 import socket
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import pytest
 import torch
@@ -109,11 +109,12 @@ def test_engine_arithmetic() -> None:
     assert step.seconds(reads) == pytest.approx(step.bytes_read() / (2 * 1e3) / 0.5)
 
 
+@pytest.mark.parametrize("precision", ["float32", "bfloat16"])
 @pytest.mark.parametrize("shape", [(24, 40), (40, 24)])
-def test_muon(shape: tuple[int, int]) -> None:
+def test_muon(shape: tuple[int, int], precision: Literal["float32", "bfloat16"]) -> None:
     with FlopCounterMode(display=False) as counter:
-        orthogonalise([torch.randn(shape)], torch.float32)
-    assert counter.get_total_flops() == flop_of_muon(*shape)
+        orthogonalise([torch.randn(shape)], getattr(torch, precision))
+    assert counter.get_total_flops() == flop_of_muon(*shape, precision)
 
 
 KINDS = {

@@ -14,7 +14,6 @@ from draftsmith.checkpoint import Checkpoint
 from draftsmith.drafters.eagle3 import _look_at_own_position, _reduced_rank_fit
 from draftsmith.errors import DraftsmithError
 from draftsmith.train.acceptance import _walk, predict_acceptance
-from draftsmith.train.muon import Muon, orthogonalise
 from draftsmith.train.packing import plan_epoch, share_out
 from draftsmith.train.train import learning_rate_factor
 from draftsmith.vocabulary import choose_draft_vocabulary
@@ -47,25 +46,6 @@ def test_learning_rate() -> None:
     assert max(factors) == factors[9] == factors[10] == 1
     assert factors[11:] == sorted(factors[11:], reverse=True)
     assert 0 < factors[-1] < 0.01
-
-
-@pytest.mark.parametrize("shape", [(12, 30), (30, 12), (16, 16)])
-def test_muon_orthogonalises(shape: tuple[int, int]) -> None:
-    matrix = torch.randn(shape, generator=torch.Generator().manual_seed(1), dtype=torch.float64)
-    (found, again) = orthogonalise([matrix, -3 * matrix], torch.float64)
-    torch.testing.assert_close(again, -found)
-    # Jordan's iteration, on the whole matrix.
-    x = matrix / (matrix.norm() + 1e-7)
-    for _ in range(5):
-        gram = x @ x.T
-        x = 3.4445 * x + (-4.7750 * gram + 2.0315 * gram @ gram) @ x
-    torch.testing.assert_close(found, x, rtol=1e-6, atol=1e-6)
-    weight = torch.nn.Parameter(matrix.float())
-    weight.grad = matrix.float()
-    before = weight.detach().clone()
-    Muon([weight], lr=0.1).step()
-    size = (weight.detach() - before).pow(2).mean().sqrt()
-    assert 0.6 < float(size / (0.1 * 0.2)) < 1.3, "an update has about 0.2 of the learning rate, whatever the shape"
 
 
 def test_walk_moves_by_what_is_accepted() -> None:
