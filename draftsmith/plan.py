@@ -406,8 +406,8 @@ def flop_of_row(recipe: Recipe, drafter: Drafter, steps: int, *, predicts: bool)
     """FLOP of training on one row: forward, and as many again for the gradient of what is multiplied and of the weight.
 
     A row that something is predicted from meets the head at every step (frozen, it needs no gradient of its own), and the
-    teacher's head once where the target's distribution is taught. That the teacher chooses the loss's part of the
-    vocabulary is not counted: a few rows of a step are asked.
+    teacher's head once where the target's distribution is taught. That teacher and drafter choose the loss's part
+    of the vocabulary is not counted: a few rows of a step are asked.
     """
     shapes, config = drafter.shapes(drafter.config), drafter.config
     flop = 0.0

@@ -295,8 +295,8 @@ class Train(Section):
     """What sets the drafter's distribution against the target's. `kl` is `cross_entropy` less the target's own entropy: the
     same gradients. `total_variation` is the probability that a sampled draft is rejected."""
     loss_vocab_size: int | None = Field(None, ge=16)
-    """Take each step's loss over this many tokens of the draft vocabulary, those likely in the batch; absent: over all.
-    Each micro-batch chooses its own, so the loss then depends a little on their number and that of processes."""
+    """Take each step's loss over this many tokens of the draft vocabulary: those that the target or the drafter holds likely in
+    the batch, and some drawn by chance that stand for the rest; absent: over all. Each micro-batch chooses its own, so the loss then depends a little on their number and that of processes."""
     prompt_loss_weight: float = Field(0.0, ge=0, le=1)
     """Weight of the loss on prompt tokens (response tokens have 1)."""
     more_stores: tuple[StoreFolder, ...] = ()

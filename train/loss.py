@@ -29,7 +29,10 @@ _LOGITS_AT_ONCE = 1 << 21
 _LEAST_ROWS = 128
 """Rows in a chunk, however large the vocabulary: with fewer, a product waits for the head to come from memory."""
 ROWS_ASKED = 256
-"""Rows of a batch whose teachers choose the part of the draft vocabulary that its loss is taken over."""
+"""Rows of a batch whose teachers, and as many whose drafts, choose the part of the draft vocabulary that its loss is taken
+over."""
+_DRAWN = 6
+"""One in so many of that part are drawn by chance."""
 
 
 def row_chunks(rows: int, vocab: int) -> Iterator[slice]:
@@ -80,7 +83,7 @@ class ChainLoss(nn.Module):
             less the target's own entropy, so it is 0 where q = p; the gradients are equal. `total_variation`:
             1/2 sum |p - q|, the probability that a token drawn from q is rejected (Leviathan et al., arXiv 2211.17192).
         loss_vocab_size: take each batch's loss over this many tokens of the draft vocabulary, those that matter in
-            the batch; None for all. The head is most of a small drafter's work.
+            the batch and a sample of the rest (`_part`); None for all. The head is most of a small drafter's work.
         terms: what the drafter is taught; None for the target's distribution alone.
     """
 
@@ -122,24 +125,25 @@ class ChainLoss(nn.Module):
             divisors = lessons.weights.sum(1)
         with torch.no_grad():
             states = self.teacher_norm(last_states[lessons.rows])
-            columns = self._columns(states, lessons.labels)
-            labels, teacher_head = lessons.labels, self.teacher_head
-            if columns is not None:
-                labels, teacher_head = torch.searchsorted(columns, labels), teacher_head[columns]
             decay = self.chain_decay ** torch.arange(self.chain_steps, device=divisors.device).double()
             weights = (lessons.weights * (decay / divisors.clamp(min=1))[:, None]).to(_exact(states.dtype))
 
         normed: list[torch.Tensor] = []  # of each step [N, H], so that all steps' rows line up with the teacher's
         heads: list[torch.Tensor] = []
         head_of: list[int] = []
-        full: torch.Tensor | None = None
         for step, drafts in zip(self.drafter.chain(batch, steps=self.chain_steps), lessons.drafts, strict=True):
             normed.append(step.normed.index_select(0, drafts))
-            if step.head is not full:  # else the same as a step before
-                full = step.head
-                heads.append(full if columns is None else full[columns])
+            if not heads or step.head is not heads[-1]:  # else the same as a step before
+                heads.append(step.head)
             head_of.append(len(heads) - 1)
-        wanted = _Wanted(labels, *((states, teacher_head) if self.terms.targets == "distribution" else (None, None)))
+        labels, teacher_head = lessons.labels, self.teacher_head
+        part = self._part(states, normed, [heads[index] for index in head_of], lessons)
+        if part is not None:
+            labels, teacher_head = torch.searchsorted(part.columns[: part.kept], labels), teacher_head[part.columns]
+            heads = [head[part.columns] for head in heads]
+        wanted = _Wanted(
+            labels, part, *((states, teacher_head) if self.terms.targets == "distribution" else (None, None))
+        )
         total, right = _HeadLoss.apply(self.loss, wanted, weights * self.terms.token_weight, head_of, *normed, *heads)
         if self.terms.feature_weight:
             for each, weight in zip(normed, weights, strict=True):
@@ -167,29 +171,60 @@ class ChainLoss(nn.Module):
         label = torch.zeros_like(rows).index_put((place,), labels[draft, step])
         return _Lessons(rows, label, drafts, weights)
 
-    def _columns(self, states: torch.Tensor, labels: torch.Tensor) -> torch.Tensor | None:
+    @torch.no_grad()
+    def _part(
+        self, states: torch.Tensor, normed: list[torch.Tensor], heads: list[torch.Tensor], lessons: _Lessons
+    ) -> _Part | None:
         """The part of the draft vocabulary that this batch's loss is taken over; None for all of it.
 
-        What the teacher holds likely, asked in rows spread over the batch, and every true token: the rest has next to
-        no probability in any row, and costs as much.
+        Kept is what the teacher and the drafter hold likely, asked in rows spread over the batch, and every true token. The
+        rest has little probability in any row and costs as much, but a drafter would let it grow if it were never pushed
+        down. So some of the rest are drawn, and each stands for as many as it was drawn from.
 
         Args:
             states: [N, H], the target's normed states.
-            labels: int64 [N].
+            normed: of each chain step [N, H].
+            heads: of each chain step [V, H].
+            lessons: of the batch.
 
         Returns:
-            int64 ascending, loss_vocab_size of them, or more where the batch has more different true tokens.
+            loss_vocab_size tokens, or more where the batch has more different true tokens.
         """
         vocab = len(self.teacher_head)
         if self.loss_vocab_size is None or self.loss_vocab_size >= vocab:
             return None
-        asked = states[:: math.ceil(len(states) / ROWS_ASKED) or 1]
         mass = states.new_zeros(vocab, dtype=_exact(states.dtype))
-        for rows in row_chunks(len(asked), vocab):
-            mass += F.linear(asked[rows], self.teacher_head).softmax(-1, dtype=mass.dtype).sum(0)
-        mass[labels] = torch.inf
-        size = max(self.loss_vocab_size, int(mass.isinf().sum()))
-        return mass.topk(size).indices.sort().values
+        asked = [(states[:: math.ceil(len(states) / ROWS_ASKED) or 1], self.teacher_head)]
+        for x, head, weights in zip(normed, heads, lessons.weights, strict=True):
+            there = weights.nonzero()[:, 0]
+            asked.append((x[there[:: math.ceil(len(there) * len(normed) / ROWS_ASKED) or 1]], head))
+        for x, head in asked:
+            for rows in row_chunks(len(x), vocab):
+                mass += F.linear(x[rows], head).softmax(-1, dtype=mass.dtype).sum(0)
+        mass[lessons.labels] = torch.inf
+        drawn = self.loss_vocab_size // _DRAWN
+        kept = max(self.loss_vocab_size - drawn, int(mass.isinf().sum()))
+        best = mass.topk(kept).indices.sort().values
+        chance = torch.rand(vocab, device=mass.device)
+        chance[best] = -1
+        drawn = min(drawn, vocab - kept)
+        log_weights = mass.new_zeros(kept + drawn)
+        log_weights[kept:] = math.log((vocab - kept) / max(drawn, 1))
+        return _Part(torch.cat([best, chance.topk(drawn).indices.sort().values]), kept, log_weights)
+
+
+@dataclass
+class _Part:
+    """C tokens of the draft vocabulary."""
+
+    columns: torch.Tensor
+    """int64 [C]: those that are kept, ascending; then those that were drawn from the rest, ascending."""
+    kept: int
+    """How many are kept: every true token is among them."""
+    log_weights: torch.Tensor
+    """[C], added to logits: the log of how many tokens each stands for. The sum of exp(logits) is then estimated without bias,
+    and those that were left out are pushed down through those that were drawn (Bengio and Senecal 2008,
+    doi 10.1109/TNN.2007.912312; Jean et al., arXiv 1412.2007)."""
 
 
 @dataclass
@@ -198,6 +233,8 @@ class _Wanted:
 
     labels: torch.Tensor
     """int64 [N]: what the target wrote."""
+    part: _Part | None
+    """What the columns of the heads are; None for the whole draft vocabulary."""
     states: torch.Tensor | None
     """[N, H], the target's normed states, and"""
     head: torch.Tensor | None
@@ -239,14 +276,21 @@ class _HeadLoss(torch.autograd.Function):
             torch.zeros_like(head, dtype=_exact(dtype)) if trained else None
             for head, trained in zip(heads, ctx.needs_input_grad[4 + steps :], strict=True)
         ]
+        log_weights, kept = None, len(heads[0])
+        if wanted.part is not None:
+            log_weights, kept = wanted.part.log_weights.to(dtype), wanted.part.kept
         total = weights.new_zeros((), dtype=_exact(dtype))
         right = torch.empty_like(weights, dtype=torch.bool)
         with torch.autocast(device, enabled=False):
             for rows in row_chunks(weights.shape[1], len(heads[0])):
                 labels = wanted.labels[rows]
-                taught = _logits(teacher[0][rows], teacher[1]) if teacher else None
+                taught = _logits(teacher[0][rows], teacher[1], log_weights) if teacher else None
                 p = None if taught is None else taught.softmax(-1)
-                entropy = _cross_entropy(taught, p, p) if loss == "kl" and taught is not None and p is not None else 0
+                constant: torch.Tensor | float = 0.0  # of what is trained
+                if loss == "kl" and taught is not None and p is not None:
+                    constant = _cross_entropy(taught, p, p)  # the weights are in both, and cancel
+                elif loss == "cross_entropy" and p is not None and log_weights is not None:
+                    constant = -(p @ log_weights.to(p.dtype))  # a token's log q is without its weight
                 del taught  # nothing is as large as a chunk's logits: none lives longer than it is needed
                 for k in range(steps):
                     x, weight, head, d_head = (
@@ -255,15 +299,15 @@ class _HeadLoss(torch.autograd.Function):
                         heads[head_of[k]],
                         d_heads[head_of[k]],
                     )
-                    logits = _logits(x, head)
-                    right[k, rows] = logits.gather(1, labels[:, None])[:, 0] == logits.amax(-1)
+                    logits = _logits(x, head, log_weights)
+                    right[k, rows] = logits.gather(1, labels[:, None])[:, 0] == logits[:, :kept].amax(-1)
                     if p is None:
                         each, d_logits = _against_tokens(logits, labels)
                     elif loss == "total_variation":
                         each, d_logits = _total_variation(logits, p)
                     else:
                         d_logits = logits.softmax(-1)  # q still
-                        each = _cross_entropy(logits, d_logits, p) - entropy
+                        each = _cross_entropy(logits, d_logits, p) - constant
                         d_logits -= p
                     total += (each * weight[:, 0]).sum()
                     d_logits = d_logits.to(dtype)
@@ -285,9 +329,9 @@ class _HeadLoss(torch.autograd.Function):
         return None, None, None, None, *(g if g is None else g.mul_(grads[0]) for g in gradients)
 
 
-def _logits(x: torch.Tensor, head: torch.Tensor) -> torch.Tensor:
+def _logits(x: torch.Tensor, head: torch.Tensor, log_weights: torch.Tensor | None) -> torch.Tensor:
     """[R, V], in float32 at least."""
-    logits = F.linear(x, head)
+    logits = F.linear(x, head, log_weights)
     return logits.to(_exact(logits.dtype))
 
 

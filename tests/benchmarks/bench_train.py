@@ -7,8 +7,8 @@ documents, of which 30% are prompt, as in ShareGPT, and count as in `recipes/lea
 - Ours is what the trainer does for a step of `recipes/learn.yaml`: its loss, clipping, its optimizers.
 - The limit is the rate of one plain matrix product. Our useful operations are counted from the formulas, for the rows that
   the loss needs: two for each weight a row meets forward, twice that backward, none for the gradient of a frozen head; the
-  head and the teacher over the part of the draft vocabulary that the loss is taken over, the teacher over all of it for the
-  rows that choose the part; and the products of Muon's iteration on Gram matrices. Attention, norms and softmax are not counted.
+  head and the teacher over the part of the draft vocabulary that the loss is taken over, both over all of it for the rows
+  that choose the part; and the products of Muon's iteration on Gram matrices. Attention, norms and softmax are not counted.
 - The first try (`first_try.py`) with AdamW, and speculators' model with its own optimizer (`peer_driver.py`), do what they
   do for all rows.
 
@@ -231,7 +231,8 @@ def useful_operations(batch: Batch, *, loss_vocabulary: int) -> float:
     rows_taught = int(taught.sum())
     teacher = 2 * HIDDEN * rows_taught * loss_vocabulary
     if loss_vocabulary < DRAFT:
-        teacher += 2 * HIDDEN * math.ceil(rows_taught / math.ceil(rows_taught / ROWS_ASKED)) * DRAFT
+        asked = math.ceil(rows_taught / math.ceil(rows_taught / ROWS_ASKED))
+        teacher += 2 * 2 * HIDDEN * asked * DRAFT  # by the teacher's head, and about as many by the drafter's
     # A score and a mixed value at each visible key: 4 a number of a head forward, twice that backward. Positions count from
     # 0, and at chain step k a row also sees its own k later keys.
     visible = sum((batch.positions[batch.counts.sum(1) > 0] + 1 + step).sum().item() for step in range(STEPS))
