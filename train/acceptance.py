@@ -118,7 +118,7 @@ def predict_sampled_acceptance(
         steps = list(drafter.chain(batch, steps=k))
         states = norm(everything.hidden_states[:, last_column])
         accept = states.new_zeros(2, len(rows), k)  # of greedy and of sampled drafts
-        for part in row_chunks(len(states), len(head)):
+        for part in row_chunks(len(states), len(head), states.device.type):
             p = (F.linear(states[part], head) / temperature).softmax(-1)[:, drafter.draft_token_ids]
             for j, step in enumerate(steps):
                 teacher = rows + 1 + j - part.start
@@ -172,7 +172,7 @@ def _packed(drafter: Drafter, sequences: Iterable[Sequence], *, steps: int) -> I
 def _guesses(drafter: Drafter, step: ChainStep) -> torch.Tensor:
     """int64 [Q]: the step's most likely tokens, the target's ids."""
     guesses = torch.empty(len(step.normed), dtype=torch.long, device=step.normed.device)
-    for rows in row_chunks(len(step.normed), len(step.head)):
+    for rows in row_chunks(len(step.normed), len(step.head), step.normed.device.type):
         guesses[rows] = F.linear(step.normed[rows], step.head).argmax(-1)
     return drafter.draft_token_ids[guesses]
 

@@ -26,6 +26,8 @@ LossName = Literal["cross_entropy", "kl", "total_variation"]
 
 _LOGITS_AT_ONCE = 1 << 21
 """Logits in a chunk of rows: 8 MiB in float32, which stays in a CPU's cache from one pass over it to the next."""
+_LOGITS_AT_ONCE_ON_GPU = 1 << 27
+"""There: 512 MiB in float32, a few of which are there at once. Its cache holds no chunk that would keep it busy."""
 _LEAST_ROWS = 128
 """Rows in a chunk, however large the vocabulary: with fewer, a product waits for the head to come from memory."""
 ROWS_ASKED = 256
@@ -35,9 +37,14 @@ _DRAWN = 6
 """One in so many of that part are drawn by chance."""
 
 
-def row_chunks(rows: int, vocab: int) -> Iterator[slice]:
-    """`rows` rows in turn, as many at once as logits over `vocab` tokens should be there at once."""
-    size = max(_LEAST_ROWS, _LOGITS_AT_ONCE // vocab)
+def row_chunks(rows: int, vocab: int, device: str) -> Iterator[slice]:
+    """`rows` rows in turn, as many at once as logits over `vocab` tokens should be there at once.
+
+    Args:
+        device: the type of device that computes them, as torch names it.
+    """
+    at_once = _LOGITS_AT_ONCE if device == "cpu" else _LOGITS_AT_ONCE_ON_GPU
+    size = max(_LEAST_ROWS, at_once // vocab)
     return (slice(start, min(start + size, rows)) for start in range(0, rows, size))
 
 
@@ -199,7 +206,7 @@ class ChainLoss(nn.Module):
             there = weights.nonzero()[:, 0]
             asked.append((x[there[:: math.ceil(len(there) * len(normed) / ROWS_ASKED) or 1]], head))
         for x, head in asked:
-            for rows in row_chunks(len(x), vocab):
+            for rows in row_chunks(len(x), vocab, x.device.type):
                 mass += F.linear(x[rows], head).softmax(-1, dtype=mass.dtype).sum(0)
         mass[lessons.labels] = torch.inf
         drawn = self.loss_vocab_size // _DRAWN
@@ -282,7 +289,7 @@ class _HeadLoss(torch.autograd.Function):
         total = weights.new_zeros((), dtype=_exact(dtype))
         right = torch.empty_like(weights, dtype=torch.bool)
         with torch.autocast(device, enabled=False):
-            for rows in row_chunks(weights.shape[1], len(heads[0])):
+            for rows in row_chunks(weights.shape[1], len(heads[0]), device):
                 labels = wanted.labels[rows]
                 taught = _logits(teacher[0][rows], teacher[1], log_weights) if teacher else None
                 p = None if taught is None else taught.softmax(-1)

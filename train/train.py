@@ -352,10 +352,8 @@ def _fit(run: Run, recipe: Recipe, directory: Path, inputs: str, progress: Progr
     def load(number: int) -> list[MicroBatch]:
         return _load(run, recipe, number)
 
-    # Beside a GPU's computation: reading, decompressing and packing the next steps. On a CPU that would take the cores
-    # that compute. What comes out depends on the step's number alone.
-    on_cpu = accelerator.device.type == "cpu"
-    batches = map(load, numbers) if on_cpu else prefetched(load, numbers)
+    # What comes out depends on the step's number alone.
+    batches = prefetched(load, numbers) if _loads_ahead(accelerator.device) else map(load, numbers)
     with (
         _signals() as signals,
         Bar("train", total=len(run.plan), unit="steps", done=progress.step, shown=main) as bar,
@@ -396,6 +394,12 @@ def _fit(run: Run, recipe: Recipe, directory: Path, inputs: str, progress: Progr
                     f"Stopped by SIGTERM after step {progress.step} of {len(run.plan)}, which is saved in {directory}. Run the "
                     "same command again to continue."
                 )
+
+
+def _loads_ahead(device: torch.device) -> bool:
+    """Whether the next steps are read, decompressed and packed beside the computation of this one: on a CPU that would take
+    the cores that compute."""
+    return device.type != "cpu"
 
 
 @contextmanager

@@ -1,6 +1,7 @@
 """The fused loss against plain autograd on whole logits, and what it keeps in memory."""
 
 from collections.abc import Iterator
+from dataclasses import replace
 
 import pytest
 import torch
@@ -269,10 +270,57 @@ def test_no_logits_of_all_rows_are_ever_there(monkeypatch: pytest.MonkeyPatch) -
 
 
 def test_row_chunks() -> None:
-    def sizes(rows: int, vocab: int) -> Iterator[int]:
-        return (part.stop - part.start for part in row_chunks(rows, vocab))
+    def sizes(rows: int, vocab: int, device: str = "cpu") -> Iterator[int]:
+        return (part.stop - part.start for part in row_chunks(rows, vocab, device))
 
     at_once = loss_module._LOGITS_AT_ONCE
     assert list(sizes(1000, at_once // 400)) == [400, 400, 200]
     assert list(sizes(loss_module._LEAST_ROWS + 1, at_once)) == [loss_module._LEAST_ROWS, 1]
     assert list(sizes(0, 10)) == []
+    assert list(sizes(4096, 32_000, "cuda")) == [4096], "a batch of a micro-batch's size at once"
+    assert next(iter(sizes(10_000, 128_000, "cuda"))) == 1048
+
+
+@pytest.mark.parametrize("precision", ["float32", "bfloat16"])
+def test_a_gpus_chunks_make_the_same_loss(precision: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """All rows in one chunk, as on a GPU, and in chunks of four."""
+    batch, last_states = make_batch()
+    batch, last_states = replace(batch, hidden_states=batch.hidden_states.float()), last_states.float()
+    outcomes = []
+    chunks_of = loss_module.row_chunks
+    for device, least in (("cpu", 4), ("cuda", 128)):
+        monkeypatch.setattr(loss_module, "_LEAST_ROWS", least)
+        monkeypatch.setattr(loss_module, "_LOGITS_AT_ONCE", 1)
+        monkeypatch.setattr(
+            loss_module, "row_chunks", lambda rows, vocab, _, device=device: chunks_of(rows, vocab, device)
+        )
+        loss = make_loss().float()
+        with torch.autocast("cpu", torch.bfloat16, enabled=precision == "bfloat16"):
+            value = loss(batch, last_states).loss
+        value.backward()
+        outcomes.append((value.detach(), loss.drafter.lm_head.weight.grad, loss.drafter.fc.weight.grad))
+    # Rows are the same numbers in any chunk; only sums over rows are in another order, and in bf16 each chunk's is rounded.
+    tolerance = 1e-5 if precision == "float32" else 2e-2
+    for found, expected in zip(*outcomes, strict=True):
+        assert (found - expected).norm() <= tolerance * expected.norm()
+
+
+@pytest.mark.parametrize("name", ["cross_entropy", "kl", "total_variation"])
+def test_a_part_in_bfloat16(name: str) -> None:
+    """The products of a GPU's training, the drawn tokens' weights with them."""
+    batch, last_states = make_batch()
+    batch, last_states = replace(batch, hidden_states=batch.hidden_states.float()), last_states.float()
+    outcomes = []
+    for enabled in (False, True):
+        loss = make_wide_loss(loss=name, loss_vocab_size=240).float()
+        # The same part for both: a rounded probability may choose another.
+        torch.manual_seed(0)
+        part = part_of(loss, batch, last_states)
+        loss._part = lambda *_, part=part: part  # type: ignore[method-assign]
+        with torch.autocast("cpu", torch.bfloat16, enabled=enabled):
+            value = loss(batch, last_states).loss
+        value.backward()
+        outcomes.append((value.detach(), loss.drafter.lm_head.weight.grad))
+    (exact, wanted), (rough, found) = outcomes
+    assert 0 < (rough - exact).abs() < 0.02 * exact
+    assert F.cosine_similarity(found.flatten(), wanted.flatten(), dim=0) > 0.98

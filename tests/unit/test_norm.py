@@ -1,5 +1,6 @@
 """The norm that keeps only its input: torch's own is the reference."""
 
+import pytest
 import torch
 from torch import nn
 
@@ -28,6 +29,15 @@ def test_in_another_type_than_its_weight() -> None:
     ours, reference, x = make_norms(torch.float32)
     x = x.detach().bfloat16()
     assert torch.equal(ours(x), reference(x))
+
+
+def test_on_another_device_it_is_torchs(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A GPU's kernel keeps no more than ours; "meta" stands for a GPU: a device that is no CPU."""
+    monkeypatch.setattr("draftsmith.drafters.norm._RMSNorm.apply", None)
+    norm = RMSNorm(24, 1e-5, device="meta")
+    assert norm(torch.zeros(7, 24, device="meta")).shape == (7, 24)
+    with pytest.raises(TypeError):
+        RMSNorm(24, 1e-5)(torch.zeros(7, 24))
 
 
 def test_it_keeps_its_input_alone() -> None:

@@ -390,6 +390,29 @@ def test_bfloat16_products_on_float32_weights(folder: Path, whole: Path) -> None
     assert {value.dtype for value in weights_of(directory / "checkpoint").values()} == {torch.float32}
 
 
+def test_bfloat16_keeps_the_start_and_learns_as_float32(tmp_path: Path) -> None:
+    """The start's copying heads, its linear fit, Muon's iteration and all products, in bf16: acceptance within 2%."""
+    make_run(tmp_path, sequences=72, tokens=40)
+    predicted = {}
+    for precision in ("float32", "bfloat16"):
+        directory = run_dir(tmp_path, precision)
+        options = {**EAGLE3, "drafter": {"kind": "eagle3", "draft_vocab_size": 80}, "tokens_per_step": 400}
+        predicted[precision] = train(tmp_path, directory, precision=precision, **options)["predicted_acceptance_length"]
+    assert predicted["float32"]["3"] > 1.1, "else there is nothing to lose"
+    assert predicted["bfloat16"] == pytest.approx(predicted["float32"], rel=0.02)
+
+
+def test_reading_ahead_as_beside_a_gpu_changes_nothing(
+    folder: Path, whole: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    assert trainer._loads_ahead(torch.device("cuda"))
+    assert not trainer._loads_ahead(torch.device("cpu"))
+    monkeypatch.setattr(trainer, "_loads_ahead", lambda device: True)
+    directory = run_dir(folder, "ahead")
+    train(folder, directory, **EAGLE3)
+    assert losses_of(directory) == losses_of(whole)
+
+
 def test_schedules() -> None:
     for schedule, half, last in (("cosine", 0.5, 0.0), ("linear", 0.5, 0.0), ("constant", 1.0, 1.0)):
         factors = [learning_rate_factor(step, 110, 10 / 110, schedule) for step in range(110)]
