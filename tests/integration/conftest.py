@@ -12,10 +12,13 @@ from safetensors.torch import load_file, save_file
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast, Qwen2Config, Qwen2ForCausalLM
 
+from draftsmith.checkpoint import Checkpoint
+from draftsmith.drafters import drafter_class
+from draftsmith.drafters.base import Drafter
 from draftsmith.extract.extract import run_extract
 from draftsmith.recipe import Recipe, load_recipe
 from draftsmith.store import Store
-from draftsmith.target import prepare_target
+from draftsmith.target import load_target_tensors, prepare_target
 
 _ROOT = Path(__file__).parents[2]
 
@@ -89,6 +92,16 @@ def make_mtp_target(directory: Path) -> None:
     written = json.loads((directory / "config.json").read_text())
     written |= {"architectures": ["MiMoForCausalLM"], "num_nextn_predict_layers": 1}
     (directory / "config.json").write_text(json.dumps(written))
+
+
+def load_drafter(run_dir: Path, target: Path) -> Drafter:
+    """A run's drafter, as trained."""
+    checkpoint = Checkpoint.load(run_dir / "checkpoint")
+    kind = drafter_class(checkpoint.kind)
+    config = kind.config_class.from_dict(checkpoint.config)
+    drafter = kind.make(config, load_target_tensors(target), checkpoint.draft_token_ids)
+    drafter.load_state_dict(checkpoint.tensors)
+    return drafter.eval()
 
 
 def demo_prompts(count: int) -> list[str]:

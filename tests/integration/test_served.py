@@ -14,18 +14,20 @@ from draftsmith.cli import app
 from draftsmith.convert.convert import convert_checkpoint, read, recognise, run_convert
 from draftsmith.convert.verify import drafter_of
 from draftsmith.drafters import drafter_class
-from draftsmith.drafters.base import Drafter
 from draftsmith.errors import DraftsmithError, UserError
 from draftsmith.extract.extract import run_extract
 from draftsmith.recipe import load_recipe
 from draftsmith.serve.proposals import Served, compare_proposals, record
 from draftsmith.target import load_target_tensors
 from draftsmith.train.train import SNAPSHOT, run_train
-from tests.integration.conftest import SOAKING, demo_prompts, in_soak, write_recipe
+from tests.integration.conftest import SOAKING, demo_prompts, in_soak, load_drafter, write_recipe
 
 pytestmark = pytest.mark.integration
 
 K = 3
+POSITIONS = 2000
+"""At which every chain step's proposals are compared, each step counted on its own. A step that follows another proposal than the
+drafter's is not comparable and not counted. `compare_proposals` allows one in 200, ties all, to differ at each step."""
 
 
 @pytest.fixture(scope="module")
@@ -69,18 +71,10 @@ def record_runs(run_dirs: list[Path], smollm2: Path, *, max_tokens: int) -> list
     return record(drafters, smollm2, prompts, k=K, max_tokens=max_tokens)
 
 
-def load_drafter(run_dir: Path, target: Path) -> Drafter:
-    checkpoint = Checkpoint.load(run_dir / "checkpoint")
-    kind = drafter_class(checkpoint.kind)
-    config = kind.config_class.from_dict(checkpoint.config)
-    drafter = kind.make(config, load_target_tensors(target), checkpoint.draft_token_ids)
-    drafter.load_state_dict(checkpoint.tensors)
-    return drafter.eval()
-
-
 def test_trained_equals_served(run: tuple[Path, Path], served: Served, smollm2: Path) -> None:
     compared = compare_proposals(served, load_drafter(run[1], smollm2), smollm2)
-    assert compared[0] >= 2000, compared
+    assert len(compared) == K
+    assert min(compared) >= POSITIONS, compared
 
 
 OTHER_KINDS = {
@@ -109,7 +103,7 @@ def others(
         run_convert(recipe, run_dir)
     found = {}
     for names in (run_dirs.keys() - {"mlp_speculator"}, {"mlp_speculator"}):  # stock vLLM, and with our plugin
-        served = record_runs([run_dirs[name] for name in names], smollm2, max_tokens=32)
+        served = record_runs([run_dirs[name] for name in names], smollm2, max_tokens=96)
         found |= {name: (run_dirs[name], one) for name, one in zip(names, served, strict=True)}
     return found
 
@@ -122,7 +116,8 @@ def test_trained_equals_served_for_other_kinds(
 ) -> None:
     run_dir, served = others[name]
     compared = compare_proposals(served, load_drafter(run_dir, smollm2), smollm2)
-    assert sum(compared) >= 2000, compared
+    assert len(compared) == K
+    assert min(compared) >= POSITIONS, compared
     assert served.counters["vllm:spec_decode_num_accepted_tokens"] > 0
 
 

@@ -11,6 +11,7 @@ import signal
 import socket
 import subprocess
 import sys
+import time
 from collections.abc import Callable, Iterator
 from multiprocessing.context import ForkServerProcess
 from pathlib import Path
@@ -90,10 +91,27 @@ def kill_self(number: signal.Signals) -> None:
     os.kill(os.getpid(), number)
 
 
+def half_saved(number: int, by: signal.Signals) -> Callable[[Any, Path], None]:
+    """`torch.save` that gets a signal when half of a file is written, after `number` whole ones."""
+    original = torch.save
+    whole: list[Path] = []
+
+    def save(value: Any, path: Path) -> None:
+        original(value, path)
+        if len(whole) == number:
+            os.truncate(path, path.stat().st_size // 2)
+            kill_self(by)
+        whole.append(path)
+
+    return save
+
+
 def process(
-    rank: int, folder: Path, directory: Path, options: dict[str, Any], port: int, stop: tuple[int, int, signal.Signals] | None
+    rank: int, folder: Path, directory: Path, options: dict[str, Any], port: int,
+    stop: tuple[int, int, signal.Signals, str] | None,
 ) -> None:  # fmt: skip
-    """One of two training processes (alone with port 0); the one of rank stop[0] gets the signal stop[2] in step stop[1]."""
+    """One of two training processes (alone with port 0). The one of rank stop[0] gets the signal stop[2] as it calls the trainer's
+    function stop[3], or is in the middle of `torch.save`, after stop[1] such calls."""
     torch.set_num_threads(1)
     if port:
         os.environ |= {
@@ -103,7 +121,10 @@ def process(
     with contextlib.ExitStack() as stack:
         if stop and stop[0] == rank:
             monkeypatch = stack.enter_context(pytest.MonkeyPatch.context())
-            at_step(stop[1], lambda: kill_self(stop[2]), monkeypatch)
+            if stop[3] == "torch.save":
+                monkeypatch.setattr(torch, "save", half_saved(stop[1], stop[2]))
+            else:
+                at_step(stop[1], lambda: kill_self(stop[2]), monkeypatch, where=stop[3])
         try:
             train(folder, directory, **options)
         except DraftsmithError as error:
@@ -203,7 +224,7 @@ def test_micro_batches_change_nothing(folder: Path, whole: Path) -> None:
 def test_two_processes_stop_together_and_any_number_goes_on(folder: Path, whole: Path) -> None:
     """SIGTERM reaches one of two; both save the same step, and one process goes on from their split weights. And back."""
     directory = run_dir(folder, "two-then-one")
-    running = start(folder, directory, stop=(1, 5, signal.SIGTERM), shard=True, save_every_steps=100, **EAGLE3)
+    running = start(folder, directory, stop=(1, 5, signal.SIGTERM, "_step"), shard=True, save_every_steps=100, **EAGLE3)
     assert ended(running) == [143, 143]
     snapshot = torch.load(directory / "checkpoint" / SNAPSHOT, weights_only=True)
     assert snapshot["progress"]["step"] == 6
@@ -212,7 +233,7 @@ def test_two_processes_stop_together_and_any_number_goes_on(folder: Path, whole:
     assert losses_of(directory)[:6] == snapshot["progress"]["losses"]
 
     back = run_dir(folder, "one-then-two")
-    assert ended(start(folder, back, processes=1, stop=(0, 6, signal.SIGTERM), **EAGLE3)) == [143]
+    assert ended(start(folder, back, processes=1, stop=(0, 6, signal.SIGTERM, "_step"), **EAGLE3)) == [143]
     assert ended(start(folder, back, shard=True, accumulate=2, **EAGLE3)) == [0, 0]
     require_alike(whole, back)
     assert losses_of(back)[:7] == losses_of(whole)[:7]
@@ -230,43 +251,75 @@ def killed() -> None:
 
 
 MOMENTS = ("_step", "_finish_epoch", "_write_snapshot", "_remove_epochs", "torch.save")
+KILLS = int(os.environ.get("DRAFTSMITH_KILL_CASES", "6"))
+"""Of each kind; `make soak` asks for more."""
 
 
-def test_killed_anywhere_it_goes_on_bit_for_bit(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Twenty runs that end at a random moment, three of them by SIGKILL, and are started again: not one bit differs."""
-    draw = random.Random(4)
+@pytest.fixture(scope="module")
+def unbroken(folder: Path) -> dict[str, tuple[Path, dict[str, Any]]]:
+    """Runs in a process of their own that nothing stopped, and their options."""
     eagle = {"drafter": {"kind": "eagle"}, "epochs": 3, "lr": 3e-3, "muon_lr": 1e-2}  # with noise
-    cases = {"eagle3": {**EAGLE3, "ema": 0.9}, "eagle": eagle}
-    originals = {}
-    for name, options in cases.items():
-        originals[name] = run_dir(folder, f"unbroken-{name}")
-        train(folder, originals[name], **options)
-    identical = 0
-    for number in range(20):
-        name = draw.choice(list(cases))
-        options = {**cases[name], "save_every_steps": draw.choice([2, 3, 100])}
+    made = {}
+    for name, options in {"eagle3": {**EAGLE3, "ema": 0.9}, "eagle": eagle}.items():
+        made[name] = run_dir(folder, f"unbroken-{name}"), options
+        assert ended(start(folder, made[name][0], processes=1, **options)) == [0]
+    return made
+
+
+def require_identical(directory: Path, original: Path) -> None:
+    """Not one bit differs, and nothing of the interruption is left."""
+    assert losses_of(directory) == losses_of(original)
+    weights = weights_of(directory / "checkpoint")
+    for name, value in weights_of(original / "checkpoint").items():
+        assert torch.equal(value, weights[name]), name
+    assert not (directory / "checkpoint" / SNAPSHOT).exists()
+    assert not list((directory / "checkpoint").glob("epoch-*"))
+
+
+def test_killed_where_it_writes_it_goes_on_bit_for_bit(
+    folder: Path, unbroken: dict[str, tuple[Path, dict[str, Any]]]
+) -> None:
+    """Processes end by SIGKILL before a step, at an epoch's end, around a snapshot and in the middle of one's file."""
+    draw = random.Random(4)
+    for number in range(KILLS):
+        original, options = unbroken[draw.choice(list(unbroken))]
+        options = {**options, "save_every_steps": draw.choice([2, 3, 100])}
         directory = run_dir(folder, "killed")
-        if number < 3:
-            running = start(folder, directory, processes=1, stop=(0, draw.randrange(1, 12), signal.SIGKILL), **options)
-            assert ended(running) == [-signal.SIGKILL]
-        else:
-            moment = draw.choice(MOMENTS)
-            with monkeypatch.context() as patch:
-                if moment == "torch.save":  # a part of a snapshot is written
-                    patch.setattr(torch, "save", lambda value, path: (path.write_bytes(b"part"), killed()))
-                else:
-                    at_step(draw.randrange(3 if moment != "_step" else 12), killed, patch, where=moment)
-                with pytest.raises(Killed):
-                    train(folder, directory, **options)
+        where = MOMENTS[number % len(MOMENTS)]
+        stop = (0, draw.randrange(12 if where == "_step" else 3), signal.SIGKILL, where)
+        assert ended(start(folder, directory, processes=1, stop=stop, **options)) == [-signal.SIGKILL], where
         assert stage.read(directory / "checkpoint") is None
-        train(folder, directory, **options)
-        same = losses_of(directory) == losses_of(originals[name])
-        for key, value in weights_of(originals[name] / "checkpoint").items():
-            same &= torch.equal(value, weights_of(directory / "checkpoint")[key])
-        identical += same
-        assert not (directory / "checkpoint" / SNAPSHOT).exists()
-        assert not list((directory / "checkpoint").glob("epoch-*"))
-    assert identical == 20
+        assert ended(start(folder, directory, processes=1, **options)) == [0], where
+        require_identical(directory, original)
+
+
+def test_killed_at_any_moment_it_goes_on_bit_for_bit(
+    folder: Path, unbroken: dict[str, tuple[Path, dict[str, Any]]]
+) -> None:
+    """Another process sends SIGKILL at a random moment of the time that a run takes, and again to the one that goes on. Every
+    step is saved, so that much of that time is spent on snapshots."""
+    draw = random.Random(5)
+    killed = 0
+    original, options = unbroken["eagle3"]
+    options = {**options, "save_every_steps": 1}
+    timed = run_dir(folder, "timed")
+    begun = time.perf_counter()
+    assert ended(start(folder, timed, processes=1, **options)) == [0]
+    seconds = time.perf_counter() - begun
+    while killed < KILLS:
+        directory = run_dir(folder, "killed")
+        statuses: list[int | None] = []
+        for _ in range(2):
+            (running,) = start(folder, directory, processes=1, **options)
+            running.join(seconds * draw.random())
+            running.kill()
+            statuses += ended([running])
+        killed += statuses.count(-signal.SIGKILL)
+        if 0 in statuses:  # through before its kill: runs are faster now than the one that was timed
+            seconds *= 0.9
+        assert set(statuses) <= {-signal.SIGKILL, 0}
+        assert ended(start(folder, directory, processes=1, **options)) == [0]
+        require_identical(directory, original)
 
 
 def test_signals_save(folder: Path, whole: Path, monkeypatch: pytest.MonkeyPatch) -> None:
