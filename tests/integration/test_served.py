@@ -54,7 +54,7 @@ def run(smollm2: Path, tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, 
 
 @pytest.fixture(scope="module")
 def served(run: tuple[Path, Path], smollm2: Path) -> Served:
-    (found,) = record_runs([run[1]], smollm2, max_tokens=96)
+    (found,) = record_runs([run[1]], smollm2, max_tokens=128)
     return found
 
 
@@ -103,7 +103,7 @@ def others(
         run_convert(recipe, run_dir)
     found = {}
     for names in (run_dirs.keys() - {"mlp_speculator"}, {"mlp_speculator"}):  # stock vLLM, and with our plugin
-        served = record_runs([run_dirs[name] for name in names], smollm2, max_tokens=96)
+        served = record_runs([run_dirs[name] for name in names], smollm2, max_tokens=128)
         found |= {name: (run_dirs[name], one) for name, one in zip(names, served, strict=True)}
     return found
 
@@ -188,7 +188,8 @@ def test_8_bit_weights_are_read_as_written(run: tuple[Path, Path], smollm2: Path
     for folder, served in zip(folders, found, strict=True):
         held = read(folder, recognise(folder))
         compared = compare_proposals(served, drafter_of(held, load_target_tensors(smollm2)), smollm2)
-        assert compared[0] > 100
+        assert len(compared) == K
+        assert min(compared) > 100, compared
         with pytest.raises(DraftsmithError, match="reads the drafter otherwise"):
             compare_proposals(served, load_drafter(run[1], smollm2), smollm2)
 
