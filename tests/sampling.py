@@ -71,25 +71,30 @@ def same_distribution(answers: Sequence[Sequence[int]], probabilities: torch.Ten
     return float(torch.special.gammaincc(half, torch.tensor(statistic / 2, dtype=torch.float64))) if freedom else 1.0
 
 
-def guesses(answers: Sequence[Sequence[int]], accepted: Sequence[Sequence[int]]) -> dict[tuple[int, int], int]:
-    """The token most often accepted after each pair of tokens.
+def accepted_places(answer: Sequence[int], steps: Sequence[int]) -> list[int] | None:
+    """Where in an answer the accepted guesses are; None where that is not known.
 
     Args:
-        answers: token ids; the first is the target's own.
-        accepted: of each answer, how many guesses each of its steps accepted. A step gives one more token. An answer
-            whose steps do not add up to it had some without guesses, at places that are not known: it is left out.
+        answer: token ids; the first is the target's own.
+        steps: how many guesses each step accepted. A step gives one more token. Steps that do not add up to the answer leave
+            out some without guesses, at places that are not known. The last step may go beyond the answer.
     """
+    if 1 + sum(steps) + len(steps) < len(answer):
+        return None
+    places, place = [], 1
+    for count in steps:
+        places += range(place, min(place + count, len(answer)))
+        place += count + 1
+    return places
+
+
+def guesses(answers: Sequence[Sequence[int]], accepted: Sequence[Sequence[int]]) -> dict[tuple[int, int], int]:
+    """The token most often accepted after each pair of tokens; arguments as for `accepted_places`, of many answers."""
     found: dict[tuple[int, int], Counter[int]] = defaultdict(Counter)
     for answer, steps in zip(answers, accepted, strict=True):
-        tokens = 1 + sum(steps) + len(steps)
-        if tokens < len(answer):
-            continue
-        place = 1
-        for count in steps:
-            for here in range(place, min(place + count, len(answer))):
-                if here >= 2:
-                    found[answer[here - 2], answer[here - 1]][answer[here]] += 1
-            place += count + 1
+        for place in accepted_places(answer, steps) or []:
+            if place >= 2:
+                found[answer[place - 2], answer[place - 1]][answer[place]] += 1
     return {pair: counts.most_common(1)[0][0] for pair, counts in found.items()}
 
 
@@ -110,23 +115,28 @@ class Acceptance:
     ) -> Acceptance:
         """Learned from the first half of the answers, of the second.
 
-        `share` is estimated: as many guesses were accepted as would be if they were looked at in that share of the places.
+        `share` is estimated: a guess that is looked at is accepted with its probability. Answers whose accepted places are
+        not known are left out of that, but tested.
         """
         half = len(answers) // 2
         guess = guesses(answers[:half], accepted[:half])
         p, came = [], []
+        taken, possible = 0, 0.0
         for number in range(half, len(answers)):
             answer = answers[number]
+            known = accepted_places(answer, accepted[number])
             for place in range(2, len(answer)):
                 token = guess.get((answer[place - 2], answer[place - 1]))
-                if token is not None:
-                    p.append(probabilities[number, place, token])
-                    came.append(answer[place] == token)
-        chances, hits = torch.tensor(p, dtype=torch.float64), torch.tensor(came)
-        uncertain = (chances > _CERTAIN) & (chances < 1 - _CERTAIN)
-        total = float(chances.sum())
-        share = min(1.0, sum(map(sum, accepted[half:])) / total) if total else 0.0
-        return cls(chances[uncertain], hits[uncertain], share)
+                chance = 0.0 if token is None else float(probabilities[number, place, token])
+                if not _CERTAIN < chance < 1 - _CERTAIN:
+                    continue
+                p.append(chance)
+                came.append(answer[place] == token)
+                if known is not None:
+                    taken += answer[place] == token and place in known
+                    possible += chance
+        share = min(1.0, taken / possible) if possible else 0.0
+        return cls(torch.tensor(p, dtype=torch.float64), torch.tensor(came, dtype=torch.bool), share)
 
     def probability(self, bias: float) -> float:
         """Probability, where acceptance is right, of answers as far from it as these (two-sided); weights are the best

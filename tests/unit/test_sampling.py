@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from tests.sampling import Acceptance, guesses, same_distribution
+from tests.sampling import Acceptance, accepted_places, guesses, same_distribution
 
 LEVELS = (0.02, 0.1, 0.5)
 
@@ -71,4 +71,6 @@ def test_another_temperature_is_found() -> None:
 def test_guesses_are_read_off_the_steps() -> None:
     # 7 is the target's own; the first step accepts 8 and adds 9, the second accepts 3 and 4 and is cut off after them.
     assert guesses([[7, 8, 9, 3, 4]], [[1, 3]]) == {(8, 9): 3, (9, 3): 4}
-    assert guesses([[7, 8, 9, 3, 4]], [[1, 0]]) == {}, "a step without guesses was somewhere"
+    assert accepted_places([7, 8, 9, 3, 4], [1, 3]) == [1, 3, 4]
+    assert accepted_places([7, 8, 9, 3, 4], [1, 0]) is None, "a step without guesses was somewhere"
+    assert guesses([[7, 8, 9, 3, 4]], [[1, 0]]) == {}
