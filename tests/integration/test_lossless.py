@@ -40,7 +40,7 @@ LEVEL = 1e-3
 """Of all tests of a run together."""
 FINDS = 1.2
 """A bias that every drafter's answers are enough to find, with power 0.95 as computed."""
-PLANTED = (1.03, 1.1, 1.2) if SOAKING else (1.1,)
+PLANTED = (1.02, 1.1, 1.2) if SOAKING else (1.05,)
 """How much too readily the planted bugs accept guesses."""
 K = 3
 PROMPT = "one two three one two three one two"
