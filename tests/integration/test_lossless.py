@@ -266,7 +266,9 @@ def test_predicted_acceptance_at_a_temperature(
     length, error_of_prediction = predicted(TEMPERATURE)
     of_both = (error**2 + error_of_prediction**2) ** 0.5
     wrong, _ = predicted(1.0)  # as if the temperature were not applied
-    print(f"{kind}: served {served:.4f}, predicted {length:.4f}, standard error {of_both:.4f}; at temperature 1: {wrong:.4f}")
+    print(
+        f"{kind}: served {served:.4f}, predicted {length:.4f}, standard error {of_both:.4f}; at temperature 1: {wrong:.4f}"
+    )
     assert abs(served - length) < 3 * of_both
     assert abs(served - wrong) > 3 * of_both, "a prediction at another temperature would have passed"
 
