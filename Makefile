@@ -32,7 +32,7 @@ soak: suffix  ## The tests that take longer: writers killed 200 times and traini
 	DRAFTSMITH_KILL_CASES=100 $(BIN)/python -m pytest tests/unit/test_store.py tests/unit/test_trainer.py -k killed
 	DRAFTSMITH_SOAK=1 $(BIN)/python -m pytest tests/integration/test_extract_on_ray.py tests/integration/test_extract_server.py tests/integration/test_served.py tests/integration/test_server.py tests/integration/test_lossless.py tests/integration/test_fidelity.py
 
-bench: venv-dev  ## Measure; writes runs/bench/results.json (some: ONLY="store_costs training_step")
+bench: venv-dev  ## Measure; writes runs/bench/results.json, fails where a bar is missed (some: ONLY="store_costs training_step")
 	$(BIN)/python -m tests.benchmarks $(ONLY)
 
 lint: venv-dev installed  ## Style, formatting, and which module may import which

@@ -28,7 +28,6 @@ _TOKENS_AT_ONCE = 4096
 """Sequences are packed up to this many tokens; a longer one is alone."""
 
 
-@torch.no_grad()
 def predict_acceptance(
     drafter: Drafter, sequences: Iterable[Sequence], columns: list[int], *, k: int
 ) -> dict[int, float]:
@@ -42,6 +41,19 @@ def predict_acceptance(
 
     Returns:
         {K: tokens per verification step of the target, the bonus token included}.
+    """
+    counted = count_accepted(drafter, sequences, columns, k=k)
+    return {length: 1 + hits / max(drafts, 1) for length, (hits, drafts) in counted.items()}
+
+
+@torch.no_grad()
+def count_accepted(
+    drafter: Drafter, sequences: Iterable[Sequence], columns: list[int], *, k: int
+) -> dict[int, tuple[int, int]]:
+    """What `predict_acceptance` divides, for whoever adds sequences up in several ways; same arguments.
+
+    Returns:
+        {K: (tokens accepted, drafts made)}, both over all sequences.
     """
     training = drafter.training
     drafter.eval()
@@ -63,7 +75,7 @@ def predict_acceptance(
                     totals[0] += hits
                     totals[1] += 1
     drafter.train(training)
-    return {length: 1 + hits / max(drafts, 1) for length, (hits, drafts) in accepted.items()}
+    return {length: (hits, drafts) for length, (hits, drafts) in accepted.items()}
 
 
 @dataclass(frozen=True)

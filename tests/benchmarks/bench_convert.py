@@ -15,13 +15,14 @@ import sys
 import tempfile
 import time
 from pathlib import Path
-from typing import Any
+
+from tests.benchmarks.figures import Figure, figure
 
 ROUNDS = 5
 HIDDEN, INNER, VOCAB = 4096, 14336, 100_000
 
 
-def convert_costs() -> dict[str, dict[str, Any]]:
+def convert_costs() -> dict[str, Figure]:
     """`convert.copy_time_ratio` and `convert.extra_memory_bytes`."""
     from draftsmith.convert.convert import convert_checkpoint
 
@@ -47,14 +48,14 @@ def convert_costs() -> dict[str, dict[str, Any]]:
     ratios = [ours / theirs for ours, theirs in zip(conversions, copies, strict=True)]
     extra = peak - imported - largest
     return {
-        "convert.copy_time_ratio": {
-            "value": statistics.median(ratios), "unit": "ratio", "runs": ratios, "limit": 1.3,
-            "against": f"copying its {size / 1e9:.1f} GB, {statistics.median(copies):.1f} s",
-        },
-        "convert.extra_memory_bytes": {
-            "value": extra, "unit": "bytes", "runs": [extra], "limit": 1_000_000_000,
-            "against": f"the largest tensor, {largest / 1e9:.1f} GB; peak {(peak - imported) / 1e9:.2f} GB",
-        },
+        "convert.copy_time_ratio": figure(
+            ratios, "ratio", f"copying its {size / 1e9:.1f} GB, {statistics.median(copies):.1f} s",
+            direction="lower", bar=1.3,
+        ),
+        "convert.extra_memory_bytes": figure(
+            [extra], "bytes", f"the largest tensor, {largest / 1e9:.1f} GB; peak {(peak - imported) / 1e9:.2f} GB",
+            direction="lower", bar=1e9,
+        ),
     }  # fmt: skip
 
 

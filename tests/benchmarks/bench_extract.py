@@ -10,13 +10,11 @@ spool files, shards) does not know how large the target is.
 from __future__ import annotations
 
 import json
-import statistics
 import tempfile
 import threading
 import time
 from functools import partial
 from pathlib import Path
-from typing import Any
 
 import psutil
 import torch
@@ -32,6 +30,7 @@ from draftsmith.recipe import Recipe, load_recipe
 from draftsmith.serve.engine import EngineConfig, EngineHost, start_engines
 from draftsmith.store import StoreWriter
 from draftsmith.target import TargetInfo, default_layer_ids, describe_target, prepare_target
+from tests.benchmarks.figures import Figure, figure
 
 PROMPTS, ANSWER, AT_ONCE, PREFILL_PROMPTS = 96, 32, 32, 576
 """Several times as many prompts as run at once: an extraction goes on for hours, and its end, when the last states are checked,
@@ -48,7 +47,7 @@ half a GiB extraction was slower by that (docs/log.md)."""
 MEMORY_TOKENS = 200_000
 
 
-def extraction_ratios() -> dict[str, dict[str, Any]]:
+def extraction_ratios() -> dict[str, Figure]:
     """`extract.prefill_ratio`, `extract.onepass_ratio`, `extract.onepass_time_ratio`, `extract.compression_ratio`.
 
     Extraction is timed to the end: states checked, compressed and on disk as a store.
@@ -67,15 +66,16 @@ def extraction_ratios() -> dict[str, dict[str, Any]]:
             times.setdefault(name, []).extend(seconds)
     columns = {name: torch.tensor(seconds) for name, seconds in times.items()}
     return {
-        "extract.prefill_ratio": _figure(columns["plain"] / columns["prefill"], "plain vLLM prefill", 0.95),
-        "extract.onepass_ratio": _figure(columns["answers"] / columns["onepass"], "plain vLLM generation", 0.92),
-        "extract.onepass_time_ratio": _figure(
-            columns["onepass"] / (columns["answers"] + columns["texts"]), "generation, then prefill extraction", 0.75
+        "extract.prefill_ratio": _ratio(columns["plain"] / columns["prefill"], "plain vLLM prefill", at_least=0.95),
+        "extract.onepass_ratio": _ratio(columns["answers"] / columns["onepass"], "plain vLLM generation", at_least=0.92),
+        "extract.onepass_time_ratio": figure(
+            (columns["onepass"] / (columns["answers"] + columns["texts"])).tolist(), "ratio",
+            "generation, then prefill extraction", direction="lower", bar=0.75,
         ),
-        "extract.compression_ratio": _figure(
-            columns["uncompressed"] / columns["onepass"], "extraction without compression", 0.97
+        "extract.compression_ratio": _ratio(
+            columns["uncompressed"] / columns["onepass"], "extraction without compression", at_least=0.97
         ),
-    }
+    }  # fmt: skip
 
 
 def _times_of_a_start(
@@ -154,7 +154,7 @@ def _times_of_a_start(
     return times
 
 
-def memory_growth() -> dict[str, dict[str, Any]]:
+def memory_growth() -> dict[str, Figure]:
     """`extract.memory_growth`: peak memory of driver and worker in the second half of a long extraction over the first's."""
     from transformers import AutoTokenizer, LlamaConfig, LlamaForCausalLM
 
@@ -210,10 +210,10 @@ def memory_growth() -> dict[str, dict[str, Any]]:
     first = max(used for at, used in samples if at <= middle)
     second = max(used for at, used in samples if at > middle)
     return {
-        "extract.memory_growth": {
-            "value": second / first, "unit": "ratio", "runs": [second / first], "limit": 1.05,
-            "against": f"the first half's peak, {first / 2**30:.2f} GiB; {figures['tokens']} tokens",
-        }
+        "extract.memory_growth": figure(
+            [second / first], "ratio", f"the first half's peak, {first / 2**30:.2f} GiB; {figures['tokens']} tokens",
+            direction="lower", bar=1.05,
+        )
     }  # fmt: skip
 
 
@@ -231,6 +231,5 @@ def _round(worker: _Worker, writer: StoreWriter, inputs: list[list[int]], max_to
     return time.perf_counter() - begun
 
 
-def _figure(ratios: torch.Tensor, against: str, limit: float) -> dict[str, Any]:
-    runs = ratios.tolist()
-    return {"value": statistics.median(runs), "unit": "ratio", "runs": runs, "against": against, "limit": limit}
+def _ratio(ratios: torch.Tensor, against: str, *, at_least: float) -> Figure:
+    return figure(ratios.tolist(), "ratio", against, direction="higher", bar=at_least)

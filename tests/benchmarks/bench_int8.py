@@ -7,23 +7,22 @@ held against the exact states of the same held-out conversations.
 
 from __future__ import annotations
 
-import statistics
 import tempfile
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
 from draftsmith import stage
 from draftsmith.extract.extract import run_extract
 from draftsmith.recipe import load_recipe
 from draftsmith.store import Store, StoreWriter
 from draftsmith.train.train import run_train
+from tests.benchmarks.figures import Figure, figure
 
 SEEDS = (0, 1)
 OPTIONS = ["extract.prompts.limit=240", "extract.max_tokens=64", "extract.held_out_max_tokens=64", "train.epochs=2"]
 
 
-def int8_acceptance() -> dict[str, dict[str, Any]]:
+def int8_acceptance() -> dict[str, Figure]:
     """`store.int8_acceptance_ratio`: predicted acceptance length (K=3) with 8-bit training states over that with exact."""
     recipe = load_recipe(Path("recipes/demo.yaml"), OPTIONS)
     ratios, lengths = [], []
@@ -40,10 +39,8 @@ def int8_acceptance() -> dict[str, dict[str, Any]]:
             lengths.append(found)
     against = f"training on exact states; acceptance lengths exact and rounded: {lengths}"
     return {
-        "store.int8_acceptance_ratio": {
-            "value": statistics.median(ratios), "unit": "ratio", "runs": ratios, "against": against, "limit": None,
-        }
-    }  # fmt: skip
+        "store.int8_acceptance_ratio": figure(ratios, "ratio", against, direction="higher"),
+    }
 
 
 def _round_training_states(source: Path, directory: Path) -> None:

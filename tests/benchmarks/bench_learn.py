@@ -1,66 +1,137 @@
 """What a drafter learns from one fixed store: every kind of ours, and the reference that it must reach.
 
-The store is that of `recipes/learn.yaml`, extracted when it is missing. EAGLE-3 is trained with that recipe's options and
-held against speculators' own model, loss and optimizer with the same draft vocabulary; the other kinds with their own
-recipe's (`recipes/smollm2-KIND.yaml`), held against their published recipe (`references.py`). All see the same training
-part the same number of times, and acceptance is predicted for all on the same held-out part by the same code. What vLLM
-then measures on the held-out prompts must be within 3% of what was predicted.
+The store is that of `recipes/learn.yaml`, extracted when it is missing. What it holds out is divided into two halves. On the
+tuning part everything is chosen: learning rates, numbers of epochs and states read for the references and the peer, by sweeps;
+the epoch for ours, whose learning rates were chosen on other text. On the report part nobody chose anything: there acceptance
+is predicted for all, by the same code, and there vLLM measures ours, which must be within 3% of what was predicted.
 
-Runs are kept in `runs/learn/KIND`, and are continued or found finished the next time, like any run.
+EAGLE-3 is trained with that recipe's options and held against speculators' own model, loss and optimizer with the same draft
+vocabulary; the other kinds with their own recipe's (`recipes/smollm2-KIND.yaml`), held against their published recipe
+(`references.py`). All see the same training part.
+
+Runs of ours are kept in `runs/learn/KIND`, and are continued or found finished the next time, like any run; of each training
+of a sweep, `runs/learn/references` keeps what it came to, so that a sweep that was interrupted goes on with the next one.
 """
 
 from __future__ import annotations
 
 import json
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 import torch
 
 from draftsmith import stage
+from draftsmith.checkpoint import Checkpoint
 from draftsmith.convert.convert import run_convert
 from draftsmith.drafters import drafter_class
+from draftsmith.drafters.base import Drafter
 from draftsmith.extract.extract import run_extract
-from draftsmith.recipe import Recipe, load_recipe
+from draftsmith.prompts import training_and_held_out
+from draftsmith.recipe import Recipe, digest, load_recipe
 from draftsmith.serve.evaluate import run_evaluate
-from draftsmith.store import Store
+from draftsmith.store import Sequence, Store, StoreWriter
 from draftsmith.target import TargetInfo, describe_target, load_target_tensors, prepare_target
-from draftsmith.train.acceptance import predict_acceptance
+from draftsmith.train.acceptance import count_accepted
 from draftsmith.train.train import run_train
 from draftsmith.vocabulary import choose_draft_vocabulary
-from tests.benchmarks.peer_speculators import check_mapping, hand_over, load_peer, train_peer
-from tests.benchmarks.references import train_reference
+from tests.benchmarks.figures import Figure, figure
+from tests.benchmarks.peer_speculators import LEARNING_RATE, check_mapping, hand_over, load_peer, train_peer
+from tests.benchmarks.references import REFERENCES, train_reference
+from tests.benchmarks.sweep import Counts, Outcome, best_of, interval_of_difference, kept, length
 
 RECIPES, RUNS = Path("recipes"), Path("runs/learn")
 POSITIONS = 5
 EAGLE3_AT_LEAST, ABOVE_PEER = 1.65, 0.10
+LEARNING_RATES = (1e-6, 3e-6, 1e-5, 3e-5, 1e-4, 3e-4, 1e-3, 3e-3, 1e-2, 3e-2, 1e-1)
+"""What sweeps move along; further than is first tried only while the best is at an edge."""
+FIRST_TRIED = {"eagle": (3e-5, 1e-4, 3e-4, 1e-3, 3e-3)}
+"""From EAGLE's published one up, which was for hundreds of thousands of steps; others' are tried with both neighbors."""
 
 
-def learning_eagle3() -> dict[str, dict[str, Any]]:
-    """`learn.eagle3.predicted` and `learn.eagle3.measured`."""
-    recipe, target, store = learn_recipe("eagle3"), learn_target(), learn_store()
-    vocabulary = peer_vocabulary(recipe, target, store)
-    peer, _ = peer_lengths(target, store, vocabulary, epochs=round(recipe.train.epochs))
-    lengths = ", ".join(f"{one:.3f}" for one in peer)
+def learning_eagle3() -> dict[str, Figure]:
+    """`learn.eagle3.predicted`, `.measured` and `.apart`."""
+    recipe, text = learn_recipe("eagle3"), learn_text()
+    peer, settings = tuned_peer(recipe, text)
+    reached = length(peer.reported)
     return _figures(
-        recipe, reference=max(EAGLE3_AT_LEAST, peer[-1] + ABOVE_PEER),
-        against=f"{EAGLE3_AT_LEAST} and {ABOVE_PEER:.2f} above speculators' after each epoch: {lengths}",
+        recipe, text, peer.reported, bar=max(EAGLE3_AT_LEAST, reached + ABOVE_PEER),
+        against=f"{EAGLE3_AT_LEAST} and {ABOVE_PEER:.2f} above speculators' {reached:.4f} ({settings})",
     )  # fmt: skip
 
 
-def learning_eagle() -> dict[str, dict[str, Any]]:
-    """`learn.eagle.predicted` and `learn.eagle.measured`."""
+def learning_eagle() -> dict[str, Figure]:
+    """`learn.eagle.predicted`, `.measured` and `.apart`."""
     return _against_reference(learn_recipe("eagle"))
 
 
-def learning_medusa() -> dict[str, dict[str, Any]]:
-    """`learn.medusa.predicted` and `learn.medusa.measured`."""
+def learning_medusa() -> dict[str, Figure]:
+    """`learn.medusa.predicted`, `.measured` and `.apart`."""
     return _against_reference(learn_recipe("medusa"))
 
 
-def learning_mlp() -> dict[str, dict[str, Any]]:
-    """`learn.mlp_speculator.predicted`; stock vLLM serves none."""
+def learning_mlp() -> dict[str, Figure]:
+    """`learn.mlp_speculator.predicted`, `.measured` (by vLLM with our plugin) and `.apart`."""
     return _against_reference(learn_recipe("mlp_speculator"))
+
+
+# ---- the text ----
+
+
+@dataclass(frozen=True)
+class Text:
+    """The store's three parts."""
+
+    store: Store
+    """The training part, and the tuning part as what is held out."""
+    report: list[Sequence]
+
+    @property
+    def training(self) -> list[int]:
+        """Rows of the training part."""
+        return self.store.rows(held_out=False)
+
+    @property
+    def tuning(self) -> list[Sequence]:
+        return [self.store[row] for row in self.store.rows(held_out=True)]
+
+    @property
+    def inputs(self) -> str:
+        """What identifies it."""
+        return str(stage.read(self.store.directory)["inputs"])  # type: ignore[index]
+
+
+def learn_text() -> Text:
+    """The store, extracted when it is missing, without its report part, which is beside it.
+
+    Training of ours sees a store that does not have the report part at all: what a run holds out, it chooses its epoch on.
+    """
+    run_extract(load_recipe(RECIPES / "learn.yaml"), RUNS)
+    return divide(RUNS / "store", RUNS / "tuning" / "store")
+
+
+def divide(source: Path, directory: Path) -> Text:
+    """The parts of the store at `source`; the training and the tuning part become a store of their own in `directory`."""
+    whole, record = Store(source), stage.read(source)
+    assert record is not None
+    inputs = f"{record['inputs']} without the report part"
+    if not stage.finished(directory, inputs):
+        stage.claim(directory, fresh=True)
+        with StoreWriter(directory, whole.identity, shard_tokens=8192) as writer:
+            for sequence in whole:
+                if not is_report(sequence.sample_id, sequence.held_out):
+                    writer.append(sequence)
+            writer.close()
+        stage.finish(
+            directory, stage="extract", inputs=inputs, recipe=record["recipe"], figures=record["figures"], started=0
+        )
+    rows = [row for row in whole.rows(held_out=True) if is_report(whole.sample_id(row), held_out=True)]
+    return Text(Store(directory), [whole[row] for row in rows])
+
+
+def is_report(sample_id: int, held_out: bool) -> bool:
+    """Whether a sequence is of the report part: half of what is held out, by a hash."""
+    return held_out and int(digest(sample_id), 16) % 2 == 1
 
 
 # ---- ours ----
@@ -81,77 +152,117 @@ def learn_target() -> TargetInfo:
     return describe_target(prepare_target(recipe.target), recipe.target)
 
 
-def learn_store() -> Store:
-    """The store, extracted when it is missing."""
-    run_extract(load_recipe(RECIPES / "learn.yaml"), RUNS)
-    return Store(RUNS / "store")
-
-
-def train_ours(recipe: Recipe, name: str) -> tuple[Path, dict[str, Any]]:
-    """Train on the learn store in a run of its own; its folder and the figures of training."""
-    run_dir = RUNS / name
+def train_ours(recipe: Recipe, text: Text, run_dir: Path) -> Counts:
+    """Train on the training part, the epoch chosen on the tuning part, in a run of its own; counts on the report part."""
     run_dir.mkdir(parents=True, exist_ok=True)
-    if not (run_dir / "store").exists():
-        (run_dir / "store").symlink_to(Path("..") / "store")
-    return run_dir, run_train(recipe, run_dir)
+    link = run_dir / "store"
+    link.unlink(missing_ok=True)
+    link.symlink_to(text.store.directory.resolve())
+    run_train(recipe, run_dir)
+    saved = Checkpoint.load(run_dir / "checkpoint")
+    kind = drafter_class(saved.kind)
+    config = kind.config_class.from_dict(saved.config)
+    drafter = kind.make(config, load_target_tensors(prepare_target(recipe.target)), saved.draft_token_ids)
+    drafter.load_state_dict(saved.tensors)
+    columns = [text.store.identity.layer_ids.index(layer) for layer in config.layer_ids]
+    return counts(drafter, text.report, columns, k=recipe.evaluate.acceptance_k)
 
 
-def _figures(recipe: Recipe, *, reference: float, against: str) -> dict[str, dict[str, Any]]:
+def counts(drafter: Drafter, sequences: list[Sequence], columns: list[int], *, k: int) -> Counts:
+    """What would be accepted of each sequence at K = k, and of how many drafts."""
+    return [count_accepted(drafter, [sequence], columns, k=k)[k] for sequence in sequences]
+
+
+def _figures(recipe: Recipe, text: Text, reference: Counts, *, bar: float, against: str) -> dict[str, Figure]:
     """Train, predict, convert, serve."""
-    kind, k = recipe.train.drafter.kind, str(recipe.evaluate.acceptance_k)
-    run_dir, trained = train_ours(recipe, kind)
-    predicted = trained["predicted_acceptance_length"][k]
-    figures = {
-        f"learn.{kind}.predicted": {
-            "value": predicted, "unit": f"tokens a step, K = {k}", "runs": [predicted], "against": against, "limit": reference,
-        }
-    }  # fmt: skip
+    kind, k = recipe.train.drafter.kind, recipe.evaluate.acceptance_k
+    run_dir, unit = RUNS / kind, f"tokens a step, K = {k}"
+    ours = train_ours(recipe, text, run_dir)
+    predicted = length(ours)
+    low, high = interval_of_difference(ours, reference)
+    against += f"; difference {predicted - length(reference):+.4f} [{low:+.4f}, {high:+.4f}]"
     run_convert(recipe, run_dir)
-    found = run_evaluate(recipe, run_dir)
-    measured = found["suites"]["held_out"]["at_k"][k]["acceptance_length"]
-    figures[f"learn.{kind}.measured"] = {
-        "value": measured, "unit": f"tokens a step, K = {k}", "runs": [measured],
-        "against": f"within 3% of {predicted:.4f} predicted; apart {measured / predicted - 1:+.2%}",
-        "limit": round(0.97 * predicted, 4),
-    }  # fmt: skip
-    return figures
+    found = run_evaluate(with_report_suite(recipe, text, run_dir), run_dir)
+    measured = found["suites"]["report"]["at_k"][str(k)]["acceptance_length"]
+    apart = abs(measured / predicted - 1)
+    return {
+        f"learn.{kind}.predicted": figure([predicted], unit, against, direction="higher", bar=round(bar, 4)),
+        f"learn.{kind}.measured": figure(
+            [measured], unit, f"{predicted:.4f} predicted", direction="higher", bar=round(0.97 * predicted, 4)
+        ),
+        f"learn.{kind}.apart": figure([apart], "ratio", "measured over predicted", direction="lower", bar=0.03),
+    }
+
+
+def with_report_suite(recipe: Recipe, text: Text, run_dir: Path) -> Recipe:
+    """The recipe with the prompts of the report part as the only suite."""
+    ids = {sequence.sample_id for sequence in text.report}
+    prompts = [prompt for prompt in training_and_held_out(recipe.extract)[1] if prompt.sample_id in ids]
+    assert len(prompts) == len(ids)
+    file = (run_dir / "report.jsonl").resolve()
+    file.write_text("".join(json.dumps({"id": one.id, "messages": one.messages}) + "\n" for one in prompts))
+    suites = {"report": {"prompts": {"path": str(file)}}}
+    evaluate = recipe.evaluate.model_dump(mode="json") | {"suites": suites}
+    return Recipe.model_validate(recipe.model_dump(mode="json") | {"evaluate": evaluate})
 
 
 # ---- the references ----
 
 
-def _against_reference(recipe: Recipe) -> dict[str, dict[str, Any]]:
-    reached = reference_length(recipe, learn_store())
-    return _figures(recipe, reference=reached, against=f"the published recipe on the same tokens: {reached:.4f}")
+def _against_reference(recipe: Recipe) -> dict[str, Figure]:
+    text = learn_text()
+    reference, settings = tuned_reference(recipe, text)
+    reached = length(reference.reported)
+    against = f"the published recipe at its best, {reached:.4f} ({settings})"
+    return _figures(recipe, text, reference.reported, bar=reached, against=against)
 
 
-def reference_length(recipe: Recipe, store: Store) -> float:
-    """Predicted acceptance length of the kind's published recipe, trained as often as ours; kept beside our run."""
+def tuned_reference(recipe: Recipe, text: Text) -> tuple[Outcome, str]:
+    """The kind's published recipe at the learning rate and number of epochs that are best on the tuning part; and these, for
+    people."""
+    kind, ours = recipe.train.drafter.kind, round(recipe.train.epochs)
+
+    def outcome(lr: float, epochs: int) -> Outcome:
+        return reference_outcome(recipe, text, lr=lr, epochs=epochs)
+
+    published = REFERENCES[kind].lr
+    lr = best_of(LEARNING_RATES, FIRST_TRIED.get(kind, around(published)), lambda one: outcome(one, ours).tuned)
+    epochs = best_of((ours, 2 * ours, 4 * ours), (ours, 2 * ours), lambda one: outcome(lr, one).tuned)
+    best = outcome(lr, epochs)
+    return best, f"lr {lr:g} where {published:g} is published, epoch {best.epoch} of {epochs}"
+
+
+def around(lr: float) -> tuple[float, ...]:
+    """A learning rate and its neighbors."""
+    at = LEARNING_RATES.index(lr)
+    return LEARNING_RATES[at - 1 : at + 2]
+
+
+def reference_outcome(recipe: Recipe, text: Text, *, lr: float, epochs: int) -> Outcome:
+    """One training by the published recipe."""
     options, k = recipe.train.drafter, recipe.evaluate.acceptance_k
-    kept = RUNS / options.kind / "reference.json"
-    epochs = round(recipe.train.epochs)
-    source = (Path(__file__).with_name("references.py")).read_text()
-    inputs = stage.read(store.directory)["inputs"]  # type: ignore[index]
-    about = [source, inputs, options.model_dump(mode="json"), epochs, k]
-    if kept.is_file() and (earlier := json.loads(kept.read_text()))["about"] == about:
-        return float(earlier["predicted"])
-    target = learn_target()
-    tensors = load_target_tensors(target.path)
-    kind = drafter_class(options.kind)
-    last = target.num_hidden_layers
-    torch.manual_seed(0)
-    drafter = kind.make(
-        kind.make_config(options, target, (last,), target.vocab_size), tensors, torch.arange(target.vocab_size)
-    )
-    column = store.identity.layer_ids.index(last)
-    train_reference(
-        options.kind, drafter, tensors, store, column, epochs=epochs, steps=1 if options.kind == "eagle" else k
-    )
-    held_out = [store[row] for row in store.rows(held_out=True)]
-    reached = round(predict_acceptance(drafter, held_out, [column], k=k)[k], 4)
-    kept.parent.mkdir(parents=True, exist_ok=True)
-    stage.write_json(kept, {"about": about, "predicted": reached})
-    return reached
+    source = Path(__file__).with_name("references.py").read_text()
+    about = [source, text.inputs, options.model_dump(mode="json"), lr, epochs, k]
+
+    def train() -> Outcome:
+        target = describe_target(prepare_target(recipe.target), recipe.target)
+        tensors = load_target_tensors(target.path)
+        kind, last = drafter_class(options.kind), target.num_hidden_layers
+        torch.manual_seed(0)
+        drafter = kind.make(
+            kind.make_config(options, target, (last,), target.vocab_size), tensors, torch.arange(target.vocab_size)
+        )
+        column = text.store.identity.layer_ids.index(last)
+        outcome = Outcome([], [])
+        for _ in train_reference(
+            options.kind, drafter, tensors, text.store, column, epochs=epochs, lr=lr,
+            steps=1 if options.kind == "eagle" else k,
+        ):  # fmt: skip
+            outcome.tuning.append(counts(drafter, text.tuning, [column], k=k))
+            outcome.report.append(counts(drafter, text.report, [column], k=k))
+        return outcome
+
+    return kept(RUNS / "references" / options.kind / f"lr-{lr:g}-epochs-{epochs}.json", about, train)
 
 
 # ---- the peer ----
@@ -162,20 +273,55 @@ def peer_vocabulary(recipe: Recipe, target: TargetInfo, store: Store) -> torch.T
     return choose_draft_vocabulary(store.token_counts(target.vocab_size), recipe.train.drafter.draft_vocab_size)
 
 
-def peer_lengths(
-    target: TargetInfo, store: Store, vocabulary: torch.Tensor, *, epochs: int, fresh: bool = False
-) -> tuple[list[float], list[dict[str, Any]]]:
-    """Speculators' drafter, trained on the training part: predicted acceptance length after each epoch, and what that
-    took (see `train_peer`). Its weights are checked to mean in our module what they mean in its own."""
-    handed = hand_over(target, store.identity.layer_ids, vocabulary)
-    rows = store.rows(held_out=False)
-    inputs: str = stage.read(store.directory)["inputs"]  # type: ignore[index]
-    folder, figures = train_peer(handed, store.read(rows), epochs=epochs, about=inputs, fresh=fresh)
-    check_mapping(load_peer(handed, folder, epoch=epochs), store[rows[0]], folder)
-    lengths = []
-    for epoch in range(1, epochs + 1):
-        peer = load_peer(handed, folder, epoch=epoch)
-        held_out = (peer.prepared(store[row]) for row in store.rows(held_out=True))
-        columns = list(range(len(handed.columns)))
-        lengths.append(predict_acceptance(peer.drafter, held_out, columns, k=POSITIONS)[POSITIONS])
-    return lengths, figures["epochs"]
+def tuned_peer(recipe: Recipe, text: Text) -> tuple[Outcome, str]:
+    """Speculators' drafter with the states, learning rate and number of epochs that are best on the tuning part; and these, for
+    people. The outcome's `more` has `layer_ids`, `lr` and `epochs`, and `seconds` since the start after each epoch."""
+    target, ours = learn_target(), round(recipe.train.epochs)
+    vocabulary = peer_vocabulary(recipe, target, text.store)
+
+    def outcome(layer_ids: tuple[int, ...] | None, lr: float, epochs: int) -> Outcome:
+        return peer_outcome(target, text, vocabulary, layer_ids=layer_ids, lr=lr, epochs=epochs)
+
+    choices = (None, text.store.identity.layer_ids)  # its default, and what ours reads
+    states = best_of(choices, choices, lambda one: outcome(one, LEARNING_RATE, ours).tuned)
+    lr = best_of(LEARNING_RATES, around(LEARNING_RATE), lambda one: outcome(states, one, ours).tuned)
+    epochs = best_of((ours, 2 * ours, 4 * ours), (ours, 2 * ours), lambda one: outcome(states, lr, one).tuned)
+    best = outcome(states, lr, epochs)
+    return best, f"states {best.more['layer_ids']}, lr {lr:g}, epoch {best.epoch} of {epochs}"
+
+
+def peer_outcome(
+    target: TargetInfo, text: Text, vocabulary: torch.Tensor, *, layer_ids: tuple[int, ...] | None, lr: float, epochs: int,
+    fresh: bool = False,
+) -> Outcome:  # fmt: skip
+    """One training of speculators' drafter. Its weights are checked to mean in our module what they mean in its own.
+
+    Args:
+        layer_ids: the states that it reads; None for its default.
+        fresh: train again, for the clock.
+    """
+    handed = hand_over(target, text.store.identity.layer_ids, vocabulary, layer_ids)
+    training = text.store.read(text.training)
+
+    def train() -> Outcome:
+        folder, figures = train_peer(handed, training, epochs=epochs, lr=lr, about=text.inputs, fresh=fresh)
+        check_mapping(load_peer(handed, folder, epoch=epochs), text.store[text.training[0]], folder)
+        more = {
+            "layer_ids": list(handed.layer_ids), "lr": lr, "epochs": epochs,
+            "seconds": [one["seconds"] for one in figures["epochs"]],
+        }  # fmt: skip
+        outcome = Outcome([], [], more)
+        for epoch in range(1, epochs + 1):
+            peer = load_peer(handed, folder, epoch=epoch)
+            columns = list(range(len(handed.columns)))
+            for found, sequences in ((outcome.tuning, text.tuning), (outcome.report, text.report)):
+                prepared = [peer.prepared(sequence) for sequence in sequences]
+                found.append(counts(peer.drafter, prepared, columns, k=POSITIONS))
+        return outcome
+
+    if fresh:
+        return train()
+    name = f"states-{'-'.join(map(str, handed.layer_ids))}-lr-{lr:g}-epochs-{epochs}.json"
+    sources = [Path(__file__).with_name(source).read_text() for source in ("peer_driver.py", "peer_speculators.py")]
+    about = [sources, text.inputs, list(handed.layer_ids), lr, epochs, vocabulary.tolist()]
+    return kept(RUNS / "references" / "speculators" / name, about, train)

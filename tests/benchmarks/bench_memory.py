@@ -15,22 +15,23 @@ import json
 import subprocess
 import sys
 from pathlib import Path
-from typing import Any
+
+from tests.benchmarks.figures import Figure, figure
 
 TOKENS, VOCAB, HIDDEN, INNER, HEADS, KV_HEADS, HEAD_DIM, STEPS, LAYERS = 8192, 131_072, 1024, 2816, 16, 8, 64, 2, 3
 DOCUMENTS = 8
 
 
-def step_memory() -> dict[str, dict[str, Any]]:
+def step_memory() -> dict[str, Figure]:
     """`train.step_memory_ratio`."""
     done = subprocess.run([sys.executable, "-m", __name__], check=True, capture_output=True, text=True)
     imported, weights, peak = json.loads(done.stdout)
     allowed = 2 * (weights + activations_of_a_layer())
     return {
-        "train.step_memory_ratio": {
-            "value": (peak - imported) / allowed, "unit": "ratio", "runs": [(peak - imported) / allowed],
-            "against": f"twice the weights and a layer's activations, {allowed / 2**30:.2f} GiB", "limit": 1.0,
-        },
+        "train.step_memory_ratio": figure(
+            [(peak - imported) / allowed], "ratio",
+            f"twice the weights and a layer's activations, {allowed / 2**30:.2f} GiB", direction="lower", bar=1.0,
+        ),
     }  # fmt: skip
 
 

@@ -6,11 +6,9 @@ where there is no GPU these are served: the quantised checkpoint converted back.
 
 from __future__ import annotations
 
-import statistics
 import tempfile
 import time
 from pathlib import Path
-from typing import Any
 
 from transformers import AutoTokenizer
 
@@ -24,11 +22,12 @@ from draftsmith.serve.engine import EngineConfig, EngineHost, start_engines
 from draftsmith.serve.speculation import speculative_config
 from draftsmith.target import prepare_target
 from draftsmith.train.train import run_train
+from tests.benchmarks.figures import Figure, figure
 
 K, MAX_TOKENS, TIMED, ROUNDS = 3, 96, 2, 3
 
 
-def quantised_drafters() -> dict[str, dict[str, Any]]:
+def quantised_drafters() -> dict[str, Figure]:
     """`convert.SCHEME_acceptance_ratio`: acceptance length (K=3) over that of the drafter in float32, on the demo's held-out
     prompts; `convert.int8_dynamic_time_ratio`: time of decoding, one prompt at a time.
 
@@ -74,15 +73,13 @@ def quantised_drafters() -> dict[str, dict[str, Any]]:
     figures = {}
     for scheme in SCHEMES:
         ratio = lengths[scheme] / lengths["float32"]
-        figures[f"convert.{scheme.replace('-', '_')}_acceptance_ratio"] = {
-            "value": ratio, "unit": "ratio", "runs": [ratio], "limit": None,
-            "against": f"float32 weights; acceptance lengths {lengths[scheme]:.3f} and {lengths['float32']:.3f}",
-        }  # fmt: skip
+        against = f"float32 weights; acceptance lengths {lengths[scheme]:.3f} and {lengths['float32']:.3f}"
+        name = f"convert.{scheme.replace('-', '_')}_acceptance_ratio"
+        figures[name] = figure([ratio], "ratio", against, direction="higher")
     ratios = [mine / other for mine, other in zip(times["int8-dynamic"], times["float32"], strict=True)]
-    figures["convert.int8_dynamic_time_ratio"] = {
-        "value": statistics.median(ratios), "unit": "ratio", "runs": ratios, "limit": None,
-        "against": "decoding with the float32 drafter",
-    }  # fmt: skip
+    figures["convert.int8_dynamic_time_ratio"] = figure(
+        ratios, "ratio", "decoding with the float32 drafter", direction="lower"
+    )
     return figures
 
 

@@ -31,24 +31,24 @@ import torch
 from draftsmith.drafters.batch import Batch
 from draftsmith.drafters.eagle3 import Eagle3Config, Eagle3Drafter
 from draftsmith.machine import keep_freed_memory
-from draftsmith.recipe import Recipe, load_recipe
+from draftsmith.recipe import load_recipe
 from draftsmith.store import Sequence
 from draftsmith.train import train
 from draftsmith.train.loss import ROWS_ASKED, ChainLoss
 from draftsmith.train.packing import pack
 from tests.benchmarks import bench_learn
+from tests.benchmarks.figures import Figure, figure
 from tests.benchmarks.first_try import DRAFT, FUSED, HEAD_DIM, HEADS, HIDDEN, INNER, KV_HEADS, STEPS, VOCAB, FirstTry
 from tests.benchmarks.peer_speculators import hand_over, stepping
+from tests.benchmarks.sweep import length
 
 ROUNDS, ROWS, DOCUMENTS, PROMPT = 12, 1024, 5, 61
-EPOCHS_TRIED = (0.25, 0.5, 0.75, 1.0, 1.25, 1.5, 2.0, 3.0)
-PEER_EPOCHS = 3
 MATMUL = (1024, 1536, 1536)
 PRODUCTS = 20
 """Matrix products between two looks at the clock."""
 
 
-def training_step() -> dict[str, dict[str, Any]]:
+def training_step() -> dict[str, Figure]:
     """`train.tokens_per_second`, `train.matmul_fraction`, `train.first_try_ratio` and `train.peer_ratio`."""
     torch.manual_seed(0)
     target = bench_learn.learn_target()
@@ -84,45 +84,50 @@ def training_step() -> dict[str, dict[str, Any]]:
     fractions = [operations / seconds / most for seconds, most in zip(times["ours"], possible, strict=True)]
     tokens = {name: [ROWS / one for one in seconds] for name, seconds in times.items()}
 
-    def ratio(name: str, against: str, limit: float) -> dict[str, Any]:
+    def ratio(name: str, against: str, bar: float) -> Figure:
         runs = [mine / theirs for mine, theirs in zip(tokens["ours"], tokens[name], strict=True)]
         rate = statistics.median(tokens[name])
-        return _entry(runs, "ratio", f"{against}: {rate:.0f} tokens/s", limit)
+        return figure(runs, "ratio", f"{against}: {rate:.0f} tokens/s", direction="higher", bar=bar)
 
     rate = statistics.median(possible) / 1e9
     return {
-        "train.tokens_per_second": _entry(tokens["ours"], "tokens/s", "nothing; noisy machine", None),
-        "train.matmul_fraction": _entry(fractions, "ratio", f"one {list(MATMUL)} product: {rate:.0f} GFLOP/s", 0.70),
+        "train.tokens_per_second": figure(tokens["ours"], "tokens/s", "nothing; noisy machine", direction="higher"),
+        "train.matmul_fraction": figure(
+            fractions, "ratio", f"one {list(MATMUL)} product: {rate:.0f} GFLOP/s", direction="higher", bar=0.70
+        ),
         "train.first_try_ratio": ratio("first try", "the first try's step", 1.5),
         "train.peer_ratio": ratio("peer", "speculators' model and optimizer, Muon in float32", 1.5),
     }
 
 
-def time_to_peer() -> dict[str, dict[str, Any]]:
-    """`train.time_to_peer_ratio`: wall time of our shortest training that reaches what speculators' defaults reach after
-    three epochs, over the time of those.
+def time_to_peer() -> dict[str, Figure]:
+    """`train.time_to_peer_ratio`: wall time of one fixed training of ours over that in which speculators' drafter reaches what it
+    does at its best; `train.time_to_peer_length`: acceptance length that ours then has, which must be the peer's.
 
-    Ours are whole runs of `recipes/learn.yaml`, each with its own schedule, of ever more of the data. On both sides
-    building the model, the start from the target's weights and loading count; evaluation does not.
+    Ours is a whole run of `recipes/learn.yaml` over half as many epochs, with the schedule that goes with them: nothing of it
+    was chosen by what came out. The peer has the settings that the sweep of `learning_eagle3` chose, and its time is that of
+    its best epoch. Acceptance is on the report part. On both sides building the model, the start from the target's weights
+    and loading count; evaluation does not.
     """
-    recipe, target, store = bench_learn.learn_recipe("eagle3"), bench_learn.learn_target(), bench_learn.learn_store()
-    vocabulary = bench_learn.peer_vocabulary(recipe, target, store)
-    peer, took = bench_learn.peer_lengths(target, store, vocabulary, epochs=PEER_EPOCHS, fresh=True)
-    reached: list[str] = []
-    seconds = float("inf")
-    for epochs in EPOCHS_TRIED:
-        length, seconds = _timed_training(recipe, epochs)
-        reached.append(f"{length:.3f} after {epochs} epochs, {seconds:.0f} s")
-        if length >= peer[-1]:
-            break
-    else:
-        seconds = float("inf")
-    against = f"speculators: {peer[-1]:.3f} after {PEER_EPOCHS} epochs, {took[-1]['seconds']:.0f} s; ours: {'; '.join(reached)}"
-    return {"train.time_to_peer_ratio": _entry([seconds / took[-1]["seconds"]], "ratio", against, 0.5)}
+    recipe, target, text = bench_learn.learn_recipe("eagle3"), bench_learn.learn_target(), bench_learn.learn_text()
+    best, settings = bench_learn.tuned_peer(recipe, text)
+    again = bench_learn.peer_outcome(
+        target, text, bench_learn.peer_vocabulary(recipe, target, text.store), lr=best.more["lr"],
+        layer_ids=tuple(best.more["layer_ids"]), epochs=best.more["epochs"], fresh=True,
+    )  # fmt: skip
+    theirs, their_seconds = length(best.reported), again.more["seconds"][best.epoch - 1]
+    ours, seconds = _timed_training(recipe.train.epochs / 2, text)
+    against = f"speculators ({settings}): {theirs:.3f} in {their_seconds:.0f} s; ours: {ours:.3f} in {seconds:.0f} s"
+    return {
+        "train.time_to_peer_ratio": figure([seconds / their_seconds], "ratio", against, direction="lower", bar=0.5),
+        "train.time_to_peer_length": figure(
+            [ours], f"tokens a step, K = {bench_learn.POSITIONS}", against, direction="higher", bar=round(theirs, 4)
+        ),
+    }
 
 
-def _timed_training(recipe: Recipe, epochs: float) -> tuple[float, float]:
-    """Predicted acceptance length after a training of this many epochs, and its seconds without evaluation."""
+def _timed_training(epochs: float, text: bench_learn.Text) -> tuple[float, float]:
+    """Acceptance length on the report part after a training of this many epochs, and its seconds without evaluation."""
     evaluation = 0.0
 
     def evaluate(*arguments: Any, **named: Any) -> dict[int, float]:
@@ -132,15 +137,21 @@ def _timed_training(recipe: Recipe, epochs: float) -> tuple[float, float]:
         evaluation += time.perf_counter() - begun
         return found
 
-    predict = train.predict_acceptance
-    shortened = load_recipe(bench_learn.RECIPES / "learn.yaml", [f"train.epochs={epochs}"])
-    assert shortened.train.drafter == recipe.train.drafter
-    with tempfile.TemporaryDirectory() as folder, mock.patch.object(train, "predict_acceptance", evaluate):
-        (Path(folder) / "store").symlink_to((bench_learn.RUNS / "store").resolve())
+    def timed_run(*arguments: Any, **named: Any) -> dict[str, Any]:
+        nonlocal seconds
         begun = time.perf_counter()
-        figures = train.run_train(shortened, Path(folder))
+        found = train.run_train(*arguments, **named)
         seconds = time.perf_counter() - begun - evaluation
-    return figures["predicted_acceptance_length"][str(bench_learn.POSITIONS)], seconds
+        return found
+
+    predict, seconds = train.predict_acceptance, 0.0
+    shortened = load_recipe(bench_learn.RECIPES / "learn.yaml", [f"train.epochs={epochs}"])
+    with (
+        tempfile.TemporaryDirectory() as folder,
+        mock.patch.object(train, "predict_acceptance", evaluate),
+        mock.patch.object(bench_learn, "run_train", timed_run),
+    ):
+        return length(bench_learn.train_ours(shortened, text, Path(folder))), seconds
 
 
 # ---- the steps ----
@@ -254,7 +265,3 @@ def muon_operations() -> float:
         # squares the Gram matrix, four multiply the polynomials, and four take the Gram matrix on, in two products.
         total += 2 * (2 * short * short * long) + (5 + 4 + 2 * 4) * 2 * short**3
     return total
-
-
-def _entry(runs: list[float], unit: str, against: str, limit: float | None) -> dict[str, Any]:
-    return {"value": statistics.median(runs), "unit": unit, "runs": runs, "against": against, "limit": limit}

@@ -68,6 +68,7 @@ class Peer:
             "draft_vocab_size": len(tensors["d2t"]),
             "total_seq_len": job["tokens_per_step"],
             "epochs": job["epochs"],
+            "lr": job["lr"],  # Muon's too: its own default is this one
             "draft_attn_impl": job["attention"],
             "loss_implementation": "eager",
             "hidden_states_dtype": "float32",

@@ -35,8 +35,10 @@ PACKAGES = (f"speculators=={VERSION}", f"hs-connectors=={VERSION}")
 FOLDER = Path("runs/bench")
 DRIVER = Path(__file__).with_name("peer_driver.py")
 TOKENS_PER_STEP = 1024
-"""Its packed length, a step's tokens; it cuts longer sequences (of the 505 of `recipes/learn.yaml`, one). Its own default,
+"""Its packed length, a step's tokens; it cuts longer sequences (of those of `recipes/learn.yaml`, one in five hundred). Its own default,
 8192, would leave about a dozen steps an epoch."""
+LEARNING_RATE = 1e-3
+"""Its default."""
 
 
 # ---- environment ----
@@ -92,7 +94,7 @@ class Handed:
 
     target: TargetInfo
     layer_ids: tuple[int, ...]
-    """The states that its `fc` reads: speculators' default for the target, which must be in the store."""
+    """The states that its `fc` reads."""
     columns: list[int]
     """Where those are among a sequence's states."""
     last_column: int
@@ -100,17 +102,19 @@ class Handed:
     """int64 [V] ascending."""
 
 
-def hand_over(target: TargetInfo, saved: tuple[int, ...], draft_token_ids: torch.Tensor) -> Handed:
-    """Choose what the peer reads of states saved in this order.
+def hand_over(
+    target: TargetInfo, saved: tuple[int, ...], draft_token_ids: torch.Tensor, layer_ids: tuple[int, ...] | None = None
+) -> Handed:
+    """Choose what the peer reads of states saved in this order: `layer_ids`, or its own default.
 
     Raises:
-        UserError: the store lacks the layers that speculators reads by default.
+        UserError: the store lacks these layers.
     """
     layers = target.num_hidden_layers
-    wanted = (2, layers // 2, layers - 3)
+    wanted = layer_ids or (2, layers // 2, layers - 3)
     if missing := sorted({*wanted, layers} - {*saved}):
         raise UserError(
-            f"speculators reads the states of layers {[*wanted, layers]} by default, and the store lacks {missing}. Extract "
+            f"speculators is to read the states of layers {[*wanted, layers]}, and the store lacks {missing}. Extract "
             "with extract.layer_ids that hold them."
         )
     return Handed(target, wanted, [saved.index(one) for one in wanted], saved.index(layers), draft_token_ids)
@@ -138,9 +142,9 @@ def _write(folder: Path, handed: Handed, sequences: Iterable[Sequence], job: dic
     write_json(folder / "job.json", job)
 
 
-def _job(handed: Handed, epochs: int) -> dict[str, Any]:
+def _job(handed: Handed, epochs: int, lr: float = LEARNING_RATE) -> dict[str, Any]:
     return {
-        "target": str(handed.target.path), "layer_ids": list(handed.layer_ids), "epochs": epochs,
+        "target": str(handed.target.path), "layer_ids": list(handed.layer_ids), "epochs": epochs, "lr": lr,
         "tokens_per_step": TOKENS_PER_STEP, "attention": "sdpa", "muon_float32": True, "threads": torch.get_num_threads(),
     }  # fmt: skip
 
@@ -149,12 +153,14 @@ def _job(handed: Handed, epochs: int) -> dict[str, Any]:
 
 
 def train_peer(
-    handed: Handed, sequences: Iterable[Sequence], *, epochs: int, about: str, fresh: bool = False
+    handed: Handed, sequences: Iterable[Sequence], *, epochs: int, lr: float, about: str, fresh: bool = False
 ) -> tuple[Path, dict[str, Any]]:
     """Train it, or find what an earlier call with the same `about` and options left.
 
     Args:
         sequences: the training part.
+        epochs: of the whole training, which the schedule of the learning rate goes by.
+        lr: peak learning rate, of all its optimizers.
         about: what identifies the sequences.
         fresh: train again, for the clock.
 
@@ -163,7 +169,7 @@ def train_peer(
         `seconds` since the start; building the model and loading data are in the seconds, writing weights is not.
     """
     python = environment()
-    job = _job(handed, epochs)
+    job = _job(handed, epochs, lr)
     learnt_from = {name: value for name, value in job.items() if name != "threads"}
     made_by = digest(
         [VERSION, DRIVER.read_text(), about, learnt_from, handed.draft_token_ids.tolist(), torch.__version__]

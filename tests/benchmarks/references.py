@@ -6,6 +6,7 @@ reference implementations, and shares nothing with our trainer but the packed la
 EAGLE (SafeAILab/EAGLE, `train/main.py`): random start; one step, no chain; SmoothL1 between states, 1.0, plus soft
     cross-entropy over the whole vocabulary, 0.1; uniform noise 0.2 on the states (in the module); AdamW 3e-5, betas (0.9,
     0.95), gradients clipped by value at 0.5. Its warm-up of 2,000 steps is longer than all of our training: there is none.
+    It reads the target's last state, and so do the two others: there are no states to choose.
 MLP speculator (foundation-model-stack/fms-fsdp, `speculator/train_speculator_utils.py`): weights N(0, 1/D); sum of the
     steps' cross-entropies on tokens; AdamW 1e-3, betas (0.9, 0.95), weight decay 0.1, clip 1.0; parabolic warm-up, cosine
     to a tenth.
@@ -13,13 +14,14 @@ Medusa-1 (FasterDecoding/Medusa, `medusa/train/train_legacy.py`): blocks at the 
     sum of the heads' cross-entropies on tokens; AdamW 1e-3, no decay, clip 1.0; warm-up over a tenth, cosine to zero.
 
 Their batches were tens of thousands of tokens and more, of billions. On a store of 100k tokens that would be a few
-steps, so here all take `TOKENS_PER_STEP`, which is the best for them.
+steps, so here all take `TOKENS_PER_STEP`, which is the best for them. For the same reason their learning rates and numbers of
+epochs are not right here: `Reference.lr` is where a sweep begins (`bench_learn.py`).
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 
 import torch
@@ -42,6 +44,7 @@ class Reference:
 
     loss: Callable[[Drafter, Batch, torch.Tensor, torch.Tensor], torch.Tensor]
     lr: float
+    """As published."""
     schedule: Callable[[float], float]
     """Share of the run that is done to the factor of the learning rate."""
     clip: Callable[[list[torch.nn.Parameter]], object]
@@ -108,36 +111,49 @@ def start_as_published(drafter: Drafter, tensors: TargetTensors) -> None:
 
 
 def train_reference(
-    kind: str, drafter: Drafter, tensors: TargetTensors, store: Store, last_column: int, *, epochs: int, steps: int
-) -> None:
-    """Train a fresh module in place on the store's training part.
+    kind: str,
+    drafter: Drafter,
+    tensors: TargetTensors,
+    store: Store,
+    last_column: int,
+    *,
+    epochs: int,
+    steps: int,
+    lr: float,
+) -> Iterator[int]:
+    """Train a fresh module in place on the store's training part; yields after each epoch how many are done.
 
     Args:
         drafter: reads the target's last state alone.
         last_column: where that is among the store's states.
+        epochs: of the whole training, which the schedule of the learning rate goes by.
         steps: tokens ahead that it learns; EAGLE's recipe learns the first alone.
+        lr: peak learning rate.
     """
     recipe = REFERENCES[kind]
     torch.manual_seed(0)
     start_as_published(drafter, tensors)
     head, norm = tensors.lm_head.float(), tensors.final_norm_weight.float()
     parameters = [parameter for parameter in drafter.parameters() if parameter.requires_grad]
-    optimizer = torch.optim.AdamW(parameters, lr=recipe.lr, betas=recipe.betas, weight_decay=recipe.weight_decay)
-    plan = [group for _ in range(epochs) for group in _shuffled(store)]
+    optimizer = torch.optim.AdamW(parameters, lr=lr, betas=recipe.betas, weight_decay=recipe.weight_decay)
+    plan = [(epoch, group) for epoch in range(1, epochs + 1) for group in _shuffled(store)]
+    last_steps = {epoch: number for number, (epoch, _) in enumerate(plan)}
     drafter.train()
-    with Bar(f"{kind}, as published", total=len(plan), unit="steps") as bar:
-        for number, rows in enumerate(plan):
+    with Bar(f"{kind} as published, lr {lr:g}, {epochs} epochs", total=len(plan), unit="steps") as bar:
+        for number, (epoch, rows) in enumerate(plan):
             batch = pack(store.read(rows), steps=steps).with_layers([last_column])
             batch = replace(batch, hidden_states=batch.hidden_states.float())
             normed = F.rms_norm(batch.hidden_states[:, 0], norm.shape, norm, drafter.config.rms_norm_eps)
             for group in optimizer.param_groups:
-                group["lr"] = recipe.lr * recipe.schedule((number + 1) / len(plan))
+                group["lr"] = lr * recipe.schedule((number + 1) / len(plan))
             loss = recipe.loss(drafter, batch, normed, head)
             optimizer.zero_grad()
             loss.backward()
             recipe.clip(parameters)
             optimizer.step()
             bar.update(number + 1, loss=loss.item())
+            if number == last_steps[epoch]:
+                yield epoch
 
 
 def _shuffled(store: Store) -> list[list[int]]:

@@ -1,0 +1,207 @@
+"""How lookup guesses best: settings of n-gram and suffix decoding, on the tuning part of the store of `recipes/learn.yaml`.
+
+Greedy answers tell exactly which guesses would be accepted, so vLLM's own n-gram proposer and Arctic's suffix cache are asked
+for their guesses along the answers in the store, for every combination of settings. What a step costs by the number of tokens
+that it verifies is measured with engines, one at each K, beside a plain one; together that gives a speed-up for each
+combination, one request at a time. The best ones belong into `evaluate.methods` of recipes that compare with lookup.
+
+Suffix decoding is there where `arctic-inference` is (`make suffix`).
+"""
+
+from __future__ import annotations
+
+import tempfile
+from collections.abc import Callable, Iterable
+from importlib.util import find_spec
+from itertools import product
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from draftsmith.methods import NGram
+from draftsmith.progress import Bar
+from draftsmith.recipe import Recipe
+from draftsmith.serve.engine import EngineConfig, EngineHost, start_engines
+from draftsmith.store import Sequence
+from tests.benchmarks.bench_learn import learn_recipe, learn_target, learn_text
+from tests.benchmarks.figures import Figure, figure
+
+KS, LEAST, MOST = (2, 3, 4, 5, 8), (1, 2, 3, 4), (3, 5, 8)
+"""N-gram: tokens guessed, and the fewest and the most last tokens to look for."""
+SUFFIX_KS, PROBABILITIES, FACTORS = (2, 3, 4, 5, 8, 24), (0.1, 0.3, 0.5), (1.0, 2.0)
+"""Suffix: most tokens guessed, `suffix_decoding_min_token_prob` and `suffix_decoding_max_spec_factor`."""
+DEPTH = 24
+TIMED, ROUNDS = 8, 2
+
+Steps = list[tuple[int, int]]
+"""Of each decoding step: tokens guessed, and of these accepted."""
+
+
+class Answer(NamedTuple):
+    prompt: np.ndarray[Any, np.dtype[np.int32]]
+    answer: np.ndarray[Any, np.dtype[np.int32]]
+
+
+def lookup_best() -> dict[str, Figure]:
+    """`lookup.ngram_speedup` and `lookup.suffix_speedup`: of the best settings, which `against` names; with `_k`, `_min`, `_max`
+    and `_min_token_prob`, `_max_spec_factor` the settings."""
+    recipe, text = learn_recipe("eagle3"), learn_text()
+    answers = [answer_of(sequence) for sequence in text.tuning]
+    cost = step_costs(recipe, [one.prompt.tolist() for one in answers[:TIMED]])
+    found = {}
+    grid = [one for one in product(KS, LEAST, MOST) if one[1] <= one[2]]
+    with Bar("n-gram settings", total=len(grid), unit="settings") as bar:
+        for k, least, most in grid:
+            propose = ngram_proposer(k, least, most, recipe.engine.max_model_len)
+            found[k, least, most] = [step for one in answers for step in walk(one, propose)]
+            bar.step()
+    figures = _figures("ngram", found, cost, ("k", "min", "max"), NGram(method="ngram"))
+    if find_spec("arctic_inference"):
+        settings = list(product(SUFFIX_KS, PROBABILITIES, FACTORS))
+        with Bar("suffix settings", total=len(settings), unit="settings") as bar:
+            found = {}
+            for one in settings:
+                found[one] = suffix_steps(answers, *one)
+                bar.step()
+        figures |= _figures("suffix", found, cost, ("k", "min_token_prob", "max_spec_factor"), None)
+    return figures
+
+
+def _figures(
+    name: str,
+    found: dict[tuple[float, ...], Steps],
+    cost: Callable[[int], float],
+    settings: tuple[str, ...],
+    default: NGram | None,
+) -> dict[str, Figure]:
+    speedups = {one: speedup(steps, cost) for one, steps in found.items()}
+    best = max(speedups, key=lambda one: speedups[one])
+    steps = found[best]
+    against = (
+        f"plain decoding; {', '.join(f'{key} {value:g}' for key, value in zip(settings, best, strict=True))}; "
+        f"{sum(hits + 1 for _, hits in steps) / len(steps):.3f} tokens a step, a guess in "
+        f"{sum(guessed > 0 for guessed, _ in steps) / len(steps):.2f} of the steps; a step of {KS[-1]} costs {cost(KS[-1]):.2f}"
+    )
+    if default is not None:
+        usual = (default.num_speculative_tokens, default.prompt_lookup_min, default.prompt_lookup_max)
+        against += f"; with the defaults {usual}: {speedups[usual]:.3f}"
+    figures = {f"lookup.{name}_speedup": figure([speedups[best]], "ratio", against, direction="higher")}
+    for key, value in zip(settings, best, strict=True):
+        figures[f"lookup.{name}_{key}"] = figure([value], "setting", "the others that were tried")
+    return figures
+
+
+def speedup(steps: Steps, cost: Callable[[int], float]) -> float:
+    """Tokens over what the steps cost, in plain steps."""
+    return sum(hits + 1 for _, hits in steps) / sum(cost(guessed) for guessed, _ in steps)
+
+
+# ---- guesses ----
+
+
+def answer_of(sequence: Sequence) -> Answer:
+    """What the target was asked and what it answered: int32, the one answer of the text."""
+    ids, mask = sequence.token_ids.numpy().astype(np.int32), sequence.loss_mask.numpy()
+    start = int(mask.argmax())
+    return Answer(ids[:start], ids[start:])
+
+
+def walk(one: Answer, propose: Callable[[np.ndarray[Any, np.dtype[np.int32]]], Iterable[int]]) -> Steps:
+    """The steps of decoding an answer greedily. The first token comes from the prompt's processing."""
+    text, at = np.concatenate(one), len(one.prompt) + 1
+    steps = []
+    while at < len(text):
+        guesses = list(propose(text[:at]))
+        hits = next(
+            (i for i, (guess, token) in enumerate(zip(guesses, text[at:], strict=False)) if guess != token), None
+        )
+        hits = min(len(guesses), len(text) - at) if hits is None else hits
+        steps.append((len(guesses), hits))
+        at += hits + 1
+    return steps
+
+
+def ngram_proposer(
+    k: int, least: int, most: int, max_model_len: int
+) -> Callable[[np.ndarray[Any, np.dtype[np.int32]]], Iterable[int]]:
+    """vLLM's."""
+    from vllm.v1.spec_decode.ngram_proposer import _find_longest_matched_ngram_and_propose_tokens
+
+    def propose(text: np.ndarray[Any, np.dtype[np.int32]]) -> list[int]:
+        found: list[int] = _find_longest_matched_ngram_and_propose_tokens(text, least, most, max_model_len, k).tolist()
+        return found
+
+    return propose
+
+
+def suffix_steps(answers: list[Answer], k: int, probability: float, factor: float) -> Steps:
+    """Of all answers one after the other, each remembering those before, as vLLM's proposer asks Arctic's cache."""
+    from arctic_inference.suffix_decoding import SuffixDecodingCache
+
+    cache = SuffixDecodingCache(max_tree_depth=DEPTH, max_cached_requests=10_000)
+    steps: Steps = []
+    for number, one in enumerate(answers):
+        cache.start_request(number, one.prompt)
+        known = len(one.prompt)
+
+        def propose(text: np.ndarray[Any, np.dtype[np.int32]], number: int = number) -> list[int]:
+            nonlocal known
+            cache.add_active_response(number, text[known:].tolist())
+            known = len(text)
+            draft = cache.speculate(
+                number, text[-DEPTH:], max_spec_tokens=k, max_spec_factor=factor, min_token_prob=probability
+            )
+            return list(draft.token_ids)
+
+        steps += walk(one, propose)
+        cache.stop_request(number)
+    return steps
+
+
+# ---- costs ----
+
+
+def step_costs(recipe: Recipe, prompts: list[list[int]]) -> Callable[[int], float]:
+    """What a step that verifies n guessed tokens costs, in plain steps: 1 for none, and else a line through what is measured at
+    every K. Steps without a guess take what the plain engine's take."""
+    totals = {k: np.zeros(3) for k in (0, *KS)}  # of each K: seconds, steps, steps with a guess
+    with tempfile.TemporaryDirectory() as folder:
+        hosts = start_engines([_engine(recipe, k) for k in totals], Path(folder))
+        try:
+            for turn in range(ROUNDS + 1):
+                for host in hosts if turn % 2 else reversed(hosts):
+                    found = _decode(host, prompts)
+                    if turn:  # the first warms up
+                        totals[host.config.num_speculative_tokens] += found
+        finally:
+            for host in hosts:
+                host.close()
+    plain = totals[0][0] / totals[0][1]
+    costs = [
+        (seconds - (steps - guessing) * plain) / guessing / plain
+        for seconds, steps, guessing in (totals[k] for k in KS)
+    ]
+    slope, first = np.polyfit(KS, costs, 1)
+    return lambda guessed: max(1.0, float(first + slope * guessed)) if guessed else 1.0
+
+
+def _engine(recipe: Recipe, k: int) -> EngineConfig:
+    speculative = NGram(
+        method="ngram", num_speculative_tokens=max(k, 1), prompt_lookup_min=1, prompt_lookup_max=5
+    ).keys()
+    return EngineConfig(
+        name=f"ngram-{k}" if k else "plain", target=str(learn_target().path), dtype=recipe.target.dtype, engine=recipe.engine,
+        speculative=speculative if k else None, max_num_seqs=1, memory_share=1 / (len(KS) + 1),
+    )  # fmt: skip
+
+
+def _decode(host: EngineHost, prompts: list[list[int]]) -> tuple[float, int, int]:
+    """Prompts one at a time: seconds of decoding, steps, and those of them that verified guesses."""
+    seconds, steps, guessing = 0.0, 0, 0
+    for prompt in prompts:
+        ((answer,), _) = host.generate([prompt], max_tokens=128)
+        seconds += answer.decode_seconds
+        steps += len(answer.token_ids) - 1 - sum(answer.accepted)
+        guessing += len(answer.drafted)
+    return seconds, steps, guessing

@@ -1,0 +1,212 @@
+"""The logic of the benchmarks: bars and status, what a sweep takes, the parts of the held-out text, guesses of lookup."""
+
+import json
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+
+from draftsmith.errors import UserError
+from draftsmith.prompts import load_prompts
+from draftsmith.recipe import Recipe
+from draftsmith.store import Store
+from tests.benchmarks import bench_learn, references
+from tests.benchmarks.__main__ import main
+from tests.benchmarks.bench_lookup import Answer, speedup, walk
+from tests.benchmarks.figures import figure, missed
+from tests.benchmarks.sweep import Outcome, best_of, interval_of_difference, kept, length
+from tests.unit.tiny_run import make_recipe, make_run
+
+FINE = figure([3.0, 1.0, 2.0], "ratio", "nothing", direction="higher", bar=2.0)
+LATE = figure([2.0], "s", "nothing", direction="lower", bar=1.9)
+KNOWN = figure([7.0], "MB/s", "nothing")
+
+
+def test_a_figure_that_misses_its_bar_ends_with_status_1_and_is_named(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    benchmarks = {"good": lambda: {"a.fine": FINE, "a.known": KNOWN}, "bad": lambda: {"b.late": LATE}}
+    output = tmp_path / "bench" / "results.json"
+    assert main(["good"], benchmarks, output) == 0
+    assert "missed" not in capsys.readouterr().err
+    assert main([], benchmarks, output) == 1
+    said = capsys.readouterr().err
+    assert "missed their bars: b.late" in said
+    assert [line.split()[0] for line in said.splitlines() if line.startswith(("passed", "MISSED"))] == [
+        "passed",
+        "MISSED",
+    ]
+    assert main(["good"], benchmarks, output) == 0  # of what was measured now; the other's figures stay
+    stored = json.loads(output.read_text())
+    assert stored["b.late"] == LATE
+    assert {name: entry["passed"] for name, entry in stored.items()} == {
+        "a.fine": True,
+        "a.known": None,
+        "b.late": False,
+    }
+    with pytest.raises(UserError, match="nobody"):
+        main(["nobody"], benchmarks, output)
+
+
+@pytest.mark.parametrize(
+    ("direction", "value", "passed"),
+    [("higher", 2.0, True), ("higher", 1.9, False), ("lower", 2.0, True), ("lower", 2.1, False), ("higher", float("nan"), False), ("lower", float("nan"), False)],
+)  # fmt: skip
+def test_direction(direction, value: float, passed: bool) -> None:  # type: ignore[no-untyped-def]
+    entry = figure([value], "s", "nothing", direction=direction, bar=2.0)
+    assert entry["passed"] is passed
+    assert missed({"one": entry}) == ([] if passed else ["one"])
+    assert set(entry) == {"value", "unit", "runs", "against", "limit", "direction", "bar", "passed"}
+
+
+def test_a_bar_needs_a_direction() -> None:
+    with pytest.raises(ValueError, match="direction"):
+        figure([1.0], "s", "nothing", bar=2.0)
+
+
+def test_a_sweep_goes_on_where_the_best_is_at_an_edge() -> None:
+    asked: list[int] = []
+
+    def value(one: int) -> float:
+        asked.append(one)
+        return -abs(one - 7)
+
+    assert best_of(range(12), (2, 3, 4), value) == 7
+    assert asked == [2, 3, 4, 5, 6, 7, 8]  # each once, and no further than past the best
+    assert best_of(range(12), (5, 6, 7, 8, 9), value) == 7
+    assert best_of((1, 2), (1, 2), value) == 2
+
+
+def test_epochs_are_chosen_on_the_tuning_part_alone() -> None:
+    tuning = [[(1, 10)], [(5, 10)], [(5, 10)], [(2, 10)]]
+    report = [[(9, 10)], [(3, 10)], [(8, 10)], [(9, 10)]]
+    outcome = Outcome(tuning, report)
+    assert outcome.epoch == 2
+    assert outcome.tuned == 1.5
+    assert length(outcome.reported) == pytest.approx(1.3)
+
+
+def test_interval_of_a_difference() -> None:
+    generator = torch.Generator().manual_seed(1)
+    hits = torch.randint(0, 60, (100,), generator=generator).tolist()
+    theirs = [(one, 40) for one in hits]
+    assert interval_of_difference(theirs, theirs) == (
+        0,
+        0,
+    )  # sequences differ, drafters do not: they are drawn in pairs
+    low, high = interval_of_difference([(one + 4, 40) for one in hits], theirs)
+    assert low == pytest.approx(0.1)
+    assert high == pytest.approx(0.1)
+    low, high = interval_of_difference([(60 - one, 40) for one in hits], theirs)
+    assert low < length([(60 - one, 40) for one in hits]) - length(theirs) < high
+
+
+def test_a_sweep_that_was_interrupted_goes_on(tmp_path: Path) -> None:
+    trained: list[str] = []
+
+    def train(name: str) -> Outcome:
+        trained.append(name)
+        return Outcome([[(1, 2)]], [[(3, 4)]], {"name": name})
+
+    file = tmp_path / "kind" / "lr.json"
+    first = kept(file, ["about", 1], lambda: train("first"))
+    again = kept(file, ["about", 1], lambda: train("again"))
+    assert trained == ["first"]
+    assert (again.more, again.tuned, length(again.reported)) == (first.more, first.tuned, length(first.reported))
+    assert kept(file, ["about", 2], lambda: train("other")).more == {"name": "other"}
+
+
+@pytest.fixture(scope="module")
+def tiny(tmp_path_factory: pytest.TempPathFactory) -> tuple[Recipe, bench_learn.Text, Path]:
+    """A recipe, its text in three parts, and the folder of both; the whole store is in `run/store`."""
+    folder = tmp_path_factory.mktemp("tiny")
+    run = make_run(folder, sequences=30, tokens=18)
+    recipe = make_recipe(folder, drafter={"kind": "eagle"}, epochs=2)
+    return recipe, bench_learn.divide(run / "store", folder / "tuning" / "store"), folder
+
+
+def test_the_report_part_is_nobodys(tiny: tuple[Recipe, bench_learn.Text, Path]) -> None:
+    _, text, folder = tiny
+    whole = Store(folder / "run" / "store")
+    ids = {row: whole.sample_id(row) for row in range(len(whole))}
+    held_out = {ids[row] for row in whole.rows(held_out=True)}
+    reported = {one.sample_id for one in text.report}
+    assert {text.store.sample_id(row) for row in text.training} == {ids[row] for row in whole.rows(held_out=False)}
+    assert {one.sample_id for one in text.tuning} | reported == held_out
+    assert not {one.sample_id for one in text.tuning} & reported
+    assert reported
+    assert text.tuning
+    for row in range(len(text.store)):
+        (same,) = (whole[i] for i in ids if ids[i] == text.store.sample_id(row))
+        assert torch.equal(text.store[row].hidden_states, same.hidden_states)
+        assert torch.equal(text.store[row].token_ids, same.token_ids)
+    record = folder / "tuning" / "store" / "stage.json"
+    before = record.stat().st_mtime_ns
+    bench_learn.divide(folder / "run" / "store", folder / "tuning" / "store")
+    assert record.stat().st_mtime_ns == before
+
+
+def test_the_held_out_parts_are_halves() -> None:
+    assert 450 < sum(bench_learn.is_report(number, held_out=True) for number in range(1000)) < 550
+    assert not any(bench_learn.is_report(number, held_out=False) for number in range(1000))
+
+
+def test_ours_is_predicted_on_the_report_part(tiny: tuple[Recipe, bench_learn.Text, Path]) -> None:
+    recipe, text, folder = tiny
+    found = bench_learn.train_ours(recipe, text, folder / "ours")
+    assert len(found) == len(text.report)
+    assert length(found) > 1
+    answered = [int(one.loss_mask.sum()) for one in text.report]
+    for (accepted, drafts), tokens in zip(found, answered, strict=True):
+        # Steps cover the answer but for its first token, and the last one's extra token may be past its end.
+        assert tokens - 1 <= accepted + drafts <= tokens
+
+
+def test_a_reference_is_swept_and_kept(
+    tiny: tuple[Recipe, bench_learn.Text, Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    recipe, text, folder = tiny
+    monkeypatch.setattr(bench_learn, "RUNS", folder)
+    monkeypatch.setattr(bench_learn, "FIRST_TRIED", {"eagle": (3e-5, 1e-4)})
+    monkeypatch.setattr(references, "TOKENS_PER_STEP", 70)
+    best, settings = bench_learn.tuned_reference(recipe, text)
+    files = {file.name for file in (folder / "references" / "eagle").iterdir()}
+    assert {"lr-3e-05-epochs-2.json", "lr-0.0001-epochs-2.json"} <= files
+    assert any(name.endswith("epochs-4.json") for name in files)
+    outcomes = {name: json.loads((folder / "references" / "eagle" / name).read_text()) for name in files}
+    lengths = [length(epoch) for outcome in outcomes.values() for epoch in outcome["tuning"]]
+    assert best.tuned == max(lengths)
+    assert "where 3e-05 is published" in settings
+    # Another rate is another training: the sweep's values really reach the optimizer.
+    assert len({json.dumps(outcome["tuning"]) for outcome in outcomes.values()}) > 1
+    monkeypatch.setattr(bench_learn, "train_reference", None)  # everything is there: nothing is trained again
+    assert bench_learn.tuned_reference(recipe, text)[1] == settings
+
+
+def test_the_report_suite_has_the_report_part(tiny: tuple[Recipe, bench_learn.Text, Path], tmp_path: Path) -> None:
+    rows = [{"id": str(i), "messages": [{"role": "user", "content": f"question {i}"}]} for i in range(40)]
+    (tmp_path / "prompts.jsonl").write_text("\n".join(map(json.dumps, rows)))
+    recipe = Recipe.model_validate(
+        tiny[0].model_dump(mode="json")
+        | {"extract": {"prompts": {"path": str(tmp_path / "prompts.jsonl")}, "held_out_fraction": 0.5}}
+    )
+    held_out = bench_learn.training_and_held_out(recipe.extract)[1]
+    sequences = [type("Held", (), {"sample_id": one.sample_id})() for one in held_out[::2]]
+    text = bench_learn.Text(tiny[1].store, sequences)
+    with_suite = bench_learn.with_report_suite(recipe, text, tmp_path)
+    (suite,) = with_suite.evaluate.suites.values()
+    found = load_prompts(suite.prompts)
+    assert [one.sample_id for one in found] == [one.sample_id for one in held_out[::2]]
+
+
+def test_lookup_is_walked_as_served() -> None:
+    """Twelve tokens of which every second pair repeats; a guess is accepted as far as it is right."""
+    answer = Answer(np.array([1, 2, 3], np.int32), np.array([4, 1, 2, 3, 4, 9, 1, 2], np.int32))
+
+    def propose(text: np.ndarray) -> list[int]:  # type: ignore[type-arg]
+        return {4: [1, 2, 7], 7: [], 8: [9, 1, 2]}.get(len(text), [0])
+
+    # The first token is the prompt's. 1, 2 right, then 3 by the target; 4 without a guess; 9, 1, 2 right, and none after.
+    assert walk(answer, propose) == [(3, 2), (0, 0), (3, 3)]
+    assert speedup([(3, 2), (0, 0)], lambda guessed: 1 + guessed / 3) == pytest.approx(4 / 3)
