@@ -35,7 +35,9 @@ from tests.benchmarks.figures import Figure, figure
 
 RUNS, TOKENS, TOKENS_PER_STEP, COPIES = 7, 16_000, 2048, 4
 FORMS: tuple[Form, ...] = ("none", "lossless", "int8")
-READ_AT_LEAST = 0.8
+UNCOMPRESSED_AT_LEAST = 0.8
+DECODED_AT_LEAST = 0.5
+"""Of what zstd alone takes: putting planes together takes the states through memory as often again."""
 
 
 def store_costs() -> dict[str, Figure]:
@@ -91,11 +93,11 @@ def store_costs() -> dict[str, Figure]:
                     f"the slower of a sequential read of the same files, {speeds[0]:.0f} MB/s of plain states, and zstd alone, "
                     f"{speeds[1]:.0f} MB/s; cold"
                 )
-                results["store.read_ratio"] = figure(ratios, "ratio", against, direction="higher", bar=READ_AT_LEAST)
+                results["store.read_ratio"] = figure(ratios, "ratio", against, direction="higher", bar=DECODED_AT_LEAST)
             if form == "none":
                 cold = results["store.read_ratio.none.cold"]
                 results["store.read_ratio_uncompressed"] = figure(
-                    cold["runs"], "ratio", cold["against"], direction="higher", bar=READ_AT_LEAST
+                    cold["runs"], "ratio", cold["against"], direction="higher", bar=UNCOMPRESSED_AT_LEAST
                 )
     results["store.read_MBps"] = results["store.read_MBps.cold"]
     return results

@@ -92,5 +92,6 @@ def kept(file: Path, about: Any, train: Callable[[], Outcome]) -> Outcome:
         file.parent.mkdir(parents=True, exist_ok=True)
         write_json(file, {"about": made_from, **asdict(outcome)})
     lengths = ", ".join(f"{length(counts):.3f}" for counts in outcome.tuning)
-    console.print(f"{file.parent.name}/{file.stem}: tuning part, after each epoch: {lengths}", highlight=False)
+    told = f"{file.parent.name}/{file.stem}: tuning part, after each epoch: {lengths}"
+    console.print(told, highlight=False, soft_wrap=True)
     return outcome
