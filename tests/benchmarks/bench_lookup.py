@@ -32,7 +32,8 @@ KS, LEAST, MOST = (2, 3, 4, 5, 8), (1, 2, 3, 4), (3, 5, 8)
 SUFFIX_KS, PROBABILITIES, FACTORS = (2, 3, 4, 5, 8, 24), (0.1, 0.3, 0.5), (1.0, 2.0)
 """Suffix: most tokens guessed, `suffix_decoding_min_token_prob` and `suffix_decoding_max_spec_factor`."""
 DEPTH = 24
-TIMED, ROUNDS = 8, 2
+TIMED, ROUNDS, TIMED_LOOKUP = 8, 2, (1, 5)
+"""Prompts that engines are timed on, how often, and their fewest and most tokens to look for: they guess in most steps."""
 
 Steps = list[tuple[int, int]]
 """Of each decoding step: tokens guessed, and of these accepted."""
@@ -45,10 +46,15 @@ class Answer(NamedTuple):
 
 def lookup_best() -> dict[str, Figure]:
     """`lookup.ngram_speedup` and `lookup.suffix_speedup`: of the best settings, which `against` names; with `_k`, `_min`, `_max`
-    and `_min_token_prob`, `_max_spec_factor` the settings."""
+    and `_min_token_prob`, `_max_spec_factor` the settings. `lookup.ngram_apart`: how far the steps that vLLM takes are from
+    those foretold, at the K where it is furthest."""
     recipe, text = learn_recipe("eagle3"), learn_text()
     answers = [answer_of(sequence) for sequence in text.tuning]
-    cost = step_costs(recipe, [one.prompt.tolist() for one in answers[:TIMED]])
+    cost, steps = step_costs(recipe, [one.prompt.tolist() for one in answers[:TIMED]])
+    apart = []
+    for k in KS:
+        propose = ngram_proposer(k, *TIMED_LOOKUP, recipe.engine.max_model_len)
+        apart.append(abs(steps[k] / sum(len(walk(one, propose)) for one in answers[:TIMED]) - 1))
     found = {}
     grid = [one for one in product(KS, LEAST, MOST) if one[1] <= one[2]]
     with Bar("n-gram settings", total=len(grid), unit="settings") as bar:
@@ -57,6 +63,8 @@ def lookup_best() -> dict[str, Figure]:
             found[k, least, most] = [step for one in answers for step in walk(one, propose)]
             bar.step()
     figures = _figures("ngram", found, cost, ("k", "min", "max"), NGram(method="ngram"))
+    against = f"steps foretold for {TIMED} answers, looking for {TIMED_LOOKUP[0]} to {TIMED_LOOKUP[1]} tokens"
+    figures["lookup.ngram_apart"] = figure([max(apart)], "ratio", against, direction="lower", bar=0.03)
     if find_spec("arctic_inference"):
         settings = list(product(SUFFIX_KS, PROBABILITIES, FACTORS))
         with Bar("suffix settings", total=len(settings), unit="settings") as bar:
@@ -162,9 +170,9 @@ def suffix_steps(answers: list[Answer], k: int, probability: float, factor: floa
 # ---- costs ----
 
 
-def step_costs(recipe: Recipe, prompts: list[list[int]]) -> Callable[[int], float]:
+def step_costs(recipe: Recipe, prompts: list[list[int]]) -> tuple[Callable[[int], float], dict[int, float]]:
     """What a step that verifies n guessed tokens costs, in plain steps: 1 for none, and else a line through what is measured at
-    every K. Steps without a guess take what the plain engine's take."""
+    every K. Steps without a guess take what the plain engine's take. Beside it, the steps that each K took in a round."""
     totals = {k: np.zeros(3) for k in (0, *KS)}  # of each K: seconds, steps, steps with a guess
     with tempfile.TemporaryDirectory() as folder:
         hosts = start_engines([_engine(recipe, k) for k in totals], Path(folder))
@@ -183,12 +191,19 @@ def step_costs(recipe: Recipe, prompts: list[list[int]]) -> Callable[[int], floa
         for seconds, steps, guessing in (totals[k] for k in KS)
     ]
     slope, first = np.polyfit(KS, costs, 1)
-    return lambda guessed: max(1.0, float(first + slope * guessed)) if guessed else 1.0
+
+    def cost(guessed: int) -> float:
+        return max(1.0, float(first + slope * guessed)) if guessed else 1.0
+
+    return cost, {k: float(totals[k][1]) / ROUNDS for k in KS}
 
 
 def _engine(recipe: Recipe, k: int) -> EngineConfig:
     speculative = NGram(
-        method="ngram", num_speculative_tokens=max(k, 1), prompt_lookup_min=1, prompt_lookup_max=5
+        method="ngram",
+        num_speculative_tokens=max(k, 1),
+        prompt_lookup_min=TIMED_LOOKUP[0],
+        prompt_lookup_max=TIMED_LOOKUP[1],
     ).keys()
     return EngineConfig(
         name=f"ngram-{k}" if k else "plain", target=str(learn_target().path), dtype=recipe.target.dtype, engine=recipe.engine,
