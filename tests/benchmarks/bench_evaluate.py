@@ -1,0 +1,138 @@
+"""How far evaluations of one and the same drafter are apart, and whether `--compare` tells a slower one from them.
+
+All are of the demo's drafter on its held-out prompts, at one K, each with engines started anew. Nothing else should run.
+"""
+
+from __future__ import annotations
+
+import itertools
+import multiprocessing.connection
+import time
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+from draftsmith.convert.convert import run_convert
+from draftsmith.extract.extract import run_extract
+from draftsmith.recipe import Recipe, load_recipe
+from draftsmith.serve import engine, evaluate
+from draftsmith.serve.compare import compare
+from draftsmith.serve.engine import EngineConfig, EngineHost
+from draftsmith.serve.evaluate import run_evaluate
+from draftsmith.serve.results import Results
+from draftsmith.serve.statistics import Ratio
+from draftsmith.train.train import run_train
+from tests.benchmarks.figures import Figure, figure
+
+RUN = Path("runs/demo")
+K, STARTS, EVALUATIONS, SLOW_EVALUATIONS = 2, 3, 5, 2
+SLOWDOWN = 0.10
+"""Planted: how many of the drafter's tokens per second are lost."""
+
+
+def load_noise() -> dict[str, Figure]:
+    """`evaluate.load_noise`: half the width of the speed-up's 95% interval over its value, four requests in flight; and the same
+    with one in flight, and of plain decoding over itself.
+
+    Makes `runs/demo` where it is not there.
+    """
+    found = _evaluated("eval-noise", "evaluate.batch_sizes=[4]")
+    load = found["load"]["4"]
+    one = found["suites"]["held_out"]["throughput"]
+    said = f"{STARTS} engine starts, K = {K}, {load['requests']} requests a start"
+    return {
+        "evaluate.load_noise": figure(
+            [_half_width(load["speedup"])], "of the speed-up", f"speed-up {_shown(load['speedup'])}, four in flight; {said}",
+            direction="lower", bar=0.05,
+        ),
+        "evaluate.noise_of_one": figure(
+            [_half_width(one["speedup"])], "of the speed-up", f"speed-up {_shown(one['speedup'])}, one in flight"
+        ),
+        "evaluate.plain_noise": figure(
+            [_half_width(load["noise"])], "of the ratio", f"plain over plain {_shown(load['noise'])}, four in flight"
+        ),
+    }  # fmt: skip
+
+
+def comparisons() -> dict[str, Figure]:
+    """`evaluate.false_alarms`: of the pairs of evaluations of the same drafter, in both orders, how many `--compare` finds worse.
+    `evaluate.slowdowns_found`: the share of pairs in which it finds a planted slowdown."""
+    same = [_evaluated(f"eval-same-{number}") for number in range(EVALUATIONS)]
+    with mock.patch.object(evaluate, "start_engines", _start_slow_drafters):
+        slow = [_evaluated(f"eval-slow-{number}") for number in range(SLOW_EVALUATIONS)]
+    alarms = [_is_worse(a, b) for a, b in itertools.permutations(same, 2)]
+    found = [_is_worse(a, b) for a, b in itertools.product(same, slow)]
+    speedups = ", ".join(f"{one['suites']['held_out']['speedup']:.3f}" for one in (*same, *slow))
+    return {
+        "evaluate.false_alarms": figure(
+            [float(sum(alarms))], f"of {len(alarms)} pairs", f"the same drafter, engines started anew: {speedups}",
+            direction="lower", bar=len(alarms) / 20,
+        ),
+        "evaluate.slowdowns_found": figure(
+            [sum(found) / len(found)], f"of {len(found)} pairs", f"a drafter slowed down by {SLOWDOWN:.0%}: {speedups}",
+            direction="higher", bar=0.8,
+        ),
+    }  # fmt: skip
+
+
+def _evaluated(output: str, *overrides: str) -> Results:
+    recipe = load_recipe(
+        Path("recipes/demo.yaml"),
+        [
+            f"evaluate.output={output}", f"evaluate.k=[{K}]", f"evaluate.acceptance_k={K}", f"evaluate.engine_starts={STARTS}",
+            "evaluate.curve_prompts=1", "evaluate.examples=0", "evaluate.dtypes=[float32]", *overrides,
+        ],
+    )  # fmt: skip
+    _make_drafter(recipe)
+    return run_evaluate(recipe, RUN)
+
+
+def _make_drafter(recipe: Recipe) -> None:
+    for stage in (run_extract, run_train, run_convert):
+        stage(recipe, RUN)
+
+
+def _half_width(ratio: Ratio) -> float:
+    low, high = ratio["interval"]
+    return (high - low) / 2 / ratio["value"]
+
+
+def _shown(ratio: Ratio) -> str:
+    starts = ", ".join(f"{one:.3f}" for one in ratio["by_start"])
+    return f"{ratio['value']:.3f} [{ratio['interval'][0]:.3f}, {ratio['interval'][1]:.3f}] (starts {starts})"
+
+
+def _is_worse(a: Results, b: Results) -> bool:
+    return any(one["verdict"] == "worse" for one in compare(a, b))
+
+
+# ---- the planted slowdown ----
+
+
+def _start_slow_drafters(
+    configs: Sequence[EngineConfig], log_directory: Path, on_ready: Callable[[int], None]
+) -> list[EngineHost]:
+    """As `start_engines`, with every speculative engine slowed down."""
+    hosts = []
+    for ready, config in enumerate(configs, start=1):
+        with mock.patch.object(engine, "_child", _slow_child if config.speculative else engine._child):
+            hosts.append(EngineHost(config, log_directory).start())
+        on_ready(ready)
+    return [host.wait_ready() for host in hosts]
+
+
+def _slow_child(pipe: multiprocessing.connection.Connection, arguments: dict[str, Any], log: str) -> None:
+    """An engine whose steps take longer, by as much as costs the planted share of its tokens per second."""
+    from vllm.v1.engine.llm_engine import LLMEngine
+
+    step = LLMEngine.step
+
+    def slow_step(self: LLMEngine) -> Any:
+        started = time.perf_counter()
+        outputs = step(self)
+        time.sleep((time.perf_counter() - started) * (1 / (1 - SLOWDOWN) - 1))
+        return outputs
+
+    LLMEngine.step = slow_step
+    engine._child(pipe, arguments, log)
