@@ -16,7 +16,7 @@ from typing_extensions import TypedDict
 
 from draftsmith.errors import UserError
 from draftsmith.serve.configurations import plain_again_drafter
-from draftsmith.serve.statistics import TURN, bootstrap, gain
+from draftsmith.serve.intervals import TURN, bootstrap, gain
 from draftsmith.serve.throughput import AtStart, paired
 
 _LEVEL = 0.05

@@ -16,7 +16,7 @@ from typing_extensions import TypedDict
 
 from draftsmith.recipe import Recipe
 from draftsmith.serve.fidelity import Fidelity
-from draftsmith.serve.statistics import Ratio
+from draftsmith.serve.intervals import Ratio
 from draftsmith.serve.throughput import AtStart, paired, speedup, tokens_per_second
 from draftsmith.vllm_env import is_cpu
 

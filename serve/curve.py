@@ -9,7 +9,7 @@ from collections.abc import Mapping, Sequence
 import numpy as np
 from typing_extensions import TypedDict
 
-from draftsmith.serve.statistics import Interval, conversation_sums, resampled
+from draftsmith.serve.intervals import Interval, conversation_sums, resampled
 
 _SAMPLES_SEED = 1
 SURE = 0.95

@@ -12,7 +12,7 @@ from draftsmith.recipe import Recipe
 from draftsmith.serve import fidelity
 from draftsmith.serve import results as res
 from draftsmith.serve.engine import EngineHost, Generated
-from draftsmith.serve.statistics import stratified
+from draftsmith.serve.intervals import stratified
 from draftsmith.serve.suites import Renderer, SuiteInput, SuitePrompt
 
 Arm = int | str

@@ -18,8 +18,8 @@ from draftsmith.serve.configurations import Throughput
 from draftsmith.serve.curve import CurvePoint
 from draftsmith.serve.engine import Counters, Generated
 from draftsmith.serve.fidelity import Control, Difference, Fidelity
+from draftsmith.serve.intervals import Interval, Ratio, bootstrap
 from draftsmith.serve.leakage import Overlap
-from draftsmith.serve.statistics import Interval, Ratio, bootstrap
 
 __all__ = ["Control", "CurvePoint", "Difference", "Fidelity", "Interval", "Ratio", "Throughput"]
 

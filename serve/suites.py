@@ -13,8 +13,8 @@ from draftsmith.prompts import Prompt, load_prompts, training_and_held_out
 from draftsmith.recipe import Recipe
 from draftsmith.serve import results as res
 from draftsmith.serve.engine import Generated
+from draftsmith.serve.intervals import TURN
 from draftsmith.serve.quality import MEASURES, NEEDS, can_score
-from draftsmith.serve.statistics import TURN
 
 
 @dataclass(frozen=True)

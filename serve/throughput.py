@@ -18,7 +18,7 @@ from typing_extensions import TypedDict
 from draftsmith.progress import Bar
 from draftsmith.serve.engine import EngineHost
 from draftsmith.serve.in_flight import Request, Timing
-from draftsmith.serve.statistics import Ratio, Starts, ratio
+from draftsmith.serve.intervals import Ratio, Starts, ratio
 
 REQUESTS_PER_SLOT = 10
 """Counted requests, at least, for each of the N in flight."""
@@ -125,5 +125,5 @@ def paired(below: Sequence[AtStart], above: Sequence[AtStart]) -> Starts:
 
 
 def speedup(below: Sequence[AtStart], above: Sequence[AtStart], *, noise: Starts | None = None) -> Ratio:
-    """Tokens per second of one engine over another's, by the same engine starts and prompts (`statistics.ratio`)."""
+    """Tokens per second of one engine over another's, by the same engine starts and prompts (`intervals.ratio`)."""
     return ratio(paired(below, above), noise=noise)

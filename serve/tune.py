@@ -33,9 +33,9 @@ from draftsmith.recipe import Recipe, digest
 from draftsmith.serve import results as res
 from draftsmith.serve.curve import non_decreasing
 from draftsmith.serve.engine import EngineConfig, EngineHost, Generated, start_engines
+from draftsmith.serve.intervals import Ratio
 from draftsmith.serve.measure import draw
 from draftsmith.serve.speculation import ONE_K, method_config, own_drafter
-from draftsmith.serve.statistics import Ratio
 from draftsmith.serve.suites import Renderer, SuitePrompt, suite_prompts
 from draftsmith.serve.throughput import REQUESTS_PER_SLOT, AtStart, at_start, run_load, schedule, speedup
 from draftsmith.target import TargetInfo, describe_target, prepare_target

@@ -20,8 +20,8 @@ from draftsmith.serve import engine, evaluate
 from draftsmith.serve.compare import compare
 from draftsmith.serve.engine import EngineConfig, EngineHost
 from draftsmith.serve.evaluate import run_evaluate
+from draftsmith.serve.intervals import Ratio
 from draftsmith.serve.results import Results
-from draftsmith.serve.statistics import Ratio
 from draftsmith.train.train import run_train
 from tests.benchmarks.figures import Figure, figure
 

@@ -198,8 +198,10 @@ def drawn(target: TargetInfo, methods: Methods, tmp_path_factory: pytest.TempPat
     with plain, torch.no_grad():
         logits = LlamaForCausalLM.from_pretrained(target.path)(torch.tensor([prompt])).logits[0, -1]
         first, second = logits.topk(2).indices.tolist()
-        assert plain.gap(prompt, first, second) == pytest.approx(float(logits[first] - logits[second]), abs=1e-3)
-        assert plain.gap(prompt, first, int(logits.argmin())) is None
+        assert plain.logit_margin(prompt, first, second) == pytest.approx(
+            float(logits[first] - logits[second]), abs=1e-3
+        )
+        assert plain.logit_margin(prompt, first, int(logits.argmin())) is None
     return answers
 
 

@@ -12,8 +12,8 @@ from typer.testing import CliRunner
 from draftsmith.cli import app
 from draftsmith.errors import UserError
 from draftsmith.serve.compare import compare, read_results
+from draftsmith.serve.intervals import bootstrap
 from draftsmith.serve.results import acceptance_interval, categories
-from draftsmith.serve.statistics import bootstrap
 from tests.unit.test_serve import _results
 
 PROMPTS = 40
