@@ -110,7 +110,6 @@ def run_evaluate(recipe: Recipe, run_dir: Path) -> Results:
             "prompts": {name: [[p.id, p.messages, p.reference] for p in items] for name, items in prompts.items()},
             "served": recipe.serve.options if recipe.evaluate.request_rates else None,
             "dtypes": recipe.evaluate.dtypes or machine_dtypes(),
-            "schedule": k_by_load,
             "max_tokens": recipe.extract.response_tokens(held_out=True),
             "predicted": predicted,
             **sections,
@@ -233,7 +232,9 @@ def evaluate(
     run.step_costs(suites[0])
     run.acceptance(suites, renderer)
     best = fastest({k: run.curve[str(k)] for k in options.k})
-    loads = {n: _k_at(k_by_load, n) or best for n in options.batch_sizes}
+    # Kept, so that tuning between a stop and the rest changes nothing.
+    known.setdefault("k_by_load", {str(n): _k_at(k_by_load, n) or best for n in options.batch_sizes})
+    loads = {int(n): k for n, k in known["k_by_load"].items()}
     run.speeds([suite.name for suite in suites], best, loads)
     if options.request_rates:
         speculative = _speculative(recipe, target, drafter_dir, [best], {})[best]
@@ -286,7 +287,7 @@ def _k_at(k_by_load: Sequence[Sequence[int]] | None, in_flight: int) -> int:
 class _Evaluation:
     """An evaluation under way: what is known, and the phases that add to it.
 
-    `known` is what `partial.json` holds. `costs`: by engine start, ratios by K. `suites`: phase b's figures by suite. `timed`: by
+    `known` is what `partial.json` holds. `costs`: by engine start, ratios by K. `k_by_load`: the drafter's K by requests in flight. `suites`: phase b's figures by suite. `timed`: by
     suite, the drawn prompts as id and token ids; under the empty name those of the loads. `speeds`: by engine start, then by load
     or suite, then by configuration.
     """

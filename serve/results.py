@@ -206,8 +206,8 @@ class Results(TypedDict):
     predicted_speedup: dict[str, float] | None
     """That over the step cost measured here, for every K of `k_curve` that it has; to hold beside `CurvePoint.speedup`."""
     load: dict[str, Throughput]
-    """By requests in flight (`evaluate.batch_sizes`), on the first suite. The drafter has the K that `draftsmith tune` chose for that
-    load, where it was run for these weights; otherwise the K above."""
+    """By requests in flight (`evaluate.batch_sizes`), on the first suite. The drafter has the K that `draftsmith tune` had chosen for
+    that load, where it was run before with these weights; otherwise the K above."""
     rates: dict[str, Rate]
     """By requests a second (`evaluate.request_rates`)."""
     examples: list[Example]
