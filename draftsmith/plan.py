@@ -323,8 +323,9 @@ def plan_evaluate(recipe: Recipe, assumed: Assumptions, sizes: TargetSizes, draf
         starts = options.engine_starts
         for k in (0, *ks) if first else ():
             answer(starts * min(prompts, options.curve_prompts), _COST_TOKENS, k=k, at_once=1)
-        # Plain decoding twice and the drafter; on a CPU, which may be faster in another dtype, plain and drafter once more.
-        timed = (0, 0, ks[-1]) if hardware and hardware.memory_gib else (0, 0, 0, ks[-1], ks[-1])
+        # Plain decoding twice and the drafter, and both in every further dtype. Which those are is known where the recipe says so.
+        further = sum(dtype != recipe.target.dtype for dtype in options.dtypes or ())
+        timed = (0, 0, ks[-1], *(further * (0, ks[-1])))
         for k in (*timed, *methods):
             answer(
                 starts * (1 + max(_REQUESTS, min(prompts, options.speed_prompts))), options.speed_tokens, k=k, at_once=1

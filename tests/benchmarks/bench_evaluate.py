@@ -37,7 +37,9 @@ def load_noise() -> dict[str, Figure]:
 
     Makes `runs/demo` where it is not there.
     """
-    found = _evaluated("eval-noise", "evaluate.batch_sizes=[4]")
+    found = _evaluated(
+        "eval-noise", "evaluate.batch_sizes=[4]", "evaluate.speed_tokens=96"
+    )  # answers as long as they are
     load = found["load"]["4"]
     one = found["suites"]["held_out"]["throughput"]
     said = f"{STARTS} engine starts, K = {K}, {load['requests']} requests a start"
