@@ -229,8 +229,11 @@ def evaluate(
     }  # fmt: skip
     known.pop("inputs", None)
     run = _Evaluation(recipe, target, drafter_dir, log_dir, known, keep)
-    run.step_costs(suites[0])
-    run.acceptance(suites, renderer)
+    try:
+        run.step_costs(suites[0])
+        run.acceptance(suites, renderer)
+    finally:
+        run.close()
     best = fastest({k: run.curve[str(k)] for k in options.k})
     # Kept, so that tuning between a stop and the rest changes nothing.
     known.setdefault("k_by_load", {str(n): _k_at(k_by_load, n) or best for n in options.batch_sizes})
@@ -287,9 +290,9 @@ def _k_at(k_by_load: Sequence[Sequence[int]] | None, in_flight: int) -> int:
 class _Evaluation:
     """An evaluation under way: what is known, and the phases that add to it.
 
-    `known` is what `partial.json` holds. `costs`: by engine start, ratios by K. `k_by_load`: the drafter's K by requests in flight. `suites`: phase b's figures by suite. `timed`: by
-    suite, the drawn prompts as id and token ids; under the empty name those of the loads. `speeds`: by engine start, then by load
-    or suite, then by configuration.
+    `known` is what `partial.json` holds. `costs`: by engine start, ratios by K. `k_by_load`: the drafter's K by requests in flight.
+    `suites`: phase b's figures by suite. `timed`: by suite, the drawn prompts as id and token ids; under the empty name those of
+    the loads. `speeds`: by engine start, then by load or suite, then by configuration.
     """
 
     def __init__(
@@ -318,7 +321,7 @@ class _Evaluation:
         """What a step costs at each K, with engines started anew each time; the last ones stay for phase b."""
         costs = self._known["costs"]
         while len(costs) < self._recipe.evaluate.engine_starts:
-            self._close()
+            self.close()
             last = len(costs) + 1 == self._recipe.evaluate.engine_starts
             self._engines = self._start(self._ks, methods=last)
             self._warm_up(self._engines.values(), suite)
@@ -333,21 +336,17 @@ class _Evaluation:
         options, known = self._recipe.evaluate, self._known
         if known["suites"]:
             console.print(f"evaluate: {', '.join(known['suites'])} measured before", highlight=False, soft_wrap=True)
-        left = [suite for suite in suites if suite.name not in known["suites"]]
-        try:
-            for suite in left:
-                first = suite is suites[0]
-                at_k = self._ks if first else sorted({self._best(), options.acceptance_k})
-                if not self._engines:
-                    self._engines = self._start(at_k, methods=True)
-                    self._warm_up(self._engines.values(), suite)
-                self._acceptance_of(suite, at_k, renderer, first=first)
-                for k in self._ks:
-                    if k not in (self._best(), options.acceptance_k) and k in self._engines:
-                        self._engines.pop(k).close()
-                self._keep(known)
-        finally:
-            self._close()
+        for suite in [suite for suite in suites if suite.name not in known["suites"]]:
+            first = suite is suites[0]
+            at_k = self._ks if first else sorted({self._best(), options.acceptance_k})
+            if not self._engines:
+                self._engines = self._start(at_k, methods=True)
+                self._warm_up(self._engines.values(), suite)
+            self._acceptance_of(suite, at_k, renderer, first=first)
+            for k in self._ks:
+                if k not in (self._best(), options.acceptance_k) and k in self._engines:
+                    self._engines.pop(k).close()
+            self._keep(known)
 
     def _acceptance_of(self, suite: SuiteInput, at_k: Sequence[int], renderer: Renderer, *, first: bool) -> None:
         options, known = self._recipe.evaluate, self._known
@@ -562,7 +561,8 @@ class _Evaluation:
         for host in engines:
             host.generate([suite.prompts[0].token_ids], max_tokens=_WARM_UP_TOKENS)
 
-    def _close(self) -> None:
+    def close(self) -> None:
+        """End the engines of the first two phases."""
         for host in self._engines.values():
             host.close()
         self._engines = {}
