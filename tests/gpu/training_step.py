@@ -1,0 +1,158 @@
+"""A training step at a real target's shape: tokens per second, memory, and what share of the machine's products it reaches.
+
+The plan (`draftsmith run --plan`) says by arithmetic what a step needs; here its FLOP and its memory stand beside what was
+measured. States and tokens are random: what is learned does not matter, and no target is needed.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import resource
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+
+from draftsmith.drafters import drafter_class
+from draftsmith.files import fetch
+from draftsmith.plan import Assumptions, flop_of_muon, flop_of_row, plan_train, trained_parameters
+from draftsmith.recipe import Recipe, load_recipe
+from draftsmith.store import Sequence
+from draftsmith.target import TargetInfo, TargetTensors
+from draftsmith.train.loss import ChainLoss
+from draftsmith.train.packing import pack
+from draftsmith.train.train import _optimizers
+from tests.gpu.torch_alone import device_of, matmul_rate, seconds_of
+
+_ON_GPU = ("recipes/llama-3.1-8b-eagle3.yaml", 4096)
+"""Recipe, and rows of a step on one device: its share of the recipe's step on eight."""
+_ON_CPU = ("recipes/demo.yaml", 256)
+
+
+def adamw(cpu: bool) -> dict[str, str]:
+    return _step(cpu, "adamw")
+
+
+def muon(cpu: bool) -> dict[str, str]:
+    return _step(cpu, "muon")
+
+
+def _step(cpu: bool, optimizer: str) -> dict[str, str]:
+    """
+    Raises:
+        AssertionError: the loss is not finite, or does not fall on a batch that is taken again and again.
+    """
+    device = device_of(cpu)
+    path, rows = _ON_CPU if cpu else _ON_GPU
+    recipe = load_recipe(
+        Path(path),
+        [
+            f"train.optimizer={optimizer}",
+            "train.precision=bfloat16",
+            f"train.tokens_per_step={rows}",
+            "plan.hardware.count=1",
+        ],
+    )
+    assumed = recipe.plan
+    assert assumed is not None
+    loss = make_loss(recipe, assumed, device)
+    drafter, steps = loss.drafter, loss.chain_steps
+    length = assumed.prompt_tokens + assumed.response_tokens
+    batch, last_states = make_batch(drafter, rows, length, assumed.prompt_tokens, steps)
+    optimizers = _optimizers(recipe, drafter)
+
+    def step() -> torch.Tensor:
+        on_device, last = batch.to(device), last_states.to(device, non_blocking=True)
+        with torch.autocast(device.type, dtype=torch.bfloat16):
+            value = loss(on_device, last).loss
+        value.backward()
+        nn.utils.clip_grad_norm_(drafter.parameters(), recipe.train.max_grad_norm)
+        for one in optimizers:
+            one.step()
+            one.zero_grad()
+        return value.detach()
+
+    first = float(step())
+    if device.type == "cuda":
+        torch.cuda.reset_peak_memory_stats(device)
+    seconds = seconds_of(step, device, repeats=2 if cpu else 5)
+    peak = torch.cuda.max_memory_allocated(device) if device.type == "cuda" else resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024  # fmt: skip
+    optimizing = seconds_of(lambda: _only_optimizers(optimizers, drafter), device, repeats=2)
+    last = float(step())
+    assert math.isfinite(last), f"the loss is {last}"
+    assert last < first, f"the loss of one batch was {first:.3f} at the first step and is {last:.3f} after some"
+
+    predicting = int(batch.counts.sum(1).count_nonzero())
+    flop = predicting * flop_of_row(recipe, drafter, steps, predicts=True)
+    flop += (rows - predicting) * flop_of_row(recipe, drafter, steps, predicts=False)
+    trained, matrices = trained_parameters(recipe, drafter)
+    flop += sum(flop_of_muon(*shape, "bfloat16") for shape in matrices)
+    rate = matmul_rate(device)
+    planned = sum(plan_train(recipe, assumed, drafter, layers=len(drafter.config.layer_ids)).memory_bytes.values())
+    return {
+        "of": f"{recipe.name}, {rows} rows, {trained / 1e6:.0f} M parameters trained, {steps} chain steps",
+        "tokens per second": f"{rows / seconds:.0f} ({seconds * 1000:.0f} ms a step, the optimizer's {optimizing * 1000:.0f})",
+        "share of bfloat16 products": f"{flop / seconds / rate:.2f} ({flop / seconds / 1e12:.3g} of {rate / 1e12:.3g} TFLOP/s)",
+        "peak memory": f"{peak / 2**30:.1f} GiB ({planned / 2**30:.1f} by the plan's arithmetic)",
+        "loss": f"{first:.3f} to {last:.3f} on one batch",
+    }
+
+
+def _only_optimizers(optimizers: list[torch.optim.Optimizer], drafter: nn.Module) -> None:
+    for parameter in drafter.parameters():
+        if parameter.requires_grad and parameter.grad is None:
+            parameter.grad = torch.randn_like(parameter) * 1e-4
+    for one in optimizers:
+        one.step()
+
+
+def make_loss(recipe: Recipe, assumed: Assumptions, device: torch.device) -> ChainLoss:
+    """The recipe's drafter and its loss for a target with random weights."""
+    assert assumed.target_config is not None
+    drafter, tensors = make_drafter(recipe, fetch(assumed.target_config), device)
+    return ChainLoss(
+        drafter, teacher_norm=nn.RMSNorm(drafter.config.hidden_size).to(device),
+        teacher_head=tensors.lm_head[drafter.draft_token_ids].float(),
+        chain_steps=drafter.max_steps or recipe.train.chain_steps, chain_decay=recipe.train.chain_decay,
+        loss=recipe.train.loss, loss_vocab_size=recipe.train.loss_vocab_size,
+    )  # fmt: skip
+
+
+def make_drafter(recipe: Recipe, target_config: Path, device: torch.device) -> tuple[Any, TargetTensors]:
+    """The recipe's drafter on the device, with random weights, and the target's tensors that it shares."""
+    from transformers import AutoConfig
+
+    fields = json.loads(target_config.read_text())
+    config = AutoConfig.for_model(fields.pop("model_type"), **fields)
+    options, last = recipe.train.drafter, config.num_hidden_layers
+    kind = drafter_class(options.kind)
+    target = TargetInfo(
+        path=Path(), name="", revision="", config_hash="", tokenizer_hash="", chat_template_hash=None,
+        num_hidden_layers=last, hidden_size=config.hidden_size, vocab_size=config.vocab_size, config=config,
+    )  # fmt: skip
+    layers = recipe.extract.layer_ids or (2, last // 2, last)
+    wide = min(options.draft_vocab_size or config.vocab_size, config.vocab_size)
+    with device:
+        table = torch.randn(config.vocab_size, config.hidden_size, dtype=torch.bfloat16) * 0.02
+        tensors = TargetTensors(table, table, torch.ones(config.hidden_size), {}, "")
+        shape = kind.make_config(options, target, kind.layer_ids(options, layers, last), wide)
+        drafter = kind.make(shape, tensors, torch.arange(wide))
+    for head in drafter.head_parameters():
+        head.requires_grad_(recipe.train.train_lm_head)
+    return drafter, tensors
+
+
+def make_batch(drafter: Any, rows: int, length: int, prompt: int, steps: int) -> tuple[Any, torch.Tensor]:
+    """Random states on the host, as training has them: the batch, and the last layer's states [rows, hidden size]."""
+    config = drafter.config
+    generator = torch.Generator().manual_seed(0)
+    sequences, left = [], rows
+    while left > 0:
+        size = min(length, left)
+        ids = torch.randint(0, config.draft_vocab_size, (size + 1,), generator=generator)
+        states = torch.randn(size, len(config.layer_ids), config.hidden_size, generator=generator)
+        sequences.append(Sequence(len(sequences), False, ids, torch.arange(size + 1) >= min(prompt, size // 2), states))
+        left -= size
+    return pack(sequences, steps=steps), torch.randn(rows, config.hidden_size, generator=generator)
