@@ -7,7 +7,7 @@ BIN := .venv/bin
 INSTALLED := build/installed
 
 .DEFAULT_GOAL := help
-.PHONY: help venv demo venv-dev test suffix soak bench lint typecheck installed clean
+.PHONY: help venv demo venv-dev test suffix soak bench dry-run-cuda lint typecheck installed clean
 
 help:  ## Show this list
 	@grep -hE '^[a-z][a-z-]*:.*##' $(MAKEFILE_LIST) | awk -F ':.*## ' '{printf "  make %-10s %s\n", $$1, $$2}'
@@ -34,6 +34,9 @@ soak: suffix  ## The tests that take longer: writers killed 200 times and traini
 
 bench: venv-dev  ## Measure; writes runs/bench/results.json, fails where a bar is missed (some: ONLY="store_costs training_step")
 	$(BIN)/python -m tests.benchmarks $(ONLY)
+
+dry-run-cuda:  ## Which versions an install for GPUs would take, by uv and by pip; fails where there are none
+	PYTHON="$(PYTHON)" scripts/bootstrap.sh cuda,demo --dry-run
 
 lint: venv-dev installed  ## Style, formatting, and which module may import which
 	$(BIN)/ruff check .

