@@ -5,9 +5,10 @@ PYTHON ?= python3
 EXTRA ?= cpu
 BIN := .venv/bin
 INSTALLED := build/installed
+INTERPRETER := .interpreter
 
 .DEFAULT_GOAL := help
-.PHONY: help venv demo venv-dev test suffix soak bench dry-run-cuda lint typecheck installed clean
+.PHONY: help venv demo venv-dev test test-v2 suffix soak bench dry-run-cuda lint typecheck installed clean
 
 help:  ## Show this list
 	@grep -hE '^[a-z][a-z-]*:.*##' $(MAKEFILE_LIST) | awk -F ':.*## ' '{printf "  make %-10s %s\n", $$1, $$2}'
@@ -25,12 +26,24 @@ demo: venv  ## Make SmolLM2-135M faster, from nothing: extract, train, convert, 
 test: venv-dev  ## Unit and integration tests
 	$(BIN)/python -m pytest --numprocesses 2 --dist loadfile --no-loadscope-reorder
 
+# vLLM takes another model runner on GPUs. Triton's interpreter runs that one on a CPU: see tests/v2/README.md.
+test-v2: $(INTERPRETER)/installed  ## Tests with the model runner that vLLM takes on GPUs, on a CPU; slow
+	PYTHONPATH="$(CURDIR)/$(INTERPRETER)" TRITON_INTERPRET=1 VLLM_USE_V2_MODEL_RUNNER=1 $(BIN)/python -m pytest tests/v2
+
+# A folder in front of .venv's packages: with this Triton in .venv itself, vLLM would take other paths in all other tests.
+$(INTERPRETER)/installed: $(wildcard tests/v2/interpreter/*.toml tests/v2/interpreter/*/*.py) | venv-dev
+	@rm -rf $(INTERPRETER)
+	@$(BIN)/python -m pip install --quiet --no-deps --target $(INTERPRETER) triton==3.7.1
+	@$(BIN)/python -m pip install --quiet --no-deps --no-build-isolation --target $(INTERPRETER) ./tests/v2/interpreter
+	@touch $@
+
 suffix: venv-dev  ## Build the package that suffix decoding needs (a minute)
 	@$(BIN)/python -c "import arctic_inference" 2>/dev/null || { $(BIN)/python -m pip install --quiet nanobind==2.9.2 cmake ninja wheel && PATH="$(CURDIR)/$(BIN):$$PATH" $(BIN)/python -m pip install --quiet --no-deps --no-build-isolation arctic-inference==0.3.0; }
 
-soak: suffix  ## The tests that take longer: writers killed 200 times and trainings too, a machine of a Ray cluster killed, servers started wrongly or with hundreds of clients, every method served and sampled
+soak: suffix  ## The tests that take longer: writers killed 200 times and trainings too, a machine of a Ray cluster killed, servers started wrongly or with hundreds of clients, every method served and sampled, and `test-v2`
 	DRAFTSMITH_KILL_CASES=100 $(BIN)/python -m pytest tests/unit/test_store.py tests/unit/test_trainer.py -k killed
 	DRAFTSMITH_SOAK=1 $(BIN)/python -m pytest tests/integration/test_extract_on_ray.py tests/integration/test_extract_server.py tests/integration/test_served.py tests/integration/test_server.py tests/integration/test_lossless.py tests/integration/test_fidelity.py
+	$(MAKE) test-v2
 
 bench: venv-dev  ## Measure; writes runs/bench/results.json, fails where a bar is missed (some: ONLY="store_costs training_step")
 	$(BIN)/python -m tests.benchmarks $(ONLY)

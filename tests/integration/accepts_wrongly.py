@@ -1,4 +1,4 @@
-"""A bug planted in vLLM, for test_lossless.py: guesses are accepted more often than their probabilities allow.
+"""A bug planted in vLLM, for the tests of sampled answers: guesses are accepted more often than their probabilities allow.
 
 An engine whose `worker_extension_cls` names `By110` here imports this module in its own process, and in no other, and accepts 1.10
 times as readily; any other number likewise.
@@ -6,9 +6,18 @@ times as readily; any other number likewise.
 
 from typing import Any
 
-from vllm.v1.sample import rejection_sampler
+from vllm import envs
 
-_right = rejection_sampler.generate_uniform_probs
+if envs.VLLM_USE_V2_MODEL_RUNNER:
+    from vllm.v1.worker.gpu.spec_decode import rejection_sampler_utils as sampler
+
+    _UNIFORM = "tl_rand32"
+else:
+    from vllm.v1.sample import rejection_sampler as sampler
+
+    _UNIFORM = "generate_uniform_probs"
+
+_right = getattr(sampler, _UNIFORM)
 
 
 def __getattr__(name: str) -> type:
@@ -20,5 +29,5 @@ def __getattr__(name: str) -> type:
     def wrong(*arguments: Any, **named: Any) -> Any:
         return _right(*arguments, **named) / bias
 
-    rejection_sampler.generate_uniform_probs = wrong
+    setattr(sampler, _UNIFORM, wrong)
     return type(name, (), {})

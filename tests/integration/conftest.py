@@ -4,6 +4,7 @@ import json
 import os
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -13,12 +14,14 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast, Qwen2Config, Qwen2ForCausalLM
 
 from draftsmith.checkpoint import Checkpoint
+from draftsmith.convert.convert import run_convert
 from draftsmith.drafters import drafter_class
 from draftsmith.drafters.base import Drafter
 from draftsmith.extract.extract import run_extract
 from draftsmith.recipe import Recipe, load_recipe
 from draftsmith.store import Store
 from draftsmith.target import load_target_tensors, prepare_target
+from draftsmith.train.train import run_train
 
 _ROOT = Path(__file__).parents[2]
 
@@ -92,6 +95,32 @@ def make_mtp_target(directory: Path) -> None:
     written = json.loads((directory / "config.json").read_text())
     written |= {"architectures": ["MiMoForCausalLM"], "num_nextn_predict_layers": 1}
     (directory / "config.json").write_text(json.dumps(written))
+
+
+def train_drafters(
+    target: Path, folder: Path, drafters: dict[str, dict[str, Any]], *, prompt: str, temperature: float
+) -> dict[str, Path]:
+    """Drafters for a tiny target, as vLLM loads them: by name, their options, and returned their run directories.
+
+    A random target's drafter guesses something right only where it has learnt answers to the very prompt.
+    """
+    runs = {}
+    for name, options in drafters.items():
+        recipe = load_recipe(
+            write_recipe(
+                folder, target, [prompt], ["Name three rivers."],
+                extract={"backend": "transformers", "max_tokens": 32, "temperature": temperature, "samples": 64},
+                train={"drafter": options, "epochs": 2, "tokens_per_step": 256, "chain_steps": 2},
+                evaluate={"k": [1, 2, 3], "acceptance_k": 3},
+            )
+        )  # fmt: skip
+        run_extract(recipe, folder / "run")
+        runs[name] = folder / name
+        runs[name].mkdir()
+        (runs[name] / "store").symlink_to(folder / "run" / "store")
+        run_train(recipe, runs[name])
+        run_convert(recipe, runs[name])
+    return runs
 
 
 def load_drafter(run_dir: Path, target: Path) -> Drafter:

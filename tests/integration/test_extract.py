@@ -35,11 +35,19 @@ def test_states_are_true(mode: str, smollm2: Path, tmp_path: Path) -> None:
     run_extract(recipe, tmp_path / "run")
 
     store = Store(tmp_path / "run" / "store")
+    check_states(store, smollm2, prompts, mode)
+    if mode == "generate":
+        _check_transformers_backend(recipe, store, tmp_path)
+
+
+def check_states(store: Store, target: Path, prompts: list[str], mode: str) -> None:
+    """A store's states are transformers' own, those of every prompt and nothing else, the last one held out; generated answers
+    are the target's greedy ones."""
     assert len(store) == len(prompts), "the last sequence to finish is there too"
     assert len(store.rows(held_out=True)) == 1
     assert max(store.length(i) for i in range(len(store))) > 200, "one prompt must be longer than a batch"
-    model = AutoModelForCausalLM.from_pretrained(smollm2, dtype=torch.float32).eval()
-    tokenizer = AutoTokenizer.from_pretrained(smollm2)
+    model = AutoModelForCausalLM.from_pretrained(target, dtype=torch.float32).eval()
+    tokenizer = AutoTokenizer.from_pretrained(target)
     asked = {
         tuple(tokenizer.apply_chat_template([{"role": "user", "content": p}], add_generation_prompt=True, return_dict=False))
         for p in prompts
@@ -60,8 +68,6 @@ def test_states_are_true(mode: str, smollm2: Path, tmp_path: Path) -> None:
         else:
             prompt = tuple(sequence.token_ids.tolist())
         assert prompt in asked
-    if mode == "generate":
-        _check_transformers_backend(recipe, store, tmp_path)
 
 
 def _check_transformers_backend(recipe: Recipe, store: Store, folder: Path) -> None:

@@ -16,19 +16,16 @@ import torch
 from pydantic import TypeAdapter
 from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaForCausalLM
 
-from draftsmith.convert.convert import run_convert
 from draftsmith.drafters import kinds
-from draftsmith.extract.extract import run_extract
 from draftsmith.methods import AnyMethod, Mtp
-from draftsmith.recipe import Engine, load_recipe
+from draftsmith.recipe import Engine
 from draftsmith.serve.engine import Counters, EngineConfig, EngineHost, Generated, start_engines
 from draftsmith.serve.speculation import method_config, own_drafter
 from draftsmith.states import states_of
 from draftsmith.store import Sequence
 from draftsmith.target import TargetInfo, describe_target, load_target_tensors
 from draftsmith.train.acceptance import predict_sampled_acceptance
-from draftsmith.train.train import run_train
-from tests.integration.conftest import SOAKING, in_soak, load_drafter, make_mtp_target, make_target, write_recipe
+from tests.integration.conftest import SOAKING, in_soak, load_drafter, make_mtp_target, make_target, train_drafters
 from tests.sampling import Acceptance, same_distribution, token_probabilities
 
 pytestmark = pytest.mark.integration
@@ -68,41 +65,35 @@ def target(tmp_path_factory: pytest.TempPathFactory) -> TargetInfo:
 def methods(target: TargetInfo, tmp_path_factory: pytest.TempPathFactory) -> Methods:
     """A drafter of every kind, made for this target, and the other methods."""
     folder = tmp_path_factory.mktemp("drafters")
-    configs: dict[str, dict[str, Any]] = {}
-    runs: dict[str, Path] = {}
-    for kind in kinds():
-        # Answers to the very prompt that is tested, or a random target's drafter guesses nothing right.
-        recipe = load_recipe(
-            write_recipe(
-                folder, target.path, [PROMPT], ["Name three rivers."],
-                extract={"backend": "transformers", "max_tokens": 32, "temperature": TEMPERATURE, "samples": 64},
-                train={"drafter": {"kind": kind}, "epochs": 2, "tokens_per_step": 256, "chain_steps": 2},
-                evaluate={"k": [1, 2, K], "acceptance_k": K},
-            )
-        )  # fmt: skip
-        run_extract(recipe, folder / "run")
-        runs[kind] = folder / kind
-        runs[kind].mkdir()
-        (runs[kind] / "store").symlink_to(folder / "run" / "store")
-        run_train(recipe, runs[kind])
-        run_convert(recipe, runs[kind])
-        method = own_drafter(runs[kind] / "vllm").model_copy(update={"num_speculative_tokens": K})
-        found = method_config(method, target, own_drafter=runs[kind] / "vllm")
-        assert found is not None
-        configs[kind] = found
+    drafters = {kind: {"kind": kind} for kind in kinds()}
+    runs = train_drafters(target.path, folder, drafters, prompt=PROMPT, temperature=TEMPERATURE)
+    suffix = [{"method": "suffix"}] if SOAKING or find_spec("arctic_inference") else []
+    return Methods(configs_of(target, runs) | configs_of_others(target, suffix), runs)
+
+
+def configs_of(target: TargetInfo, runs: dict[str, Path]) -> dict[str, dict[str, Any]]:
+    """vLLM's `speculative_config` for the drafter of each run."""
+    configs = {}
+    for name, run_dir in runs.items():
+        method = own_drafter(run_dir / "vllm").model_copy(update={"num_speculative_tokens": K})
+        configs[name] = method_config(method, target, own_drafter=run_dir / "vllm")
+        assert configs[name] is not None
+    return configs
+
+
+def configs_of_others(target: TargetInfo, further: list[dict[str, Any]]) -> dict[str, dict[str, Any]]:
+    """The same for methods without a drafter: a draft model, n-gram lookup, and further ones."""
+    configs = {}
     # The target as its own draft model: its guesses, greedy ones, are good, and so a bug in accepting them shows.
-    others: list[dict[str, Any]] = [
+    for other in (
         {"method": "draft_model", "model": str(target.path)},
         {"method": "ngram", "prompt_lookup_min": 1, "prompt_lookup_max": 3},
-    ]
-    if SOAKING or find_spec("arctic_inference"):
-        others.append({"method": "suffix"})
-    for other in others:
+        *further,
+    ):
         method = TypeAdapter(AnyMethod).validate_python(other | {"num_speculative_tokens": K})
-        found = method_config(method, target, own_drafter=Path("none"))
-        assert found is not None
-        configs[other["method"]] = found
-    return Methods(configs, runs)
+        configs[other["method"]] = method_config(method, target, own_drafter=Path("none"))
+        assert configs[other["method"]] is not None
+    return configs
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -134,8 +125,9 @@ def prompt_of(target: TargetInfo) -> list[int]:
 
 
 def draw(
-    target: TargetInfo, configs: dict[str, dict[str, Any]], planted: tuple[float, ...], folder: Path, *, long: bool
-) -> tuple[dict[str, Arm], EngineHost]:
+    target: TargetInfo, configs: dict[str, dict[str, Any]], planted: tuple[float, ...], folder: Path, *, long: bool,
+    samples: int = SAMPLES,
+) -> tuple[dict[str, Arm], EngineHost]:  # fmt: skip
     """Answers of an engine of each method, then of one for each planted bug, with the target as its own draft model; and a plain
     engine, still running, with its answers under "plain"."""
     arms: dict[str, tuple[type[EngineConfig], dict[str, Any]]] = {"plain": (EngineConfig, {"speculative": None})}
@@ -154,7 +146,8 @@ def draw(
     answers = {}
     try:
         for name, host in zip(arms, hosts, strict=True):
-            short, _ = host.generate([prompt] * SAMPLES, max_tokens=TOKENS, temperature=TEMPERATURE)
+            short, _ = host.generate([prompt] * samples, max_tokens=TOKENS, temperature=TEMPERATURE)
+            assert len(short) == samples
             before, longer = host.counters(), []
             if long:
                 longer, _ = host.generate([prompt] * LONG, max_tokens=LONG_TOKENS, temperature=TEMPERATURE)
@@ -174,7 +167,6 @@ def hold_against_target(target: TargetInfo, answers: dict[str, Arm]) -> dict[str
     prompt = prompt_of(target)
     found = {}
     for name, arm in answers.items():
-        assert len(arm.short) == SAMPLES
         texts, accepted = [one.token_ids for one in arm.short], [one.accepted for one in arm.short]
         probabilities = token_probabilities(model, prompt, texts, TEMPERATURE)
         acceptance = Acceptance.of(texts, accepted, probabilities)
