@@ -55,18 +55,25 @@ def record(job: dict[str, Any], drafter: dict[str, str]) -> dict[str, Any]:
 
     llm = LLM(
         model=job["target"], dtype="float32", max_model_len=job["longest"], enforce_eager=True, max_num_seqs=32, seed=0,
-        enable_prefix_caching=False, disable_log_stats=False, kv_cache_memory_bytes=2 << 30,
+        enable_prefix_caching=False, disable_log_stats=False, kv_cache_memory_bytes=1 << 30,
         async_scheduling=False,  # otherwise proposals stay in the worker
         speculative_config={"method": drafter["method"], "model": drafter["path"], "num_speculative_tokens": job["k"]},
     )  # fmt: skip
-    scheduler: Any = llm.llm_engine.engine_core.engine_core.scheduler
+    core: Any = llm.llm_engine.engine_core.engine_core
+    scheduler = core.scheduler
     update = scheduler.update_draft_token_ids
+    # The second runner, which GPUs have, tells the scheduler how many tokens it proposed and keeps them to itself.
+    kept: Any = None
+    if llm.llm_engine.vllm_config.use_v2_model_runner:
+        kept = core.model_executor.driver_worker.worker.model_runner.req_states
     proposals = []
 
     def note(drafts: Any) -> None:
         for name, tokens in zip(drafts.req_ids, drafts.draft_token_ids, strict=True):
             request = scheduler.requests.get(name)
             if request is not None and not request.is_finished() and not request.is_prefill_chunk:
+                if kept is not None:
+                    tokens = kept.draft_tokens[kept.req_id_to_index[name], : len(tokens)].tolist()
                 proposals.append({"request": name, "context": list(request.all_token_ids), "draft": list(tokens)})
         update(drafts)
 
