@@ -141,6 +141,6 @@ def proposer_v2(base: type[Any]) -> type[Any]:
                 num_sampled[:count] > 0, last_sampled.view(-1)[place], next_prefill_tokens.view(-1)[place]
             )
             self.draft_tokens[:count, :steps] = self.model.draft(last_hidden_states[rows], following, steps)
-            return self.draft_tokens[:count, :steps]
+            return self.draft_tokens[:count]  # the runner itself marks what is beyond `steps`
 
     return MlpSpeculatorV2

@@ -113,6 +113,13 @@ def test_second_runner_corrects_for_rejections_and_unfinished_prompts(speculator
     )
     # Rows: 4 - 1 - 2 rejected, 6 - 1, 9 - 1; the third is in the middle of its prompt.
     assert torch.equal(found, speculator.draft(states[[1, 5, 8]], torch.tensor([13, 11, 22]), 3))
+    for steps in (1, 0):  # with fewer steps too the runner takes all columns, and marks those beyond itself
+        fewer = proposer.propose(
+            batch, None, None, states, None, torch.tensor([2, 1, 0]), torch.tensor([2, 0, 0]), last_sampled, next_prefill,
+            num_speculative_tokens=steps,
+        )  # fmt: skip
+        assert fewer.shape == (3, 3)
+        assert torch.equal(fewer[:, :steps], found[:, :steps])
 
 
 @given(
