@@ -93,7 +93,8 @@ class HiddenStatesConnector(KVConnectorBase_V1, SupportsHMA):
             name could overwrite its file.
 
     Raises:
-        UserError: the engine uses prefix caching, or (`register_kv_caches`) the spool directory cannot be written to.
+        UserError: the engine uses prefix caching, or is asked for layer id 0 without our plugin; or (`register_kv_caches`) the
+            spool directory cannot be written to.
     """
 
     def __init__(self, vllm_config: VllmConfig, role: KVConnectorRole, kv_cache_config: KVCacheConfig) -> None:
@@ -103,6 +104,7 @@ class HiddenStatesConnector(KVConnectorBase_V1, SupportsHMA):
                 "Hidden states are not known to be right with vLLM's prefix caching, and this engine uses it. "
                 "Start it with --no-enable-prefix-caching."
             )
+        _require_true_embeddings(vllm_config)
         self._group, self._block_size = _hidden_states_group(kv_cache_config)
 
         # Scheduler side.
@@ -285,6 +287,22 @@ def _spool_directory(given: Any) -> Path:
             "with write permission for the engine's user, or name another one."
         ) from None
     return Path(given)
+
+
+def _require_true_embeddings(vllm_config: VllmConfig) -> None:
+    """Raises UserError where layer id 0 is asked for and `serve/plugin.py`, which mends its states, is not loaded."""
+    from vllm.model_executor.models.interfaces import EagleModelMixin
+
+    speculative = vllm_config.speculative_config
+    asked = speculative.draft_model_config.hf_config if speculative else None
+    if 0 in getattr(asked, "eagle_aux_hidden_state_layer_ids", ()) and not getattr(
+        EagleModelMixin, "keeps_embeddings", False
+    ):
+        raise UserError(
+            "On GPUs vLLM's eager mode gives wrong states for layer id 0, the embeddings, which Draftsmith's plugin for vLLM mends. "
+            "It is not loaded here. Let VLLM_PLUGINS name `draftsmith`, or unset it, and use a vLLM that this Draftsmith "
+            "knows; or leave layer id 0 out."
+        )
 
 
 def _hidden_states_group(kv_cache_config: KVCacheConfig | None) -> tuple[int, int]:

@@ -1,4 +1,4 @@
-"""vLLM's plugin: it serves MLP speculators, and mends sampling with speculation on CPUs.
+"""vLLM's plugin: it serves MLP speculators, mends sampling with speculation on CPUs, and the states of layer id 0 on GPUs.
 
 vLLM 0.32 knows the config of MLP speculators and has nothing that runs them. Their place is EAGLE's. What vLLM hands its EAGLE
 proposer is what an MLP speculator reads: the target's last states, the tokens sampled after them, and which rows to go on from, corrected for rejected drafts. So the directory of one names an architecture of
@@ -8,6 +8,10 @@ attention and no cache. For every other drafter nothing changes, and of vLLM not
 On CPUs vLLM 0.32 checks sampled guesses at the wrong temperature, top-k and top-p: what stands there for the kernel that repeats
 a request's settings for each of its guesses writes into a copy of its output, which stays as memory happened to be (`_mended`).
 Greedy decoding does without. Found by `tests/integration/test_lossless.py`.
+
+In eager mode on GPUs vLLM 0.32 hands out wrong states of layer id 0, to drafters and to extraction: they are the very tensor that
+the first layer takes for its residual stream, and the kernel that norms there adds to it in place, layer after layer. What is
+handed out is now a copy. Found by `tests/v2/test_states.py`.
 """
 
 from __future__ import annotations
@@ -34,6 +38,7 @@ def register() -> None:
         wrapt.register_post_import_hook(_in_v1, "vllm.v1.spec_decode.eagle")
         wrapt.register_post_import_hook(_in_v2, "vllm.v1.worker.gpu.spec_decode.eagle.speculator")
         wrapt.register_post_import_hook(_in_sampling, "vllm.v1.sample.rejection_sampler")
+        wrapt.register_post_import_hook(_in_models, "vllm.model_executor.models.interfaces")
 
 
 def require_known_vllm() -> None:
@@ -64,6 +69,20 @@ def _in_sampling(module: ModuleType) -> None:
 
     if current_platform.is_cpu():
         module.expand_batch_to_tokens = _mended  # type: ignore[attr-defined]
+
+
+def _in_models(module: ModuleType) -> None:
+    mixin = module.EagleModelMixin
+    theirs = mixin._maybe_add_hidden_state
+
+    def ours(self: Any, aux_hidden_states: Any, layer_idx: int, hidden_states: Any, residual: Any) -> Any:
+        # With a residual theirs hands out a sum, which is nobody else's.
+        if residual is None and layer_idx in self.aux_hidden_state_layers:
+            hidden_states = hidden_states.clone()
+        return theirs(self, aux_hidden_states, layer_idx, hidden_states, residual)
+
+    mixin._maybe_add_hidden_state = ours
+    mixin.keeps_embeddings = True  # the connector asks for it
 
 
 def _mended(x: Any, cu_num_tokens: Any, num_tokens: int, replace_from: int = 0, replace_to: int = 0) -> Any:

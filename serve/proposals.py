@@ -1,7 +1,7 @@
 """Whether vLLM proposes from a drafter's directory what the drafter's own module does.
 
 A server that misreads a checkpoint says nothing: acceptance is low, and that is all. So stock vLLM serves the directory, in a
-process of its own in which this package cannot be imported (except for kinds that need its plugin); every chain that it proposes is written down with its context;
+process of its own in which this package cannot be imported (except for drafters that need its plugin); every chain that it proposes is written down with its context;
 and the module computes the same chains from transformers' states.
 """
 
@@ -26,7 +26,7 @@ from draftsmith.drafters.batch import Batch
 from draftsmith.errors import DraftsmithError, UserError
 from draftsmith.progress import console
 from draftsmith.recipe import Engine
-from draftsmith.serve.speculation import needs_plugin, rounds_inputs, speculative_config
+from draftsmith.serve.speculation import needs_plugin, reads_embeddings, rounds_inputs, speculative_config
 from draftsmith.states import states_of
 
 NEAR_TIE = 1e-3
@@ -78,7 +78,7 @@ def record(
     job = {
         "target": str(target_dir), "drafters": [{"path": str(path), "method": method} for path, method in drafters], "k": k,
         "max_tokens": max_tokens, "longest": max(len(ids) for ids in prompts) + max_tokens + 32,
-        "prompts": [list(ids) for ids in prompts], "stock": not any(needs_plugin(path) for path, _ in drafters),
+        "prompts": [list(ids) for ids in prompts], "stock": not any(needs_plugin(path) or reads_embeddings(path) for path, _ in drafters),
     }  # fmt: skip
     with tempfile.TemporaryDirectory() as folder:
         asked, answered, log = (Path(folder) / name for name in ("job.json", "out.json", "log"))
@@ -195,6 +195,11 @@ def verify_served(drafter_dir: Path, drafter: Drafter, target_dir: Path) -> dict
         console.print(f"verify: only logits were compared. {reason}")
         return {"not_served": str(reason)}
     console.print(f"verify: starting vLLM with the drafter, {len(_PROMPTS)} prompts in float32")
+    if reads_embeddings(drafter_dir):
+        console.print(
+            "verify: the drafter reads the target's embeddings (layer id 0), which vLLM's eager mode (--enforce-eager) gives "
+            "wrongly on GPUs where Draftsmith is not installed"
+        )
     tokenizer = AutoTokenizer.from_pretrained(target_dir)
     prompts = [_prompt(tokenizer, text) for text in _PROMPTS]
     steps = min(_K, drafter.max_steps or _K)

@@ -201,6 +201,11 @@ def needs_plugin(drafter_dir: Path) -> bool:
     return bool(_config(drafter_dir).get("architectures") == [SERVED_ARCHITECTURE])
 
 
+def reads_embeddings(drafter_dir: Path) -> bool:
+    """Whether the drafter reads layer id 0, which vLLM gives wrongly in eager mode on GPUs without our plugin (`plugin.py`)."""
+    return 0 in _layer_ids(_config(drafter_dir))
+
+
 def rounds_inputs(drafter_dir: Path) -> bool:
     """Whether the drafter's weights are quantised such that what its layers read is rounded too."""
     groups = _config(drafter_dir).get("quantization_config", {}).get("config_groups", {}).values()

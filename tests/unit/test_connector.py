@@ -1,11 +1,14 @@
-"""What the connector copies from a GPU is what it reads on a CPU."""
+"""What the connector copies from a GPU is what it reads on a CPU; what it refuses."""
 
 import contextlib
+from types import SimpleNamespace
 from typing import Any
 from unittest import mock
 
 import pytest
 import torch
+
+from draftsmith.errors import UserError
 
 connector = pytest.importorskip("draftsmith.extract.connector")
 
@@ -38,3 +41,19 @@ def test_states_from_a_gpu(tokens: int, dtype: torch.dtype, monkeypatch: pytest.
     assert torch.equal(found, expected)
     copied.record.assert_called_once()
     reader._stream.wait_stream.assert_called_once()  # the model's, which may still be writing
+
+
+def test_embeddings_are_refused_without_the_plugin(monkeypatch: pytest.MonkeyPatch) -> None:
+    from vllm.model_executor.models.interfaces import EagleModelMixin
+
+    def config(*layer_ids: int) -> Any:
+        hf_config = SimpleNamespace(eagle_aux_hidden_state_layer_ids=list(layer_ids))
+        draft_model_config = SimpleNamespace(hf_config=hf_config)
+        return SimpleNamespace(speculative_config=SimpleNamespace(draft_model_config=draft_model_config))
+
+    monkeypatch.delattr(EagleModelMixin, "keeps_embeddings", raising=False)
+    connector._require_true_embeddings(config(1, 30))
+    with pytest.raises(UserError, match="Let VLLM_PLUGINS name `draftsmith`"):
+        connector._require_true_embeddings(config(0, 30))
+    monkeypatch.setattr(EagleModelMixin, "keeps_embeddings", True, raising=False)
+    connector._require_true_embeddings(config(0, 30))

@@ -122,6 +122,27 @@ def test_second_runner_corrects_for_rejections_and_unfinished_prompts(speculator
         assert torch.equal(fewer[:, :steps], found[:, :steps])
 
 
+def test_embeddings_handed_out_stay_as_they_are() -> None:
+    """Layer id 0: what vLLM's layers do to their input in place, norms on GPUs do so, does not reach what was handed out."""
+
+    class Mixin:
+        aux_hidden_state_layers = (0, 2)
+
+        def _maybe_add_hidden_state(self, found: list, layer: int, hidden: torch.Tensor, residual: Any) -> None:
+            if layer in self.aux_hidden_state_layers:
+                found.append(hidden if residual is None else hidden + residual)
+
+    module: Any = ModuleType("vllm.model_executor.models.interfaces")
+    module.EagleModelMixin = Mixin
+    plugin._in_models(module)
+    hidden, found = torch.ones(3), []
+    for layer, residual in ((0, None), (1, hidden), (2, hidden)):
+        Mixin()._maybe_add_hidden_state(found, layer, hidden, residual)
+        hidden += 1
+    assert [tensor.tolist() for tensor in found] == [[1.0] * 3, [6.0] * 3]
+    assert module.EagleModelMixin.keeps_embeddings
+
+
 @given(
     st.lists(st.tuples(st.sampled_from([0.0, 0.5, 1.0]), st.integers(0, 4)), min_size=1),
     st.sampled_from([torch.float32, torch.int32]),
