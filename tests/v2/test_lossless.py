@@ -29,7 +29,7 @@ def configs(target: TargetInfo, drafters: dict[str, Path]) -> dict[str, dict[str
 
 
 def same_as_plain(target: TargetInfo, configs: dict[str, dict[str, Any]], folder: Path) -> None:
-    """Greedy answers of an engine of each method are a plain engine's, and guesses were accepted and rejected."""
+    """Greedy answers of an engine of each method are a plain engine's, with guesses accepted and rejected."""
     engines = [
         EngineConfig(
             name=name, target=str(target.path), dtype="float32", engine=Engine(max_model_len=256, kv_cache_gib=0.1),
@@ -47,7 +47,9 @@ def same_as_plain(target: TargetInfo, configs: dict[str, dict[str, Any]], folder
             answers, _ = host.generate(prompts, max_tokens=32)
             assert [one.token_ids for one in answers] == expected, host.config.name
             counted = host.counters()
-            assert 0 < counted.accepted < counted.draft_tokens, (host.config.name, counted)
+            assert 0 < counted.accepted <= counted.draft_tokens, (host.config.name, counted)
+            # The target as its own draft model is always right.
+            assert counted.accepted < counted.draft_tokens or host.config.name == "draft_model", counted
     finally:
         for host in hosts:
             host.close()

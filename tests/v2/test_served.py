@@ -12,7 +12,7 @@ from draftsmith.checkpoint import Checkpoint
 from draftsmith.cli import app
 from draftsmith.drafters import drafter_class
 from draftsmith.errors import DraftsmithError
-from draftsmith.serve.proposals import Served, compare_proposals, record
+from draftsmith.serve.proposals import compare_proposals, record
 from draftsmith.target import TargetInfo
 from tests.integration.conftest import demo_prompts, load_drafter
 
@@ -21,32 +21,23 @@ POSITIONS = 170
 """At each of which every kind's proposals are compared, at every chain step: 2,040 in all."""
 
 
-@pytest.fixture(scope="module")
-def served(target: TargetInfo, drafters: dict[str, Path]) -> dict[str, Served]:
-    """By drafter, everything that vLLM proposed for a few prompts."""
+@pytest.mark.parametrize("name", ["eagle", "eagle3", "eagle3-embeddings", "mlp_speculator"])
+def test_trained_equals_served(target: TargetInfo, drafters: dict[str, Path], name: str) -> None:
     tokenizer = AutoTokenizer.from_pretrained(target.path)
     prompts = [tokenizer(text[:60]).input_ids for text in demo_prompts(8)]
-    found = {}
-    for name, run_dir in drafters.items():  # one after another: with our plugin where it is needed, and stock
-        method = drafter_class(Checkpoint.load(run_dir / "checkpoint").kind).vllm_method
-        assert method is not None
-        (found[name],) = record([(run_dir / "vllm", method)], target.path, prompts, k=K, max_tokens=40)
-    return found
+    method = drafter_class(Checkpoint.load(drafters[name] / "checkpoint").kind).vllm_method
+    assert method is not None
+    (served,) = record([(drafters[name] / "vllm", method)], target.path, prompts, k=K, max_tokens=40)
 
-
-@pytest.mark.parametrize("name", ["eagle", "eagle3", "eagle3-embeddings", "mlp_speculator"])
-def test_trained_equals_served(
-    target: TargetInfo, drafters: dict[str, Path], served: dict[str, Served], name: str
-) -> None:
     drafter = load_drafter(drafters[name], target.path)
-    compared = compare_proposals(served[name], drafter, target.path)
+    compared = compare_proposals(served, drafter, target.path)
     assert len(compared) == K
     assert min(compared) >= POSITIONS, compared
     with torch.no_grad():
         for parameter in drafter.parameters():
             parameter.mul_(-1)
     with pytest.raises(DraftsmithError, match="reads the drafter otherwise"):
-        compare_proposals(served[name], drafter, target.path)
+        compare_proposals(served, drafter, target.path)
 
 
 @pytest.mark.parametrize("name", ["eagle3", "mlp_speculator"])
