@@ -81,8 +81,9 @@ class Engine(Section):
 
     max_model_len: int = Field(2048, ge=16)
     """Longest sequence in tokens, prompt and response together."""
-    enforce_eager: bool = True
-    """Skip compilation and CUDA graphs: right for short runs; turn off for a long-lived server."""
+    enforce_eager: bool | None = None
+    """True: no compilation and no CUDA graphs; false: both. Absent: true on CPUs, where compiling takes minutes and gains
+    little, false on GPUs. What a stage took is in its `stage.json`."""
     kv_cache_gib: float = Field(2.0, gt=0)
     """CPU only: memory for KV caches, GiB; engines that run side by side share it. Extraction needs room for the sequences of two
     or three steps: a finished one's blocks are kept until its states are written."""

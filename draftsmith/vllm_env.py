@@ -11,8 +11,9 @@ import multiprocessing.context
 import os
 import sys
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass
 from multiprocessing.forkserver import ensure_running
 from multiprocessing.process import BaseProcess
 from pathlib import Path
@@ -29,6 +30,13 @@ def is_cpu() -> bool:
     import torch
 
     return not torch.cuda.is_available()
+
+
+def resolved(engine: Engine) -> Engine:
+    """The recipe's engine with what it leaves to the device filled in: `enforce_eager` is True or False."""
+    if engine.enforce_eager is not None:
+        return engine
+    return engine.model_copy(update={"enforce_eager": is_cpu()})
 
 
 def vllm_environment(engine: Engine) -> dict[str, str]:
@@ -81,6 +89,33 @@ def _malloc_environment() -> dict[str, str]:
     return {name: os.environ.get(name, str(value)) for name, value in values.items()}
 
 
+@dataclass(frozen=True)
+class Gpu:
+    """A GPU that this process sees."""
+
+    name: str
+    """As CUDA_VISIBLE_DEVICES has it."""
+    memory_bytes: int
+
+
+def gpus() -> list[Gpu]:
+    """Those that are visible, in their order; none on a CPU."""
+    import torch
+
+    if is_cpu():
+        return []
+    visible = os.environ.get("CUDA_VISIBLE_DEVICES")
+    count = torch.cuda.device_count()
+    names = [name.strip() for name in visible.split(",")] if visible else [str(index) for index in range(count)]
+    # CUDA ends the list at the first name that it does not know.
+    return [Gpu(name, torch.cuda.get_device_properties(index).total_memory) for index, name in enumerate(names[:count])]
+
+
+def only_these_gpus(names: Sequence[str]) -> dict[str, str]:
+    """Variables for a child process that is to see these GPUs; none of them: what this process sees."""
+    return {"CUDA_VISIBLE_DEVICES": ",".join(names)} if names else {}
+
+
 def share_of_machine(number: int, count: int, tensor_parallel_size: int) -> dict[str, str]:
     """Variables that give engine `number` of `count` its own cores, or its own `tensor_parallel_size` GPUs.
 
@@ -95,16 +130,12 @@ def share_of_machine(number: int, count: int, tensor_parallel_size: int) -> dict
             raise UserError(f"extract.workers is {count} and this machine has {len(cores)} cores; use fewer workers.")
         mine = cores[number * len(cores) // count : (number + 1) * len(cores) // count]
         return {"VLLM_CPU_OMP_THREADS_BIND": ",".join(map(str, mine))}
-    import torch
-
-    visible = os.environ.get("CUDA_VISIBLE_DEVICES")
-    devices = visible.split(",") if visible else [str(index) for index in range(torch.cuda.device_count())]
+    devices = [gpu.name for gpu in gpus()]
     if count * tensor_parallel_size > len(devices):
         raise UserError(
             f"extract.workers is {count} with {tensor_parallel_size} GPUs each, and {len(devices)} GPUs are visible; use fewer."
         )
-    mine_gpus = devices[number * tensor_parallel_size : (number + 1) * tensor_parallel_size]
-    return {"CUDA_VISIBLE_DEVICES": ",".join(mine_gpus)}
+    return only_these_gpus(devices[number * tensor_parallel_size : (number + 1) * tensor_parallel_size])
 
 
 def memory_arguments(engine: Engine, *, share: float = 1.0) -> dict[str, Any]:

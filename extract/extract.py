@@ -26,7 +26,7 @@ from draftsmith.progress import Bar, console
 from draftsmith.recipe import Recipe, digest
 from draftsmith.store import EncodedSequence, Store, StoreIdentity, StoreWriter, most_bytes, require_room
 from draftsmith.target import TargetInfo, check_layer_ids, default_layer_ids, describe_target, prepare_target
-from draftsmith.vllm_env import is_cpu, memory_arguments
+from draftsmith.vllm_env import is_cpu, memory_arguments, resolved
 
 
 def run_extract(recipe: Recipe, run_dir: Path) -> dict[str, Any]:
@@ -98,6 +98,7 @@ def run_extract(recipe: Recipe, run_dir: Path) -> dict[str, Any]:
         "engine_seconds": round(seconds, 1),
     }
     sections = recipe.model_dump(mode="json", include={"seed", "target", "engine", "extract"})
+    sections["engine"] = resolved(recipe.engine).model_dump(mode="json")
     prompts.publish(directory)
     stage.finish(
         directory, stage="extract", inputs=inputs, recipe=sections, figures=figures, started=started,
@@ -257,7 +258,7 @@ def _engine_arguments(recipe: Recipe, target: TargetInfo, layer_ids: Iterable[in
         "model": str(target.path),
         "dtype": recipe.target.dtype,
         "max_model_len": recipe.engine.max_model_len,
-        "enforce_eager": recipe.engine.enforce_eager,
+        "enforce_eager": resolved(recipe.engine).enforce_eager,
         "tensor_parallel_size": recipe.engine.tensor_parallel_size,
         "max_num_seqs": options.max_num_seqs,
         "max_num_batched_tokens": options.max_num_batched_tokens,

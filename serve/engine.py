@@ -50,6 +50,8 @@ class EngineConfig:
     """Sequences that the engine runs at once."""
     memory_share: float = 1.0
     """This engine's part of `engine.kv_cache_gib` (CPU) or `engine.gpu_memory_utilization` (GPU)."""
+    gpus: tuple[str, ...] = ()
+    """Those that it runs on, as CUDA_VISIBLE_DEVICES has them; none: what this process sees."""
 
     @property
     def num_speculative_tokens(self) -> int:
@@ -63,7 +65,7 @@ class EngineConfig:
             "dtype": self.dtype,
             "max_model_len": self.engine.max_model_len,
             "max_num_seqs": self.max_num_seqs,
-            "enforce_eager": self.engine.enforce_eager,
+            "enforce_eager": vllm_env.resolved(self.engine).enforce_eager,
             "tensor_parallel_size": self.engine.tensor_parallel_size,
             "enable_prefix_caching": False,  # a repeated prompt must cost what a new one costs
             "disable_log_stats": False,  # the speculative decoding counters come from there
@@ -145,6 +147,7 @@ class EngineHost:
             (theirs, self.config.arguments(), str(self.log)),
             name=f"engine-{self.config.name}",
             engine=self.config.engine,
+            share=vllm_env.only_these_gpus(self.config.gpus),
         )
         theirs.close()
         atexit.register(self.close)
@@ -290,26 +293,41 @@ def start_engines(
 ) -> list[EngineHost]:
     """Start engines and wait for all; ends those that started when one fails.
 
-    On a CPU they load side by side. On a GPU one loads after the other, because each measures the free memory.
+    On a CPU they load side by side. On one GPU they load one after the other, because each measures the free memory; on
+    different GPUs side by side.
 
     Args:
         on_ready: called with the number of engines that are ready, each time it grows.
     """
     hosts = [EngineHost(config, log_directory) for config in configs]
     try:
-        if vllm_env.is_cpu():
-            for host in hosts:
+        ready = 0
+        for wave in [hosts] if vllm_env.is_cpu() else _one_on_each_gpu(hosts):
+            for host in wave:
                 host.start()
-        for ready, host in enumerate(hosts, start=1):
-            if not vllm_env.is_cpu():
-                host.start()
-            host.wait_ready()
-            on_ready(ready)
+            for host in wave:
+                host.wait_ready()
+                ready += 1
+                on_ready(ready)
     except BaseException:
         for host in hosts:
             host.close()
         raise
     return hosts
+
+
+def _one_on_each_gpu(hosts: Sequence[EngineHost]) -> list[list[EngineHost]]:
+    """Engines that may load together, and after them the next."""
+    waves: list[list[EngineHost]] = []
+    for host in hosts:
+        free = (wave for wave in waves if all(set(host.config.gpus).isdisjoint(one.config.gpus) for one in wave))
+        # Without GPUs of its own an engine has those that are visible, as the others then do.
+        wave = next(free, None) if host.config.gpus else None
+        if wave is None:
+            waves.append([host])
+        else:
+            wave.append(host)
+    return waves
 
 
 # --- the child's side ---

@@ -54,10 +54,11 @@ from draftsmith.serve.summary import print_table
 from draftsmith.serve.throughput import REQUESTS_PER_SLOT, AtStart, at_start, run_load, schedule
 from draftsmith.serve.tune import schedule_of
 from draftsmith.target import TargetInfo, describe_target, prepare_target, target_name
+from draftsmith.vllm_env import resolved
 
 _WARM_UP_TOKENS = 8
 """Tokens that every engine generates before any is timed: first calls allocate and choose kernels."""
-_REPORT_VERSION = 8
+_REPORT_VERSION = 9
 """Counted up when results or report change their form, so that old ones are made again."""
 _PARTIAL = "partial.json"
 
@@ -96,7 +97,7 @@ def run_evaluate(recipe: Recipe, run_dir: Path) -> Results:
     on_held_out = recipe.evaluate.suites[next(iter(prompts))].prompts == "held_out"
     predicted = _predicted(run_dir) if on_held_out else None
     sections = {
-        "engine": recipe.engine.model_dump(mode="json"),
+        "engine": resolved(recipe.engine).model_dump(mode="json"),
         "evaluate": recipe.evaluate.model_dump(mode="json"),
         "dtype": recipe.target.dtype,
     }
@@ -268,6 +269,7 @@ def evaluate(
         "dtype": recipe.target.dtype,
         "versions": stage.versions(),
         "machine": res.machine(),
+        "engine": res.engines(recipe.engine),
     }
 
 

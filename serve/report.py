@@ -449,6 +449,7 @@ def _facts(results: Results) -> str:
         ["memory", f"{machine['memory_gib']:.1f} GiB"],
         ["GPU", ", ".join(machine["gpus"]) or "none"],
         ["system", machine["system"]],
+        ["vLLM", "without CUDA graphs (eager)" if results["engine"]["enforce_eager"] else "compiled, with CUDA graphs"],
         *([name, version] for name, version in results["versions"].items()),
     ]
     return _table(("", ""), rows)

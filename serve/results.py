@@ -14,12 +14,14 @@ from typing import NotRequired  # pydantic reads this one on every Python; typin
 
 from typing_extensions import TypedDict
 
+from draftsmith.recipe import Engine
 from draftsmith.serve.configurations import Throughput
 from draftsmith.serve.curve import CurvePoint
 from draftsmith.serve.engine import Counters, Generated
 from draftsmith.serve.fidelity import Control, Difference, Fidelity
 from draftsmith.serve.intervals import Interval, Ratio, bootstrap
 from draftsmith.serve.leakage import Overlap
+from draftsmith.vllm_env import resolved
 
 __all__ = ["Control", "CurvePoint", "Difference", "Fidelity", "Interval", "Ratio", "Throughput"]
 
@@ -182,6 +184,14 @@ class Machine(TypedDict):
     system: str
 
 
+class Engines(TypedDict):
+    """How vLLM ran, where the recipe leaves it to the device."""
+
+    enforce_eager: bool
+    """Without compilation and CUDA graphs."""
+    tensor_parallel_size: int
+
+
 class Results(TypedDict):
     """`results.json`."""
 
@@ -215,6 +225,7 @@ class Results(TypedDict):
     """What the target computed in. Equality with plain decoding can only be exact in float32."""
     versions: dict[str, str]
     machine: Machine
+    engine: Engines
 
 
 def acceptance(counters: Counters) -> Acceptance:
@@ -305,6 +316,13 @@ def by_whom(answer: Generated) -> list[int]:
         found += [*range(1, accepted + 1), 0]
     found += [0] * len(answer.token_ids)  # near the longest length a step may not guess
     return found[: len(answer.token_ids)]
+
+
+def engines(engine: Engine) -> Engines:
+    """How vLLM runs here with the recipe's `engine`."""
+    eager = resolved(engine).enforce_eager
+    assert eager is not None
+    return {"enforce_eager": eager, "tensor_parallel_size": engine.tensor_parallel_size}
 
 
 def machine() -> Machine:

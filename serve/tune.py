@@ -39,12 +39,13 @@ from draftsmith.serve.speculation import ONE_K, method_config, own_drafter
 from draftsmith.serve.suites import Renderer, SuitePrompt, suite_prompts
 from draftsmith.serve.throughput import REQUESTS_PER_SLOT, AtStart, at_start, run_load, schedule, speedup
 from draftsmith.target import TargetInfo, describe_target, prepare_target
+from draftsmith.vllm_env import resolved
 
 _COST_TOKENS = 24
 """Response tokens of an answer whose steps are timed."""
 _COST_ANSWERS = 12
 """At least so many answers are timed at every batch size, in rounds of a batch; at least three rounds."""
-_VERSION = 3
+_VERSION = 4
 _READS_ALONG, _BY_SCHEDULE = -1, -2
 """Among engines numbered by K, 0 being the plain one: whose drafter guesses nothing, and which goes by the schedule."""
 
@@ -81,6 +82,7 @@ class Tuned(TypedDict):
     dtype: str
     versions: dict[str, str]
     machine: res.Machine
+    engine: res.Engines
 
 
 def run_tune(recipe: Recipe, run_dir: Path, *, verify: bool = False) -> Tuned:
@@ -113,7 +115,7 @@ def run_tune(recipe: Recipe, run_dir: Path, *, verify: bool = False) -> Tuned:
             "tune.batch_sizes, raise tune.prompts, or name a larger suite in tune.suite."
         )
     sections = {
-        "engine": recipe.engine.model_dump(mode="json"), "tune": options.model_dump(mode="json"),
+        "engine": resolved(recipe.engine).model_dump(mode="json"), "tune": options.model_dump(mode="json"),
         "plan": recipe.plan.model_dump(mode="json") if recipe.plan else None, "dtype": recipe.target.dtype,
     }  # fmt: skip
     drafter_sha256 = {file: stage.sha256_of(drafter_dir / file) for file in ("config.json", "model.safetensors")}
@@ -192,6 +194,7 @@ def run_tune(recipe: Recipe, run_dir: Path, *, verify: bool = False) -> Tuned:
         "dtype": recipe.target.dtype,
         "versions": stage.versions(),
         "machine": res.machine(),
+        "engine": res.engines(recipe.engine),
     }
     stage.write_json(output / "tune.json", found)
     stage.finish(

@@ -159,7 +159,7 @@ def server_command(
         command += ["--speculative-config", json.dumps(speculative)]
     for key, value in vllm_env.memory_arguments(recipe.engine, share=memory_share).items():
         command += [f"--{key.replace('_', '-')}", str(value)]
-    if recipe.engine.enforce_eager:
+    if vllm_env.resolved(recipe.engine).enforce_eager:
         command.append("--enforce-eager")
     return command + _flags(recipe.serve.options)
 

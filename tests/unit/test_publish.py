@@ -26,7 +26,7 @@ from draftsmith.drafters import drafter_class
 from draftsmith.errors import DraftsmithError, UserError
 from draftsmith.hub import local_directory
 from draftsmith.inspection import inspect
-from draftsmith.recipe import Recipe
+from draftsmith.recipe import Engine, Recipe
 from draftsmith.serve.report import render
 from draftsmith.target import target_name
 from tests.hub_server import READ_TOKEN, TOKEN, Hub, serve_hub
@@ -88,7 +88,8 @@ def evaluate(run_dir: Path, recipe: Recipe) -> None:
     stage.claim(directory, fresh=True)
     stage.write_json(directory / "results.json", results)
     stage.write_bytes(directory / "report.html", render(results).encode())
-    finish(directory, "evaluate", recipe, {"engine", "evaluate"}, dict(results), "results.json", "report.html")
+    eager = recipe.model_copy(update={"engine": Engine(enforce_eager=True)})  # a record has what the engines took
+    finish(directory, "evaluate", eager, {"engine", "evaluate"}, dict(results), "results.json", "report.html")
 
 
 @pytest.fixture

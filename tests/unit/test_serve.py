@@ -171,6 +171,7 @@ def _results(target: str = "a target") -> results.Results:
         "dtype": "float32",
         "versions": {"vllm": "0.32.0"},
         "machine": {"processor": "P", "cores": 2, "memory_gib": 8.0, "gpus": [], "system": "Linux"},
+        "engine": {"enforce_eager": True, "tensor_parallel_size": 1},
     }
 
 
@@ -280,6 +281,23 @@ def test_memory_is_shared_and_not_rounded_to_whole_gib(monkeypatch: pytest.Monke
     assert vllm_env.memory_arguments(recipe.Engine(kv_cache_gib=1.5), share=0.5) == {"kv_cache_memory_bytes": 3 * 2**28}
     monkeypatch.setattr(vllm_env, "is_cpu", lambda: False)
     assert vllm_env.memory_arguments(recipe.Engine(), share=0.5) == {"gpu_memory_utilization": 0.425}
+
+
+@pytest.mark.parametrize(("on_gpu", "asked", "eager"), [
+    (True, None, False), (False, None, True), (True, True, True), (False, False, False),
+])  # fmt: skip
+def test_cuda_graphs_are_a_gpu_s_default(
+    on_gpu: bool, asked: bool | None, eager: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """In every engine that a stage starts, and in what its record says."""
+    monkeypatch.setattr("torch.cuda.is_available", lambda: on_gpu)
+    engine = recipe.Engine(enforce_eager=asked)
+    config = EngineConfig(name="plain", target="t", dtype="float32", engine=engine)
+    assert config.arguments()["enforce_eager"] is eager
+    loaded = _recipe().model_copy(update={"engine": engine})
+    command = vllm_server.server_command(loaded, Path("/t"), None, name="n", host="127.0.0.1", port=1)
+    assert ("--enforce-eager" in command) == eager
+    assert results.engines(engine) == {"enforce_eager": eager, "tensor_parallel_size": 1}
 
 
 def test_environment_keeps_a_preload_that_the_user_chose(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
