@@ -21,6 +21,7 @@ import torch
 
 from draftsmith.drafters import drafter_class
 from draftsmith.drafters.base import Drafter
+from draftsmith.engine_memory import engine_memory, kv_values, side_by_side
 from draftsmith.errors import UserError
 from draftsmith.files import fetch
 from draftsmith.recipe import Assumptions, Hardware, Recipe
@@ -92,12 +93,11 @@ def target_sizes(config: PretrainedConfig) -> TargetSizes:
             multiplied += parameter.numel() * sent_to // len(parameter)
     heads = config.num_attention_heads
     head_dim = getattr(config, "head_dim", None) or config.hidden_size // heads
-    kv_heads = getattr(config, "num_key_value_heads", None) or heads
     return TargetSizes(
         parameters=sum(parameter.numel() for parameter in model.parameters()),
         multiplied=multiplied,
         attention_width=config.num_hidden_layers * heads * head_dim,
-        kv_values=config.num_hidden_layers * 2 * kv_heads * head_dim,
+        kv_values=kv_values(config),
     )
 
 
@@ -279,8 +279,12 @@ def plan_convert(recipe: Recipe, drafter: Drafter) -> StagePlan:
     return StagePlan(0, number * parameters, {}, None, 0.0, {}, 0.0, {"parameters": parameters})
 
 
-def plan_evaluate(recipe: Recipe, assumed: Assumptions, sizes: TargetSizes, drafter: Drafter) -> StagePlan:
+def plan_evaluate(
+    recipe: Recipe, assumed: Assumptions, sizes: TargetSizes, drafter: Drafter, config: PretrainedConfig
+) -> StagePlan:
     """Plain and speculative engines side by side, as if no draft were ever accepted: at most.
+
+    Where a GPU does not hold them all, as many as it holds (serve/lineup.py); memory is that of one GPU.
 
     All answers of the first suite at every K, of the others at two, and by every other method; then one at a time for the clock,
     and in batches. Of requests at their rates the time is counted, until the last is sent. Conversations of which every turn is
@@ -290,7 +294,7 @@ def plan_evaluate(recipe: Recipe, assumed: Assumptions, sizes: TargetSizes, draf
     ks = sorted({*options.k, options.acceptance_k})
     of_drafter = number * sum(math.prod(shape) for shape in drafter.shapes(drafter.config).values())
     names = list(options.only or options.suites)
-    tokens, flop, answering = 0, 0.0, 0.0
+    tokens, flop, answering, answer_tokens = 0, 0.0, 0.0, options.speed_tokens
 
     def answer(prompts: float, response: float, *, k: int, at_once: int) -> None:
         nonlocal tokens, flop, answering
@@ -315,6 +319,7 @@ def plan_evaluate(recipe: Recipe, assumed: Assumptions, sizes: TargetSizes, draf
         if suite.turns == "all":
             prompts *= 2
         longest = suite.max_tokens or recipe.extract.response_tokens(held_out=True)
+        answer_tokens = max(answer_tokens, longest)
         first = name == names[0]
         # What guesses by lookup guesses as far as it likes, which is not far on average.
         methods = [method.num_speculative_tokens or ks[-1] for method in options.methods.values()]
@@ -334,7 +339,15 @@ def plan_evaluate(recipe: Recipe, assumed: Assumptions, sizes: TargetSizes, draf
             for size in options.batch_sizes:
                 answer(starts * (1 + _REQUESTS) * size, options.speed_tokens, k=k, at_once=size)
     engines = len(ks) + len(options.methods) + 1
-    per_device = recipe.engine.tensor_parallel_size
+    length = min(recipe.engine.max_model_len, math.ceil(assumed.prompt_tokens + answer_tokens))
+    need = engine_memory(
+        config, target_bytes=sizes.parameters * number, drafter_bytes=of_drafter, dtype=recipe.target.dtype,
+        tokens=max(recipe.engine.max_model_len, max(options.batch_size, *options.batch_sizes, 1) * length),
+        gpus=recipe.engine.tensor_parallel_size,
+    )  # fmt: skip
+    if hardware and hardware.memory_gib:
+        memory, utilization = int(hardware.memory_gib * _GIB), recipe.engine.gpu_memory_utilization
+        engines = max(1, min(engines, side_by_side([need], memory, utilization)))
     seconds = {}
     if hardware:  # engines start anew for step costs and for speeds
         starting = 2 * options.engine_starts * hardware.start_seconds
@@ -345,8 +358,10 @@ def plan_evaluate(recipe: Recipe, assumed: Assumptions, sizes: TargetSizes, draf
         tokens=tokens,
         disk_bytes=0,
         memory_bytes={
-            f"target, in {engines} engines": engines * sizes.parameters * number // per_device,
-            f"drafter, in {len(ks)} engines": len(ks) * of_drafter,
+            f"target, in {engines} engines": engines * need.target,
+            f"drafter, in {engines - 1} of them": (engines - 1) * need.drafter,
+            "KV caches": engines * need.kv_cache,
+            "working memory": engines * need.working,
         },
         memory_limit=_engine_memory(recipe, hardware),
         flop=flop,
@@ -478,7 +493,7 @@ def make_plan(recipe: Recipe) -> dict[str, Any]:
         "extract": plan_extract(recipe, assumed, sizes, layer_ids, config.hidden_size),
         "train": plan_train(recipe, assumed, drafter, layers=len(layer_ids)),
         "convert": plan_convert(recipe, drafter),
-        "evaluate": plan_evaluate(recipe, assumed, sizes, drafter),
+        "evaluate": plan_evaluate(recipe, assumed, sizes, drafter, config),
     }
     hours = [stage.hours for stage in stages.values()]
     return {

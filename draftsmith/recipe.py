@@ -88,7 +88,7 @@ class Engine(Section):
     """CPU only: memory for KV caches, GiB; engines that run side by side share it. Extraction needs room for the sequences of two
     or three steps: a finished one's blocks are kept until its states are written."""
     gpu_memory_utilization: float = Field(0.85, gt=0, le=1)
-    """GPU only: fraction of memory that all engines of a stage share."""
+    """GPU only: fraction of a GPU's memory that the engines on it share."""
     tensor_parallel_size: int = Field(1, ge=1)
     """GPUs that the target is split over."""
 

@@ -22,6 +22,9 @@ from draftsmith.vllm_env import is_cpu
 
 AGAIN = ", again"
 """End of the name of a second engine that does the same."""
+BESIDE = ", beside it"
+"""End of the name under which an engine start has plain decoding as it was beside a configuration of the rest of the name, where
+not all engines were up at once (serve/lineup.py)."""
 Speculation = int | str
 """0 for plain decoding, K for the run's drafter, the name of another method."""
 
@@ -113,6 +116,16 @@ def configurations(recipe: Recipe, k: int) -> list[Configuration]:
     ]
 
 
+def beside_plain(measured: Mapping[Configuration, AtStart]) -> dict[str, AtStart]:
+    """What engines that were up together measured, by name: each with plain decoding in its dtype as it was beside it."""
+    found = {one.name: at for one, at in measured.items()}
+    for one in measured:
+        plain = Configuration(0, one.dtype)
+        if one != plain:
+            found[one.name + BESIDE] = measured[plain]
+    return found
+
+
 def throughput(
     starts: Sequence[Mapping[str, AtStart]],
     of: Sequence[Configuration],
@@ -131,14 +144,19 @@ def throughput(
         fidelity: by name of the configuration.
     """
     by_name = {one.name: [start[one.name] for start in starts] for one in of}
+    plain_beside = {
+        one.name: [start[one.name + BESIDE] for start in starts] for one in of if one != Configuration(0, one.dtype)
+    }
     rates = {name: tokens_per_second(measured) for name, measured in by_name.items()}
-    plain, again, drafter = of[:3]
+    _, again, drafter = of[:3]
     plain_of = {one.dtype: one.name for one in of if one.speculation == 0 and not one.again}
     fastest_plain = max(plain_of.values(), key=lambda name: rates[name])
     # Other methods are compared, not offered.
-    noise = paired(by_name[plain.name], by_name[again.name])
+    noise = paired(plain_beside[again.name], by_name[again.name])
     own = [one.name for one in of if isinstance(one.speculation, int) and one.speculation]
     fastest_speculative = max(own, key=lambda name: rates[name])
+    same_dtype = fastest_plain in [plain_of[one.dtype] for one in of if one.name == fastest_speculative]
+    over_fastest = plain_beside[fastest_speculative] if same_dtype else by_name[fastest_plain]
     return {
         "in_flight": in_flight,
         "requests": requests,
@@ -154,16 +172,16 @@ def throughput(
             }
             for one in of
         },
-        "speedup": speedup(by_name[plain.name], by_name[drafter.name], noise=noise),
+        "speedup": speedup(plain_beside[drafter.name], by_name[drafter.name], noise=noise),
         "speedups": {
-            one.name: speedup(by_name[plain_of[one.dtype]], by_name[one.name], noise=noise)
+            one.name: speedup(plain_beside[one.name], by_name[one.name], noise=noise)
             for one in of
             if one.speculation != 0
         },
         "fastest_plain": fastest_plain,
         "fastest_speculative": fastest_speculative,
-        "speedup_over_fastest_plain": speedup(by_name[fastest_plain], by_name[fastest_speculative], noise=noise),
-        "noise": speedup(by_name[plain.name], by_name[again.name]),
+        "speedup_over_fastest_plain": speedup(over_fastest, by_name[fastest_speculative], noise=noise),
+        "noise": speedup(plain_beside[again.name], by_name[again.name]),
         "fidelity": dict(fidelity),
     }
 

@@ -1,7 +1,7 @@
 """Plain against speculative decoding, measured in one run.
 
 Engines that are compared live side by side, alike but for what is compared, and take turns, so that whatever else the machine does
-hits them all. Three phases:
+hits them all; on GPUs that do not hold them all, in groups with the plain one (serve/lineup.py). Three phases:
 
 a. step cost (serve/measure.py, serve/curve.py): a few prompts of the first suite, one at a time, plain and at every K. What an
    engine step costs hardly depends on the prompt, so a few tell it well;
@@ -27,7 +27,7 @@ from __future__ import annotations
 import json
 import re
 import time
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -39,11 +39,19 @@ from draftsmith.prompts import Prompt
 from draftsmith.recipe import Recipe, digest
 from draftsmith.serve import fidelity
 from draftsmith.serve import results as res
-from draftsmith.serve.configurations import Configuration, Speculation, configurations, machine_dtypes, throughput
+from draftsmith.serve.configurations import (
+    Configuration,
+    Speculation,
+    beside_plain,
+    configurations,
+    machine_dtypes,
+    throughput,
+)
 from draftsmith.serve.curve import fastest, rivals, speedup_curve, step_cost_curve
 from draftsmith.serve.engine import EngineConfig, EngineHost, Generated, start_engines
 from draftsmith.serve.in_flight import Request, Timing
 from draftsmith.serve.leakage import overlap
+from draftsmith.serve.lineup import Lineup, find_placement
 from draftsmith.serve.load import at_request_rates
 from draftsmith.serve.measure import draw, in_batches, step_costs
 from draftsmith.serve.report import render
@@ -229,7 +237,7 @@ def evaluate(
         **(partial or {}),
     }  # fmt: skip
     known.pop("inputs", None)
-    run = _Evaluation(recipe, target, drafter_dir, log_dir, known, keep)
+    run = _Evaluation(recipe, target, drafter_dir, log_dir, known, keep, suites)
     try:
         run.step_costs(suites[0])
         run.acceptance(suites, renderer)
@@ -248,7 +256,7 @@ def evaluate(
         if len(asked) < options.request_prompts:
             console.print(f"evaluate: the first suite has {len(asked)} prompts, fewer than evaluate.request_prompts")
         known["rates"] = at_request_rates(
-            recipe, target, speculative, asked, log_dir, known=known["rates"],
+            recipe, target, speculative, asked, log_dir, placement=run.placement, known=known["rates"],
             keep=lambda found: keep({**known, "rates": found}),
         )  # fmt: skip
     load = {str(n): run.throughput(_load_key(n), "", n, k) for n, k in loads.items()}
@@ -269,7 +277,7 @@ def evaluate(
         "dtype": recipe.target.dtype,
         "versions": stage.versions(),
         "machine": res.machine(),
-        "engine": res.engines(recipe.engine),
+        "engine": res.engines(recipe.engine, run.placement.at_once),
     }
 
 
@@ -305,12 +313,22 @@ class _Evaluation:
         log_dir: Path,
         known: dict[str, Any],
         keep: Callable[[dict[str, Any]], None],
+        suites: Sequence[SuiteInput],
     ) -> None:
         self._recipe, self._target, self._drafter_dir, self._log_dir = recipe, target, drafter_dir, log_dir
         self._known, self._keep = known, keep
-        self._engines: dict[Speculation, EngineHost] = {}
         options = recipe.evaluate
         self._ks = sorted({*options.k, options.acceptance_k})
+        self._speculative = self._speculative_configs([0, *self._ks, *options.methods])
+        in_flight, longest = max((1, *options.batch_sizes)), max(map(_longest, suites))
+        self.placement = find_placement(
+            recipe.engine, target, list(self._speculative.values()),
+            dtypes=sorted({one.dtype for one in configurations(recipe, self._ks[-1])}),
+            tokens=max(options.batch_size, in_flight) * longest, at_least=in_flight * (longest + options.speed_tokens),
+            smaller="evaluate.batch_sizes",
+        )  # fmt: skip
+        self._lineup: Lineup[Speculation] = Lineup(self.placement, self._started)
+        self._warm_up = suites[0].prompts[0].token_ids
 
     @property
     def curve(self) -> dict[str, res.CurvePoint]:
@@ -324,11 +342,13 @@ class _Evaluation:
         costs = self._known["costs"]
         while len(costs) < self._recipe.evaluate.engine_starts:
             self.close()
+            self._lineup = Lineup(self.placement, self._started, number=len(costs))
             last = len(costs) + 1 == self._recipe.evaluate.engine_starts
-            self._engines = self._start(self._ks, methods=last)
-            self._warm_up(self._engines.values(), suite)
-            found = step_costs(self._engines, self._ks, suite, self._recipe)
-            costs.append({str(k): ratios for k, ratios in found.items()})
+            found: dict[str, list[float]] = {}
+            for engines in self._turns(self._ks, methods=last and self._holds_all):
+                ks = [k for k in self._ks if k in engines]
+                found |= {str(k): ratios for k, ratios in step_costs(engines, ks, suite, self._recipe).items()}
+            costs.append(found)
             self._keep(self._known)
 
     # ---- b: acceptance and fidelity ----
@@ -341,19 +361,13 @@ class _Evaluation:
         for suite in [suite for suite in suites if suite.name not in known["suites"]]:
             first = suite is suites[0]
             at_k = self._ks if first else sorted({self._best(), options.acceptance_k})
-            if not self._engines:
-                self._engines = self._start(at_k, methods=True)
-                self._warm_up(self._engines.values(), suite)
             self._acceptance_of(suite, at_k, renderer, first=first)
-            for k in self._ks:
-                if k not in (self._best(), options.acceptance_k) and k in self._engines:
-                    self._engines.pop(k).close()
             self._keep(known)
 
     def _acceptance_of(self, suite: SuiteInput, at_k: Sequence[int], renderer: Renderer, *, first: bool) -> None:
         options, known = self._recipe.evaluate, self._known
         found = in_batches(
-            self._engines, [*at_k, *options.methods], suite, renderer, batch_size=options.batch_size,
+            self._turns(at_k, methods=True), [*at_k, *options.methods], suite, renderer, batch_size=options.batch_size,
             max_model_len=self._recipe.engine.max_model_len,
         )  # fmt: skip
         if first:
@@ -382,7 +396,7 @@ class _Evaluation:
                 name: {
                     **found.at[name],
                     "method": method.method,
-                    "num_speculative_tokens": self._engines[name].config.num_speculative_tokens,
+                    "num_speculative_tokens": (self._speculative[name] or {})["num_speculative_tokens"],
                     "tokens_per_step": res.tokens_per_step(found.answers[name]),
                 }
                 for name, method in options.methods.items()
@@ -411,36 +425,42 @@ class _Evaluation:
             wanted += [(_load_key(n), "", n, k) for n, k in loads.items()]
             left = [one for one in wanted if one[0] not in speeds[number]]
             if left:
-                self._speeds_of_start(left, speeds[number], first=number == 0)
+                self._speeds_of_start(left, number)
 
-    def _speeds_of_start(
-        self, left: Sequence[tuple[str, str, int, int]], found: dict[str, Any], *, first: bool
-    ) -> None:
+    def _speeds_of_start(self, left: Sequence[tuple[str, str, int, int]], number: int) -> None:
         recipe, options, timed = self._recipe, self._recipe.evaluate, self._known["timed"]
         of = list(dict.fromkeys(one for *_, k in left for one in configurations(recipe, k)))
         speculative = self._speculative_configs({one.speculation for one in of})
-        configs = [
-            EngineConfig(
+        configs = {
+            one: EngineConfig(
                 name=one.file_name, target=str(self._target.path), dtype=one.dtype, engine=recipe.engine,
-                speculative=speculative[one.speculation], max_num_seqs=max((1, *options.batch_sizes)), memory_share=1 / len(of),
+                speculative=speculative[one.speculation], max_num_seqs=max((1, *options.batch_sizes)),
             )
             for one in of
-        ]  # fmt: skip
-        engines = dict(zip(of, self._started(configs), strict=True))
+        }  # fmt: skip
+        lineup: Lineup[Configuration] = Lineup(self.placement, self._started, number)
+        found: dict[str, dict[str, Any]] = self._known["speeds"][number]
+        measured: dict[str, dict[str, AtStart]] = {key: {} for key, *_ in left}
         try:
-            for host in engines.values():
-                host.generate([timed[left[0][1]][0][1]], max_tokens=_WARM_UP_TOKENS)
-            for key, name, in_flight, k in left:
-                taking_part = {one: engines[one] for one in _under_load(recipe, in_flight, k)}
-                requests = self._requests(name, in_flight)
-                timings = run_load(taking_part, requests, in_flight, name or "load")
-                if first and in_flight == 1:
-                    self._known["fidelity"][key] = self._fidelity(taking_part, timings, dict(timed[name]), requests)
-                found[key] = {one.name: at_start(timing, requests) for one, timing in timings.items()}
-                self._keep(self._known)
+            for engines in lineup.turns(configs, lambda one: Configuration(0, one.dtype)):
+                for key, name, in_flight, k in left:
+                    taking_part = {one: engines[one] for one in _under_load(recipe, in_flight, k) if one in engines}
+                    if len(taking_part) < 2:  # the others come in another group
+                        continue
+                    requests = self._requests(name, in_flight)
+                    timings = run_load(taking_part, requests, in_flight, name or "load")
+                    if number == 0 and in_flight == 1:
+                        of_suite = self._fidelity(taking_part, timings, dict(timed[name]), requests)
+                        self._known["fidelity"][key] = self._known["fidelity"].get(key, {}) | of_suite
+                    at = {one: at_start(timing, requests) for one, timing in timings.items()}
+                    measured[key] = beside_plain(at) | measured[key]  # plain decoding as in its first group
+                    if len(engines) == len(configs):  # all are up: nothing of it is still to come
+                        found[key] = measured[key]
+                        self._keep(self._known)
+            found |= measured
+            self._keep(self._known)
         finally:
-            for host in engines.values():
-                host.close()
+            lineup.close()
 
     def _fidelity(
         self,
@@ -529,28 +549,40 @@ class _Evaluation:
 
     # ---- engines ----
 
-    def _start(self, ks: Sequence[int], *, methods: bool) -> dict[Speculation, EngineHost]:
-        """Engines of plain decoding, of the drafter at each K and of the other methods, ready; all in the recipe's dtype."""
+    @property
+    def _holds_all(self) -> bool:
+        """Whether the engines of phases a and b can all be up at once."""
+        at_once = self.placement.at_once
+        return at_once is None or at_once >= 1 + len(self._ks) + len(self._recipe.evaluate.methods)
+
+    def _turns(self, ks: Sequence[int], *, methods: bool) -> Iterator[dict[Speculation, EngineHost]]:
+        """Engines of plain decoding, of the drafter at each K and of the other methods; all in the recipe's dtype."""
         options = self._recipe.evaluate
         wanted: list[Speculation] = [0, *ks, *(options.methods if methods else ())]
-        speculative = self._speculative_configs(wanted)
-        configs = [
-            EngineConfig(
+        configs = {
+            one: EngineConfig(
                 name="plain" if one == 0 else f"k{one}" if isinstance(one, int) else f"method-{_file_name(one)}",
                 target=str(self._target.path),
                 dtype=self._recipe.target.dtype,
                 engine=self._recipe.engine,
-                speculative=speculative[one],
+                speculative=self._speculative[one],
                 max_num_seqs=options.batch_size,
-                memory_share=1 / len(wanted),
             )
             for one in wanted
-        ]
-        return dict(zip(wanted, self._started(configs), strict=True))
+        }
+        return self._lineup.turns(configs, lambda one: 0)
 
     def _started(self, configs: Sequence[EngineConfig]) -> list[EngineHost]:
         with Bar("start engines", total=len(configs), unit="engines") as bar:
-            return start_engines(configs, self._log_dir, on_ready=bar.update)
+            hosts = start_engines(configs, self._log_dir, on_ready=bar.update)
+        try:
+            for host in hosts:
+                host.generate([self._warm_up], max_tokens=_WARM_UP_TOKENS)
+        except BaseException:
+            for host in hosts:
+                host.close()
+            raise
+        return hosts
 
     def _speculative_configs(self, wanted: Iterable[Speculation]) -> dict[Speculation, dict[str, Any] | None]:
         """vLLM's `speculative_config` of each; None for plain decoding."""
@@ -559,15 +591,15 @@ class _Evaluation:
         named = {one: methods[one] for one in wanted if isinstance(one, str)}
         return {0: None} | _speculative(self._recipe, self._target, self._drafter_dir, ks, named)
 
-    def _warm_up(self, engines: Iterable[EngineHost], suite: SuiteInput) -> None:
-        for host in engines:
-            host.generate([suite.prompts[0].token_ids], max_tokens=_WARM_UP_TOKENS)
-
     def close(self) -> None:
         """End the engines of the first two phases."""
-        for host in self._engines.values():
-            host.close()
-        self._engines = {}
+        self._lineup.close()
+
+
+def _longest(suite: SuiteInput) -> int:
+    """Tokens that a suite's longest sequence can come to, about: each turn has a question as long as the longest, and an answer."""
+    prompt = max(len(prompt.token_ids) for prompt in suite.prompts)
+    return max(1 + len(prompt.later) for prompt in suite.prompts) * (prompt + suite.max_tokens)
 
 
 def _ids(prompts: Sequence[SuitePrompt]) -> list[list[Any]]:

@@ -23,6 +23,7 @@ from draftsmith.errors import DraftsmithError
 from draftsmith.progress import Bar
 from draftsmith.recipe import Recipe
 from draftsmith.serve import results as res
+from draftsmith.serve.lineup import Placement
 from draftsmith.serve.vllm_server import VllmServer, server_command
 from draftsmith.target import TargetInfo
 from draftsmith.vllm_env import is_cpu
@@ -38,6 +39,7 @@ def at_request_rates(
     prompts: Sequence[str],
     log_dir: Path,
     *,
+    placement: Placement,
     known: Mapping[str, res.Rate],
     keep: Callable[[dict[str, res.Rate]], None],
 ) -> dict[str, res.Rate]:
@@ -49,6 +51,7 @@ def at_request_rates(
         speculative: vLLM's `speculative_config` of one of the servers.
         prompts: in the target's chat template; as many requests are sent at every rate.
         log_dir: folder for the servers' logs.
+        placement: what the machine has for both.
         known: what was measured before; not measured again.
         keep: called with what is measured so far after every rate.
 
@@ -66,7 +69,7 @@ def at_request_rates(
         folder = Path(ends.enter_context(TemporaryDirectory()))
         (folder / "prompts.jsonl").write_text("".join(json.dumps({"prompt": prompt}) + "\n" for prompt in prompts))
         key = secrets.token_hex(16)
-        servers = _start(recipe, target, speculative, key, log_dir, ends)
+        servers = _start(recipe, target, speculative, placement, key, log_dir, ends)
         with Bar("request rates", total=len(rates) * len(servers), unit="runs") as bar:
             for number, rate in enumerate(rates):
                 at: dict[str, res.AtRate] = {}
@@ -82,23 +85,32 @@ def at_request_rates(
 
 
 def _start(
-    recipe: Recipe, target: TargetInfo, speculative: dict[str, Any], key: str, log_dir: Path, ends: ExitStack
+    recipe: Recipe,
+    target: TargetInfo,
+    speculative: dict[str, Any],
+    placement: Placement,
+    key: str,
+    log_dir: Path,
+    ends: ExitStack,
 ) -> dict[str, VllmServer]:
     """Both servers, ready; `ends` ends them."""
     own = {name: value for name, value in recipe.serve.options.items() if not name.startswith("ssl")}
     without_tls = recipe.model_copy(update={"serve": recipe.serve.model_copy(update={"options": own})})
     servers: dict[str, VllmServer] = {}
     with Bar("start servers", total=2, unit="servers") as bar:
-        for (name, config), port in zip(
-            {"plain": None, "speculative": speculative}.items(), _free_ports(2), strict=True
+        for (name, config), port, place in zip(
+            {"plain": None, "speculative": speculative}.items(), _free_ports(2), placement.places(2), strict=True
         ):
             command = server_command(
-                without_tls, target.path, config, name=target.name, host="127.0.0.1", port=port, memory_share=0.5
-            )
+                without_tls, target.path, config, name=target.name, host="127.0.0.1", port=port,
+                memory_share=place.memory_share,
+            )  # fmt: skip
             command.append("--no-enable-prefix-caching")  # the same prompts at every rate must cost the same
             log = ends.enter_context((log_dir / f"server-{name}.log").open("w", encoding="utf-8", buffering=1))
             url = f"http://127.0.0.1:{port}"
-            servers[name] = VllmServer(command, engine=recipe.engine, url=url, show=log.write, api_key=key)
+            servers[name] = VllmServer(
+                command, engine=recipe.engine, url=url, show=log.write, api_key=key, gpus=place.gpus
+            )
             ends.callback(servers[name].end)
             if not is_cpu():  # each measures the free memory
                 servers[name].wait_ready(threading.Event())

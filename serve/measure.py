@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 from draftsmith.errors import UserError
@@ -11,7 +11,7 @@ from draftsmith.progress import Bar, console
 from draftsmith.recipe import Recipe
 from draftsmith.serve import fidelity
 from draftsmith.serve import results as res
-from draftsmith.serve.engine import EngineHost, Generated
+from draftsmith.serve.engine import Counters, EngineHost, Generated
 from draftsmith.serve.intervals import stratified
 from draftsmith.serve.suites import Renderer, SuiteInput, SuitePrompt
 
@@ -73,8 +73,17 @@ class InBatches:
     control: fidelity.Control
 
 
+@dataclass
+class _Batch:
+    """Prompts that are asked together, and what plain decoding answered."""
+
+    prompts: list[SuitePrompt]
+    plain: list[Generated]
+    seconds: float
+
+
 def in_batches(
-    engines: Mapping[Arm, EngineHost],
+    groups: Iterable[Mapping[Arm, EngineHost]],
     arms: Sequence[Arm],
     suite: SuiteInput,
     renderer: Renderer,
@@ -82,44 +91,47 @@ def in_batches(
     batch_size: int,
     max_model_len: int,
 ) -> InBatches:
-    """Every prompt of a suite on every engine, in batches; later turns follow plain decoding's answers."""
-    before = {arm: engines[arm].counters() for arm in arms}
+    """Every prompt of a suite on every engine, in batches; later turns follow plain decoding's answers.
+
+    Args:
+        groups: engines that are up together, the plain one and others, until each of `arms` was in one. Where there are several
+            groups, plain decoding answers beside the first, and its answers stand for all.
+        arms: those that speculate.
+    """
     identical = dict.fromkeys(arms, 0)
-    seconds: dict[Arm, float] = dict.fromkeys((0, *arms), 0.0)
-    answers: dict[Arm, list[Generated]] = {arm: [] for arm in (0, *arms)}
-    asked: list[SuitePrompt] = []
+    seconds: dict[Arm, float] = dict.fromkeys(arms, 0.0)
+    answers: dict[Arm, list[Generated]] = {arm: [] for arm in arms}
+    counted: dict[Arm, Counters] = {}
     different: list[fidelity.Difference] = []
-    waiting = deque(suite.prompts)
-    total = sum(1 + len(prompt.later) for prompt in suite.prompts) * (len(arms) + 1)
-    with Bar(f"{suite.name}: acceptance", total=total, unit="answers") as bar:
-        while waiting:
-            batch = [waiting.popleft() for _ in range(min(batch_size, len(waiting)))]
-            for turn, arm in enumerate((0, *arms), start=1):
-                found, spent = engines[arm].generate(
-                    [prompt.token_ids for prompt in batch], max_tokens=suite.max_tokens
-                )
-                seconds[arm] += spent
-                answers[arm] += found
-                if arm != 0:
-                    plain = answers[0][-len(batch) :]
-                    differing = _differences(engines, arm, batch, plain, found)
-                    identical[arm] += len(batch) - len(differing)
+    batches: list[_Batch] = []
+    control: fidelity.Control | None = None
+    most = sum(1 + len(prompt.later) for prompt in suite.prompts)
+    for engines in groups:
+        here = [arm for arm in arms if arm in engines]
+        before = {arm: engines[arm].counters() for arm in here}
+        first = control is None
+        with Bar(f"{suite.name}: acceptance", total=most * (len(here) + first), unit="answers") as bar:
+            done = 0
+            for batch in _plain_answers(engines[0], suite, renderer, batch_size, batches) if first else batches:
+                done += first * len(batch.prompts)
+                bar.update(done)
+                for arm in here:
+                    found, spent = engines[arm].generate(
+                        [prompt.token_ids for prompt in batch.prompts], max_tokens=suite.max_tokens
+                    )
+                    seconds[arm] += spent
+                    answers[arm] += found
+                    differing = _differences(engines, arm, batch.prompts, batch.plain, found)
+                    identical[arm] += len(batch.prompts) - len(differing)
                     different += differing
-                bar.update(len(asked) * (len(arms) + 1) + turn * len(batch))
-            asked += batch
-            answered = zip(batch, answers[0][-len(batch) :], strict=True)
-            following = (renderer.next_turn(prompt, answer, suite) for prompt, answer in answered)
-            waiting.extendleft(reversed([prompt for prompt in following if prompt is not None]))
-    if left_out := sum(1 + len(prompt.later) for prompt in suite.prompts) - len(asked):
-        console.print(
-            f"evaluate: {left_out} later turns of the suite `{suite.name}` are left out: with the answers before them they leave "
-            "no room within engine.max_model_len", highlight=False, soft_wrap=True,
-        )  # fmt: skip
-    with Bar(f"{suite.name}: control", total=len(asked), unit="answers") as bar:
-        control = fidelity.control(
-            engines[0], [prompt.token_ids for prompt in asked], answers[0], batch_size=batch_size,
-            max_model_len=max_model_len, on_batch=bar.update,
-        )  # fmt: skip
+                    done += len(batch.prompts)
+                    bar.update(done)
+        counted |= {arm: engines[arm].counters() - before[arm] for arm in here}
+        if control is None:
+            control = _control(engines[0], suite, batches, batch_size, max_model_len)
+    assert control is not None
+    asked = [prompt for batch in batches for prompt in batch.prompts]
+    plain = [answer for batch in batches for answer in batch.plain]
     at: dict[Arm, res.SuiteAtK] = {}
     for arm in arms:
         counts = {
@@ -127,16 +139,48 @@ def in_batches(
             for prompt, answer in zip(asked, answers[arm], strict=True)
         }
         at[arm] = {
-            **res.acceptance(engines[arm].counters() - before[arm]),
+            **res.acceptance(counted[arm]),
             "acceptance_length_interval": res.acceptance_interval(counts),
             "by_prompt": counts,
             "prompts_identical": identical[arm],
             "fidelity": fidelity.judge(
-                [one for one in different if _is_of(one, arm)], [prompt.id for prompt in asked], answers[0], control
+                [one for one in different if _is_of(one, arm)], [prompt.id for prompt in asked], plain, control
             ),
             "seconds": seconds[arm],
         }
-    return InBatches(asked, at, answers, seconds[0], different, control)
+    plain_seconds = sum(batch.seconds for batch in batches)
+    return InBatches(asked, at, {0: plain, **answers}, plain_seconds, different, control)
+
+
+def _plain_answers(
+    engine: EngineHost, suite: SuiteInput, renderer: Renderer, batch_size: int, batches: list[_Batch]
+) -> Iterator[_Batch]:
+    """Batches of the suite's prompts as plain decoding answers them; they are added to `batches`, too."""
+    waiting = deque(suite.prompts)
+    while waiting:
+        prompts = [waiting.popleft() for _ in range(min(batch_size, len(waiting)))]
+        found, spent = engine.generate([prompt.token_ids for prompt in prompts], max_tokens=suite.max_tokens)
+        batches.append(_Batch(prompts, found, spent))
+        yield batches[-1]
+        following = (renderer.next_turn(prompt, answer, suite) for prompt, answer in zip(prompts, found, strict=True))
+        waiting.extendleft(reversed([prompt for prompt in following if prompt is not None]))
+
+
+def _control(
+    engine: EngineHost, suite: SuiteInput, batches: Sequence[_Batch], batch_size: int, max_model_len: int
+) -> fidelity.Control:
+    """What rounding alone makes of plain decoding's answers."""
+    asked = [prompt for batch in batches for prompt in batch.prompts]
+    if left_out := sum(1 + len(prompt.later) for prompt in suite.prompts) - len(asked):
+        console.print(
+            f"evaluate: {left_out} later turns of the suite `{suite.name}` are left out: with the answers before them they leave "
+            "no room within engine.max_model_len", highlight=False, soft_wrap=True,
+        )  # fmt: skip
+    with Bar(f"{suite.name}: control", total=len(asked), unit="answers") as bar:
+        return fidelity.control(
+            engine, [prompt.token_ids for prompt in asked], [answer for batch in batches for answer in batch.plain],
+            batch_size=batch_size, max_model_len=max_model_len, on_batch=bar.update,
+        )  # fmt: skip
 
 
 def _is_of(difference: fidelity.Difference, arm: Arm) -> bool:

@@ -190,6 +190,9 @@ class Engines(TypedDict):
     enforce_eager: bool
     """Without compilation and CUDA graphs."""
     tensor_parallel_size: int
+    at_once: int | None
+    """Engines that the GPUs hold at a time: of more, which are compared, groups took turns beside plain decoding. None where any
+    number is up together (on a CPU)."""
 
 
 class Results(TypedDict):
@@ -318,11 +321,11 @@ def by_whom(answer: Generated) -> list[int]:
     return found[: len(answer.token_ids)]
 
 
-def engines(engine: Engine) -> Engines:
-    """How vLLM runs here with the recipe's `engine`."""
+def engines(engine: Engine, at_once: int | None) -> Engines:
+    """How vLLM runs here with the recipe's `engine`, where so many are up at a time (`Placement.at_once`)."""
     eager = resolved(engine).enforce_eager
     assert eager is not None
-    return {"enforce_eager": eager, "tensor_parallel_size": engine.tensor_parallel_size}
+    return {"enforce_eager": eager, "tensor_parallel_size": engine.tensor_parallel_size, "at_once": at_once}
 
 
 def machine() -> Machine:

@@ -17,7 +17,7 @@ import json
 import math
 import statistics
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -34,6 +34,7 @@ from draftsmith.serve import results as res
 from draftsmith.serve.curve import non_decreasing
 from draftsmith.serve.engine import EngineConfig, EngineHost, Generated, start_engines
 from draftsmith.serve.intervals import Ratio
+from draftsmith.serve.lineup import Lineup, Placement, find_placement
 from draftsmith.serve.measure import draw
 from draftsmith.serve.speculation import ONE_K, method_config, own_drafter
 from draftsmith.serve.suites import Renderer, SuitePrompt, suite_prompts
@@ -146,13 +147,21 @@ def run_tune(recipe: Recipe, run_dir: Path, *, verify: bool = False) -> Tuned:
     if method.method not in ONE_K:
         reads_along = speculative(num_speculative_tokens_per_batch_size=((1, most, 0), (most + 1, most + 1, 1)))
         configs[_READS_ALONG] = reads_along
-    engines = _start(recipe, target, configs, output)
+    tokens = most * (max(len(prompt.token_ids) for prompt in every) + max(options.tokens, _COST_TOKENS))
+    placement = find_placement(
+        recipe.engine, target, list(configs.values()), dtypes=[recipe.target.dtype], tokens=tokens, at_least=tokens,
+        smaller="tune.batch_sizes",
+    )  # fmt: skip
+    costs: dict[int, dict[int, float]] = {batch: {} for batch in sorted(options.batch_sizes)}
+    lineup = _lineup(placement, output)
     try:
-        costs = _step_costs(engines, prompts, options.batch_sizes)
-        shares = _acceptance(engines[ks[-1]], prompts, options.tokens)
+        for engines in _turns(lineup, recipe, target, configs):
+            for batch, of_group in _step_costs(engines, prompts, options.batch_sizes).items():
+                costs[batch] |= of_group
+            if ks[-1] in engines:
+                shares = _acceptance(engines[ks[-1]], prompts, options.tokens)
     finally:
-        for host in engines.values():
-            host.close()
+        lineup.close()
     for of_batch in costs.values():
         if _READS_ALONG in of_batch:
             of_batch[0] = max(1.0, of_batch.pop(_READS_ALONG))
@@ -173,7 +182,7 @@ def run_tune(recipe: Recipe, run_dir: Path, *, verify: bool = False) -> Tuned:
         timed = {k: config for k, config in configs.items() if k != _READS_ALONG}
         if pays:
             timed[_BY_SCHEDULE] = speculative(num_speculative_tokens_per_batch_size=tuple(map(tuple, best_k)))
-        measured = _measure(recipe, target, timed, draw(every, len(every), seed=recipe.seed), output)
+        measured = _measure(recipe, target, placement, timed, draw(every, len(every), seed=recipe.seed), output)
         if pays:
             schedule_measured = {str(batch): of_batch.pop(_BY_SCHEDULE) for batch, of_batch in measured.items()}
     found = {
@@ -194,7 +203,7 @@ def run_tune(recipe: Recipe, run_dir: Path, *, verify: bool = False) -> Tuned:
         "dtype": recipe.target.dtype,
         "versions": stage.versions(),
         "machine": res.machine(),
-        "engine": res.engines(recipe.engine),
+        "engine": res.engines(recipe.engine, placement.at_once),
     }
     stage.write_json(output / "tune.json", found)
     stage.finish(
@@ -238,19 +247,27 @@ def schedule_of(run_dir: Path, output: str) -> list[list[int]] | None:
     return list(tuned["schedule"])
 
 
-def _start(
-    recipe: Recipe, target: TargetInfo, configs: Mapping[int, dict[str, Any] | None], log_dir: Path
-) -> dict[int, EngineHost]:
-    engines = [
-        EngineConfig(
+def _lineup(placement: Placement, log_dir: Path, number: int = 0) -> Lineup[int]:
+    """Engines of one engine start, by K."""
+
+    def start(configs: Sequence[EngineConfig]) -> list[EngineHost]:
+        with Bar("start engines", total=len(configs), unit="engines") as bar:
+            return start_engines(configs, log_dir, on_ready=bar.update)
+
+    return Lineup(placement, start, number)
+
+
+def _turns(
+    lineup: Lineup[int], recipe: Recipe, target: TargetInfo, configs: Mapping[int, dict[str, Any] | None]
+) -> Iterator[dict[int, EngineHost]]:
+    engines = {
+        k: EngineConfig(
             name={0: "plain", _READS_ALONG: "reads-along", _BY_SCHEDULE: "schedule"}.get(k, f"k{k}"), target=str(target.path),
-            dtype=recipe.target.dtype, engine=recipe.engine, speculative=config,
-            max_num_seqs=max(recipe.tune.batch_sizes), memory_share=1 / len(configs),
+            dtype=recipe.target.dtype, engine=recipe.engine, speculative=config, max_num_seqs=max(recipe.tune.batch_sizes),
         )
         for k, config in configs.items()
-    ]  # fmt: skip
-    with Bar("start engines", total=len(engines), unit="engines") as bar:
-        return dict(zip(configs, start_engines(engines, log_dir, on_ready=bar.update), strict=True))
+    }  # fmt: skip
+    return lineup.turns(engines, lambda k: 0)
 
 
 def _step_seconds(answers: Sequence[Generated]) -> float:
@@ -306,27 +323,33 @@ def _acceptance(engine: EngineHost, prompts: Sequence[SuitePrompt], tokens: int)
 def _measure(
     recipe: Recipe,
     target: TargetInfo,
+    placement: Placement,
     configs: Mapping[int, dict[str, Any] | None],
     prompts: Sequence[SuitePrompt],
     log_dir: Path,
 ) -> dict[int, dict[int, Ratio]]:
     """Wall-clock speedup by requests in flight and K, with engines started anew `tune.engine_starts` times."""
     options = recipe.tune
-    starts: dict[int, list[dict[int, AtStart]]] = {in_flight: [] for in_flight in sorted(options.batch_sizes)}
-    for _ in range(options.engine_starts):
-        engines = _start(recipe, target, configs, log_dir)
+    # By requests in flight and K, in every engine start: plain decoding as it was beside it, and itself.
+    starts: dict[int, dict[int, list[tuple[AtStart, AtStart]]]] = {
+        in_flight: {k: [] for k in configs if k != 0} for in_flight in sorted(options.batch_sizes)
+    }
+    for number in range(options.engine_starts):
+        lineup = _lineup(placement, log_dir, number)
         try:
-            for in_flight, found in starts.items():
-                asked = prompts[: max(REQUESTS_PER_SLOT * in_flight, options.prompts)]
-                ids = [(prompt.id, prompt.token_ids) for prompt in asked]
-                requests = schedule(ids, in_flight, options.tokens, seed=recipe.seed)
-                timings = run_load(engines, requests, in_flight, "measured")
-                found.append({k: at_start(timing, requests) for k, timing in timings.items()})
+            for engines in _turns(lineup, recipe, target, configs):
+                for in_flight, found in starts.items():
+                    asked = prompts[: max(REQUESTS_PER_SLOT * in_flight, options.prompts)]
+                    ids = [(prompt.id, prompt.token_ids) for prompt in asked]
+                    requests = schedule(ids, in_flight, options.tokens, seed=recipe.seed)
+                    timings = run_load(engines, requests, in_flight, "measured")
+                    at = {k: at_start(timing, requests) for k, timing in timings.items()}
+                    for k in [k for k in engines if k != 0]:
+                        found[k].append((at[0], at[k]))
         finally:
-            for host in engines.values():
-                host.close()
+            lineup.close()
     return {
-        in_flight: {k: speedup([one[0] for one in found], [one[k] for one in found]) for k in configs if k != 0}
+        in_flight: {k: speedup([plain for plain, _ in both], [own for _, own in both]) for k, both in found.items()}
         for in_flight, found in starts.items()
     }
 

@@ -52,6 +52,7 @@ class VllmServer:
         url: str,
         show: Callable[[str], object],
         api_key: str | None = None,
+        gpus: Sequence[str] = (),
     ) -> None:
         """Start it; returns at once.
 
@@ -61,8 +62,9 @@ class VllmServer:
             url: where it will listen.
             show: called with every line that it prints.
             api_key: what clients have to show; None takes VLLM_API_KEY, where that is set.
+            gpus: those that it runs on, as CUDA_VISIBLE_DEVICES has them; none: what this process sees.
         """
-        environment = os.environ | vllm_env.vllm_environment(engine)
+        environment = os.environ | vllm_env.vllm_environment(engine) | vllm_env.only_these_gpus(gpus)
         if api_key is not None:
             environment["VLLM_API_KEY"] = api_key  # not on the command line, which everybody on the machine can read
         # The server keeps its engine in a process of its own; a program that drives one engine does not.

@@ -6,6 +6,10 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+import pytest
+import torch
+from safetensors.torch import save_file
+
 from draftsmith import recipe
 from draftsmith.serve.engine import Counters, EngineConfig, Generated
 from draftsmith.serve.in_flight import ConstantLoad, Request, Timing
@@ -117,6 +121,17 @@ class SteppedEngine:
             answer = SimpleNamespace(token_ids=list(tokens), spec_decode_metrics=None)
             outputs.append(SimpleNamespace(request_id=name, outputs=[answer], finished=finished))
         return outputs
+
+
+def pretend_gpu(monkeypatch: pytest.MonkeyPatch, folder: Path, *, gib: float) -> None:
+    """A GPU of so much memory in place of the CPU, for a run of `make_recipe_and_run`, whose engines take 2 GiB and little more."""
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "is_bf16_supported", lambda: True)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda index: "a pretended GPU")
+    properties = SimpleNamespace(total_memory=int(gib * 2**30))
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda index: properties)
+    save_file({"layer": torch.zeros(4, 4)}, folder / "run" / "vllm" / "model.safetensors")
 
 
 def make_recipe_and_run(folder: Path) -> tuple[recipe.Recipe, Path]:

@@ -13,7 +13,7 @@ from draftsmith.errors import UserError
 from draftsmith.serve import evaluate
 from draftsmith.serve.evaluate import run_evaluate
 from draftsmith.serve.results import Results
-from tests.unit.clockwork import COSTS, Engine, make_recipe_and_run
+from tests.unit.clockwork import COSTS, Engine, make_recipe_and_run, pretend_gpu
 
 
 @pytest.fixture
@@ -168,6 +168,79 @@ def test_killed_it_goes_on_after_the_last_suite(
     stage.write_json(run_dir / "eval" / "partial.json", {"inputs": "another", "suites": {}})
     run_evaluate(loaded, run_dir)
     assert asked[count:] == ["questions", "talks"]
+
+
+class Drifting(Engine):
+    """An engine on a machine that gets slower with every engine that was started."""
+
+    up: set[str] = set()  # noqa: RUF012
+
+    def at(self, batch: int) -> tuple[int, float]:
+        k, seconds = super().at(batch)
+        return k, seconds * 1.1 ** len(Engine.started)
+
+    def close(self) -> None:
+        self.up.discard(self.config.name)
+
+
+def test_groups_beside_plain_decoding_find_what_all_at_once_do(
+    run: tuple[recipe.Recipe, Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """On a GPU that holds two engines: no more are ever up, and every ratio is of engines that were up together."""
+    loaded, run_dir = run
+    loaded = loaded.model_copy(update={"evaluate": loaded.evaluate.model_copy(update={"dtypes": ("bfloat16",)})})
+    whole = run_evaluate(loaded, run_dir)
+    assert whole["engine"] == {"enforce_eager": True, "tensor_parallel_size": 1, "at_once": None}
+    pretend_gpu(monkeypatch, run_dir.parent, gib=6)
+    Engine.started.clear()
+
+    def start(configs: Any, folder: Any, on_ready: Any) -> list[Engine]:
+        Drifting.up |= {config.name for config in configs}
+        assert len(Drifting.up) <= 2, "two fit"
+        assert all(config.memory_share == 0.5 and config.gpus == ("0",) for config in configs)
+        return [Drifting(config) for config in configs]
+
+    monkeypatch.setattr(evaluate, "start_engines", start)
+    found = run_evaluate(loaded, run_dir)
+    assert not Drifting.up
+    assert found["engine"] == {"enforce_eager": False, "tensor_parallel_size": 1, "at_once": 2}
+    names = [config.name for config in Engine.started]
+    step_costs = ["plain", "k1", "k2", "k3"]
+    assert names[: 3 * len(step_costs)] == step_costs * 3, "plain decoding is started once and stays"
+    for k, point in found["k_curve"].items():
+        assert point["step_cost"] == pytest.approx(whole["k_curve"][k]["step_cost"])
+    for key in ("num_speculative_tokens", "examples"):
+        assert found[key] == whole[key]  # type: ignore[literal-required]
+    for name, suite in found["suites"].items():
+        for key in ("acceptance_length", "at_k", "categories", "identical_to_plain", "control"):
+            ours, theirs = (json.dumps(_without_seconds(one[key])) for one in (suite, whole["suites"][name]))  # type: ignore[literal-required]
+            assert ours == theirs, key
+        for speed, expected in zip(_speeds(suite), _speeds(whole["suites"][name]), strict=True):
+            assert speed == pytest.approx(expected)
+    assert found["load"]["4"]["speedup"]["value"] == pytest.approx(whole["load"]["4"]["speedup"]["value"])
+    assert found["load"]["4"]["noise"]["by_start"] == pytest.approx([1, 1, 1])
+
+
+def _speeds(suite: Any) -> list[float]:
+    return [one["value"] for one in (suite["throughput"]["speedup"], *suite["throughput"]["speedups"].values())]
+
+
+def _without_seconds(value: Any) -> Any:
+    if isinstance(value, dict):
+        return {key: _without_seconds(one) for key, one in value.items() if key != "seconds"}
+    return value
+
+
+def test_a_gpu_that_holds_no_two_engines_is_said_before_any_starts(
+    run: tuple[recipe.Recipe, Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    loaded, run_dir = run
+    pretend_gpu(monkeypatch, run_dir.parent, gib=4)
+    with pytest.raises(
+        UserError, match=r"do not fit on this machine: an engine needs about 2\.\d GiB.*evaluate\.batch_size"
+    ):
+        run_evaluate(loaded, run_dir)
+    assert not Engine.started
 
 
 def test_answers_that_are_not_the_target_s_have_a_status_of_their_own(

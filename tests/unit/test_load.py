@@ -11,6 +11,7 @@ import pytest
 
 from draftsmith.errors import DraftsmithError
 from draftsmith.serve import load
+from draftsmith.serve.lineup import Placement
 from draftsmith.target import TargetInfo
 from tests.unit.clockwork import make_recipe_and_run
 
@@ -21,15 +22,22 @@ _SAID = {
 """Keys of `vllm bench serve --save-result`."""
 
 
+places: list[Any] = []
+"""GPUs and share of the memory of every server that was started."""
+
+
 @pytest.fixture
 def asked(monkeypatch: pytest.MonkeyPatch) -> list[tuple[str, str]]:
     """(server, rate) in order; "ended" when a server is."""
     calls: list[tuple[str, str]] = []
     keys: set[str] = set()
+    places.clear()
 
     class Server:
-        def __init__(self, command: list[str], *, api_key: str, **rest: Any) -> None:
+        def __init__(self, command: list[str], *, api_key: str, gpus: tuple[str, ...], **rest: Any) -> None:
             assert "--no-enable-prefix-caching" in command
+            option = dict(itertools.pairwise(command))
+            places.append((gpus, option.get("--gpu-memory-utilization", option.get("--kv-cache-memory-bytes"))))
             keys.add(api_key)
             self.url = "speculative" if "--speculative-config" in command else "plain"
 
@@ -55,7 +63,9 @@ def asked(monkeypatch: pytest.MonkeyPatch) -> list[tuple[str, str]]:
     return calls
 
 
-def ask(folder: Path, *rates: float, known: Any = (), kept: Any = None) -> dict[str, Any]:
+def ask(
+    folder: Path, *rates: float, known: Any = (), kept: Any = None, placement: Placement | None = None
+) -> dict[str, Any]:
     recipe, _ = make_recipe_and_run(folder)
     options = recipe.evaluate.model_copy(update={"request_rates": rates})
     target = TargetInfo.__new__(TargetInfo)
@@ -63,9 +73,25 @@ def ask(folder: Path, *rates: float, known: Any = (), kept: Any = None) -> dict[
     object.__setattr__(target, "name", "tiny")
     found = load.at_request_rates(
         recipe.model_copy(update={"evaluate": options}), target, {"method": "eagle3"}, ["one\u2028", "two"], folder,
-        known=dict(known), keep=lambda found: None if kept is None else kept.append(list(found)),
+        placement=placement or Placement(), known=dict(known), keep=lambda found: None if kept is None else kept.append(list(found)),
     )  # fmt: skip
     return dict(found)
+
+
+def test_each_server_has_gpus_of_its_own_where_one_holds_no_two(
+    asked: list[tuple[str, str]], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name in ("cpu", "apart", "together"):
+        (tmp_path / name).mkdir()
+    ask(tmp_path / "cpu", 0.5)
+    assert places == [((), str(2**30))] * 2, "on a CPU each has half of the 2 GiB"
+    places.clear()
+    monkeypatch.setattr("torch.cuda.is_available", lambda: True)
+    ask(tmp_path / "apart", 0.5, placement=Placement((("0",), ("5",)), on_each=1))
+    assert places == [(("0",), "0.85"), (("5",), "0.85")]
+    places.clear()
+    ask(tmp_path / "together", 0.5, placement=Placement((("0",),), on_each=3))
+    assert places == [(("0",), "0.425")] * 2
 
 
 def test_servers_take_turns(asked: list[tuple[str, str]], tmp_path: Path) -> None:

@@ -171,7 +171,7 @@ def _results(target: str = "a target") -> results.Results:
         "dtype": "float32",
         "versions": {"vllm": "0.32.0"},
         "machine": {"processor": "P", "cores": 2, "memory_gib": 8.0, "gpus": [], "system": "Linux"},
-        "engine": {"enforce_eager": True, "tensor_parallel_size": 1},
+        "engine": {"enforce_eager": True, "tensor_parallel_size": 1, "at_once": None},
     }
 
 
@@ -297,7 +297,7 @@ def test_cuda_graphs_are_a_gpu_s_default(
     loaded = _recipe().model_copy(update={"engine": engine})
     command = vllm_server.server_command(loaded, Path("/t"), None, name="n", host="127.0.0.1", port=1)
     assert ("--enforce-eager" in command) == eager
-    assert results.engines(engine) == {"enforce_eager": eager, "tensor_parallel_size": 1}
+    assert results.engines(engine, 2) == {"enforce_eager": eager, "tensor_parallel_size": 1, "at_once": 2}
 
 
 def test_environment_keeps_a_preload_that_the_user_chose(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:

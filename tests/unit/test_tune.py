@@ -1,6 +1,7 @@
 """Tuning: what is planted in engines that keep a clock of their own is found, and the schedule follows from it."""
 
 import itertools
+import json
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +15,7 @@ from draftsmith.errors import UserError
 from draftsmith.methods import AnyMethod
 from draftsmith.serve import server, tune
 from draftsmith.serve.tune import Tuned, make_schedule, run_tune, schedule_of
-from tests.unit.clockwork import COSTS, Engine, make_recipe_and_run
+from tests.unit.clockwork import COSTS, Engine, make_recipe_and_run, pretend_gpu
 
 
 @pytest.fixture
@@ -56,6 +57,26 @@ def test_what_is_planted_is_found(run: tuple[recipe.Recipe, Path]) -> None:
     (run_dir / "vllm" / "model.safetensors").write_bytes(b"y")
     assert schedule_of(run_dir, "tune") is None
     assert server._method(loaded, run_dir, None).num_speculative_tokens == loaded.evaluate.acceptance_k
+
+
+def test_groups_beside_plain_decoding_find_what_all_at_once_do(
+    run: tuple[recipe.Recipe, Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """On a GPU that holds three of the six engines."""
+    whole = run_tune(*run, verify=True)
+    pretend_gpu(monkeypatch, run[1].parent, gib=8)
+    monkeypatch.setattr(tune, "start_engines", lambda configs, folder, on_ready: [Engine(config) for config in configs])
+    Engine.started.clear()
+    found = run_tune(*run, verify=True)
+    assert found["engine"] == {"enforce_eager": False, "tensor_parallel_size": 1, "at_once": 3}
+    assert [config.name for config in Engine.started] == [
+        "plain", "k1", "k2", "k3", "reads-along", "plain", "k1", "k2", "k3", "schedule",
+    ]  # fmt: skip
+    assert {config.memory_share for config in Engine.started} == {1 / 3}
+    for key in ("step_cost", "schedule", "acceptance_length"):
+        assert found[key] == whole[key]  # type: ignore[literal-required]
+    for key in ("measured", "schedule_measured"):
+        assert json.dumps(found[key], sort_keys=True) == json.dumps(whole[key], sort_keys=True)  # type: ignore[literal-required]
 
 
 def test_roofline_is_bytes_or_flop(run: tuple[recipe.Recipe, Path]) -> None:

@@ -1,0 +1,119 @@
+"""What engines need of a GPU: by hand, and for whole runs of an 8B target on a simulated 80 GB GPU."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import yaml
+from safetensors.torch import save_file
+from transformers import AutoConfig
+
+from draftsmith.engine_memory import GIB, EngineMemory, engine_memory, kv_values, side_by_side, weight_bytes
+from draftsmith.errors import UserError
+from draftsmith.plan import _config_of_target, make_plan
+from draftsmith.recipe import Engine, Recipe, load_recipe
+from draftsmith.serve.lineup import Placement, place
+from draftsmith.vllm_env import Gpu
+
+ROOT = Path(__file__).parents[2]
+H100 = 79 * GIB
+"""What a GPU of "80 GB" has."""
+
+
+def config(name: str) -> Any:
+    fields = json.loads((ROOT / "recipes" / "targets" / f"{name}.json").read_text())
+    return AutoConfig.for_model(fields.pop("model_type"), **fields)
+
+
+def test_an_engine_by_hand() -> None:
+    llama = config("llama-3.1-8b")
+    assert kv_values(llama) == 32 * 2 * 8 * 128
+    need = engine_memory(
+        llama, target_bytes=16 * 10**9, drafter_bytes=10**9, dtype="bfloat16", tokens=1000, gpus=2
+    )  # fmt: skip
+    assert need.target == 8 * 10**9
+    assert need.drafter == 10**9, "every GPU has the whole drafter"
+    assert need.kv_cache == 1000 * 32 * 2 * 8 * 128 * 2 * 17 // 16 // 2
+    assert need.working == 2 * GIB + 16384 * (6 * 4096 + 3 * 14336) * 2 // 2
+    assert need.total == need.target + need.drafter + need.kv_cache + need.working
+    assert need.in_words() == "target 7.5, drafter 0.9, KV cache 0.1, working memory 3.0"
+    latent = AutoConfig.for_model("deepseek_v3", num_hidden_layers=2, kv_lora_rank=512, qk_rope_head_dim=64)
+    assert kv_values(latent) == 2 * 576
+
+
+def test_engines_side_by_side_are_counted_by_the_largest() -> None:
+    small, large = (EngineMemory(target=size, drafter=0, kv_cache=0, working=0) for size in (5, 10))
+    assert side_by_side([small], 100, 0.85) == 17
+    assert side_by_side([small, large], 100, 0.85) == 8
+    assert side_by_side([large], 11, 0.85) == 0
+
+
+def test_weights_are_counted_as_they_are_served(tmp_path: Path) -> None:
+    save_file({"a": torch.zeros(3, 4), "b": torch.zeros(5, dtype=torch.bfloat16)}, tmp_path / "model-1.safetensors")
+    save_file({"c": torch.zeros(7, dtype=torch.int8)}, tmp_path / "model-2.safetensors", metadata={"format": "pt"})
+    assert weight_bytes(tmp_path, "bfloat16") == 2 * 17 + 7
+    assert weight_bytes(tmp_path, "float32") == 4 * 17 + 7
+    for damaged in (b"", b"x" * 1000, b"\x02\0\0\0\0\0\0\0[]", b'\x0a\0\0\0\0\0\0\0{"a": {}  }'):
+        (tmp_path / "model-2.safetensors").write_bytes(damaged)
+        if damaged:
+            with pytest.raises(UserError, match=r"model-2\.safetensors is not a whole safetensors file"):
+                weight_bytes(tmp_path, "bfloat16")
+
+
+def minimal() -> Recipe:
+    """The README's recipe, of an 8B target, on one 80 GB GPU."""
+    text = (ROOT / "README.md").read_text()
+    fields = yaml.safe_load(text.partition("```yaml\n")[2].partition("```")[0])
+    eight = load_recipe(ROOT / "recipes" / "llama-3.1-8b-eagle3.yaml")
+    assert eight.plan is not None
+    assert eight.plan.hardware is not None
+    hardware = eight.plan.hardware.model_copy(update={"count": 1})
+    plan = eight.plan.model_copy(update={"hardware": hardware, "conversations": 10_000})
+    fields["plan"] = plan.model_dump(mode="json")
+    return Recipe.model_validate(fields)
+
+
+@pytest.mark.parametrize("which", ["llama-3.1-8b-eagle3", "qwen3-8b-eagle3", "minimal"])
+def test_a_whole_run_of_an_8b_target_fits_80_gb_gpus(which: str) -> None:
+    recipe = minimal() if which == "minimal" else load_recipe(ROOT / "recipes" / f"{which}.yaml")
+    stages = make_plan(recipe)["stages"]
+    for name in ("extract", "train", "evaluate"):
+        needed = sum(stages[name]["memory_bytes"].values())
+        assert needed <= stages[name]["memory_limit"] <= H100, f"{name} needs {needed / GIB:.1f} GiB"
+    # Plain decoding and one way of speculating are up together, at least.
+    together = [part for part in stages["evaluate"]["memory_bytes"] if part.startswith("target, in")]
+    assert int(together[0].split()[2]) >= 2
+    # Extraction's cache holds the states beside the keys and values, and what a step computes with is not in the plan.
+    assert recipe.plan is not None
+    target = _config_of_target(recipe, recipe.plan)
+    need = engine_memory(
+        target, target_bytes=stages["extract"]["memory_bytes"]["target"], drafter_bytes=0, dtype="bfloat16", tokens=1, gpus=1
+    )  # fmt: skip
+    layers = len(stages["extract"]["more"]["layer_ids"])
+    token = 2 * (kv_values(target) + layers * target.hidden_size)
+    room = (stages["extract"]["memory_limit"] - need.total) // token
+    assert room >= recipe.engine.max_model_len
+    assert room >= 128 * (recipe.plan.prompt_tokens + recipe.plan.response_tokens), "a large batch at once"
+
+
+def test_an_8b_target_and_small_gpus() -> None:
+    """24 GB hold no two engines; four such GPUs do, with the target split in two, and two of 48 GB as they are."""
+    llama = config("llama-3.1-8b")
+
+    def placed(count: int, gib: float, split: int) -> Placement:
+        need = engine_memory(
+            llama, target_bytes=16_060_522_496, drafter_bytes=849 * 10**6, dtype="bfloat16", tokens=4096, gpus=split
+        )
+        engine = Engine(tensor_parallel_size=split)
+        gpus = [Gpu(str(number), int(gib * GIB)) for number in range(count)]
+        return place(engine, gpus, [need], target="Llama", smaller="evaluate.batch_sizes")
+
+    with pytest.raises(
+        UserError, match=r"Llama .* do not fit .*target 15\.0, drafter 0\.8.* of 23\.6 GiB on the one GPU here"
+    ):
+        placed(1, 23.6, 1)
+    assert placed(4, 23.6, 2).sets == (("0", "1"), ("2", "3"))
+    assert placed(2, 47, 1).at_once == 2
+    assert placed(1, 79, 1).at_once == 3
