@@ -96,6 +96,7 @@ def run_extract(recipe: Recipe, run_dir: Path) -> dict[str, Any]:
         "rows_skipped": skips.figures(),
         "tokens_per_second": round(new_tokens / seconds, 1) if seconds else None,
         "engine_seconds": round(seconds, 1),
+        "ran_on": None if options.machines is not None else _ran_on(recipe),
     }
     sections = recipe.model_dump(mode="json", include={"seed", "target", "engine", "extract"})
     sections["engine"] = resolved(recipe.engine).model_dump(mode="json")
@@ -105,6 +106,15 @@ def run_extract(recipe: Recipe, run_dir: Path) -> dict[str, Any]:
         files=(TRAINING_PROMPTS,),
     )  # fmt: skip
     return figures
+
+
+def _ran_on(recipe: Recipe) -> dict[str, Any]:
+    """What was left to this machine: its GPUs, and how vLLM ran; engines of a Ray cluster decide for themselves."""
+    return {
+        "gpus": [torch.cuda.get_device_name(index) for index in range(torch.cuda.device_count())],
+        "enforce_eager": resolved(recipe.engine).enforce_eager,
+        "scheduler": "draftsmith" if is_cpu() else "vllm",
+    }
 
 
 def _extract_here(
@@ -254,6 +264,18 @@ def _extracted(
 def _engine_arguments(recipe: Recipe, target: TargetInfo, layer_ids: Iterable[int]) -> dict[str, Any]:
     """vLLM's `extract_hidden_states` method; the worker adds our connector."""
     options = recipe.extract
+    speculative: dict[str, Any] = {
+        "method": "extract_hidden_states",
+        "num_speculative_tokens": 1,
+        "draft_model_config": {"hf_config": {"eagle_aux_hidden_state_layer_ids": list(layer_ids)}},
+    }
+    scheduling: dict[str, Any] = {}
+    if is_cpu():
+        scheduling = {"scheduler_cls": "draftsmith.extract.scheduler.ExtractionScheduler", "async_scheduling": False}
+    else:
+        # vLLM's own scheduler, one step ahead of the GPU, told to let the drafts go. A decoding sequence then has one row in
+        # every step, which is what full CUDA graphs are captured for. vLLM caches the states all the same (model runner V2).
+        speculative["num_speculative_tokens_per_batch_size"] = [[1, options.max_num_seqs, 0]]
     return {
         "model": str(target.path),
         "dtype": recipe.target.dtype,
@@ -262,15 +284,10 @@ def _engine_arguments(recipe: Recipe, target: TargetInfo, layer_ids: Iterable[in
         "tensor_parallel_size": recipe.engine.tensor_parallel_size,
         "max_num_seqs": options.max_num_seqs,
         "max_num_batched_tokens": options.max_num_batched_tokens,
-        "scheduler_cls": "draftsmith.extract.scheduler.ExtractionScheduler",
-        "async_scheduling": False,
         "enable_prefix_caching": False,  # cached prefixes have no states of their own (reported length mismatches)
         "seed": recipe.seed,
-        "speculative_config": {
-            "method": "extract_hidden_states",
-            "num_speculative_tokens": 1,
-            "draft_model_config": {"hf_config": {"eagle_aux_hidden_state_layer_ids": list(layer_ids)}},
-        },
+        "speculative_config": speculative,
+        **scheduling,
         **memory_arguments(recipe.engine, share=1 / options.workers if is_cpu() else 1.0),
     }
 

@@ -1,8 +1,9 @@
-"""One token a step while extracting.
+"""One token a step while extracting on a CPU.
 
 vLLM's `extract_hidden_states` hands the sampled token back as a draft of itself, so that its drafting machinery runs.
 Verified in the next step, that draft would add a second row to every sequence's decode step and next to nothing to
-its output, and on a CPU rows cost. This scheduler lets the drafts go.
+its output, and on a CPU rows cost. This scheduler lets the drafts go. On GPUs vLLM's own does, by a schedule of no drafts, which
+its model runner for CPUs refuses.
 """
 
 from typing import Any
