@@ -39,6 +39,7 @@ if TYPE_CHECKING:
     from vllm import LLM
 
 _FLUSH_SECONDS = 60.0
+"""Without a file: so long the last requests' states may take to come."""
 _LOG_LINES = 15
 _ASK_AGAIN_SECONDS = 1.0
 """Between two looks for new prompts where there were none, though no engine says anything."""
@@ -292,6 +293,7 @@ def _work(llm: LLM, pipe: Connection, job: Job, spool: Path) -> None:
                 untaken.popleft()
             if len(untaken) >= _UNTAKEN:
                 time.sleep(0.002)
+                flush_by = time.monotonic() + _FLUSH_SECONDS  # it is the driver that takes its time
         if running:
             flush_by = time.monotonic() + _FLUSH_SECONDS
             for output in engine.step():
@@ -302,12 +304,13 @@ def _work(llm: LLM, pipe: Connection, job: Job, spool: Path) -> None:
         else:  # the last requests' states are handed over in the engine's next steps, so give it some
             if time.monotonic() > flush_by:
                 raise TimeoutError(
-                    f"vLLM did not hand over the states of {len(unsaved)} requests in {_FLUSH_SECONDS} s"
+                    f"vLLM has still to hand over the states of {len(unsaved)} requests, and none came in {_FLUSH_SECONDS} s"
                 )
             engine.step()
             time.sleep(0.002)  # for the writing threads
         for turn in [turn for turn in unsaved if (spool / turn.file).exists()]:
             unsaved.remove(turn)
+            flush_by = time.monotonic() + _FLUSH_SECONDS  # many long answers take longer than that together
             following = conversations.next_turn(turn)
             if following is not None:
                 (spool / turn.file).unlink()
