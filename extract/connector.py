@@ -43,6 +43,7 @@ from vllm.v1.request import RequestStatus
 
 from draftsmith.codec import EncodedStates, Form, encode_states
 from draftsmith.errors import UserError
+from draftsmith.extract.gpu_copy import Copy, GpuCopier
 from draftsmith.extract.spool import SpoolWriter, spool_file
 from draftsmith.machine import step_back
 
@@ -65,7 +66,8 @@ PROMPT_ONLY_KEY = "draftsmith_prompt_only"
 """In a request's `kv_transfer_params`: save the states of the prompt alone."""
 
 _WRITES_IN_FLIGHT = 64
-"""Requests whose states may wait in host memory for the disk; past that the engine waits too."""
+"""On a CPU: requests whose states may wait in memory for the disk; past that the engine waits too. Of a GPU's, `gpu_copy` limits
+the bytes."""
 
 
 @dataclass
@@ -116,7 +118,7 @@ class HiddenStatesConnector(KVConnectorBase_V1, SupportsHMA):
         self._cache: torch.Tensor | None = None  # [blocks, layers, block size, hidden]
         self._writes = True  # other tensor-parallel ranks hold the same states and must not write
         self._running: dict[str, Future[None]] = {}  # by request id, its file being written
-        self._stream: torch.cuda.Stream | None = None
+        self._copier: GpuCopier | None = None  # where the cache is a GPU's
         self._threads = ThreadPoolExecutor(
             2, thread_name_prefix="draftsmith-spool", initializer=step_back if current_platform.is_cpu() else None
         )
@@ -173,6 +175,8 @@ class HiddenStatesConnector(KVConnectorBase_V1, SupportsHMA):
         if self._writes:
             directory = _spool_directory(self._kv_transfer_config.get_from_extra_config("spool_directory", None))
             self._spool = SpoolWriter(directory, writes_over=self._names_from_requests)
+            if self._cache.is_cuda:
+                self._copier = GpuCopier(self._cache, self._vllm_config.model_config.max_model_len)
 
     def start_load_kv(self, forward_context: Any, **kwargs: Any) -> None:
         pass
@@ -207,15 +211,15 @@ class HiddenStatesConnector(KVConnectorBase_V1, SupportsHMA):
         return done or None, None
 
     def _start_copy(self, save: _Save) -> None:
-        assert self._cache is not None
-        self._slots.acquire()
-        if self._cache.is_cuda:
-            writing = self._threads.submit(self._encode_and_write, save, *self._copy_from_gpu(save))
+        if self._copier is not None:
+            copy = self._copier.start(save.block_ids, len(save.token_ids))
+            writing = self._threads.submit(self._encode_and_write, save, copy)
         else:
+            self._slots.acquire()
             # Encoded at once, with the cores to itself: in a thread beside the engine's it takes half as much time again, in
             # moments that stop all of them (docs/log.md).
             writing = self._threads.submit(self._write, save, _encoded(save, self._on_cpu(save)))
-        writing.add_done_callback(lambda _: self._slots.release())
+            writing.add_done_callback(lambda _: self._slots.release())
         self._running[save.request_id] = writing
 
     def _on_cpu(self, save: _Save) -> torch.Tensor:
@@ -228,26 +232,12 @@ class HiddenStatesConnector(KVConnectorBase_V1, SupportsHMA):
         ]
         return (parts[0] if len(parts) == 1 else torch.cat(parts)).contiguous()
 
-    def _copy_from_gpu(self, save: _Save) -> tuple[torch.Tensor, torch.cuda.Event]:
-        """Gather on a side stream into pinned memory, so that the model's stream never waits; it is there after the event."""
-        assert self._cache is not None
-        blocks, size = torch.tensor(save.block_ids), self._block_size
-        slots = (blocks[:, None] * size + torch.arange(size)).flatten()[: len(save.token_ids)]
-        if self._stream is None:
-            self._stream = torch.cuda.Stream(self._cache.device)
-        self._stream.wait_stream(torch.cuda.current_stream(self._cache.device))
-        with torch.cuda.stream(self._stream):
-            slots = slots.pin_memory().to(self._cache.device, non_blocking=True)
-            on_gpu = self._cache[slots // size, :, slots % size]
-            states = torch.empty(on_gpu.shape, dtype=on_gpu.dtype, pin_memory=True)
-            states.copy_(on_gpu, non_blocking=True)
-            event = torch.cuda.Event()
-            event.record()
-        return states, event
-
-    def _encode_and_write(self, save: _Save, states: torch.Tensor, copied: torch.cuda.Event) -> None:
-        copied.synchronize()
-        self._write(save, _encoded(save, states))
+    def _encode_and_write(self, save: _Save, copy: Copy) -> None:
+        try:
+            copy.copied.synchronize()
+            self._write(save, _encoded(save, copy.states))
+        finally:
+            copy.region.give_back()
 
     def _write(self, save: _Save, states: torch.Tensor | EncodedStates) -> None:
         assert self._spool is not None
