@@ -11,7 +11,6 @@ to the others. If it still lives somewhere and goes on writing, nobody listens: 
 
 from __future__ import annotations
 
-import fcntl
 import queue
 import secrets
 import shutil
@@ -19,17 +18,19 @@ import tempfile
 import threading
 from collections import deque
 from collections.abc import Iterable, Iterator
-from contextlib import contextmanager, suppress
+from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import closing, contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 from draftsmith.errors import DraftsmithError, UserError
 from draftsmith.extract.requests import ExtractRequest
+from draftsmith.extract.spool_folder import locked_folder, spool_folder
 from draftsmith.machine import keep_freed_memory
 from draftsmith.progress import console
 from draftsmith.recipe import Recipe
-from draftsmith.store import Shard, ShardMaker, StoreDamaged, StoreIdentity, StoreWriter
+from draftsmith.store import Shard, ShardMaker, StoreDamaged, StoreIdentity, StoreWriter, most_bytes
 
 _SECONDS_BETWEEN_REPORTS = 1.0
 _SECONDS_TO_STOP = 60.0
@@ -61,7 +62,9 @@ class Machine:
         self._capacity = 3 * recipe.extract.max_num_seqs * recipe.extract.workers
         self._inbox: queue.SimpleQueue[ExtractRequest | None] = queue.SimpleQueue()
         self._finished_shards: queue.SimpleQueue[Shard] = queue.SimpleQueue()
-        self._maker = ShardMaker(identity, recipe.extract.compression)
+        self._maker = self._full = ShardMaker(identity, recipe.extract.compression)  # gathering, and being written
+        self._behind = ThreadPoolExecutor(1, thread_name_prefix="draftsmith-store")
+        self._writing: Future[None] | None = None
         self._shards_written = 0
         self._given = self._handed_on = self._finished = 0  # prompts: by the driver, to the engines, and answered
         self._failure: str | None = None
@@ -81,7 +84,9 @@ class Machine:
         failure, mistake = self._failure, self._mistake  # first: all shards finished before are in the report
         shards = [self._finished_shards.get() for _ in range(self._finished_shards.qsize())]
         room = max(0, self._capacity - (self._given - self._finished))
-        return Report(shards, len(self._maker.sample_ids), self._maker.tokens, room, failure, mistake)
+        makers = {id(maker): maker for maker in (self._full, self._maker)}.values()
+        sequences, tokens = sum(len(one.sample_ids) for one in makers), sum(one.tokens for one in makers)
+        return Report(shards, sequences, tokens, room, failure, mistake)
 
     def stop(self) -> None:
         """End the engines; to be called when everything is answered."""
@@ -97,7 +102,7 @@ class Machine:
             self._news.set()
 
     def _extract(self) -> None:
-        from draftsmith.extract.extract import extracted_sequences, store_identity
+        from draftsmith.extract.extract import extracted_sequences, spool_sequences, store_identity
         from draftsmith.target import describe_target, prepare_target
 
         if not (self._directory / _marker(self._name)).is_file():
@@ -112,22 +117,37 @@ class Machine:
             self._directory,
             way_out="All machines need the same target: pin `target.revision`, or put its directory where all see it.",
         )
-        with _local_folder() as folder:
-            keep_freed_memory()
-            for sequence in extracted_sequences(self._recipe, target, self._identity, self._requests(), folder):
+        waiting = spool_sequences(self._recipe.extract)
+        spool = most_bytes(
+            self._identity, self._recipe.extract.compression, tokens=waiting * self._recipe.engine.max_model_len,
+            sequences=waiting,
+        )  # fmt: skip
+        keep_freed_memory()
+        with (
+            _local_folder() as folder,
+            spool_folder(folder, spool) as spool_files,
+            self._behind,
+            closing(
+                extracted_sequences(self._recipe, target, self._identity, self._requests(), folder, spool_files)
+            ) as sequences,
+        ):
+            for sequence in sequences:
                 self._maker.add(sequence)
                 self._finished += 1
                 if self._maker.tokens >= self._recipe.extract.shard_tokens:
-                    self._write_shard()
+                    self._close_shard()
                 if self._given - self._finished <= self._capacity * 3 // 4:
                     self._news.set()
+            self._wait_for_shard()
 
     def _requests(self) -> Iterator[ExtractRequest | None]:
         """What the driver gave, for the engines. When they run dry, what they made is written: it may be all there is."""
         while True:
             idle = self._handed_on == self._finished
-            if idle and self._inbox.empty() and self._maker.tokens:
-                self._write_shard()
+            if idle:
+                if self._inbox.empty() and self._maker.tokens:
+                    self._close_shard()
+                self._wait_for_shard()  # nobody else would hear that it failed
             try:
                 request = self._inbox.get(block=idle)
             except queue.Empty:
@@ -138,32 +158,31 @@ class Machine:
             self._handed_on += 1
             yield request
 
-    def _write_shard(self) -> None:
+    def _close_shard(self) -> None:
+        """Have the open shard written, while the engines are heard. The one before is waited for: memory holds two at most."""
+        self._wait_for_shard()
+        self._full, self._maker = self._maker, ShardMaker(self._identity, self._recipe.extract.compression)
+        self._writing = self._behind.submit(self._write_shard, self._full)
+
+    def _wait_for_shard(self) -> None:
+        if self._writing is not None:
+            self._writing.result()
+
+    def _write_shard(self, full: ShardMaker) -> None:
         path = self._directory / f"shard-{self._name}-{self._shards_written:05d}.safetensors"
-        self._finished_shards.put(self._maker.write(path))
+        self._finished_shards.put(full.write(path))
         self._shards_written += 1
         self._news.set()
 
 
 @contextmanager
 def _local_folder() -> Iterator[Path]:
-    """A folder on this machine's own disk, for spool files and logs; those of killed actors are removed first.
+    """A folder on this machine's own disk, for logs, and for spool files where memory has no room for them.
 
     Of an actor that fails the logs stay, until the next one comes: the error names them.
     """
-    here = Path(tempfile.gettempdir())
-    for path in here.glob("draftsmith-machine-*/lock"):
-        with path.open() as lock, suppress(BlockingIOError):
-            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)  # held while its actor lives
-            shutil.rmtree(path.parent, ignore_errors=True)
-    folder = Path(tempfile.mkdtemp(prefix="draftsmith-machine-"))
-    with (folder / "new").open("w") as lock:
-        fcntl.flock(lock, fcntl.LOCK_EX)
-        (folder / "new").rename(folder / "lock")  # others see it locked only
-        try:
-            yield folder
-        finally:
-            shutil.rmtree(folder / "spool", ignore_errors=True)
+    with locked_folder(Path(tempfile.gettempdir()), "draftsmith-machine-") as folder:
+        yield folder
     shutil.rmtree(folder, ignore_errors=True)
 
 

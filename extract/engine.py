@@ -99,7 +99,7 @@ class Job:
 
 
 def run_engines(
-    job: Job, asks: Iterable[Ask | None], engine: recipe.Engine, *, workers: int, directory: Path
+    job: Job, asks: Iterable[Ask | None], engine: recipe.Engine, *, workers: int, directory: Path, spool: Path
 ) -> Iterator[Extracted]:
     """Run a job on several engines of this machine and yield each request as it finishes, in no order.
 
@@ -107,14 +107,15 @@ def run_engines(
         asks: read as engines have room. None: there are none just now. Not to be given while nothing is under way: then
             the iterator waits for the next, or ends.
         workers: engines; a CPU's cores and a machine's GPUs are divided among them.
-        directory: for spool files and logs.
+        directory: for logs.
+        spool: an empty folder for spool files.
 
     Raises:
         DraftsmithError: every engine failed; with the end of the last one's log.
     """
     pending = iter(asks)
     returned: deque[Ask] = deque()  # of workers that died
-    crew = [_Worker(number, job, engine, workers, directory) for number in range(workers)]
+    crew = [_Worker(number, job, engine, workers, directory, spool / str(number)) for number in range(workers)]
 
     def hand_out(worker: _Worker) -> None:
         batch: list[Ask] = []
@@ -160,14 +161,14 @@ class _Worker:
     engine: recipe.Engine
     workers: int
     directory: Path
+    spool: Path
     wants: int = 0
     outstanding: dict[str, Ask] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         self.log = self.directory / (f"engine-{self.number}.log" if self.workers > 1 else "engine.log")
         self.log.write_text("")
-        self.spool = self.directory / "spool" / str(self.number)
-        self.spool.mkdir(parents=True)
+        self.spool.mkdir()
         self.pipe, theirs = multiprocessing.Pipe()
         self.process = vllm_env.start_engine_process(
             _child,

@@ -7,9 +7,9 @@ compared with what the engine said it produced before it goes into the store.
 from __future__ import annotations
 
 import heapq
-import shutil
 import time
-from collections.abc import Iterable, Iterator
+from collections.abc import Generator, Iterable, Iterator
+from contextlib import closing
 from pathlib import Path
 from typing import Any
 
@@ -20,10 +20,11 @@ from draftsmith.conversations import Skips
 from draftsmith.errors import DraftsmithError, UserError
 from draftsmith.extract.engine import Ask, Extracted, Job, run_engines
 from draftsmith.extract.requests import ExtractRequest, Requests, requests_of
+from draftsmith.extract.spool_folder import spool_folder
 from draftsmith.machine import keep_freed_memory, return_freed_memory
 from draftsmith.overlap import TRAINING_PROMPTS, PromptsFile
 from draftsmith.progress import Bar, console
-from draftsmith.recipe import Recipe, digest
+from draftsmith.recipe import Extract, Recipe, digest
 from draftsmith.store import EncodedSequence, Store, StoreIdentity, StoreWriter, most_bytes, require_room
 from draftsmith.target import TargetInfo, check_layer_ids, default_layer_ids, describe_target, prepare_target
 from draftsmith.vllm_env import is_cpu, memory_arguments, resolved
@@ -62,17 +63,15 @@ def run_extract(recipe: Recipe, run_dir: Path) -> dict[str, Any]:
     # The writer first: it refuses a second one, whose spool would be removed here.
     new_tokens, seconds = 0, 0.0
     with StoreWriter(directory, identity, shard_tokens=options.shard_tokens, compression=options.compression) as writer:
-        shutil.rmtree(directory / "spool", ignore_errors=True)  # left by a run that was killed
         done = writer.sample_ids
         if sum(request.sample_id in done for request in requests) < len(done):
             raise UserError(
                 f"The unfinished store at {directory} holds answers to prompts that are not in this recipe. Run the recipe that "
                 "began it to finish it, or delete it, or choose another run with `-s name=OTHER`."
             )
+        store, spool = _most_bytes(recipe, identity, (one for one in requests if one.sample_id not in done))
         if options.check_free_space:
-            _require_room(
-                recipe, directory, identity, (request for request in requests if request.sample_id not in done)
-            )
+            _require_room(directory, store + spool)
         if done:
             console.print(f"extract: continuing {directory}: {len(done)} of {len(requests)} sequences are there")
         if len(done) < len(requests):
@@ -85,13 +84,12 @@ def run_extract(recipe: Recipe, run_dir: Path) -> dict[str, Any]:
 
                     progress = extract_on_machines(recipe, identity, todo, writer, directory)
                 else:
-                    progress = _extract_here(recipe, target, identity, todo, writer, directory)
+                    progress = _extract_here(recipe, target, identity, todo, writer, directory, spool)
                 for sequences, new_tokens in progress:
                     seconds = time.time() - begun
                     bar.update(len(done) + sequences, tokens_per_second=new_tokens / seconds)
         requests.close()
         counts = writer.close()
-    shutil.rmtree(directory / "spool", ignore_errors=True)
     figures = counts | {
         "rows_skipped": skips.figures(),
         "tokens_per_second": round(new_tokens / seconds, 1) if seconds else None,
@@ -124,16 +122,22 @@ def _extract_here(
     requests: Iterable[ExtractRequest],
     writer: StoreWriter,
     directory: Path,
+    spool: int,
 ) -> Iterator[tuple[int, int]]:
-    """Extract on this machine. After each sequence: how many there are, and how many tokens they have."""
+    """Extract on this machine, `spool` bytes at most being handed over. After each sequence: how many there are, and how many
+    tokens they have."""
     tokens, threads = 0, torch.get_num_threads()
     keep_freed_memory()
     torch.set_num_threads(1)  # the engines' own threads wait for one another, so a core taken from one stops them all
     try:
-        for count, sequence in enumerate(extracted_sequences(recipe, target, identity, requests, directory), 1):
-            writer.append(sequence)
-            tokens += sequence.states.shape[0]
-            yield count, tokens
+        with (
+            spool_folder(directory, spool) as spool_files,
+            closing(extracted_sequences(recipe, target, identity, requests, directory, spool_files)) as sequences,
+        ):
+            for count, sequence in enumerate(sequences, 1):
+                writer.append(sequence)
+                tokens += sequence.states.shape[0]
+                yield count, tokens
     finally:
         torch.set_num_threads(threads)
         return_freed_memory()
@@ -174,10 +178,15 @@ def store_identity(recipe: Recipe, target: TargetInfo, layer_ids: Iterable[int])
     )
 
 
-def _require_room(recipe: Recipe, directory: Path, identity: StoreIdentity, todo: Iterable[ExtractRequest]) -> None:
-    """Count every answer at its longest, and the spool at its fullest."""
+def spool_sequences(options: Extract) -> int:
+    """Sequences whose states can lie in the spool of a machine, at most (`Job.window`)."""
+    return 2 * options.max_num_seqs * options.workers
+
+
+def _most_bytes(recipe: Recipe, identity: StoreIdentity, todo: Iterable[ExtractRequest]) -> tuple[int, int]:
+    """Of the store and of the spool at its fullest, with every answer at its longest."""
     options = recipe.extract
-    at_once = 2 * options.max_num_seqs * options.workers  # `Job.window`
+    at_once = spool_sequences(options)
     waiting: list[int] = []  # the longest ones' tokens, a heap
     tokens = sequences = 0
     for request in todo:
@@ -189,10 +198,17 @@ def _require_room(recipe: Recipe, directory: Path, identity: StoreIdentity, todo
         else:
             heapq.heappushpop(waiting, length)
     store = most_bytes(identity, options.compression, tokens=tokens, sequences=sequences)
-    spool = most_bytes(identity, options.compression, tokens=sum(waiting), sequences=len(waiting))
+    return store, most_bytes(identity, options.compression, tokens=sum(waiting), sequences=len(waiting))
+
+
+def _require_room(directory: Path, needed: int) -> None:
+    """
+    Raises:
+        UserError: the disk has no room for so many bytes.
+    """
     require_room(
         directory,
-        store + spool,
+        needed,
         way_out="Make room, put the run elsewhere (`--runs`), ask for fewer prompts (`extract.prompts.limit`), shorter "
         "answers (`extract.max_tokens`), fewer layers (`extract.layer_ids`) or smaller states (`extract.compression`); or "
         "start anyway with `-s extract.check_free_space=false`: a full disk stops it cleanly, and it continues when there is room.",
@@ -214,12 +230,14 @@ def extracted_sequences(
     identity: StoreIdentity,
     requests: Iterable[ExtractRequest | None],
     directory: Path,
-) -> Iterator[EncodedSequence]:
+    spool: Path,
+) -> Generator[EncodedSequence, None, None]:
     """Have every request answered on this machine; yield its checked sequence when it is finished, in no order.
 
     Args:
         requests: read as engines have room; None as in `run_engines`.
-        directory: for spool files and logs.
+        directory: for logs.
+        spool: an empty folder for spool files.
 
     Raises:
         DraftsmithError: every engine failed, or produced states that are not what was asked for.
@@ -232,12 +250,17 @@ def extracted_sequences(
                 flying[request.name] = request
             yield None if request is None else request.ask(recipe.seed, recipe.extract.compression)
 
-    for extracted in _extracted(recipe, target, identity.layer_ids, asks(), directory):
+    for extracted in _extracted(recipe, target, identity.layer_ids, asks(), directory, spool):
         yield _checked(extracted, flying.pop(extracted.name))
 
 
 def _extracted(
-    recipe: Recipe, target: TargetInfo, layer_ids: tuple[int, ...], asks: Iterable[Ask | None], directory: Path
+    recipe: Recipe,
+    target: TargetInfo,
+    layer_ids: tuple[int, ...],
+    asks: Iterable[Ask | None],
+    directory: Path,
+    spool: Path,
 ) -> Iterator[Extracted]:
     """Every one of `asks` with its states, from the recipe's backend."""
     options = recipe.extract
@@ -258,7 +281,7 @@ def _extracted(
         window=2 * options.max_num_seqs,  # enough to keep the engine full, whatever the data set's size
         max_model_len=recipe.engine.max_model_len,
     )
-    yield from run_engines(job, asks, recipe.engine, workers=options.workers, directory=directory)
+    yield from run_engines(job, asks, recipe.engine, workers=options.workers, directory=directory, spool=spool)
 
 
 def _engine_arguments(recipe: Recipe, target: TargetInfo, layer_ids: Iterable[int]) -> dict[str, Any]:

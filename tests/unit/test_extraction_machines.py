@@ -101,7 +101,7 @@ def start(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., list
     monkeypatch.setattr(cluster.tempfile, "tempdir", str(tmp_path / "local"))
 
     def extracted(
-        recipe: object, target: object, identity: object, requests: Any, directory: Path
+        recipe: object, target: object, identity: object, requests: Any, directory: Path, spool: Path
     ) -> Iterator[Sequence]:
         return ways[threading.get_ident()](requests)
 
@@ -193,6 +193,45 @@ def test_a_dead_machines_share_is_taken_over_and_its_ghost_changes_nothing(
     assert len(list(tmp_path.glob("shard-*"))) < len(files), "what nobody adopted is removed"
 
 
+def test_engines_are_heard_while_a_shard_is_written(
+    start: Callable, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    written = threading.Event()
+    heard: list[int] = []
+
+    class Slow(ShardMaker):
+        def write(self, path: Path) -> Any:
+            assert written.wait(60)
+            return super().write(path)
+
+    def counted(requests: Iterable[ExtractRequest | None]) -> Iterator[Sequence]:
+        for sequence in answering(requests):
+            heard.append(sequence.sample_id)
+            if len(heard) == 7:  # the first shard was full after four
+                written.set()
+            yield sequence
+
+    monkeypatch.setattr(cluster, "ShardMaker", Slow)
+    writer = open_writer(tmp_path)
+    list(share_out(FakeRay, start(counted), requests(20), writer))
+    writer.close()
+    whole(tmp_path, 20)
+
+
+def test_a_shard_that_cannot_be_written_fails_the_machine(
+    start: Callable, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The last one too, when no engine has anything more to say."""
+
+    class Full(ShardMaker):
+        def write(self, path: Path) -> Any:
+            raise DraftsmithError("There is no room.")
+
+    monkeypatch.setattr(cluster, "ShardMaker", Full)
+    with pytest.raises(DraftsmithError, match=r"There is no room\.[^$]*No machine is left"):
+        list(share_out(FakeRay, start(answering), requests(2), open_writer(tmp_path)))
+
+
 def failing(requests: Iterable[ExtractRequest | None]) -> Iterator[Sequence]:
     for number, sequence in enumerate(answering(requests)):
         if number == 6:
@@ -257,7 +296,7 @@ def test_machines_with_gpus_are_used_where_there_are_any(
         assert {node["NodeID"]: asked for node, asked in cluster._nodes(cluster_of(*resources), recipe)} == found
 
 
-def test_spools_of_killed_machines_are_removed_and_those_of_living_ones_are_not(
+def test_folders_of_killed_machines_are_removed_and_those_of_living_ones_are_not(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     monkeypatch.setattr(cluster.tempfile, "tempdir", str(tmp_path))
@@ -267,7 +306,6 @@ def test_spools_of_killed_machines_are_removed_and_those_of_living_ones_are_not(
     with cluster._local_folder() as first:
         with cluster._local_folder() as second:
             assert {*tmp_path.iterdir()} == {first, second}
-        (first / "spool").mkdir()
         assert [*tmp_path.iterdir()] == [first]
     assert not [*tmp_path.iterdir()]
 
@@ -275,7 +313,6 @@ def test_spools_of_killed_machines_are_removed_and_those_of_living_ones_are_not(
 def test_a_failed_machines_logs_stay(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setattr(cluster.tempfile, "tempdir", str(tmp_path))
     with pytest.raises(DraftsmithError), cluster._local_folder() as folder:  # noqa: PT012
-        (folder / "spool").mkdir()
         (folder / "engine.log").touch()
         raise DraftsmithError("its log is there")
     assert {path.name for path in folder.iterdir()} == {"engine.log", "lock"}

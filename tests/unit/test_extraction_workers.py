@@ -9,6 +9,8 @@ import time
 from collections import Counter
 from multiprocessing.connection import Connection
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
@@ -72,6 +74,11 @@ def workers_that_are_no_engines(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(engine.vllm_env, "share_of_machine", lambda number, count, tensor_parallel: {})
 
 
+def spool_in(folder: Path) -> Path:
+    (folder / "spool").mkdir()
+    return folder / "spool"
+
+
 def asks(count: int) -> list[Ask]:
     return [Ask(f"ask {n}", [1] * (1 + n % 7), 4, n, "lossless") for n in range(count)]
 
@@ -79,7 +86,9 @@ def asks(count: int) -> list[Ask]:
 @pytest.mark.parametrize("workers", [1, 3])
 @pytest.mark.parametrize("count", [0, 1, 4, 60])
 def test_everything_is_answered_once(workers: int, count: int, tmp_path: Path) -> None:
-    found = list(run_engines(JOB, iter(asks(count)), Engine(), workers=workers, directory=tmp_path))
+    found = list(
+        run_engines(JOB, iter(asks(count)), Engine(), workers=workers, directory=tmp_path, spool=spool_in(tmp_path))
+    )
     assert sorted(extracted.name for extracted in found) == sorted(ask.name for ask in asks(count))
     for extracted in found:
         assert extracted.response_token_ids == [len(extracted.saved_token_ids)]
@@ -95,7 +104,7 @@ def test_prompts_are_read_as_they_are_needed(tmp_path: Path) -> None:
             read += 1
             yield ask
 
-    running = run_engines(JOB, counted(), Engine(), workers=2, directory=tmp_path)
+    running = run_engines(JOB, counted(), Engine(), workers=2, directory=tmp_path, spool=spool_in(tmp_path))
     for _ in range(10):
         next(running)
     assert read <= 10 + 2 * (JOB.window + 1) + 10, "a data set is not read ahead of the engines"
@@ -115,7 +124,9 @@ def test_prompts_may_come_later(tmp_path: Path) -> None:
             yield ask
 
     found = []
-    for extracted in run_engines(JOB, now_and_then(), Engine(), workers=2, directory=tmp_path):
+    for extracted in run_engines(
+        JOB, now_and_then(), Engine(), workers=2, directory=tmp_path, spool=spool_in(tmp_path)
+    ):
         under_way -= 1
         found.append(extracted.name)
     assert sorted(found) == sorted(ask.name for ask in asks(60))
@@ -124,7 +135,7 @@ def test_prompts_may_come_later(tmp_path: Path) -> None:
 @pytest.mark.parametrize("seed", range(5))
 def test_a_killed_workers_share_is_taken_over(seed: int, tmp_path: Path) -> None:
     chooser = random.Random(seed)
-    running = run_engines(JOB, iter(asks(120)), Engine(), workers=3, directory=tmp_path)
+    running = run_engines(JOB, iter(asks(120)), Engine(), workers=3, directory=tmp_path, spool=spool_in(tmp_path))
     found = [next(running) for _ in range(chooser.randrange(1, 60))]
     victims = chooser.sample(multiprocessing.active_children(), 2)
     threading.Timer(chooser.uniform(0, 0.05), os.kill, (victims[1].pid, signal.SIGKILL)).start()
@@ -136,4 +147,93 @@ def test_a_killed_workers_share_is_taken_over(seed: int, tmp_path: Path) -> None
 def test_when_the_last_worker_dies_the_run_stops_and_says_why(tmp_path: Path) -> None:
     poisoned = [*asks(6), Ask("poison", [0], 4, 0, "lossless"), *asks(0)]
     with pytest.raises(DraftsmithError, match=r"ended with status 3.*run the stage again to continue"):
-        list(run_engines(JOB, iter(poisoned), Engine(), workers=2, directory=tmp_path))
+        list(run_engines(JOB, iter(poisoned), Engine(), workers=2, directory=tmp_path, spool=spool_in(tmp_path)))
+
+
+class Clock:
+    """Time that passes only where somebody waits for it."""
+
+    def __init__(self) -> None:
+        self.now = 0.0
+
+    def monotonic(self) -> float:
+        return self.now
+
+    def sleep(self, seconds: float) -> None:
+        self.now += seconds
+
+
+class SlowSpool:
+    """An engine that answers everything in its first step and then hands over a file of states every 50 s, as far as it goes."""
+
+    def __init__(self, clock: Clock, spool: Path, hands_over: int) -> None:
+        self.clock, self.spool, self.left = clock, spool, hands_over
+        self.asked: list[str] = []
+        self.answered: list[str] = []
+        self.due = 50.0
+        self.llm_engine = self
+
+    def get_tokenizer(self) -> Any:
+        return SimpleNamespace(is_fast=True)
+
+    def add_request(self, name: str, prompt: object, sampling: object) -> None:
+        self.asked.append(name)
+
+    def step(self) -> list[Any]:
+        if self.asked:
+            self.answered, self.asked = self.asked, []
+            answer = [SimpleNamespace(token_ids=[5])]
+            return [SimpleNamespace(request_id=name, finished=True, outputs=answer) for name in self.answered]
+        if self.clock.now >= self.due and self.left:
+            self.due, self.left = self.clock.now + 50, self.left - 1
+            (self.spool / spool_file(self.answered.pop())).touch()
+        return []
+
+
+@pytest.mark.parametrize("hands_over", [5, 3])
+def test_the_last_states_are_waited_for_as_long_as_some_come(
+    hands_over: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Five take 250 s together, and 60 s without any is too long."""
+    clock = Clock()
+    monkeypatch.setattr(engine, "time", clock)
+    monkeypatch.setattr(engine, "_Conversations", lambda *given: SimpleNamespace(next_turn=lambda turn: None))
+    monkeypatch.setattr(engine, "_sampling", lambda *given: None)
+    monkeypatch.setattr(engine, "_read", lambda pipe, inbox: [inbox.put(pipe.recv()) for _ in range(2)])
+    ours, theirs = FORK.Pipe()
+    ours.send(asks(5))
+    ours.send(None)
+    if hands_over == 5:
+        engine._work(SlowSpool(clock, tmp_path, 5), theirs, JOB, tmp_path)  # type: ignore[arg-type]
+    else:
+        with pytest.raises(TimeoutError, match=r"states of 2 requests, and none came in 60\.0 s"):
+            engine._work(SlowSpool(clock, tmp_path, 3), theirs, JOB, tmp_path)  # type: ignore[arg-type]
+    said = []
+    while ours.poll():
+        said.append(ours.recv())
+    assert len([one for one in said if isinstance(one, tuple)]) == hands_over
+
+
+def test_a_driver_that_takes_its_time_is_no_engine_that_hangs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    clock = Clock()
+    monkeypatch.setattr(engine, "time", clock)
+    monkeypatch.setattr(engine, "_UNTAKEN", 2)
+    monkeypatch.setattr(engine, "_Conversations", lambda *given: SimpleNamespace(next_turn=lambda turn: None))
+    monkeypatch.setattr(engine, "_sampling", lambda *given: None)
+    monkeypatch.setattr(engine, "_read", lambda pipe, inbox: [inbox.put(pipe.recv()) for _ in range(2)])
+    sleep = clock.sleep
+
+    def slow_driver(seconds: float) -> None:
+        sleep(seconds)
+        files = sorted(tmp_path.iterdir())
+        if len(files) >= 2:  # an engine that waits for us
+            sleep(500)
+            files[0].unlink()
+            files[1].unlink()
+
+    clock.sleep = slow_driver  # type: ignore[method-assign]
+    ours, theirs = FORK.Pipe()
+    ours.send(asks(5))
+    ours.send(None)
+    engine._work(SlowSpool(clock, tmp_path, 5), theirs, JOB, tmp_path)  # type: ignore[arg-type]
+    assert not ours.closed

@@ -22,7 +22,7 @@ from safetensors import safe_open
 from draftsmith import store as store_module
 from draftsmith.codec import Form, channel_exponents, encode_states
 from draftsmith.errors import DraftsmithError, UserError
-from draftsmith.extract.extract import _require_room
+from draftsmith.extract.extract import _most_bytes, _require_room
 from draftsmith.extract.requests import ExtractRequest
 from draftsmith.inspection import inspect
 from draftsmith.recipe import Recipe
@@ -433,10 +433,12 @@ def test_extraction_counts_the_longest_answers_before_it_starts(
     todo = [ExtractRequest(i, False, [1] * 50, 200) for i in range(10)]
     states = 250 * LAYERS * 1000 * 2  # bytes of one request; ten go to the store, and two at once to the spool
     monkeypatch.setattr(shutil, "disk_usage", lambda _: types.SimpleNamespace(free=12 * states + 40_000))
-    _require_room(recipe, tmp_path, about, todo)
+    store, spool = _most_bytes(recipe, about, todo)
+    assert (store // states, spool // states) == (10, 2)
+    _require_room(tmp_path, store + spool)
     monkeypatch.setattr(shutil, "disk_usage", lambda _: types.SimpleNamespace(free=12 * states - 1))
     with pytest.raises(UserError, match=r"needs up to 0\.01 GB in .*extract\.check_free_space=false"):
-        _require_room(recipe, tmp_path, about, todo)
+        _require_room(tmp_path, store + spool)
 
 
 # ---- what is refused on the way in ----

@@ -1,0 +1,74 @@
+"""Where spool files lie: in memory where there is room for them, else in the run's folder.
+
+What an engine hands to its driver is read at once and gone. A run's folder is often on a network file system, over which it would go
+twice.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import os
+import shutil
+import tempfile
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from pathlib import Path
+
+_MEMORY = Path("/dev/shm")
+_CGROUP = Path("/sys/fs/cgroup")
+
+
+@contextmanager
+def spool_folder(directory: Path, needed: int) -> Iterator[Path]:
+    """A folder for the spool files of one extraction. It is gone afterwards.
+
+    Args:
+        directory: takes it where memory has no room; what a killed extraction left there is removed.
+        needed: bytes at its fullest.
+    """
+    in_directory = directory / "spool"
+    shutil.rmtree(in_directory, ignore_errors=True)
+    if room_in_memory(_MEMORY) < needed:
+        in_directory.mkdir(parents=True)
+        try:
+            yield in_directory
+        finally:
+            shutil.rmtree(in_directory, ignore_errors=True)
+        return
+    with locked_folder(_MEMORY, "draftsmith-spool-") as folder:
+        try:
+            yield folder
+        finally:
+            shutil.rmtree(folder, ignore_errors=True)
+
+
+def room_in_memory(folder: Path) -> int:
+    """Bytes that files may take in `folder`, a file system in memory: half of what the machine and its control group leave free.
+
+    0 where there is no such folder that can be written to.
+    """
+    if not os.access(folder, os.W_OK):
+        return 0
+    system = os.statvfs(folder)
+    available = [2 * system.f_bavail * system.f_frsize]
+    with suppress(OSError, ValueError, StopIteration):
+        lines = Path("/proc/meminfo").read_text().splitlines()
+        available.append(1024 * int(next(line.split()[1] for line in lines if line.startswith("MemAvailable:"))))
+    with suppress(OSError, ValueError):  # "max" where there is no limit
+        used = int((_CGROUP / "memory.current").read_text())
+        available.append(int((_CGROUP / "memory.max").read_text()) - used)
+    return max(0, min(available) // 2)
+
+
+@contextmanager
+def locked_folder(where: Path, prefix: str) -> Iterator[Path]:
+    """A new folder, which the caller removes. Those of processes that were killed are removed first: a lock tells them apart."""
+    for path in where.glob(f"{prefix}*/lock"):
+        with suppress(OSError), path.open() as lock:
+            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)  # held while its process lives
+            shutil.rmtree(path.parent, ignore_errors=True)
+    folder = Path(tempfile.mkdtemp(prefix=prefix, dir=where))
+    with (folder / "new").open("w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        (folder / "new").rename(folder / "lock")  # others see it locked only
+        yield folder
