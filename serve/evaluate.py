@@ -62,7 +62,7 @@ from draftsmith.serve.summary import print_table
 from draftsmith.serve.throughput import REQUESTS_PER_SLOT, AtStart, at_start, run_load, schedule
 from draftsmith.serve.tune import schedule_of
 from draftsmith.target import TargetInfo, describe_target, prepare_target, target_name
-from draftsmith.vllm_env import resolved
+from draftsmith.vllm_env import is_cpu, resolved
 
 _WARM_UP_TOKENS = 8
 """Tokens that every engine generates before any is timed: first calls allocate and choose kernels."""
@@ -489,7 +489,12 @@ class _Evaluation:
                     method=method,
                 )  # fmt: skip
                 fidelity.look_at_margins(
-                    differing, contexts, answers[plain], answers[one], engines[plain].logit_margin, one.dtype
+                    differing,
+                    contexts,
+                    answers[plain],
+                    answers[one],
+                    engines[plain].logit_margin,
+                    fidelity.near_tie(one.dtype, on_gpu=not is_cpu()),
                 )
                 found[one.name] = fidelity.judge(differing, names, own, control)
         return found

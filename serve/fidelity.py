@@ -19,7 +19,7 @@ from draftsmith.serve.engine import EngineHost, Generated
 
 DIFFERENCES_KEPT = 20
 """Differing prompts listed for each suite; all are counted."""
-NEAR_TIE = {"float32": 1e-3, "bfloat16": 0.5, "float16": 0.0625}
+_NEAR_TIE = {"float32": 1e-3, "bfloat16": 0.5, "float16": 0.0625}
 """Largest margin of logits that rounding explains. Of 16-bit types four units in the last place of a logit between 16 and 32. In
 float32 such a unit is 2e-6, and what adds up is the rounding of every layer's sums (relative 1e-7 each, over hundreds of sums of
 values around 30)."""
@@ -28,6 +28,14 @@ LEVEL = 1e-3
 _FEWEST_MARGINS = 5
 """Margins on both sides, without which they are not compared."""
 _PERMUTATIONS = 5_000
+
+
+def near_tie(dtype: str, *, on_gpu: bool) -> float:
+    """The largest margin of logits that rounding explains.
+
+    On GPUs vLLM's attention in float32 is Triton's, whose products are TF32: of float16's precision.
+    """
+    return _NEAR_TIE["float16" if on_gpu and dtype == "float32" else dtype]
 
 
 class Difference(TypedDict):
@@ -44,7 +52,7 @@ class Difference(TypedDict):
     """By how much the target preferred plain decoding's token there to the other one: the difference of its logits. None where
     one answer only ends earlier, or the other token is none of the likeliest."""
     near_tie: bool
-    """Whether that is within what rounding makes of a logit in the target's dtype (`NEAR_TIE`). Any other difference is a
+    """Whether that is within what rounding makes of a logit in the target's dtype (`near_tie`). Any other difference is a
     mismatch."""
 
 
@@ -114,7 +122,7 @@ def look_at_margins(
     plain: Mapping[str, Generated],
     speculative: Mapping[str, Generated],
     margin: Callable[[list[int], int, int], float | None],
-    dtype: str,
+    rounding: float,
 ) -> None:
     """Ask the target how much it preferred its own token at every difference; in place.
 
@@ -123,7 +131,7 @@ def look_at_margins(
         plain: answers by prompt id.
         speculative: answers by prompt id.
         margin: `EngineHost.logit_margin` of the plain engine.
-        dtype: what the target computes in.
+        rounding: the largest margin of a near-tie, from `near_tie`.
     """
     for one in found:
         name, position = one["prompt"], one["position"]
@@ -131,7 +139,7 @@ def look_at_margins(
         if own and other:
             context = [*contexts[name], *plain[name].token_ids[:position]]
             one["margin"] = margin(context, own[0], other[0])
-            one["near_tie"] = one["margin"] is not None and abs(one["margin"]) <= NEAR_TIE[dtype]
+            one["near_tie"] = one["margin"] is not None and abs(one["margin"]) <= rounding
 
 
 def control(

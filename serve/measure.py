@@ -14,6 +14,7 @@ from draftsmith.serve import results as res
 from draftsmith.serve.engine import Counters, EngineHost, Generated
 from draftsmith.serve.intervals import stratified
 from draftsmith.serve.suites import Renderer, SuiteInput, SuitePrompt
+from draftsmith.vllm_env import is_cpu
 
 Arm = int | str
 """Whose engine: 0 for plain decoding, K for the drafter, the name of another method."""
@@ -203,6 +204,7 @@ def _differences(
     )
     fidelity.look_at_margins(
         differing, {prompt.id: prompt.token_ids for prompt in prompts}, dict(zip(names, plain, strict=True)),
-        dict(zip(names, found, strict=True)), engines[0].logit_margin, config.dtype,
+        dict(zip(names, found, strict=True)), engines[0].logit_margin,
+        fidelity.near_tie(config.dtype, on_gpu=not is_cpu()),
     )  # fmt: skip
     return differing

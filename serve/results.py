@@ -225,7 +225,8 @@ class Results(TypedDict):
     """By requests a second (`evaluate.request_rates`)."""
     examples: list[Example]
     dtype: str
-    """What the target computed in. Equality with plain decoding can only be exact in float32."""
+    """What the target computed in. Equality with plain decoding can only be exact in float32 on a CPU: a GPU's attention rounds
+    float32 too (`fidelity.near_tie`)."""
     versions: dict[str, str]
     machine: Machine
     engine: Engines

@@ -74,6 +74,7 @@ def _verdict(
     found = fidelity.differences(names, plain, answers, k=3)
     fidelity.look_at_margins(
         found, dict(zip(names, prompts, strict=True)), dict(zip(names, plain, strict=True)),
-        dict(zip(names, answers, strict=True)), plain_engine.logit_margin, DTYPE,
+        dict(zip(names, answers, strict=True)), plain_engine.logit_margin,
+        fidelity.near_tie(DTYPE, on_gpu=False),
     )  # fmt: skip
     return fidelity.judge(found, names, plain, against)

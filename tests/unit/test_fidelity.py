@@ -1,6 +1,7 @@
 """Differences that rounding explains, and planted faults that it does not."""
 
 from typing import Any
+from unittest import mock
 
 import numpy as np
 import pytest
@@ -16,6 +17,7 @@ from draftsmith.serve.fidelity import (
     judge,
     look_at_margins,
     margins_p_value,
+    near_tie,
     rate_p_value,
 )
 
@@ -62,7 +64,7 @@ def test_larger_margins_than_rounding_s_are_a_fault() -> None:
     assert margins_p_value([0.5] * 12, [0.125] * 4) is None
 
 
-def test_in_float32_only_a_tie_is_excused() -> None:
+def test_in_float32_on_a_cpu_only_a_tie_is_excused() -> None:
     plain = [Generated([1, 2, 3], "length", 0.0), Generated([4, 5, 6], "length", 0.0)]
     other = [Generated([1, 2, 9], "length", 0.0), Generated([4, 5, 6], "length", 0.0)]
     none: Control = {"tokens": 6, "differing": 0, "margins": []}
@@ -75,11 +77,34 @@ def test_in_float32_only_a_tie_is_excused() -> None:
             return margin
 
         by_name = dict(zip("ab", plain, strict=True)), dict(zip("ab", other, strict=True))
-        look_at_margins(found, {"a": [7], "b": [8]}, *by_name, answer, "float32")
+        look_at_margins(found, {"a": [7], "b": [8]}, *by_name, answer, near_tie("float32", on_gpu=False))
         said = judge(found, ["a", "b"], plain, none)
         assert (said["verdict"], said["differing"], said["tokens"]) == (verdict, 1, 6)
     assert asked[0] == ([7, 1, 2], 3, 9)
     assert judge([], ["a", "b"], plain, none)["verdict"] == "identical"
+
+
+@pytest.mark.parametrize(("on_gpu", "verdicts"), [
+    (True, ["near_ties", "wrong", "wrong"]), (False, ["wrong", "wrong", "wrong"]),
+])  # fmt: skip
+def test_a_gpu_s_float32_is_judged_by_its_control(on_gpu: bool, verdicts: list[str]) -> None:
+    """Its attention rounds to TF32: differences at margins up to float16's are rounding, if prefill has as many."""
+    names, length = [f"p{n}" for n in range(40)], 100
+    plain = [Generated([1] * length, "length", 0.0)] * len(names)
+    rounded = [0.004, 0.011, 0.02, 0.008, 0.015, 0.03]
+    said = []
+    for margins, against in ((rounded, rounded), (rounded * 3, []), ([*rounded[1:], 0.3], rounded)):
+        other = [Generated([1] * 50 + [2] * 50, "length", 0.0)] * len(margins) + plain[len(margins) :]
+        found = differences(names, plain, other, k=3)
+        look_at_margins(
+            found, {name: [7] for name in names}, dict(zip(names, plain, strict=True)), dict(zip(names, other, strict=True)),
+            mock.Mock(side_effect=margins), near_tie("float32", on_gpu=on_gpu),
+        )  # fmt: skip
+        said.append(
+            judge(found, names, plain, {"tokens": 4000, "differing": len(against), "margins": against})["verdict"]
+        )
+    assert said == verdicts
+    assert near_tie("bfloat16", on_gpu=on_gpu) == 0.5
 
 
 @given(st.integers(0, 30), st.integers(1, 5000), st.integers(0, 30), st.integers(1, 5000))
