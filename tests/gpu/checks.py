@@ -44,6 +44,12 @@ CHECKS = [
     ),
     Check("a", "device-tests", "unit tests with their tensors on the device", "torch_alone.device_tests", 560),
     Check("a", "codec", "states from the device, encoded and read back: the same bits", "torch_alone.codec"),
+    Check(
+        "a",
+        "states-copy",
+        "states copied out of an engine's cache, in both orders of memory",
+        "torch_alone.states_copy",
+    ),
     Check("a", "adamw-8b", "a training step at an 8B target's shape with AdamW", "training_step.adamw", 560),
     Check("a", "muon-8b", "the same with Muon", "training_step.muon", 560),
     Check("b", "imports", "vLLM and what it needs load, for the platform that torch sees", "with_vllm.imports"),
