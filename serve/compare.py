@@ -16,7 +16,7 @@ from typing_extensions import TypedDict
 
 from draftsmith.errors import UserError
 from draftsmith.serve.configurations import plain_again_drafter
-from draftsmith.serve.intervals import TURN, bootstrap, gain
+from draftsmith.serve.intervals import TURN, Starts, bootstrap, gain
 from draftsmith.serve.throughput import AtStart, paired
 
 _LEVEL = 0.05
@@ -110,16 +110,20 @@ def _compared_speeds(
         return {
             "suite": suite, "figure": figure, "a": before, "b": after, "interval": [after - before] * 2, "verdict": "untested",
         }  # fmt: skip
-    (plain_a, again_a, drafter_a), (plain_b, again_b, drafter_b) = _starts(a), _starts(b)
-    interval = gain(
-        paired(plain_a, drafter_a), paired(plain_b, drafter_b), noise_a=paired(plain_a, again_a),
-        noise_b=paired(plain_b, again_b), level=level,
-    )  # fmt: skip
+    (drafter_a, noise_a), (drafter_b, noise_b) = _over_plain(a), _over_plain(b)
+    interval = gain(drafter_a, drafter_b, noise_a=noise_a, noise_b=noise_b, level=level)
     return _compared(suite, figure, before, after, interval)
 
 
 def _starts(of: Mapping[str, Any]) -> list[list[AtStart]]:
     return [one["starts"] for one in plain_again_drafter(of)]
+
+
+def _over_plain(of: Mapping[str, Any]) -> tuple[Starts, Starts]:
+    """The drafter, and the second plain engine, each over plain decoding as it was beside it."""
+    plain, again, drafter = plain_again_drafter(of)
+    of_drafter, of_again = (paired(one.get("plain_starts", plain["starts"]), one["starts"]) for one in (drafter, again))
+    return of_drafter, of_again
 
 
 def _speed_prompts(a: Mapping[str, Any], b: Mapping[str, Any]) -> set[str]:

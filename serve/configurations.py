@@ -9,7 +9,7 @@ from __future__ import annotations
 import statistics
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NotRequired
 
 import torch
 from typing_extensions import TypedDict
@@ -65,6 +65,9 @@ class Measured(TypedDict):
     seconds_per_token: float
     """Time per output token, from the first token to the last: likewise."""
     starts: list[AtStart]
+    plain_starts: NotRequired[list[AtStart]]
+    """Plain decoding in its dtype as it was beside this one, where not all engines were up at once. Ratios are over that; plain
+    decoding's own figures are those of its first group."""
 
 
 class Throughput(TypedDict):
@@ -152,6 +155,11 @@ def throughput(
     plain_of = {one.dtype: one.name for one in of if one.speculation == 0 and not one.again}
     fastest_plain = max(plain_of.values(), key=lambda name: rates[name])
     # Other methods are compared, not offered.
+    apart = {
+        one.name
+        for one in of
+        if plain_beside.get(one.name, by_name[plain_of[one.dtype]]) != by_name[plain_of[one.dtype]]
+    }
     noise = paired(plain_beside[again.name], by_name[again.name])
     own = [one.name for one in of if isinstance(one.speculation, int) and one.speculation]
     fastest_speculative = max(own, key=lambda name: rates[name])
@@ -169,6 +177,7 @@ def throughput(
                 "first_token_seconds": statistics.median([start["first_token_seconds"] for start in by_name[one.name]]),
                 "seconds_per_token": statistics.median([start["seconds_per_token"] for start in by_name[one.name]]),
                 "starts": by_name[one.name],
+                **({"plain_starts": plain_beside[one.name]} if one.name in apart else {}),
             }
             for one in of
         },

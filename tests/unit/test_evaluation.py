@@ -10,7 +10,7 @@ from pydantic import TypeAdapter
 
 from draftsmith import recipe, stage
 from draftsmith.errors import UserError
-from draftsmith.serve import evaluate
+from draftsmith.serve import compare, evaluate
 from draftsmith.serve.evaluate import run_evaluate
 from draftsmith.serve.results import Results
 from tests.unit.clockwork import COSTS, Engine, make_recipe_and_run, pretend_gpu
@@ -217,12 +217,23 @@ def test_groups_beside_plain_decoding_find_what_all_at_once_do(
             assert ours == theirs, key
         for speed, expected in zip(_speeds(suite), _speeds(whole["suites"][name]), strict=True):
             assert speed == pytest.approx(expected)
+    (drafter, again), (alike, noise) = (
+        compare._over_plain(one["suites"]["questions"]["throughput"]) for one in (found, whole)
+    )
+    for ours, theirs in ((drafter, alike), (again, noise)):
+        assert [_ratios(start) for start in ours] == [pytest.approx(_ratios(start)) for start in theirs]
+    assert "plain_starts" not in json.dumps(whole["suites"])
     assert found["load"]["4"]["speedup"]["value"] == pytest.approx(whole["load"]["4"]["speedup"]["value"])
     assert found["load"]["4"]["noise"]["by_start"] == pytest.approx([1, 1, 1])
 
 
 def _speeds(suite: Any) -> list[float]:
     return [one["value"] for one in (suite["throughput"]["speedup"], *suite["throughput"]["speedups"].values())]
+
+
+def _ratios(start: Any) -> dict[str, float]:
+    """By prompt: tokens per second over plain decoding's."""
+    return {prompt: above / over / (plain / spent) for prompt, (plain, spent, above, over) in start.items()}
 
 
 def _without_seconds(value: Any) -> Any:
