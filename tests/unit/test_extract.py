@@ -156,7 +156,7 @@ def test_an_unfinished_store_of_other_prompts_is_not_continued(tmp_path: Path, m
         "extract": options | {"layer_ids": [1], "shard_tokens": 1},
     })  # fmt: skip
 
-    def some(recipe: Any, target: Any, layer_ids: Any, asks: Any, directory: Path, stop: int = 2):
+    def some(recipe: Any, target: Any, layer_ids: Any, asks: Any, directory: Path, spool: Path, stop: int = 2):
         for number, ask in enumerate(asks):
             if number == stop:
                 raise DraftsmithError("the engine failed")

@@ -2,6 +2,7 @@
 
 import multiprocessing
 import os
+import queue
 import random
 import signal
 import threading
@@ -151,7 +152,7 @@ def test_when_the_last_worker_dies_the_run_stops_and_says_why(tmp_path: Path) ->
 
 
 class Clock:
-    """Time that passes only where somebody waits for it."""
+    """Time that passes only where somebody waits for it, and then quickly."""
 
     def __init__(self) -> None:
         self.now = 0.0
@@ -160,11 +161,12 @@ class Clock:
         return self.now
 
     def sleep(self, seconds: float) -> None:
-        self.now += seconds
+        self.now += max(seconds, 0.1)
 
 
 class SlowSpool:
-    """An engine that answers everything in its first step and then hands over a file of states every 50 s, as far as it goes."""
+    """An engine that answers everything in its first step and then hands over a file of states every 50 s, as far as it goes.
+    With the last file the driver has nothing more to ask."""
 
     def __init__(self, clock: Clock, spool: Path, hands_over: int) -> None:
         self.clock, self.spool, self.left = clock, spool, hands_over
@@ -173,8 +175,12 @@ class SlowSpool:
         self.due = 50.0
         self.llm_engine = self
 
-    def get_tokenizer(self) -> Any:
-        return SimpleNamespace(is_fast=True)
+    def read(self, pipe: Connection, inbox: queue.SimpleQueue[list[Ask] | None]) -> None:
+        self.inbox = inbox
+        inbox.put(asks(5))
+
+    def get_tokenizer(self) -> None:
+        pass
 
     def add_request(self, name: str, prompt: object, sampling: object) -> None:
         self.asked.append(name)
@@ -187,53 +193,67 @@ class SlowSpool:
         if self.clock.now >= self.due and self.left:
             self.due, self.left = self.clock.now + 50, self.left - 1
             (self.spool / spool_file(self.answered.pop())).touch()
+            if not self.answered:
+                self.inbox.put(None)
         return []
+
+
+@pytest.fixture
+def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
+    clock = Clock()
+    monkeypatch.setattr(engine, "time", clock)
+    monkeypatch.setattr(engine, "_Conversations", lambda *given: SimpleNamespace(next_turn=lambda turn: None))
+    monkeypatch.setattr(engine, "_sampling", lambda *given: None)
+    return clock
+
+
+def finished(pipe: Connection) -> list[Any]:
+    """What a worker said of requests, so far."""
+    said = []
+    while pipe.poll():
+        said.append(pipe.recv())
+    return [one for one in said if isinstance(one, tuple)]
 
 
 @pytest.mark.parametrize("hands_over", [5, 3])
 def test_the_last_states_are_waited_for_as_long_as_some_come(
-    hands_over: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    hands_over: int, clock: Clock, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Five take 250 s together, and 60 s without any is too long."""
-    clock = Clock()
-    monkeypatch.setattr(engine, "time", clock)
-    monkeypatch.setattr(engine, "_Conversations", lambda *given: SimpleNamespace(next_turn=lambda turn: None))
-    monkeypatch.setattr(engine, "_sampling", lambda *given: None)
-    monkeypatch.setattr(engine, "_read", lambda pipe, inbox: [inbox.put(pipe.recv()) for _ in range(2)])
     ours, theirs = FORK.Pipe()
-    ours.send(asks(5))
-    ours.send(None)
+    slow: Any = SlowSpool(clock, tmp_path, hands_over)
+    monkeypatch.setattr(engine, "_read", slow.read)
     if hands_over == 5:
-        engine._work(SlowSpool(clock, tmp_path, 5), theirs, JOB, tmp_path)  # type: ignore[arg-type]
+        engine._work(slow, theirs, JOB, tmp_path)
+        assert clock.now > 4 * 50
     else:
         with pytest.raises(TimeoutError, match=r"states of 2 requests, and none came in 60\.0 s"):
-            engine._work(SlowSpool(clock, tmp_path, 3), theirs, JOB, tmp_path)  # type: ignore[arg-type]
-    said = []
-    while ours.poll():
-        said.append(ours.recv())
-    assert len([one for one in said if isinstance(one, tuple)]) == hands_over
+            engine._work(slow, theirs, JOB, tmp_path)
+    assert len(finished(ours)) == hands_over
 
 
-def test_a_driver_that_takes_its_time_is_no_engine_that_hangs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    clock = Clock()
-    monkeypatch.setattr(engine, "time", clock)
-    monkeypatch.setattr(engine, "_UNTAKEN", 2)
-    monkeypatch.setattr(engine, "_Conversations", lambda *given: SimpleNamespace(next_turn=lambda turn: None))
-    monkeypatch.setattr(engine, "_sampling", lambda *given: None)
-    monkeypatch.setattr(engine, "_read", lambda pipe, inbox: [inbox.put(pipe.recv()) for _ in range(2)])
-    sleep = clock.sleep
-
-    def slow_driver(seconds: float) -> None:
-        sleep(seconds)
-        files = sorted(tmp_path.iterdir())
-        if len(files) >= 2:  # an engine that waits for us
-            sleep(500)
-            files[0].unlink()
-            files[1].unlink()
-
-    clock.sleep = slow_driver  # type: ignore[method-assign]
+def test_a_driver_that_takes_its_time_is_no_engine_that_hangs(
+    clock: Clock, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It takes two files every 500 s, and the engine steps only when there are fewer."""
     ours, theirs = FORK.Pipe()
-    ours.send(asks(5))
-    ours.send(None)
-    engine._work(SlowSpool(clock, tmp_path, 5), theirs, JOB, tmp_path)  # type: ignore[arg-type]
-    assert not ours.closed
+    heard: list[Any] = []
+    untaken: list[Path] = []
+
+    def driver_too(seconds: float) -> None:
+        clock.now += max(seconds, 0.1)
+        new = finished(ours)
+        heard.extend(new)
+        untaken.extend(tmp_path / file for _, file, *_ in new)
+        if len(untaken) == 2:
+            clock.now += 500
+            while untaken:
+                untaken.pop().unlink()
+
+    monkeypatch.setattr(clock, "sleep", driver_too)
+    monkeypatch.setattr(engine, "_UNTAKEN", 2)
+    slow: Any = SlowSpool(clock, tmp_path, 5)
+    monkeypatch.setattr(engine, "_read", slow.read)
+    engine._work(slow, theirs, JOB, tmp_path)
+    assert len(heard) + len(finished(ours)) == 5
+    assert clock.now > 1000

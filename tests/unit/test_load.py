@@ -78,20 +78,17 @@ def ask(
     return dict(found)
 
 
+@pytest.mark.parametrize(("placement", "expected"), [
+    (Placement(), [((), str(2**30))] * 2),  # on a CPU each has half of the 2 GiB
+    (Placement((("0",), ("5",)), on_each=1), [(("0",), "0.85"), (("5",), "0.85")]),
+    (Placement((("0",),), on_each=3), [(("0",), "0.425")] * 2),
+])  # fmt: skip
 def test_each_server_has_gpus_of_its_own_where_one_holds_no_two(
-    asked: list[tuple[str, str]], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    placement: Placement, expected: Any, asked: list[tuple[str, str]], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    for name in ("cpu", "apart", "together"):
-        (tmp_path / name).mkdir()
-    ask(tmp_path / "cpu", 0.5)
-    assert places == [((), str(2**30))] * 2, "on a CPU each has half of the 2 GiB"
-    places.clear()
-    monkeypatch.setattr("torch.cuda.is_available", lambda: True)
-    ask(tmp_path / "apart", 0.5, placement=Placement((("0",), ("5",)), on_each=1))
-    assert places == [(("0",), "0.85"), (("5",), "0.85")]
-    places.clear()
-    ask(tmp_path / "together", 0.5, placement=Placement((("0",),), on_each=3))
-    assert places == [(("0",), "0.425")] * 2
+    monkeypatch.setattr("torch.cuda.is_available", lambda: bool(placement.sets))
+    ask(tmp_path, 0.5, placement=placement)
+    assert places == expected
 
 
 def test_servers_take_turns(asked: list[tuple[str, str]], tmp_path: Path) -> None:
