@@ -112,8 +112,9 @@ class ChainLoss(nn.Module):
         self.loss, self.terms = loss, terms or LossTerms()
         self.teacher_norm = teacher_norm.requires_grad_(False)
         self.register_buffer("teacher_head", teacher_head, persistent=False)
-        to_draft = torch.full((drafter.config.vocab_size,), -1)
-        to_draft[drafter.draft_token_ids] = torch.arange(len(drafter.draft_token_ids))
+        ids = drafter.draft_token_ids
+        to_draft = torch.full((drafter.config.vocab_size,), -1, device=ids.device)
+        to_draft[ids] = torch.arange(len(ids), device=ids.device)
         self.register_buffer("to_draft", to_draft, persistent=False)
 
     teacher_head: torch.Tensor

@@ -60,6 +60,19 @@ class ChainStep:
     """[Q]: weight of each row in the loss."""
 
 
+@dataclass(frozen=True)
+class StartCost:
+    """What `Drafter.start` takes, on the drafter's device."""
+
+    flop: float
+    """Floating-point operations, all in float32; of what is no product, as Golub and Van Loan count: n^3 / 3 for a Cholesky
+    factor, n^2 m for a triangular solution with m columns, 9 n^3 for eigenvectors."""
+    memory_bytes: int
+    """At once, beside the drafter itself and its batch of one sequence."""
+    rows_read: int
+    """Of the store, all times together: of whole sequences, until enough of their rows are answered."""
+
+
 class Drafter(nn.Module, ABC):
     """A drafter as it is trained. What it shares with the target is frozen and not part of the state dict."""
 
@@ -104,8 +117,14 @@ class Drafter(nn.Module, ABC):
 
     @abstractmethod
     def start(self, tensors: TargetTensors, batches: Iterable[tuple[Batch, torch.Tensor]]) -> None:
-        """Initialise the parameters in place, from the target's weights and from sequences of the store, one a batch, with
-        the target's last states [T, H] beside. They may be read as far as they help, and several times."""
+        """Initialise the parameters in place, on the device that they are on, from the target's weights (on the CPU) and from
+        sequences of the store (on the parameters' device), one a batch, with the target's last states [T, H] beside. They may be
+        read as far as they help, and several times."""
+
+    @staticmethod
+    @abstractmethod
+    def start_cost(config: Any, *, rows: int, answered: int) -> StartCost:
+        """What `start` takes where the store has so many rows, `answered` of which a token is predicted from."""
 
     def loss_terms(self, options: Any) -> LossTerms:
         """What the kind is taught."""

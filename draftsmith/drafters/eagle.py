@@ -26,7 +26,7 @@ from pydantic import Field
 from torch import nn
 from torch.nn import functional as F
 
-from draftsmith.drafters.base import LossTerms
+from draftsmith.drafters.base import LossTerms, StartCost
 from draftsmith.drafters.batch import Batch
 from draftsmith.drafters.decoder import (
     LLAMA_FIXED,
@@ -39,7 +39,7 @@ from draftsmith.drafters.decoder import (
     shape_of_target,
 )  # fmt: skip
 from draftsmith.drafters.layout import EXTRA, Entry, Layout, same_names
-from draftsmith.drafters.linear import RIDGE, ROWS_TO_FIT
+from draftsmith.drafters.linear import RIDGE, ROWS_AT_ONCE, ROWS_TO_FIT, rows_until
 from draftsmith.recipe import DrafterOptions
 from draftsmith.target import TargetInfo, TargetTensors
 
@@ -155,18 +155,27 @@ class EagleDrafter(DecoderDrafter):
         used = 0
         for batch, last_states in batches:
             # Where a token is predicted from row p, row p + 1 is in the batch.
-            rows = (batch.counts[:, 0] > 0).nonzero()[:, 0]
             states = self._normed(last_states)
-            reads = torch.cat([F.embedding(batch.following[rows, 0], self.embedding), states[rows]], dim=1)
-            gram += reads.T @ reads
-            cross += reads.T @ states[rows + 1]
-            used += len(rows)
+            for rows in (batch.counts[:, 0] > 0).nonzero()[:, 0].split(ROWS_AT_ONCE):
+                reads = torch.cat([F.embedding(batch.following[rows, 0], self.embedding), states[rows]], dim=1)
+                gram.addmm_(reads.T, reads)
+                cross.addmm_(reads.T, states[rows + 1])
+                used += len(rows)
             if used >= ROWS_TO_FIT:
                 break
         # Embeddings are small beside states: each half has a ridge of its own size.
         for half in gram.diagonal().chunk(2):
             half.add_(RIDGE * half.mean())
         self.fc.weight.copy_(torch.linalg.solve(gram, cross).T)
+
+    @staticmethod
+    def start_cost(config: EagleConfig, *, rows: int, answered: int) -> StartCost:
+        hidden, read = config.hidden_size, 2 * config.hidden_size
+        used = min(answered, ROWS_TO_FIT)
+        by_lu = 2 / 3 * read**3 + 2.0 * read**2 * hidden
+        held = 2 * read**2 + 2 * read * hidden + 2 * min(used, ROWS_AT_ONCE) * read
+        rows_read = rows_until(ROWS_TO_FIT, rows=rows, answered=answered)
+        return StartCost(2.0 * used * read * (read + hidden) + by_lu, 4 * held, rows_read)
 
     def loss_terms(self, options: EagleOptions) -> LossTerms:
         return LossTerms(token_weight=options.token_weight, feature_weight=options.feature_weight)

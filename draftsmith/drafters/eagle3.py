@@ -16,7 +16,8 @@ Names and shapes of the tensors are those of published checkpoints and of vLLM's
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
+import math
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any, ClassVar, Literal, Self
 
@@ -25,6 +26,7 @@ from pydantic import Field
 from torch import nn
 from torch.nn import functional as F
 
+from draftsmith.drafters.base import StartCost
 from draftsmith.drafters.batch import Batch
 from draftsmith.drafters.decoder import (
     LLAMA_FIXED,
@@ -37,9 +39,18 @@ from draftsmith.drafters.decoder import (
     shape_of_target,
 )  # fmt: skip
 from draftsmith.drafters.layout import EXTRA, Entry, Layout, Source, look_up, same_names
-from draftsmith.drafters.linear import RIDGE, ROWS_TO_FIT, unit_rms
+from draftsmith.drafters.linear import (
+    ROWS_AT_ONCE,
+    ROWS_TO_FIT,
+    factor,
+    flop_of_eigenvectors,
+    flop_of_solve,
+    rows_until,
+    solve,
+    unit_rms,
+)
 from draftsmith.drafters.norm import RMSNorm
-from draftsmith.drafters.recall import fit_codes, fit_outputs, place_codes
+from draftsmith.drafters.recall import ROWS_TO_LOOK_UP, attend_by_codes, fit_codes, fit_outputs, make_room
 from draftsmith.errors import UserError
 from draftsmith.recipe import DrafterOptions
 from draftsmith.target import TargetInfo, TargetTensors
@@ -259,15 +270,14 @@ class Eagle3Drafter(DecoderDrafter):
         before; see `recall.py`. Everything else starts at zero output, so training departs from this guess.
         """
         config = self.config
-        self.lm_head.weight.copy_(tensors.lm_head[self.draft_token_ids])
+        self.lm_head.weight.copy_(tensors.lm_head[self.draft_token_ids.to(tensors.lm_head.device)])
         self.norm.weight.copy_(tensors.final_norm_weight)
         for layer in self.decoder_layers():
             layer.self_attn.o_proj.weight.zero_()
             layer.mlp.down_proj.weight.zero_()
 
-        reads, wanted = _regression_rows(self, batches)
         rank = min(config.num_key_value_heads * config.head_dim, config.hidden_size)
-        from_states, to_values, from_values = _reduced_rank_fit(reads, wanted, hidden=config.hidden_size, rank=rank)
+        from_states, to_values, from_values = _reduced_rank_fit(*_regression(self, batches), rank=rank)
         self.fc.weight.copy_(from_states.T)
         attention = self.decoder_layers()[0].self_attn
         attention.v_proj.weight.zero_()
@@ -277,15 +287,42 @@ class Eagle3Drafter(DecoderDrafter):
             head = first // config.head_dim * group  # the group's first head
             columns = from_values[first : first + config.head_dim].T
             attention.o_proj.weight[:, head * config.head_dim : head * config.head_dim + columns.shape[1]] = columns
-        states = reads[:, : -config.hidden_size]
         codes = fit_codes(self, batches)
         if codes is not None:
-            place_codes(self, codes, states)
-        fused = self.fc(states)
-        written = reads[:, -config.hidden_size :] @ to_values @ from_values
-        _look_at_own_position(self, torch.cat([fused, fused + written]))
+            make_room(self, codes)
+        fused = _fused_states(self, batches, to_values, from_values)
+        if codes is not None:
+            attend_by_codes(self, codes, size=fused.size)
+        _look_at_own_position(self, fused)
         if codes is not None:
             fit_outputs(self, codes, batches)
+
+    @staticmethod
+    def start_cost(config: Eagle3Config, *, rows: int, answered: int) -> StartCost:
+        hidden, states, vocabulary = config.hidden_size, config.fused_size, config.draft_vocab_size
+        width, rank = states + hidden, min(config.num_key_value_heads * config.head_dim, hidden)
+        fitted = min(answered, ROWS_TO_FIT)
+        at_once = 4 * min(fitted, ROWS_AT_ONCE) * width
+        flop = 2.0 * fitted * width * (width + hidden)  # `_regression`
+        flop += flop_of_solve(width, hidden) + 2.0 * states**2 * hidden  # `_reduced_rank_fit`
+        flop += 4.0 * hidden**3 + flop_of_eigenvectors(hidden) + 2.0 * hidden * rank * (hidden + 2 * states)
+        flop += fitted * (2.0 * hidden * (states + 2 * rank) + 4.0 * hidden**2)  # `_fused_states`
+        flop += flop_of_solve(hidden, 1)  # `_look_at_own_position`
+        held = 2 * width**2 + states**2 + 2 * width * hidden + 3 * states * hidden
+        rows_read = 2 * rows_until(ROWS_TO_FIT, rows=rows, answered=answered)
+        if config.num_attention_heads > config.num_key_value_heads:
+            looked_up, answers = min(rows, ROWS_TO_LOOK_UP), min(answered, ROWS_TO_LOOK_UP)
+            mixed = 2 * config.num_key_value_heads * config.head_dim
+            flop += 2.0 * looked_up * width * (width + hidden)  # `fit_codes`
+            flop += width**3 / 3 + hidden**3 / 3 + float(width) * hidden * (width + hidden) + 2.0 * width * hidden**2
+            flop += 2.0 * vocabulary * hidden**2 + 2 * flop_of_eigenvectors(hidden)
+            for name, (_, times) in Eagle3Drafter.passes(config, 1).items():  # `fit_outputs`
+                flop += 2.0 * answers * times * math.prod(Eagle3Drafter.shapes(config)[name])
+            flop += 2.0 * answers * mixed * (mixed + hidden) + flop_of_solve(mixed, hidden)
+            rows_read += looked_up + rows_until(ROWS_TO_LOOK_UP, rows=rows, answered=answered)
+            kept = states * hidden + 2 * rank * hidden  # of the regression
+            held = max(held, kept + 2 * width**2 + 3 * width * hidden + 3 * vocabulary * hidden)
+        return StartCost(flop, 4 * (held + at_once), rows_read)
 
     def head_parameters(self) -> list[nn.Parameter]:
         return [*self.lm_head.parameters()]
@@ -297,6 +334,12 @@ class Eagle3Drafter(DecoderDrafter):
         if self.fc_norm is not None:
             hidden_states = torch.stack([norm(hidden_states[:, i]) for i, norm in enumerate(self.fc_norm)], dim=1)
         return hidden_states.flatten(1)
+
+    def reads(self, batch: Batch, rows: torch.Tensor | slice) -> torch.Tensor:
+        """All that a step 0 reads at `rows`, [rows, n*H + H]: `normed_states`, and the normed embedding of what follows."""
+        embeds = F.embedding(batch.following[rows, 0], self.embedding)
+        normed = self.decoder_layers()[0].input_layernorm(embeds)
+        return torch.cat([self.normed_states(batch.hidden_states[rows]), normed], dim=1)
 
     def first_state(self, batch: Batch) -> torch.Tensor:
         return self.fc(self.normed_states(batch.hidden_states))
@@ -341,47 +384,93 @@ class Eagle3Drafter(DecoderDrafter):
         return {"fc.weight": (1, 1), **config.layer_passes(steps)}
 
 
-def _regression_rows(
-    drafter: Eagle3Drafter, batches: Iterable[tuple[Batch, torch.Tensor]]
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """What the drafter reads, [rows, n*H + H] (fused states, then the normed embedding), and what it should say [rows, H]."""
-    reads, wanted, count = [], [], 0
+def _rows_to_fit(
+    batches: Iterable[tuple[Batch, torch.Tensor]],
+) -> Iterator[tuple[Batch, torch.Tensor, torch.Tensor]]:
+    """Rows that a token is predicted from, some at a time, with their batch and the target's last states in it."""
+    count = 0
     for batch, last_states in batches:
-        # Row p is paired with the last state of row p + 1, which is in the batch where a token is predicted from p.
-        rows = (batch.counts[:-1, 0] > 0).nonzero()[:, 0]
-        states = drafter.normed_states(batch.hidden_states[rows])
-        embeds = drafter.decoder_layers()[0].input_layernorm(F.embedding(batch.following[rows, 0], drafter.embedding))
-        reads.append(torch.cat([states, embeds], dim=1))
-        wanted.append(unit_rms(last_states[rows + 1]))
-        count += len(rows)
+        # Where a token is predicted from row p, row p + 1 is in the batch.
+        for rows in (batch.counts[:-1, 0] > 0).nonzero()[:, 0].split(ROWS_AT_ONCE):
+            yield batch, last_states, rows
+            count += len(rows)
         if count >= ROWS_TO_FIT:
             break
-    return torch.cat(reads), torch.cat(wanted)
+
+
+def _regression(
+    drafter: Eagle3Drafter, batches: Iterable[tuple[Batch, torch.Tensor]]
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Sums over rows of the products of what the drafter reads, [n*H + H, n*H + H], and of that with what it should say,
+    [n*H + H, H]: the target's last state one position on."""
+    width, hidden = drafter.config.fused_size + drafter.config.hidden_size, drafter.config.hidden_size
+    gram, cross = drafter.fc.weight.new_zeros(width, width), drafter.fc.weight.new_zeros(width, hidden)
+    for batch, last_states, rows in _rows_to_fit(batches):
+        reads = drafter.reads(batch, rows)
+        gram.addmm_(reads.T, reads)
+        cross.addmm_(reads.T, unit_rms(last_states[rows + 1]))
+    return gram, cross
 
 
 def _reduced_rank_fit(
-    reads: torch.Tensor, wanted: torch.Tensor, *, hidden: int, rank: int
+    gram: torch.Tensor, cross: torch.Tensor, *, rank: int
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Ridge regression of `wanted` [rows, H] on `reads`, the last `hidden` columns of which go through `rank` values.
+    """Ridge regression of W [rows, H] on R [rows, n*H + H], the last H columns of which go through `rank` values.
+
+    Args:
+        gram: R^T R; it is used up.
+        cross: R^T W.
+        rank: at most H.
 
     Returns:
-        A [n*H, H], B [H, rank], C [rank, H] with wanted ~ reads[:, :-hidden] @ A + reads[:, -hidden:] @ B @ C.
+        A [n*H, H], B [H, rank], C [rank, H] with W ~ R[:, :-H] @ A + R[:, -H:] @ B @ C.
     """
-    gram, cross = reads.T @ reads, reads.T @ wanted
-    gram.diagonal().add_(RIDGE * gram.diagonal().mean())
-    full = torch.linalg.solve(gram, cross)
-    split = len(gram) - hidden
-    states, mixed, embeds = gram[:split, :split], gram[:split, split:], gram[split:, split:]
-    # What embeddings add beyond the states has this covariance; keep the directions in which it says most.
-    beyond = embeds - mixed.T @ torch.linalg.solve(states, mixed)
-    says = torch.linalg.cholesky(beyond).T @ full[split:]
-    kept = torch.linalg.svd(says).Vh[:rank]
+    split = len(gram) - cross.shape[1]
+    lower = factor(gram)
+    full = solve(lower, cross)
+    # What embeddings add beyond the states has the covariance L L^T of this corner L; keep the directions in which it says most.
+    says = lower[split:, split:].T @ full[split:]
+    kept = torch.linalg.eigh(says.T @ says).eigenvectors[:, -rank:].T
     to_values = full[split:] @ kept.T
-    from_states = torch.linalg.solve(states, cross[:split] - mixed @ to_values @ kept)
+    from_states = solve(lower[:split, :split], cross[:split] - gram[:split, split:] @ to_values @ kept)
     return from_states, to_values, kept
 
 
-def _look_at_own_position(drafter: Eagle3Drafter, states: torch.Tensor) -> None:
+@dataclass
+class _FusedStates:
+    """Sums over samples of what `hidden_norm` will be given: fused states, with and without what the first heads write."""
+
+    size: torch.Tensor
+    """Scalar: mean RMS of those without."""
+    gram: torch.Tensor
+    """[H, H]: of their products, each normed."""
+    total: torch.Tensor
+    """[H]: of themselves, each normed."""
+
+
+def _fused_states(
+    drafter: Eagle3Drafter,
+    batches: Iterable[tuple[Batch, torch.Tensor]],
+    to_values: torch.Tensor,
+    from_values: torch.Tensor,
+) -> _FusedStates:
+    """See there; the first heads write what `to_values` [H, rank] and `from_values` [rank, H] make of the normed embedding."""
+    hidden = drafter.config.hidden_size
+    new_zeros = drafter.fc.weight.new_zeros
+    sums, count = _FusedStates(new_zeros(()), new_zeros(hidden, hidden), new_zeros(hidden)), 0
+    for batch, _, rows in _rows_to_fit(batches):
+        states, embeds = drafter.reads(batch, rows).split([drafter.config.fused_size, hidden], dim=1)
+        fused = drafter.fc(states)
+        sums.size += fused.pow(2).mean(-1).sqrt().sum()
+        for unit in (unit_rms(fused), unit_rms(fused + embeds @ to_values @ from_values)):
+            sums.gram.addmm_(unit.T, unit)
+            sums.total += unit.sum(0)
+        count += len(rows)
+    sums.size /= count
+    return sums
+
+
+def _look_at_own_position(drafter: Eagle3Drafter, fused: _FusedStates) -> None:
     """Make the first head of every key/value group attend to its own position.
 
     Queries and keys that are the same constant leave only RoPE: the score at distance d is the sum over rotary pairs
@@ -391,14 +480,11 @@ def _look_at_own_position(drafter: Eagle3Drafter, states: torch.Tensor) -> None:
 
     Args:
         drafter: its q and k projections of layer 0 are set.
-        states: [rows, H], samples of what `hidden_norm` will be given.
+        fused: samples of what `hidden_norm` will be given; its products are used up.
     """
     config = drafter.config
     attention, hidden = drafter.decoder_layers()[0].self_attn, config.hidden_size
-    unit = unit_rms(states)
-    gram = unit.T @ unit
-    gram.diagonal().add_(RIDGE * gram.diagonal().mean())
-    constant = torch.linalg.solve(gram, unit.sum(0))  # unit @ constant ~ 1
+    constant = solve(factor(fused.gram), fused.total[:, None])[:, 0]  # unit @ constant ~ 1
     frequencies = drafter.inverse_frequencies()
     fast = (frequencies > _FAST).nonzero()[:, 0]
     one_away = (1 - frequencies[fast].cos()).sum()

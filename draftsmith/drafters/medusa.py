@@ -23,10 +23,10 @@ from pydantic import Field
 from torch import nn
 from torch.nn import functional as F
 
-from draftsmith.drafters.base import ChainStep, Drafter, DrafterConfig, LossTerms
+from draftsmith.drafters.base import ChainStep, Drafter, DrafterConfig, LossTerms, StartCost
 from draftsmith.drafters.batch import Batch
 from draftsmith.drafters.layout import Entry, Layout, same_names, target_fields
-from draftsmith.drafters.linear import fit_ahead
+from draftsmith.drafters.linear import ROWS_TO_FIT, cost_of_fit_ahead, fit_ahead, rows_until
 from draftsmith.recipe import DrafterOptions
 from draftsmith.target import TargetInfo, TargetTensors
 
@@ -157,6 +157,19 @@ class MedusaDrafter(Drafter):
             return
         for i, ahead in enumerate(fit_ahead(self._normed, batches, steps=self.config.num_heads)):
             self._head(i).copy_(target_head @ ahead)
+
+    @staticmethod
+    def start_cost(config: MedusaConfig, *, rows: int, answered: int) -> StartCost:
+        hidden, head = config.hidden_size, config.vocab_size * config.hidden_size
+        if config.shared_head:
+            return StartCost(0.0, 4 * head, 0)
+        flop, held = cost_of_fit_ahead(hidden, answered=answered, steps=config.num_heads)
+        # The fit is over when heads are made of it: the target's, and one's.
+        return StartCost(
+            flop + 2.0 * config.num_heads * head * hidden,
+            4 * (head + max(held, config.num_heads * hidden**2 + head)),
+            rows_until(ROWS_TO_FIT, rows=rows, answered=answered),
+        )
 
     def loss_terms(self, options: MedusaOptions) -> LossTerms:
         return LossTerms(targets=options.targets)

@@ -27,11 +27,18 @@ from pydantic import Field, model_validator
 from torch import nn
 from torch.nn import functional as F
 
-from draftsmith.drafters.base import ChainStep, Drafter, DrafterConfig, LossTerms
+from draftsmith.drafters.base import ChainStep, Drafter, DrafterConfig, LossTerms, StartCost
 from draftsmith.drafters.batch import Batch
 from draftsmith.drafters.decoder import LLAMA_IGNORED
 from draftsmith.drafters.layout import EXTRA, Entry, Layout, same_names, target_fields
-from draftsmith.drafters.linear import fit_ahead, unit_rms
+from draftsmith.drafters.linear import (
+    ROWS_TO_FIT,
+    cost_of_fit_ahead,
+    fit_ahead,
+    flop_of_eigenvectors,
+    rows_until,
+    unit_rms,
+)
 from draftsmith.recipe import DrafterOptions
 from draftsmith.target import TargetInfo, TargetTensors
 
@@ -219,6 +226,15 @@ class MlpDrafter(Drafter):
         first = self.proj[0]
         assert isinstance(first, nn.Linear)
         first.weight[:kept] = directions.T @ ahead
+
+    @staticmethod
+    def start_cost(config: MlpConfig, *, rows: int, answered: int) -> StartCost:
+        hidden, head = config.hidden_size, config.vocab_size * config.hidden_size
+        kept, heads = min(config.inner_size, hidden), 1 if config.tie_weights else config.n_predict
+        flop, held = cost_of_fit_ahead(hidden, answered=answered, steps=1)
+        flop += 2.0 * head * hidden + flop_of_eigenvectors(hidden) + 2.0 * heads * head * kept + 2.0 * hidden**2 * kept
+        held = head + max(held, hidden**2 + config.vocab_size * kept) + hidden * kept
+        return StartCost(flop, 4 * held, rows_until(ROWS_TO_FIT, rows=rows, answered=answered))
 
     def loss_terms(self, options: MlpOptions) -> LossTerms:
         return LossTerms(targets=options.targets)

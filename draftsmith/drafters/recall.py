@@ -25,15 +25,14 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 import torch
-from torch.nn import functional as F
 
 from draftsmith.drafters.batch import Batch
-from draftsmith.drafters.linear import RIDGE, unit_rms
+from draftsmith.drafters.linear import ROWS_AT_ONCE, factor, solve, unit_rms
 
 if TYPE_CHECKING:
     from draftsmith.drafters.eagle3 import Eagle3Drafter
 
-_ROWS = 32_768
+ROWS_TO_LOOK_UP = 32_768
 """Rows that codes and outputs are fitted on."""
 _SLOW = 0.003
 """Radians a position; rotary pairs that turn less hold codes: at a distance of 300, by 0.9 of a radian at most."""
@@ -66,24 +65,26 @@ def fit_codes(drafter: Eagle3Drafter, batches: Iterable[tuple[Batch, torch.Tenso
     if size == 0 or config.num_attention_heads == config.num_key_value_heads:
         return None
     width = (len(config.layer_ids) + 1) * config.hidden_size
-    gram, cross, rows = torch.zeros(width, width), torch.zeros(width, config.hidden_size), 0
-    seen = torch.ones(config.vocab_size)  # how often each token is answered, one more
+    new_zeros = drafter.fc.weight.new_zeros
+    gram, cross, rows = new_zeros(width, width), new_zeros(width, config.hidden_size), 0
+    seen = new_zeros(config.vocab_size) + 1  # how often each token is answered, one more
     # The middle state says best what stands here: with 30 components, what followed the place that is found was right for
     # 31% of tokens with SmolLM2's state 15, 26% with state 2 and 13% with the last.
     middle = (len(config.layer_ids) - 1) // 2 * config.hidden_size
     key = slice(middle, middle + config.hidden_size)
     for batch, _ in batches:
-        x = _known(drafter, batch)
-        gram += x[:-1].T @ x[:-1]
-        cross += x[:-1].T @ x[1:, key]
-        rows += len(x) - 1
+        for here in torch.arange(len(batch.positions) - 1).split(ROWS_AT_ONCE):
+            x = drafter.reads(batch, slice(int(here[0]), int(here[-1]) + 2))  # and the row after
+            gram.addmm_(x[:-1].T, x[:-1])
+            cross.addmm_(x[:-1].T, x[1:, key])
+        rows += len(batch.positions) - 1
         seen += torch.bincount(batch.following[batch.counts[:, 0] > 0, 1], minlength=config.vocab_size)
-        if rows >= _ROWS:
+        if rows >= ROWS_TO_LOOK_UP:
             break
     if not (gram.isfinite().all() and cross.isfinite().all()):
         return None  # the first step of training says which samples are broken
-    gram.diagonal().add_(RIDGE * gram.diagonal().mean())
-    of_expected, of_found = torch.linalg.cholesky(gram), torch.linalg.cholesky(gram[key, key])
+    of_expected = factor(gram)
+    of_found = torch.linalg.cholesky(gram[key, key])  # a part of what has a factor has one
     whitened = torch.linalg.solve_triangular(of_expected, cross, upper=False)
     whitened = torch.linalg.solve_triangular(of_found, whitened.T, upper=False).T  # singular values: the correlations
     squares, right = torch.linalg.eigh(whitened.T @ whitened)
@@ -91,7 +92,7 @@ def fit_codes(drafter: Eagle3Drafter, batches: Iterable[tuple[Batch, torch.Tenso
     correlations, right = squares[best].clamp(min=1e-6).sqrt(), right[:, best]
     # Whitened by sums over rows: the square root of their number makes components of size one.
     expected = torch.linalg.solve_triangular(of_expected.T, whitened @ right / correlations, upper=True) * rows**0.5
-    found = torch.zeros(width - config.hidden_size, size)
+    found = new_zeros(width - config.hidden_size, size)
     found[key] = torch.linalg.solve_triangular(of_found.T, right, upper=True) * rows**0.5
     correlations = correlations.clamp(max=_LARGEST_CORRELATION)
 
@@ -106,24 +107,31 @@ def fit_codes(drafter: Eagle3Drafter, batches: Iterable[tuple[Batch, torch.Tenso
     )
 
 
-def place_codes(drafter: Eagle3Drafter, codes: Codes, states: torch.Tensor) -> None:
-    """Have `fc` put both codes into f, and the second head of every key/value group attend by them.
+def make_room(drafter: Eagle3Drafter, codes: Codes) -> None:
+    """Have `fc` put both codes into f, in directions that nothing else is written to.
 
     Args:
         drafter: its `fc` foretells the next state, and its own-position heads write to it.
         codes: of `fit_codes`.
-        states: [rows, S], samples of what `fc` reads.
     """
-    config, attention = drafter.config, drafter.decoder_layers()[0].self_attn
-    hidden, head_dim, components = config.hidden_size, config.head_dim, len(codes.weights)
-    split = len(codes.found)
+    attention = drafter.decoder_layers()[0].self_attn
     aside = codes.directions @ codes.directions.T
     attention.o_proj.weight.sub_(aside @ attention.o_proj.weight)
     drafter.fc.weight.sub_(aside @ drafter.fc.weight)
-    in_states = torch.cat([codes.found, codes.expected[:split]], dim=1)
+    in_states = torch.cat([codes.found, codes.expected[: len(codes.found)]], dim=1)
     drafter.fc.weight.add_(_CODE_SCALE * codes.directions @ in_states.T)
-    fused = states @ drafter.fc.weight.T
-    size = fused.pow(2).mean(-1).sqrt().mean()  # `hidden_norm` divides by about this
+
+
+def attend_by_codes(drafter: Eagle3Drafter, codes: Codes, *, size: torch.Tensor) -> None:
+    """Have the second head of every key/value group attend by the codes in f.
+
+    Args:
+        drafter: with `make_room`'s `fc`.
+        codes: of `fit_codes`.
+        size: mean RMS of f, by which `hidden_norm` divides, about.
+    """
+    config, attention = drafter.config, drafter.decoder_layers()[0].self_attn
+    hidden, head_dim, components = config.hidden_size, config.head_dim, len(codes.weights)
     read_found, read_expected = (size / _CODE_SCALE * codes.directions.T).split(components)
     scale = (codes.weights * head_dim**0.5).sqrt()[:, None]
     pairs = _slow_pairs(drafter)[: components // 2]
@@ -131,7 +139,7 @@ def place_codes(drafter: Eagle3Drafter, codes: Codes, states: torch.Tensor) -> N
     q = attention.q_proj.weight.unflatten(0, (config.num_key_value_heads, -1, head_dim))  # [M, G, C, 2H]
     k = attention.k_proj.weight.unflatten(0, (config.num_key_value_heads, head_dim))  # [M, C, 2H]
     q[:, 1] = 0
-    q[:, 1, dimensions, :hidden] = scale * codes.expected[split:].T
+    q[:, 1, dimensions, :hidden] = scale * codes.expected[len(codes.found) :].T
     q[:, 1, dimensions, hidden:] = scale * read_expected
     k[:, dimensions, :hidden] = 0
     k[:, dimensions, hidden:] = scale * read_found
@@ -146,7 +154,7 @@ def fit_outputs(drafter: Eagle3Drafter, codes: Codes, batches: Iterable[tuple[Ba
     width = config.head_dim
     group = config.num_attention_heads // config.num_key_value_heads
     firsts = [(index * group + head) * width for index in range(config.num_key_value_heads) for head in (0, 1)]
-    columns = torch.cat([torch.arange(first, first + width) for first in firsts])
+    columns = torch.cat([torch.arange(first, first + width) for first in firsts]).to(codes.directions.device)
     caught: dict[str, torch.Tensor] = {}
     hooks = [
         layer.self_attn.o_proj.register_forward_pre_hook(lambda _, inputs: caught.update(mixed=inputs[0])),
@@ -160,23 +168,16 @@ def fit_outputs(drafter: Eagle3Drafter, codes: Codes, batches: Iterable[tuple[Ba
             pass
         counted = (batch.counts[:, 0] > 0).nonzero()[:, 0]
         mixed = caught["mixed"][:, columns]
-        gram += mixed.T @ mixed
-        cross += mixed.T @ (unit_rms(last_states[counted + 1]) - caught["said"])
+        gram.addmm_(mixed.T, mixed)
+        cross.addmm_(mixed.T, unit_rms(last_states[counted + 1]) - caught["said"])
         rows += len(counted)
-        if rows >= _ROWS:
+        if rows >= ROWS_TO_LOOK_UP:
             break
     for hook in hooks:
         hook.remove()
-    gram.diagonal().add_(RIDGE * gram.diagonal().mean())
-    added = torch.linalg.solve(gram, cross)
+    added = solve(factor(gram), cross)
     added -= added @ codes.directions @ codes.directions.T
     layer.self_attn.o_proj.weight[:, columns] += added.T
-
-
-def _known(drafter: Eagle3Drafter, batch: Batch) -> torch.Tensor:
-    """[T, S + H]: the states at each row, and the normed embedding of the token that follows."""
-    embeds = drafter.decoder_layers()[0].input_layernorm(F.embedding(batch.following[:, 0], drafter.embedding))
-    return torch.cat([drafter.normed_states(batch.hidden_states), embeds], dim=1)
 
 
 def _slow_pairs(drafter: Eagle3Drafter) -> list[int]:

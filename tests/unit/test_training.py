@@ -4,6 +4,7 @@ import ctypes
 import subprocess
 import sys
 from dataclasses import replace
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -11,10 +12,12 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from draftsmith.checkpoint import Checkpoint
-from draftsmith.drafters.eagle3 import _look_at_own_position, _reduced_rank_fit
+from draftsmith.drafters import eagle3, recall
+from draftsmith.drafters.eagle3 import _FusedStates, _look_at_own_position, _reduced_rank_fit
+from draftsmith.drafters.linear import RIDGE, factor, solve, unit_rms
 from draftsmith.errors import DraftsmithError
 from draftsmith.train.acceptance import _walk, predict_acceptance
-from draftsmith.train.packing import plan_epoch, share_out
+from draftsmith.train.packing import pack, plan_epoch, share_out
 from draftsmith.train.train import learning_rate_factor
 from draftsmith.vocabulary import choose_draft_vocabulary
 from tests.unit.converting import to_vllm
@@ -88,6 +91,39 @@ def test_draft_vocabulary() -> None:
     assert choose_draft_vocabulary(counts, None).tolist() == list(range(6))
 
 
+def test_a_ridge_that_rounding_eats_grows() -> None:
+    """A Gram matrix with an eigenvalue below zero by more than the ridge, as rounding leaves of 40,000 columns."""
+    vectors = torch.linalg.qr(torch.randn(20, 20, generator=torch.Generator().manual_seed(0), dtype=torch.float64)).Q
+    for lowest, ridge in ((0.0, RIDGE), (-2 * RIDGE, 10 * RIDGE), (-20 * RIDGE, 100 * RIDGE)):
+        values = torch.ones(20, dtype=torch.float64)
+        values[0] = lowest
+        gram = vectors * values @ vectors.T
+        mean = gram.diagonal().mean()
+        lower = factor(gram.clone())
+        torch.testing.assert_close(lower @ lower.T, gram + ridge * mean * torch.eye(20, dtype=torch.float64))
+        wanted = torch.ones(20, 2, dtype=torch.float64)
+        torch.testing.assert_close((gram + ridge * mean * torch.eye(20)) @ solve(lower, wanted), wanted)
+    with pytest.raises(DraftsmithError, match="some are not finite"):
+        factor(torch.full((3, 3), torch.nan))
+
+
+def test_rows_enter_a_start_some_at_a_time(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The start does not depend on how many, beyond the order of sums."""
+    torch.manual_seed(0)
+    tensors = SimpleNamespace(
+        embedding=torch.randn(VOCAB, HIDDEN).double(), lm_head=torch.randn(VOCAB, HIDDEN).double(), final_norm_weight=torch.ones(HIDDEN)
+    )  # fmt: skip
+    batches = [(pack([s], steps=1), s.hidden_states[:, -1]) for s in (make_sequence(40, 5, n) for n in range(8))]
+    whole, pieces = make_drafter(), make_drafter()
+    whole.start(tensors, batches)
+    for module in (eagle3, recall):
+        monkeypatch.setattr(module, "ROWS_AT_ONCE", 7)
+    pieces.start(tensors, batches)
+    batch = batches[0][0]
+    for found, expected in zip(pieces.chain(batch, steps=1), whole.chain(batch, steps=1), strict=True):
+        torch.testing.assert_close(found.normed, expected.normed)
+
+
 def test_reduced_rank_fit_recovers_what_is_there() -> None:
     generator = torch.Generator().manual_seed(0)
 
@@ -97,7 +133,7 @@ def test_reduced_rank_fit_recovers_what_is_there() -> None:
     a, b, c = random(10, 6), random(6, 2), random(2, 6)
     reads = random(4000, 16)
     wanted = reads[:, :10] @ a + reads[:, 10:] @ b @ c + 0.01 * random(4000, 6)
-    found_a, found_b, found_c = _reduced_rank_fit(reads, wanted, hidden=6, rank=2)
+    found_a, found_b, found_c = _reduced_rank_fit(reads.T @ reads, reads.T @ wanted, rank=2)
     assert found_b.shape == (6, 2)
     torch.testing.assert_close(found_a, a, rtol=0, atol=0.05)
     torch.testing.assert_close(found_b @ found_c, b @ c, rtol=0, atol=0.05)
@@ -113,7 +149,8 @@ def test_first_heads_look_at_their_own_position() -> None:
     )  # all have something in common
     with torch.no_grad():
         drafter.layers[0].hidden_norm.weight.fill_(1)
-        _look_at_own_position(drafter, states)
+        unit = unit_rms(states)
+        _look_at_own_position(drafter, _FusedStates(torch.ones(()), unit.T @ unit, unit.sum(0)))
         x = torch.cat([torch.randn(400, HIDDEN, dtype=torch.float64), drafter.layers[0].hidden_norm(states)], dim=1)
         attention = drafter.layers[0].self_attn
         rope = drafter._rope(torch.arange(400), states)
