@@ -26,10 +26,19 @@ _GIB = 1024**3
 
 
 def is_cpu() -> bool:
-    """Whether engines will run on the CPU: no CUDA device is visible."""
+    """Whether engines will run on the CPU.
+
+    Raises:
+        UserError: vLLM is built for CUDA, and torch cannot use a GPU; the driver may be missing or too old.
+    """
     import torch
 
-    return not torch.cuda.is_available()
+    from draftsmith.cuda import require_gpus_for_vllm
+
+    if torch.cuda.is_available():
+        return False
+    require_gpus_for_vllm()
+    return True
 
 
 def resolved(engine: Engine) -> Engine:
