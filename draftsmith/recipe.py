@@ -267,8 +267,9 @@ class Train(Section):
     shard: bool = False
     """With several processes (`accelerate launch`): each holds a part of the weights, gradients and optimizer states
     (FSDP2) instead of all of them (DDP)."""
-    precision: Literal["float32", "bfloat16"] = "float32"
-    """What products are computed in, by autocast, and Muon's; weights, gradients and optimizer states are float32 either way."""
+    precision: Literal["float32", "bfloat16"] | None = None
+    """What products are computed in, by autocast, and Muon's; weights, gradients and optimizer states are float32 either way.
+    Absent: bfloat16 on GPUs, which have ten times float32's rate in it, and float32 on CPUs; `stage.json` says which it was."""
     activation_checkpointing: bool = False
     """Compute the widest layers again in the backward pass instead of keeping what they computed: less memory, more time."""
     chain_steps: int = Field(3, ge=1)
@@ -323,6 +324,10 @@ class Train(Section):
     measures it (`k_curve`), and a drafter of the same shape on the same machine has the same. Gives `predicted_speedup`."""
     tracker: Literal["wandb", "tensorboard", "trackio"] | None = None
     """Where to log through accelerate; wandb runs offline when no account is configured."""
+
+    def precision_on(self, device: str) -> Literal["float32", "bfloat16"]:
+        """`precision`, or what its absence means on a type of device as torch names it."""
+        return self.precision or ("bfloat16" if device == "cuda" else "float32")
 
     def inputs(self) -> dict[str, Any]:
         """What the outcome depends on: all of it but how the work is spread, saved and watched. A run goes on from its

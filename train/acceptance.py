@@ -10,7 +10,7 @@ an accepted guess is only known where the text took that guess. See `predict_sam
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from itertools import pairwise
 
@@ -29,21 +29,29 @@ _TOKENS_AT_ONCE = 4096
 
 
 def predict_acceptance(
-    drafter: Drafter, sequences: Iterable[Sequence], columns: list[int], *, k: int
+    drafter: Drafter,
+    sequences: Iterable[Sequence],
+    columns: list[int],
+    *,
+    k: int,
+    add_up: Callable[[torch.Tensor], torch.Tensor] = lambda counts: counts,
 ) -> dict[int, float]:
     """Predicted acceptance length for every number of speculative tokens from 1 to `k`.
 
     Args:
         drafter: the module.
-        sequences: held-out conversations that the target answered greedily.
+        sequences: held-out conversations that the target answered greedily; gone through once, a few at a time.
         columns: which of the sequences' states the drafter reads.
         k: longest chain.
+        add_up: what adds the counts (int64 [k, 2], on the drafter's device) of several processes, each with its part of the
+            conversations.
 
     Returns:
         {K: tokens per verification step of the target, the bonus token included}.
     """
     counted = count_accepted(drafter, sequences, columns, k=k)
-    return {length: 1 + hits / max(drafts, 1) for length, (hits, drafts) in counted.items()}
+    counts = add_up(torch.tensor([*counted.values()], device=next(drafter.parameters()).device)).tolist()
+    return {length: 1 + hits / max(drafts, 1) for length, (hits, drafts) in zip(counted, counts, strict=True)}
 
 
 @torch.no_grad()

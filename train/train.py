@@ -17,21 +17,23 @@ import shutil
 import signal
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field, replace
+from datetime import timedelta
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeVar
 
 import torch
 from accelerate import Accelerator
-from accelerate.utils import DistributedDataParallelKwargs, broadcast_object_list, set_seed
+from accelerate.utils import DistributedDataParallelKwargs, InitProcessGroupKwargs, broadcast_object_list, set_seed
 from torch import nn
 from torch.distributed.tensor import DTensor
 from torch.utils.checkpoint import checkpoint
 
 from draftsmith import stage
 from draftsmith.checkpoint import Checkpoint
+from draftsmith.cuda import require_usable_gpus
 from draftsmith.drafters import drafter_class
 from draftsmith.drafters.base import Drafter, DrafterConfig
 from draftsmith.drafters.batch import Batch
@@ -47,6 +49,8 @@ from draftsmith.train.loss import ChainLoss
 from draftsmith.train.muon import Muon
 from draftsmith.train.packing import pack, plan_epoch, share_out
 from draftsmith.vocabulary import choose_draft_vocabulary
+
+Loaded = TypeVar("Loaded")
 
 SNAPSHOT = "resume.pt"
 """Beside the checkpoint while training runs: everything needed to go on after a crash."""
@@ -69,7 +73,8 @@ class Run:
     plan: list[tuple[int, list[int]]]
     """One entry an optimizer step: epoch, store rows."""
     store: Store
-    held_out: list[Sequence]
+    held_out: list[int]
+    """Store rows; one is read when it is needed: together they may be larger than the memory."""
     columns: list[int]
     """Which of the store's states the drafter reads."""
     last_column: int
@@ -114,6 +119,39 @@ class StepResult(NamedTuple):
 
 _SAVE, _STOP = 1, 2
 
+_LONGEST_WAIT = timedelta(hours=6)
+"""Of a process for another one, which downloads the target, fits the start or predicts alone: NCCL's own limit is ten minutes. A
+process that ends does not leave others waiting so long: what launched them ends them."""
+
+
+def finished_training(recipe: Recipe, run_dir: Path) -> dict[str, Any] | None:
+    """The figures of a checkpoint that is up to date; None where there is something to train.
+
+    Raises:
+        UserError: no finished store.
+    """
+    directory = run_dir / "checkpoint"
+    if not stage.finished(directory, _inputs(recipe, run_dir)):
+        return None
+    return stage.read(directory)["figures"]  # type: ignore[index]
+
+
+def _store_dirs(recipe: Recipe, run_dir: Path) -> list[Path]:
+    return [run_dir / "store", *(Path(folder.path) for folder in recipe.train.more_stores)]
+
+
+def _inputs(recipe: Recipe, run_dir: Path) -> str:
+    """Digest of all that the checkpoint depends on."""
+    stored = []
+    for store_dir in _store_dirs(recipe, run_dir):
+        record = stage.read(store_dir)
+        if record is None:
+            raise UserError(
+                f"There is no finished store at {store_dir}. Run `draftsmith extract` with its recipe first."
+            )
+        stored.append(record["inputs"])
+    return digest([stored, recipe.seed, recipe.train.inputs()])
+
 
 def run_train(recipe: Recipe, run_dir: Path) -> dict[str, Any]:
     """Make `run_dir/checkpoint` from `run_dir/store`; continue after a crash; nothing happens when it is finished.
@@ -124,31 +162,25 @@ def run_train(recipe: Recipe, run_dir: Path) -> dict[str, Any]:
         The figures of `stage.json`.
 
     Raises:
-        UserError: no finished store, or one that does not fit the recipe's target or layer ids.
-        DraftsmithError: the loss or the gradient is no longer finite.
+        UserError: no finished store, or one that does not fit the recipe's target or layer ids; GPUs that torch cannot use.
+        DraftsmithError: the loss or the gradient is no longer finite; a GPU's memory is used up.
         Stopped: SIGTERM came; a snapshot is written.
     """
     started = time.time()
     directory = run_dir / "checkpoint"
-    store_dirs = [run_dir / "store", *(Path(folder.path) for folder in recipe.train.more_stores)]
-    stored = []
-    for store_dir in store_dirs:
-        record = stage.read(store_dir)
-        if record is None:
-            raise UserError(
-                f"There is no finished store at {store_dir}. Run `draftsmith extract` with its recipe first."
-            )
-        stored.append(record["inputs"])
-    inputs = digest([stored, recipe.seed, recipe.train.inputs()])
-    if stage.finished(directory, inputs):
+    if (done := finished_training(recipe, run_dir)) is not None:
         console.print(f"train: {directory} is up to date")
-        return stage.read(directory)["figures"]  # type: ignore[index]
+        return done
 
+    require_usable_gpus()
     keep_freed_memory()
     accelerator = _accelerator(recipe, run_dir)
+    inputs = _inputs(recipe, run_dir)
+    precision = recipe.train.precision_on(accelerator.device.type)
+    recipe = recipe.model_copy(update={"train": recipe.train.model_copy(update={"precision": precision})})
     with accelerator.local_main_process_first():  # one process downloads or prepares it
         target = describe_target(prepare_target(recipe.target), recipe.target)
-    store = Store(*store_dirs)
+    store = Store(*_store_dirs(recipe, run_dir))
     store.identity.require_fields(
         {
             "target_revision": target.revision,
@@ -161,14 +193,16 @@ def run_train(recipe: Recipe, run_dir: Path) -> dict[str, Any]:
     )
     snapshot = _read_snapshot(directory, inputs)
     set_seed(recipe.seed)
-    run = _set_up(recipe, accelerator, target, store, snapshot)
+    with _full_memory_explained(recipe, accelerator):
+        run = _set_up(recipe, accelerator, target, store, snapshot)
     if accelerator.is_main_process:  # only now: a recipe that does not fit must not cost a checkpoint
         stage.claim(directory, fresh=snapshot is None)
     accelerator.wait_for_everyone()
     progress = Progress(**snapshot["progress"]) if snapshot else Progress()
     del snapshot
     _start_tracker(recipe, accelerator, run_dir)
-    _fit(run, recipe, directory, inputs, progress)
+    with _full_memory_explained(recipe, accelerator):
+        _fit(run, recipe, directory, inputs, progress)
     published = progress.epochs[-1] if recipe.train.keep == "last" else _best(progress.epochs)
     figures = {
         "processes": accelerator.num_processes,
@@ -194,6 +228,22 @@ def run_train(recipe: Recipe, run_dir: Path) -> dict[str, Any]:
     return figures
 
 
+@contextmanager
+def _full_memory_explained(recipe: Recipe, accelerator: Accelerator) -> Iterator[None]:
+    """What to do where a GPU's memory is used up."""
+    try:
+        yield
+    except torch.OutOfMemoryError as error:
+        options = recipe.train
+        raise DraftsmithError(
+            f"The memory of {accelerator.device} is used up. Training works on tokens_per_step / (processes * accumulate) = "
+            f"{options.tokens_per_step // (accelerator.num_processes * options.accumulate)} tokens at once on each GPU: a larger "
+            "`train.accumulate` makes it less and changes no result. `train.activation_checkpointing: true` and, with several "
+            "GPUs, `train.shard: true` take less, too; `draftsmith run RECIPE --plan` says what takes how much. The same command "
+            f"continues from the last snapshot. torch says: {str(error).splitlines()[0]}"
+        ) from error
+
+
 def _accelerator(recipe: Recipe, run_dir: Path) -> Accelerator:
     """What knows the processes and the tracker. Raises UserError where the tracker is not installed."""
     tracker = recipe.train.tracker
@@ -206,7 +256,12 @@ def _accelerator(recipe: Recipe, run_dir: Path) -> Accelerator:
     # Buffers are the target's and never change: sending them round in every step would be for nothing. Precision is the
     # recipe's, whatever the launcher says: see `_step`.
     ddp = DistributedDataParallelKwargs(broadcast_buffers=False, gradient_as_bucket_view=True)
-    return Accelerator(log_with=tracker, project_dir=run_dir, mixed_precision="no", kwargs_handlers=[ddp])
+    return Accelerator(
+        log_with=tracker,
+        project_dir=run_dir,
+        mixed_precision="no",
+        kwargs_handlers=[ddp, InitProcessGroupKwargs(timeout=_LONGEST_WAIT)],
+    )
 
 
 def _start_tracker(recipe: Recipe, accelerator: Accelerator, run_dir: Path) -> None:
@@ -236,7 +291,7 @@ def _set_up(
     tensors = load_target_tensors(target.path)
     draft_token_ids = choose_draft_vocabulary(store.token_counts(target.vocab_size), options.drafter.draft_vocab_size)
     config = kind.make_config(options.drafter, target, read, len(draft_token_ids))
-    drafter = kind.make(config, tensors, draft_token_ids)
+    drafter = kind.make(config, tensors, draft_token_ids).to(accelerator.device)
     steps = drafter.max_steps or options.chain_steps
     columns, last_column = [saved.index(layer) for layer in read], saved.index(target.num_hidden_layers)
     rows = store.rows(held_out=False)
@@ -245,7 +300,7 @@ def _set_up(
     if snapshot:
         drafter.load_state_dict(snapshot["drafter"])
     elif accelerator.is_main_process:  # the others get its weights
-        drafter.start(tensors, _OneByOne(store, rows, steps, columns, last_column))
+        drafter.start(tensors, _OneByOne(store, rows, steps, columns, last_column, accelerator.device))
     for head in drafter.head_parameters():
         head.requires_grad_(options.train_lm_head)
     if options.activation_checkpointing:
@@ -281,7 +336,7 @@ def _set_up(
         target=target,
         plan=_plan(recipe, [store.length(row) for row in rows], rows),
         store=store,
-        held_out=[store[row] for row in store.rows(held_out=True)],
+        held_out=store.rows(held_out=True),
         columns=columns,
         last_column=last_column,
     )
@@ -316,7 +371,7 @@ def _optimizers(recipe: Recipe, drafter: Drafter) -> list[torch.optim.Optimizer]
     if rest:
         optimizers.append(torch.optim.AdamW(rest, lr=options.lr, betas=(0.9, 0.95), weight_decay=options.weight_decay))
     if matrices:
-        dtype = getattr(torch, options.precision)
+        dtype = torch.bfloat16 if options.precision == "bfloat16" else torch.float32
         optimizers.append(Muon(matrices, lr=options.muon_lr, weight_decay=options.weight_decay, dtype=dtype))
     return optimizers
 
@@ -352,8 +407,7 @@ def _fit(run: Run, recipe: Recipe, directory: Path, inputs: str, progress: Progr
     def load(number: int) -> list[MicroBatch]:
         return _load(run, recipe, number)
 
-    # What comes out depends on the step's number alone.
-    batches = prefetched(load, numbers) if _loads_ahead(accelerator.device) else map(load, numbers)
+    batches = _in_turn(load, numbers, accelerator.device)  # what comes out depends on the step's number alone
     with (
         _signals() as signals,
         Bar("train", total=len(run.plan), unit="steps", done=progress.step, shown=main) as bar,
@@ -390,10 +444,16 @@ def _fit(run: Run, recipe: Recipe, directory: Path, inputs: str, progress: Progr
                 last = progress.epochs[-max(1, options.keep_last) :]
                 _remove_epochs(directory, keep=[_best(progress.epochs), *last])
             if done.signal == _STOP and progress.step < len(run.plan):
+                accelerator.wait_for_everyone()  # launchers end the others when one has ended: the main one still writes
                 raise Stopped(
                     f"Stopped by SIGTERM after step {progress.step} of {len(run.plan)}, which is saved in {directory}. Run the "
                     "same command again to continue."
                 )
+
+
+def _in_turn(load: Callable[[int], Loaded], items: Iterable[int], device: torch.device) -> Iterator[Loaded]:
+    """`load(item)` of each, a few early where that does not take the cores from what computes."""
+    return prefetched(load, items) if _loads_ahead(device) else map(load, items)
 
 
 def _loads_ahead(device: torch.device) -> bool:
@@ -548,16 +608,21 @@ def _batch(
 
 @dataclass(frozen=True)
 class _OneByOne:
-    """Store rows as batches of one sequence, read anew by everyone who goes through them."""
+    """Store rows as batches of one sequence on the device, read anew by everyone who goes through them."""
 
     store: Store
     rows: list[int]
     steps: int
     columns: list[int]
     last_column: int
+    device: torch.device
 
     def __iter__(self) -> Iterator[tuple[Batch, torch.Tensor]]:
-        return (_batch(self.store, [row], self.steps, self.columns, self.last_column) for row in self.rows)
+        def load(row: int) -> tuple[Batch, torch.Tensor]:
+            return _batch(self.store, [row], self.steps, self.columns, self.last_column)
+
+        for batch, last_states in _in_turn(load, self.rows, self.device):
+            yield batch.to(self.device), last_states.to(self.device)
 
 
 def _finish_epoch(run: Run, recipe: Recipe, directory: Path, progress: Progress, epoch: int) -> None:
@@ -568,9 +633,13 @@ def _finish_epoch(run: Run, recipe: Recipe, directory: Path, progress: Progress,
     figures: dict[str, Any] = {"epoch": epoch + 1, "loss": round(sum(losses) / len(losses), 4), "predicted": {}}
     with _averaged(run):
         tensors = parallel.gather(drafter.state_dict(), keep=main)
-        with parallel.whole_weights(run.model):
-            if main and run.held_out:
-                predicted = predict_acceptance(drafter, run.held_out, run.columns, k=k)
+        if run.held_out:
+            with parallel.whole_weights(run.model):
+                # Each process predicts its share. Counts are whole numbers: their sums do not depend on who counted.
+                mine = run.held_out[run.accelerator.process_index :: run.accelerator.num_processes]
+                predicted = predict_acceptance(
+                    drafter, _sequences(run, mine), run.columns, k=k, add_up=run.accelerator.reduce
+                )
                 figures["predicted"] = _rounded(predicted)
         if main:
             folder = _epoch_folder(directory, figures)
@@ -585,6 +654,11 @@ def _finish_epoch(run: Run, recipe: Recipe, directory: Path, progress: Progress,
                 training=figures,
             ).save(folder)
     progress.epochs += broadcast_object_list([figures])
+
+
+def _sequences(run: Run, rows: list[int]) -> Iterator[Sequence]:
+    """Store rows, read one after the other."""
+    return _in_turn(run.store.__getitem__, rows, run.accelerator.device)
 
 
 @contextmanager
@@ -642,7 +716,7 @@ def _more_predictions(run: Run, recipe: Recipe, directory: Path, published: dict
         drafter = kind.make(kind.config_class.from_dict(saved.config), tensors, saved.draft_token_ids)
         drafter.load_state_dict(saved.tensors)
         found = predict_sampled_acceptance(
-            drafter.to(device), run.held_out, run.columns, k=max(lengths), temperature=options.predict_temperature,
+            drafter.to(device), _sequences(run, run.held_out), run.columns, k=max(lengths), temperature=options.predict_temperature,
             last_column=run.last_column, norm=_final_norm(drafter.config, tensors).to(device),
             head=tensors.lm_head.float().to(device),
         )  # fmt: skip
@@ -662,8 +736,8 @@ def _coverage(run: Run) -> float:
     """Share of the held-out response tokens that the drafter can propose."""
     known = torch.zeros(run.loss.drafter.config.vocab_size, dtype=torch.bool)
     known[run.loss.drafter.draft_token_ids.cpu()] = True
-    tokens = [s.token_ids[s.loss_mask].long() for s in run.held_out]
-    return round(known[torch.cat(tokens)].float().mean().item(), 4) if tokens else math.nan
+    tokens = run.store.response_tokens(held_out=True)
+    return round(known[tokens].float().mean().item(), 4) if len(tokens) else math.nan
 
 
 def _write_snapshot(directory: Path, inputs: str, run: Run, progress: Progress) -> None:

@@ -14,6 +14,7 @@ from draftsmith.train import acceptance
 from draftsmith.train.acceptance import (
     _expected_walk,
     _walk,
+    count_accepted,
     predict_acceptance,
     predict_sampled_acceptance,
     predicted_speedup,
@@ -106,6 +107,16 @@ def test_cold_sampling_is_greedy_decoding(parts) -> None:  # type: ignore[no-unt
     greedy_lengths = predict_acceptance(drafter, written, [0, 1, 2], k=K)
     assert greedy_lengths[K] > 1
     assert cold.greedy_drafts == pytest.approx(greedy_lengths, abs=1e-6)
+
+
+def test_processes_that_share_the_text_predict_as_one(parts) -> None:  # type: ignore[no-untyped-def]
+    drafter, sequences, _, _ = parts
+    ids = drafter.draft_token_ids  # so that there is something to accept
+    sequences = [replace(s, token_ids=ids[s.token_ids.long() % 3].int()) for s in sequences]
+    every_second = torch.tensor([*count_accepted(drafter, sequences[::2], [0, 1, 2], k=K).values()])
+    found = predict_acceptance(drafter, sequences[1::2], [0, 1, 2], k=K, add_up=lambda counts: counts + every_second)
+    assert found == predict_acceptance(drafter, sequences, [0, 1, 2], k=K)
+    assert found[K] > 1
 
 
 def test_expected_walk() -> None:

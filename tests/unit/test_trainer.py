@@ -12,7 +12,9 @@ import socket
 import subprocess
 import sys
 import time
+import weakref
 from collections.abc import Callable, Iterator
+from datetime import timedelta
 from multiprocessing.context import ForkServerProcess
 from pathlib import Path
 from typing import Any
@@ -22,7 +24,10 @@ import torch
 
 from draftsmith import stage
 from draftsmith.checkpoint import Checkpoint
+from draftsmith.drafters.eagle3 import Eagle3Drafter
 from draftsmith.errors import DraftsmithError, Stopped, UserError
+from draftsmith.store import Sequence, Store
+from draftsmith.train import acceptance
 from draftsmith.train import train as trainer
 from draftsmith.train.train import LOSSES, SNAPSHOT, learning_rate_factor, run_train
 from tests.unit.tiny_run import make_recipe, make_run
@@ -132,12 +137,16 @@ def process(
             os._exit(error.exit_status)
 
 
+def free_port() -> int:
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        return int(free.getsockname()[1])
+
+
 def start(
     folder: Path, directory: Path, processes: int = 2, stop: Any = None, **options: Any
 ) -> list[ForkServerProcess]:
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1] if processes > 1 else 0
+    port = free_port() if processes > 1 else 0
     started = [
         SERVER.Process(target=process, args=(rank, folder, directory, options, port, stop)) for rank in range(processes)
     ]
@@ -237,6 +246,72 @@ def test_two_processes_stop_together_and_any_number_goes_on(folder: Path, whole:
     assert ended(start(folder, back, shard=True, accumulate=2, **EAGLE3)) == [0, 0]
     require_alike(whole, back)
     assert losses_of(back)[:7] == losses_of(whole)[:7]
+
+
+def with_a_slow_start(
+    rank: int, folder: Path, directory: Path, port: int, may_wait: timedelta | None, seconds: float
+) -> None:
+    """One of two processes, the first of which takes so long for the start. torch's own limit is shorter."""
+    shortened = pytest.MonkeyPatch()
+    shortened.setattr(torch.distributed.distributed_c10d, "default_pg_timeout", timedelta(seconds=seconds / 2))
+    if may_wait is not None:
+        shortened.setattr(trainer, "_LONGEST_WAIT", may_wait)
+    original = Eagle3Drafter.start
+
+    def slowly(*arguments: Any) -> None:
+        time.sleep(seconds)
+        original(*arguments)
+
+    shortened.setattr(Eagle3Drafter, "start", slowly)
+    process(rank, folder, directory, EAGLE3, port, None)
+
+
+def test_a_start_may_take_longer_than_others_wait_by_default(folder: Path, whole: Path) -> None:
+    """A start of six seconds where two processes wait for each other for three: both of them die, or neither."""
+    for may_wait, statuses in ((timedelta(seconds=3), {1}), (None, {0})):
+        directory = run_dir(folder, "slow-start")
+        port = free_port()
+        started = [
+            SERVER.Process(target=with_a_slow_start, args=(rank, folder, directory, port, may_wait, 6.0))
+            for rank in range(2)
+        ]
+        for one in started:
+            one.start()
+        assert set(ended(started)) == statuses
+    require_alike(whole, directory)
+
+
+# ---- held-out text ----
+
+
+def test_held_out_states_are_read_a_few_at_a_time(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of ten held-out conversations, the trainer has two at once, one of which is being put into a batch."""
+    make_run(tmp_path, sequences=60)
+    living: list[int] = []
+    most: list[int] = []
+    original = Store.__getitem__
+
+    def watched(store: Store, index: int) -> Sequence:
+        sequence = original(store, index)
+        if sequence.held_out:
+            living.append(index)
+            most.append(len(living))
+            weakref.finalize(sequence.hidden_states, living.remove, index)
+        return sequence
+
+    monkeypatch.setattr(Store, "__getitem__", watched)
+    monkeypatch.setattr(acceptance, "_TOKENS_AT_ONCE", 1)
+    for ahead, at_once in (
+        (False, 2),
+        (True, 7),
+    ):  # beside a GPU some are read early: two done, two being read, one due
+        monkeypatch.setattr(trainer, "_loads_ahead", lambda device, ahead=ahead: ahead)
+        directory = run_dir(tmp_path, f"ahead-{ahead}")
+        most.clear()
+        figures = train(tmp_path, directory, predict_temperature=0.7, **{**EAGLE3, "epochs": 1})
+        assert list(figures["predicted_acceptance_length"]) == ["1", "2", "3", "4", "5"]
+        assert len(most) == 2 * 10, "each is read once for either prediction"
+        assert max(most) <= at_once
 
 
 # ---- stopped and continued ----
@@ -340,6 +415,24 @@ def test_signals_save(folder: Path, whole: Path, monkeypatch: pytest.MonkeyPatch
     assert losses_of(directory) == losses_of(whole)
 
 
+def test_memory_that_is_used_up_is_said_with_the_way_out(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """In a step, after which training goes on with less at once; and as early as in the start."""
+
+    def full(*_: Any) -> None:
+        raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 8 GiB.\nmore")
+
+    directory = run_dir(folder, "full")
+    with monkeypatch.context() as patch:
+        at_step(5, full, patch)
+        with pytest.raises(DraftsmithError, match=r"= 70 tokens at once.*Tried to allocate 8 GiB\.$") as raised:
+            train(folder, directory, save_every_steps=1, **EAGLE3)
+    assert raised.value.exit_status == 1
+    assert train(folder, directory, accumulate=2, **EAGLE3)["steps"] == 12
+    monkeypatch.setattr(Eagle3Drafter, "start", full)
+    with pytest.raises(DraftsmithError, match=r"`train\.accumulate`"):
+        train(folder, run_dir(folder, "full-start"), **EAGLE3)
+
+
 # ---- what a recipe can ask for ----
 
 
@@ -384,7 +477,7 @@ def test_a_gradient_that_is_not_finite_stops(folder: Path) -> None:
 
 def test_the_best_epoch_is_published_and_the_last_are_left(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     lengths = iter([1.2, 1.5, 1.3] * 2)
-    monkeypatch.setattr(trainer, "predict_acceptance", lambda *_, k: {1: 1.9, k: next(lengths)})
+    monkeypatch.setattr(trainer, "predict_acceptance", lambda *_, k, add_up: {1: 1.9, k: next(lengths)})
     best, last = run_dir(folder, "best"), run_dir(folder, "last")
     figures = train(folder, best, keep_last=2, **EAGLE3)
     assert figures["published_epoch"] == 2
@@ -432,6 +525,32 @@ def test_activations_computed_again_are_the_same(folder: Path, whole: Path) -> N
         directory = run_dir(folder, name)
         train(folder, directory, activation_checkpointing=True, **options)
         assert losses_of(directory) == losses_of(same)
+
+
+def test_precision_is_the_devices_unless_the_recipe_says_it(folder: Path, whole: Path) -> None:
+    options = make_recipe(folder).train
+    assert options.precision is None
+    assert (options.precision_on("cuda"), options.precision_on("cpu")) == ("bfloat16", "float32")
+    said = make_recipe(folder, precision="float32").train
+    assert said.precision_on("cuda") == "float32"
+    record = stage.read(whole / "checkpoint")
+    assert record is not None
+    assert record["recipe"]["train"]["precision"] == "float32", "what it was, not that it was left open"
+
+
+def test_a_device_that_prefers_bfloat16_trains_in_it(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As on a GPU; the checkpoint is then up to date on any device."""
+    directory = run_dir(folder, "prefers")
+    monkeypatch.setattr(type(make_recipe(folder).train), "precision_on", lambda options, device: "bfloat16")
+    train(folder, directory, **EAGLE3)
+    found = run_dir(folder, "asked")
+    train(folder, found, precision="bfloat16", **EAGLE3)
+    assert losses_of(directory) == losses_of(found)
+    monkeypatch.undo()
+    record = stage.read(directory / "checkpoint")
+    assert record is not None
+    assert record["recipe"]["train"]["precision"] == "bfloat16"
+    assert trainer.finished_training(make_recipe(folder, **EAGLE3), directory) == record["figures"]
 
 
 def test_bfloat16_products_on_float32_weights(folder: Path, whole: Path) -> None:
