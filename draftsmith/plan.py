@@ -4,8 +4,7 @@ Units: FLOP are floating-point operations, two for each weight that a token meet
 the recipe states (`plan.hardware`) is multiplied with the share of it that the work is assumed to reach. Means stand for
 distributions, so hours are for orders of magnitude: how far off they were is in docs/log.md.
 
-Not counted: downloads, the start of training (least squares on some rows), predicting acceptance between epochs, and
-attention inside the drafter.
+Not counted: downloads, predicting acceptance between epochs, and attention inside the drafter.
 """
 
 from __future__ import annotations
@@ -33,6 +32,8 @@ if TYPE_CHECKING:
 
 _BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
 _GIB = 1024**3
+_FLOAT32_ON_GPU = 1 / 16
+"""A GPU's rate in float32, where that of its half-precision products is 1: 19.5 of 312 TFLOP/s on an A100, 67 of 989 on an H100."""
 _COST_TOKENS = 16
 """Response tokens of an answer whose steps evaluation times; as in `serve/measure.py`."""
 _REQUESTS = 10
@@ -215,7 +216,12 @@ def plan_extract(
         flop=reading + answering,
         seconds=seconds,
         hours=_hours(hardware, seconds, beside="writing the store"),
-        more={"conversations": conversations, "sequences_at_once": at_once, "layer_ids": list(layer_ids)},
+        more={"conversations": conversations, "sequences_at_once": at_once, "layer_ids": list(layer_ids)}
+        | _devices(
+            hardware,
+            f"{_number(options.workers, 'engine')}{f' a machine, of {machines}' if machines > 1 else ''}",
+            options.workers * recipe.engine.tensor_parallel_size,
+        ),
     )
 
 
@@ -224,10 +230,12 @@ def plan_train(recipe: Recipe, assumed: Assumptions, drafter: Drafter, *, layers
 
     Memory is that of one process: what it trains in float32, with a gradient, AdamW's two moments (Muon: one) and their
     average (`ema`), each divided among the processes with `shard`; what it shares with the target, the teacher's head; and
-    what a micro-batch keeps for its backward pass, input and output of every product (`activation_checkpointing`: less).
+    what a micro-batch keeps for its backward pass, input and output of every product (`activation_checkpointing`: less). The start,
+    on one process before all that, has the whole drafter, what it shares with the target, and its sums of products.
     """
     options, hardware = recipe.train, assumed.hardware
     steps = drafter.max_steps or options.chain_steps
+    precision = options.precision_on("cuda" if hardware and hardware.memory_gib else "cpu")
     training, _ = conversation_counts(recipe, assumed)
     length = assumed.prompt_tokens + assumed.response_tokens
     tokens, answered = training * length * options.epochs, training * assumed.response_tokens * options.epochs
@@ -235,17 +243,24 @@ def plan_train(recipe: Recipe, assumed: Assumptions, drafter: Drafter, *, layers
     trained, by_muon = trained_parameters(recipe, drafter)
     flop = answered * flop_of_row(recipe, drafter, steps, predicts=True)
     flop += (tokens - answered) * flop_of_row(recipe, drafter, steps, predicts=False)
-    muon = optimizer_steps * sum(flop_of_muon(rows, columns, options.precision) for rows, columns in by_muon)
+    muon = optimizer_steps * sum(flop_of_muon(rows, columns, precision) for rows, columns in by_muon)
     shared = sum(value.numel() for value in drafter.buffers() if value.is_floating_point())
     own = sum(value.numel() for value in drafter.parameters())
     muons = sum(rows * columns for rows, columns in by_muon)
+    start = drafter.start_cost(
+        drafter.config, rows=round(training * length), answered=round(training * assumed.response_tokens)
+    )
     seconds: dict[str, float] = {}
     if hardware:
         rate = hardware.matmul_tflops * 1e12 * hardware.train_utilisation
-        plain_bytes = tokens * layers * drafter.config.hidden_size * _BYTES[recipe.target.dtype]
+        row_bytes = layers * drafter.config.hidden_size * _BYTES[recipe.target.dtype]
+        plain_bytes = tokens * row_bytes
+        slower = _FLOAT32_ON_GPU if hardware.memory_gib else 1
         seconds = {
             "products": flop / (rate * hardware.count),
             "Muon": muon / rate,  # every process does all of it
+            # One process, the others wait.
+            "start": start.flop / (rate * slower) + start.rows_read * row_bytes / (hardware.load_mb_per_second * 1e6),
             "reading the store": plain_bytes / (hardware.load_mb_per_second * 1e6 * hardware.count),
         }
     processes = hardware.count if hardware else 1
@@ -259,16 +274,21 @@ def plan_train(recipe: Recipe, assumed: Assumptions, drafter: Drafter, *, layers
             "drafter": 4 * own // parts,
             "shared with the target": 4 * shared,
             "the teacher's head": 4 * config.draft_vocab_size * config.hidden_size,
-            "copies in bfloat16": 2 * own if options.precision == "bfloat16" else 0,
+            "copies in bfloat16": 2 * own if precision == "bfloat16" else 0,
             "gradients": 4 * trained // parts,
             "optimizer states": (8 * (trained - muons) + 4 * muons + (4 * own if options.ema else 0)) // parts,
-            "activations": int(rows * kept_by_row(drafter, steps, layers=layers, number=_BYTES[options.precision])),
+            "activations": int(rows * kept_by_row(drafter, steps, layers=layers, number=_BYTES[precision])),
         },
         memory_limit=int(hardware.memory_gib * _GIB) if hardware and hardware.memory_gib else None,
-        flop=flop + muon * (hardware.count if hardware else 1),
+        flop=start.flop + flop + muon * processes,
         seconds=seconds,
         hours=_hours(hardware, seconds, beside="reading the store"),
-        more={"parameters_trained": trained, "optimizer_steps": optimizer_steps},
+        more={
+            "parameters_trained": trained,
+            "optimizer_steps": optimizer_steps,
+            "start": {"flop": start.flop, "memory_bytes": 4 * (own + shared) + start.memory_bytes},
+        }
+        | _devices(hardware, _number(processes, "process"), processes),
     )
 
 
@@ -367,7 +387,17 @@ def plan_evaluate(
         flop=flop,
         seconds=seconds,
         hours=_hours(hardware, seconds),
+        more=_devices(hardware, f"{_number(engines, 'engine')} side by side", per_device),
     )
+
+
+def _devices(hardware: Hardware | None, work: str, gpus: int) -> dict[str, str]:
+    """What a stage does on the first so many GPUs of a machine, as a figure of its `more`; nothing on CPUs."""
+    if hardware is None or hardware.memory_gib is None:
+        return {}
+    where = "GPU 0" if gpus == 1 else f"GPUs 0 to {gpus - 1}"
+    beyond = f", which is MORE than the {hardware.count} of `plan.hardware`" if gpus > hardware.count else ""
+    return {"devices": f"{work} on {where}{beyond}"}
 
 
 def _hours(hardware: Hardware | None, seconds: dict[str, float], *, beside: str | None = None) -> float | None:
@@ -565,11 +595,13 @@ def report(plan: dict[str, Any]) -> Iterable[str]:
         if not stage["memory_bytes"]:
             continue
         needed, limit = sum(stage["memory_bytes"].values()), stage["memory_limit"]
-        room = f" of {limit / _GIB:.1f}" if limit else ""
-        fits = ", which is TOO MUCH" if limit and needed > limit else ""
-        yield f"{name}: {stage['flop']:.2g} FLOP; memory of a device {needed / _GIB:.2f}{room} GiB{fits}"
+        yield f"{name}: {stage['flop']:.2g} FLOP; memory of a device {_memory(needed, limit)}"
+        if "devices" in stage["more"]:
+            yield f"  {stage['more']['devices']}"
         yield from (f"  {part}: {size / _GIB:.3f} GiB" for part, size in stage["memory_bytes"].items() if size)
         yield from (f"  {part}: {_duration(seconds / 3600)}" for part, seconds in stage["seconds"].items())
+        if start := stage["more"].get("start"):
+            yield f"  the start, on one process: {start['flop']:.2g} FLOP; memory {_memory(start['memory_bytes'], limit)}"
     yield "assumed (section `plan` of the recipe):"
     for key, value in plan["assumptions"].items():
         if key not in ("hardware", "target_config") and value is not None:
@@ -577,6 +609,12 @@ def report(plan: dict[str, Any]) -> Iterable[str]:
     for key, value in (plan["assumptions"]["hardware"] or {}).items():
         if value is not None:
             yield f"  {key.replace('_', ' ')}: {value if isinstance(value, str) else format(value, 'g')}"
+
+
+def _memory(needed: int, limit: int | None) -> str:
+    room = f" of {limit / _GIB:.1f}" if limit else ""
+    fits = ", which is TOO MUCH" if limit and needed > limit else ""
+    return f"{needed / _GIB:.2f}{room} GiB{fits}"
 
 
 def _time(stage: dict[str, Any]) -> str:
@@ -590,6 +628,10 @@ def _duration(hours: float) -> str:
     if hours >= 2:
         return f"{hours:.1f} hours"
     return f"{hours * 60:.0f} minutes" if hours * 60 >= 10 else f"{hours * 60:.1f} minutes"
+
+
+def _number(count: int, what: str) -> str:
+    return f"{count} {what}{'' if count == 1 else 'es' if what.endswith('s') else 's'}"
 
 
 def _count(number: float) -> str:

@@ -1,17 +1,24 @@
 """`draftsmith run --plan`: its arithmetic against counts made by hand, real modules, and what runs took."""
 
 import json
+import re
 import socket
+from collections.abc import Iterator
+from collections.abc import Sequence as Several
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any, Literal
 
 import pytest
 import torch
+from torch.profiler import ProfilerActivity, profile
 from torch.utils.flop_counter import FlopCounterMode
 from transformers import AutoConfig
 
 from draftsmith.cli import app
+from draftsmith.drafters import eagle, eagle3, linear, medusa, mlp_speculator, recall
 from draftsmith.drafters.base import Drafter
+from draftsmith.drafters.batch import Batch
 from draftsmith.errors import UserError
 from draftsmith.plan import (
     EngineStep,
@@ -23,6 +30,7 @@ from draftsmith.plan import (
     flop_of_text,
     kept_by_row,
     make_plan,
+    report,
     summary,
     target_sizes,
 )
@@ -55,6 +63,7 @@ def test_a_recipe_says_on_top_what_its_plan_prints(path: Path) -> None:
     for name, stage in plan["stages"].items():
         if stage["memory_limit"]:
             assert sum(stage["memory_bytes"].values()) < stage["memory_limit"], name
+            assert stage["more"].get("start", {}).get("memory_bytes", 0) < stage["memory_limit"]
 
     assert recipe.plan is not None
     config = _config_of_target(recipe, recipe.plan)
@@ -117,6 +126,8 @@ def test_muon(shape: tuple[int, int], precision: Literal["float32", "bfloat16"])
     assert counter.get_total_flops() == flop_of_muon(*shape, precision)
 
 
+Shape = Several[int]
+
 KINDS = {
     "eagle": {},
     "eagle3": {},
@@ -155,7 +166,89 @@ def test_products_are_those_that_the_module_does(name: str) -> None:
     assert 0.5 < rows * kept_by_row(drafter, 3, layers=3, number=4) / measured < 2
 
 
-def _tiny(name: str, **options: Any) -> tuple[Drafter, Any]:
+def _cholesky(shape: Shape, *_: Any, out_shape: Any = None, **__: Any) -> float:
+    return shape[0] ** 3 / 3
+
+
+def _triangular(shape: Shape, wanted: Shape, *_: Any, out_shape: Any = None, **__: Any) -> float:
+    return float(shape[0] ** 2 * wanted[1])
+
+
+def _lu(shape: Shape, wanted: Shape, *_: Any, out_shape: Any = None, **__: Any) -> float:
+    return 2 / 3 * shape[0] ** 3 + 2 * shape[0] ** 2 * wanted[1]
+
+
+def _eigenvectors(shape: Shape, *_: Any, out_shape: Any = None, **__: Any) -> float:
+    return 9.0 * shape[0] ** 3
+
+
+def _added_product(_: Shape, a: Shape, b: Shape, *__: Any, out_shape: Any = None, **___: Any) -> float:
+    return 2.0 * a[0] * a[1] * b[1]
+
+
+NO_PRODUCTS = {
+    torch.ops.aten.linalg_cholesky_ex: _cholesky, torch.ops.aten.linalg_solve_triangular: _triangular,
+    torch.ops.aten._linalg_solve_ex: _lu, torch.ops.aten._linalg_eigh: _eigenvectors, torch.ops.aten.addmm_: _added_product,
+}  # fmt: skip
+"""What torch's counter leaves out."""
+STARTS = {**KINDS, "eagle3 without a free head": {}, "medusa of one head": {"shared_head": True}}
+
+
+@pytest.mark.parametrize("name", STARTS)
+def test_a_start_takes_what_its_kind_says(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """FLOP, memory and rows read of a start on a small target, of whose store it reads a part."""
+    heads = {"num_key_value_heads": 8} if "free head" in name else {}
+    drafter, _ = _tiny(name, hidden=128, heads=8, **heads, **STARTS[name])
+    for module in (eagle, eagle3, linear, medusa, mlp_speculator, recall):
+        for limit, rows in (("ROWS_TO_FIT", 1000), ("ROWS_AT_ONCE", 64), ("ROWS_TO_LOOK_UP", 500)):
+            if hasattr(module, limit):
+                monkeypatch.setattr(module, limit, rows)
+    table = torch.randn(80, 128).bfloat16()
+    tensors = SimpleNamespace(embedding=table, lm_head=table, final_norm_weight=torch.ones(128))
+    # Anew, for the rotary frequencies that its config asks for.
+    drafter = type(drafter).make(drafter.config, tensors, torch.arange(80))
+    batches = _Counted(_texts(drafter, count=30, tokens=101))
+    with FlopCounterMode(display=False, custom_mapping=NO_PRODUCTS) as counter:
+        drafter.start(tensors, batches)
+    rows_read = 100 * batches.given
+    with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as profiled:
+        drafter.start(tensors, batches)
+    cost = drafter.start_cost(drafter.config, rows=30 * 100, answered=30 * 50)
+    held, peak = 0, 0
+    for event in profiled.profiler.kineto_results.events():  # in the order of time
+        if event.name() == "[memory]":
+            held += event.nbytes()
+            peak = max(peak, held)
+    assert cost.flop == pytest.approx(counter.get_total_flops(), rel=0.2)
+    assert cost.memory_bytes == pytest.approx(peak, rel=0.2)
+    assert cost.rows_read == pytest.approx(rows_read, rel=0.2)
+
+
+class _Counted(list[Any]):
+    """Counts what is taken from it."""
+
+    given = 0
+
+    def __iter__(self) -> Iterator[Any]:
+        for one in super().__iter__():
+            self.given += 1
+            yield one
+
+
+def _texts(drafter: Drafter, *, count: int, tokens: int) -> list[tuple[Batch, torch.Tensor]]:
+    """Texts of random states, each a batch, with the target's last states; the second half of each is answered."""
+    made = []
+    for number in range(count):
+        states = torch.randn(tokens - 1, len(drafter.config.layer_ids), drafter.config.hidden_size)
+        ids, answer = torch.randint(0, 80, (tokens,)), torch.arange(tokens) > tokens // 2
+        batch = pack([Sequence(number, False, ids, answer, states)], steps=drafter.max_steps or 1)
+        made.append((batch, states[:, -1]))
+    return made
+
+
+def _tiny(
+    name: str, *, hidden: int = 32, heads: int = 4, num_key_value_heads: int = 2, **options: Any
+) -> tuple[Drafter, Any]:
     """A drafter of the kind, for a tiny target, and three documents, half of them prompts."""
     kind = name.split(",")[0].split()[0]
     recipe = Recipe.model_validate(
@@ -163,15 +256,15 @@ def _tiny(name: str, **options: Any) -> tuple[Drafter, Any]:
          "train": {"drafter": {"kind": kind, **options}}, "evaluate": {"k": [1, 2], "acceptance_k": 2}}
     )  # fmt: skip
     config = AutoConfig.for_model(
-        "llama", hidden_size=32, intermediate_size=48, num_hidden_layers=3, num_attention_heads=4, num_key_value_heads=2,
-        vocab_size=80, max_position_embeddings=128,
+        "llama", hidden_size=hidden, intermediate_size=48, num_hidden_layers=3, num_attention_heads=heads,
+        num_key_value_heads=num_key_value_heads, rope_parameters={"rope_type": "default", "rope_theta": 5e5}, vocab_size=80, max_position_embeddings=128,
     )  # fmt: skip
     drafter = _drafter(recipe, config, (1, 2, 3)).to_empty(device="cpu")
     for value in (*drafter.parameters(), *drafter.buffers()):
         value.data.fill_(1) if value.is_floating_point() else value.copy_(torch.arange(len(value)))
     layers = len(drafter.config.layer_ids)
     sequences = [
-        Sequence(i, False, torch.randint(0, 80, (20,)), torch.arange(20) >= 10, torch.randn(19, layers, 32)) for i in range(3)
+        Sequence(i, False, torch.randint(0, 80, (20,)), torch.arange(20) >= 10, torch.randn(19, layers, hidden)) for i in range(3)
     ]  # fmt: skip
     return drafter.train(), pack(sequences, steps=3)
 
@@ -188,6 +281,23 @@ def test_the_demo_took_about_what_its_plan_says() -> None:
     assert plan["convert"]["more"]["parameters"] == 12_501_504
     for stage, seconds in (("extract", 334), ("train", 278), ("evaluate", 305)):
         assert 1 / 1.5 < plan[stage]["hours"] * 3600 / seconds < 1.5, stage
+
+
+def test_a_plan_says_which_gpus_a_run_takes() -> None:
+    path = RECIPES / "llama-3.1-8b-eagle3.yaml"
+    stages = make_plan(load_recipe(path))["stages"]
+    devices = {name: stage["more"].get("devices") for name, stage in stages.items()}
+    assert devices == {
+        "extract": "8 engines on GPUs 0 to 7", "train": "8 processes on GPUs 0 to 7", "convert": None,
+        "evaluate": "3 engines side by side on GPU 0",
+    }  # fmt: skip
+    plan = make_plan(load_recipe(path, ["plan.hardware.count=1", "plan.hardware.memory_gib=8"]))
+    printed = "\n".join(report(plan))
+    assert "  8 engines on GPUs 0 to 7, which is MORE than the 1 of `plan.hardware`\n" in printed
+    assert "  1 process on GPU 0\n" in printed
+    assert re.search(r"  the start, on one process: \S+ FLOP; memory \S+ of 8\.0 GiB, which is TOO MUCH\n", printed)
+    on_cpus = make_plan(load_recipe(RECIPES / "demo.yaml"))["stages"]
+    assert not any("devices" in stage["more"] for stage in on_cpus.values())
 
 
 def test_what_a_plan_needs_to_be_told(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
