@@ -6,13 +6,17 @@ import json
 import os
 import sys
 from collections.abc import Callable
+from dataclasses import asdict
 from functools import partial
 from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
+from rich.console import Console
 from rich.markup import escape
+from rich.table import Table
+from rich.text import Text
 
 from draftsmith import __version__
 from draftsmith.errors import DraftsmithError, UserError
@@ -20,6 +24,7 @@ from draftsmith.progress import console
 from draftsmith.recipe import Recipe, load_recipe
 
 if TYPE_CHECKING:
+    from draftsmith.doctor import Finding
     from draftsmith.drafters.base import Drafter
     from draftsmith.target import TargetInfo
 
@@ -496,6 +501,37 @@ def _print_report(report: dict[str, Any]) -> None:
         for row in coverage:
             shares = ["-" if row[part] is None else f"{row[part]:.3f}" for part in ("training", "held_out")]
             print(f"  {row['vocabulary']:>7} tokens  {'  '.join(shares)}")
+
+
+@app.command()
+def doctor(runs: RunsDir = Path("runs"), as_json: AsJson = False) -> None:
+    """Say what this machine can do and what is wrong with the install: status 1 where a run would not work.
+
+    Looks at Python, torch, the driver, GPUs, vLLM and its kernels, memory, disk and the Hub's settings; contacts nothing and
+    changes nothing.
+    """
+    from draftsmith.doctor import examine
+
+    findings = examine(runs)
+    wrong = any(finding.status == "wrong" for finding in findings)
+    if as_json:
+        print(json.dumps({"works": not wrong, "findings": [asdict(finding) for finding in findings]}, indent=2))
+    else:
+        _print_findings(findings)
+    if wrong:
+        raise typer.Exit(1)
+
+
+def _print_findings(findings: list[Finding]) -> None:
+    """`doctor` for people, on standard output: it is what was asked for."""
+    table = Table(show_header=False, show_lines=True)
+    colors = {"good": "green", "note": "yellow", "wrong": "bold red"}
+    for finding in findings:
+        text = Text(finding.found)
+        if finding.advice:
+            text.append(f"\n{finding.advice}", style=colors[finding.status])
+        table.add_row(finding.name, Text(finding.status, style=colors[finding.status]), text)
+    Console().print(table)
 
 
 @app.command()

