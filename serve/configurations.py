@@ -155,32 +155,30 @@ def throughput(
     plain_of = {one.dtype: one.name for one in of if one.speculation == 0 and not one.again}
     fastest_plain = max(plain_of.values(), key=lambda name: rates[name])
     # Other methods are compared, not offered.
-    apart = {
-        one.name
-        for one in of
-        if plain_beside.get(one.name, by_name[plain_of[one.dtype]]) != by_name[plain_of[one.dtype]]
-    }
     noise = paired(plain_beside[again.name], by_name[again.name])
     own = [one.name for one in of if isinstance(one.speculation, int) and one.speculation]
     fastest_speculative = max(own, key=lambda name: rates[name])
     same_dtype = fastest_plain in [plain_of[one.dtype] for one in of if one.name == fastest_speculative]
     over_fastest = plain_beside[fastest_speculative] if same_dtype else by_name[fastest_plain]
+    found: dict[str, Measured] = {
+        one.name: {
+            "speculation": one.speculation,
+            "dtype": one.dtype,
+            "tokens_per_second": rates[one.name],
+            "first_token_seconds": statistics.median([start["first_token_seconds"] for start in by_name[one.name]]),
+            "seconds_per_token": statistics.median([start["seconds_per_token"] for start in by_name[one.name]]),
+            "starts": by_name[one.name],
+        }
+        for one in of
+    }
+    for one in of:
+        if plain_beside.get(one.name, by_name[plain_of[one.dtype]]) != by_name[plain_of[one.dtype]]:
+            found[one.name]["plain_starts"] = plain_beside[one.name]
     return {
         "in_flight": in_flight,
         "requests": requests,
         "engine_starts": len(starts),
-        "configurations": {
-            one.name: {
-                "speculation": one.speculation,
-                "dtype": one.dtype,
-                "tokens_per_second": rates[one.name],
-                "first_token_seconds": statistics.median([start["first_token_seconds"] for start in by_name[one.name]]),
-                "seconds_per_token": statistics.median([start["seconds_per_token"] for start in by_name[one.name]]),
-                "starts": by_name[one.name],
-                **({"plain_starts": plain_beside[one.name]} if one.name in apart else {}),
-            }
-            for one in of
-        },
+        "configurations": found,
         "speedup": speedup(plain_beside[drafter.name], by_name[drafter.name], noise=noise),
         "speedups": {
             one.name: speedup(plain_beside[one.name], by_name[one.name], noise=noise)

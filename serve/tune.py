@@ -153,6 +153,7 @@ def run_tune(recipe: Recipe, run_dir: Path, *, verify: bool = False) -> Tuned:
         smaller="tune.batch_sizes",
     )  # fmt: skip
     costs: dict[int, dict[int, float]] = {batch: {} for batch in sorted(options.batch_sizes)}
+    shares: list[float] = []
     lineup = _lineup(placement, output)
     try:
         for engines in _turns(lineup, recipe, target, configs):
