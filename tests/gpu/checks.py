@@ -52,6 +52,7 @@ CHECKS = [
     ),
     Check("a", "adamw-8b", "a training step at an 8B target's shape with AdamW", "training_step.adamw", 560),
     Check("a", "muon-8b", "the same with Muon", "training_step.muon", 560),
+    Check("a", "start-8b", "the least squares that training starts from, on the device", "training_step.start", 560),
     Check("b", "imports", "vLLM and what it needs load, for the platform that torch sees", "with_vllm.imports"),
     Check(
         "b",

@@ -9,6 +9,7 @@ from __future__ import annotations
 import json
 import math
 import resource
+import time
 from pathlib import Path
 from typing import Any
 
@@ -24,7 +25,7 @@ from draftsmith.target import TargetInfo, TargetTensors
 from draftsmith.train.loss import ChainLoss
 from draftsmith.train.packing import pack
 from draftsmith.train.train import _optimizers
-from tests.gpu.torch_alone import device_of, matmul_rate, seconds_of
+from tests.gpu.torch_alone import device_of, matmul_rate, seconds_of, wait_for
 
 _ON_GPU = ("recipes/llama-3.1-8b-eagle3.yaml", 4096)
 """Recipe, and rows of a step on one device: its share of the recipe's step on eight."""
@@ -100,6 +101,54 @@ def _step(cpu: bool, optimizer: str) -> dict[str, str]:
     }
 
 
+def start(cpu: bool) -> dict[str, str]:
+    """What precedes training: least squares on some of the store, on the device.
+
+    Raises:
+        AssertionError: a weight is not finite, or the start changed nothing.
+    """
+    device = device_of(cpu)
+    path, _ = _ON_CPU if cpu else _ON_GPU
+    recipe = load_recipe(Path(path))
+    assumed = recipe.plan
+    assert assumed is not None
+    assert assumed.target_config is not None
+    drafter, _ = make_drafter(recipe, fetch(assumed.target_config), device)
+    _, tensors = make_drafter(recipe, fetch(assumed.target_config), torch.device("cpu"))
+    steps = drafter.max_steps or recipe.train.chain_steps
+    length = assumed.prompt_tokens + assumed.response_tokens
+    sequences, rows, answered = 4 if cpu else 64, 0, 0
+    batches = []
+    for number in range(sequences):
+        batch, last_states = make_batch(drafter, length, length, assumed.prompt_tokens, steps, seed=number)
+        rows, answered = rows + length, answered + int(batch.counts.sum(1).count_nonzero())
+        batches.append((batch.to(device), last_states.to(device)))
+    before = {name: value.detach().clone() for name, value in drafter.named_parameters()}
+    if device.type == "cuda":
+        torch.cuda.reset_peak_memory_stats(device)
+    held = torch.cuda.memory_allocated(device) if device.type == "cuda" else 0
+    wait_for(device)
+    begun = time.perf_counter()
+    drafter.start(tensors, batches)
+    wait_for(device)
+    seconds = time.perf_counter() - begun
+    peak = torch.cuda.max_memory_allocated(device) - held if device.type == "cuda" else 0
+    after = dict(drafter.named_parameters())
+    assert all(bool(torch.isfinite(value).all()) for value in after.values()), "a weight is not finite"
+    changed = sum(not torch.equal(before[name], value) for name, value in after.items())
+    assert changed > 1, "the start changed nothing"
+    cost = drafter.start_cost(drafter.config, rows=rows, answered=answered)
+    found = {
+        "of": f"{recipe.name}, {sequences} sequences of {length} tokens, {changed} of {len(after)} weights changed",
+        "time": f"{seconds:.1f} s, {cost.flop / seconds / 1e12:.3g} TFLOP/s in float32 by the plan's {cost.flop:.2g} FLOP",
+    }
+    if device.type == "cuda":
+        found["memory beside the drafter"] = (
+            f"{peak / 2**30:.1f} GiB ({cost.memory_bytes / 2**30:.1f} by the plan's arithmetic)"
+        )
+    return found
+
+
 def _only_optimizers(optimizers: list[torch.optim.Optimizer], drafter: nn.Module) -> None:
     for parameter in drafter.parameters():
         if parameter.requires_grad and parameter.grad is None:
@@ -144,10 +193,12 @@ def make_drafter(recipe: Recipe, target_config: Path, device: torch.device) -> t
     return drafter, tensors
 
 
-def make_batch(drafter: Any, rows: int, length: int, prompt: int, steps: int) -> tuple[Any, torch.Tensor]:
+def make_batch(
+    drafter: Any, rows: int, length: int, prompt: int, steps: int, seed: int = 0
+) -> tuple[Any, torch.Tensor]:
     """Random states on the host, as training has them: the batch, and the last layer's states [rows, hidden size]."""
     config = drafter.config
-    generator = torch.Generator().manual_seed(0)
+    generator = torch.Generator().manual_seed(seed)
     sequences, left = [], rows
     while left > 0:
         size = min(length, left)

@@ -84,6 +84,19 @@ def _installed(name: str) -> bool:
     return True
 
 
+def doctor(cpu: bool) -> dict[str, str]:
+    """
+    Raises:
+        AssertionError: it finds something that stops a run.
+    """
+    _require_vllm(cpu)
+    command = [sys.executable, "-m", "draftsmith.cli", "doctor", "--json"]
+    found = json.loads(subprocess.run(command, capture_output=True, text=True).stdout)
+    said = {one["name"]: f"{one['status']}: {one['found']}" for one in found["findings"]}
+    assert found["works"], {name: text for name, text in said.items() if text.startswith("wrong")}
+    return said
+
+
 def states(cpu: bool) -> dict[str, str]:
     """Extracted states against transformers' own forward pass, eager and, on a GPU, with CUDA graphs.
 
