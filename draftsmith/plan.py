@@ -365,9 +365,13 @@ def plan_evaluate(
         tokens=max(recipe.engine.max_model_len, max(options.batch_size, *options.batch_sizes, 1) * length),
         gpus=recipe.engine.tensor_parallel_size,
     )  # fmt: skip
+    together, gpus = engines, recipe.engine.tensor_parallel_size
     if hardware and hardware.memory_gib:
         memory, utilization = int(hardware.memory_gib * _GIB), recipe.engine.gpu_memory_utilization
-        engines = max(1, min(engines, side_by_side([need], memory, utilization)))
+        on_each = max(1, side_by_side([need], memory, utilization))
+        together = min(engines, on_each * max(1, hardware.count // gpus))
+        gpus *= math.ceil(together / on_each)
+        engines = min(engines, on_each)
     seconds = {}
     if hardware:  # engines start anew for step costs and for speeds
         starting = 2 * options.engine_starts * hardware.start_seconds
@@ -387,7 +391,7 @@ def plan_evaluate(
         flop=flop,
         seconds=seconds,
         hours=_hours(hardware, seconds),
-        more=_devices(hardware, f"{_number(engines, 'engine')} side by side", per_device),
+        more=_devices(hardware, f"{_number(together, 'engine')} at a time", gpus),
     )
 
 

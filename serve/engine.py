@@ -15,8 +15,8 @@ import multiprocessing.connection
 import multiprocessing.process
 import sys
 import time
-from collections.abc import Callable, Sequence
-from contextlib import suppress
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from types import TracebackType
@@ -206,23 +206,24 @@ class EngineHost:
         found: float | None = self._call("logit_margin", list(context), token, other)
         return found
 
-    def prefill_margins(
-        self, prompts: Sequence[Sequence[int]], answers: Sequence[Sequence[int]]
+    def margins_read_again(
+        self, prompts: Sequence[Sequence[int]], answers: Sequence[Sequence[int]], piece: int
     ) -> list[list[float | None]]:
-        """Where reading answers in one prefill prefers another token than they have, and by how much.
+        """Where reading answers in pieces prefers another token than they have, and by how much.
 
         The same computation as decoding, in another shape.
 
         Args:
             prompts: token ids.
             answers: the token ids that followed each prompt; both together leave room for one token.
+            piece: tokens of each that a step reads.
 
         Returns:
-            For each answer one entry per token: None where prefill prefers it too, otherwise the difference of the two logits,
+            For each answer one entry per token: None where reading prefers it too, otherwise the difference of the two logits,
             which is 0 at a tie that the other token wins by its lower id.
         """
         found: list[list[float | None]] = self._call(
-            "prefill_margins", [list(ids) for ids in prompts], [list(ids) for ids in answers]
+            "margins_read_again", [list(ids) for ids in prompts], [list(ids) for ids in answers], piece
         )
         return found
 
@@ -403,14 +404,17 @@ class _Engine:
     def end_load(self) -> list[tuple[Any, ...]]:
         return [tuple(timing) for timing in self._load.timings()]
 
-    def prefill_margins(self, prompts: list[list[int]], answers: list[list[int]]) -> list[list[float | None]]:
+    def margins_read_again(
+        self, prompts: list[list[int]], answers: list[list[int]], piece: int
+    ) -> list[list[float | None]]:
         from vllm import SamplingParams
 
         sampling = SamplingParams(temperature=0.0, max_tokens=1, prompt_logprobs=2, detokenize=False)
         inputs: list[Any] = [
             {"prompt_token_ids": prompt + answer} for prompt, answer in zip(prompts, answers, strict=True)
         ]
-        outputs = self._llm.generate(inputs, sampling, use_tqdm=False)
+        with self._pieces_of(piece):
+            outputs = self._llm.generate(inputs, sampling, use_tqdm=False)
         found = []
         for prompt, answer, output in zip(prompts, answers, outputs, strict=True):
             margins: list[float | None] = []
@@ -420,6 +424,18 @@ class _Engine:
                 margins.append(None if best == token else values[best] - values[token])
             found.append(margins)
         return found
+
+    @contextmanager
+    def _pieces_of(self, tokens: int) -> Iterator[None]:
+        """Prompts are read so many tokens a step meanwhile; a single one whole, since vLLM divides none that nobody waits for."""
+        scheduler: Any = self._llm.llm_engine.engine_core.engine_core.scheduler
+        config = scheduler.scheduler_config
+        before = config.long_prefill_token_threshold, scheduler.adaptive_long_prefill_threshold
+        config.long_prefill_token_threshold, scheduler.adaptive_long_prefill_threshold = tokens, False
+        try:
+            yield
+        finally:
+            config.long_prefill_token_threshold, scheduler.adaptive_long_prefill_threshold = before
 
     def logit_margin(self, context: list[int], token: int, other: int) -> float | None:
         from vllm import SamplingParams

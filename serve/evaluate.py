@@ -478,11 +478,13 @@ class _Evaluation:
         for plain in [one for one in engines if one.speculation == 0 and not one.again]:
             names = list(answers[plain])
             own = list(answers[plain].values())
+            speculative = [one for one in engines if one.speculation != 0 and one.dtype == plain.dtype]
             control = fidelity.control(
-                engines[plain], [contexts[name] for name in names], own, batch_size=self._recipe.evaluate.batch_size,
-                max_model_len=self._recipe.engine.max_model_len,
+                engines[plain], [contexts[name] for name in names], own,
+                piece=1 + max(engines[one].config.num_speculative_tokens for one in speculative),
+                batch_size=self._recipe.evaluate.batch_size, max_model_len=self._recipe.engine.max_model_len,
             )  # fmt: skip
-            for one in [one for one in engines if one.speculation != 0 and one.dtype == plain.dtype]:
+            for one in speculative:
                 method = one.speculation if isinstance(one.speculation, str) else None
                 differing = fidelity.differences(
                     names, own, [answers[one][name] for name in names], k=engines[one].config.num_speculative_tokens,

@@ -3,8 +3,9 @@
 Greedy decoding gives the same answer with and without speculation, but for rounding: checking K draft tokens is the same
 computation in another shape, sums are added in another order, and where the target's two likeliest tokens are as good as equal, the
 other one may win. How often that happens, and with which margins, is measured with a control: the plain engine reads its own
-answers again in one prefill, which is another shape too, and no speculation. Speculation that works cannot differ more often than
-that, nor at larger margins.
+answers again in pieces as long as those that speculation checks, so in the shape of checking, and without speculation. Speculation
+that works cannot differ more often than that, nor at larger margins. (Reading in one prefill is no such control: with bfloat16 on
+a CPU with AMX it differs from decoding a third as often as checking does; docs/log.md.)
 """
 
 from __future__ import annotations
@@ -57,14 +58,19 @@ class Difference(TypedDict):
 
 
 class Control(TypedDict):
-    """How far rounding alone goes: plain answers read again in one prefill."""
+    """How far rounding alone goes: plain answers read again in pieces.
+
+    Counted as speculation's differences are, which end a comparison: one answer may have many near-ties and another none.
+    """
 
     tokens: int
-    """Tokens compared."""
+    """Tokens compared: of each answer those up to the first difference, that one counted."""
     differing: int
-    """Of them, those where prefill prefers another token."""
+    """Answers in which reading again prefers another token anywhere."""
     margins: list[float]
-    """By how much, for each of them."""
+    """By how much, at the first such place of each of them."""
+    piece: int
+    """Tokens read at once."""
 
 
 class Fidelity(TypedDict):
@@ -147,17 +153,19 @@ def control(
     prompts: Sequence[Sequence[int]],
     answers: Sequence[Generated],
     *,
+    piece: int,
     batch_size: int,
     max_model_len: int,
     on_batch: Callable[[int], None] = lambda read: None,
 ) -> Control:
-    """Plain decoding's answers, read again by the plain engine in one prefill each.
+    """Plain decoding's answers, read again by the plain engine in pieces.
 
     Args:
         engine: the plain engine.
         prompts: token ids.
         answers: its own, to those prompts.
-        batch_size: answers read at once.
+        piece: tokens of an answer read at once: what speculation checks at once, the draft and the token before it.
+        batch_size: answers read side by side.
         max_model_len: of the engine; a token that would fill it is not compared.
         on_batch: called after every batch with the number of answers read so far.
     """
@@ -166,11 +174,12 @@ def control(
     for first in range(0, len(prompts), batch_size):
         batch = range(first, min(first + batch_size, len(prompts)))
         read = [answers[i].token_ids[: max_model_len - 1 - len(prompts[i])] for i in batch]
-        for found in engine.prefill_margins([prompts[i] for i in batch], read):
-            tokens += len(found)
-            margins += [margin for margin in found if margin is not None]
+        for found in engine.margins_read_again([prompts[i] for i in batch], read, piece):
+            first = next((place for place, margin in enumerate(found) if margin is not None), None)
+            tokens += len(found) if first is None else first + 1
+            margins += [] if first is None else [margin for margin in found[first : first + 1] if margin is not None]
         on_batch(batch.stop)
-    return {"tokens": tokens, "differing": len(margins), "margins": margins}
+    return {"tokens": tokens, "differing": len(margins), "margins": margins, "piece": piece}
 
 
 def judge(

@@ -129,7 +129,8 @@ def in_batches(
                     bar.update(done)
         counted |= {arm: engines[arm].counters() - before[arm] for arm in here}
         if control is None:
-            control = _control(engines[0], suite, batches, batch_size, max_model_len)
+            piece = 1 + max(engines[arm].config.num_speculative_tokens for arm in here)
+            control = _control(engines[0], suite, batches, piece, batch_size, max_model_len)
     assert control is not None
     asked = [prompt for batch in batches for prompt in batch.prompts]
     plain = [answer for batch in batches for answer in batch.plain]
@@ -168,9 +169,9 @@ def _plain_answers(
 
 
 def _control(
-    engine: EngineHost, suite: SuiteInput, batches: Sequence[_Batch], batch_size: int, max_model_len: int
+    engine: EngineHost, suite: SuiteInput, batches: Sequence[_Batch], piece: int, batch_size: int, max_model_len: int
 ) -> fidelity.Control:
-    """What rounding alone makes of plain decoding's answers."""
+    """What rounding alone makes of plain decoding's answers, read again in pieces of so many tokens."""
     asked = [prompt for batch in batches for prompt in batch.prompts]
     if left_out := sum(1 + len(prompt.later) for prompt in suite.prompts) - len(asked):
         console.print(
@@ -180,7 +181,7 @@ def _control(
     with Bar(f"{suite.name}: control", total=len(asked), unit="answers") as bar:
         return fidelity.control(
             engine, [prompt.token_ids for prompt in asked], [answer for batch in batches for answer in batch.plain],
-            batch_size=batch_size, max_model_len=max_model_len, on_batch=bar.update,
+            piece=piece, batch_size=batch_size, max_model_len=max_model_len, on_batch=bar.update,
         )  # fmt: skip
 
 

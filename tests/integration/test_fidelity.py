@@ -49,13 +49,13 @@ def test_rounding_is_excused_and_a_planted_fault_is_not(smollm2: Path, tmp_path:
     hosts = start_engines(configs, tmp_path)
     try:
         plain, right, wrong = ([*host.generate(prompts, max_tokens=TOKENS)[0]] for host in hosts)
-        against = fidelity.control(hosts[0], prompts, plain, batch_size=PROMPTS, max_model_len=2048)
+        against = fidelity.control(hosts[0], prompts, plain, piece=4, batch_size=PROMPTS, max_model_len=2048)
         verdicts = [_verdict(hosts[0], names, prompts, plain, answers, against) for answers in (right, wrong)]
     finally:
         for host in hosts:
             host.close()
     print(against["tokens"], against["differing"], verdicts)
-    assert against["tokens"] == sum(len(answer.token_ids) for answer in plain)
+    assert 0 < against["tokens"] <= sum(len(answer.token_ids) for answer in plain)
     assert verdicts[0]["verdict"] in ("identical", "near_ties"), verdicts[0]
     assert verdicts[1]["verdict"] == "wrong", verdicts[1]
     # Most of what the fault does is near-ties, which by themselves excuse everything.

@@ -82,7 +82,9 @@ class Engine:
     def logit_margin(self, context: list[int], token: int, other: int) -> float | None:
         return None
 
-    def prefill_margins(self, prompts: Sequence[Any], answers: Sequence[Any]) -> list[list[float | None]]:
+    def margins_read_again(
+        self, prompts: Sequence[Any], answers: Sequence[Any], piece: int
+    ) -> list[list[float | None]]:
         return [[None] * len(answer) for answer in answers]
 
     def counters(self) -> Counters:

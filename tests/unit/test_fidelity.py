@@ -27,11 +27,15 @@ ANSWERS, LENGTH = 45, 96
 def planted(
     draw: np.random.Generator, rate: float, margins: tuple[float, ...] = (0.125, 0.25, 0.375)
 ) -> tuple[list[Difference], list[str], list[Generated], Control]:
-    """Speculative answers that differ from plain ones at `rate` a token, beside a control that does so at 0.0015."""
+    """Speculative answers that differ from plain ones at `rate` a token, beside a control that does so at 0.0015.
+
+    Rates are means: half of the answers have nearly all of the near-ties.
+    """
     names = [f"p{n}" for n in range(ANSWERS)]
+    of_prompt = [1.9 if number % 2 else 0.1 for number in range(ANSWERS)]
     found: list[Difference] = []
-    for name in names:
-        position = int(draw.geometric(rate)) - 1
+    for name, share in zip(names, of_prompt, strict=True):
+        position = int(draw.geometric(min(1.0, rate * share))) - 1
         if position < LENGTH:
             found.append(
                 {
@@ -39,9 +43,11 @@ def planted(
                     "margin": float(draw.choice(margins)), "near_tie": True,
                 }
             )  # fmt: skip
-    count = int(draw.binomial(ANSWERS * LENGTH, 0.0015))
+    ends = [int(draw.geometric(0.0015 * share)) for share in of_prompt]
+    count = sum(end <= LENGTH for end in ends)
     against: Control = {
-        "tokens": ANSWERS * LENGTH, "differing": count, "margins": [float(draw.choice((0.125, 0.25, 0.375))) for _ in range(count)],
+        "tokens": sum(min(end, LENGTH) for end in ends), "differing": count, "piece": 4,
+        "margins": [float(draw.choice((0.125, 0.25, 0.375))) for _ in range(count)],
     }  # fmt: skip
     return found, names, [Generated([1] * LENGTH, "length", 0.0)] * ANSWERS, against
 
@@ -67,7 +73,7 @@ def test_larger_margins_than_rounding_s_are_a_fault() -> None:
 def test_in_float32_on_a_cpu_only_a_tie_is_excused() -> None:
     plain = [Generated([1, 2, 3], "length", 0.0), Generated([4, 5, 6], "length", 0.0)]
     other = [Generated([1, 2, 9], "length", 0.0), Generated([4, 5, 6], "length", 0.0)]
-    none: Control = {"tokens": 6, "differing": 0, "margins": []}
+    none: Control = {"tokens": 6, "differing": 0, "margins": [], "piece": 4}
     asked: list[Any] = []
     for margin, verdict in ((2e-5, "near_ties"), (0.05, "wrong"), (None, "wrong")):
         found = differences(["a", "b"], plain, other, k=3)
@@ -101,7 +107,9 @@ def test_a_gpu_s_float32_is_judged_by_its_control(on_gpu: bool, verdicts: list[s
             mock.Mock(side_effect=margins), near_tie("float32", on_gpu=on_gpu),
         )  # fmt: skip
         said.append(
-            judge(found, names, plain, {"tokens": 4000, "differing": len(against), "margins": against})["verdict"]
+            judge(found, names, plain, {"tokens": 4000, "differing": len(against), "margins": against, "piece": 4})[
+                "verdict"
+            ]
         )
     assert said == verdicts
     assert near_tie("bfloat16", on_gpu=on_gpu) == 0.5
@@ -121,19 +129,23 @@ def test_the_rate_test_by_hand() -> None:
     assert rate_p_value(3, 50, 1, 50) == pytest.approx(5 / 16)
 
 
-def test_the_control_reads_every_token_that_fits() -> None:
+def test_the_control_reads_every_token_that_fits_and_counts_up_to_the_first_difference() -> None:
     read: list[Any] = []
 
     class Engine:
-        def prefill_margins(self, prompts: list[list[int]], answers: list[list[int]]) -> list[list[float | None]]:
+        def margins_read_again(
+            self, prompts: list[list[int]], answers: list[list[int]], piece: int
+        ) -> list[list[float | None]]:
+            assert piece == 4
             read.append((prompts, answers))
             return [[0.25 if token == 9 else None for token in answer] for answer in answers]
 
     prompts = [[1] * 4, [1] * 5, [1] * 2]
-    answers = [Generated([9, 8, 8], "length", 0.0), Generated([8, 9, 9], "length", 0.0), Generated([9], "stop", 0.0)]
+    answers = [Generated([8, 9, 9], "length", 0.0), Generated([8, 8, 9], "length", 0.0), Generated([9], "stop", 0.0)]
     done: list[int] = []
     engine: Any = Engine()
-    found = control(engine, prompts, answers, batch_size=2, max_model_len=8, on_batch=done.append)
-    assert found == {"tokens": 6, "differing": 3, "margins": [0.25] * 3}  # the second answer's last token does not fit
+    found = control(engine, prompts, answers, piece=4, batch_size=2, max_model_len=8, on_batch=done.append)
+    # Two of the first answer's tokens, the two of the second that fit, and the third's only one.
+    assert found == {"tokens": 5, "differing": 2, "margins": [0.25] * 2, "piece": 4}
     assert [len(batch[0]) for batch in read] == [2, 1]
     assert done == [2, 3]

@@ -289,7 +289,7 @@ def test_a_plan_says_which_gpus_a_run_takes() -> None:
     devices = {name: stage["more"].get("devices") for name, stage in stages.items()}
     assert devices == {
         "extract": "8 engines on GPUs 0 to 7", "train": "8 processes on GPUs 0 to 7", "convert": None,
-        "evaluate": "3 engines side by side on GPU 0",
+        "evaluate": "3 engines at a time on GPUs 0 to 1",
     }  # fmt: skip
     plan = make_plan(load_recipe(path, ["plan.hardware.count=1", "plan.hardware.memory_gib=8"]))
     printed = "\n".join(report(plan))

@@ -146,7 +146,7 @@ def _results(target: str = "a target") -> results.Results:
         },
         "timed_prompts": 4,
         "identical_to_plain": True,
-        "control": {"tokens": 300, "differing": 0, "margins": []},
+        "control": {"tokens": 300, "differing": 0, "margins": [], "piece": 4},
         "differences": [],
         "quality": {"measure": "last_number", "prompts": 5, "plain": 0.4, "speculative": 0.2},
         "at_k": at_k,
