@@ -59,7 +59,7 @@ def train_in_processes(recipe: Recipe, run_dir: Path) -> dict[str, Any]:
         return done
     count = process_count()
     port = get_free_port() if count > 1 else 0
-    shared = {}
+    shared: dict[str, int] = {}
     if count > 1 and "OMP_NUM_THREADS" not in os.environ:  # torch reads it when it is imported
         shared = {"OMP_NUM_THREADS": max(1, torch.get_num_threads() // count)}
     logging.getLogger("torch.multiprocessing.spawn").setLevel(logging.ERROR)  # it says whom it ends after an error
