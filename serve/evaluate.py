@@ -479,6 +479,8 @@ class _Evaluation:
             names = list(answers[plain])
             own = list(answers[plain].values())
             speculative = [one for one in engines if one.speculation != 0 and one.dtype == plain.dtype]
+            if not speculative:
+                continue
             control = fidelity.control(
                 engines[plain], [contexts[name] for name in names], own,
                 piece=1 + max(engines[one].config.num_speculative_tokens for one in speculative),

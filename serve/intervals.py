@@ -192,7 +192,7 @@ def _percentiles(samples: np.ndarray, level: float) -> Interval:
 
 
 def stratified(items: Sequence[Any], count: int, stratum: Callable[[Any], Any], *, seed: int) -> list[Any]:
-    """Draw `count` items so that every stratum has its share of them, to within one item.
+    """Draw `count` items so that every stratum has its share of them, to within an item or two.
 
     Which strata have the odd ones, and which items stand for a stratum, depends on the seed and the items alone.
 

@@ -167,9 +167,12 @@ def fit_outputs(drafter: Eagle3Drafter, codes: Codes, batches: Iterable[tuple[Ba
         for _ in drafter.chain(batch, steps=1):
             pass
         counted = (batch.counts[:, 0] > 0).nonzero()[:, 0]
-        mixed = caught["mixed"][:, columns]
+        mixed, said = caught["mixed"], caught["said"]
+        if len(mixed) != len(counted):  # with another layer above, the first one works on every row
+            mixed, said = mixed[counted], said[counted]
+        mixed = mixed[:, columns]
         gram.addmm_(mixed.T, mixed)
-        cross.addmm_(mixed.T, unit_rms(last_states[counted + 1]) - caught["said"])
+        cross.addmm_(mixed.T, unit_rms(last_states[counted + 1]) - said)
         rows += len(counted)
         if rows >= ROWS_TO_LOOK_UP:
             break

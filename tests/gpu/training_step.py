@@ -60,8 +60,8 @@ def _step(cpu: bool, optimizer: str) -> dict[str, str]:
     assert assumed is not None
     loss = make_loss(recipe, assumed, device)
     drafter, steps = loss.drafter, loss.chain_steps
-    length = assumed.prompt_tokens + assumed.response_tokens
-    batch, last_states = make_batch(drafter, rows, length, assumed.prompt_tokens, steps)
+    length, prompt = round(assumed.prompt_tokens + assumed.response_tokens), round(assumed.prompt_tokens)
+    batch, last_states = make_batch(drafter, rows, length, prompt, steps)
     optimizers = _optimizers(recipe, drafter)
 
     def step() -> torch.Tensor:
@@ -116,11 +116,11 @@ def start(cpu: bool) -> dict[str, str]:
     drafter, _ = make_drafter(recipe, fetch(assumed.target_config), device)
     _, tensors = make_drafter(recipe, fetch(assumed.target_config), torch.device("cpu"))
     steps = drafter.max_steps or recipe.train.chain_steps
-    length = assumed.prompt_tokens + assumed.response_tokens
+    length, prompt = round(assumed.prompt_tokens + assumed.response_tokens), round(assumed.prompt_tokens)
     sequences, rows, answered = 4 if cpu else 64, 0, 0
     batches = []
     for number in range(sequences):
-        batch, last_states = make_batch(drafter, length, length, assumed.prompt_tokens, steps, seed=number)
+        batch, last_states = make_batch(drafter, length, length, prompt, steps, seed=number)
         rows, answered = rows + length, answered + int(batch.counts.sum(1).count_nonzero())
         batches.append((batch.to(device), last_states.to(device)))
     before = {name: value.detach().clone() for name, value in drafter.named_parameters()}

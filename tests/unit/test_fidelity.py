@@ -25,9 +25,12 @@ ANSWERS, LENGTH = 45, 96
 
 
 def planted(
-    draw: np.random.Generator, rate: float, margins: tuple[float, ...] = (0.125, 0.25, 0.375)
+    draw: np.random.Generator,
+    rate: float,
+    margins: tuple[float, ...] = (0.125, 0.25, 0.375),
+    rounding: float = 0.0015,
 ) -> tuple[list[Difference], list[str], list[Generated], Control]:
-    """Speculative answers that differ from plain ones at `rate` a token, beside a control that does so at 0.0015.
+    """Speculative answers that differ from plain ones at `rate` a token, beside a control that does so at `rounding`.
 
     Rates are means: half of the answers have nearly all of the near-ties.
     """
@@ -43,7 +46,7 @@ def planted(
                     "margin": float(draw.choice(margins)), "near_tie": True,
                 }
             )  # fmt: skip
-    ends = [int(draw.geometric(0.0015 * share)) for share in of_prompt]
+    ends = [int(draw.geometric(rounding * share)) for share in of_prompt]
     count = sum(end <= LENGTH for end in ends)
     against: Control = {
         "tokens": sum(min(end, LENGTH) for end in ends), "differing": count, "piece": 4,
@@ -63,7 +66,7 @@ def test_rounding_is_excused_and_a_fault_is_not() -> None:
 
 def test_larger_margins_than_rounding_s_are_a_fault() -> None:
     draw = np.random.default_rng(4)
-    verdicts = [judge(*planted(draw, 0.006, margins=(0.5,))) for _ in range(20)]
+    verdicts = [judge(*planted(draw, 0.01, margins=(0.5,), rounding=0.01)) for _ in range(20)]
     assert all(one["verdict"] == "wrong" for one in verdicts)
     assert margins_p_value([0.5] * 12, [0.125] * 12) == pytest.approx(1 / 5_001, rel=2)
     assert margins_p_value([0.125] * 12, [0.125] * 12) == 1

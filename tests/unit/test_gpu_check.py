@@ -103,4 +103,4 @@ def test_checks_on_a_cpu(tmp_path: Path) -> None:
     assert "TFLOP/s" in found["machine"]["bfloat16 products"]
     assert "0.4" in found["codec"]["bfloat16, int8"]
     for name in ("adamw-8b", "muon-8b"):
-        assert "GiB by the plan's arithmetic" in found[name]["peak memory"]
+        assert "by the plan's arithmetic" in found[name]["peak memory"]

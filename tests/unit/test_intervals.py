@@ -100,7 +100,8 @@ def test_every_stratum_has_its_share(strata: list[str], count: int, seed: int) -
     assert len(set(found)) == len(found) == min(count, len(items))
     have, of = Counter(one for _, one in found), Counter(strata)
     for one, number in of.items():
-        assert abs(have[one] - number * len(found) / len(items)) <= 1 + 1e-9
+        # Each stratum is within one of its part of the order; where the order is cut moves by up to one for each of them.
+        assert abs(have[one] - number * len(found) / len(items)) <= 1 + number / len(items) * len(of) + 1e-9
     assert found == stratified(items, count, lambda item: item[1], seed=seed)
     # Fewer are the first of more.
     assert stratified(items, count + 5, lambda item: item[1], seed=seed)[: len(found)] == found
