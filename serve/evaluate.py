@@ -366,9 +366,11 @@ class _Evaluation:
 
     def _acceptance_of(self, suite: SuiteInput, at_k: Sequence[int], renderer: Renderer, *, first: bool) -> None:
         options, known = self._recipe.evaluate, self._known
+        arms: list[Speculation] = [*at_k, *options.methods]
         found = in_batches(
-            self._turns(at_k, methods=True), [*at_k, *options.methods], suite, renderer, batch_size=options.batch_size,
-            max_model_len=self._recipe.engine.max_model_len,
+            self._turns(at_k, methods=True), arms, suite, renderer,
+            piece=1 + max((self._speculative[arm] or {})["num_speculative_tokens"] for arm in arms),
+            batch_size=options.batch_size, max_model_len=self._recipe.engine.max_model_len,
         )  # fmt: skip
         if first:
             costs = step_cost_curve([{int(k): ratios for k, ratios in one.items()} for one in known["costs"]])

@@ -89,6 +89,7 @@ def in_batches(
     suite: SuiteInput,
     renderer: Renderer,
     *,
+    piece: int,
     batch_size: int,
     max_model_len: int,
 ) -> InBatches:
@@ -98,6 +99,7 @@ def in_batches(
         groups: engines that are up together, the plain one and others, until each of `arms` was in one. Where there are several
             groups, plain decoding answers beside the first, and its answers stand for all.
         arms: those that speculate.
+        piece: of the control (`fidelity.control`): one more than the most tokens that any of `arms` guesses.
     """
     identical = dict.fromkeys(arms, 0)
     seconds: dict[Arm, float] = dict.fromkeys(arms, 0.0)
@@ -129,7 +131,6 @@ def in_batches(
                     bar.update(done)
         counted |= {arm: engines[arm].counters() - before[arm] for arm in here}
         if control is None:
-            piece = 1 + max(engines[arm].config.num_speculative_tokens for arm in here)
             control = _control(engines[0], suite, batches, piece, batch_size, max_model_len)
     assert control is not None
     asked = [prompt for batch in batches for prompt in batch.prompts]
