@@ -4,11 +4,10 @@
 PYTHON ?= python3
 EXTRA ?= cpu
 BIN := .venv/bin
-INSTALLED := build/installed
 INTERPRETER := .interpreter
 
 .DEFAULT_GOAL := help
-.PHONY: help venv demo venv-dev test test-v2 suffix soak bench dry-run-cuda lint typecheck installed clean
+.PHONY: help venv demo venv-dev test test-v2 suffix soak bench dry-run-cuda lint typecheck clean
 
 help:  ## Show this list
 	@grep -hE '^[a-z][a-z-]*:.*##' $(MAKEFILE_LIST) | awk -F ':.*## ' '{printf "  make %-10s %s\n", $$1, $$2}'
@@ -51,18 +50,13 @@ bench: venv-dev  ## Measure; writes runs/bench/results.json, fails where a bar i
 dry-run-cuda:  ## Which versions an install for GPUs would take, by uv and by pip; fails where there are none
 	PYTHON="$(PYTHON)" scripts/bootstrap.sh cuda,demo --dry-run
 
-lint: venv-dev installed  ## Style, formatting, and which module may import which
+lint: venv-dev  ## Style, formatting, and which module may import which
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
-	cd $(INSTALLED) && "$(CURDIR)/$(BIN)/lint-imports" --config "$(CURDIR)/pyproject.toml"
+	$(BIN)/lint-imports
 
-typecheck: venv-dev installed  ## mypy on the package as users install it
-	cd $(INSTALLED) && "$(CURDIR)/$(BIN)/mypy" --config-file "$(CURDIR)/pyproject.toml" -p draftsmith
-
-# Tools that read packages from disk see the stages only in an ordinary install.
-installed: venv-dev
-	@rm -rf build
-	@$(BIN)/python -m pip install --quiet --no-deps --no-build-isolation --target $(INSTALLED) .
+typecheck: venv-dev  ## mypy
+	$(BIN)/mypy -p draftsmith
 
 clean:  ## Remove build products and caches (runs/ and .venv/ stay)
 	rm -rf build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis .import_linter_cache

@@ -8,12 +8,12 @@ from typing import Any
 
 import torch
 
-from draftsmith.checkpoint import FORMAT_VERSION, RECORD, WEIGHTS, Checkpoint
 from draftsmith.convert.weights import Weight, listed, open_safetensors, read_json, write_safetensors
 from draftsmith.drafters import drafter_class
 from draftsmith.drafters.base import DrafterConfig
-from draftsmith.errors import UserError
-from draftsmith.stage import write_json
+from draftsmith.drafters.checkpoint import FORMAT_VERSION, RECORD, WEIGHTS, Checkpoint
+from draftsmith.run.atomic_io import write_json
+from draftsmith.run.errors import UserError
 
 EMBEDDING = "embed_tokens.weight"
 """[vocab, H]: the drafter's own embedding, where it does not share the target's."""

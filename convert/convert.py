@@ -10,24 +10,26 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from draftsmith import stage
-from draftsmith.checkpoint import RECORD, WEIGHTS
-from draftsmith.convert.card import render
+from draftsmith.config.loading import digest
+from draftsmith.config.recipe import Recipe
 from draftsmith.convert.contents import NOBODY, Contents, read_own, write_own
 from draftsmith.convert.formats import FORMATS
 from draftsmith.convert.formats.base import Format
-from draftsmith.convert.quantise import SCHEMES, scheme_of
+from draftsmith.convert.model_card import render
+from draftsmith.convert.quantize import SCHEMES, scheme_of
 from draftsmith.convert.verify import compare, drafter_of
 from draftsmith.convert.vocabulary import with_vocabulary
 from draftsmith.convert.weights import open_weights, read_json
 from draftsmith.drafters import drafter_class
 from draftsmith.drafters.base import Drafter
-from draftsmith.errors import UserError
-from draftsmith.progress import console
-from draftsmith.recipe import Recipe, digest
-from draftsmith.store import Store
-from draftsmith.target import TargetInfo, load_target_tensors
-from draftsmith.vocabulary import choose_draft_vocabulary
+from draftsmith.drafters.checkpoint import RECORD, WEIGHTS
+from draftsmith.drafters.vocabulary import choose_draft_vocabulary
+from draftsmith.run import stage
+from draftsmith.run.errors import UserError
+from draftsmith.run.progress import console
+from draftsmith.store.reader import Store
+from draftsmith.target.info import TargetInfo
+from draftsmith.target.tensors import load_target_tensors
 
 OWN = "draftsmith"
 """The name of the trainer's own checkpoint among the formats."""

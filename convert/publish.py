@@ -17,17 +17,17 @@ from huggingface_hub import CommitOperationAdd, CommitOperationDelete, HfApi, Mo
 from huggingface_hub.utils import disable_progress_bars, validate_repo_id
 from rich.markup import escape
 
-from draftsmith import stage
-from draftsmith.convert.card import hub_id, render
+from draftsmith.config.recipe import Target
 from draftsmith.convert.contents import Contents, read_own
 from draftsmith.convert.convert import converted_from
-from draftsmith.convert.quantise import scheme_of
+from draftsmith.convert.inspection import inspect
+from draftsmith.convert.model_card import hub_id, render
+from draftsmith.convert.quantize import scheme_of
 from draftsmith.convert.weights import read_json
-from draftsmith.errors import DraftsmithError, UserError
-from draftsmith.files import place_of
-from draftsmith.inspection import inspect
-from draftsmith.progress import console
-from draftsmith.recipe import Target
+from draftsmith.run import stage
+from draftsmith.run.errors import DraftsmithError, UserError
+from draftsmith.run.progress import console
+from draftsmith.target.downloads import place_of
 
 TAG = "draftsmith"
 """The card's tag by which a repository is known to be one that we may write to again."""

@@ -9,8 +9,8 @@ from draftsmith.convert.contents import EMBEDDING, Contents
 from draftsmith.drafters import drafter_class
 from draftsmith.drafters.base import Drafter
 from draftsmith.drafters.batch import Batch
-from draftsmith.errors import DraftsmithError
-from draftsmith.target import TargetTensors
+from draftsmith.run.errors import DraftsmithError
+from draftsmith.target.tensors import TargetTensors
 
 _ROWS, _STEPS = 64, 3
 _ROUNDING = 0.1

@@ -10,7 +10,7 @@ import torch
 from draftsmith.convert.contents import Contents
 from draftsmith.convert.weights import Weight
 from draftsmith.drafters import drafter_class
-from draftsmith.errors import UserError
+from draftsmith.run.errors import UserError
 
 MAPS = ("d2t", "t2d")
 """d2t, int64 [V]: target id less draft id, or the target id itself, of each draft token. t2d, bool [vocab]: which of the

@@ -20,8 +20,8 @@ from typing import Any, BinaryIO
 import torch
 from safetensors import SafetensorError, safe_open
 
-from draftsmith.errors import UserError
-from draftsmith.stage import new_file
+from draftsmith.run.atomic_io import new_file
+from draftsmith.run.errors import UserError
 
 _AT_ONCE = 16 << 20
 """Bytes of a tensor in memory at a time."""

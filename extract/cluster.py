@@ -24,13 +24,14 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from draftsmith.errors import DraftsmithError, UserError
+from draftsmith.config.recipe import Recipe
+from draftsmith.extract.handoff_folder import locked_folder, spool_folder
 from draftsmith.extract.requests import ExtractRequest
-from draftsmith.extract.spool_folder import locked_folder, spool_folder
-from draftsmith.machine import keep_freed_memory
-from draftsmith.progress import console
-from draftsmith.recipe import Recipe
-from draftsmith.store import Shard, ShardMaker, StoreDamaged, StoreIdentity, StoreWriter, most_bytes
+from draftsmith.run.errors import DraftsmithError, UserError
+from draftsmith.run.process import keep_freed_memory
+from draftsmith.run.progress import console
+from draftsmith.store.format import Shard, StoreDamaged, StoreIdentity
+from draftsmith.store.writer import ShardMaker, StoreWriter, most_bytes
 
 _SECONDS_BETWEEN_REPORTS = 1.0
 _SECONDS_TO_STOP = 60.0
@@ -103,7 +104,8 @@ class Machine:
 
     def _extract(self) -> None:
         from draftsmith.extract.extract import extracted_sequences, spool_sequences, store_identity
-        from draftsmith.target import describe_target, prepare_target
+        from draftsmith.target.info import describe_target
+        from draftsmith.target.prepare import prepare_target
 
         if not (self._directory / _marker(self._name)).is_file():
             raise UserError(

@@ -16,7 +16,7 @@ that step without being asked; a program that steps an engine must step on until
 It also works in vLLM's own server (docs/extraction-server.md), whose clients write `kv_transfer_params` as they
 like: they learn the name of their file from the answer, and have no say in it. Their files hold the plain states.
 
-A spool file (extract/spool.py) has the tokens that were inputs of the target (a last sampled token never was).
+A spool file (extract/handoff.py) has the tokens that were inputs of the target (a last sampled token never was).
 """
 
 from __future__ import annotations
@@ -41,11 +41,11 @@ from vllm.distributed.parallel_state import get_tensor_model_parallel_rank
 from vllm.platforms import current_platform
 from vllm.v1.request import RequestStatus
 
-from draftsmith.codec import EncodedStates, Form, encode_states
-from draftsmith.errors import UserError
 from draftsmith.extract.gpu_copy import Copy, GpuCopier
-from draftsmith.extract.spool import SpoolWriter, spool_file
-from draftsmith.machine import step_back
+from draftsmith.extract.handoff import SpoolWriter, spool_file
+from draftsmith.run.errors import UserError
+from draftsmith.run.process import step_back
+from draftsmith.store.codec import EncodedStates, Form, encode_states
 
 if TYPE_CHECKING:
     from vllm.v1.core.kv_cache_manager import KVCacheBlocks
@@ -280,7 +280,7 @@ def _spool_directory(given: Any) -> Path:
 
 
 def _require_true_embeddings(vllm_config: VllmConfig) -> None:
-    """Raises UserError where layer id 0 is asked for and `serve/plugin.py`, which mends its states, is not loaded."""
+    """Raises UserError where layer id 0 is asked for and `serve/plugin`, which mends its states, is not loaded."""
     from vllm.model_executor.models.interfaces import EagleModelMixin
 
     speculative = vllm_config.speculative_config

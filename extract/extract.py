@@ -15,19 +15,24 @@ from typing import Any
 
 import torch
 
-from draftsmith import stage
-from draftsmith.conversations import Skips
-from draftsmith.errors import DraftsmithError, UserError
-from draftsmith.extract.engine import Ask, Extracted, Job, run_engines
+from draftsmith.config.loading import digest
+from draftsmith.config.recipe import Extract, Recipe
+from draftsmith.data.conversations import Skips
+from draftsmith.data.overlap import TRAINING_PROMPTS, PromptsFile
+from draftsmith.engine.environment import is_cpu, memory_arguments, resolved
+from draftsmith.extract.handoff_folder import spool_folder
 from draftsmith.extract.requests import ExtractRequest, Requests, requests_of
-from draftsmith.extract.spool_folder import spool_folder
-from draftsmith.machine import keep_freed_memory, return_freed_memory
-from draftsmith.overlap import TRAINING_PROMPTS, PromptsFile
-from draftsmith.progress import Bar, console
-from draftsmith.recipe import Extract, Recipe, digest
-from draftsmith.store import EncodedSequence, Store, StoreIdentity, StoreWriter, most_bytes, require_room
-from draftsmith.target import TargetInfo, check_layer_ids, default_layer_ids, describe_target, prepare_target
-from draftsmith.vllm_env import is_cpu, memory_arguments, resolved
+from draftsmith.extract.worker import Ask, Extracted, Job, run_engines
+from draftsmith.run import stage
+from draftsmith.run.errors import DraftsmithError, UserError
+from draftsmith.run.process import keep_freed_memory, return_freed_memory
+from draftsmith.run.progress import Bar, console
+from draftsmith.store.format import EncodedSequence, StoreIdentity
+from draftsmith.store.reader import Store
+from draftsmith.store.writer import StoreWriter, most_bytes, require_room
+from draftsmith.target.info import TargetInfo, describe_target
+from draftsmith.target.layer_ids import check_layer_ids, default_layer_ids
+from draftsmith.target.prepare import prepare_target
 
 
 def run_extract(recipe: Recipe, run_dir: Path) -> dict[str, Any]:
@@ -267,7 +272,7 @@ def _extracted(
     generate = options.mode == "generate"
     sampling = {"temperature": options.temperature, "top_p": options.top_p, "top_k": options.top_k}
     if options.backend == "transformers":
-        from draftsmith.extract.hf import run_transformers
+        from draftsmith.extract.transformers_backend import run_transformers
 
         some = (ask for ask in asks if ask is not None)
         yield from run_transformers(

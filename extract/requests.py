@@ -14,14 +14,14 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from draftsmith.codec import Form
-from draftsmith.conversations import Conversation, Skips
-from draftsmith.errors import UserError
-from draftsmith.extract.engine import Ask
-from draftsmith.extract.rendering import Rendered, Renderer, Unrenderable
-from draftsmith.overlap import PromptsFile
-from draftsmith.prompts import split
-from draftsmith.recipe import Recipe
+from draftsmith.config.recipe import Recipe
+from draftsmith.data.chat_template import Rendered, Renderer, Unrenderable
+from draftsmith.data.conversations import Conversation, Skips
+from draftsmith.data.overlap import PromptsFile
+from draftsmith.data.prompts import split
+from draftsmith.extract.worker import Ask
+from draftsmith.run.errors import UserError
+from draftsmith.store.codec import Form
 
 
 @dataclass(frozen=True)

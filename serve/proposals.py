@@ -20,14 +20,14 @@ from typing import Any
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from draftsmith import vllm_env
+from draftsmith.config.recipe import Engine
 from draftsmith.drafters.base import Drafter
 from draftsmith.drafters.batch import Batch
-from draftsmith.errors import DraftsmithError, UserError
-from draftsmith.progress import console
-from draftsmith.recipe import Engine
-from draftsmith.serve.speculation import needs_plugin, reads_embeddings, rounds_inputs, speculative_config
-from draftsmith.states import states_of
+from draftsmith.engine import environment
+from draftsmith.engine.speculation import needs_plugin, reads_embeddings, rounds_inputs, speculative_config
+from draftsmith.run.errors import DraftsmithError, UserError
+from draftsmith.run.progress import console
+from draftsmith.target.reference_states import states_of
 
 NEAR_TIE = 1e-3
 """Logits; float32 sums taken in another order differ by less, and a real difference between modules by far more."""
@@ -83,11 +83,11 @@ def record(
     with tempfile.TemporaryDirectory() as folder:
         asked, answered, log = (Path(folder) / name for name in ("job.json", "out.json", "log"))
         asked.write_text(json.dumps(job))
-        environment = os.environ | vllm_env.vllm_environment(Engine())
+        variables = os.environ | environment.vllm_environment(Engine())
         with log.open("w") as file:
             done = subprocess.run(
                 [sys.executable, str(recorder), str(asked), str(answered)],
-                env=environment,
+                env=variables,
                 stdout=file,
                 stderr=file,
                 check=False,

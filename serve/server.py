@@ -10,14 +10,15 @@ import threading
 from pathlib import Path
 from typing import Any
 
-from draftsmith.errors import UserError
-from draftsmith.methods import Drafter, Method
-from draftsmith.progress import console
-from draftsmith.recipe import Recipe
-from draftsmith.serve.speculation import check_graph_sizes, method_config, own_drafter
+from draftsmith.config.methods import Drafter, Method
+from draftsmith.config.recipe import Recipe
+from draftsmith.engine.speculation import check_graph_sizes, method_config, own_drafter
+from draftsmith.run.errors import UserError
+from draftsmith.run.progress import console
 from draftsmith.serve.tune import schedule_of
 from draftsmith.serve.vllm_server import VllmServer, server_command
-from draftsmith.target import describe_target, prepare_target
+from draftsmith.target.info import describe_target
+from draftsmith.target.prepare import prepare_target
 
 
 def serve(

@@ -26,21 +26,24 @@ from rich.box import SIMPLE_HEAD
 from rich.table import Table
 from typing_extensions import TypedDict
 
-from draftsmith import plan, stage
-from draftsmith.errors import UserError
-from draftsmith.progress import Bar, console
-from draftsmith.recipe import Recipe, digest
-from draftsmith.serve import results as res
-from draftsmith.serve.curve import non_decreasing
-from draftsmith.serve.engine import EngineConfig, EngineHost, Generated, start_engines
-from draftsmith.serve.intervals import Ratio
-from draftsmith.serve.lineup import Lineup, Placement, find_placement
-from draftsmith.serve.measure import draw
-from draftsmith.serve.speculation import ONE_K, method_config, own_drafter
-from draftsmith.serve.suites import Renderer, SuitePrompt, suite_prompts
-from draftsmith.serve.throughput import REQUESTS_PER_SLOT, AtStart, at_start, run_load, schedule, speedup
-from draftsmith.target import TargetInfo, describe_target, prepare_target
-from draftsmith.vllm_env import resolved
+from draftsmith.config.loading import digest
+from draftsmith.config.recipe import Recipe
+from draftsmith.engine.environment import resolved
+from draftsmith.engine.speculation import FIXED_K, method_config, own_drafter, serving_spec
+from draftsmith.engine.step_cost import EngineStep, target_sizes
+from draftsmith.run import stage
+from draftsmith.run.errors import UserError
+from draftsmith.run.progress import Bar, console
+from draftsmith.serve.evaluation import results as res
+from draftsmith.serve.evaluation.curve import non_decreasing
+from draftsmith.serve.evaluation.engine import EngineConfig, EngineHost, Generated, start_engines
+from draftsmith.serve.evaluation.intervals import Ratio
+from draftsmith.serve.evaluation.lineup import Lineup, Placement, find_placement
+from draftsmith.serve.evaluation.measure import draw
+from draftsmith.serve.evaluation.suites import Renderer, SuitePrompt, suite_prompts
+from draftsmith.serve.evaluation.throughput import REQUESTS_PER_SLOT, AtStart, at_start, run_load, schedule, speedup
+from draftsmith.target.info import TargetInfo, describe_target
+from draftsmith.target.prepare import prepare_target
 
 _COST_TOKENS = 24
 """Response tokens of an answer whose steps are timed."""
@@ -75,7 +78,7 @@ class Tuned(TypedDict):
     pays: bool
     """Whether guessing gains anything at any of the loads."""
     measured: dict[str, dict[str, Ratio]] | None
-    """Wall-clock speedup by requests in flight, then by K, as `evaluate` defines it (serve/throughput.py); with `verify`."""
+    """Wall-clock speedup by requests in flight, then by K, as `evaluate` defines it (serve/evaluation/throughput.py); with `verify`."""
     schedule_measured: dict[str, Ratio] | None
     """The same of an engine that goes by the schedule."""
     engine_starts: int
@@ -144,7 +147,7 @@ def run_tune(recipe: Recipe, run_dir: Path, *, verify: bool = False) -> Tuned:
 
     ks, most = sorted(options.k), max(options.batch_sizes)
     configs = {0: None} | {k: speculative(num_speculative_tokens=k) for k in ks}
-    if method.method not in ONE_K:
+    if method.method not in FIXED_K:
         reads_along = speculative(num_speculative_tokens_per_batch_size=((1, most, 0), (most + 1, most + 1, 1)))
         configs[_READS_ALONG] = reads_along
     tokens = most * (max(len(prompt.token_ids) for prompt in every) + max(options.tokens, _COST_TOKENS))
@@ -172,7 +175,7 @@ def run_tune(recipe: Recipe, run_dir: Path, *, verify: bool = False) -> Tuned:
     speedups = {
         batch: {k: lengths[k] / cost for k, cost in sorted(of_batch.items())} for batch, of_batch in costs.items()
     }  # fmt: skip
-    if method.method in ONE_K:  # the best of the smallest load, where that pays
+    if method.method in FIXED_K:  # the best of the smallest load, where that pays
         smallest = {min(speedups): speedups[min(speedups)]}
         best_k = make_schedule(smallest, most=recipe.extract.max_num_seqs)
     else:
@@ -193,7 +196,7 @@ def run_tune(recipe: Recipe, run_dir: Path, *, verify: bool = False) -> Tuned:
         "acceptance_length": {str(k): length for k, length in lengths.items()},
         "step_cost": _as_text(costs),
         "speedup": _as_text(speedups),
-        "roofline": _roofline(recipe, target, drafter_dir, method.method, prompts, {k: lengths[k] for k in ks}),
+        "roofline": _roofline(recipe, target, drafter_dir, prompts, {k: lengths[k] for k in ks}),
         "schedule": best_k,
         "pays": pays,
         "measured": {str(n): {str(k): one for k, one in of_n.items()} for n, of_n in measured.items()}
@@ -359,7 +362,6 @@ def _roofline(
     recipe: Recipe,
     target: TargetInfo,
     drafter_dir: Path,
-    method: str,
     prompts: Sequence[SuitePrompt],
     lengths: Mapping[int, float],
 ) -> ByBatch | None:
@@ -367,17 +369,17 @@ def _roofline(
     hardware = recipe.plan.hardware if recipe.plan else None
     if hardware is None:
         return None
-    sizes = plan.target_sizes(target.config)
+    sizes = target_sizes(target.config)
     number = getattr(torch, recipe.target.dtype).itemsize
     context = statistics.mean(len(prompt.token_ids) for prompt in prompts) + recipe.tune.tokens / 2
     weights = (drafter_dir / "model.safetensors").stat().st_size / (hardware.memory_gb_per_second * 1e9)
     # Heads of their own for every position are read once; one module that goes round is read every time.
-    readings = (lambda k: 1) if method in ("medusa", "mlp_speculator") else (lambda k: k)
+    readings = (lambda k: 1) if serving_spec(drafter_dir).single_pass else (lambda k: k)
     found: dict[int, dict[int, float]] = {}
     for batch in recipe.tune.batch_sizes:
 
         def seconds(tokens: int, batch: int = batch) -> float:
-            step = plan.EngineStep(sizes, number, recipe.engine.tensor_parallel_size, batch, context, tokens=tokens)
+            step = EngineStep(sizes, number, recipe.engine.tensor_parallel_size, batch, context, tokens=tokens)
             return step.seconds(hardware)
 
         found[batch] = {

@@ -18,10 +18,10 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
-from draftsmith import vllm_env
-from draftsmith.errors import DraftsmithError, UserError
-from draftsmith.progress import console
-from draftsmith.recipe import Engine, Recipe
+from draftsmith.config.recipe import Engine, Recipe
+from draftsmith.engine import environment
+from draftsmith.run.errors import DraftsmithError, UserError
+from draftsmith.run.progress import console
 
 _SECONDS_TO_STOP = 20.0
 _SECONDS_BETWEEN_LOOKS = 0.5
@@ -64,15 +64,15 @@ class VllmServer:
             api_key: what clients have to show; None takes VLLM_API_KEY, where that is set.
             gpus: those that it runs on, as CUDA_VISIBLE_DEVICES has them; none: what this process sees.
         """
-        environment = os.environ | vllm_env.vllm_environment(engine) | vllm_env.only_these_gpus(gpus)
+        variables = os.environ | environment.vllm_environment(engine) | environment.only_these_gpus(gpus)
         if api_key is not None:
-            environment["VLLM_API_KEY"] = api_key  # not on the command line, which everybody on the machine can read
+            variables["VLLM_API_KEY"] = api_key  # not on the command line, which everybody on the machine can read
         # The server keeps its engine in a process of its own; a program that drives one engine does not.
-        del environment["VLLM_ENABLE_V1_MULTIPROCESSING"]
+        del variables["VLLM_ENABLE_V1_MULTIPROCESSING"]
         self.url = url
         # Its own session: Ctrl-C reaches us alone, and vLLM's children are in one group with it.
         self._process = subprocess.Popen(
-            command, env=environment, start_new_session=True, stdout=subprocess.PIPE, stderr=subprocess.STDOUT
+            command, env=variables, start_new_session=True, stdout=subprocess.PIPE, stderr=subprocess.STDOUT
         )
         self._said: deque[str] = deque(maxlen=_LINES_KEPT)
         self._echo = threading.Thread(target=self._read, args=(show,), daemon=True)
@@ -159,9 +159,9 @@ def server_command(
     ]  # fmt: skip
     if speculative is not None:
         command += ["--speculative-config", json.dumps(speculative)]
-    for key, value in vllm_env.memory_arguments(recipe.engine, share=memory_share).items():
+    for key, value in environment.memory_arguments(recipe.engine, share=memory_share).items():
         command += [f"--{key.replace('_', '-')}", str(value)]
-    if vllm_env.resolved(recipe.engine).enforce_eager:
+    if environment.resolved(recipe.engine).enforce_eager:
         command.append("--enforce-eager")
     return command + _flags(recipe.serve.options)
 

@@ -20,7 +20,7 @@ from torch.nn import functional as F
 
 from draftsmith.drafters.base import ChainStep, Drafter
 from draftsmith.drafters.batch import Batch
-from draftsmith.store import Sequence
+from draftsmith.store.format import Sequence
 from draftsmith.train.loss import row_chunks
 from draftsmith.train.packing import pack
 

@@ -25,12 +25,12 @@ from accelerate.utils import patch_environment
 from torch.distributed.elastic.utils.distributed import get_free_port
 from torch.multiprocessing import ProcessExitedException, start_processes
 
-from draftsmith.cuda import require_usable_gpus
-from draftsmith.errors import DraftsmithError, Stopped, UserError
-from draftsmith.progress import console
-from draftsmith.recipe import Recipe
+from draftsmith.config.recipe import Recipe
+from draftsmith.engine.environment import end_with_parent
+from draftsmith.run.cuda import require_usable_gpus
+from draftsmith.run.errors import DraftsmithError, Stopped, UserError
+from draftsmith.run.progress import console
 from draftsmith.train.train import finished_training, run_train
-from draftsmith.vllm_env import end_with_parent
 
 
 def process_count() -> int:

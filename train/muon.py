@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch.distributed.tensor import DTensor
 
-from draftsmith.train.parallel import split_like
+from draftsmith.train.distributed import split_like
 
 _COEFFICIENTS = (3.4445, -4.7750, 2.0315)  # Jordan's quintic: steepest at zero while singular values stay in (0.7, 1.2)
 _ITERATIONS = 5

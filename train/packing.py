@@ -7,7 +7,7 @@ from collections.abc import Iterable
 import torch
 
 from draftsmith.drafters.batch import Batch
-from draftsmith.store import Sequence
+from draftsmith.store.format import Sequence
 
 
 def plan_epoch(lengths: list[int], *, tokens_per_step: int, seed: int, epoch: int) -> list[list[int]]:

@@ -31,24 +31,29 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 from torch.utils.checkpoint import checkpoint
 
-from draftsmith import stage
-from draftsmith.checkpoint import Checkpoint
-from draftsmith.cuda import require_usable_gpus
+from draftsmith.config.loading import digest
+from draftsmith.config.recipe import Recipe
 from draftsmith.drafters import drafter_class
 from draftsmith.drafters.base import Drafter, DrafterConfig
 from draftsmith.drafters.batch import Batch
-from draftsmith.errors import DraftsmithError, Stopped, UserError
-from draftsmith.machine import keep_freed_memory
-from draftsmith.progress import Bar, console
-from draftsmith.recipe import Recipe, digest
-from draftsmith.store import Sequence, Store, prefetched
-from draftsmith.target import TargetInfo, TargetTensors, describe_target, load_target_tensors, prepare_target
-from draftsmith.train import parallel
+from draftsmith.drafters.checkpoint import Checkpoint
+from draftsmith.drafters.vocabulary import choose_draft_vocabulary
+from draftsmith.run import stage
+from draftsmith.run.cuda import require_usable_gpus
+from draftsmith.run.errors import DraftsmithError, Stopped, UserError
+from draftsmith.run.prefetch import prefetched
+from draftsmith.run.process import keep_freed_memory
+from draftsmith.run.progress import Bar, console
+from draftsmith.store.format import Sequence
+from draftsmith.store.reader import Store
+from draftsmith.target.info import TargetInfo, describe_target
+from draftsmith.target.prepare import prepare_target
+from draftsmith.target.tensors import TargetTensors, load_target_tensors
+from draftsmith.train import distributed
 from draftsmith.train.acceptance import predict_acceptance, predict_sampled_acceptance, predicted_speedup
 from draftsmith.train.loss import ChainLoss
 from draftsmith.train.muon import Muon
 from draftsmith.train.packing import pack, plan_epoch, share_out
-from draftsmith.vocabulary import choose_draft_vocabulary
 
 Loaded = TypeVar("Loaded")
 
@@ -317,16 +322,16 @@ def _set_up(
         loss_vocab_size=options.loss_vocab_size,
         terms=drafter.loss_terms(options.drafter),
     ).to(accelerator.device)
-    model = parallel.prepare(accelerator, loss, shard=options.shard)
+    model = distributed.prepare(accelerator, loss, shard=options.shard)
     optimizers = _optimizers(recipe, drafter)
     average = {}
     if options.ema is not None:
         average = {name: p.detach().clone() for name, p in drafter.named_parameters() if p.requires_grad}
     if snapshot:
         for optimizer, saved in zip(optimizers, snapshot["optimizers"], strict=True):
-            parallel.load_optimizer(optimizer, saved)
+            distributed.load_optimizer(optimizer, saved)
         for name, value in snapshot["average"].items():
-            average[name].copy_(parallel.split_like(value, average[name]))
+            average[name].copy_(distributed.split_like(value, average[name]))
     return Run(
         accelerator=accelerator,
         loss=loss,
@@ -500,7 +505,7 @@ def _step(run: Run, recipe: Recipe, number: int, micro_batches: list[MicroBatch]
         torch.manual_seed(_step_seed(recipe, number, share))  # for a drafter that draws noise
         batch = one.batch.to(device)
         last_states = one.last_states.to(device, non_blocking=True)
-        apart = parallel.gradients_kept_apart(run.model) if index + 1 < len(micro_batches) else nullcontext()
+        apart = distributed.gradients_kept_apart(run.model) if index + 1 < len(micro_batches) else nullcontext()
         with apart:
             with torch.autocast(device.type, dtype=torch.bfloat16, enabled=options.precision == "bfloat16"):
                 output = run.model(batch, last_states, divisors)
@@ -632,9 +637,9 @@ def _finish_epoch(run: Run, recipe: Recipe, directory: Path, progress: Progress,
     losses = [loss for (of_epoch, _), loss in zip(run.plan, progress.losses, strict=False) if of_epoch == epoch]
     figures: dict[str, Any] = {"epoch": epoch + 1, "loss": round(sum(losses) / len(losses), 4), "predicted": {}}
     with _averaged(run):
-        tensors = parallel.gather(drafter.state_dict(), keep=main)
+        tensors = distributed.gather(drafter.state_dict(), keep=main)
         if run.held_out:
-            with parallel.whole_weights(run.model):
+            with distributed.whole_weights(run.model):
                 # Each process predicts its share. Counts are whole numbers: their sums do not depend on who counted.
                 mine = run.held_out[run.accelerator.process_index :: run.accelerator.num_processes]
                 predicted = predict_acceptance(
@@ -746,9 +751,9 @@ def _write_snapshot(directory: Path, inputs: str, run: Run, progress: Progress) 
     everything = {
         "inputs": inputs,
         "progress": vars(progress),
-        "drafter": parallel.gather(run.loss.drafter.state_dict(), keep=main),
-        "optimizers": [parallel.gather_optimizer(optimizer, keep=main) for optimizer in run.optimizers],
-        "average": parallel.gather(run.average, keep=main),
+        "drafter": distributed.gather(run.loss.drafter.state_dict(), keep=main),
+        "optimizers": [distributed.gather_optimizer(optimizer, keep=main) for optimizer in run.optimizers],
+        "average": distributed.gather(run.average, keep=main),
     }
     if main:
         temporary = directory / (SNAPSHOT + ".tmp")

@@ -10,13 +10,13 @@ from typing import Any
 import torch
 
 from draftsmith.convert.contents import EMBEDDING, NOBODY, Contents
-from draftsmith.convert.quantise import dequantised, quantised
+from draftsmith.convert.quantize import dequantised, quantised
 from draftsmith.convert.vocabulary import MAPS, from_tensors, to_tensors
 from draftsmith.convert.weights import Weight, listed, open_weights, read_json, write_safetensors
 from draftsmith.drafters import drafter_class
 from draftsmith.drafters.layout import EXTRA, Layout, Source, look_up, put
-from draftsmith.errors import UserError
-from draftsmith.stage import write_json
+from draftsmith.run.atomic_io import write_json
+from draftsmith.run.errors import UserError
 
 
 @dataclass(frozen=True)

@@ -12,7 +12,7 @@ from typing import Any
 from draftsmith.convert.formats.base import Format
 from draftsmith.drafters.layout import EXTRA, Entry, Layout, Source, target_fields
 from draftsmith.drafters.medusa import MedusaConfig
-from draftsmith.errors import UserError
+from draftsmith.run.errors import UserError
 
 
 def _names(config: MedusaConfig, ours: tuple[str, ...]) -> dict[str, str]:

@@ -5,8 +5,9 @@ from __future__ import annotations
 from collections.abc import Collection, Iterator, Mapping
 from typing import Any
 
+from draftsmith.config.drafters import KINDS
 from draftsmith.convert.formats.base import Format
-from draftsmith.drafters import drafter_class, kinds
+from draftsmith.drafters import drafter_class
 from draftsmith.drafters.layout import EXTRA, Layout, look_up
 
 
@@ -14,15 +15,15 @@ class _Layouts(Mapping[str, Layout]):
     """Of the kinds there are; a kind is imported when it is asked for."""
 
     def __getitem__(self, kind: str) -> Layout:
-        if kind not in kinds():
+        if kind not in KINDS:
             raise KeyError(kind)
         return drafter_class(kind).vllm_layout
 
     def __iter__(self) -> Iterator[str]:
-        return iter(kinds())
+        return iter(KINDS)
 
     def __len__(self) -> int:
-        return len(kinds())
+        return len(KINDS)
 
 
 def _recognise(record: Mapping[str, Any], names: Collection[str]) -> tuple[str, str] | None:
@@ -31,7 +32,7 @@ def _recognise(record: Mapping[str, Any], names: Collection[str]) -> tuple[str, 
         return None
     if said == ["Eagle3LlamaForCausalLM"]:  # what vLLM makes of EAGLE-3's LlamaForCausalLM
         return "eagle3", "its architecture is Eagle3LlamaForCausalLM"
-    fitting = [kind for kind in kinds() if drafter_class(kind).vllm_layout.written["architectures"](None) == said]
+    fitting = [kind for kind, options in KINDS.items() if said == [options.serving.architecture]]
     if (
         not fitting
         or not isinstance(said, list)

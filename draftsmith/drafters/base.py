@@ -12,8 +12,8 @@ from torch import nn
 
 from draftsmith.drafters.batch import Batch
 from draftsmith.drafters.layout import Layout
-from draftsmith.recipe import DrafterOptions
-from draftsmith.target import TargetInfo, TargetTensors
+from draftsmith.target.info import TargetInfo
+from draftsmith.target.tensors import TargetTensors
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -77,11 +77,6 @@ class Drafter(nn.Module, ABC):
     """A drafter as it is trained. What it shares with the target is frozen and not part of the state dict."""
 
     config_class: ClassVar[type[DrafterConfig]]
-    options_class: ClassVar[type[DrafterOptions]]
-    vllm_method: ClassVar[str]
-    """`method` of vLLM's `speculative_config`."""
-    needs_plugin: ClassVar[bool] = False
-    """vLLM serves it with Draftsmith installed beside it, and not alone."""
     vllm_layout: ClassVar[Layout]
     """The directory that vLLM loads."""
     has_embedding: ClassVar[bool] = False

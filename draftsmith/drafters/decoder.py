@@ -28,7 +28,7 @@ from draftsmith.drafters.base import ChainStep, Drafter, DrafterConfig
 from draftsmith.drafters.batch import Batch
 from draftsmith.drafters.layout import Entry, Rope
 from draftsmith.drafters.norm import RMSNorm
-from draftsmith.target import TargetInfo
+from draftsmith.target.info import TargetInfo
 
 if TYPE_CHECKING:  # imported where it is used: that takes seconds, and checking a recipe imports the kinds
     from transformers import LlamaConfig

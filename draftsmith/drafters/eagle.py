@@ -19,13 +19,13 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from dataclasses import dataclass
-from typing import ClassVar, Literal, Self
+from typing import ClassVar, Self
 
 import torch
-from pydantic import Field
 from torch import nn
 from torch.nn import functional as F
 
+from draftsmith.config.drafters import EagleOptions
 from draftsmith.drafters.base import LossTerms, StartCost
 from draftsmith.drafters.batch import Batch
 from draftsmith.drafters.decoder import (
@@ -37,27 +37,11 @@ from draftsmith.drafters.decoder import (
     layer_fields,
     rotary_embedding,
     shape_of_target,
-)  # fmt: skip
+)
+from draftsmith.drafters.init.least_squares import RIDGE, ROWS_AT_ONCE, ROWS_TO_FIT, rows_until
 from draftsmith.drafters.layout import EXTRA, Entry, Layout, same_names
-from draftsmith.drafters.linear import RIDGE, ROWS_AT_ONCE, ROWS_TO_FIT, rows_until
-from draftsmith.recipe import DrafterOptions
-from draftsmith.target import TargetInfo, TargetTensors
-
-
-class EagleOptions(DrafterOptions):
-    """EAGLE, the first version (arXiv 2401.15077)."""
-
-    kind: Literal["eagle"] = "eagle"
-    num_layers: int = Field(1, ge=1)
-    """Decoder layers in the drafter."""
-    draft_vocab_size: None = None
-    """The target's own head is served: its whole vocabulary."""
-    feature_weight: float = Field(1.0, ge=0)
-    """Weight of the loss on the foretold state (SmoothL1)."""
-    token_weight: float = Field(0.1, gt=0)
-    """Weight of the cross-entropy against the target's distribution."""
-    noise: float = Field(0.2, ge=0)
-    """Uniform noise on the target's normed states in training, in (-1/2, 1/2) * noise * 512 / T for T states of a sequence."""
+from draftsmith.target.info import TargetInfo
+from draftsmith.target.tensors import TargetTensors
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -81,7 +65,7 @@ _VLLM = Layout(
     names=same_names,
     fixed={**LLAMA_FIXED, "attention_bias": False, "bias": None},  # vLLM takes `bias` for one of the attention
     written={
-        "architectures": lambda _: ["EagleLlamaForCausalLM"], "model_type": lambda _: "llama",
+        "architectures": lambda _: [EagleOptions.serving.architecture], "model_type": lambda _: "llama",
         "tie_word_embeddings": lambda _: False,
     },
     ignored=LLAMA_IGNORED,
@@ -103,8 +87,6 @@ class EagleDrafter(DecoderDrafter):
     """
 
     config_class: ClassVar = EagleConfig
-    options_class: ClassVar = EagleOptions
-    vllm_method: ClassVar = "eagle"
     vllm_layout: ClassVar = _VLLM
     has_embedding: ClassVar = True
     config: EagleConfig

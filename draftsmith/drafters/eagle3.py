@@ -19,13 +19,13 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
-from typing import Any, ClassVar, Literal, Self
+from typing import Any, ClassVar, Self
 
 import torch
-from pydantic import Field
 from torch import nn
 from torch.nn import functional as F
 
+from draftsmith.config.drafters import Eagle3Options
 from draftsmith.drafters.base import StartCost
 from draftsmith.drafters.batch import Batch
 from draftsmith.drafters.decoder import (
@@ -37,9 +37,9 @@ from draftsmith.drafters.decoder import (
     layer_fields,
     rotary_embedding,
     shape_of_target,
-)  # fmt: skip
-from draftsmith.drafters.layout import EXTRA, Entry, Layout, Source, look_up, same_names
-from draftsmith.drafters.linear import (
+)
+from draftsmith.drafters.init.induction import ROWS_TO_LOOK_UP, attend_by_codes, fit_codes, fit_outputs, make_room
+from draftsmith.drafters.init.least_squares import (
     ROWS_AT_ONCE,
     ROWS_TO_FIT,
     factor,
@@ -49,11 +49,11 @@ from draftsmith.drafters.linear import (
     solve,
     unit_rms,
 )
+from draftsmith.drafters.layout import EXTRA, Entry, Layout, Source, look_up, same_names
 from draftsmith.drafters.norm import RMSNorm
-from draftsmith.drafters.recall import ROWS_TO_LOOK_UP, attend_by_codes, fit_codes, fit_outputs, make_room
-from draftsmith.errors import UserError
-from draftsmith.recipe import DrafterOptions
-from draftsmith.target import TargetInfo, TargetTensors
+from draftsmith.run.errors import UserError
+from draftsmith.target.info import TargetInfo
+from draftsmith.target.tensors import TargetTensors
 
 _FAST = 0.03
 """Rotary pairs that turn by more than this many radians a position. The fastest tell neighbours apart; the slower ones
@@ -61,25 +61,6 @@ what is hundreds of positions away, where the fast ones happen to meet again: wi
 positions into a text of SmolLM2's frequencies gave itself 0.56 of its attention, with these 0.998."""
 _OWN_POSITION_LEAD = 6.0
 """By how much a head's score of its own position exceeds that of the one before, in logits."""
-
-
-class Eagle3Options(DrafterOptions):
-    """EAGLE-3 (arXiv 2503.01840)."""
-
-    kind: Literal["eagle3"] = "eagle3"
-    layer_ids: tuple[int, ...] | None = None
-    """Hidden states that `fc` fuses, a subset of the store's; absent: all of the store's."""
-    num_layers: int = Field(1, ge=1)
-    """Decoder layers in the drafter."""
-    draft_vocab_size: int | None = Field(8192, ge=16)
-    norm_before_residual: bool = False
-    """The residual is the normed state instead of the raw one."""
-    fc_norm: bool = True
-    """One RMSNorm per fused state before `fc`: layers differ in scale by orders of magnitude."""
-    norm_output: bool = False
-    """The next chain step reads the normed output instead of the raw one."""
-    intermediate_size: int | None = Field(None, ge=1)
-    """Width of the MLP; absent: the target's."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -174,7 +155,7 @@ _VLLM = eagle3_layout(
     flags=True,
     quantises=True,
     written={
-        "architectures": lambda _: ["LlamaForCausalLMEagle3"],
+        "architectures": lambda _: [Eagle3Options.serving.architecture],
         "model_type": lambda _: "llama",
         "tie_word_embeddings": lambda _: False,
         "num_aux_hidden_states": lambda config: len(config.layer_ids),
@@ -196,8 +177,6 @@ class Eagle3Drafter(DecoderDrafter):
     """
 
     config_class: ClassVar = Eagle3Config
-    options_class: ClassVar = Eagle3Options
-    vllm_method: ClassVar = "eagle3"
     vllm_layout: ClassVar = _VLLM
     has_embedding: ClassVar = True
     config: Eagle3Config
@@ -267,7 +246,7 @@ class Eagle3Drafter(DecoderDrafter):
         `fc` takes W_h, and one attention head of each key/value group takes its part of W_e, whose rank is cut to what
         the value projections hold (reduced-rank regression: Izenman 1975). Those heads must look at their own position
         only; see `_look_at_own_position`. The second head of each group looks up what followed when the same was said
-        before; see `recall.py`. Everything else starts at zero output, so training departs from this guess.
+        before; see `init/induction.py`. Everything else starts at zero output, so training departs from this guess.
         """
         config = self.config
         self.lm_head.weight.copy_(tensors.lm_head[self.draft_token_ids.to(tensors.lm_head.device)])

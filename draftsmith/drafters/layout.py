@@ -11,7 +11,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from draftsmith.errors import UserError
+from draftsmith.run.errors import UserError
 
 EXTRA = "draftsmith"
 """Where `config.json` keeps what a format has no word for: its own readers pass over it."""

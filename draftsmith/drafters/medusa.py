@@ -16,41 +16,19 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
-from typing import ClassVar, Literal, Self
+from typing import ClassVar, Self
 
 import torch
-from pydantic import Field
 from torch import nn
 from torch.nn import functional as F
 
+from draftsmith.config.drafters import MedusaOptions
 from draftsmith.drafters.base import ChainStep, Drafter, DrafterConfig, LossTerms, StartCost
 from draftsmith.drafters.batch import Batch
+from draftsmith.drafters.init.least_squares import ROWS_TO_FIT, cost_of_fit_ahead, fit_ahead, rows_until
 from draftsmith.drafters.layout import Entry, Layout, same_names, target_fields
-from draftsmith.drafters.linear import ROWS_TO_FIT, cost_of_fit_ahead, fit_ahead, rows_until
-from draftsmith.recipe import DrafterOptions
-from draftsmith.target import TargetInfo, TargetTensors
-
-
-class MedusaOptions(DrafterOptions):
-    """Medusa (arXiv 2401.10774): heads on the target's last state, one for each token ahead."""
-
-    kind: Literal["medusa"] = "medusa"
-    num_heads: int = Field(4, ge=1)
-    """Tokens that it can guess ahead; all heads are trained, whatever `chain_steps` says."""
-    num_layers: int = Field(1, ge=1)
-    """Residual blocks in a head."""
-    bias: bool = False
-    """Give the blocks biases, as the original implementation does."""
-    shared_head: bool = False
-    """All heads share one vocabulary head, the target's at the start; otherwise each has its own."""
-    draft_vocab_size: None = None
-    """vLLM loads no Medusa heads over a part of the vocabulary."""
-    targets: Literal["distribution", "tokens"] = "tokens"
-    """Learn what the target wrote, as published, or its distribution over next tokens."""
-
-    @property
-    def most_ahead(self) -> int | None:
-        return self.num_heads
+from draftsmith.target.info import TargetInfo
+from draftsmith.target.tensors import TargetTensors
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -76,7 +54,7 @@ _VLLM = Layout(
     ),
     names=same_names,
     fixed={"logit_scale": None},
-    written={"architectures": lambda _: ["MedusaModel"], "model_type": lambda _: "medusa"},
+    written={"architectures": lambda _: [MedusaOptions.serving.architecture], "model_type": lambda _: "medusa"},
     ignored=frozenset({"dtype", "max_paths", "max_seq_len", "topk", "torch_dtype", "transformers_version"}),
 )
 """For vLLM's `MedusaModel` (vllm/model_executor/models/medusa.py); names are those of the module."""
@@ -105,8 +83,6 @@ class MedusaDrafter(Drafter):
     """
 
     config_class: ClassVar = MedusaConfig
-    options_class: ClassVar = MedusaOptions
-    vllm_method: ClassVar = "medusa"
     vllm_layout: ClassVar = _VLLM
     config: MedusaConfig
     final_norm: torch.Tensor

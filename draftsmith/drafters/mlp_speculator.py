@@ -20,18 +20,17 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
-from typing import ClassVar, Literal, Self
+from typing import ClassVar, Self
 
 import torch
-from pydantic import Field, model_validator
 from torch import nn
 from torch.nn import functional as F
 
+from draftsmith.config.drafters import MlpOptions
 from draftsmith.drafters.base import ChainStep, Drafter, DrafterConfig, LossTerms, StartCost
 from draftsmith.drafters.batch import Batch
 from draftsmith.drafters.decoder import LLAMA_IGNORED
-from draftsmith.drafters.layout import EXTRA, Entry, Layout, same_names, target_fields
-from draftsmith.drafters.linear import (
+from draftsmith.drafters.init.least_squares import (
     ROWS_TO_FIT,
     cost_of_fit_ahead,
     fit_ahead,
@@ -39,37 +38,9 @@ from draftsmith.drafters.linear import (
     rows_until,
     unit_rms,
 )
-from draftsmith.recipe import DrafterOptions
-from draftsmith.target import TargetInfo, TargetTensors
-
-
-class MlpOptions(DrafterOptions):
-    """MLP speculator (arXiv 2404.19124): a small recurrent network on the target's last state. Served by vLLM with Draftsmith
-    installed beside it, as a plugin: vLLM alone cannot."""
-
-    kind: Literal["mlp_speculator"] = "mlp_speculator"
-    n_predict: int = Field(3, ge=1)
-    """Tokens that it can guess ahead; all are trained, whatever `chain_steps` says."""
-    inner_size: int | None = Field(None, ge=1)
-    """Width of its state; absent: the target's hidden size."""
-    tie_weights: bool = True
-    """All steps share their weights, except the first one's projection."""
-    scale_input: bool = True
-    """Norm the target's state once more on its way in."""
-    draft_vocab_size: None = None
-    """The published layout has the target's whole vocabulary."""
-    targets: Literal["distribution", "tokens"] = "tokens"
-    """Learn what the target wrote, as published, or its distribution over next tokens."""
-
-    @model_validator(mode="after")
-    def _tied_steps_are_several(self) -> MlpOptions:
-        if self.tie_weights and self.n_predict == 1:
-            raise ValueError("`tie_weights` needs an `n_predict` above 1")
-        return self
-
-    @property
-    def most_ahead(self) -> int | None:
-        return self.n_predict
+from draftsmith.drafters.layout import EXTRA, Entry, Layout, same_names, target_fields
+from draftsmith.target.info import TargetInfo
+from draftsmith.target.tensors import TargetTensors
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -117,7 +88,6 @@ PUBLISHED = Layout(
 )
 """The published accelerators' layout. vLLM 0.32 knows its config and cannot run it."""
 
-SERVED_ARCHITECTURE = "EagleMLPSpeculatorModel"
 _SERVED = Layout(
     fields=(
         Entry("hidden_size", int),
@@ -131,7 +101,7 @@ _SERVED = Layout(
     ),
     names=same_names,
     written={
-        "architectures": lambda _: [SERVED_ARCHITECTURE],
+        "architectures": lambda _: [MlpOptions.serving.architecture],
         # vLLM makes a config of it before anybody asks for the model: a Llama's, of which it reads sizes.
         "model_type": lambda _: "llama",
         "num_hidden_layers": lambda _: 1,
@@ -141,7 +111,7 @@ _SERVED = Layout(
     },
     ignored=LLAMA_IGNORED,
 )
-"""For our plugin's model in vLLM (serve/mlp_speculator.py)."""
+"""For our plugin's model in vLLM (serve/plugin/mlp_speculator.py)."""
 
 
 class _Norm(nn.Module):
@@ -165,9 +135,6 @@ class MlpDrafter(Drafter):
     """
 
     config_class: ClassVar = MlpConfig
-    options_class: ClassVar = MlpOptions
-    vllm_method: ClassVar = "eagle"
-    needs_plugin: ClassVar = True
     vllm_layout: ClassVar = _SERVED
     config: MlpConfig
     final_norm: torch.Tensor

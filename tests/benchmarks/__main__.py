@@ -11,9 +11,9 @@ import sys
 from collections.abc import Callable, Mapping
 from pathlib import Path
 
-from draftsmith.errors import UserError
-from draftsmith.progress import console
-from draftsmith.stage import write_json
+from draftsmith.run.atomic_io import write_json
+from draftsmith.run.errors import UserError
+from draftsmith.run.progress import console
 from tests.benchmarks.bench_convert import convert_costs
 from tests.benchmarks.bench_evaluate import comparisons, load_noise
 from tests.benchmarks.bench_extract import extraction_ratios, memory_growth

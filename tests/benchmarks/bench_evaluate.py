@@ -13,15 +13,16 @@ from pathlib import Path
 from typing import Any
 from unittest import mock
 
+from draftsmith.config.loading import load_recipe
+from draftsmith.config.recipe import Recipe
 from draftsmith.convert.convert import run_convert
 from draftsmith.extract.extract import run_extract
-from draftsmith.recipe import Recipe, load_recipe
-from draftsmith.serve import engine, evaluate
-from draftsmith.serve.compare import compare
-from draftsmith.serve.engine import EngineConfig, EngineHost
-from draftsmith.serve.evaluate import run_evaluate
-from draftsmith.serve.intervals import Ratio
-from draftsmith.serve.results import Results
+from draftsmith.serve.evaluation import engine, evaluate
+from draftsmith.serve.evaluation.compare import compare
+from draftsmith.serve.evaluation.engine import EngineConfig, EngineHost
+from draftsmith.serve.evaluation.evaluate import run_evaluate
+from draftsmith.serve.evaluation.intervals import Ratio
+from draftsmith.serve.evaluation.results import Results
 from draftsmith.train.train import run_train
 from tests.benchmarks.figures import Figure, figure
 

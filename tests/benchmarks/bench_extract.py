@@ -19,17 +19,20 @@ from pathlib import Path
 import psutil
 import torch
 
-from draftsmith.codec import Form
-from draftsmith.extract.engine import Extracted, Job, _Worker
+from draftsmith.config.loading import load_recipe
+from draftsmith.config.recipe import Recipe
+from draftsmith.data.chat_template import Renderer
+from draftsmith.data.prompts import load_prompts
 from draftsmith.extract.extract import _checked, _engine_arguments, run_extract, store_identity
-from draftsmith.extract.rendering import Renderer
 from draftsmith.extract.requests import ExtractRequest
-from draftsmith.machine import keep_freed_memory
-from draftsmith.prompts import load_prompts
-from draftsmith.recipe import Recipe, load_recipe
-from draftsmith.serve.engine import EngineConfig, EngineHost, start_engines
-from draftsmith.store import StoreWriter
-from draftsmith.target import TargetInfo, default_layer_ids, describe_target, prepare_target
+from draftsmith.extract.worker import Extracted, Job, _Worker
+from draftsmith.run.process import keep_freed_memory
+from draftsmith.serve.evaluation.engine import EngineConfig, EngineHost, start_engines
+from draftsmith.store.codec import Form
+from draftsmith.store.writer import StoreWriter
+from draftsmith.target.info import TargetInfo, describe_target
+from draftsmith.target.layer_ids import default_layer_ids
+from draftsmith.target.prepare import prepare_target
 from tests.benchmarks.figures import Figure, figure
 
 PROMPTS, ANSWER, AT_ONCE, PREFILL_PROMPTS = 96, 32, 32, 576

@@ -11,10 +11,11 @@ import tempfile
 from dataclasses import replace
 from pathlib import Path
 
-from draftsmith import stage
+from draftsmith.config.loading import load_recipe
 from draftsmith.extract.extract import run_extract
-from draftsmith.recipe import load_recipe
-from draftsmith.store import Store, StoreWriter
+from draftsmith.run import stage
+from draftsmith.store.reader import Store
+from draftsmith.store.writer import StoreWriter
 from draftsmith.train.train import run_train
 from tests.benchmarks.figures import Figure, figure
 

@@ -21,20 +21,25 @@ from pathlib import Path
 
 import torch
 
-from draftsmith import stage
-from draftsmith.checkpoint import Checkpoint
+from draftsmith.config.loading import digest, load_recipe
+from draftsmith.config.recipe import Recipe
 from draftsmith.convert.convert import run_convert
+from draftsmith.data.prompts import training_and_held_out
 from draftsmith.drafters import drafter_class
 from draftsmith.drafters.base import Drafter
+from draftsmith.drafters.checkpoint import Checkpoint
+from draftsmith.drafters.vocabulary import choose_draft_vocabulary
 from draftsmith.extract.extract import run_extract
-from draftsmith.prompts import training_and_held_out
-from draftsmith.recipe import Recipe, digest, load_recipe
-from draftsmith.serve.evaluate import run_evaluate
-from draftsmith.store import Sequence, Store, StoreWriter
-from draftsmith.target import TargetInfo, describe_target, load_target_tensors, prepare_target
+from draftsmith.run import stage
+from draftsmith.serve.evaluation.evaluate import run_evaluate
+from draftsmith.store.format import Sequence
+from draftsmith.store.reader import Store
+from draftsmith.store.writer import StoreWriter
+from draftsmith.target.info import TargetInfo, describe_target
+from draftsmith.target.prepare import prepare_target
+from draftsmith.target.tensors import load_target_tensors
 from draftsmith.train.acceptance import count_accepted
 from draftsmith.train.train import run_train
-from draftsmith.vocabulary import choose_draft_vocabulary
 from tests.benchmarks.figures import Figure, figure
 from tests.benchmarks.peer_speculators import LEARNING_RATE, check_mapping, hand_over, load_peer, train_peer
 from tests.benchmarks.references import REFERENCES, train_reference
@@ -142,7 +147,7 @@ def learn_recipe(kind: str) -> Recipe:
     if kind == "eagle3":
         return load_recipe(RECIPES / "learn.yaml")
     own = load_recipe(RECIPES / f"smollm2-{kind.removesuffix('_speculator')}.yaml").train
-    k = min(POSITIONS, own.drafter.most_ahead or POSITIONS)
+    k = min(POSITIONS, own.drafter.max_draft_tokens or POSITIONS)
     train = json.dumps(own.model_dump(mode="json"))
     return load_recipe(RECIPES / "learn.yaml", [f"train={train}", f"evaluate.k=[{k}]", f"evaluate.acceptance_k={k}"])
 

@@ -19,11 +19,11 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from draftsmith.methods import NGram
-from draftsmith.progress import Bar
-from draftsmith.recipe import Recipe
-from draftsmith.serve.engine import EngineConfig, EngineHost, start_engines
-from draftsmith.store import Sequence
+from draftsmith.config.methods import NGram
+from draftsmith.config.recipe import Recipe
+from draftsmith.run.progress import Bar
+from draftsmith.serve.evaluation.engine import EngineConfig, EngineHost, start_engines
+from draftsmith.store.format import Sequence
 from tests.benchmarks.bench_learn import learn_recipe, learn_target, learn_text
 from tests.benchmarks.figures import Figure, figure
 

@@ -47,7 +47,7 @@ def _measure() -> tuple[int, int, int]:
     import torch
 
     from draftsmith.drafters.eagle3 import Eagle3Config, Eagle3Drafter
-    from draftsmith.store import Sequence
+    from draftsmith.store.format import Sequence
     from draftsmith.train.loss import ChainLoss
     from draftsmith.train.packing import pack
 

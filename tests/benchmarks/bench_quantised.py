@@ -12,15 +12,15 @@ from pathlib import Path
 
 from transformers import AutoTokenizer
 
+from draftsmith.config.loading import load_recipe
 from draftsmith.convert.convert import convert_checkpoint
-from draftsmith.convert.quantise import SCHEMES
+from draftsmith.convert.quantize import SCHEMES
+from draftsmith.data.chat_template import Renderer
+from draftsmith.data.prompts import training_and_held_out
+from draftsmith.engine.speculation import speculative_config
 from draftsmith.extract.extract import run_extract
-from draftsmith.extract.rendering import Renderer
-from draftsmith.prompts import training_and_held_out
-from draftsmith.recipe import load_recipe
-from draftsmith.serve.engine import EngineConfig, EngineHost, start_engines
-from draftsmith.serve.speculation import speculative_config
-from draftsmith.target import prepare_target
+from draftsmith.serve.evaluation.engine import EngineConfig, EngineHost, start_engines
+from draftsmith.target.prepare import prepare_target
 from draftsmith.train.train import run_train
 from tests.benchmarks.figures import Figure, figure
 

@@ -26,10 +26,13 @@ from typing import Any
 import torch
 import zstandard
 
-from draftsmith.codec import Form, _raw_sizes, encode
-from draftsmith.errors import DraftsmithError
-from draftsmith.recipe import load_recipe
-from draftsmith.store import Sequence, Store, StoreIdentity, StoreWriter, prefetched
+from draftsmith.config.loading import load_recipe
+from draftsmith.run.errors import DraftsmithError
+from draftsmith.run.prefetch import prefetched
+from draftsmith.store.codec import Form, _raw_sizes, encode
+from draftsmith.store.format import Sequence, StoreIdentity
+from draftsmith.store.reader import Store
+from draftsmith.store.writer import StoreWriter
 from draftsmith.train.packing import plan_epoch
 from tests.benchmarks.figures import Figure, figure
 
@@ -203,8 +206,8 @@ def _computed_states(recipe: Any) -> Iterator[Sequence]:
     """The demo's prompts through the target: states at layers like those that the demo's store has."""
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
-    from draftsmith.prompts import load_prompts
-    from draftsmith.target import prepare_target
+    from draftsmith.data.prompts import load_prompts
+    from draftsmith.target.prepare import prepare_target
 
     path = prepare_target(recipe.target)
     tokenizer = AutoTokenizer.from_pretrained(path)

@@ -28,11 +28,11 @@ from unittest import mock
 
 import torch
 
+from draftsmith.config.loading import load_recipe
 from draftsmith.drafters.batch import Batch
 from draftsmith.drafters.eagle3 import Eagle3Config, Eagle3Drafter
-from draftsmith.machine import keep_freed_memory
-from draftsmith.recipe import load_recipe
-from draftsmith.store import Sequence
+from draftsmith.run.process import keep_freed_memory
+from draftsmith.store.format import Sequence
 from draftsmith.train import train
 from draftsmith.train.loss import ROWS_ASKED, ChainLoss
 from draftsmith.train.packing import pack

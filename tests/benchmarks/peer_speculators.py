@@ -21,13 +21,14 @@ import torch
 from safetensors.torch import load_file, save_file
 from torch.nn import functional as F
 
+from draftsmith.config.loading import digest
 from draftsmith.drafters.eagle3 import Eagle3Config, Eagle3Drafter, Eagle3Options
-from draftsmith.errors import DraftsmithError, UserError
-from draftsmith.progress import console
-from draftsmith.recipe import digest
-from draftsmith.stage import write_json
-from draftsmith.store import Sequence
-from draftsmith.target import TargetInfo, load_target_tensors
+from draftsmith.run.atomic_io import write_json
+from draftsmith.run.errors import DraftsmithError, UserError
+from draftsmith.run.progress import console
+from draftsmith.store.format import Sequence
+from draftsmith.target.info import TargetInfo
+from draftsmith.target.tensors import load_target_tensors
 from draftsmith.train.packing import pack
 
 VERSION = "0.9.0"

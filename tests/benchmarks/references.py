@@ -30,9 +30,9 @@ from torch.nn import functional as F
 from draftsmith.drafters.base import Drafter
 from draftsmith.drafters.batch import Batch
 from draftsmith.drafters.medusa import MedusaDrafter
-from draftsmith.progress import Bar
-from draftsmith.store import Store
-from draftsmith.target import TargetTensors
+from draftsmith.run.progress import Bar
+from draftsmith.store.reader import Store
+from draftsmith.target.tensors import TargetTensors
 from draftsmith.train.packing import pack
 
 TOKENS_PER_STEP = 1024

@@ -14,9 +14,9 @@ from typing import Any, TypeVar
 
 import torch
 
-from draftsmith.progress import console
-from draftsmith.recipe import digest
-from draftsmith.stage import write_json
+from draftsmith.config.loading import digest
+from draftsmith.run.atomic_io import write_json
+from draftsmith.run.progress import console
 
 Counts = list[tuple[int, int]]
 """Of each sequence: tokens accepted, drafts made."""

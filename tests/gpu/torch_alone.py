@@ -128,7 +128,7 @@ def codec(cpu: bool) -> dict[str, str]:
     Raises:
         AssertionError: other bits came back.
     """
-    from draftsmith.codec import decode, encode_states
+    from draftsmith.store.codec import decode, encode_states
 
     device = device_of(cpu)
     tokens = 650 if device.type == "cuda" else 40

@@ -16,12 +16,14 @@ from typing import Any
 import torch
 from torch import nn
 
+from draftsmith.cli.estimate import Assumptions, flop_of_muon, flop_of_row, plan_train, trained_parameters
+from draftsmith.config.loading import load_recipe
+from draftsmith.config.recipe import Recipe
 from draftsmith.drafters import drafter_class
-from draftsmith.files import fetch
-from draftsmith.plan import Assumptions, flop_of_muon, flop_of_row, plan_train, trained_parameters
-from draftsmith.recipe import Recipe, load_recipe
-from draftsmith.store import Sequence
-from draftsmith.target import TargetInfo, TargetTensors
+from draftsmith.store.format import Sequence
+from draftsmith.target.downloads import fetch
+from draftsmith.target.info import TargetInfo
+from draftsmith.target.tensors import TargetTensors
 from draftsmith.train.loss import ChainLoss
 from draftsmith.train.packing import pack
 from draftsmith.train.train import _optimizers

@@ -129,9 +129,9 @@ def _worst_errors(store_dir: Path, device: torch.device) -> dict[int, float]:
     """By layer id, the largest relative error of a sequence's states."""
     from transformers import AutoModelForCausalLM
 
-    from draftsmith.recipe import load_recipe
-    from draftsmith.store import Store
-    from draftsmith.target import prepare_target
+    from draftsmith.config.loading import load_recipe
+    from draftsmith.store.reader import Store
+    from draftsmith.target.prepare import prepare_target
 
     model = AutoModelForCausalLM.from_pretrained(prepare_target(load_recipe(Path(DEMO)).target), dtype=torch.float32)
     model = model.to(device).eval()
@@ -217,8 +217,8 @@ def _demo_run() -> Path:
 
 
 def _demo_target() -> Path:
-    from draftsmith.recipe import load_recipe
-    from draftsmith.target import prepare_target
+    from draftsmith.config.loading import load_recipe
+    from draftsmith.target.prepare import prepare_target
 
     return prepare_target(load_recipe(Path(DEMO)).target)
 
@@ -260,7 +260,7 @@ def two_gpus(cpu: bool) -> dict[str, str]:
     _require_vllm(cpu)
     if torch.cuda.device_count() < 2:
         raise Missing(f"two GPUs are needed, {torch.cuda.device_count()} are here")
-    from draftsmith.store import Store
+    from draftsmith.store.reader import Store
 
     answers = {}
     for name, options in {

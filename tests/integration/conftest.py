@@ -13,14 +13,16 @@ from safetensors.torch import load_file, save_file
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast, Qwen2Config, Qwen2ForCausalLM
 
-from draftsmith.checkpoint import Checkpoint
+from draftsmith.config.loading import load_recipe
+from draftsmith.config.recipe import Recipe
 from draftsmith.convert.convert import run_convert
 from draftsmith.drafters import drafter_class
 from draftsmith.drafters.base import Drafter
+from draftsmith.drafters.checkpoint import Checkpoint
 from draftsmith.extract.extract import run_extract
-from draftsmith.recipe import Recipe, load_recipe
-from draftsmith.store import Store
-from draftsmith.target import load_target_tensors, prepare_target
+from draftsmith.store.reader import Store
+from draftsmith.target.prepare import prepare_target
+from draftsmith.target.tensors import load_target_tensors
 from draftsmith.train.train import run_train
 
 _ROOT = Path(__file__).parents[2]

@@ -13,12 +13,12 @@ import torch
 from pydantic import TypeAdapter
 from safetensors.torch import load_file, save_file
 
-from draftsmith.errors import DraftsmithError, UserError
-from draftsmith.recipe import Recipe
-from draftsmith.serve import evaluate as evaluate_module
-from draftsmith.serve.engine import EngineConfig, EngineHost
-from draftsmith.serve.evaluate import run_evaluate
-from draftsmith.serve.results import Results
+from draftsmith.config.recipe import Recipe
+from draftsmith.run.errors import DraftsmithError, UserError
+from draftsmith.serve.evaluation import evaluate as evaluate_module
+from draftsmith.serve.evaluation.engine import EngineConfig, EngineHost
+from draftsmith.serve.evaluation.evaluate import run_evaluate
+from draftsmith.serve.evaluation.results import Results
 from tests.integration.conftest import TINY_HEADS, TINY_HIDDEN, TINY_VOCAB, make_target
 
 pytestmark = pytest.mark.integration
@@ -148,8 +148,8 @@ def test_evaluate(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 _PARENT = """
 import sys
 from pathlib import Path
-from draftsmith.recipe import Engine
-from draftsmith.serve.engine import EngineConfig, EngineHost
+from draftsmith.config.recipe import Engine
+from draftsmith.serve.evaluation.engine import EngineConfig, EngineHost
 
 if __name__ == "__main__":
     target, logs = sys.argv[1:]

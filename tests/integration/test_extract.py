@@ -14,11 +14,12 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from draftsmith import stage
-from draftsmith.errors import DraftsmithError, UserError
+from draftsmith.config.loading import load_recipe
+from draftsmith.config.recipe import Recipe
 from draftsmith.extract.extract import run_extract
-from draftsmith.recipe import Recipe, load_recipe
-from draftsmith.store import Store
+from draftsmith.run import stage
+from draftsmith.run.errors import DraftsmithError, UserError
+from draftsmith.store.reader import Store
 from tests.integration.conftest import check_same, demo_prompts, make_target, reference_states, write_recipe
 
 pytestmark = pytest.mark.integration

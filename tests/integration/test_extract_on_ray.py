@@ -14,7 +14,7 @@ from pathlib import Path
 import psutil
 import pytest
 
-from draftsmith.store import Store
+from draftsmith.store.reader import Store
 from tests.integration.conftest import check_same, in_soak
 
 pytestmark = [

@@ -21,8 +21,8 @@ import torch
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM
 
-from draftsmith import vllm_env
-from draftsmith.recipe import Engine
+from draftsmith.config.recipe import Engine
+from draftsmith.engine import environment as engine_environment
 from tests.integration.conftest import in_soak, reference_states
 
 pytestmark = pytest.mark.integration
@@ -68,7 +68,7 @@ def commands(target: Path, port: int) -> list[str]:
 
 
 def environment() -> dict[str, str]:
-    values = os.environ | vllm_env.vllm_environment(Engine())
+    values = os.environ | engine_environment.vllm_environment(Engine())
     del values["VLLM_ENABLE_V1_MULTIPROCESSING"]  # a server keeps its engine in a process of its own
     # The commands say `python`; a small cache, because an engine would take most of this machine's memory otherwise.
     return values | {"PATH": f"{Path(sys.executable).parent}:{os.environ['PATH']}", "VLLM_CPU_KVCACHE_SPACE": "1"}

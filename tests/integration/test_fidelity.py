@@ -7,9 +7,9 @@ from typing import Any
 import pytest
 from transformers import AutoTokenizer
 
-from draftsmith.recipe import Engine
-from draftsmith.serve import fidelity
-from draftsmith.serve.engine import EngineConfig, EngineHost, start_engines
+from draftsmith.config.recipe import Engine
+from draftsmith.serve.evaluation import fidelity
+from draftsmith.serve.evaluation.engine import EngineConfig, EngineHost, start_engines
 from tests.integration.conftest import demo_prompts, in_soak
 
 pytestmark = pytest.mark.integration

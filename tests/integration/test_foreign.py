@@ -15,8 +15,8 @@ from transformers import LlamaConfig, LlamaForCausalLM
 from draftsmith.convert.contents import EMBEDDING
 from draftsmith.convert.convert import convert_checkpoint, read, recognise
 from draftsmith.drafters.eagle3 import Eagle3Config, Eagle3Drafter
-from draftsmith.errors import UserError
-from draftsmith.store import Sequence
+from draftsmith.run.errors import UserError
+from draftsmith.store.format import Sequence
 from draftsmith.train.packing import pack
 from tests.benchmarks.peer_speculators import environment
 

@@ -16,14 +16,15 @@ import torch
 from pydantic import TypeAdapter
 from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaForCausalLM
 
-from draftsmith.drafters import kinds
-from draftsmith.methods import AnyMethod, Mtp
-from draftsmith.recipe import Engine
-from draftsmith.serve.engine import Counters, EngineConfig, EngineHost, Generated, start_engines
-from draftsmith.serve.speculation import method_config, own_drafter
-from draftsmith.states import states_of
-from draftsmith.store import Sequence
-from draftsmith.target import TargetInfo, describe_target, load_target_tensors
+from draftsmith.config.drafters import KINDS
+from draftsmith.config.methods import AnyMethod, Mtp
+from draftsmith.config.recipe import Engine
+from draftsmith.engine.speculation import method_config, own_drafter
+from draftsmith.serve.evaluation.engine import Counters, EngineConfig, EngineHost, Generated, start_engines
+from draftsmith.store.format import Sequence
+from draftsmith.target.info import TargetInfo, describe_target
+from draftsmith.target.reference_states import states_of
+from draftsmith.target.tensors import load_target_tensors
 from draftsmith.train.acceptance import predict_sampled_acceptance
 from tests.integration.conftest import SOAKING, in_soak, load_drafter, make_mtp_target, make_target, train_drafters
 from tests.sampling import Acceptance, same_distribution, token_probabilities
@@ -65,7 +66,7 @@ def target(tmp_path_factory: pytest.TempPathFactory) -> TargetInfo:
 def methods(target: TargetInfo, tmp_path_factory: pytest.TempPathFactory) -> Methods:
     """A drafter of every kind, made for this target, and the other methods."""
     folder = tmp_path_factory.mktemp("drafters")
-    drafters = {kind: {"kind": kind} for kind in kinds()}
+    drafters = {kind: {"kind": kind} for kind in KINDS}
     runs = train_drafters(target.path, folder, drafters, prompt=PROMPT, temperature=TEMPERATURE)
     suffix = [{"method": "suffix"}] if SOAKING or find_spec("arctic_inference") else []
     return Methods(configs_of(target, runs) | configs_of_others(target, suffix), runs)
@@ -218,7 +219,7 @@ def lengths(per_part: list[float]) -> tuple[float, float]:
     return float(values.mean()), float(values.std() / len(values) ** 0.5)
 
 
-@pytest.mark.parametrize("kind", kinds())
+@pytest.mark.parametrize("kind", KINDS)
 def test_predicted_acceptance_at_a_temperature(
     target: TargetInfo, methods: Methods, drawn: dict[str, Arm], kind: str
 ) -> None:

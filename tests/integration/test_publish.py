@@ -17,13 +17,14 @@ import pytest
 import torch
 from huggingface_hub import ModelCard
 
-from draftsmith import stage
-from draftsmith.checkpoint import Checkpoint
+from draftsmith.config.recipe import Recipe
 from draftsmith.convert.convert import run_convert
+from draftsmith.drafters.checkpoint import Checkpoint
 from draftsmith.drafters.eagle3 import Eagle3Config, Eagle3Drafter
-from draftsmith.recipe import Recipe
-from draftsmith.serve.evaluate import run_evaluate
-from draftsmith.target import describe_target, load_target_tensors
+from draftsmith.run import stage
+from draftsmith.serve.evaluation.evaluate import run_evaluate
+from draftsmith.target.info import describe_target
+from draftsmith.target.tensors import load_target_tensors
 from tests.hub_server import TOKEN, Hub, serve_hub
 from tests.integration.conftest import make_target
 from tests.integration.test_evaluate import alive, tiny_recipe

@@ -8,17 +8,17 @@ import torch
 from transformers import AutoTokenizer
 from typer.testing import CliRunner
 
-from draftsmith import stage
-from draftsmith.checkpoint import Checkpoint
 from draftsmith.cli import app
+from draftsmith.config.drafters import KINDS
+from draftsmith.config.loading import load_recipe
 from draftsmith.convert.convert import convert_checkpoint, read, recognise, run_convert
 from draftsmith.convert.verify import drafter_of
-from draftsmith.drafters import drafter_class
-from draftsmith.errors import DraftsmithError, UserError
+from draftsmith.drafters.checkpoint import Checkpoint
 from draftsmith.extract.extract import run_extract
-from draftsmith.recipe import load_recipe
+from draftsmith.run import stage
+from draftsmith.run.errors import DraftsmithError, UserError
 from draftsmith.serve.proposals import Served, compare_proposals, record
-from draftsmith.target import load_target_tensors
+from draftsmith.target.tensors import load_target_tensors
 from draftsmith.train.train import SNAPSHOT, run_train
 from tests.integration.conftest import SOAKING, demo_prompts, in_soak, load_drafter, write_recipe
 
@@ -65,7 +65,7 @@ def record_runs(run_dirs: list[Path], smollm2: Path, *, max_tokens: int) -> list
     prompts = [tokenizer.apply_chat_template(chat, add_generation_prompt=True, return_dict=False) for chat in chats]
     drafters = []
     for run_dir in run_dirs:
-        method = drafter_class(Checkpoint.load(run_dir / "checkpoint").kind).vllm_method
+        method = KINDS[Checkpoint.load(run_dir / "checkpoint").kind].serving.method
         assert method is not None
         drafters.append((run_dir / "vllm", method))
     return record(drafters, smollm2, prompts, k=K, max_tokens=max_tokens)

@@ -23,11 +23,13 @@ import psutil
 import pytest
 import yaml
 
+from draftsmith.config.drafters import KINDS
+from draftsmith.config.evaluation import Serve
+from draftsmith.config.loading import load_recipe
+from draftsmith.config.recipe import Recipe
 from draftsmith.convert.convert import run_convert
-from draftsmith.drafters import kinds
 from draftsmith.extract.extract import run_extract
-from draftsmith.recipe import Recipe, Serve, load_recipe
-from draftsmith.serve.evaluate import run_evaluate
+from draftsmith.serve.evaluation.evaluate import run_evaluate
 from draftsmith.train.train import run_train
 from tests.integration.conftest import demo_prompts, in_soak, make_mtp_target, make_target, write_recipe
 from tests.integration.test_evaluate import alive, make_drafter, tiny_recipe
@@ -161,7 +163,7 @@ def test_every_method_answers_as_plain_decoding(smollm2: Path, tmp_path: Path) -
         "draft_model": {"method": "draft_model", "model": str(smollm2)},
         "suffix": {"method": "suffix"},
     }
-    for kind in kinds():
+    for kind in KINDS:
         recipe = load_recipe(
             recipe_path,
             [f"train.drafter.kind={kind}", "train.epochs=1", "train.tokens_per_step=512", "evaluate.k=[1,2,3]"],

@@ -10,9 +10,9 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
-from draftsmith import recipe
-from draftsmith.serve.engine import Counters, EngineConfig, Generated
-from draftsmith.serve.in_flight import ConstantLoad, Request, Timing
+from draftsmith.config import recipe
+from draftsmith.serve.evaluation.engine import Counters, EngineConfig, Generated
+from draftsmith.serve.evaluation.in_flight import ConstantLoad, Request, Timing
 from tests.unit.tiny_run import make_run
 
 COSTS = {

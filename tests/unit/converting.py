@@ -4,9 +4,9 @@ from typing import Any
 
 import torch
 
-from draftsmith.checkpoint import Checkpoint
 from draftsmith.convert.contents import Contents
 from draftsmith.convert.formats import FORMATS
+from draftsmith.drafters.checkpoint import Checkpoint
 
 
 def to_vllm(checkpoint: Checkpoint, dtype: str, layout: str = "vllm") -> tuple[dict[str, Any], dict[str, torch.Tensor]]:

@@ -7,10 +7,10 @@ import numpy as np
 import pytest
 import torch
 
-from draftsmith.errors import UserError
-from draftsmith.prompts import load_prompts
-from draftsmith.recipe import Recipe
-from draftsmith.store import Store
+from draftsmith.config.recipe import Recipe
+from draftsmith.data.prompts import load_prompts
+from draftsmith.run.errors import UserError
+from draftsmith.store.reader import Store
 from tests.benchmarks import bench_learn, references
 from tests.benchmarks.__main__ import main
 from tests.benchmarks.bench_lookup import Answer, speedup, walk

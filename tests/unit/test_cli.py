@@ -59,8 +59,8 @@ def test_another_s_directory_is_left_alone(recipe: Path, tmp_path: Path) -> None
     checkpoint = tmp_path / "runs" / "cli" / "vllm"
     checkpoint.mkdir(parents=True)
     (checkpoint / "thesis.txt").write_text("years of work")
-    from draftsmith import stage
-    from draftsmith.errors import UserError
+    from draftsmith.run import stage
+    from draftsmith.run.errors import UserError
 
     with pytest.raises(UserError, match="was not made by Draftsmith"):
         stage.claim(checkpoint, fresh=True)

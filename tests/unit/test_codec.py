@@ -5,7 +5,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from draftsmith.codec import LARGEST_RATIO, Form, channel_exponents, decode, encode
+from draftsmith.store.codec import LARGEST_RATIO, Form, channel_exponents, decode, encode
 
 DTYPES = [torch.bfloat16, torch.float16, torch.float32]
 

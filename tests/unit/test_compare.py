@@ -10,10 +10,10 @@ import pytest
 from typer.testing import CliRunner
 
 from draftsmith.cli import app
-from draftsmith.errors import UserError
-from draftsmith.serve.compare import compare, read_results
-from draftsmith.serve.intervals import bootstrap
-from draftsmith.serve.results import acceptance_interval, categories
+from draftsmith.run.errors import UserError
+from draftsmith.serve.evaluation.compare import compare, read_results
+from draftsmith.serve.evaluation.intervals import bootstrap
+from draftsmith.serve.evaluation.results import acceptance_interval, categories
 from tests.unit.test_serve import _results
 
 PROMPTS = 40

@@ -12,9 +12,9 @@ from unittest import mock
 import pytest
 import torch
 
-from draftsmith.errors import UserError
 from draftsmith.extract.gpu_copy import GpuCopier, Ring
-from draftsmith.extract.spool import SpoolWriter, take_spool_file
+from draftsmith.extract.handoff import SpoolWriter, take_spool_file
+from draftsmith.run.errors import UserError
 
 connector = pytest.importorskip("draftsmith.extract.connector")
 

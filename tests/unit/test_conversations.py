@@ -8,11 +8,12 @@ from pathlib import Path
 
 import pytest
 
-from draftsmith import rows as rows_module
-from draftsmith.conversations import Conversation, Skips
-from draftsmith.errors import UserError
-from draftsmith.prompts import load_prompts, read_conversations, split
-from draftsmith.recipe import Extract, Prompts
+from draftsmith.config.recipe import Extract
+from draftsmith.config.sources import Prompts
+from draftsmith.data import rows as rows_module
+from draftsmith.data.conversations import Conversation, Skips
+from draftsmith.data.prompts import load_prompts, read_conversations, split
+from draftsmith.run.errors import UserError
 
 CHAT = [
     {"role": "system", "content": "Be brief."},

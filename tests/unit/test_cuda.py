@@ -7,11 +7,17 @@ from pathlib import Path
 import pytest
 import torch
 
-from draftsmith import cuda
-from draftsmith.cuda import driver_supports, driver_version, gpus_on_the_bus, require_gpus_for_vllm, require_usable_gpus
-from draftsmith.errors import UserError
+from draftsmith.engine.environment import is_cpu
+from draftsmith.run import cuda
+from draftsmith.run.cuda import (
+    driver_supports,
+    driver_version,
+    gpus_on_the_bus,
+    require_gpus_for_vllm,
+    require_usable_gpus,
+)
+from draftsmith.run.errors import UserError
 from draftsmith.train.launch import process_count
-from draftsmith.vllm_env import is_cpu
 
 MODULE = (
     "NVRM version: NVIDIA UNIX x86_64 Kernel Module  535.104.05  Sat Aug 19 01:15:15 UTC 2023\nGCC version: gcc 12\n"

@@ -15,9 +15,10 @@ from typing import Any
 import pytest
 import torch
 
-from draftsmith import cli, cuda, doctor
-from draftsmith.doctor import Finding
-from draftsmith.errors import UserError
+from draftsmith.cli import doctor, main
+from draftsmith.cli.doctor import Finding
+from draftsmith.run import cuda
+from draftsmith.run.errors import UserError
 
 GIB = 1024**3
 
@@ -318,7 +319,7 @@ def test_this_machine(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: p
 
     def run(*options: str) -> tuple[int, str]:
         with pytest.raises(SystemExit) as ended:
-            cli.app(["doctor", "--runs", str(tmp_path), *options])
+            main.app(["doctor", "--runs", str(tmp_path), *options])
         return int(ended.value.code or 0), capsys.readouterr().out
 
     monkeypatch.setattr(socket.socket, "connect", refuse)

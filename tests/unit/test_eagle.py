@@ -6,11 +6,11 @@ from dataclasses import replace
 import pytest
 import torch
 
-from draftsmith.checkpoint import Checkpoint
+from draftsmith.drafters.checkpoint import Checkpoint
 from draftsmith.drafters.eagle import EagleConfig, EagleDrafter, EagleOptions
-from draftsmith.errors import DraftsmithError
-from draftsmith.store import Sequence
-from draftsmith.target import TargetTensors
+from draftsmith.run.errors import DraftsmithError
+from draftsmith.store.format import Sequence
+from draftsmith.target.tensors import TargetTensors
 from draftsmith.train.loss import ChainLoss
 from draftsmith.train.packing import pack
 from tests.unit.converting import to_vllm

@@ -9,7 +9,7 @@ from torch.nn import functional as F
 
 from draftsmith.drafters import decoder
 from draftsmith.drafters.eagle3 import Eagle3Config, Eagle3Drafter
-from draftsmith.store import Sequence
+from draftsmith.store.format import Sequence
 from draftsmith.train.packing import pack
 
 HIDDEN, HEADS, KV_HEADS, HEAD_DIM, VOCAB, DRAFT = 24, 4, 2, 6, 40, 30

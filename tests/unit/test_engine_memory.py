@@ -10,12 +10,13 @@ import yaml
 from safetensors.torch import save_file
 from transformers import AutoConfig
 
-from draftsmith.engine_memory import GIB, EngineMemory, engine_memory, kv_values, side_by_side, weight_bytes
-from draftsmith.errors import UserError
-from draftsmith.plan import _config_of_target, make_plan
-from draftsmith.recipe import Engine, Recipe, load_recipe
-from draftsmith.serve.lineup import Placement, place
-from draftsmith.vllm_env import Gpu
+from draftsmith.cli.estimate import _config_of_target, make_plan
+from draftsmith.config.loading import load_recipe
+from draftsmith.config.recipe import Engine, Recipe
+from draftsmith.engine.environment import Gpu
+from draftsmith.engine.memory import GIB, EngineMemory, engine_memory, kv_values, side_by_side, weight_bytes
+from draftsmith.run.errors import UserError
+from draftsmith.serve.evaluation.lineup import Placement, place
 
 ROOT = Path(__file__).parents[2]
 H100 = 79 * GIB

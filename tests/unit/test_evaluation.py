@@ -8,11 +8,12 @@ from typing import Any
 import pytest
 from pydantic import TypeAdapter
 
-from draftsmith import recipe, stage
-from draftsmith.errors import UserError
-from draftsmith.serve import compare, evaluate
-from draftsmith.serve.evaluate import run_evaluate
-from draftsmith.serve.results import Results
+from draftsmith.config import recipe
+from draftsmith.run import stage
+from draftsmith.run.errors import UserError
+from draftsmith.serve.evaluation import compare, evaluate
+from draftsmith.serve.evaluation.evaluate import run_evaluate
+from draftsmith.serve.evaluation.results import Results
 from tests.unit.clockwork import COSTS, Engine, make_recipe_and_run, pretend_gpu
 
 
@@ -291,7 +292,7 @@ def test_the_fastest_plain_configuration_is_what_counts(
         return engines
 
     monkeypatch.setattr(evaluate, "start_engines", start)
-    monkeypatch.setattr("draftsmith.serve.configurations.machine_dtypes", lambda: ["float32", "bfloat16"])
+    monkeypatch.setattr("draftsmith.serve.evaluation.configurations.machine_dtypes", lambda: ["float32", "bfloat16"])
     suite = run_evaluate(*run)["suites"]["questions"]
     speed = suite["throughput"]
     assert (speed["fastest_plain"], speed["fastest_speculative"]) == ("plain, bfloat16", "K = 2, float32")

@@ -10,16 +10,16 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from transformers import LlamaConfig
 
-from draftsmith import stage
-from draftsmith.codec import encode_states
-from draftsmith.conversations import Conversation, Skips
-from draftsmith.errors import DraftsmithError, UserError
-from draftsmith.extract.engine import Extracted
+from draftsmith.config.recipe import Recipe
+from draftsmith.data.chat_template import Renderer
+from draftsmith.data.conversations import Conversation, Skips
+from draftsmith.data.overlap import TRAINING_PROMPTS, numbers_of, read_prompts_file
 from draftsmith.extract.extract import _checked, run_extract
-from draftsmith.extract.rendering import Renderer
 from draftsmith.extract.requests import ExtractRequest, Requests, tokenised
-from draftsmith.overlap import TRAINING_PROMPTS, numbers_of, read_prompts_file
-from draftsmith.recipe import Recipe
+from draftsmith.extract.worker import Extracted
+from draftsmith.run import stage
+from draftsmith.run.errors import DraftsmithError, UserError
+from draftsmith.store.codec import encode_states
 from tests.unit.chat_templates import GEMMA
 from tests.unit.test_rendering import chat, make_tokenizer
 

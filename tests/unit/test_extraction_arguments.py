@@ -6,9 +6,9 @@ from typing import Any
 import pytest
 import torch
 
+from draftsmith.config.recipe import Recipe
 from draftsmith.extract.extract import _engine_arguments, _ran_on
-from draftsmith.recipe import Recipe
-from draftsmith.target import describe_target
+from draftsmith.target.info import describe_target
 from tests.unit.tiny_run import make_run
 
 

@@ -12,12 +12,14 @@ from typing import Any
 
 import pytest
 
-from draftsmith.errors import DraftsmithError, UserError
+from draftsmith.config.recipe import Recipe
 from draftsmith.extract import cluster
 from draftsmith.extract.cluster import Machine, _Machine, share_out
 from draftsmith.extract.requests import ExtractRequest
-from draftsmith.recipe import Recipe
-from draftsmith.store import Sequence, ShardMaker, Store, StoreDamaged, StoreWriter
+from draftsmith.run.errors import DraftsmithError, UserError
+from draftsmith.store.format import Sequence, StoreDamaged
+from draftsmith.store.reader import Store
+from draftsmith.store.writer import ShardMaker, StoreWriter
 from tests.unit.test_store import identity, make_sequence, open_writer, same
 
 RECIPE = Recipe.model_validate({
@@ -112,8 +114,8 @@ def start(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., list
 
     monkeypatch.setattr("draftsmith.extract.extract.extracted_sequences", extracted)
     monkeypatch.setattr("draftsmith.extract.extract.store_identity", lambda *given: identity())
-    monkeypatch.setattr("draftsmith.target.prepare_target", lambda target: None)
-    monkeypatch.setattr("draftsmith.target.describe_target", lambda path, target: None)
+    monkeypatch.setattr("draftsmith.target.prepare.prepare_target", lambda target: None)
+    monkeypatch.setattr("draftsmith.target.info.describe_target", lambda path, target: None)
 
     def starting(*some: Answering, marked: bool = True) -> list[_Machine]:
         machines = []

@@ -16,12 +16,12 @@ from typing import Any
 import pytest
 import torch
 
-from draftsmith.codec import encode_states
-from draftsmith.errors import DraftsmithError
-from draftsmith.extract import engine
-from draftsmith.extract.engine import Ask, Job, run_engines
-from draftsmith.extract.spool import SpoolWriter, spool_file
-from draftsmith.recipe import Engine
+from draftsmith.config.recipe import Engine
+from draftsmith.extract import worker
+from draftsmith.extract.handoff import SpoolWriter, spool_file
+from draftsmith.extract.worker import Ask, Job, run_engines
+from draftsmith.run.errors import DraftsmithError
+from draftsmith.store.codec import encode_states
 
 JOB = Job(engine_arguments={}, generate=True, sampling={}, window=5, max_model_len=64)
 
@@ -68,11 +68,11 @@ def pipe() -> tuple[Connection, Connection]:
 def workers_that_are_no_engines(monkeypatch: pytest.MonkeyPatch) -> None:
     """Forked, they start in milliseconds. A fork holds its elder siblings' pipes open, so it closes them first."""
     OURS.clear()
-    monkeypatch.setattr(engine, "_child", answers)
-    monkeypatch.setattr(engine.multiprocessing, "Pipe", pipe)
-    monkeypatch.setattr(engine.vllm_env, "engine_context", lambda: FORK)
-    monkeypatch.setattr(engine.vllm_env, "vllm_environment", lambda options: {})
-    monkeypatch.setattr(engine.vllm_env, "share_of_machine", lambda number, count, tensor_parallel: {})
+    monkeypatch.setattr(worker, "_child", answers)
+    monkeypatch.setattr(worker.multiprocessing, "Pipe", pipe)
+    monkeypatch.setattr(worker.environment, "engine_context", lambda: FORK)
+    monkeypatch.setattr(worker.environment, "vllm_environment", lambda options: {})
+    monkeypatch.setattr(worker.environment, "share_of_machine", lambda number, count, tensor_parallel: {})
 
 
 def spool_in(folder: Path) -> Path:
@@ -201,9 +201,9 @@ class SlowSpool:
 @pytest.fixture
 def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
     clock = Clock()
-    monkeypatch.setattr(engine, "time", clock)
-    monkeypatch.setattr(engine, "_Conversations", lambda *given: SimpleNamespace(next_turn=lambda turn: None))
-    monkeypatch.setattr(engine, "_sampling", lambda *given: None)
+    monkeypatch.setattr(worker, "time", clock)
+    monkeypatch.setattr(worker, "_Conversations", lambda *given: SimpleNamespace(next_turn=lambda turn: None))
+    monkeypatch.setattr(worker, "_sampling", lambda *given: None)
     return clock
 
 
@@ -222,13 +222,13 @@ def test_the_last_states_are_waited_for_as_long_as_some_come(
     """Five take 250 s together, and 60 s without any is too long."""
     ours, theirs = FORK.Pipe()
     slow: Any = SlowSpool(clock, tmp_path, hands_over)
-    monkeypatch.setattr(engine, "_read", slow.read)
+    monkeypatch.setattr(worker, "_read", slow.read)
     if hands_over == 5:
-        engine._work(slow, theirs, JOB, tmp_path)
+        worker._work(slow, theirs, JOB, tmp_path)
         assert clock.now > 4 * 50
     else:
         with pytest.raises(TimeoutError, match=r"states of 2 requests, and none came in 60\.0 s"):
-            engine._work(slow, theirs, JOB, tmp_path)
+            worker._work(slow, theirs, JOB, tmp_path)
     assert len(finished(ours)) == hands_over
 
 
@@ -251,9 +251,9 @@ def test_a_driver_that_takes_its_time_is_no_engine_that_hangs(
                 untaken.pop().unlink()
 
     monkeypatch.setattr(clock, "sleep", driver_too)
-    monkeypatch.setattr(engine, "_UNTAKEN", 2)
+    monkeypatch.setattr(worker, "_UNTAKEN", 2)
     slow: Any = SlowSpool(clock, tmp_path, 5)
-    monkeypatch.setattr(engine, "_read", slow.read)
-    engine._work(slow, theirs, JOB, tmp_path)
+    monkeypatch.setattr(worker, "_read", slow.read)
+    worker._work(slow, theirs, JOB, tmp_path)
     assert len(heard) + len(finished(ours)) == 5
     assert clock.now > 1000

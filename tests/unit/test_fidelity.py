@@ -8,8 +8,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from draftsmith.serve.engine import Generated
-from draftsmith.serve.fidelity import (
+from draftsmith.serve.evaluation.engine import Generated
+from draftsmith.serve.evaluation.fidelity import (
     Control,
     Difference,
     control,

@@ -9,9 +9,9 @@ from pathlib import Path
 
 import pytest
 
-from draftsmith import files
-from draftsmith.errors import UserError
-from draftsmith.recipe import FileSource
+from draftsmith.config.sources import FileSource
+from draftsmith.run.errors import UserError
+from draftsmith.target import downloads
 
 CONTENT = b"some model\n" * 1000
 SHA256 = hashlib.sha256(CONTENT).hexdigest()
@@ -53,28 +53,28 @@ def leftovers(cache: Path) -> list[str]:
 
 
 def test_a_package_is_downloaded_once(wheels, tmp_path):
-    path = files.fetch(source())
+    path = downloads.fetch(source())
     assert path == tmp_path / "cache/packages/tiny-data-1.2.3/tiny_data/data/file.bin"
     assert path.read_bytes() == CONTENT
     for wheel in wheels.iterdir():
         wheel.unlink()
-    assert files.fetch(source()) == path
+    assert downloads.fetch(source()) == path
     assert not leftovers(tmp_path / "cache")
 
 
 def test_a_damaged_cache_is_mended(wheels):
-    path = files.fetch(source())
+    path = downloads.fetch(source())
     path.write_bytes(CONTENT[:-1])
-    assert files.fetch(source()).read_bytes() == CONTENT
+    assert downloads.fetch(source()).read_bytes() == CONTENT
 
 
 def test_what_is_wrong_with_a_package_is_said(wheels, tmp_path):
     with pytest.raises(UserError, match=r"Could not download the package other==1: No matching distribution"):
-        files.fetch(source(package="other==1"))
+        downloads.fetch(source(package="other==1"))
     with pytest.raises(UserError, match=r"holds no file tiny_data/nothing\.bin"):
-        files.fetch(source(file="tiny_data/nothing.bin"))
+        downloads.fetch(source(file="tiny_data/nothing.bin"))
     with pytest.raises(UserError, match="has the SHA-256"):
-        files.fetch(source(sha256="0" * 64))
+        downloads.fetch(source(sha256="0" * 64))
     assert not [path for path in (tmp_path / "cache").rglob("*") if path.is_file()]
     assert not leftovers(tmp_path / "cache")
 
@@ -82,11 +82,11 @@ def test_what_is_wrong_with_a_package_is_said(wheels, tmp_path):
 @pytest.mark.parametrize("member", ["/etc/passwd", "../../outside", "tiny_data/../../../outside"])
 def test_a_member_cannot_leave_the_cache(wheels, member):
     with pytest.raises(UserError, match="inside the package"):
-        files.fetch(source(file=member))
+        downloads.fetch(source(file=member))
 
 
 def test_two_processes_at_once_get_the_same_file(wheels, tmp_path):
-    code = f"from draftsmith.files import fetch, FileSource; print(fetch(FileSource(**{source().model_dump()!r})))"
+    code = f"from draftsmith.config.sources import FileSource; from draftsmith.target.downloads import fetch; print(fetch(FileSource(**{source().model_dump()!r})))"
     running = [subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE, text=True) for _ in range(2)]
     paths = {process.communicate(timeout=120)[0].strip() for process in running}
     assert [process.returncode for process in running] == [0, 0]
@@ -98,22 +98,22 @@ def test_two_processes_at_once_get_the_same_file(wheels, tmp_path):
 def test_a_path_is_checked(tmp_path):
     path = tmp_path / "file.bin"
     with pytest.raises(UserError, match="does not exist"):
-        files.fetch(FileSource(path=str(path)))
+        downloads.fetch(FileSource(path=str(path)))
     with pytest.raises(UserError, match="is a folder"):
-        files.fetch(FileSource(path=str(tmp_path)))
+        downloads.fetch(FileSource(path=str(tmp_path)))
     path.write_bytes(CONTENT)
-    assert files.fetch(FileSource(path=str(path))) == path
-    assert files.fetch(FileSource(path=str(path), sha256=SHA256)) == path
+    assert downloads.fetch(FileSource(path=str(path))) == path
+    assert downloads.fetch(FileSource(path=str(path), sha256=SHA256)) == path
     with pytest.raises(UserError, match="correct `sha256`"):
-        files.fetch(FileSource(path=str(path), sha256="0" * 64))
+        downloads.fetch(FileSource(path=str(path), sha256="0" * 64))
 
 
 def test_where_the_cache_is(monkeypatch, tmp_path):
     monkeypatch.setenv("DRAFTSMITH_CACHE", "/one")
     monkeypatch.setenv("XDG_CACHE_HOME", "/two")
     monkeypatch.setenv("HOME", "/three")
-    assert files.cache_dir() == Path("/one")
+    assert downloads.cache_dir() == Path("/one")
     monkeypatch.delenv("DRAFTSMITH_CACHE")
-    assert files.cache_dir() == Path("/two/draftsmith")
+    assert downloads.cache_dir() == Path("/two/draftsmith")
     monkeypatch.delenv("XDG_CACHE_HOME")
-    assert files.cache_dir() == Path("/three/.cache/draftsmith")
+    assert downloads.cache_dir() == Path("/three/.cache/draftsmith")

@@ -21,16 +21,17 @@ from hypothesis import strategies as st
 from safetensors.torch import load_file, save, save_file
 from typer.testing import CliRunner
 
-from draftsmith.checkpoint import Checkpoint
 from draftsmith.cli import app
+from draftsmith.config.drafters import KINDS
 from draftsmith.convert.contents import EMBEDDING, NOBODY, Contents, read_own, write_own
 from draftsmith.convert.convert import convert_checkpoint, read, recognise
 from draftsmith.convert.formats import FORMATS
 from draftsmith.convert.verify import compare
 from draftsmith.convert.vocabulary import from_tensors, to_tensors, with_vocabulary
 from draftsmith.convert.weights import Weight, open_weights, write_safetensors
-from draftsmith.drafters import drafter_class, kinds
-from draftsmith.errors import DraftsmithError, UserError
+from draftsmith.drafters import drafter_class
+from draftsmith.drafters.checkpoint import Checkpoint
+from draftsmith.run.errors import DraftsmithError, UserError
 
 VOCAB = 40
 TARGET = {"name": "owner/target", "revision": "abc", "config_hash": "0" * 64}
@@ -192,7 +193,7 @@ def test_every_format_is_recognised(kind: str, tmp_path: Path) -> None:
 
 
 def test_the_fifth_kind_needs_no_other_file() -> None:
-    assert set(FORMATS["vllm"].layouts) == set(kinds())
+    assert set(FORMATS["vllm"].layouts) == set(KINDS)
 
 
 def test_bytes_are_the_librarys(tmp_path: Path) -> None:

@@ -8,9 +8,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from draftsmith.serve.engine import EngineConfig
-from draftsmith.serve.in_flight import ConstantLoad, Request
-from draftsmith.serve.throughput import REQUESTS_PER_SLOT, at_start, run_load, schedule, tokens_per_second
+from draftsmith.serve.evaluation.engine import EngineConfig
+from draftsmith.serve.evaluation.in_flight import ConstantLoad, Request
+from draftsmith.serve.evaluation.throughput import REQUESTS_PER_SLOT, at_start, run_load, schedule, tokens_per_second
 
 
 class SlowWhenFull:

@@ -8,12 +8,13 @@ import pytest
 import torch
 from typer.testing import CliRunner
 
-from draftsmith import stage
-from draftsmith.checkpoint import Checkpoint
 from draftsmith.cli import app
-from draftsmith.errors import UserError
-from draftsmith.inspection import inspect, store_stats, write_plot
-from draftsmith.store import Sequence, Store
+from draftsmith.convert.inspection import inspect, store_stats, write_plot
+from draftsmith.drafters.checkpoint import Checkpoint
+from draftsmith.run import stage
+from draftsmith.run.errors import UserError
+from draftsmith.store.format import Sequence
+from draftsmith.store.reader import Store
 from tests.unit.test_store import HIDDEN, LAYERS, filled, open_writer
 
 

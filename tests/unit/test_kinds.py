@@ -1,7 +1,6 @@
 """Every kind of drafter, trained and converted on a tiny store: losses do not move unnoticed, and guesses are real."""
 
 import json
-import sys
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -9,16 +8,15 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from draftsmith import drafters
-from draftsmith.checkpoint import Checkpoint
+from draftsmith.config.drafters import KINDS
 from draftsmith.convert.convert import run_convert
-from draftsmith.drafters import drafter_class, kinds
-from draftsmith.errors import UserError
-from draftsmith.inspection import inspect
-from draftsmith.recipe import load_recipe
-from draftsmith.serve.speculation import speculative_config
-from draftsmith.store import Store
-from draftsmith.target import load_target_tensors
+from draftsmith.convert.inspection import inspect
+from draftsmith.drafters import drafter_class
+from draftsmith.drafters.checkpoint import Checkpoint
+from draftsmith.engine.speculation import speculative_config
+from draftsmith.run.errors import UserError
+from draftsmith.store.reader import Store
+from draftsmith.target.tensors import load_target_tensors
 from draftsmith.train.acceptance import predict_acceptance
 from draftsmith.train.train import run_train
 from tests.unit.tiny_run import make_recipe, make_run
@@ -57,50 +55,9 @@ def _one_thread() -> Iterator[None]:
 
 
 def test_every_kind_is_here() -> None:
-    assert {options["drafter"]["kind"] for options, _ in CASES.values()} == set(kinds())
+    assert {options["drafter"]["kind"] for options, _ in CASES.values()} == set(KINDS)
     with pytest.raises(UserError, match="knows no drafter of the kind `other`"):
         drafter_class("other")
-
-
-FIFTH = """
-from typing import ClassVar, Literal
-
-from draftsmith.drafters.medusa import MedusaDrafter, MedusaOptions
-
-
-class FifthOptions(MedusaOptions):
-    kind: Literal["fifth"] = "fifth"
-    num_heads: int = 2
-    temper: float = 1.0
-
-
-class FifthDrafter(MedusaDrafter):
-    options_class: ClassVar = FifthOptions
-
-
-DRAFTER = FifthDrafter
-"""
-
-
-def test_a_kind_is_its_file(folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    (tmp_path / "fifth.py").write_text(FIFTH)
-    monkeypatch.setattr(drafters, "__path__", [*drafters.__path__, str(tmp_path)])
-    monkeypatch.delitem(sys.modules, "draftsmith.drafters.fifth", raising=False)
-    assert "fifth" in kinds()
-    (tmp_path / "store").symlink_to(folder / "run" / "store")
-    recipe = make_recipe(folder, drafter={"kind": "fifth", "temper": 0.5}, epochs=1)
-    assert recipe.train.model_dump(mode="json")["drafter"]["temper"] == 0.5
-    assert recipe.train.drafter.most_ahead == 2
-    path = tmp_path / "recipe.yaml"
-    path.write_text(recipe.model_dump_json())
-    assert load_recipe(path).train == recipe.train
-    with pytest.raises(UserError, match=r"unknown key `train\.drafter\.tempr` \(did you mean `temper`\?\)"):
-        load_recipe(path, ["train.drafter.tempr=1"])
-
-    assert list(run_train(recipe, tmp_path)["predicted_acceptance_length"]) == ["1", "2"]
-    assert Checkpoint.load(tmp_path / "checkpoint").kind == "fifth"
-    run_convert(recipe, tmp_path)
-    assert speculative_config(tmp_path / "vllm", 2)["method"] == "medusa"
 
 
 @pytest.mark.parametrize("name", CASES)
@@ -119,7 +76,7 @@ def test_training_is_what_it_was(folder: Path, name: str, request: pytest.Fixtur
         assert losses == pytest.approx(golden, rel=2e-4)
 
     checkpoint = Checkpoint.load(run_dir / "checkpoint")
-    kind = drafter_class(checkpoint.kind)
+    kind, serving = drafter_class(checkpoint.kind), KINDS[checkpoint.kind].serving
     config = kind.config_class.from_dict(checkpoint.config)
     assert kind.shapes(config) == {key: tuple(value.shape) for key, value in checkpoint.tensors.items()}
     drafter = kind.make(config, load_target_tensors(folder / "target"), checkpoint.draft_token_ids)
@@ -139,10 +96,10 @@ def test_training_is_what_it_was(folder: Path, name: str, request: pytest.Fixtur
     assert written.keys() >= checkpoint.tensors.keys()
     assert served["torch_dtype"] == "float32"
     assert inspect(run_dir / "vllm")["good"]
-    assert speculative_config(run_dir / "vllm", 2)["method"] == kind.vllm_method
+    assert speculative_config(run_dir / "vllm", 2)["method"] == serving.method
     card = (run_dir / "vllm" / "README.md").read_text()
-    assert f'"method": "{kind.vllm_method}"' in card
-    assert ("It takes `draftsmith` installed" in card) == kind.needs_plugin
+    assert f'"method": "{serving.method}"' in card
+    assert ("It takes `draftsmith` installed" in card) == serving.needs_plugin
 
 
 def test_medusa_guesses_no_further_than_it_has_heads(folder: Path) -> None:

@@ -5,11 +5,12 @@ from pathlib import Path
 
 import pytest
 
-from draftsmith.errors import UserError
-from draftsmith.overlap import TRAINING_PROMPTS, PromptsFile
-from draftsmith.prompts import load_prompts
-from draftsmith.recipe import Prompts, Suite
-from draftsmith.serve.leakage import overlap, trained_on
+from draftsmith.config.evaluation import Suite
+from draftsmith.config.sources import Prompts
+from draftsmith.data.overlap import TRAINING_PROMPTS, PromptsFile
+from draftsmith.data.prompts import load_prompts
+from draftsmith.run.errors import UserError
+from draftsmith.serve.evaluation.leakage import overlap, trained_on
 
 ASKED = [
     f"A farmer counts {number} sheep on Monday and {number * 7} on Tuesday; how many does he count in both days?"

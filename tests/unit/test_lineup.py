@@ -9,13 +9,14 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from draftsmith import recipe, vllm_env
-from draftsmith.engine_memory import GIB, EngineMemory
-from draftsmith.errors import UserError
-from draftsmith.serve import engine as engine_module
-from draftsmith.serve.engine import EngineConfig
-from draftsmith.serve.lineup import Lineup, Placement, groups, place
-from draftsmith.vllm_env import Gpu
+from draftsmith.config import recipe
+from draftsmith.engine import environment
+from draftsmith.engine.environment import Gpu
+from draftsmith.engine.memory import GIB, EngineMemory
+from draftsmith.run.errors import UserError
+from draftsmith.serve.evaluation import engine as engine_module
+from draftsmith.serve.evaluation.engine import EngineConfig
+from draftsmith.serve.evaluation.lineup import Lineup, Placement, groups, place
 
 
 def gpus(count: int, gib: float = 79) -> list[Gpu]:
@@ -98,10 +99,10 @@ def test_gpus_have_the_names_that_children_are_given(
     monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
     if visible is not None:
         monkeypatch.setenv("CUDA_VISIBLE_DEVICES", visible)
-    assert vllm_env.gpus() == [Gpu(names[0], memory[0]), Gpu(names[1], memory[1])]
-    assert vllm_env.share_of_machine(1, 2, 1) == {"CUDA_VISIBLE_DEVICES": names[1]}
+    assert environment.gpus() == [Gpu(names[0], memory[0]), Gpu(names[1], memory[1])]
+    assert environment.share_of_machine(1, 2, 1) == {"CUDA_VISIBLE_DEVICES": names[1]}
     with pytest.raises(UserError, match=r"2 with 2 GPUs each, and 2 GPUs are visible"):
-        vllm_env.share_of_machine(0, 2, 2)
+        environment.share_of_machine(0, 2, 2)
 
 
 @dataclass
@@ -144,7 +145,7 @@ def test_the_plain_engine_stays_and_the_others_come_and_go() -> None:
 
 def test_engines_on_different_gpus_load_together(monkeypatch: pytest.MonkeyPatch, tmp_path: Any) -> None:
     said: list[str] = []
-    monkeypatch.setattr(vllm_env, "is_cpu", lambda: False)
+    monkeypatch.setattr(environment, "is_cpu", lambda: False)
     for what in ("start", "wait_ready"):
         monkeypatch.setattr(
             engine_module.EngineHost, what, lambda host, what=what: said.append(f"{what} {host.config.name}")

@@ -9,10 +9,10 @@ from typing import Any
 
 import pytest
 
-from draftsmith.errors import DraftsmithError
-from draftsmith.serve import load
-from draftsmith.serve.lineup import Placement
-from draftsmith.target import TargetInfo
+from draftsmith.run.errors import DraftsmithError
+from draftsmith.serve.evaluation import load
+from draftsmith.serve.evaluation.lineup import Placement
+from draftsmith.target.info import TargetInfo
 from tests.unit.clockwork import make_recipe_and_run
 
 _SAID = {

@@ -11,7 +11,7 @@ from torch.utils._pytree import tree_flatten
 
 from draftsmith.drafters.base import Drafter
 from draftsmith.drafters.batch import Batch
-from draftsmith.store import Sequence
+from draftsmith.store.format import Sequence
 from draftsmith.train import loss as loss_module
 from draftsmith.train.loss import ChainLoss, row_chunks
 from draftsmith.train.packing import pack

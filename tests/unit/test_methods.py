@@ -7,11 +7,11 @@ from typing import Any
 import pytest
 from pydantic import TypeAdapter, ValidationError
 
-from draftsmith.errors import UserError
-from draftsmith.methods import AnyMethod, Method
-from draftsmith.serve import speculation
-from draftsmith.serve.speculation import check_graph_sizes, method_config
-from draftsmith.target import TargetInfo, describe_target
+from draftsmith.config.methods import AnyMethod, Method
+from draftsmith.engine import speculation
+from draftsmith.engine.speculation import check_graph_sizes, method_config
+from draftsmith.run.errors import UserError
+from draftsmith.target.info import TargetInfo, describe_target
 from tests.unit.tiny_run import make_run
 
 METHODS: TypeAdapter[Method] = TypeAdapter(AnyMethod)

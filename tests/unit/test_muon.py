@@ -10,7 +10,7 @@ from torch import nn
 from torch.nn import functional as F
 
 from draftsmith.drafters.eagle3 import Eagle3Drafter
-from draftsmith.store import Sequence
+from draftsmith.store.format import Sequence
 from draftsmith.train.loss import ChainLoss
 from draftsmith.train.muon import Muon, orthogonalise
 from draftsmith.train.packing import pack

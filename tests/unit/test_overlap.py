@@ -10,11 +10,13 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from draftsmith.conversations import Skips
-from draftsmith.errors import UserError
-from draftsmith.overlap import TRAINING_PROMPTS, Known, PromptsFile, numbers_of, read_prompts_file
-from draftsmith.prompts import split
-from draftsmith.recipe import Extract, Prompts, Suite
+from draftsmith.config.evaluation import Suite
+from draftsmith.config.recipe import Extract
+from draftsmith.config.sources import Prompts
+from draftsmith.data.conversations import Skips
+from draftsmith.data.overlap import TRAINING_PROMPTS, Known, PromptsFile, numbers_of, read_prompts_file
+from draftsmith.data.prompts import split
+from draftsmith.run.errors import UserError
 
 QUESTION = (
     "A lighthouse keeper climbs forty steps every evening, rests on the landing for six minutes, and then climbs the "
@@ -123,7 +125,7 @@ def test_a_text_put_into_another_is_always_found(text, before, after):
 
 
 def test_numbers_are_the_same_in_every_process():
-    code = "from draftsmith.overlap import numbers_of as n; t = n('One two three four five six seven eight nine'); print(t.whole, list(map(int, t.ngrams)))"
+    code = "from draftsmith.data.overlap import numbers_of as n; t = n('One two three four five six seven eight nine'); print(t.whole, list(map(int, t.ngrams)))"
     printed = {
         subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, env={"PYTHONHASHSEED": seed}).stdout
         for seed in ("1", "2")

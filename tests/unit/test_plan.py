@@ -16,26 +16,26 @@ from torch.utils.flop_counter import FlopCounterMode
 from transformers import AutoConfig
 
 from draftsmith.cli import app
-from draftsmith.drafters import eagle, eagle3, linear, medusa, mlp_speculator, recall
-from draftsmith.drafters.base import Drafter
-from draftsmith.drafters.batch import Batch
-from draftsmith.errors import UserError
-from draftsmith.plan import (
-    EngineStep,
-    TargetSizes,
+from draftsmith.cli.estimate import (
     _config_of_target,
     _drafter,
     conversation_counts,
     flop_of_muon,
-    flop_of_text,
     kept_by_row,
     make_plan,
     report,
     summary,
-    target_sizes,
 )
-from draftsmith.recipe import Hardware, Recipe, load_recipe
-from draftsmith.store import Sequence
+from draftsmith.config.hardware import Hardware
+from draftsmith.config.loading import load_recipe
+from draftsmith.config.recipe import Recipe
+from draftsmith.drafters import eagle, eagle3, medusa, mlp_speculator
+from draftsmith.drafters.base import Drafter
+from draftsmith.drafters.batch import Batch
+from draftsmith.drafters.init import induction, least_squares
+from draftsmith.engine.step_cost import EngineStep, TargetSizes, flop_of_text, target_sizes
+from draftsmith.run.errors import UserError
+from draftsmith.store.format import Sequence
 from draftsmith.train.muon import orthogonalise
 from draftsmith.train.packing import pack
 
@@ -199,7 +199,7 @@ def test_a_start_takes_what_its_kind_says(name: str, monkeypatch: pytest.MonkeyP
     """FLOP, memory and rows read of a start on a small target, of whose store it reads a part."""
     heads = {"num_key_value_heads": 8} if "free head" in name else {}
     drafter, _ = _tiny(name, hidden=128, heads=8, **heads, **STARTS[name])
-    for module in (eagle, eagle3, linear, medusa, mlp_speculator, recall):
+    for module in (eagle, eagle3, least_squares, medusa, mlp_speculator, induction):
         for limit, rows in (("ROWS_TO_FIT", 1000), ("ROWS_AT_ONCE", 64), ("ROWS_TO_LOOK_UP", 500)):
             if hasattr(module, limit):
                 monkeypatch.setattr(module, limit, rows)

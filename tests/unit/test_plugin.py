@@ -9,9 +9,10 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from draftsmith.drafters.mlp_speculator import SERVED_ARCHITECTURE, MlpConfig, MlpDrafter
+from draftsmith.config.drafters import MlpOptions
+from draftsmith.drafters.mlp_speculator import MlpConfig, MlpDrafter
 from draftsmith.serve import plugin
-from draftsmith.serve.mlp_speculator import MlpSpeculator, proposer_v1, proposer_v2
+from draftsmith.serve.plugin.mlp_speculator import MlpSpeculator, proposer_v1, proposer_v2
 
 CONFIG = MlpConfig(
     layer_ids=(5,), hidden_size=16, rms_norm_eps=1e-5, vocab_size=40, draft_vocab_size=40, inner_size=12, n_predict=3,
@@ -55,7 +56,7 @@ class Proposer:
 @pytest.fixture
 def speculator(vllm: ModuleType) -> MlpSpeculator:
     torch.manual_seed(0)
-    made = MlpSpeculator(vllm_config=config_for(SERVED_ARCHITECTURE))
+    made = MlpSpeculator(vllm_config=config_for(MlpOptions.serving.architecture))
     trained = MlpDrafter(CONFIG, torch.ones(16))
     loaded = made.load_weights(trained.state_dict().items())
     assert loaded == dict(made.named_parameters()).keys()
@@ -71,13 +72,13 @@ def test_only_our_architecture_gets_our_proposer(vllm: Any, monkeypatch: pytest.
     monkeypatch.setitem(sys.modules, module.__name__, module)
     plugin.register()
     plugin.register()
-    assert vllm.ModelRegistry.known == {plugin.ARCHITECTURE: "draftsmith.serve.mlp_speculator:MlpSpeculator"}
-    assert plugin.ARCHITECTURE == SERVED_ARCHITECTURE
-    ours = module.EagleProposer(config_for(SERVED_ARCHITECTURE), device="meta")
+    assert vllm.ModelRegistry.known == {plugin.ARCHITECTURE: "draftsmith.serve.plugin.mlp_speculator:MlpSpeculator"}
+    assert plugin.ARCHITECTURE == MlpOptions.serving.architecture
+    ours = module.EagleProposer(config_for(MlpOptions.serving.architecture), device="meta")
     assert (type(ours).__name__, ours.device) == ("MlpProposer", "meta")
     assert type(module.EagleProposer(config_for("EagleLlamaForCausalLM"))) is module.EagleProposer
     inheriting = type("Other", (module.EagleProposer,), {})
-    assert type(inheriting(config_for(SERVED_ARCHITECTURE))) is inheriting
+    assert type(inheriting(config_for(MlpOptions.serving.architecture))) is inheriting
 
 
 def test_an_unknown_vllm_is_said(vllm: Any, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -87,7 +88,7 @@ def test_an_unknown_vllm_is_said(vllm: Any, monkeypatch: pytest.MonkeyPatch) -> 
     plugin.register()
     assert not hooked
     with pytest.raises(RuntimeError, match=r"in vLLM 0\.32\.x, and this is vLLM 0\.33\.0"):
-        MlpSpeculator(vllm_config=config_for(SERVED_ARCHITECTURE))
+        MlpSpeculator(vllm_config=config_for(MlpOptions.serving.architecture))
 
 
 def test_first_runner_drafts_from_the_rows_it_is_given(speculator: MlpSpeculator) -> None:

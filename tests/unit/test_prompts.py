@@ -8,9 +8,10 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from draftsmith.errors import UserError
-from draftsmith.prompts import Prompt, load_prompts, training_and_held_out
-from draftsmith.recipe import Extract, Prompts
+from draftsmith.config.recipe import Extract
+from draftsmith.config.sources import Prompts
+from draftsmith.data.prompts import Prompt, load_prompts, training_and_held_out
+from draftsmith.run.errors import UserError
 
 SHIPPED = Path(__file__).parents[2] / "recipes" / "prompts"
 

@@ -17,18 +17,18 @@ from huggingface_hub import ModelCard
 from huggingface_hub.utils import close_session
 from typer.testing import CliRunner
 
-from draftsmith import stage
-from draftsmith.checkpoint import Checkpoint
 from draftsmith.cli import app
+from draftsmith.config.recipe import Engine, Recipe
 from draftsmith.convert.convert import run_convert
+from draftsmith.convert.inspection import inspect
 from draftsmith.convert.publish import publish
 from draftsmith.drafters import drafter_class
-from draftsmith.errors import DraftsmithError, UserError
-from draftsmith.hub import local_directory
-from draftsmith.inspection import inspect
-from draftsmith.recipe import Engine, Recipe
-from draftsmith.serve.report import render
-from draftsmith.target import target_name
+from draftsmith.drafters.checkpoint import Checkpoint
+from draftsmith.run import stage
+from draftsmith.run.errors import DraftsmithError, UserError
+from draftsmith.serve.evaluation.report import render
+from draftsmith.target.hub import local_directory
+from draftsmith.target.prepare import target_name
 from tests.hub_server import READ_TOKEN, TOKEN, Hub, serve_hub
 from tests.unit.test_serve import _results
 
@@ -283,7 +283,8 @@ def test_an_upload_that_breaks_off(run_dir: Path, hub: Hub) -> None:
     hub.hold_uploads.clear()
     hub.upload_begun.clear()
     process = subprocess.Popen(
-        [sys.executable, "-m", "draftsmith.cli", "publish", str(run_dir), "--repo", REPO], stderr=subprocess.DEVNULL
+        [sys.executable, "-m", "draftsmith.cli", "publish", str(run_dir), "--repo", REPO],
+        stderr=subprocess.DEVNULL,
     )
     assert hub.upload_begun.wait(60)
     process.send_signal(signal.SIGKILL)

@@ -5,8 +5,8 @@ from pathlib import Path
 
 import pytest
 
-from draftsmith.errors import DraftsmithError
-from draftsmith.serve.quality import can_score, last_number, unit_tests
+from draftsmith.run.errors import DraftsmithError
+from draftsmith.serve.evaluation.quality import can_score, last_number, unit_tests
 
 ADD = {
     "prompt": 'import math\n\n\ndef add(a: int, b: int) -> int:\n    """The sum."""\n',
@@ -54,7 +54,7 @@ def test_the_last_number_counts(answer: str, right: bool) -> None:
     ],
 )
 def test_functions_are_run_against_their_tests(answer: str, right: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("draftsmith.serve.quality._SECONDS", 4)
+    monkeypatch.setattr("draftsmith.serve.evaluation.quality._SECONDS", 4)
     assert unit_tests(answer, ADD) is right
 
 
@@ -83,6 +83,6 @@ def test_rows_that_cannot_be_scored_are_known() -> None:
 
 
 def test_where_no_program_runs_nothing_is_scored(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("draftsmith.serve.quality._LIMITS", "raise SystemExit(1)\n")
+    monkeypatch.setattr("draftsmith.serve.evaluation.quality._LIMITS", "raise SystemExit(1)\n")
     with pytest.raises(DraftsmithError, match=r"code cannot be run here.*Leave `score: unit_tests` out"):
         unit_tests("    return a + b", ADD)

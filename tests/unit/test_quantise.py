@@ -16,11 +16,11 @@ from safetensors.torch import load_file, save_file
 from draftsmith.convert.contents import NOBODY, Contents, write_own
 from draftsmith.convert.convert import convert_checkpoint, read, recognise
 from draftsmith.convert.formats import FORMATS
-from draftsmith.convert.quantise import SCHEMES
+from draftsmith.convert.inspection import inspect
+from draftsmith.convert.quantize import SCHEMES
 from draftsmith.convert.weights import Weight
-from draftsmith.errors import UserError
-from draftsmith.inspection import inspect
-from draftsmith.serve.speculation import speculative_config
+from draftsmith.engine.speculation import speculative_config
+from draftsmith.run.errors import UserError
 from tests.unit.test_formats import EAGLE3, contents, holders, make_contents
 
 LINEAR = ("fc.weight", "_proj.weight", "lm_head.weight")
@@ -113,12 +113,12 @@ def test_served_where_there_is_a_kernel(tmp_path: Path, monkeypatch: pytest.Monk
     write_own(drafter(), tmp_path)
     for scheme in SCHEMES:
         convert_checkpoint(tmp_path, tmp_path / scheme, to="vllm", quantise=scheme)
-    monkeypatch.setattr("draftsmith.vllm_env.is_cpu", lambda: True)
+    monkeypatch.setattr("draftsmith.engine.environment.is_cpu", lambda: True)
     assert speculative_config(tmp_path / "int8-dynamic", 3)["method"] == "eagle3"
     for scheme in ("int8", "fp8"):
         with pytest.raises(UserError, match="On a CPU serve one converted with `int8-dynamic`"):
             speculative_config(tmp_path / scheme, 3)
-    monkeypatch.setattr("draftsmith.vllm_env.is_cpu", lambda: False)
+    monkeypatch.setattr("draftsmith.engine.environment.is_cpu", lambda: False)
     assert all(speculative_config(tmp_path / scheme, 3) for scheme in SCHEMES)
 
 

@@ -10,7 +10,8 @@ import typer
 import yaml
 
 from draftsmith.cli import app
-from draftsmith.recipe import Recipe, load_recipe
+from draftsmith.config.loading import load_recipe
+from draftsmith.config.recipe import Recipe
 
 ROOT = Path(__file__).parents[2]
 DOCUMENTS = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *(ROOT / "docs").glob("*.md"), *ROOT.glob("recipes/*.yaml")]

@@ -10,7 +10,7 @@ from torch.nn import functional as F
 from draftsmith.drafters import eagle3
 from draftsmith.drafters.batch import Batch
 from draftsmith.drafters.eagle3 import Eagle3Config, Eagle3Drafter
-from draftsmith.store import Sequence
+from draftsmith.store.format import Sequence
 from draftsmith.train.packing import pack
 
 HIDDEN, HEADS, KV_HEADS, HEAD_DIM, VOCAB = 192, 4, 2, 64, 60

@@ -7,9 +7,9 @@ import pytest
 from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers, processors, trainers
 from transformers import PreTrainedTokenizerFast
 
-from draftsmith.conversations import Conversation
-from draftsmith.errors import UserError
-from draftsmith.extract.rendering import Renderer, Unrenderable
+from draftsmith.data.chat_template import Renderer, Unrenderable
+from draftsmith.data.conversations import Conversation
+from draftsmith.run.errors import UserError
 from tests.unit.chat_templates import CHATML, GEMMA, LLAMA3, MISTRAL, QWEN3
 
 CONVERSATIONS = 1000

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from draftsmith.serve.report import render
+from draftsmith.serve.evaluation.report import render
 from tests.unit.test_serve import _results
 
 CHROMIUM = next(filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome"))), None)

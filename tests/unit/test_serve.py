@@ -14,12 +14,14 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from draftsmith import recipe, vllm_env
-from draftsmith.errors import DraftsmithError, UserError
-from draftsmith.serve import configurations, report, results, server, throughput, vllm_server
-from draftsmith.serve import engine as engine_module
-from draftsmith.serve.engine import Counters, EngineConfig, EngineHost, Generated
-from draftsmith.serve.speculation import speculative_config
+from draftsmith.config import recipe
+from draftsmith.engine import environment
+from draftsmith.engine.speculation import speculative_config
+from draftsmith.run.errors import DraftsmithError, UserError
+from draftsmith.serve import server, vllm_server
+from draftsmith.serve.evaluation import configurations, report, results, throughput
+from draftsmith.serve.evaluation import engine as engine_module
+from draftsmith.serve.evaluation.engine import Counters, EngineConfig, EngineHost, Generated
 
 # --- results from counters ---
 
@@ -277,10 +279,12 @@ def test_chart_heights_are_proportional_to_values() -> None:
 
 
 def test_memory_is_shared_and_not_rounded_to_whole_gib(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(vllm_env, "is_cpu", lambda: True)
-    assert vllm_env.memory_arguments(recipe.Engine(kv_cache_gib=1.5), share=0.5) == {"kv_cache_memory_bytes": 3 * 2**28}
-    monkeypatch.setattr(vllm_env, "is_cpu", lambda: False)
-    assert vllm_env.memory_arguments(recipe.Engine(), share=0.5) == {"gpu_memory_utilization": 0.425}
+    monkeypatch.setattr(environment, "is_cpu", lambda: True)
+    assert environment.memory_arguments(recipe.Engine(kv_cache_gib=1.5), share=0.5) == {
+        "kv_cache_memory_bytes": 3 * 2**28
+    }
+    monkeypatch.setattr(environment, "is_cpu", lambda: False)
+    assert environment.memory_arguments(recipe.Engine(), share=0.5) == {"gpu_memory_utilization": 0.425}
 
 
 @pytest.mark.parametrize(("on_gpu", "asked", "eager"), [
@@ -305,17 +309,17 @@ def test_environment_keeps_a_preload_that_the_user_chose(monkeypatch: pytest.Mon
     (tmp_path / "lib" / "libiomp5.so").touch()
     monkeypatch.setattr("sys.prefix", str(tmp_path))
     monkeypatch.setenv("LD_PRELOAD", "libmine.so")
-    assert vllm_env.openmp_environment()["LD_PRELOAD"] == f"{tmp_path}/lib/libiomp5.so:libmine.so"
+    assert environment.openmp_environment()["LD_PRELOAD"] == f"{tmp_path}/lib/libiomp5.so:libmine.so"
     monkeypatch.setenv("LD_PRELOAD", "/other/libiomp5.so")
-    assert "LD_PRELOAD" not in vllm_env.openmp_environment()
+    assert "LD_PRELOAD" not in environment.openmp_environment()
 
 
 def test_environment_keeps_a_heap_that_the_user_tuned(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(vllm_env, "is_cpu", lambda: True)
+    monkeypatch.setattr(environment, "is_cpu", lambda: True)
     monkeypatch.setenv("MALLOC_TRIM_THRESHOLD_", "5")
-    environment = vllm_env.vllm_environment(recipe.Engine())
-    assert environment["MALLOC_TRIM_THRESHOLD_"] == "5"
-    assert int(environment["MALLOC_MMAP_THRESHOLD_"]) == 2**25
+    values = environment.vllm_environment(recipe.Engine())
+    assert values["MALLOC_TRIM_THRESHOLD_"] == "5"
+    assert int(values["MALLOC_MMAP_THRESHOLD_"]) == 2**25
 
 
 def test_engines_differ_in_speculation_only() -> None:
@@ -402,7 +406,7 @@ def fake_child(monkeypatch: pytest.MonkeyPatch):
     """Puts a function in the place of the engine's process, so that only the parent's side is under test."""
 
     def use(child):
-        monkeypatch.setattr(vllm_env, "engine_context", lambda: multiprocessing.get_context("fork"))
+        monkeypatch.setattr(environment, "engine_context", lambda: multiprocessing.get_context("fork"))
         monkeypatch.setattr(engine_module, "_child", child)
         monkeypatch.setattr(engine_module, "_SECONDS_TO_CLOSE", 0.5)  # a fake child does not listen
 

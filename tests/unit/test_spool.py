@@ -10,9 +10,9 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from safetensors.torch import load_file
 
-from draftsmith.codec import EncodedStates, Form, checksum_of, encode_states
-from draftsmith.extract import spool
-from draftsmith.extract.spool import SpoolWriter, spool_file, take_spool_file
+from draftsmith.extract import handoff
+from draftsmith.extract.handoff import SpoolWriter, spool_file, take_spool_file
+from draftsmith.store.codec import EncodedStates, Form, checksum_of, encode_states
 
 
 def states_of(length: int, dtype: torch.dtype = torch.float32) -> torch.Tensor:
@@ -89,7 +89,7 @@ def test_what_was_taken_does_not_change(tmp_path: Path) -> None:
 
 
 def test_large_files_are_deleted(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(spool, "_LARGEST_LEFT", 100)
+    monkeypatch.setattr(handoff, "_LARGEST_LEFT", 100)
     SpoolWriter(tmp_path, writes_over=True).write("a.safetensors", [1] * 5, encoded(5))
     _, states = take_spool_file(tmp_path / "a.safetensors")
     assert not list(tmp_path.iterdir())

@@ -7,8 +7,8 @@ from types import SimpleNamespace
 
 import pytest
 
-from draftsmith.extract import spool_folder as module
-from draftsmith.extract.spool_folder import locked_folder, room_in_memory, spool_folder
+from draftsmith.extract import handoff_folder as module
+from draftsmith.extract.handoff_folder import locked_folder, room_in_memory, spool_folder
 
 
 @pytest.fixture

@@ -4,8 +4,8 @@ import time
 
 import pytest
 
-from draftsmith import stage
-from draftsmith.errors import UserError
+from draftsmith.run import stage
+from draftsmith.run.errors import UserError
 
 
 def finish(directory, inputs="abc"):

@@ -19,24 +19,17 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from safetensors import safe_open
 
-from draftsmith import store as store_module
-from draftsmith.codec import Form, channel_exponents, encode_states
-from draftsmith.errors import DraftsmithError, UserError
+from draftsmith.config.recipe import Recipe
+from draftsmith.convert.inspection import inspect
 from draftsmith.extract.extract import _most_bytes, _require_room
 from draftsmith.extract.requests import ExtractRequest
-from draftsmith.inspection import inspect
-from draftsmith.recipe import Recipe
-from draftsmith.store import (
-    EncodedSequence,
-    Sequence,
-    Store,
-    StoreDamaged,
-    StoreIdentity,
-    StoreWriter,
-    most_bytes,
-    prefetched,
-    require_room,
-)
+from draftsmith.run.errors import DraftsmithError, UserError
+from draftsmith.run.prefetch import prefetched
+from draftsmith.store import writer as store_writer
+from draftsmith.store.codec import Form, channel_exponents, encode_states
+from draftsmith.store.format import EncodedSequence, Sequence, StoreDamaged, StoreIdentity
+from draftsmith.store.reader import Store
+from draftsmith.store.writer import StoreWriter, most_bytes, require_room
 
 LAYERS, HIDDEN = 2, 4
 FORMS: list[Form] = ["none", "lossless", "int8"]
@@ -360,7 +353,7 @@ def test_killed_at_any_moment_and_run_again_is_the_uninterrupted_store(tmp_path:
 FULL = """
 import resource, sys
 from pathlib import Path
-from draftsmith.errors import DraftsmithError
+from draftsmith.run.errors import DraftsmithError
 from tests.unit.test_store import fill_with_a_long_one
 resource.setrlimit(resource.RLIMIT_FSIZE, (int(sys.argv[2]), int(sys.argv[2])))
 try:
@@ -556,14 +549,14 @@ def test_prefetched_reading_from_threads_is_exact(tmp_path: Path) -> None:
 def test_writing_steps_back_and_nobody_else_does(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Shards are written at the lowest priority; the thread that appends keeps its own."""
     seen: list[int] = []
-    write = store_module._head
+    write = store_writer.shard_head
 
     def watched(*args: Any) -> bytes:
         seen.append(os.getpriority(os.PRIO_PROCESS, threading.get_native_id()))
         return write(*args)
 
     writer = open_writer(tmp_path, "lossless")
-    monkeypatch.setattr(store_module, "_head", watched)
+    monkeypatch.setattr(store_writer, "shard_head", watched)
     before = os.getpriority(os.PRIO_PROCESS, threading.get_native_id())
     writer.append(make_sequence(0, 3, 2, last_has_state=True))
     writer.close()
@@ -576,7 +569,7 @@ def test_appending_does_not_wait_for_the_disk_and_memory_does_not_grow(
 ) -> None:
     writing, disk = threading.Event(), threading.Event()
     written: list[str] = []
-    write = store_module.write_bytes
+    write = store_writer.write_bytes
 
     def slow(path: Path, *parts: bytes | memoryview) -> None:
         if path.name.startswith("shard-"):
@@ -586,7 +579,7 @@ def test_appending_does_not_wait_for_the_disk_and_memory_does_not_grow(
         write(path, *parts)
 
     writer = open_writer(tmp_path, "lossless")  # shards of two sequences
-    monkeypatch.setattr(store_module, "write_bytes", slow)
+    monkeypatch.setattr(store_writer, "write_bytes", slow)
     for sample_id in range(3):
         writer.append(make_sequence(sample_id, 3, 3, last_has_state=False))
     assert writing.wait(60)

@@ -11,9 +11,13 @@ from hypothesis import strategies as st
 from tokenizers import Tokenizer, models
 from transformers import LlamaConfig, LlamaForCausalLM
 
-from draftsmith import target
-from draftsmith.errors import UserError
-from draftsmith.recipe import FileSource, Target
+from draftsmith.config.recipe import Target
+from draftsmith.config.sources import FileSource
+from draftsmith.run.errors import UserError
+from draftsmith.target.info import describe_target
+from draftsmith.target.layer_ids import check_layer_ids, default_layer_ids
+from draftsmith.target.prepare import prepare_target, target_name
+from draftsmith.target.tensors import load_target_tensors
 
 LAYERS, HIDDEN, VOCAB = 3, 16, 50
 
@@ -39,7 +43,7 @@ def save_model(folder, *, tied=False, max_shard_size="1GB", seed=0):
 def test_tensors_are_the_models_own(tmp_path, tied, max_shard_size):
     state = save_model(tmp_path, tied=tied, max_shard_size=max_shard_size)
     assert (tmp_path / "model.safetensors.index.json").exists() == (max_shard_size == "5KB")
-    tensors = target.load_target_tensors(tmp_path)
+    tensors = load_target_tensors(tmp_path)
     assert torch.equal(tensors.embedding, state["model.embed_tokens.weight"])
     assert torch.equal(tensors.lm_head, state["lm_head.weight"])
     assert (tensors.lm_head is tensors.embedding) == tied
@@ -71,7 +75,7 @@ def test_head_and_norm_give_the_model_s_logits(tmp_path, kind, tied):
     model.model.norm.register_forward_hook(lambda module, inputs, output: entering.append(inputs[0]))
     with torch.no_grad():
         logits = model(torch.tensor([[1, 2, 3]])).logits
-    tensors = target.load_target_tensors(tmp_path)
+    tensors = load_target_tensors(tmp_path)
     eps = config.rms_norm_eps
     normed = torch.nn.functional.rms_norm(entering[0], (HIDDEN,), tensors.final_norm_weight, eps)
     torch.testing.assert_close(normed @ tensors.lm_head.T, logits, rtol=1e-4, atol=1e-5)
@@ -83,38 +87,38 @@ def test_what_is_missing_is_named(tmp_path):
     shard = tmp_path / index["weight_map"]["model.norm.weight"]
     moved = shard.rename(tmp_path / "moved")
     with pytest.raises(UserError, match=shard.name):
-        target.load_target_tensors(tmp_path)
+        load_target_tensors(tmp_path)
     moved.rename(shard)
     for name in ("lm_head.weight", "model.norm.weight", "model.embed_tokens.weight"):
         fewer = {key: file for key, file in index["weight_map"].items() if key != name}
         (tmp_path / "model.safetensors.index.json").write_text(json.dumps({"weight_map": fewer}))
         with pytest.raises(UserError, match=name.removeprefix("model.")):
-            target.load_target_tensors(tmp_path)
+            load_target_tensors(tmp_path)
     (tmp_path / "model.safetensors.index.json").unlink()
     with pytest.raises(UserError, match=r"has no model\.safetensors"):
-        target.load_target_tensors(tmp_path)
+        load_target_tensors(tmp_path)
     (tmp_path / "model.safetensors").write_bytes(b"not safetensors")
     with pytest.raises(UserError, match="is damaged"):
-        target.load_target_tensors(tmp_path)
+        load_target_tensors(tmp_path)
 
 
 def test_describing(tmp_path):
     save_model(tmp_path / "one", seed=0)
-    info = target.describe_target(tmp_path / "one")
+    info = describe_target(tmp_path / "one")
     assert (info.name, info.num_hidden_layers, info.hidden_size, info.vocab_size) == ("one", LAYERS, HIDDEN, VOCAB)
-    assert target.describe_target(tmp_path / "one", name="owner/one").name == "owner/one"
-    assert target.describe_target(tmp_path / "one", Target(model="owner/two")).name == "owner/two"
+    assert describe_target(tmp_path / "one", name="owner/one").name == "owner/one"
+    assert describe_target(tmp_path / "one", Target(model="owner/two")).name == "owner/two"
 
     # A copy is the same target; a fine-tune of it is not, although its config is equal.
     shutil.copytree(tmp_path / "one", tmp_path / "copy")
-    copy = target.describe_target(tmp_path / "copy")
+    copy = describe_target(tmp_path / "copy")
     assert (copy.revision, copy.config_hash, copy.tokenizer_hash) == (
         info.revision,
         info.config_hash,
         info.tokenizer_hash,
     )
     save_model(tmp_path / "tuned", seed=1)
-    tuned = target.describe_target(tmp_path / "tuned")
+    tuned = describe_target(tmp_path / "tuned")
     assert tuned.config_hash == info.config_hash
     assert tuned.revision != info.revision
 
@@ -122,42 +126,42 @@ def test_describing(tmp_path):
 def test_a_hub_snapshot_is_known_by_its_commit(tmp_path):
     folder = tmp_path / "snapshots" / "0123abcd"
     save_model(folder)
-    assert target.describe_target(folder).revision == "0123abcd"
+    assert describe_target(folder).revision == "0123abcd"
 
 
 def test_hashes_see_what_they_name(tmp_path):
     save_model(tmp_path)
-    before = target.describe_target(tmp_path)
+    before = describe_target(tmp_path)
     config = json.loads((tmp_path / "config.json").read_text())
     (tmp_path / "config.json").write_text(json.dumps({**config, "transformers_version": "5.0.0"}))
-    assert target.describe_target(tmp_path).config_hash == before.config_hash
+    assert describe_target(tmp_path).config_hash == before.config_hash
     (tmp_path / "config.json").write_text(json.dumps({**config, "rms_norm_eps": 1e-3}))
-    assert target.describe_target(tmp_path).config_hash != before.config_hash
+    assert describe_target(tmp_path).config_hash != before.config_hash
     (tmp_path / "chat_template.jinja").write_text("{{ messages }}")  # where newer tokenizers keep the same template
-    assert target.describe_target(tmp_path).chat_template_hash == before.chat_template_hash
+    assert describe_target(tmp_path).chat_template_hash == before.chat_template_hash
     (tmp_path / "chat_template.jinja").write_text("{{ messages }}!")
-    assert target.describe_target(tmp_path).chat_template_hash != before.chat_template_hash
+    assert describe_target(tmp_path).chat_template_hash != before.chat_template_hash
     (tmp_path / "tokenizer.json").unlink()
     with pytest.raises(UserError, match="has no tokenizer"):
-        target.describe_target(tmp_path)
+        describe_target(tmp_path)
 
 
 def test_local_targets(tmp_path):
     save_model(tmp_path / "model")
-    assert target.prepare_target(Target(model=str(tmp_path / "model"))) == tmp_path / "model"
+    assert prepare_target(Target(model=str(tmp_path / "model"))) == tmp_path / "model"
     with pytest.raises(UserError, match="does not exist"):
-        target.prepare_target(Target(model=str(tmp_path / "none")))
+        prepare_target(Target(model=str(tmp_path / "none")))
     (tmp_path / "empty").mkdir()
     with pytest.raises(UserError, match=r"has no config\.json"):
-        target.prepare_target(Target(model=str(tmp_path / "empty")))
+        prepare_target(Target(model=str(tmp_path / "empty")))
 
 
 def test_hub_targets_that_are_not_there(monkeypatch):
     monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
     with pytest.raises(UserError, match="Could not download the model owner/no-such-model"):
-        target.prepare_target(Target(model="owner/no-such-model"))
+        prepare_target(Target(model="owner/no-such-model"))
     with pytest.raises(UserError, match="is no Hub id"):
-        target.prepare_target(Target(model="not a name"))
+        prepare_target(Target(model="not a name"))
 
 
 def test_gguf_without_its_package_names_the_extra(tmp_path, monkeypatch):
@@ -165,25 +169,25 @@ def test_gguf_without_its_package_names_the_extra(tmp_path, monkeypatch):
     monkeypatch.setenv("DRAFTSMITH_CACHE", str(tmp_path / "cache"))
     monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
     with pytest.raises(UserError, match=r"draftsmith\[demo\]"):
-        target.prepare_target(Target(gguf=FileSource(path=str(tmp_path / "model.gguf"))))
+        prepare_target(Target(gguf=FileSource(path=str(tmp_path / "model.gguf"))))
 
 
 def test_names_for_people():
-    assert target.target_name(Target(model="owner/name")) == "owner/name"
-    assert target.target_name(Target(model="/models/mine")) == "mine"
-    assert target.target_name(Target(gguf=FileSource(path="/models/mine.Q4.gguf"))) == "mine.Q4"
+    assert target_name(Target(model="owner/name")) == "owner/name"
+    assert target_name(Target(model="/models/mine")) == "mine"
+    assert target_name(Target(gguf=FileSource(path="/models/mine.Q4.gguf"))) == "mine.Q4"
 
 
 def test_default_layer_ids_of_known_depths():
-    assert target.default_layer_ids(30) == (2, 15, 27, 30)
-    assert target.default_layer_ids(32) == (2, 16, 29, 32)
-    assert target.default_layer_ids(7) == (2, 3, 4, 7)
+    assert default_layer_ids(30) == (2, 15, 27, 30)
+    assert default_layer_ids(32) == (2, 16, 29, 32)
+    assert default_layer_ids(7) == (2, 3, 4, 7)
 
 
 @given(st.integers(1, 200))
 def test_default_layer_ids_are_always_valid(n):
-    ids = target.default_layer_ids(n)
-    target.check_layer_ids(ids, n)
+    ids = default_layer_ids(n)
+    check_layer_ids(ids, n)
     assert list(ids) == sorted(ids)
     assert ids[-1] == n
 
@@ -199,5 +203,5 @@ def test_default_layer_ids_are_always_valid(n):
 )
 def test_wrong_layer_ids_are_told_the_range(ids, message):
     with pytest.raises(UserError, match=message) as caught:
-        target.check_layer_ids(ids, 30)
+        check_layer_ids(ids, 30)
     assert "0 (the embedding) to 30" in str(caught.value)

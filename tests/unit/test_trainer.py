@@ -22,11 +22,12 @@ from typing import Any
 import pytest
 import torch
 
-from draftsmith import stage
-from draftsmith.checkpoint import Checkpoint
+from draftsmith.drafters.checkpoint import Checkpoint
 from draftsmith.drafters.eagle3 import Eagle3Drafter
-from draftsmith.errors import DraftsmithError, Stopped, UserError
-from draftsmith.store import Sequence, Store
+from draftsmith.run import stage
+from draftsmith.run.errors import DraftsmithError, Stopped, UserError
+from draftsmith.store.format import Sequence
+from draftsmith.store.reader import Store
 from draftsmith.train import acceptance
 from draftsmith.train import train as trainer
 from draftsmith.train.train import LOSSES, SNAPSHOT, learning_rate_factor, run_train

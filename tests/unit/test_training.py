@@ -11,15 +11,16 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from draftsmith.checkpoint import Checkpoint
-from draftsmith.drafters import eagle3, recall
+from draftsmith.drafters import eagle3
+from draftsmith.drafters.checkpoint import Checkpoint
 from draftsmith.drafters.eagle3 import _FusedStates, _look_at_own_position, _reduced_rank_fit
-from draftsmith.drafters.linear import RIDGE, factor, solve, unit_rms
-from draftsmith.errors import DraftsmithError
+from draftsmith.drafters.init import induction
+from draftsmith.drafters.init.least_squares import RIDGE, factor, solve, unit_rms
+from draftsmith.drafters.vocabulary import choose_draft_vocabulary
+from draftsmith.run.errors import DraftsmithError
 from draftsmith.train.acceptance import _walk, predict_acceptance
 from draftsmith.train.packing import pack, plan_epoch, share_out
 from draftsmith.train.train import learning_rate_factor
-from draftsmith.vocabulary import choose_draft_vocabulary
 from tests.unit.converting import to_vllm
 from tests.unit.test_eagle3 import DRAFT, HIDDEN, VOCAB, make_drafter, make_sequence
 
@@ -116,7 +117,7 @@ def test_rows_enter_a_start_some_at_a_time(monkeypatch: pytest.MonkeyPatch) -> N
     batches = [(pack([s], steps=1), s.hidden_states[:, -1]) for s in (make_sequence(40, 5, n) for n in range(8))]
     whole, pieces = make_drafter(), make_drafter()
     whole.start(tensors, batches)
-    for module in (eagle3, recall):
+    for module in (eagle3, induction):
         monkeypatch.setattr(module, "ROWS_AT_ONCE", 7)
     pieces.start(tensors, batches)
     batch = batches[0][0]
@@ -185,7 +186,7 @@ def test_freed_memory_is_kept() -> None:
     """Tensors of 24 MiB come from the heap, not from the system, and the heap does not shrink when they go."""
     code = """
 import ctypes, sys, torch
-from draftsmith.machine import keep_freed_memory
+from draftsmith.run.process import keep_freed_memory
 if sys.argv[1] == "keep":
     keep_freed_memory()
 class Counts(ctypes.Structure):

@@ -10,9 +10,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 from pydantic import TypeAdapter
 
-from draftsmith import recipe, stage
-from draftsmith.errors import UserError
-from draftsmith.methods import AnyMethod
+from draftsmith.config import recipe
+from draftsmith.config.methods import AnyMethod
+from draftsmith.run import stage
+from draftsmith.run.errors import UserError
 from draftsmith.serve import server, tune
 from draftsmith.serve.tune import Tuned, make_schedule, run_tune, schedule_of
 from tests.unit.clockwork import COSTS, Engine, make_recipe_and_run, pretend_gpu
@@ -81,13 +82,13 @@ def test_groups_beside_plain_decoding_find_what_all_at_once_do(
 
 def test_roofline_is_bytes_or_flop(run: tuple[recipe.Recipe, Path]) -> None:
     """At 1 MB/s and 1 MFLOP/s: whichever takes longer, by hand."""
-    from draftsmith import plan
-    from draftsmith.target import describe_target
+    from draftsmith.cli import estimate
+    from draftsmith.target.info import describe_target
 
     found = run_tune(*run)
     assert found["measured"] is None
     _loaded, run_dir = run
-    sizes = plan.target_sizes(describe_target(run_dir.parent / "target").config)
+    sizes = estimate.target_sizes(describe_target(run_dir.parent / "target").config)
     context = 1 + 41 / 2  # a prompt of one token, its one word being unknown
     reading = 4 * (sizes.multiplied + context * sizes.kv_values) / 1e6
 

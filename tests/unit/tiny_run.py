@@ -6,10 +6,11 @@ import torch
 from tokenizers import Tokenizer, models
 from transformers import LlamaConfig, LlamaForCausalLM
 
-from draftsmith import stage
-from draftsmith.recipe import Recipe, Target
-from draftsmith.store import Sequence, StoreIdentity, StoreWriter
-from draftsmith.target import describe_target
+from draftsmith.config.recipe import Recipe, Target
+from draftsmith.run import stage
+from draftsmith.store.format import Sequence, StoreIdentity
+from draftsmith.store.writer import StoreWriter
+from draftsmith.target.info import describe_target
 
 HIDDEN, LAYERS, VOCAB = 32, 3, 80
 

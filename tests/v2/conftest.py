@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from draftsmith.target import TargetInfo, describe_target
+from draftsmith.target.info import TargetInfo, describe_target
 from tests.integration.conftest import make_target, train_drafters
 from tests.integration.test_lossless import PROMPT, TEMPERATURE
 

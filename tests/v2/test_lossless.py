@@ -7,11 +7,11 @@ from typing import Any
 import pytest
 from transformers import AutoTokenizer
 
-from draftsmith.methods import Mtp
-from draftsmith.recipe import Engine
-from draftsmith.serve.engine import EngineConfig, start_engines
-from draftsmith.serve.speculation import method_config
-from draftsmith.target import TargetInfo, describe_target
+from draftsmith.config.methods import Mtp
+from draftsmith.config.recipe import Engine
+from draftsmith.engine.speculation import method_config
+from draftsmith.serve.evaluation.engine import EngineConfig, start_engines
+from draftsmith.target.info import TargetInfo, describe_target
 from tests.integration.conftest import demo_prompts, make_mtp_target
 from tests.integration.test_lossless import PROMPT, configs_of, configs_of_others, draw, hold_against_target
 

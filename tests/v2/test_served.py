@@ -8,12 +8,12 @@ import torch
 from transformers import AutoTokenizer
 from typer.testing import CliRunner
 
-from draftsmith.checkpoint import Checkpoint
 from draftsmith.cli import app
-from draftsmith.drafters import drafter_class
-from draftsmith.errors import DraftsmithError
+from draftsmith.config.drafters import KINDS
+from draftsmith.drafters.checkpoint import Checkpoint
+from draftsmith.run.errors import DraftsmithError
 from draftsmith.serve.proposals import compare_proposals, record
-from draftsmith.target import TargetInfo
+from draftsmith.target.info import TargetInfo
 from tests.integration.conftest import demo_prompts, load_drafter
 
 K = 3
@@ -25,7 +25,7 @@ POSITIONS = 170
 def test_trained_equals_served(target: TargetInfo, drafters: dict[str, Path], name: str) -> None:
     tokenizer = AutoTokenizer.from_pretrained(target.path)
     prompts = [tokenizer(text[:60]).input_ids for text in demo_prompts(8)]
-    method = drafter_class(Checkpoint.load(drafters[name] / "checkpoint").kind).vllm_method
+    method = KINDS[Checkpoint.load(drafters[name] / "checkpoint").kind].serving.method
     assert method is not None
     (served,) = record([(drafters[name] / "vllm", method)], target.path, prompts, k=K, max_tokens=40)
 

@@ -4,10 +4,10 @@ from pathlib import Path
 
 import pytest
 
+from draftsmith.config.loading import load_recipe
 from draftsmith.extract.extract import run_extract
-from draftsmith.recipe import load_recipe
-from draftsmith.store import Store
-from draftsmith.target import TargetInfo
+from draftsmith.store.reader import Store
+from draftsmith.target.info import TargetInfo
 from tests.integration.conftest import demo_prompts, write_recipe
 from tests.integration.test_extract import (
     check_states,

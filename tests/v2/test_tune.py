@@ -2,9 +2,9 @@
 
 from pathlib import Path
 
-from draftsmith.recipe import Tune
+from draftsmith.config.evaluation import Tune
 from draftsmith.serve.tune import run_tune
-from draftsmith.target import TargetInfo
+from draftsmith.target.info import TargetInfo
 from tests.integration.test_evaluate import tiny_recipe
 
 

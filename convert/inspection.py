@@ -1,0 +1,222 @@
+"""What `draftsmith inspect` says: what a directory of ours is, whether it is whole, and what a store holds."""
+
+from __future__ import annotations
+
+import json
+import time
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import SafetensorError, safe_open
+
+from draftsmith.config.drafters import kind_of_architecture
+from draftsmith.drafters.checkpoint import RECORD, WEIGHTS, Checkpoint
+from draftsmith.run import stage
+from draftsmith.run.errors import UserError
+from draftsmith.store.format import MANIFEST, StoreDamaged
+from draftsmith.store.reader import Store
+from draftsmith.target.hub import is_snapshot
+
+COVERAGE_SIZES = tuple(2**n for n in range(8, 19))
+"""Vocabulary sizes at which coverage is given, up to the first that holds every token of the training part."""
+
+
+def inspect(directory: Path, *, stats: bool = False) -> dict[str, Any]:
+    """Say what `directory` is and read all of it.
+
+    Returns:
+        `kind` (`store`, `checkpoint` or `vllm`), `path`, `finished` (whether its stage has), `good`, `damage` where it is not
+        good (`file`, byte range `start : end` where known, `message`, `places`: how many), `about` (what it holds), and
+        with `stats`, for a store, what `store_stats` gives.
+
+    Raises:
+        UserError: it is nothing of ours, or a store of another schema.
+    """
+    finished = is_snapshot(directory) or stage.read(directory) is not None  # a commit of the Hub is whole
+    report = {"path": str(directory), "finished": finished} if directory.is_dir() else {}
+    if (directory / MANIFEST).is_file():
+        return report | {"kind": "store"} | _inspect_store(directory, stats=stats)
+    if stats:
+        raise UserError(f"`--stats` is for stores, and {directory} is none: it has no {MANIFEST}.")
+    if (directory / RECORD).is_file():
+        return report | {"kind": "checkpoint"} | _inspect_weights(directory, directory / WEIGHTS, _about_checkpoint)
+    if (directory / "config.json").is_file() and (directory / "model.safetensors").is_file():
+        return report | {"kind": "vllm"} | _inspect_weights(directory, directory / "model.safetensors", _about_drafter)
+    ours = [name for name in ("store", "checkpoint", "vllm") if (directory / name).is_dir()]
+    hint = f" It is a run: inspect {' or '.join(str(directory / name) for name in ours)}." if ours else ""
+    raise UserError(
+        f"{directory} is no store ({MANIFEST}), checkpoint ({RECORD}) or drafter for vLLM (config.json and "
+        f"model.safetensors).{hint}"
+    )
+
+
+def _inspect_store(directory: Path, *, stats: bool) -> dict[str, Any]:
+    started = time.perf_counter()
+    try:
+        store = Store(directory)
+        damages = list(store.damages())
+    except StoreDamaged as damage:  # the manifest, or the head of a shard: nothing else can be read
+        return {"good": False, "about": {}, "damage": _damage(damage, places=1)}
+    seconds = time.perf_counter() - started
+    about = {
+        "target": store.identity.target,
+        "target_revision": store.identity.target_revision,
+        "layer_ids": list(store.identity.layer_ids),
+        "dtype": store.identity.dtype,
+        "states": store.identity.states,
+        **store.counts,
+        "share_of_uncompressed": round(store.counts["bytes"] / max(1, store.plain_bytes), 4),
+        "verified_mb_per_second": round(store.counts["bytes"] / 1e6 / seconds, 1),
+    }
+    if damages:
+        return {"good": False, "about": about, "damage": _damage(damages[0], places=len(damages))}
+    return {"good": True, "about": about, **({"stats": store_stats(store)} if stats else {})}
+
+
+def _damage(damage: StoreDamaged, *, places: int) -> dict[str, Any]:
+    return {
+        "file": str(damage.path),
+        "start": damage.start,
+        "end": damage.end,
+        "message": str(damage),
+        "places": places,
+    }
+
+
+def _inspect_weights(directory: Path, weights: Path, describe: Any) -> dict[str, Any]:
+    """A directory with one safetensors file: that it opens, is as long as its header says, and all is finite."""
+    try:
+        with safe_open(weights, framework="pt") as file:
+            for name in file.keys():  # noqa: SIM118 (not a mapping)
+                tensor = file.get_tensor(name)
+                wide = tensor.float() if tensor.itemsize == 1 else tensor  # torch cannot ask 8-bit floats
+                if tensor.is_floating_point() and not torch.isfinite(wide).all():
+                    raise ValueError(f"the tensor {name} is not all finite")
+        return {"good": True, "about": describe(directory)}
+    except UserError:
+        raise
+    except (SafetensorError, OSError, ValueError, KeyError, TypeError, AttributeError) as error:
+        message = f"{directory} is damaged: {weights.name} and what describes it cannot be used ({error}). Run its stage again."
+        return {"good": False, "about": {}, "damage": {"file": str(weights), "message": message, "places": 1}}
+
+
+def _about_checkpoint(directory: Path) -> dict[str, Any]:
+    found = Checkpoint.load(directory)
+    return {
+        "drafter": found.kind,
+        "target": found.target["name"],
+        "target_revision": found.target["revision"],
+        "draft_vocab_size": len(found.draft_token_ids),
+        "parameters": sum(tensor.numel() for tensor in found.tensors.values()),
+        "predicted_acceptance_length": found.training.get("predicted_acceptance_length"),
+    }
+
+
+def _about_drafter(directory: Path) -> dict[str, Any]:
+    config = json.loads((directory / "config.json").read_text())
+    ours = "draft_vocab_size" in config or any(map(kind_of_architecture, config.get("architectures") or ()))
+    if not ours and not stage.read(directory):
+        raise UserError(f"{directory} is a model for transformers or vLLM, and not a drafter that Draftsmith made.")
+    return {
+        "architectures": config.get("architectures"),
+        "draft_vocab_size": config.get("draft_vocab_size"),
+        "bytes": (directory / "model.safetensors").stat().st_size,
+    }
+
+
+# ---- what a store holds ----
+
+
+def store_stats(store: Store) -> dict[str, Any]:
+    """Lengths, tokens and vocabulary coverage of a store.
+
+    Returns:
+        `lengths`: min, median, mean and max tokens of a sequence, and `histogram`: [from, below, sequences] rows;
+        `tokens`: with states, and in responses, of the training and the held-out part;
+        `coverage`: rows of {`vocabulary`: V, `training`, `held_out`: share of response tokens among the V most frequent
+        of the training part's responses}; None where a part has none.
+    """
+    rows = {part: store.rows(held_out=part == "held_out") for part in ("training", "held_out")}
+    lengths = torch.tensor([store.length(row) for row in range(len(store))], dtype=torch.int64)
+    responses = {part: store.response_tokens(held_out=part == "held_out") for part in rows}
+    return {
+        "lengths": {
+            "min": int(lengths.min()),
+            "median": int(lengths.median()),
+            "mean": round(lengths.double().mean().item(), 1),
+            "max": int(lengths.max()),
+            "histogram": _histogram(lengths),
+        }
+        if len(lengths)
+        else None,
+        "tokens": {
+            part: {
+                "sequences": len(rows[part]),
+                "tokens": sum(store.length(row) for row in rows[part]),
+                "response_tokens": len(responses[part]),
+                "distinct_response_tokens": len(responses[part].unique()),
+            }
+            for part in rows
+        },
+        "coverage": _coverage(responses["training"], responses["held_out"]),
+    }
+
+
+def _histogram(lengths: torch.Tensor) -> list[list[int]]:
+    width = -(-int(lengths.max() + 1) // 12)
+    width = max(1, -(-width // 8) * 8 if width > 8 else width)  # round edges
+    counts = torch.bincount(lengths // width).tolist()
+    return [[number * width, (number + 1) * width, count] for number, count in enumerate(counts)]
+
+
+def _coverage(training: torch.Tensor, held_out: torch.Tensor) -> list[dict[str, Any]]:
+    if not len(training):
+        return []
+    size = int(max(training.max(), held_out.max() if len(held_out) else 0)) + 1
+    counts = torch.bincount(training, minlength=size)
+    rank = torch.empty(size, dtype=torch.int64)
+    rank[counts.argsort(descending=True, stable=True)] = torch.arange(size)  # ties: the lower id first
+    rank[counts == 0] = size  # what training never saw is in no draft vocabulary
+    distinct = int((counts > 0).sum())
+    sizes = [v for v in COVERAGE_SIZES if v < distinct] + [distinct]
+
+    def share(tokens: torch.Tensor, vocabulary: int) -> float | None:
+        return round((rank[tokens] < vocabulary).double().mean().item(), 4) if len(tokens) else None
+
+    return [{"vocabulary": v, "training": share(training, v), "held_out": share(held_out, v)} for v in sizes]
+
+
+def write_plot(stats: dict[str, Any], path: Path) -> None:
+    """Lengths and coverage as a picture; the file's ending says which format.
+
+    Raises:
+        UserError: matplotlib is missing, or cannot write such a file.
+    """
+    try:
+        from matplotlib.figure import Figure
+    except ImportError:
+        raise UserError("`--plot` needs matplotlib: pip install 'draftsmith[plots]'.") from None
+    figure = Figure(figsize=(10, 4), layout="constrained")
+    left, right = figure.subplots(1, 2)
+    histogram = stats["lengths"]["histogram"] if stats["lengths"] else []
+    left.bar(
+        [row[0] for row in histogram],
+        [row[2] for row in histogram],
+        [row[1] - row[0] for row in histogram],
+        align="edge",
+    )
+    left.set(xlabel="tokens in a sequence", ylabel="sequences")
+    for part, label in (("training", "training part"), ("held_out", "held-out part")):
+        points = [(row["vocabulary"], row[part]) for row in stats["coverage"] if row[part] is not None]
+        if points:
+            right.plot(*zip(*points, strict=True), marker="o", label=label)
+            right.set_xscale("log", base=2)
+    right.set(xlabel="most frequent tokens of the training part", ylabel="share of response tokens")
+    right.grid(alpha=0.3)
+    if right.lines:
+        right.legend()
+    try:
+        figure.savefig(path)
+    except (ValueError, OSError) as error:
+        raise UserError(f"The plot cannot be written to {path}: {error}. Name a .png, .svg or .pdf file.") from None

@@ -1,0 +1,203 @@
+"""Drafters with 8-bit weights, in the files that vLLM loads (`compressed-tensors`); and back to floating point.
+
+Arithmetic and packing are the library's own, which vLLM and llm-compressor use too: what is here says which tensors, and
+keeps them out of memory until they are written.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from draftsmith.convert.weights import Weight, listed
+from draftsmith.run.errors import UserError
+
+SECTION = "quantization_config"
+_METHOD = "compressed-tensors"
+_INT8 = {"num_bits": 8, "type": "int", "symmetric": True, "strategy": "channel", "dynamic": False}
+_PACKED, _NAIVE = ".weight_packed", ".weight"
+_SCALE, _SHAPE = ".weight_scale", ".weight_shape"
+
+
+@dataclass(frozen=True)
+class Scheme:
+    """What becomes of a linear layer."""
+
+    title: str
+    format: str
+    """compressed-tensors' name of the file's layout."""
+    weights: Mapping[str, Any]
+    """Its `QuantizationArgs`. One scale for each output channel."""
+    inputs: Mapping[str, Any] | None = None
+    """Of the layer's inputs, rounded as they come; None leaves them alone."""
+
+    def section(self) -> dict[str, Any]:
+        """Of `config.json`."""
+        groups = {"targets": ["Linear", "re:.*lm_head"], "weights": dict(self.weights)}
+        if self.inputs is not None:
+            groups["input_activations"] = dict(self.inputs)
+        return {
+            "quant_method": _METHOD, "format": self.format, "quantization_status": "compressed", "ignore": [],
+            "config_groups": {"group_0": groups},
+        }  # fmt: skip
+
+
+SCHEMES = {
+    "int8": Scheme("8-bit integers, computed in floating point", "pack-quantized", _INT8),
+    "fp8": Scheme("8-bit floats (E4M3), computed in floating point", "float-quantized", {**_INT8, "type": "float"}),
+    "int8-dynamic": Scheme(
+        "8-bit integers, computed as such: inputs are rounded too, token by token", "int-quantized", _INT8,
+        # Not symmetric: for what is, vLLM 0.32 takes a kernel of 16-bit activations on CPUs with AMX, in float32 too, and fails.
+        {"num_bits": 8, "type": "int", "symmetric": False, "strategy": "token", "dynamic": True},
+    ),
+}  # fmt: skip
+
+
+def scheme_of(record: Mapping[str, Any]) -> str | None:
+    """The name in `SCHEMES` of what a checkpoint's `config.json` says; None for weights in floating point and others."""
+    section = record.get(SECTION)
+    formats = {scheme.format: name for name, scheme in SCHEMES.items()}
+    return formats.get(str(section.get("format"))) if isinstance(section, Mapping) else None
+
+
+def quantised(
+    record: Mapping[str, Any], weights: Mapping[str, Weight], name: str
+) -> tuple[dict[str, Any], dict[str, Weight]]:
+    """A checkpoint with the weights of its linear layers in 8 bits; embeddings and norms stay as they are.
+
+    Args:
+        record: `config.json`.
+        weights: named as vLLM names them.
+        name: in `SCHEMES`.
+    """
+    scheme = SCHEMES[name]
+    written: dict[str, Weight] = {}
+    for theirs, weight in weights.items():
+        module = theirs.removesuffix(_NAIVE)
+        if not _is_linear(theirs, weight):
+            written[theirs] = weight
+            continue
+        rows, columns = weight.shape
+        compressed = _part_of(weight, scheme)
+        written[module + _SCALE] = Weight((rows, 1), weight.dtype, compressed("weight_scale"))
+        if scheme.format == "pack-quantized":
+            words = math.ceil(columns / 4)
+            written[module + _PACKED] = Weight((rows, words), torch.int32, compressed("weight_packed"))
+            written[module + _SHAPE] = Weight.of(torch.tensor([rows, columns]))
+        else:
+            dtype = torch.int8 if scheme.weights["type"] == "int" else torch.float8_e4m3fn
+            written[module + _NAIVE] = Weight((rows, columns), dtype, compressed("weight"))
+    return {**record, SECTION: scheme.section()}, written
+
+
+def _is_linear(name: str, weight: Weight) -> bool:
+    return name.endswith(_NAIVE) and "embed" not in name and len(weight.shape) == 2 and weight.dtype.is_floating_point
+
+
+def _part_of(weight: Weight, scheme: Scheme) -> Callable[[str], Callable[[], Iterator[torch.Tensor]]]:
+    """Of a layer's compressed tensors, each by its name; computed when it is written."""
+
+    def compressed(name: str) -> Callable[[], Iterator[torch.Tensor]]:
+        def parts() -> Iterator[torch.Tensor]:
+            from compressed_tensors.compressors import BaseCompressor
+            from compressed_tensors.quantization.utils import calculate_qparams
+
+            whole, theirs = weight.tensor(), _theirs(scheme.weights, scheme.inputs)
+            least, most = whole.amin(1, keepdim=True), whole.amax(1, keepdim=True)
+            scale, _ = calculate_qparams(least, most, theirs.weights)
+            compressor = BaseCompressor.get_value_from_registry(scheme.format)
+            state = compressor.compress({"weight": whole, "weight_scale": scale.to(whole.dtype)}, theirs)
+            yield state[name].contiguous().flatten()
+
+        return parts
+
+    return compressed
+
+
+def _theirs(weights: Mapping[str, Any], inputs: Mapping[str, Any] | None) -> Any:
+    from compressed_tensors.quantization import QuantizationScheme
+
+    return QuantizationScheme.model_validate(
+        {"targets": ["Linear"], "weights": dict(weights), "input_activations": dict(inputs) if inputs else None}
+    )
+
+
+def dequantised(record: Mapping[str, Any], weights: Mapping[str, Weight]) -> tuple[dict[str, Any], dict[str, Weight]]:
+    """The checkpoint with weights in floating point, in the type of their scales: itself where they are already.
+
+    Raises:
+        UserError: it is quantised in a way that is not known here, or damaged.
+    """
+    if SECTION not in record:
+        return dict(record), dict(weights)
+    section = record[SECTION]
+    rest = {key: value for key, value in record.items() if key != SECTION}
+    groups = section.get("config_groups") if isinstance(section, Mapping) else None
+    if (
+        not isinstance(section, Mapping)
+        or section.get("quant_method") != _METHOD
+        or str(section.get("format")) not in {scheme.format for scheme in SCHEMES.values()}
+        or not isinstance(groups, Mapping)
+        or len(groups) != 1
+        or any(section.get(other) for other in ("kv_cache_scheme", "transform_config", "sparsity_config"))
+    ):
+        raise UserError(
+            f"The weights are quantised in a way that is not read here (`{SECTION}`: {str(section)[:120]}). Convert the "
+            f"drafter that they were made of; {', '.join(SCHEMES)} by {_METHOD} are read."
+        )
+    (group,) = groups.values()
+    stated = group.get("weights") if isinstance(group, Mapping) else None
+    try:
+        scheme = _theirs(stated if isinstance(stated, Mapping) else {"num_bits": None}, None)
+        known = scheme.weights.num_bits == 8 and scheme.weights.symmetric and scheme.weights.strategy in _STRATEGIES
+    except (TypeError, ValueError) as error:
+        raise UserError(f"`{SECTION}` is not {_METHOD}' ({str(error).splitlines()[0][:200]}).") from None
+    if not known:
+        raise UserError(
+            f"`{SECTION}` asks for {str(stated)[:120]}; 8 bits, symmetric, with a scale for each "
+            "tensor or channel are read here."
+        )
+    read = dict(weights)
+    for name in [name for name in weights if name.endswith(_SCALE)]:
+        module, scale = name.removesuffix(_SCALE), read.pop(name)
+        read[module + _NAIVE] = _whole(module, scale, read, section["format"], scheme)
+    return rest, read
+
+
+_STRATEGIES = ("channel", "tensor")
+
+
+def _whole(module: str, scale: Weight, read: dict[str, Weight], layout: str, scheme: Any) -> Weight:
+    """A layer's weight; takes its tensors out of `read`."""
+    packed = layout == "pack-quantized"
+    stored = read.pop(module + (_PACKED if packed else _NAIVE), None)
+    shape = read.pop(module + _SHAPE, None) if packed else None
+    if stored is None or (packed and shape is None) or len(stored.shape) != 2:
+        raise UserError(f"{module} has a scale, and not the weight that it belongs to. The checkpoint is incomplete.")
+    rows, columns = stored.shape
+    if shape is not None:
+        said = shape.tensor().flatten().tolist() if shape.count == 2 and shape.dtype == torch.int64 else []
+        if len(said) != 2 or said[0] != rows or math.ceil(said[1] / 4) != columns or said[1] < 1:
+            raise UserError(f"{module}{_SHAPE} is {said}, and the packed weight {list(stored.shape)}. One is damaged.")
+        columns = said[1]
+    kind = torch.int32 if packed else scheme.weights.pytorch_dtype()
+    if stored.dtype != kind or not scale.dtype.is_floating_point or scale.shape not in ((rows, 1), (1,), ()):
+        raise UserError(
+            f"{listed([module])}: the weight is {stored.dtype} and its scale {scale.dtype} {list(scale.shape)}, where {kind} "
+            "and floating-point numbers, one for each row or one in all, should be."
+        )
+
+    def parts() -> Iterator[torch.Tensor]:
+        from compressed_tensors.compressors import BaseCompressor
+
+        state = {"weight_scale": scale.tensor(), (_PACKED if packed else _NAIVE)[1:]: stored.tensor()}
+        if packed:
+            state["weight_shape"] = torch.tensor([rows, columns])
+        found = BaseCompressor.get_value_from_registry(layout).decompress(state, scheme)["weight"]
+        yield found.to(scale.dtype).contiguous().flatten()
+
+    return Weight((rows, columns), scale.dtype, parts)

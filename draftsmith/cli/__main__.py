@@ -1,0 +1,5 @@
+"""`python -m draftsmith.cli`."""
+
+from draftsmith.cli import main
+
+main()

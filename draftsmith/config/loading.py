@@ -1,0 +1,142 @@
+"""A recipe from its file: overrides, paths, and errors that say what to do."""
+
+from __future__ import annotations
+
+import difflib
+import hashlib
+import json
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any, get_args, get_origin
+
+import yaml
+from pydantic import (
+    BaseModel,
+    ValidationError,
+)
+
+from draftsmith.config.recipe import Recipe
+from draftsmith.run.errors import UserError
+
+
+def load_recipe(path: str | Path, overrides: list[str] | None = None) -> Recipe:
+    """Read, override and check a recipe.
+
+    Args:
+        path: the YAML file.
+        overrides: `section.key=value` strings; values are YAML.
+
+    Raises:
+        UserError: the file is missing, is not YAML, or does not follow the schema.
+    """
+    path = Path(path)
+    if not path.is_file():
+        near = difflib.get_close_matches(path.name, [p.name for p in path.parent.glob("*.yaml")], n=1)
+        hint = f" Did you mean {path.parent / near[0]}?" if near else ""
+        raise UserError(f"No recipe at {path}.{hint} A recipe is a YAML file; see the ones in recipes/.")
+    try:
+        data = yaml.safe_load(path.read_text())
+    except yaml.YAMLError as error:
+        raise UserError(f"{path} is not valid YAML: {error}") from None
+    if not isinstance(data, dict):
+        raise UserError(f"{path} must be a YAML mapping with the keys {', '.join(Recipe.model_fields)}.")
+    for override in overrides or []:
+        _apply_override(data, override)
+    _resolve_paths(data, path.resolve().parent)
+    try:
+        return Recipe.model_validate(data)
+    except ValidationError as error:
+        raise UserError(_explain(error, path)) from None
+
+
+def digest(value: Any) -> str:
+    """SHA-256 of a JSON-like value in canonical form; the identity of a stage's inputs."""
+    return hashlib.sha256(json.dumps(value, sort_keys=True, separators=(",", ":")).encode()).hexdigest()
+
+
+def _apply_override(data: dict[str, Any], override: str) -> None:
+    key, separator, text = override.partition("=")
+    if not separator or not key:
+        raise UserError(f"`-s {override}` is not an override; write `-s section.key=value`, as in `-s train.epochs=2`.")
+    try:
+        value = yaml.safe_load(text)
+    except yaml.YAMLError:
+        raise UserError(f"`-s {override}`: the value is not valid YAML.") from None
+    *parents, leaf = key.split(".")
+    node = data
+    for parent in parents:
+        child = node.setdefault(parent, {})
+        if not isinstance(child, dict):
+            raise UserError(f"`-s {override}`: `{parent}` is a single value in this recipe, not a section.")
+        node = child
+    node[leaf] = value
+
+
+def _resolve_paths(node: Any, folder: Path) -> None:
+    """Make every `path` (and a target directory given relatively) absolute, in place."""
+    if isinstance(node, dict):
+        for key, value in node.items():
+            if (key == "path" and isinstance(value, str)) or (
+                key == "model" and isinstance(value, str) and value.startswith((".", "~", "/"))
+            ):
+                node[key] = str((folder / Path(value).expanduser()).resolve())
+            else:
+                _resolve_paths(value, folder)
+
+
+def _explain(error: ValidationError, path: Path) -> str:
+    """One paragraph for a schema error: the first few problems, each with the nearest known key."""
+    problems = []
+    for item in error.errors()[:4]:
+        location, _ = _place(item["loc"])
+        where = ".".join(location) or "the recipe"
+        if item["type"] == "extra_forbidden":
+            _, known = _place(item["loc"][:-1])
+            problems.append(f"unknown key `{where}` ({_hint(location[-1], known)})")
+        elif item["type"] == "union_tag_invalid":
+            context = item["ctx"]
+            known = [tag.strip("' ") for tag in context["expected_tags"].split(",")]
+            name = context["discriminator"].strip("'")
+            problems.append(f"`{where}.{name}` is `{context['tag']}` ({_hint(context['tag'], known)})")
+        elif item["type"] == "missing":
+            problems.append(f"`{where}` is missing")
+        else:
+            problems.append(f"`{where}`: {item['msg'].removeprefix('Value error, ')} (got {item['input']!r:.80})")
+    return f"{path} is not a valid recipe: {'; '.join(problems)}."
+
+
+def _hint(given: str, known: Sequence[str]) -> str:
+    near = difflib.get_close_matches(given, known, n=1, cutoff=0.5)
+    return f"did you mean `{near[0]}`? " * bool(near) + f"known: {', '.join(sorted(known))}"
+
+
+def _place(location: Sequence[str | int]) -> tuple[list[str], list[str]]:
+    """A location as a recipe writes it, without pydantic's names for members of unions, and the keys of the section there."""
+    path: list[str] = []
+    models: list[type[BaseModel]] = [Recipe]
+    is_key = False  # of a mapping
+    for part in map(str, location):
+        tagged = [model for model in models if part in _tags(model)]
+        if tagged and not is_key:
+            models = tagged
+            continue
+        path.append(part)
+        annotations = [model.model_fields[part].annotation for model in models if part in model.model_fields]
+        if annotations and not is_key:
+            models = [model for annotation in annotations for model in _models_in(annotation)]
+            is_key = any(get_origin(annotation) is dict for annotation in annotations)
+        else:
+            is_key = False
+    return path, sorted({key for model in models for key in model.model_fields})
+
+
+def _tags(model: type[BaseModel]) -> list[str]:
+    """The values of the keys by which members of a union are told apart."""
+    fields = [model.model_fields[name] for name in ("kind", "method") if name in model.model_fields]
+    return [value for field in fields for value in get_args(field.annotation)]
+
+
+def _models_in(annotation: Any) -> list[type[BaseModel]]:
+    if isinstance(annotation, type) and issubclass(annotation, BaseModel):
+        return [annotation]
+    return [model for part in get_args(annotation) for model in _models_in(part)]

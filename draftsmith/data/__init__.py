@@ -1,0 +1,1 @@
+"""Prompts and conversations: reading, drawing, splitting and rendering them, for extraction and evaluation."""

@@ -1,0 +1,282 @@
+"""Conversations to tokens, and which of the tokens the assistant said.
+
+A conversation is one sequence: it is rendered once with the target's chat template and the whole text is tokenised
+once, never in pieces. An assistant's turn is what the target itself produces there: everything after what the
+generation prompt renders, up to and including the token that ends the turn. The template's text after that token,
+often a line break, is not part of it.
+
+Where a turn lies in the text is found by rendering, so that it holds for any template:
+
+1. *What depends on the turn.* The conversation is rendered again with other words in the turn's place. What the texts
+   have in common before and after encloses the words, however the template trims or rearranges them, and in the
+   context of the turns that follow: Qwen3's template takes the thinking out of earlier turns, Mistral's moves the
+   system prompt to the last question.
+2. *Where it begins.* The template's own text between the generation prompt and the words (a space, `<think>`) is said
+   by the target too. If the turns before it, rendered with the generation prompt, begin the text, the turn begins
+   there. If later turns changed the text before it, the turn begins after what the prompt ends with, which must
+   follow the words of the message before it here as well.
+3. *Where it ends.* At the first special token that the template puts after the words.
+
+Of a turn from which the template took the thinking, what is left is the assistant's. A template for which this cannot
+be done exactly (its generation prompt is not how it begins the answer, it ends turns with no special token, it leaves
+turns or tools out) gives an error for that conversation, never a guess. A template with `{% generation %}` blocks says
+itself which text is the assistant's, and is believed.
+
+A token belongs to the side of its first character. One that begins in the prompt and runs on into the answer is the
+prompt's: at serving, the prompt's text is tokenised before there is an answer, so the target cannot produce it.
+"""
+
+from __future__ import annotations
+
+import copy
+import re
+from bisect import bisect_left
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Any
+
+from draftsmith.data.conversations import Conversation
+from draftsmith.run.errors import UserError
+
+_STAND_INS = ("0qzj0", "9Xkv9")
+"""Words put in the place of others. No two begin or end alike, so each real text differs from one of them there."""
+_STAND_IN_CHARS = range(1, 6)
+
+
+class Unrenderable(Exception):
+    """The conversation does not go through this chat template exactly; the text says why, for people."""
+
+
+@dataclass(frozen=True)
+class Rendered:
+    """A conversation as the target reads it."""
+
+    token_ids: list[int]
+    loss_mask: list[bool]
+    """As long as `token_ids`: True where the target itself would have produced the token."""
+
+
+class Renderer:
+    """Renders conversations with a tokenizer's chat template.
+
+    Raises:
+        UserError: on use: the tokenizer has no chat template; or a mask is needed, and it cannot say which characters
+            a token stands for.
+    """
+
+    def __init__(self, tokenizer: Any) -> None:
+        self._tokenizer = tokenizer
+        self._special = set(tokenizer.added_tokens_decoder) | set(tokenizer.all_special_ids)
+        template = tokenizer.chat_template or ""
+        templates = [template] if isinstance(template, str) else template.values()
+        self._marks_answers = all(re.search(r"\{%-?\s*generation\s*-?%\}", text) for text in templates)
+        self._plain_end: str | None = None
+
+    @cached_property
+    def _encoder(self) -> Any:
+        """The tokenizer without its post-processor, which would trim white space off a token's offsets. Tokens are the
+        same: the template has written all special ones."""
+        if not self._tokenizer.is_fast:
+            raise UserError(
+                f"The tokenizer {type(self._tokenizer).__name__} does not say which characters a token stands for, which "
+                "loss masks need. Save the target with a `tokenizer.json`, or use `extract.mode: generate`."
+            )
+        encoder = copy.deepcopy(self._tokenizer.backend_tokenizer)
+        encoder.post_processor = None
+        encoder.no_truncation()
+        encoder.no_padding()
+        return encoder
+
+    def prompt(self, conversation: Conversation) -> list[int]:
+        """Token ids of a conversation that the target is to answer: the generation prompt is at the end.
+
+        A plain text or token ids are the prompt as they are.
+
+        Raises:
+            Unrenderable: the template refuses the conversation, or leaves out its tools.
+        """
+        if not conversation.messages:
+            return self._without_template(conversation)
+        tools = conversation.tools
+        text = self._render(conversation.messages, tools, answer_next=True)
+        self._require_tools(conversation.messages, tools, text, answer_next=True)
+        return list(self._tokenizer(text, add_special_tokens=False)["input_ids"])
+
+    def text(self, conversation: Conversation) -> Rendered:
+        """A conversation with its answers, and the loss mask on them.
+
+        Turns after the assistant's last one are left out: nothing in them is learnt. A conversation without an
+        assistant's turn is a prompt, and of a plain text or token ids (without a mask of their own) all is learnt.
+
+        Raises:
+            Unrenderable: the template refuses the conversation or cannot be handled exactly.
+        """
+        if not conversation.messages:
+            ids = self._without_template(conversation)
+            return Rendered(ids, conversation.loss_mask or [True] * len(ids))
+        if not conversation.has_answers:
+            ids = self.prompt(conversation)
+            return Rendered(ids, [True] * len(ids))
+        messages = conversation.messages
+        last = max(i for i, message in enumerate(messages) if message["role"] == "assistant")
+        return self._answers(conversation, messages[: last + 1])
+
+    def _answers(self, conversation: Conversation, messages: list[dict[str, Any]]) -> Rendered:
+        tools = conversation.tools
+        text = self._render(messages, tools)
+        self._require_tools(messages, tools, text)
+        spans: list[tuple[int, int]] = []
+        if self._marks_answers:
+            text, spans = self._marked(messages, tools)
+        else:
+            for turn, message in enumerate(messages):
+                if message["role"] == "assistant":
+                    after = spans[-1][1] if spans else 0
+                    spans.append(self._span(messages, turn, tools, text, after))
+        encoded = self._encoder.encode(text, add_special_tokens=False)
+        return Rendered(list(encoded.ids), _mask([start for start, _ in encoded.offsets], spans))
+
+    def _marked(self, messages: list[dict[str, Any]], tools: Any) -> tuple[str, list[tuple[int, int]]]:
+        """The text, and the characters that the template's `{% generation %}` blocks wrote.
+
+        What `apply_chat_template(return_assistant_tokens_mask=True)` does, up to characters: its step to tokens loses a
+        turn whose first character is a space that the tokenizer's offsets leave out.
+        """
+        from transformers.utils.chat_template_utils import render_jinja_template
+
+        texts, spans = render_jinja_template(
+            conversations=[messages],
+            tools=tools,
+            chat_template=self._tokenizer.get_chat_template(tools=tools),
+            return_assistant_tokens_mask=True,
+            **self._tokenizer.special_tokens_map,
+        )
+        return texts[0], spans[0]
+
+    def _span(self, messages: list[dict[str, Any]], turn: int, tools: Any, text: str, after: int) -> tuple[int, int]:
+        """Characters [start, end) of `text` that the assistant produces in message `turn`; `start` is not before
+        `after`."""
+        first, last = self._words(messages, turn, tools, text)
+        prompt = self._render(messages[:turn], tools, answer_next=True)
+        if text.startswith(prompt) and len(prompt) <= first:
+            start = len(prompt)
+        else:
+            start = self._start_after_rewriting(messages, turn, tools, text, prompt, first)
+        end = self._end(messages, turn, tools)
+        if start < after or not text.startswith(end, last):
+            raise Unrenderable("the chat template ends an earlier answer in another way than the last one")
+        return start, last + len(end)
+
+    def _words(
+        self, messages: list[dict[str, Any]], turn: int, tools: Any, text: str, *, answer_next: bool = False
+    ) -> tuple[int, int]:
+        """Characters [first, last) of `text`, which is the messages rendered, that depend on what message `turn` says."""
+        first = after = len(text)
+        for word in _STAND_INS:
+            said = [*messages[:turn], _saying(messages[turn], word), *messages[turn + 1 :]]
+            other = self._render(said, tools, answer_next=answer_next)
+            if word not in other or (messages[turn].get("tool_calls") and f"{word}f" not in other):
+                raise Unrenderable("the chat template leaves out a turn or its tool calls")
+            first = min(first, _common_prefix(text, other))
+            after = min(after, _common_prefix(text[::-1], other[::-1]))
+            before_words, after_words = text[:first], text[len(text) - after :]
+            if not any(before_words.endswith(word[:n]) or after_words.startswith(word[-n:]) for n in _STAND_IN_CHARS):
+                break  # what the texts have in common ends where the word is, so it holds none of the message's own
+        return first, max(first, len(text) - after)
+
+    def _start_after_rewriting(
+        self, messages: list[dict[str, Any]], turn: int, tools: Any, text: str, prompt: str, first: int
+    ) -> int:
+        """Where a turn begins whose earlier text the template changed for the sake of later turns: after what the
+        template puts between the words before it and the answer, in the prompt and here alike."""
+        if turn == 0 or messages[turn - 1]["role"] == "assistant":
+            raise Unrenderable("the chat template rewrites a conversation whose answers do not each follow a question")
+        lead_in = prompt[self._words(messages[:turn], turn - 1, tools, prompt, answer_next=True)[1] :]
+        asked = self._words(messages, turn - 1, tools, text)[1]
+        start = asked + len(lead_in)
+        answered_last = self._render(messages[: turn + 1], tools)
+        if not answered_last.startswith(prompt) or not text.startswith(lead_in, asked) or start > first:
+            raise Unrenderable("the chat template's generation prompt is not how it begins the answer")
+        return start
+
+    def _end(self, messages: list[dict[str, Any]], turn: int, tools: Any) -> str:
+        """What the template puts after the words of a turn, up to and including the token that ends it."""
+        if self._plain_end is None:
+            word = _STAND_INS[0]
+            probe = [{"role": "user", "content": "Hello"}, {"role": "assistant", "content": word}]
+            self._plain_end = self._to_special(self._render(probe, None).rpartition(word)[2])
+        if not messages[turn].get("tool_calls"):
+            return self._plain_end
+        # The rest of the call is the assistant's as well, and may hold special tokens of its own before the usual end.
+        alone = self._render(messages[: turn + 1], tools)
+        rest = alone[self._words(messages[: turn + 1], turn, tools, alone)[1] :]
+        call, found, _ = rest.partition(self._plain_end)
+        return call + found if found else self._to_special(rest)
+
+    def _to_special(self, text: str) -> str:
+        encoded = self._encoder.encode(text, add_special_tokens=False)
+        for token, (_, end) in zip(encoded.ids, encoded.offsets, strict=True):
+            if token in self._special:
+                return text[:end]
+        raise Unrenderable("the chat template ends an answer with no special token")
+
+    def _render(self, messages: list[dict[str, Any]], tools: Any, *, answer_next: bool = False) -> str:
+        if not self._tokenizer.chat_template:
+            raise UserError(
+                f"The tokenizer of {self._tokenizer.name_or_path} has no chat template, so prompts cannot be put to it as a "
+                "user would. Save one beside the model as `chat_template.jinja`, or give rows with `text`."
+            )
+        try:
+            text = self._tokenizer.apply_chat_template(
+                messages, tools=tools, add_generation_prompt=answer_next, tokenize=False
+            )
+        except Exception as error:  # a template may raise anything, from its own words to a TypeError
+            reason = (str(error).strip().splitlines() or [type(error).__name__])[0][:120].rstrip(".")
+            raise Unrenderable(f"the chat template refuses it: {reason}") from None
+        return str(text)
+
+    def _require_tools(
+        self, messages: list[dict[str, Any]], tools: Any, text: str, *, answer_next: bool = False
+    ) -> None:
+        """A template that does not know tools drops them without a word."""
+        if tools and text == self._render(messages, None, answer_next=answer_next):
+            raise Unrenderable("the chat template has no place for tools")
+
+    def _without_template(self, conversation: Conversation) -> list[int]:
+        if conversation.token_ids is not None:
+            if max(conversation.token_ids) >= len(self._tokenizer):
+                raise Unrenderable("a token id is not in the target's vocabulary")
+            return conversation.token_ids
+        return list(self._tokenizer(conversation.document)["input_ids"])
+
+
+def _saying(message: dict[str, Any], word: str) -> dict[str, Any]:
+    """The message with `word` in the place of all it says, and of the same shape."""
+    other = message | {"content": word if message["content"] or not message.get("tool_calls") else message["content"]}
+    if "reasoning_content" in message:
+        other["reasoning_content"] = word
+    if message.get("tool_calls"):
+        function = {"name": f"{word}f{word}", "arguments": {word: word}}
+        other["tool_calls"] = [call | {"function": function} for call in message["tool_calls"]]
+    return other
+
+
+def _common_prefix(a: str, b: str) -> int:
+    """How many characters two texts begin with alike; by halves, as comparing slices is much faster than a loop."""
+    same, end = 0, min(len(a), len(b))
+    while same < end:
+        middle = (same + end + 1) // 2
+        if a[same:middle] == b[same:middle]:
+            same = middle
+        else:
+            end = middle - 1
+    return same
+
+
+def _mask(starts: list[int], spans: list[tuple[int, int]]) -> list[bool]:
+    """True for tokens whose first character is in one of the spans; `starts` is in order."""
+    mask = [False] * len(starts)
+    for start, end in spans:
+        for token in range(bisect_left(starts, start), bisect_left(starts, end)):
+            mask[token] = True
+    return mask

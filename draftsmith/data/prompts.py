@@ -1,0 +1,231 @@
+"""Which conversations a run uses: read, drawn, deduplicated, and split into training and held-out."""
+
+from __future__ import annotations
+
+import hashlib
+import random
+from collections.abc import Iterable, Iterator, Mapping
+from itertools import islice
+
+from draftsmith.config.evaluation import Suite
+from draftsmith.config.recipe import Extract
+from draftsmith.config.sources import Prompts
+from draftsmith.data.conversations import EXPECTED, Conversation, Skip, Skips, detect, parse
+from draftsmith.data.overlap import Known, numbers_of
+from draftsmith.data.rows import Unreadable, name_of, read_rows
+from draftsmith.run.errors import UserError
+
+Prompt = Conversation
+"""A conversation that ends with its first user turn: what the target is asked, once."""
+
+
+def load_prompts(source: Prompts, *, whole: bool = False) -> list[Prompt]:
+    """Read the prompts that `source` names, in the file's order; a wrong row is an error.
+
+    For the fixed sets that figures are compared on. `max_chars` is applied before `limit`; the draw depends on `seed`
+    and the file alone. `whole`: conversations with all their turns, instead of prompts.
+
+    Raises:
+        UserError: the file is missing, a row is wrong (its line is named), or nothing is left.
+    """
+    return list(read_conversations(source, whole=whole, skips=None))
+
+
+def training_and_held_out(extract: Extract) -> tuple[list[Prompt], list[Prompt]]:
+    """The training and the held-out prompts of a run; no text is in both, and none is in training twice.
+
+    Raises:
+        UserError: either set cannot be read or comes out empty although the recipe asks for it.
+    """
+    prompts = list(split(extract, whole=False, skips=Skips()))
+    return [one for one, held_out in prompts if not held_out], [one for one, held_out in prompts if held_out]
+
+
+def split(
+    extract: Extract, *, whole: bool, skips: Skips, apart_from: Mapping[str, Suite] | None = None
+) -> Iterator[tuple[Conversation, bool]]:
+    """The conversations of a run, one at a time, each with whether it is held out.
+
+    None is in both parts or nearly so (draftsmith/data/overlap.py), and none is in training twice. Without a held-out file, a
+    conversation is held out by a hash of its opening: adding rows moves none of the others, and all conversations that
+    begin with the same question stay together. The rows are read more than once, so that none of them has to stay in
+    memory.
+
+    Args:
+        whole: conversations with all their turns; otherwise up to the first user's.
+        skips: receives the rows that are not used. Complete when the iterator is exhausted.
+        apart_from: what is evaluated on is not trained on: no row of these suites' sources, drawn or not.
+
+    Raises:
+        UserError: either part cannot be read, or is empty although the recipe asks for it.
+    """
+    fraction = extract.held_out_fraction if extract.held_out is None else 0.0
+    known: list[Known] = []  # one for each source: what is boilerplate in it is its own matter
+    for name, suite in (apart_from or {}).items():
+        known.append(known_of(whole_suite(suite), label=f"the suite `{name}`"))
+    # Two passes before the one that counts: over what is held out, and over what boilerplate it shares with the rest.
+    if extract.held_out is not None:
+        held_out = _distinct(extract.held_out, whole, Skips())
+    else:
+        held_out = (one for one in _distinct(extract.prompts, whole, Skips()) if _uniform(one) < fraction)
+    if extract.held_out is not None or fraction > 0:
+        mine = known_of(held_out, label="the held-out prompts", of_a_kind=True)
+        known.append(mine)
+        if not len(mine):
+            raise UserError(
+                f"`extract.held_out_fraction: {fraction}` of the prompts in {name_of(extract.prompts)} holds none out. "
+                "Raise it, or name a held-out file in `extract.held_out`."
+            )
+        for other in _distinct(extract.prompts, whole, Skips()):
+            if _uniform(other) >= fraction:
+                mine.count([numbers_of(text) for text in other.asked])
+    some = False
+    for conversation in _distinct(extract.prompts, whole, skips):
+        if _uniform(conversation) < fraction:
+            yield conversation, True
+            continue
+        texts = [numbers_of(text) for text in conversation.asked]
+        found = next((found for one in known if (found := one.find(texts))), None)
+        if found is not None:
+            label, kind = next(iter(found.items()))
+            skips.add(f"{'as' if kind == 'verbatim' else 'nearly as'} in {label}", conversation.where)
+        else:
+            some = True
+            yield conversation, False
+    if not some:
+        raise UserError(
+            "No training prompts are left: all of them are, or nearly, among those that are held out or evaluated on. Use "
+            "different files."
+        )
+    if extract.held_out is not None:
+        for conversation in _distinct(extract.held_out, whole, skips):
+            yield conversation, True
+
+
+def whole_suite(suite: Suite) -> Iterator[Conversation]:
+    """All that a suite could ask: every row of its source, whatever `limit` and `max_chars` leave of it.
+
+    Held-out prompts have no source of their own: nothing for them.
+
+    Raises:
+        UserError: as `load_prompts`.
+    """
+    if suite.prompts != "held_out":
+        source = suite.prompts.model_copy(update={"limit": None, "max_chars": None})
+        yield from read_conversations(source, whole=suite.turns == "all", skips=None)
+
+
+def known_of(conversations: Iterable[Conversation], *, label: str | None = None, of_a_kind: bool = False) -> Known:
+    """Conversations as others are held against them, each turn of the user by itself.
+
+    Args:
+        label: what `Known.find` answers; None: the conversation's id.
+        of_a_kind: as in `Known.add`.
+    """
+    known = Known()
+    for conversation in conversations:
+        for turn, text in enumerate(conversation.asked):
+            name = conversation.id if label is None else label
+            known.add(text, name, of_a_kind=of_a_kind, opening=turn == 0)
+    return known
+
+
+def read_conversations(source: Prompts, *, whole: bool, skips: Skips | None) -> Iterator[Conversation]:
+    """The conversations that `source` names, in its order, one at a time; `limit` draws as `load_prompts` says.
+
+    Args:
+        whole: all turns; otherwise up to the first user's.
+        skips: receives the rows that cannot be used. Without it they are errors, but for those that a published
+            layout is known to hold.
+
+    Raises:
+        UserError: the source is missing or is no data set, or nothing in it can be used.
+    """
+    if source.limit is None:
+        yield from _usable(source, whole, skips)
+    elif source.dataset is not None:  # shuffled already; the rest is not fetched
+        yield from islice(_usable(source, whole, skips), source.limit)
+    else:
+        total = sum(1 for _ in _usable(source, whole, None if skips is None else Skips()))
+        drawn = set(range(total))
+        if source.limit < total:
+            drawn = set(random.Random(source.seed).sample(range(total), source.limit))
+        yield from (found for i, found in enumerate(_usable(source, whole, skips)) if i in drawn)
+
+
+def _usable(source: Prompts, whole: bool, skips: Skips | None) -> Iterator[Conversation]:
+    """Every row that is a conversation; the others are counted, or errors where there is no `skips`."""
+    strict, skips = skips is None, Skips() if skips is None else skips
+    format: str | None = None if source.format == "auto" else source.format
+    ids: set[int] = set()
+    rows = parsed = usable = 0
+    for where, row in read_rows(source):
+        rows += 1
+        try:
+            if isinstance(row, Unreadable):
+                raise ValueError(row.reason)
+            format = format or detect(row)
+            if format is None and isinstance(row, dict):
+                raise ValueError("it has the keys of no known format")
+            conversation = parse(row, format or "jsonl", where=where, fallback_id=f"{parsed + 1:05d}", whole=whole)
+        except Skip as reason:
+            skips.add(str(reason), where)
+            continue
+        except ValueError as error:
+            cut_off = format == "sharegpt" and isinstance(row, Unreadable)  # as one published copy of ShareGPT is
+            if strict and not cut_off:
+                raise UserError(_bad_row(source, where, row, format or "jsonl", error)) from None
+            skips.add(str(error), where)
+            continue
+        if hash(conversation.id) in ids:
+            if strict and format != "sharegpt":  # ShareGPT itself holds some conversations twice
+                raise UserError(
+                    f"{name_of(source)}, {where}: the id {conversation.id!a} is there twice. Ids must differ; or leave "
+                    "them out."
+                )
+            skips.add("its id is there twice", where)
+            continue
+        ids.add(hash(conversation.id))
+        parsed += 1
+        chars = len(conversation.document or "") + sum(len(message["content"]) for message in conversation.messages)
+        if source.max_chars is not None and chars > source.max_chars:
+            skips.add("longer than `max_chars`", where)
+            continue
+        usable += 1
+        yield conversation
+    if not rows:
+        raise UserError(f"{name_of(source)} holds no prompts: it is empty. {EXPECTED['jsonl']}")
+    if not usable:
+        why = "; ".join(skips.lines()[:3])
+        raise UserError(
+            f"{name_of(source)} holds no prompts that `format` and `max_chars` let through. Not used: {why}. "
+            f"{EXPECTED[format or 'jsonl']}"
+        )
+
+
+def _bad_row(source: Prompts, where: str, row: object, format: str, error: ValueError) -> str:
+    if isinstance(row, dict):
+        return f"{name_of(source)}, {where}: not a row of the format `{format}`: {error}. {EXPECTED[format]}"
+    return f"{name_of(source)}, {where}: {error}."
+
+
+def _distinct(source: Prompts, whole: bool, skips: Skips) -> Iterator[Conversation]:
+    """The first of each: of prompts, each wording but for case and white space; of whole conversations, each text."""
+    seen: set[int] = set()
+    for conversation in read_conversations(source, whole=whole, skips=skips):
+        key = conversation.sample_id if whole else hash(_normalised(conversation))
+        if key in seen:
+            skips.add("the same conversation is there twice", conversation.where)
+            continue
+        seen.add(key)
+        yield conversation
+
+
+def _normalised(conversation: Conversation) -> str:
+    return " ".join(conversation.text.casefold().split())
+
+
+def _uniform(conversation: Conversation) -> float:
+    """A number in [0, 1) that depends on the conversation's opening alone."""
+    found = hashlib.sha256(_normalised(conversation).encode()).digest()
+    return int.from_bytes(found[:8], "big") / 2**64

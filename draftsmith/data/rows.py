@@ -1,0 +1,208 @@
+"""Rows of data sets: local JSON, JSON lines, Parquet and Arrow, and data sets of the Hugging Face Hub.
+
+Rows come one at a time, so that a data set may be larger than memory. A row that cannot be read is reported in its
+place, so that whoever reads can count it.
+
+JSON is read here and not through `datasets`, whose reader gives up a whole file for one bad line or one field of two
+types; Parquet, Arrow and the Hub go through `datasets`. A local file needs no network.
+"""
+
+from __future__ import annotations
+
+import gzip
+import json
+import re
+import zlib
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import IO, Any, cast
+
+from draftsmith.config.sources import Prompts
+from draftsmith.run.errors import UserError
+from draftsmith.target.downloads import fetch
+
+_MAX_ROW_BYTES = 64 << 20
+"""A longer line is no conversation; reading it whole could fill the memory."""
+_SHUFFLE_ROWS = 10_000
+_CHUNK = 1 << 16
+_TABLES = {".parquet": "parquet", ".arrow": "arrow"}
+_MAGIC = {b"PAR1": "parquet", b"ARRO": "arrow", b"\xff\xff\xff\xff": "arrow"}
+_SUFFIXES = (".jsonl", ".json", ".jsonl.gz", ".json.gz", *_TABLES)
+
+
+@dataclass(frozen=True)
+class Unreadable:
+    """Stands in for a row that cannot be read."""
+
+    reason: str
+
+
+def name_of(source: Prompts) -> str:
+    """What to call the source in a message."""
+    return source.path or source.dataset or f"{source.file} of {source.package}"
+
+
+def read_rows(source: Prompts) -> Iterator[tuple[str, Any]]:
+    """Every row with where it is ("line 3"): a mapping as the file has it, another JSON value, or `Unreadable`.
+
+    Raises:
+        UserError: the source is missing, cannot be reached, or is no data set at all.
+    """
+    if source.dataset is not None:
+        yield from _hub_rows(source)
+        return
+    folder = Path(source.path) if source.path is not None else None
+    if folder is None or not folder.is_dir():
+        yield from _file_rows(fetch(source))
+        return
+    files = sorted(path for path in folder.rglob("*") if path.name.endswith(_SUFFIXES) and not _is_metadata(path))
+    if not files:
+        raise UserError(f"{folder} is a folder without data files; it should hold {', '.join(_SUFFIXES)} files.")
+    for path in files:
+        for where, row in _file_rows(path):
+            yield f"{path.relative_to(folder)}, {where}", row
+
+
+def _is_metadata(path: Path) -> bool:
+    """Files that `Dataset.save_to_disk` writes beside the data."""
+    return path.name in ("dataset_info.json", "state.json", "dataset_dict.json")
+
+
+def _file_rows(path: Path) -> Iterator[tuple[str, Any]]:
+    try:
+        with path.open("rb") as file:
+            head = file.read(_CHUNK)
+        kind = _MAGIC.get(head[:4]) or _TABLES.get(path.suffix.lower())
+        if kind is not None and head:
+            yield from _table_rows(kind, path)
+            return
+        with gzip.open(path) if head[:2] == b"\x1f\x8b" else path.open("rb") as text:
+            yield from _json_rows(path, cast("IO[bytes]", text))
+    except (OSError, EOFError, zlib.error) as error:
+        raise UserError(f"Cannot read {path}: {error}. {_WANTED}") from None
+
+
+_WANTED = "Data is UTF-8 JSON lines or one JSON array (either may be gzipped), Parquet or Arrow."
+
+
+# ---- JSON ----
+
+
+def _json_rows(path: Path, file: IO[bytes]) -> Iterator[tuple[str, Any]]:
+    start = file.read(_CHUNK)
+    if b"\0" in start[:16] or start[:2] in (b"\xff\xfe", b"\xfe\xff"):
+        raise UserError(f"Cannot read {path}: it is not UTF-8 text. {_WANTED}")
+    file.seek(0)
+    if start.startswith(b"\xef\xbb\xbf"):  # a byte order mark, as Windows programs write it
+        file.seek(3)
+        start = start[3:]
+    if start.lstrip()[:1] == b"[":
+        yield from _array_rows(file)
+    else:
+        yield from _line_rows(file)
+
+
+def _line_rows(file: IO[bytes]) -> Iterator[tuple[str, Any]]:
+    number = 0
+    while line := file.readline(_MAX_ROW_BYTES):
+        number += 1
+        if len(line) == _MAX_ROW_BYTES and not line.endswith(b"\n"):
+            while line and not line.endswith(b"\n"):
+                line = file.readline(_CHUNK)
+            yield f"line {number}", Unreadable(f"longer than {_MAX_ROW_BYTES >> 20} MiB")
+        elif line.strip():
+            yield f"line {number}", _decoded(line)
+
+
+def _decoded(line: bytes) -> Any:
+    try:
+        return json.loads(line.decode())
+    except UnicodeDecodeError:
+        return Unreadable("not UTF-8 text")
+    except json.JSONDecodeError as error:
+        return Unreadable(f"not JSON ({error.msg})")
+    except (ValueError, RecursionError):  # a number of thousands of digits, or brackets thousands deep
+        return Unreadable("not JSON (too large a number, or nested too deeply)")
+
+
+def _array_rows(file: IO[bytes]) -> Iterator[tuple[str, Any]]:
+    """The values of a JSON array up to its end, or to where it was cut off: one published copy of ShareGPT is."""
+    import codecs
+
+    decoder, text_of = json.JSONDecoder(), codecs.getincrementaldecoder("utf-8")(errors="surrogateescape")
+    between = re.compile(r"[\s,]*")
+    buffer = text_of.decode(file.read(_CHUNK))
+    place, number, ended, wanted = buffer.index("[") + 1, 0, False, _CHUNK
+    while True:
+        place = between.match(buffer, place).end()  # type: ignore[union-attr]  # the pattern matches everywhere
+        problem = ""
+        if place < len(buffer):
+            if buffer[place] == "]":
+                break
+            try:
+                row, end = decoder.raw_decode(buffer, place)
+                if end < len(buffer) or ended:  # else a number may go on in what is not read yet
+                    number, place, wanted = number + 1, end, _CHUNK
+                    yield f"row {number}", row
+                    continue
+            except json.JSONDecodeError as error:
+                problem = error.msg
+            except (ValueError, RecursionError):
+                problem = "too large a number, or nested too deeply"
+        if ended or len(buffer) - place > _MAX_ROW_BYTES:
+            why = f"not JSON ({problem})" if problem else "the array has no end"
+            yield f"row {number + 1}", Unreadable(f"{why}; nothing can be read from here to the end of the file")
+            return
+        more = file.read(wanted)
+        ended, wanted = not more, 2 * wanted  # doubling: a long row is not tried again for every little piece
+        buffer, place = buffer[place:] + text_of.decode(more, final=ended), 0
+    if buffer[place + 1 :].strip() or file.read(_CHUNK).strip():
+        yield f"row {number + 1}", Unreadable("text after the end of the JSON array")
+
+
+# ---- through `datasets` ----
+
+
+def _table_rows(kind: str, path: Path) -> Iterator[tuple[str, Any]]:
+    from datasets import load_dataset
+
+    try:
+        rows = load_dataset(kind, data_files=str(path), split="train", streaming=True)
+        for number, row in enumerate(rows, 1):
+            yield f"row {number}", without_nulls(row)
+    except UserError:
+        raise
+    except Exception as error:  # pyarrow and datasets raise many kinds
+        raise UserError(f"Cannot read {path} as {kind.capitalize()}: {_first_line(error)}. {_WANTED}") from None
+
+
+def _hub_rows(source: Prompts) -> Iterator[tuple[str, Any]]:
+    from datasets import load_dataset
+
+    try:
+        rows = load_dataset(
+            source.dataset, source.config, split=source.split, revision=source.revision, streaming=source.streaming
+        )
+        if source.limit is not None:  # only the beginning will be read
+            seed = source.seed
+            rows = rows.shuffle(seed=seed, buffer_size=_SHUFFLE_ROWS) if source.streaming else rows.shuffle(seed=seed)
+        for number, row in enumerate(rows, 1):
+            yield f"row {number}", without_nulls(row)
+    except Exception as error:  # the Hub client, pyarrow and datasets raise many kinds
+        raise UserError(
+            f"Cannot read the data set {source.dataset} (split {source.split}) from the Hugging Face Hub: "
+            f"{_first_line(error)}. Check `dataset`, `config`, `split` and `revision`, the network, and that you are "
+            "logged in where the data set asks for it; or download it and name it with `path`."
+        ) from None
+
+
+def without_nulls(value: Any) -> Any:
+    """The value without keys that are null: tables give every object the keys of all the others."""
+    if isinstance(value, dict):
+        return {key: without_nulls(item) for key, item in value.items() if item is not None}
+    return [without_nulls(item) for item in value] if isinstance(value, list) else value
+
+
+def _first_line(error: Exception) -> str:
+    return f"{type(error).__name__}: {(str(error).strip().splitlines() or ['no reason given'])[0][:300]}".rstrip(".")

@@ -1,0 +1,1 @@
+"""Initialization of drafters from the target and its hidden states."""

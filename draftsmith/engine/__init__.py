@@ -1,0 +1,1 @@
+"""vLLM engines: their processes, environment, memory and ways of speculating."""

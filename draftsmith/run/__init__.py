@@ -1,0 +1,1 @@
+"""A stage's life on disk: records, atomic files, processes, progress and errors."""

@@ -1,0 +1,71 @@
+"""Files that are published whole or not at all."""
+
+from __future__ import annotations
+
+import errno
+import hashlib
+import json
+import os
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any, BinaryIO
+
+from draftsmith.run.errors import DraftsmithError
+
+NO_ROOM = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
+"""What the system says when a disk, a quota or a file is full."""
+
+
+def write_json(path: Path, value: Any) -> None:
+    """Write JSON atomically: readers see the old file or the new one, never a part."""
+    write_bytes(path, (json.dumps(value, indent=2) + "\n").encode())
+
+
+def write_bytes(path: Path, *parts: bytes | memoryview) -> None:
+    """Write a file atomically and durably: the parts, end to end.
+
+    Raises:
+        DraftsmithError: there is no room; nothing of the file is left, and an earlier one is as it was.
+    """
+    with new_file(path, size=sum(memoryview(part).nbytes for part in parts)) as file:
+        for part in parts:
+            file.write(part)
+
+
+@contextmanager
+def new_file(path: Path, *, size: int) -> Iterator[BinaryIO]:
+    """A file of `size` bytes that is at `path` when the block ends, whole and durable, and nowhere if it fails.
+
+    Raises:
+        DraftsmithError: there is no room.
+    """
+    temporary = path.with_name(path.name + ".tmp")
+    try:
+        with temporary.open("wb") as file:
+            yield file
+            file.flush()
+            os.fsync(file.fileno())
+        temporary.replace(path)
+        folder = os.open(path.parent, os.O_RDONLY)  # the rename itself must survive a power cut
+        try:
+            os.fsync(folder)
+        finally:
+            os.close(folder)
+    except OSError as error:
+        temporary.unlink(missing_ok=True)
+        if error.errno not in NO_ROOM:
+            raise
+        raise DraftsmithError(
+            f"There is no room for {path} ({size / 1e6:.1f} MB): {error.strerror}. Make room in {path.parent} and run the "
+            "same command again; what was finished before is kept."
+        ) from None
+    except BaseException:
+        temporary.unlink(missing_ok=True)
+        raise
+
+
+def sha256_of(path: Path) -> str:
+    """Hex SHA-256 of a file's bytes."""
+    with path.open("rb") as file:
+        return hashlib.file_digest(file, "sha256").hexdigest()

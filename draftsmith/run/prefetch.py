@@ -1,0 +1,29 @@
+"""Load items in background threads, ahead of their use."""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
+from typing import TypeVar
+
+Item = TypeVar("Item")
+Loaded = TypeVar("Loaded")
+
+
+def prefetched(load: Callable[[Item], Loaded], items: Iterable[Item], *, ahead: int = 2) -> Iterator[Loaded]:
+    """`load(item)` for each item in order, made by background threads up to `ahead` items early.
+
+    `load` is called by several threads at once. What it raises is raised here, when its item is due.
+    """
+    waiting: deque[Future[Loaded]] = deque()
+    pool = ThreadPoolExecutor(max_workers=2, thread_name_prefix="prefetch")  # reading and decoding leave Python's lock
+    try:
+        for item in items:
+            waiting.append(pool.submit(load, item))
+            if len(waiting) > ahead:
+                yield waiting.popleft().result()
+        while waiting:
+            yield waiting.popleft().result()
+    finally:
+        pool.shutdown(cancel_futures=True)

@@ -1,0 +1,1 @@
+"""The hidden-state store: what extraction writes and training reads."""

@@ -1,0 +1,223 @@
+"""Read a store: sequences in the order of their sample ids, every byte checked."""
+
+from __future__ import annotations
+
+import ctypes
+import json
+import mmap
+from collections.abc import Iterator
+from pathlib import Path
+from typing import NamedTuple
+
+import torch
+import xxhash
+
+from draftsmith.store.codec import checksum_of, decode
+from draftsmith.store.format import (
+    DTYPES,
+    Sequence,
+    Shard,
+    StoreDamaged,
+    StoreIdentity,
+    identity_of,
+    read_manifest,
+)
+
+# Python's own `mmap.madvise` would keep each file open.
+_MADVISE = ctypes.CDLL(None).madvise
+_MADVISE.argtypes = [ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int]
+
+
+class _Entry(NamedTuple):
+    """Where a sequence lies; ordered by sample id."""
+
+    sample_id: int
+    shard: int
+    row: int
+    start: int
+    end: int
+    next_token: int
+    held_out: bool
+
+
+class Store:
+    """A store, memory-mapped: sequences come in the order of their sample ids.
+
+    That order does not depend on the order in which the target happened to finish them, so neither does what is
+    trained from it. Several stores of one identity read as one: a conversation that several hold is the first one's, and
+    held out if it is held out in any. Safe to read from several threads.
+
+    Raises:
+        UserError: a directory holds no store, or one of another schema, or stores differ in identity.
+        StoreDamaged: a manifest, a shard's size or a shard's head is not as it was written.
+    """
+
+    def __init__(self, directory: Path, *more: Path) -> None:
+        self.directory = directory
+        self.counts: dict[str, int] = {}
+        self._shards: list[OpenShard] = []
+        entries: dict[int, _Entry] = {}
+        for number, folder in enumerate((directory, *more)):
+            manifest = read_manifest(folder)
+            identity = identity_of(manifest)
+            if number == 0:
+                self.identity = identity
+            samplings = [{k: v for k, v in one.sampling.items() if k != "seed"} for one in (identity, self.identity)]
+            same_but_seed = samplings[0] == samplings[1]  # several seeds are a good reason to have several stores
+            wanted = vars(self.identity) | {"sampling": identity.sampling if same_but_seed else self.identity.sampling}
+            identity.require_fields(
+                wanted, folder, way_out=f"Only stores of one identity mix; the first is {directory}."
+            )
+            for fields in manifest["shards"]:
+                shard = OpenShard(folder, Shard(**fields), identity)
+                self._shards.append(shard)
+                for entry in shard.entries(len(self._shards) - 1):
+                    first = entries.get(entry.sample_id, entry)
+                    entries[entry.sample_id] = first._replace(held_out=True) if entry.held_out else first
+        self._index = sorted(entries.values())
+        for name in ("sequences", "held_out_sequences", "tokens", "response_tokens", "bytes"):
+            self.counts[name] = sum(getattr(shard.about, name) for shard in self._shards)
+
+    def __len__(self) -> int:
+        return len(self._index)
+
+    @property
+    def plain_bytes(self) -> int:
+        """Bytes of the states as the target computed them, uncompressed."""
+        identity = self.identity
+        row = len(identity.layer_ids) * identity.hidden_size * getattr(torch, identity.dtype).itemsize
+        return int(self.counts["tokens"] * row)
+
+    def rows(self, *, held_out: bool) -> list[int]:
+        """Indices of the sequences of one part of the split, in order."""
+        return [i for i, entry in enumerate(self._index) if entry.held_out == held_out]
+
+    def length(self, index: int) -> int:
+        """Tokens with states of a sequence."""
+        return self._index[index].end - self._index[index].start
+
+    def sample_id(self, index: int) -> int:
+        """What extraction calls a sequence."""
+        return self._index[index].sample_id
+
+    def __getitem__(self, index: int) -> Sequence:
+        """A sequence, its bytes checked; uncompressed states are mapped and take no memory of their own.
+
+        Raises:
+            StoreDamaged: the states are not as they were written.
+        """
+        entry = self._index[index]
+        token_ids, loss_mask = self._text(entry)
+        states = self._shards[entry.shard].states(entry.row)
+        return Sequence(entry.sample_id, entry.held_out, token_ids, loss_mask, states)
+
+    def __iter__(self) -> Iterator[Sequence]:
+        return (self[i] for i in range(len(self)))
+
+    def read(self, indices: list[int]) -> Iterator[Sequence]:
+        """Several sequences. The disk is asked for all of them at once, and works while the first are checked."""
+        for index in indices:
+            entry = self._index[index]
+            self._shards[entry.shard].read_ahead(entry.row)
+        return (self[index] for index in indices)
+
+    def response_tokens(self, *, held_out: bool) -> torch.Tensor:
+        """The tokens of all responses of one part of the split, end to end: int64 [tokens]."""
+        texts = (self._text(entry) for entry in self._index if entry.held_out == held_out)
+        return torch.cat([torch.zeros(0, dtype=torch.int64), *(ids[mask].long() for ids, mask in texts)])
+
+    def token_counts(self, vocab_size: int) -> torch.Tensor:
+        """How often each token occurs in the responses of the training part: int64 [vocab_size]."""
+        return torch.bincount(self.response_tokens(held_out=False), minlength=vocab_size)
+
+    def damages(self) -> Iterator[StoreDamaged]:
+        """Read every byte of the states; yield what is damaged, in the order of the files."""
+        for shard in self._shards:
+            for row in range(shard.about.sequences):
+                try:
+                    shard.checked(row)
+                except StoreDamaged as damage:
+                    yield damage
+
+    def _text(self, entry: _Entry) -> tuple[torch.Tensor, torch.Tensor]:
+        """Token ids int32 [N] and loss mask bool [N] of the whole text."""
+        shard = self._shards[entry.shard]
+        token_ids = shard.tensors["token_ids"][entry.start : entry.end]
+        loss_mask = shard.tensors["loss_mask"][entry.start : entry.end].view(torch.bool)  # it holds 0 and 1 alone
+        if entry.next_token >= 0:  # a sampled token is always part of a response
+            token_ids = torch.cat([token_ids, token_ids.new_tensor([entry.next_token])])
+            loss_mask = torch.cat([loss_mask, loss_mask.new_tensor([True])])
+        return token_ids, loss_mask
+
+
+class OpenShard:
+    """One shard, mapped, its head checked."""
+
+    def __init__(self, directory: Path, about: Shard, identity: StoreIdentity) -> None:
+        self.about, self.path = about, directory / about.file
+        if not self.path.is_file():
+            raise StoreDamaged(self.path, 0, about.bytes, "the file is not there")
+        size = self.path.stat().st_size
+        if size != about.bytes:
+            start, end = sorted((size, about.bytes))
+            raise StoreDamaged(self.path, start, end, f"the file has {size} bytes instead of {about.bytes}")
+        # Mapped privately and without keeping the file open: a store has more shards than a process may open files.
+        mapped = torch.from_file(str(self.path), shared=False, size=size, dtype=torch.uint8)
+        self._bytes = mapped.numpy().data
+        self._address = mapped.data_ptr()
+        # What is touched is asked for here and in `read_ahead`. Left to itself the system reads megabytes around it first.
+        self._advise(0, size, mmap.MADV_RANDOM)
+        self._advise(0, about.head_bytes, mmap.MADV_WILLNEED)
+        head = self._bytes[: about.head_bytes]
+        if xxhash.xxh3_64_hexdigest(head) != about.head_checksum:
+            raise StoreDamaged(self.path, 0, about.head_bytes, "the head")
+        end_of_header = 8 + int.from_bytes(head[:8], "little")
+        header = json.loads(head[8:end_of_header].tobytes())
+        self.tensors = {}
+        for name, field in header.items():
+            dtype = next((dtype for dtype, code in DTYPES.items() if code == field["dtype"]), None)
+            start, end = (end_of_header + offset for offset in field["data_offsets"])
+            if end <= about.head_bytes and dtype is not None:
+                self.tensors[name] = mapped[start:end].view(dtype)
+        self.sample_ids = self.tensors["sample_ids"]
+        self._dtype: torch.dtype = getattr(torch, identity.dtype)
+        self._shape = (len(identity.layer_ids), identity.hidden_size)
+        self._offsets: list[int] = self.tensors["offsets"].tolist()
+        self._checksums: list[int] = self.tensors["checksums"].tolist()
+        if about.compression == "none":
+            row = self._dtype.itemsize * self._shape[0] * self._shape[1]
+            self._starts = [about.head_bytes + row * offset for offset in self._offsets]
+            self._plain = mapped[about.head_bytes :].view(self._dtype).view(-1, *self._shape)
+        else:
+            self._starts = [about.head_bytes + offset for offset in self.tensors["frame_offsets"].tolist()]
+
+    def entries(self, number: int) -> Iterator[_Entry]:
+        names = ("sample_ids", "next_token_ids", "held_out")
+        columns = zip(*(self.tensors[name].tolist() for name in names), strict=True)
+        for row, (sample_id, next_token, held_out) in enumerate(columns):
+            yield _Entry(sample_id, number, row, self._offsets[row], self._offsets[row + 1], next_token, bool(held_out))
+
+    def read_ahead(self, row: int) -> None:
+        """Have the system bring a sequence's states into memory; returns at once."""
+        self._advise(self._starts[row], self._starts[row + 1], mmap.MADV_WILLNEED)
+
+    def _advise(self, start: int, end: int, advice: int) -> None:
+        """Tell the system about bytes of the file; whether it follows does not matter."""
+        start = start // mmap.PAGESIZE * mmap.PAGESIZE
+        _MADVISE(self._address + start, end - start, advice)
+
+    def checked(self, row: int) -> memoryview:
+        """The bytes of a sequence's states, after comparing their checksum."""
+        start, end = self._starts[row], self._starts[row + 1]
+        self.read_ahead(row)
+        data = self._bytes[start:end]
+        if checksum_of(data) != self._checksums[row]:
+            raise StoreDamaged(self.path, start, end, f"the states of sequence {int(self.sample_ids[row])}")
+        return data
+
+    def states(self, row: int) -> torch.Tensor:
+        data = self.checked(row)
+        start, end = self._offsets[row : row + 2]
+        if self.about.compression == "none":
+            return self._plain[start:end]
+        return decode(data, self.about.compression, (end - start, *self._shape), self._dtype)

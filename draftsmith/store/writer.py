@@ -1,0 +1,242 @@
+"""Write a store: shards, one after the other, and the manifest that names them."""
+
+from __future__ import annotations
+
+import fcntl
+import json
+import shutil
+from concurrent.futures import Future, ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import torch
+import xxhash
+
+from draftsmith.run.atomic_io import write_bytes
+from draftsmith.run.errors import UserError
+from draftsmith.run.process import step_back
+from draftsmith.store.codec import LARGEST_RATIO, Form, encode_states
+from draftsmith.store.format import (
+    LAYER_ID_MEANING,
+    LOCK,
+    MANIFEST,
+    SCHEMA_VERSION,
+    EncodedSequence,
+    Sequence,
+    Shard,
+    StoreIdentity,
+    check_sequence,
+    identity_of,
+    last_lines,
+    read_manifest,
+    shard_head,
+)
+from draftsmith.store.reader import OpenShard
+
+
+class ShardMaker:
+    """Gathers sequences and makes shard files of them, on any machine. A shard counts once a `StoreWriter` has it."""
+
+    def __init__(self, identity: StoreIdentity, compression: Form) -> None:
+        if (compression == "int8") != (identity.states == "int8"):
+            raise ValueError(f"compression {compression} does not go with states {identity.states}")
+        self._identity, self._compression = identity, compression
+        self._waiting: list[EncodedSequence] = []
+        self.tokens = 0
+        """Tokens with states that wait to be written."""
+
+    @property
+    def sample_ids(self) -> list[int]:
+        """Conversations that wait to be written."""
+        return [one.sample_id for one in self._waiting]
+
+    def add(self, sequence: Sequence | EncodedSequence) -> None:
+        """Check a sequence and keep it, encoded, for the next shard.
+
+        Raises:
+            ValueError: the sequence does not hold what a store promises (lengths, shape, finite, not all zero).
+        """
+        if isinstance(sequence, Sequence):
+            about, states = sequence, encode_states(sequence.hidden_states, self._compression)
+            sequence = EncodedSequence(about.sample_id, about.held_out, about.token_ids, about.loss_mask, states)
+        check_sequence(sequence, self._identity, self._compression)
+        self._waiting.append(sequence)
+        self.tokens += sequence.states.shape[0]
+
+    def write(self, path: Path) -> Shard:
+        """Write what waits as a shard file, and begin the next.
+
+        Raises:
+            DraftsmithError: there is no room on the disk; everything still waits.
+        """
+        head = shard_head(self._waiting, self._identity, self._compression)
+        write_bytes(path, head, *(one.states.data for one in self._waiting))
+        shard = Shard(
+            file=path.name,
+            compression=self._compression,
+            bytes=len(head) + sum(len(one.states.data) for one in self._waiting),
+            head_bytes=len(head),
+            head_checksum=xxhash.xxh3_64_hexdigest(head),
+            sequences=len(self._waiting),
+            tokens=self.tokens,
+            response_tokens=sum(int(one.loss_mask.sum()) for one in self._waiting),
+            held_out_sequences=sum(one.held_out for one in self._waiting),
+        )
+        self._waiting, self.tokens = [], 0
+        return shard
+
+
+class StoreWriter:
+    """Appends sequences to a store and can be killed at any moment: what is in the manifest stays.
+
+    Opening a directory that holds an unfinished store of the same identity continues it; `sample_ids` says
+    which conversations it already has. Shard files that the manifest does not name are removed then, and on closing.
+    A shard is written while the next one is gathered, at the lowest priority.
+
+    Raises:
+        UserError: the store there is another's, or another process is writing to it.
+        StoreDamaged: the store there is not as it was written.
+    """
+
+    def __init__(
+        self, directory: Path, identity: StoreIdentity, *, shard_tokens: int, compression: Form = "none"
+    ) -> None:
+        self._maker = ShardMaker(identity, compression)
+        self._directory, self._identity = directory, identity
+        self._shard_tokens, self._compression = shard_tokens, compression
+        self._shards: list[Shard] = []
+        self._sample_ids: set[int] = set()
+        self._behind = ThreadPoolExecutor(1, thread_name_prefix="draftsmith-store", initializer=step_back)
+        self._writing: Future[None] | None = None  # the last full shard
+        self._lock = (directory / LOCK).open("w")
+        try:
+            fcntl.flock(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            raise UserError(
+                f"Another process is writing to the store at {directory}. Wait for it or stop it, or choose another run "
+                "with `-s name=OTHER`."
+            ) from None
+        if (directory / MANIFEST).exists():
+            earlier = read_manifest(directory)
+            identity_of(earlier).require(identity, directory)
+            self._shards = [Shard(**entry) for entry in earlier["shards"]]
+            for shard in self._shards:
+                self._sample_ids.update(OpenShard(directory, shard, identity).sample_ids.tolist())
+        self._publish_manifest()
+        self._remove_leftovers()
+
+    @property
+    def sample_ids(self) -> set[int]:
+        """Conversations that are safely on disk; those being written are waited for."""
+        self._wait_for_shard()
+        return set(self._sample_ids)
+
+    def append(self, sequence: Sequence | EncodedSequence) -> None:
+        """Check a sequence and add it. Its states are written later, and must not change.
+
+        Raises:
+            ValueError: the sequence does not hold what a store promises (lengths, shape, finite, not all zero).
+            DraftsmithError: there is no room on the disk, for this shard or the one before. What is on disk already stays
+                and can be continued.
+        """
+        self._maker.add(sequence)
+        if self._maker.tokens >= self._shard_tokens:
+            self._close_shard()
+
+    def adopt(self, shard: Shard) -> list[int]:
+        """Add a shard that another process wrote into this directory; return the ids of its conversations.
+
+        Raises:
+            StoreDamaged: the file is not there, or its length or head is not as it was written.
+            ValueError: it holds a conversation that the store has already, or holds one twice.
+            DraftsmithError: there is no room on the disk for the manifest.
+        """
+        self._wait_for_shard()
+        sample_ids: list[int] = OpenShard(self._directory, shard, self._identity).sample_ids.tolist()
+        if len(set(sample_ids)) < len(sample_ids) or not self._sample_ids.isdisjoint(sample_ids):
+            raise ValueError(f"{shard.file} holds conversations that are in the store already")
+        self._add_shard(shard, sample_ids)
+        return sample_ids
+
+    def close(self) -> dict[str, Any]:
+        """Write what is open and let go of the store; return the manifest's counts."""
+        if self._maker.tokens:
+            self._close_shard()
+        self._wait_for_shard()
+        self._remove_leftovers()
+        self.let_go()
+        return self._counts()
+
+    def let_go(self) -> None:
+        """Finish the shard that is being written, leave out what is open, and let others write to the store."""
+        self._behind.shutdown()
+        self._lock.close()
+
+    def __enter__(self) -> StoreWriter:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.let_go()
+
+    def _close_shard(self) -> None:
+        """Have the open shard written. The one before is waited for, so that memory holds two at most."""
+        self._wait_for_shard()
+        full, self._maker = self._maker, ShardMaker(self._identity, self._compression)
+        self._writing = self._behind.submit(self._write_shard, full)
+
+    def _write_shard(self, full: ShardMaker) -> None:
+        sample_ids = full.sample_ids
+        self._add_shard(full.write(self._directory / f"shard-{len(self._shards):05d}.safetensors"), sample_ids)
+
+    def _wait_for_shard(self) -> None:
+        if self._writing is not None:
+            self._writing.result()
+
+    def _add_shard(self, shard: Shard, sample_ids: list[int]) -> None:
+        self._shards.append(shard)
+        self._publish_manifest()
+        self._sample_ids.update(sample_ids)
+
+    def _remove_leftovers(self) -> None:
+        """A machine that is thought dead may still write some, under names that nobody uses again."""
+        named = {shard.file for shard in self._shards}
+        for path in self._directory.glob("shard-*"):
+            if path.name not in named:
+                path.unlink(missing_ok=True)
+
+    def _counts(self) -> dict[str, int]:
+        names = ("sequences", "held_out_sequences", "tokens", "response_tokens", "bytes")
+        return {name: sum(getattr(shard, name) for shard in self._shards) for name in names}
+
+    def _publish_manifest(self) -> None:
+        manifest = {
+            "schema_version": SCHEMA_VERSION,
+            "identity": vars(self._identity) | {"layer_ids": list(self._identity.layer_ids)},
+            "layer_id_meaning": LAYER_ID_MEANING,
+            "counts": self._counts(),
+            "shards": [vars(shard) for shard in self._shards],
+        }
+        body = json.dumps(manifest, indent=2).removesuffix("\n}").encode()
+        write_bytes(self._directory / MANIFEST, body, last_lines(body))
+
+
+def most_bytes(identity: StoreIdentity, compression: Form, *, tokens: int, sequences: int) -> int:
+    """Bytes that a store of so many tokens and sequences takes at most, as far as states like those measured go."""
+    dtype = getattr(torch, identity.dtype)
+    states = tokens * len(identity.layer_ids) * identity.hidden_size * dtype.itemsize
+    if compression != "none":
+        states = int(states * LARGEST_RATIO[compression, identity.dtype])
+    return states + 5 * tokens + 64 * sequences + 4096
+
+
+def require_room(directory: Path, needed: int, *, way_out: str) -> None:
+    """Refuse to start what the disk cannot hold.
+
+    Raises:
+        UserError: naming what is needed, what is free, and `way_out`.
+    """
+    free = shutil.disk_usage(directory).free
+    if needed > free:
+        raise UserError(
+            f"The extraction needs up to {needed / 1e9:.2f} GB in {directory}, where {free / 1e9:.2f} GB are free. {way_out}"
+        )

@@ -1,0 +1,1 @@
+"""Evaluation: baseline against speculative decoding, measured."""

@@ -1,0 +1,185 @@
+"""Two evaluations against each other: is B worse than A, beyond what other prompts and other engine starts would have made of it?
+
+Prompts that both have are compared in pairs, so that what makes a prompt easy or hard drops out. Speed moves from engine start to
+engine start as well, so it is compared only where both have several. Of several figures some look worse by chance, so each has to
+be so at a level divided by their number (Bonferroni), half of it for acceptance and half for speed.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from typing_extensions import TypedDict
+
+from draftsmith.run.errors import UserError
+from draftsmith.serve.evaluation.configurations import plain_again_drafter
+from draftsmith.serve.evaluation.intervals import TURN, Starts, bootstrap, gain
+from draftsmith.serve.evaluation.throughput import AtStart, paired
+
+_LEVEL = 0.05
+_FEWEST = 5
+"""Conversations: of fewer, a bootstrap says nothing."""
+
+
+class Comparison(TypedDict):
+    """One figure of two evaluations."""
+
+    suite: str
+    figure: str
+    """`acceptance length, K = 3`, `speed-up`, `speed-up, 4 at once` or `the target's own answers`."""
+    a: float
+    b: float
+    interval: list[float]
+    """Of B's figure less A's, at a level divided by the number of comparisons."""
+    verdict: str
+    """`better`, `worse`, `same` where the interval holds zero, or `untested` where one of them has a single engine start."""
+
+
+def compare(a: Mapping[str, Any], b: Mapping[str, Any]) -> list[Comparison]:
+    """Every figure that two evaluations share.
+
+    Args:
+        a: the results (`results.json`) to hold the others against.
+        b: the results in question.
+
+    Raises:
+        UserError: they have no suite with the same prompts in common, or are of different targets.
+    """
+    if a["target"] != b["target"]:
+        raise UserError(
+            f"A is an evaluation of {a['target']} and B one of {b['target']}: figures of different targets do not compare."
+        )
+    found: list[Comparison] = []
+    acceptance: list[tuple[str, str, dict[str, list[float]]]] = []
+    speeds: list[tuple[str, str, Mapping[str, Any], Mapping[str, Any]]] = []
+    shared = [
+        name
+        for name in a["suites"]
+        if name in b["suites"] and a["suites"][name]["prompts_sha256"] == b["suites"][name]["prompts_sha256"]
+    ]
+    for name in shared:
+        one, other = a["suites"][name], b["suites"][name]
+        for k in (k for k in one["at_k"] if k in other["at_k"]):
+            both = _paired(one["at_k"][k]["by_prompt"], other["at_k"][k]["by_prompt"])
+            if _conversations(both) >= _FEWEST and _counts(both):
+                acceptance.append((name, f"acceptance length, K = {k}", both))
+        speeds.append((name, "speed-up", one["throughput"], other["throughput"]))
+        right = [float(_is_right(suite)) for suite in (one, other)]
+        verdict = "same" if right[0] == right[1] else "worse" if right[1] < right[0] else "better"
+        found.append(
+            {
+                "suite": name, "figure": "the target's own answers", "a": right[0], "b": right[1],
+                "interval": [right[1] - right[0]] * 2, "verdict": verdict,
+            }
+        )  # fmt: skip
+    first = next(iter(a["suites"]))
+    if first in shared and first == next(iter(b["suites"])):
+        speeds += [
+            (first, f"speed-up, {n} at once", a["load"][n], b["load"][n]) for n in a["load"] if n in b["load"]
+        ]  # fmt: skip
+    speeds = [one for one in speeds if _conversations(_speed_prompts(*one[2:])) >= _FEWEST]
+    if not acceptance and not speeds:
+        raise UserError(
+            f"The two evaluations have no suite with the same prompts, at least {_FEWEST}, in common, so there is nothing to compare. "
+            "Evaluate both on the same suites."
+        )
+    for name, figure, both in acceptance:
+        level = _LEVEL / 2 / len(acceptance)
+        interval = bootstrap(both, lambda sums: _acceptance_gain(sums)[0], level=level, otherwise=0.0)
+        _, before, after = _acceptance_gain([sum(column) for column in zip(*both.values(), strict=True)])
+        found.append(_compared(name, figure, before, after, interval))
+    for name, figure, one, other in speeds:
+        found.append(_compared_speeds(name, figure, one, other, level=_LEVEL / 2 / len(speeds)))
+    return found
+
+
+def _compared(suite: str, figure: str, before: float, after: float, interval: list[float]) -> Comparison:
+    verdict = "worse" if interval[1] < 0 else "better" if interval[0] > 0 else "same"
+    return {"suite": suite, "figure": figure, "a": before, "b": after, "interval": interval, "verdict": verdict}
+
+
+def _compared_speeds(
+    suite: str, figure: str, a: Mapping[str, Any], b: Mapping[str, Any], *, level: float
+) -> Comparison:
+    """Of the run's drafter over plain decoding, in the recipe's dtype."""
+    before, after = a["speedup"]["value"], b["speedup"]["value"]
+    if min(a["engine_starts"], b["engine_starts"]) < 2:
+        return {
+            "suite": suite, "figure": figure, "a": before, "b": after, "interval": [after - before] * 2, "verdict": "untested",
+        }  # fmt: skip
+    (drafter_a, noise_a), (drafter_b, noise_b) = _over_plain(a), _over_plain(b)
+    interval = gain(drafter_a, drafter_b, noise_a=noise_a, noise_b=noise_b, level=level)
+    return _compared(suite, figure, before, after, interval)
+
+
+def _starts(of: Mapping[str, Any]) -> list[list[AtStart]]:
+    return [one["starts"] for one in plain_again_drafter(of)]
+
+
+def _over_plain(of: Mapping[str, Any]) -> tuple[Starts, Starts]:
+    """The drafter, and the second plain engine, each over plain decoding as it was beside it."""
+    plain, again, drafter = plain_again_drafter(of)
+    of_drafter, of_again = (paired(one.get("plain_starts", plain["starts"]), one["starts"]) for one in (drafter, again))
+    return of_drafter, of_again
+
+
+def _speed_prompts(a: Mapping[str, Any], b: Mapping[str, Any]) -> set[str]:
+    prompts = [
+        set(start["by_prompt"]) for of in (a, b) for one in _starts(of) for start in one
+    ]  # fmt: skip
+    return set.intersection(*prompts)
+
+
+def _conversations(prompts: Iterable[str]) -> int:
+    return len({prompt.partition(TURN)[0] for prompt in prompts})
+
+
+def _is_right(suite: Mapping[str, Any]) -> bool:
+    """Whether every difference from plain decoding is one that rounding explains."""
+    verdicts = [at_k["fidelity"]["verdict"] for at_k in suite["at_k"].values()]
+    return "wrong" not in [*verdicts, *(one["verdict"] for one in suite["throughput"]["fidelity"].values())]
+
+
+def _counts(both: Mapping[str, Sequence[float]]) -> bool:
+    """Whether both have drafts (seconds) at all: answers of a single token have none."""
+    return all(sum(column) > 0 for column in list(zip(*both.values(), strict=True))[::2])
+
+
+def _paired(one: Mapping[str, Sequence[float]], other: Mapping[str, Sequence[float]]) -> dict[str, list[float]]:
+    """Columns of A and then of B by prompt, those that both have."""
+    return {prompt: [*values, *other[prompt]] for prompt, values in one.items() if prompt in other}
+
+
+def _acceptance_gain(sums: Sequence[Any]) -> tuple[Any, Any, Any]:
+    drafts, accepted, drafts_b, accepted_b = sums
+    before, after = 1 + accepted / drafts, 1 + accepted_b / drafts_b
+    return after - before, before, after
+
+
+def read_results(place: Path, *, output: str = "eval") -> dict[str, Any]:
+    """The `results.json` of a run, of an evaluation's folder, or itself.
+
+    Raises:
+        UserError: there is none, or it is of an earlier version.
+    """
+    paths = [place, place / "results.json", place / output / "results.json"]
+    path = next((path for path in paths if path.is_file()), None)
+    if path is None:
+        raise UserError(
+            f"There is no evaluation in {place}: name a run, its evaluation's folder, or a results.json. `draftsmith evaluate` "
+            "with the run's recipe makes one."
+        )
+    try:
+        results = json.loads(path.read_text())
+        suites = results["suites"].values()
+        whole = all("throughput" in suite and "target" in results for suite in suites)
+    except (OSError, ValueError, KeyError, AttributeError, TypeError):
+        raise UserError(f"{path} is not the results of an evaluation.") from None
+    if not whole:
+        raise UserError(
+            f"{path} has no figures by engine start: an earlier version wrote it. Run `draftsmith evaluate` again with its recipe."
+        )
+    return dict(results)

@@ -1,0 +1,129 @@
+"""How many tokens to guess: what a step costs at each K, what that promises, and how sure the choice is."""
+
+from __future__ import annotations
+
+import math
+import statistics
+from collections.abc import Mapping, Sequence
+
+import numpy as np
+from typing_extensions import TypedDict
+
+from draftsmith.serve.evaluation.intervals import Interval, conversation_sums, resampled
+
+_SAMPLES_SEED = 1
+SURE = 0.95
+"""Share of samples in which the chosen K must be the fastest; below that the choice is a toss-up."""
+
+
+class StepCost(TypedDict):
+    """One K, over all engine starts."""
+
+    cost: float
+    """Seconds of a decoding step over those of a plain step. No less than at a smaller K: where measurements say otherwise, the
+    ones out of order are averaged (isotonic regression)."""
+    measured: float
+    """As measured: the mean over engine starts of each start's median over prompts."""
+    error: float
+    """Standard error of `measured`: of the medians and between starts."""
+
+
+class CurvePoint(TypedDict):
+    """One K on the first suite."""
+
+    acceptance_length: float
+    """Over the whole suite."""
+    step_cost: float
+    """Seconds of one decoding step at this K over those of a plain step, one prompt at a time (`StepCost.cost`)."""
+    step_cost_measured: float
+    step_cost_error: float
+    """Standard error."""
+    speedup: float
+    """What decoding should gain: acceptance length over step cost. K is chosen by it; `Suite.speedup` is wall-clock."""
+    speedup_interval: Interval
+    fastest_share: float
+    """How often this K is the fastest of those that may be chosen, with other prompts and within the errors of step costs."""
+
+
+def step_cost_curve(starts: Sequence[Mapping[int, Sequence[float]]]) -> dict[int, StepCost]:
+    """Step costs by K from single ratios.
+
+    Args:
+        starts: by engine start, then K: the ratio of step times on each prompt, none of them empty.
+    """
+    ks = sorted(starts[0])
+    found: dict[int, StepCost] = {}
+    for k in ks:
+        medians = [statistics.median(one[k]) for one in starts]
+        # Of a median of n values with standard deviation s: 1.2533 s / sqrt(n).
+        within = [1.2533**2 * statistics.variance(one[k]) / len(one[k]) if len(one[k]) > 1 else 0.0 for one in starts]
+        between = statistics.variance(medians) if len(starts) > 1 else 0.0
+        error = math.sqrt(max(between, statistics.fmean(within)) / len(starts))
+        found[k] = {"cost": 0.0, "measured": statistics.fmean(medians), "error": error}
+    for k, cost in zip(ks, non_decreasing([found[k]["measured"] for k in ks]), strict=True):
+        found[k]["cost"] = cost
+    return found
+
+
+def non_decreasing(values: Sequence[float]) -> list[float]:
+    """The nearest non-decreasing sequence in least squares: pool adjacent violators (Ayer et al., 1955)."""
+    blocks: list[list[float]] = []
+    for value in values:
+        blocks.append([value])
+        while len(blocks) > 1 and statistics.fmean(blocks[-2]) > statistics.fmean(blocks[-1]):
+            last = blocks.pop()
+            blocks[-1] += last
+    return [statistics.fmean(block) for block in blocks for _ in block]
+
+
+def speedup_curve(
+    costs: Mapping[int, StepCost], by_prompt: Mapping[int, Mapping[str, Sequence[float]]], choices: Sequence[int]
+) -> dict[int, CurvePoint]:
+    """What each K promises, and how often it is the fastest.
+
+    Args:
+        costs: by K.
+        by_prompt: by K: drafts and accepted tokens of each prompt of the suite.
+        choices: the K that may be chosen.
+    """
+    ks = sorted(costs)
+    sums = {k: conversation_sums([by_prompt[k]])[0] for k in ks}
+    lengths = {k: _length(sums[k].sum(axis=0)) for k in ks}
+    weights = resampled(len(sums[ks[0]]))
+    draw = np.random.default_rng(_SAMPLES_SEED)
+    noise = draw.standard_normal((len(weights), len(ks)))
+    drawn_costs = np.array([costs[k]["cost"] for k in ks]) + noise * [costs[k]["error"] for k in ks]
+    sampled = np.stack([_length((weights @ sums[k]).T) for k in ks], axis=1) / drawn_costs  # [samples, K]
+    among = [ks.index(k) for k in choices]
+    fastest = np.array(among)[np.argmax(sampled[:, among], axis=1)]
+    return {
+        k: {
+            "acceptance_length": float(lengths[k]),
+            "step_cost": costs[k]["cost"],
+            "step_cost_measured": costs[k]["measured"],
+            "step_cost_error": costs[k]["error"],
+            "speedup": float(lengths[k]) / costs[k]["cost"],
+            "speedup_interval": [float(end) for end in np.quantile(sampled[:, place], [0.025, 0.975])],
+            "fastest_share": float(np.mean(fastest == place)),
+        }
+        for place, k in enumerate(ks)
+    }
+
+
+def _length(sums: np.ndarray) -> np.ndarray:
+    """Acceptance length from drafts and accepted tokens; 1 where there are no drafts."""
+    drafts, accepted = sums
+    found: np.ndarray = 1 + accepted / np.maximum(drafts, 1)
+    return found
+
+
+def fastest(curve: Mapping[int, CurvePoint]) -> int:
+    """The K that promises the highest speed-up; the smaller one of equals."""
+    return max(sorted(curve), key=lambda k: curve[k]["speedup"])
+
+
+def rivals(curve: Mapping[int, CurvePoint], chosen: int) -> list[int]:
+    """Other K that could as well be the fastest: those that are in every twentieth sample or more. Empty where it is clear."""
+    if curve[chosen]["fastest_share"] >= SURE:
+        return []
+    return [k for k in sorted(curve) if k != chosen and curve[k]["fastest_share"] >= 1 - SURE]

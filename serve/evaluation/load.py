@@ -1,0 +1,173 @@
+"""Latency and throughput of two servers, plain and speculative, at several request rates, by vLLM's own load generator.
+
+Batches of a fixed size say what an engine can do; people's requests come when they come. Both servers are up side by side and
+take turns at every rate, with the same prompts at the same moments of a Poisson process.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import secrets
+import socket
+import subprocess
+import sys
+import threading
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import ExitStack
+from pathlib import Path
+from tempfile import TemporaryDirectory
+from typing import Any
+
+from draftsmith.config.recipe import Recipe
+from draftsmith.engine.environment import is_cpu
+from draftsmith.run.errors import DraftsmithError
+from draftsmith.run.progress import Bar
+from draftsmith.serve.evaluation import results as res
+from draftsmith.serve.evaluation.lineup import Placement
+from draftsmith.serve.vllm_server import VllmServer, server_command
+from draftsmith.target.info import TargetInfo
+
+_WARM_UPS = 8
+"""Requests before any is timed."""
+
+
+def at_request_rates(
+    recipe: Recipe,
+    target: TargetInfo,
+    speculative: dict[str, Any],
+    prompts: Sequence[str],
+    log_dir: Path,
+    *,
+    placement: Placement,
+    known: Mapping[str, res.Rate],
+    keep: Callable[[dict[str, res.Rate]], None],
+) -> dict[str, res.Rate]:
+    """Ask two servers at every rate of `evaluate.request_rates`.
+
+    Args:
+        recipe: `engine`, `serve.options` (but for TLS: both listen on loopback) and `evaluate` are read.
+        target: what is served.
+        speculative: vLLM's `speculative_config` of one of the servers.
+        prompts: in the target's chat template; as many requests are sent at every rate.
+        log_dir: folder for the servers' logs.
+        placement: what the machine has for both.
+        known: what was measured before; not measured again.
+        keep: called with what is measured so far after every rate.
+
+    Returns:
+        By rate.
+
+    Raises:
+        DraftsmithError: a server ended, or a request failed.
+    """
+    found = dict(known)
+    rates = [rate for rate in recipe.evaluate.request_rates if f"{rate:g}" not in found]
+    if not rates:
+        return found
+    with ExitStack() as ends:
+        folder = Path(ends.enter_context(TemporaryDirectory()))
+        (folder / "prompts.jsonl").write_text("".join(json.dumps({"prompt": prompt}) + "\n" for prompt in prompts))
+        key = secrets.token_hex(16)
+        servers = _start(recipe, target, speculative, placement, key, log_dir, ends)
+        with Bar("request rates", total=len(rates) * len(servers), unit="runs") as bar:
+            for number, rate in enumerate(rates):
+                at: dict[str, res.AtRate] = {}
+                for name in list(servers)[:: 1 if number % 2 else -1]:
+                    client = _client(
+                        servers[name].url, rate, len(prompts), target, recipe.evaluate.speed_tokens, folder
+                    )
+                    at[name] = _ask(client, key, rate, len(prompts), folder / "result.json", log_dir)
+                    bar.update(number * len(servers) + len(at))
+                found[f"{rate:g}"] = {"plain": at["plain"], "speculative": at["speculative"]}
+                keep(found)
+    return found
+
+
+def _start(
+    recipe: Recipe,
+    target: TargetInfo,
+    speculative: dict[str, Any],
+    placement: Placement,
+    key: str,
+    log_dir: Path,
+    ends: ExitStack,
+) -> dict[str, VllmServer]:
+    """Both servers, ready; `ends` ends them."""
+    own = {name: value for name, value in recipe.serve.options.items() if not name.startswith("ssl")}
+    without_tls = recipe.model_copy(update={"serve": recipe.serve.model_copy(update={"options": own})})
+    servers: dict[str, VllmServer] = {}
+    with Bar("start servers", total=2, unit="servers") as bar:
+        for (name, config), port, place in zip(
+            {"plain": None, "speculative": speculative}.items(), _free_ports(2), placement.places(2), strict=True
+        ):
+            command = server_command(
+                without_tls, target.path, config, name=target.name, host="127.0.0.1", port=port,
+                memory_share=place.memory_share,
+            )  # fmt: skip
+            command.append("--no-enable-prefix-caching")  # the same prompts at every rate must cost the same
+            log = ends.enter_context((log_dir / f"server-{name}.log").open("w", encoding="utf-8", buffering=1))
+            url = f"http://127.0.0.1:{port}"
+            servers[name] = VllmServer(
+                command, engine=recipe.engine, url=url, show=log.write, api_key=key, gpus=place.gpus
+            )
+            ends.callback(servers[name].end)
+            if not is_cpu():  # each measures the free memory
+                servers[name].wait_ready(threading.Event())
+        for number, server in enumerate(servers.values(), start=1):
+            server.wait_ready(threading.Event())
+            bar.update(number)
+    return servers
+
+
+def _client(url: str, rate: float, count: int, target: TargetInfo, max_tokens: int, folder: Path) -> list[str]:
+    """The load generator's command line."""
+    return [
+        sys.executable, "-m", "draftsmith.serve.evaluation.load_client", str(os.getpid()), "--backend", "openai", "--base-url", url,
+        "--model", str(target.path), "--served-model-name", target.name, "--dataset-name", "custom",
+        "--dataset-path", str(folder / "prompts.jsonl"), "--custom-output-len", str(max_tokens), "--num-prompts", str(count),
+        # The prompts are in the chat template already, its first token included.
+        "--skip-chat-template", "--extra-body", json.dumps({"add_special_tokens": False}), "--disable-shuffle",
+        "--request-rate", str(rate), "--seed", "0", "--num-warmups", str(_WARM_UPS), "--temperature", "0",
+        "--percentile-metrics", "ttft,tpot", "--metric-percentiles", "99", "--disable-tqdm",
+        "--save-result", "--result-dir", str(folder), "--result-filename", "result.json",
+    ]  # fmt: skip
+
+
+def _ask(command: Sequence[str], key: str, rate: float, count: int, result: Path, log_dir: Path) -> res.AtRate:
+    """One run of the load generator."""
+    environment = os.environ | {
+        "VLLM_PLUGINS": "", "VLLM_LOGGING_LEVEL": "WARNING", "OPENAI_API_KEY": key, "NO_PROXY": "127.0.0.1", "no_proxy": "127.0.0.1",
+    }  # fmt: skip
+    result.unlink(missing_ok=True)
+    with (log_dir / "load-client.log").open("w") as log:
+        done = subprocess.run(
+            command, env=environment, stdout=log, stderr=subprocess.STDOUT, check=False, start_new_session=True
+        )
+    said = json.loads(result.read_text()) if done.returncode == 0 and result.is_file() else None
+    if said is None or said["completed"] != count:
+        what = (
+            f"ended with status {done.returncode}"
+            if said is None
+            else f"had {count - said['completed']} of {count} requests fail"
+        )
+        raise DraftsmithError(
+            f"vLLM's load generator {what} at {rate:g} requests a second; see {log_dir / 'load-client.log'} and the servers' "
+            "logs beside it."
+        )
+    return {
+        "requests_per_second": said["request_throughput"],
+        "tokens_per_second": said["output_throughput"],
+        "first_token_seconds": said["median_ttft_ms"] / 1000,
+        "first_token_seconds_p99": said["p99_ttft_ms"] / 1000,
+        "seconds_per_token": said["median_tpot_ms"] / 1000,
+        "seconds_per_token_p99": said["p99_tpot_ms"] / 1000,
+    }
+
+
+def _free_ports(count: int) -> list[int]:
+    with ExitStack() as held:
+        sockets = [held.enter_context(socket.socket()) for _ in range(count)]
+        for one in sockets:
+            one.bind(("127.0.0.1", 0))
+        return [int(one.getsockname()[1]) for one in sockets]

@@ -1,0 +1,455 @@
+"""`report.html`: the results as one page that needs nothing but itself.
+
+Charts are inline SVG whose colours come from the page's style, so that they follow light and dark.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from html import escape
+
+from draftsmith.serve.evaluation.configurations import Measured, Throughput, plain_again_drafter
+from draftsmith.serve.evaluation.leakage import trained_on
+from draftsmith.serve.evaluation.results import AtRate, Results, SuiteAtK
+
+_STYLE = """
+:root { color-scheme: light dark; --ink: #1d2430; --soft: #5d6878; --line: #d7dce3; --page: #ffffff; --panel: #f5f7fa;
+  --one: #1f6feb; --two: #d9730d; }
+@media (prefers-color-scheme: dark) { :root { --ink: #e6eaf0; --soft: #9aa6b5; --line: #343c48; --page: #12161c;
+  --panel: #1a2029; --one: #6cb0ff; --two: #ffa657; } }
+* { box-sizing: border-box; }
+body { margin: 0 auto; max-width: 60rem; padding: 2rem 1rem; background: var(--page); color: var(--ink);
+  font: 16px/1.5 system-ui, sans-serif; }
+h1 { font-size: 1.5rem; margin: 0 0 .25rem; } h2 { font-size: 1.1rem; margin: 2rem 0 .5rem; }
+p { margin: .25rem 0; } .soft { color: var(--soft); }
+.headline { font-size: 2.6rem; font-weight: 650; line-height: 1.2; margin-top: 1.25rem; color: var(--one); }
+.charts { display: grid; grid-template-columns: repeat(auto-fit, minmax(19rem, 1fr)); gap: 1rem; }
+figure { margin: 0; padding: 1rem; background: var(--panel); border-radius: .5rem; }
+figcaption { font-weight: 600; margin-bottom: .5rem; }
+svg { display: block; width: 100%; height: auto; font: 12px system-ui, sans-serif; }
+svg text { fill: var(--soft); } svg .value { fill: var(--ink); }
+svg .axis { stroke: var(--line); } .one { fill: var(--one); stroke: var(--one); } .two { fill: var(--two); stroke: var(--two); }
+svg polyline { fill: none; stroke-width: 2; } svg .one text, svg text.one, svg text.two { stroke: none; }
+.scroll { overflow-x: auto; } table { border-collapse: collapse; width: 100%; }
+th, td { padding: .35rem .6rem; text-align: right; border-bottom: 1px solid var(--line); }
+td { white-space: nowrap; } th { vertical-align: bottom; }
+th:first-child, td:first-child { text-align: left; } th { color: var(--soft); font-weight: 500; }
+.answer { white-space: pre-wrap; font: 14px/1.7 ui-monospace, monospace; background: var(--panel); padding: 1rem;
+  border-radius: .5rem; overflow-wrap: anywhere; }
+.answer b { font-weight: inherit; background: color-mix(in srgb, var(--one) var(--much), transparent); border-radius: 2px; }
+.answer b[data-draft="1"] { --much: 22%; } .answer b[data-draft="2"] { --much: 38%; } .answer b { --much: 54%; }
+"""
+
+_POSITIONS_SHOWN = 8
+"""In tables, of methods that guess far ahead."""
+_WIDTH, _HEIGHT = 360.0, 220.0
+_LEFT, _RIGHT, _TOP, _BOTTOM = 12.0, 12.0, 34.0, 26.0
+"""The plot lies inside these margins, in the SVG's own units."""
+
+
+def render(results: Results) -> str:
+    """The page as HTML.
+
+    Args:
+        results: the contents of `results.json`.
+    """
+    best = results["num_speculative_tokens"]
+    curve = results["k_curve"]
+    first_name, first = next(iter(results["suites"].items()))
+    same = all(suite["identical_to_plain"] for suite in results["suites"].values())
+    identity = "Every answer is identical to plain decoding's, token for token." if same else _differing(results)
+    fastest = first["throughput"]["speedup_over_fastest_plain"]
+    starts = results["engine_starts"]
+    over = f"prompts and {starts} engine starts" if starts > 1 else "prompts (engines were started once)"
+    charts = [
+        _figure(
+            f"Acceptance length and the speed-up to expect, by K ({first_name})",
+            line_chart(
+                list(curve),
+                {
+                    "speed-up": [point["speedup"] for point in curve.values()],
+                    "acceptance length": [point["acceptance_length"] for point in curve.values()],
+                },
+            ),
+        ),
+        _figure(
+            "Drafted tokens accepted, by position",
+            line_chart(
+                [str(position + 1) for position in range(len(_longest(first["at_k"])))],
+                {
+                    name: list(_longest(suite["at_k"])) for name, suite in list(results["suites"].items())[:2]
+                },
+                percent=True,
+            ),
+        ),
+        _figure(
+            "Tokens per second, one request at a time",
+            bar_chart(
+                list(results["suites"]),
+                {
+                    "plain": [suite["tokens_per_second"]["plain"] for suite in results["suites"].values()],
+                    "speculative": [suite["tokens_per_second"]["speculative"] for suite in results["suites"].values()],
+                },
+            ),
+        ),
+    ]  # fmt: skip
+    return f"""<!doctype html>
+<html lang="en">
+<head>
+<meta charset="utf-8">
+<meta name="viewport" content="width=device-width, initial-scale=1">
+<title>{escape(results["target"])} with {escape(results["drafter"])}</title>
+<style>{_STYLE}</style>
+</head>
+<body>
+<h1>{escape(results["target"])}</h1>
+<p class="soft">drafted by {escape(results["drafter"])}, {best} speculative tokens, {escape(results["dtype"])}</p>
+<p class="headline">{first["speedup"]:.2f}&times; the speed</p>
+<p>of plain decoding on {escape(first_name)}, one request at a time, both in {escape(results["dtype"])}:
+{first["tokens_per_second"]["speculative"]:.1f} instead of {first["tokens_per_second"]["plain"]:.1f} tokens per second
+(95% interval over {over}: {_interval(first["speedup_interval"])}).
+Over the fastest plain decoding of this machine ({escape(first["throughput"]["fastest_plain"])}), the fastest speculative one
+({escape(first["throughput"]["fastest_speculative"])}) is <strong>{fastest["value"]:.2f}&times;</strong> as fast
+({_interval(fastest["interval"])}). {identity}</p>
+{"".join(f"<p><strong>{escape(line)}</strong></p>" for line in trained_on(results))}
+<h2>Charts</h2>
+<div class="charts">
+{"".join(charts)}
+</div>
+<h2>Suites</h2>
+{_suite_table(results)}
+<p class="soft">Acceptance length: tokens that one step of the target yields, 1 + accepted / drafts; of other methods, steps
+without a guess are counted too. Accepted by position:
+share of all drafts whose first, second, ... token was accepted. Tokens per second include prompt processing. Intervals: how
+far a figure would move with other prompts of the same kind (bootstrap over conversations) and, of speeds, with other engine starts
+({starts} here), not with another machine. Noise: a second plain engine over the first.</p>
+<h2>Configurations</h2>
+{_configurations(results)}
+<h2>Numbers of speculative tokens</h2>
+<p class="soft">Step cost: the time of a decoding step over that of a plain one, one prompt at a time. The speed-up to expect
+is acceptance length over step cost; the K with the highest is chosen, and the speed-up above is then measured.{_toss_up(results)}</p>
+{_curve_table(results)}
+{_categories(results)}{_quality(results)}{_load(results)}{_rates(results)}{_examples(results)}<h2>Measured with</h2>
+{_facts(results)}
+</body>
+</html>
+"""
+
+
+def line_chart(labels: Sequence[str], series: Mapping[str, Sequence[float]], *, percent: bool = False) -> str:
+    """SVG of up to two lines over evenly spaced labels, every point with its value; the axis starts at 0."""
+    top = max((value for values in series.values() for value in values), default=1.0) or 1.0
+    step = (_WIDTH - _LEFT - _RIGHT) / max(len(labels), 1)
+    xs = [_LEFT + step * (index + 0.5) for index in range(len(labels))]
+    parts = [_axis(), *_x_labels(labels, xs), *_legend(series)]
+    for style, (name, values) in zip(("one", "two"), series.items(), strict=False):
+        points = [(x, _y(value, top)) for x, value in zip(xs, values, strict=False)]
+        path = " ".join(f"{x:.1f},{y:.1f}" for x, y in points)
+        parts.append(f'<polyline class="{style}" style="fill:none" points="{path}"/>')
+        for index, ((x, y), value) in enumerate(zip(points, values, strict=False)):
+            shown = f"{100 * value:.0f}%" if percent else f"{value:.2f}"
+            # Of two lines, the higher one has its value above it and the lower one below: they never meet.
+            above = all(value >= others[index] for others in series.values() if index < len(others))
+            label_y = y - 8 if above else y + 17
+            parts.append(
+                f'<circle class="{style}" cx="{x:.1f}" cy="{y:.1f}" r="3"><title>{escape(name)} {shown}</title></circle>'
+            )
+            parts.append(f'<text class="value" x="{x:.1f}" y="{label_y:.1f}" text-anchor="middle">{shown}</text>')
+    return _svg(parts, f"{', '.join(series)} over {', '.join(labels)}")
+
+
+def bar_chart(labels: Sequence[str], series: Mapping[str, Sequence[float]]) -> str:
+    """SVG of up to two bars for each label, every bar with its value."""
+    top = max((value for values in series.values() for value in values), default=1.0) or 1.0
+    step = (_WIDTH - _LEFT - _RIGHT) / max(len(labels), 1)
+    xs = [_LEFT + step * (index + 0.5) for index in range(len(labels))]
+    width = min(step * 0.36, 44.0)
+    parts = [_axis(), *_x_labels(labels, xs), *_legend(series)]
+    for side, style, (name, values) in zip((-1, 0), ("one", "two"), series.items(), strict=False):
+        for x, value in zip(xs, values, strict=False):
+            y, left = _y(value, top), x + side * width
+            height = _HEIGHT - _BOTTOM - y
+            parts.append(
+                f'<rect class="{style}" x="{left + 1:.1f}" y="{y:.1f}" width="{width - 2:.1f}" height="{height:.1f}">'
+                f"<title>{escape(name)} {value:.2f}</title></rect>"
+                f'<text class="value" x="{left + width / 2:.1f}" y="{y - 5:.1f}" text-anchor="middle">{value:.1f}</text>'
+            )
+    return _svg(parts, f"{', '.join(series)} for {', '.join(labels)}")
+
+
+def _y(value: float, top: float) -> float:
+    return _HEIGHT - _BOTTOM - (_HEIGHT - _TOP - _BOTTOM - 12) * value / top
+
+
+def _axis() -> str:
+    y = _HEIGHT - _BOTTOM
+    return f'<line class="axis" x1="{_LEFT}" y1="{y}" x2="{_WIDTH - _RIGHT}" y2="{y}"/>'
+
+
+def _x_labels(labels: Sequence[str], xs: Sequence[float]) -> list[str]:
+    y = _HEIGHT - _BOTTOM + 17
+    return [
+        f'<text x="{x:.1f}" y="{y}" text-anchor="middle">{escape(label)}</text>'
+        for label, x in zip(labels, xs, strict=True)
+    ]
+
+
+def _legend(series: Mapping[str, Sequence[float]]) -> list[str]:
+    parts, x = [], _LEFT
+    for style, name in zip(("one", "two"), series, strict=False):
+        parts.append(f'<rect class="{style}" x="{x:.1f}" y="4" width="10" height="10"/>')
+        parts.append(f'<text x="{x + 15:.1f}" y="13">{escape(name)}</text>')
+        x += 30 + 7 * len(name)
+    return parts
+
+
+def _svg(parts: Sequence[str], description: str) -> str:
+    return (
+        f'<svg viewBox="0 0 {_WIDTH:.0f} {_HEIGHT:.0f}" role="img" aria-label="{escape(description, quote=True)}">'
+        + "".join(parts)
+        + "</svg>"
+    )
+
+
+def _figure(caption: str, svg: str) -> str:
+    return f"<figure><figcaption>{escape(caption)}</figcaption>{svg}</figure>\n"
+
+
+def _longest(at_k: Mapping[str, SuiteAtK]) -> list[float]:
+    """Acceptance by position at the largest K measured: the most positions."""
+    return at_k[max(at_k, key=int)]["acceptance_per_position"]
+
+
+def _table(headings: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
+    head = "".join(f"<th>{escape(text)}</th>" for text in headings)
+    body = "".join("<tr>" + "".join(f"<td>{escape(text)}</td>" for text in row) + "</tr>\n" for row in rows)
+    return f'<div class="scroll"><table><thead><tr>{head}</tr></thead>\n<tbody>{body}</tbody></table></div>\n'
+
+
+def _suite_table(results: Results) -> str:
+    rows = []
+    for name, suite in results["suites"].items():
+        for k, at_k in sorted(suite["at_k"].items(), key=lambda item: int(item[0])):
+            chosen = k == str(results["num_speculative_tokens"])
+            speeds, noise = suite["tokens_per_second"], suite["throughput"]["noise"]
+            rows.append(
+                [
+                    name, k, f"{at_k['acceptance_length']:.3f}", _interval(at_k["acceptance_length_interval"]),
+                    ", ".join(f"{100 * share:.1f}%" for share in at_k["acceptance_per_position"]),
+                    str(at_k["drafts"]), f"{at_k['prompts_identical']} of {suite['prompts']}",
+                    f"{speeds['plain']:.2f}" if chosen else "",
+                    f"{speeds['speculative']:.2f}" if chosen else "",
+                    f"{suite['speedup']:.3f}" if chosen else "",
+                    _interval(suite["speedup_interval"]) if chosen else "",
+                    f"{suite['speedup_over_fastest_plain']:.3f}" if chosen else "",
+                    _interval(noise["interval"]) if chosen else "",
+                ]
+            )  # fmt: skip
+        for method, other in suite["methods"].items():
+            rows.append(
+                [
+                    f"{name}, {method}", str(other["num_speculative_tokens"]), f"{other['tokens_per_step']:.3f}", "",
+                    ", ".join(f"{100 * share:.1f}%" for share in other["acceptance_per_position"][:_POSITIONS_SHOWN]),
+                    str(other["drafts"]), f"{other['prompts_identical']} of {suite['prompts']}",
+                    f"{suite['tokens_per_second']['plain']:.2f}", f"{other['tokens_per_second']:.2f}", f"{other['speedup']:.3f}",
+                    _interval(other["speedup_interval"]), "", "",
+                ]
+            )  # fmt: skip
+    headings = (
+        "suite", "K", "acceptance length", "95% interval", "accepted by position", "drafts", "identical",
+        "plain tok/s", "spec. tok/s", "speed-up", "95% interval", "over fastest plain", "noise",
+    )  # fmt: skip
+    return _table(headings, rows)
+
+
+def _categories(results: Results) -> str:
+    rows = [
+        [name, category, str(found["prompts"]), f"{found['acceptance_length']:.3f}", _interval(found["acceptance_length_interval"])]
+        for name, suite in results["suites"].items()
+        for category, found in suite["categories"].items()
+    ]  # fmt: skip
+    if not rows:
+        return ""
+    headings = ("suite", "category", "prompts", "acceptance length", "95% interval")
+    return f"<h2>By category</h2>\n{_table(headings, rows)}"
+
+
+def _quality(results: Results) -> str:
+    rows = [
+        [
+            name,
+            said["measure"].replace("_", " "),
+            str(said["prompts"]),
+            f"{said['plain']:.1%}",
+            f"{said['speculative']:.1%}",
+        ]
+        for name, suite in results["suites"].items()
+        if (said := suite["quality"])
+    ]
+    if not rows:
+        return ""
+    headings = ("suite", "by", "prompts", "right, plain", "right, speculative")
+    return f"<h2>Answers that are right</h2>\n{_table(headings, rows)}"
+
+
+def _differing(results: Results) -> str:
+    """How answers differ from plain decoding's, and whether rounding explains it."""
+    found = [at_k["fidelity"] for suite in results["suites"].values() for at_k in suite["at_k"].values()]
+    differing, wrong = sum(one["differing"] for one in found), any(one["verdict"] == "wrong" for one in found)
+    suites = ", ".join(name for name, suite in results["suites"].items() if not suite["identical_to_plain"])
+    if wrong:
+        return (
+            f"<strong>{differing} answers are not plain decoding's ({escape(suites)}), more or by more than rounding explains: this engine "
+            "with this drafter changes the text.</strong> results.json lists the first of them."
+        )
+    return (
+        f"{differing} answers differ from plain decoding's ({escape(suites)}), each where the target itself was undecided, and no more "
+        "often than plain decoding differs from itself in another batch shape; results.json lists the first of them."
+    )
+
+
+def _toss_up(results: Results) -> str:
+    if not results["toss_up"]:
+        return ""
+    others = ", ".join(map(str, results["toss_up"]))
+    return f" Here the choice is a toss-up: within the errors, K = {others} may be as fast."
+
+
+def _configurations(results: Results) -> str:
+    """Every configuration's throughput and latency with one request in flight."""
+    rows = [
+        [suite_name, *_configuration(name, one, suite["throughput"])]
+        for suite_name, suite in results["suites"].items()
+        for name, one in suite["throughput"]["configurations"].items()
+    ]  # fmt: skip
+    return _table(("suite", *_CONFIGURATION_HEADINGS), rows)
+
+
+_CONFIGURATION_HEADINGS = (
+    "configuration", "tok/s", "over plain, same dtype", "95% interval", "first token, s", "s per output token", "answers",
+)  # fmt: skip
+
+
+def _configuration(name: str, one: Measured, of: Throughput) -> list[str]:
+    ratio, fidelity = of["speedups"].get(name), of["fidelity"].get(name)
+    return [
+        name, f"{one['tokens_per_second']:.2f}", f"{ratio['value']:.3f}" if ratio else "",
+        _interval(ratio["interval"]) if ratio else "", f"{one['first_token_seconds']:.3f}", f"{one['seconds_per_token']:.4f}",
+        fidelity["verdict"].replace("_", " ") if fidelity else "",
+    ]  # fmt: skip
+
+
+def _load(results: Results) -> str:
+    load = results["load"]
+    if not load:
+        return ""
+    plain, _, drafter = zip(*(plain_again_drafter(at) for at in load.values()), strict=True)
+    chart = _figure(
+        f"Tokens per second of all requests together, by how many are in flight ({results['dtype']})",
+        line_chart(
+            list(load),
+            {
+                "plain": [one["tokens_per_second"] for one in plain],
+                "speculative": [one["tokens_per_second"] for one in drafter],
+            },
+        ),
+    )
+    rows = [
+        [size, *_configuration(name, one, at)]
+        for size, at in load.items()
+        for name, one in at["configurations"].items()
+    ]  # fmt: skip
+    ratios = [
+        [
+            size, f"{at['speedup']['value']:.3f}", _interval(at["speedup"]["interval"]), at["fastest_speculative"], at["fastest_plain"],
+            f"{at['speedup_over_fastest_plain']['value']:.3f}", _interval(at["speedup_over_fastest_plain"]["interval"]),
+            _interval(at["noise"]["interval"]),
+        ]
+        for size, at in load.items()
+    ]  # fmt: skip
+    headings = (
+        "in flight", "speed-up", "95% interval", "fastest speculative", "fastest plain", "ratio of these", "95% interval", "noise",
+    )  # fmt: skip
+    return (
+        f'<h2>Several at once</h2>\n<div class="charts">{chart}</div>\n{_table(headings, ratios)}'
+        f"{_table(('in flight', *_CONFIGURATION_HEADINGS), rows)}"
+    )
+
+
+def _rates(results: Results) -> str:
+    rates = results["rates"]
+    if not rates:
+        return ""
+    chart = _figure(
+        "Milliseconds for a token, by requests a second",
+        line_chart(
+            list(rates),
+            {
+                "plain": [1000 * at["plain"]["seconds_per_token"] for at in rates.values()],
+                "speculative": [1000 * at["speculative"]["seconds_per_token"] for at in rates.values()],
+            },
+        ),
+    )
+    figures: tuple[Callable[[AtRate], float], ...] = (
+        lambda at: at["tokens_per_second"],
+        lambda at: at["first_token_seconds"],
+        lambda at: at["first_token_seconds_p99"],
+        lambda at: at["seconds_per_token"],
+        lambda at: at["seconds_per_token_p99"],
+    )
+    rows = [
+        [rate, *(f"{figure(one):.3f}" for figure in figures for one in (at["plain"], at["speculative"]))]
+        for rate, at in rates.items()
+    ]
+    names = ("tok/s", "first token, s", "first token p99, s", "s/token", "s/token p99")
+    headings = ("requests/s", *(f"{arm} {name}" for name in names for arm in ("plain", "spec.")))
+    return f'<h2>As requests come</h2>\n<div class="charts">{chart}</div>\n{_table(headings, rows)}'
+
+
+def _examples(results: Results) -> str:
+    if not results["examples"]:
+        return ""
+    parts = [
+        "<h2>Answers, token by token</h2>\n"
+        '<p class="soft">Shaded: guessed by the drafter and accepted, the darker the further ahead it was guessed (hover over it). '
+        "The rest the target gave itself.</p>\n"
+    ]
+    for example in results["examples"]:
+        text = "".join(
+            f'<b data-draft="{position}" title="guess {position} of a step">{escape(str(token))}</b>' if position else escape(str(token))
+            for token, position in example["tokens"]
+        )  # fmt: skip
+        parts.append(f'<p>{escape(example["question"])}</p>\n<div class="answer">{text}</div>\n')
+    return "".join(parts)
+
+
+def _interval(ends: Sequence[float]) -> str:
+    return f"{ends[0]:.3f} to {ends[1]:.3f}"
+
+
+def _curve_table(results: Results) -> str:
+    predicted, faster = results["predicted_acceptance_length"] or {}, results["predicted_speedup"] or {}
+    rows = [
+        [
+            k, f"{point['acceptance_length']:.3f}", f"{predicted[k]:.3f}" if k in predicted else "",
+            f"{point['step_cost']:.3f}", f"{point['speedup']:.3f}", f"{faster[k]:.3f}" if k in faster else "",
+        ]
+        for k, point in results["k_curve"].items()
+    ]  # fmt: skip
+    headings = (
+        "K", "acceptance length", "predicted acceptance length", "step cost", "speed-up to expect", "predicted speed-up",
+    )  # fmt: skip
+    return _table(headings, rows)
+
+
+def _facts(results: Results) -> str:
+    machine = results["machine"]
+    rows = [
+        ["processor", f"{machine['processor']}, {machine['cores']} cores"],
+        ["memory", f"{machine['memory_gib']:.1f} GiB"],
+        ["GPU", ", ".join(machine["gpus"]) or "none"],
+        ["system", machine["system"]],
+        ["vLLM", "without CUDA graphs (eager)" if results["engine"]["enforce_eager"] else "compiled, with CUDA graphs"],
+        *([name, version] for name, version in results["versions"].items()),
+    ]
+    return _table(("", ""), rows)

@@ -1,0 +1,129 @@
+"""Tokens per wall second with N requests always in flight: the one definition of speed, for `evaluate` and `tune --verify`.
+
+Engines that are compared answer the same requests in the same order and take turns of a second or so (`in_flight`). Counted is
+what comes after the first N requests have ended and before there is nothing left to keep N in flight: at least 10 N requests,
+prompts repeated in other orders where a suite has fewer.
+"""
+
+from __future__ import annotations
+
+import math
+import random
+import statistics
+from collections.abc import Hashable, Mapping, Sequence
+from typing import TypeVar
+
+from typing_extensions import TypedDict
+
+from draftsmith.run.progress import Bar
+from draftsmith.serve.evaluation.engine import EngineHost
+from draftsmith.serve.evaluation.in_flight import Request, Timing
+from draftsmith.serve.evaluation.intervals import Ratio, Starts, ratio
+
+REQUESTS_PER_SLOT = 10
+"""Counted requests, at least, for each of the N in flight."""
+_TURN_TOKENS = 24
+"""Tokens for each request in flight that an engine gives before the next engine has its turn."""
+
+Key = TypeVar("Key", bound=Hashable)
+
+
+class AtStart(TypedDict):
+    """One engine in one engine start under one load."""
+
+    by_prompt: dict[str, list[float]]
+    """Tokens and seconds by prompt id, over all times that the prompt was asked: tokens over seconds, each summed, is the engine's
+    response tokens per wall second, prompt processing included."""
+    first_token_seconds: float
+    """Median over the requests, from being asked to the first token. 0 where none ended."""
+    seconds_per_token: float
+    """Median over the requests, from the first token to the last (time per output token). 0 where none ended."""
+
+
+def schedule(
+    prompts: Sequence[tuple[str, list[int]]], in_flight: int, max_tokens: int, *, seed: int
+) -> list[tuple[str, Request]]:
+    """The requests of a measurement, in order, each with its prompt's id.
+
+    The first N are not counted. Their answers are cut at different lengths, so that answers of one length do not all begin and
+    end together ever after, as requests of a real load do not.
+
+    Args:
+        prompts: ids and token ids; each is asked as often as every other, to within one time.
+        in_flight: N.
+        max_tokens: longest answer.
+        seed: of the orders.
+    """
+    count = max(len(prompts), REQUESTS_PER_SLOT * in_flight)
+    draw = random.Random(seed)
+    order = list(prompts)
+    found: list[tuple[str, Request]] = []
+    for number in range(in_flight):
+        name, token_ids = prompts[number % len(prompts)]
+        longest = max(1, math.ceil(max_tokens * (number + 1) / in_flight))
+        found.append((name, Request(token_ids, longest, counted=False)))
+    while len(found) < count + in_flight:
+        take = order[: count + in_flight - len(found)]
+        found += [(name, Request(token_ids, max_tokens, counted=True)) for name, token_ids in take]
+        draw.shuffle(order)
+    return found
+
+
+def run_load(
+    engines: Mapping[Key, EngineHost], requests: Sequence[tuple[str, Request]], in_flight: int, name: str
+) -> dict[Key, list[Timing]]:
+    """Every engine answers the requests, N at any time, in turns.
+
+    Returns:
+        By engine, what was counted of each request.
+    """
+    total = sum(request.max_tokens for _, request in requests)
+    for engine in engines.values():
+        engine.begin_load([request for _, request in requests], in_flight)
+    left, turn = list(engines), 0
+    with Bar(f"{name}: {in_flight} at once", total=total, unit="tokens") as bar:
+        while left:
+            turn += 1
+            tokens = turn * _TURN_TOKENS * in_flight
+            shift = turn % len(left)  # nobody is always first
+            left = [key for key in left[shift:] + left[:shift] if not engines[key].advance_load(tokens)]
+            bar.update(min(tokens, total))
+    return {key: engine.end_load() for key, engine in engines.items()}
+
+
+def at_start(timings: Sequence[Timing], requests: Sequence[tuple[str, Request]]) -> AtStart:
+    """What one engine's timings come to."""
+    by_prompt: dict[str, list[float]] = {}
+    for timing in timings:
+        tokens, seconds = by_prompt.get(requests[timing.request][0], (0.0, 0.0))
+        by_prompt[requests[timing.request][0]] = [tokens + timing.tokens, seconds + timing.seconds]
+    first = [one.first_token_seconds for one in timings if one.first_token_seconds is not None]
+    per_token = [one.seconds_per_token for one in timings if one.seconds_per_token is not None]
+    return {
+        "by_prompt": by_prompt,
+        "first_token_seconds": statistics.median(first) if first else 0.0,
+        "seconds_per_token": statistics.median(per_token) if per_token else 0.0,
+    }
+
+
+def tokens_per_second(starts: Sequence[AtStart]) -> float:
+    """Of one engine, over all engine starts."""
+    both = [values for one in starts for values in one["by_prompt"].values()]
+    return sum(tokens for tokens, _ in both) / sum(seconds for _, seconds in both)
+
+
+def paired(below: Sequence[AtStart], above: Sequence[AtStart]) -> Starts:
+    """Tokens and seconds of one engine and of another, by engine start and prompt."""
+    return [
+        {
+            prompt: [*values, *other["by_prompt"][prompt]]
+            for prompt, values in one["by_prompt"].items()
+            if prompt in other["by_prompt"]
+        }
+        for one, other in zip(below, above, strict=True)
+    ]
+
+
+def speedup(below: Sequence[AtStart], above: Sequence[AtStart], *, noise: Starts | None = None) -> Ratio:
+    """Tokens per second of one engine over another's, by the same engine starts and prompts (`intervals.ratio`)."""
+    return ratio(paired(below, above), noise=noise)
