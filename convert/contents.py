@@ -18,12 +18,12 @@ from draftsmith.run.errors import UserError
 EMBEDDING = "embed_tokens.weight"
 """[vocab, H]: the drafter's own embedding, where it does not share the target's."""
 
-NOBODY: dict[str, str | None] = {"name": None, "revision": None, "config_hash": None}
+UNKNOWN_TARGET: dict[str, str | None] = {"name": None, "revision": None, "config_hash": None}
 """The target of a drafter that does not name it."""
 
 
 @dataclass(frozen=True)
-class Contents:
+class DraftCheckpoint:
     """A drafter; its tensors are not in memory."""
 
     kind: str
@@ -50,7 +50,7 @@ class Contents:
         except (TypeError, KeyError) as error:
             raise UserError(f"The config is not that of a drafter of the kind {self.kind}: {error}.") from None
 
-    def check(self) -> Contents:
+    def check(self) -> DraftCheckpoint:
         """Itself, when its tensors are exactly those of its config.
 
         Raises:
@@ -83,7 +83,7 @@ class Contents:
             )
         predicted = self.training.get("predicted_acceptance_length") or {}
         if not (
-            NOBODY.keys() <= self.target.keys() and all(isinstance(v, str | None) for v in self.target.values())
+            UNKNOWN_TARGET.keys() <= self.target.keys() and all(isinstance(v, str | None) for v in self.target.values())
         ) or not (isinstance(predicted, dict) and all(isinstance(value, int | float) for value in predicted.values())):
             raise UserError("What the checkpoint says of its target or its training is not in its form. It is damaged.")
         ids = self.draft_token_ids
@@ -96,23 +96,23 @@ class Contents:
             raise UserError("The draft vocabulary is not an ascending list of the target's token ids. It is damaged.")
         return self
 
-    def to(self, dtype: str | None) -> Contents:
+    def to(self, dtype: str | None) -> DraftCheckpoint:
         """With floating-point tensors in another type, by torch's name of it; None for their own."""
         if dtype is None:
             return self
         return replace(self, weights={name: each.to(getattr(torch, dtype)) for name, each in self.weights.items()})
 
     @classmethod
-    def of(cls, checkpoint: Checkpoint) -> Contents:
+    def of(cls, checkpoint: Checkpoint) -> DraftCheckpoint:
         """Of a checkpoint in memory."""
         weights = {name: Weight.of(tensor) for name, tensor in checkpoint.tensors.items()}
         return cls(
-            checkpoint.kind, checkpoint.config, checkpoint.draft_token_ids, weights, NOBODY | checkpoint.target,
+            checkpoint.kind, checkpoint.config, checkpoint.draft_token_ids, weights, UNKNOWN_TARGET | checkpoint.target,
             checkpoint.training,
         ).check()  # fmt: skip
 
 
-def read_own(directory: Path) -> Contents:
+def read_own(directory: Path) -> DraftCheckpoint:
     """The trainer's checkpoint.
 
     Raises:
@@ -133,12 +133,12 @@ def read_own(directory: Path) -> Contents:
     ids = weights.pop("draft_token_ids", None)
     if ids is None:
         raise UserError(f"{directory / WEIGHTS} has no `draft_token_ids`. The checkpoint is damaged; get it again.")
-    return Contents(
+    return DraftCheckpoint(
         record["kind"], record["config"], ids.tensor(), weights, record["target"], record["training"]
     ).check()  # fmt: skip
 
 
-def write_own(contents: Contents, directory: Path) -> None:
+def write_own(contents: DraftCheckpoint, directory: Path) -> None:
     """The trainer's checkpoint, the record last."""
     write_safetensors(directory / WEIGHTS, {"draft_token_ids": Weight.of(contents.draft_token_ids), **contents.weights})
     record = {

@@ -12,7 +12,7 @@ from typing import Any
 
 from draftsmith.config.loading import digest
 from draftsmith.config.recipe import Recipe
-from draftsmith.convert.contents import NOBODY, Contents, read_own, write_own
+from draftsmith.convert.contents import UNKNOWN_TARGET, DraftCheckpoint, read_own, write_own
 from draftsmith.convert.formats import FORMATS
 from draftsmith.convert.formats.base import Format
 from draftsmith.convert.model_card import render
@@ -53,9 +53,9 @@ def run_convert(recipe: Recipe, run_dir: Path) -> dict[str, Any]:
 
     contents = read_own(source)
     stage.claim(directory, fresh=True)
-    quantised = recipe.convert.quantize
-    size = FORMATS["vllm"].write(contents, directory, dtype=dtype, quantise=quantised)
-    stage.write_bytes(directory / "README.md", render(contents, recipe.target, quantised=quantised).encode())
+    quantized = recipe.convert.quantize
+    size = FORMATS["vllm"].write(contents, directory, dtype=dtype, quantize=quantized)
+    stage.write_bytes(directory / "README.md", render(contents, recipe.target, quantized=quantized).encode())
     figures = {"parameters": sum(weight.count for weight in contents.weights.values()), "bytes": size}
     sections = recipe.model_dump(mode="json", include={"convert"})
     stage.finish(directory, stage="convert", inputs=inputs, recipe=sections, figures=figures, started=started)
@@ -63,16 +63,16 @@ def run_convert(recipe: Recipe, run_dir: Path) -> dict[str, Any]:
     return figures
 
 
-def converted_from(checkpoint: Path, dtype: str, quantised: str | None) -> str:
+def converted_from(checkpoint: Path, dtype: str, quantized: str | None) -> str:
     """Digest of what a conversion depends on: `inputs` of its record.
 
     Args:
         checkpoint: the directory.
         dtype: of the tensors for vLLM.
-        quantised: one of `quantise.SCHEMES`, or None.
+        quantized: one of `quantize.SCHEMES`, or None.
     """
     sources = [stage.sha256_of(checkpoint / WEIGHTS), stage.sha256_of(checkpoint / RECORD), dtype]
-    return digest(sources + ([quantised] if quantised else []))
+    return digest(sources + ([quantized] if quantized else []))
 
 
 # ---- any format ----
@@ -80,7 +80,7 @@ def converted_from(checkpoint: Path, dtype: str, quantised: str | None) -> str:
 
 @dataclass(frozen=True)
 class Found:
-    """What a directory was recognised as."""
+    """What a directory was recognized as."""
 
     format: str
     """A name of `FORMATS`, or `OWN`."""
@@ -88,7 +88,7 @@ class Found:
     reason: str
 
 
-def recognise(directory: Path, named: str | None = None) -> Found:
+def recognize(directory: Path, named: str | None = None) -> Found:
     """Tell a checkpoint's format by what is in it.
 
     Args:
@@ -107,7 +107,7 @@ def recognise(directory: Path, named: str | None = None) -> Found:
     record, names = read_json(directory / "config.json"), open_weights(directory)
     chosen: list[Format] = [FORMATS[named]] if named else list(FORMATS.values())
     for each in chosen:
-        if found := each.recognise(record, names.keys()):
+        if found := each.recognize(record, names.keys()):
             return Found(each.name, *found)
         if named and len(each.layouts) == 1:
             return Found(named, next(iter(each.layouts)), "you said so")
@@ -118,11 +118,11 @@ def recognise(directory: Path, named: str | None = None) -> Found:
     )
 
 
-def read(directory: Path, found: Found, target: TargetInfo | None = None) -> Contents:
+def read(directory: Path, found: Found, target: TargetInfo | None = None) -> DraftCheckpoint:
     """The checkpoint in `directory`.
 
     Args:
-        found: by `recognise`.
+        found: by `recognize`.
         target: what the drafter was made for, for formats that do not say.
 
     Raises:
@@ -131,11 +131,11 @@ def read(directory: Path, found: Found, target: TargetInfo | None = None) -> Con
     try:
         if found.format == OWN:
             return read_own(directory)
-        whose: dict[str, str | None] = NOBODY
+        whose: dict[str, str | None] = UNKNOWN_TARGET
         known: dict[str, Any] = {}
         if target is not None:
             whose = {"name": target.name, "revision": target.revision, "config_hash": target.config_hash}
-            known = drafter_class(found.kind).known_from_target(target)
+            known = drafter_class(found.kind).config_defaults(target)
         return FORMATS[found.format].read(directory, found.kind, target=whose, known=known)
     except UserError as error:
         raise UserError(f"{directory}, read as {found.format} ({found.kind}): {error}") from None
@@ -151,7 +151,7 @@ def convert_checkpoint(
     dtype: str | None = None,
     vocabulary: int | None = None,
     store: Path | None = None,
-    quantise: str | None = None,
+    quantize: str | None = None,
     verify: bool = False,
     served: Callable[[Path, Drafter], dict[str, Any]] | None = None,
 ) -> dict[str, Any]:
@@ -163,7 +163,7 @@ def convert_checkpoint(
         dtype: torch's name of the floating-point type; None for that of the source.
         vocabulary: cut or grow the draft vocabulary to so many tokens, the most frequent of the answers in `store`.
         store: a finished store; where `vocabulary` is given.
-        quantise: linear layers' weights in 8 bits, one of `quantise.SCHEMES`.
+        quantize: linear layers' weights in 8 bits, one of `quantize.SCHEMES`.
         verify: read back what was written, and compare its logits with the source's before it appears.
         served: with `verify`: compares what an engine proposes from the directory with what the drafter does, and returns
             figures; where `target` is given.
@@ -175,15 +175,15 @@ def convert_checkpoint(
     started = time.time()
     if out.exists() and (not out.is_dir() or any(out.iterdir())):
         raise UserError(f"{out} is there already. Move it away, or name another folder with --out.")
-    found = recognise(source, named)
+    found = recognize(source, named)
     console.print(
         f"convert: {source} is a drafter of the kind {found.kind} in the format {found.format}: {found.reason}"
     )
-    if quantise is not None and to == OWN:
+    if quantize is not None and to == OWN:
         raise UserError("The trainer's checkpoint holds weights in floating point. --quantize goes with --to vllm.")
     original = contents = read(source, found, target)
     if found.format != OWN and (was := scheme_of(read_json(source / "config.json"))) is not None:
-        console.print(f"convert: its weights are quantised ({was}); they are read as floating-point numbers")
+        console.print(f"convert: its weights are quantized ({was}); they are read as floating-point numbers")
     tensors = None
     if target is not None and (verify or vocabulary is not None):  # else its config is all that is read of it
         tensors = load_target_tensors(target.path)
@@ -198,12 +198,12 @@ def convert_checkpoint(
         if to == OWN:
             write_own(contents.to(dtype), temporary)
         else:
-            FORMATS[to].write(contents, temporary, dtype=dtype, quantise=quantise)
-            stage.write_bytes(temporary / "README.md", render(contents, quantised=quantise).encode())
+            FORMATS[to].write(contents, temporary, dtype=dtype, quantize=quantize)
+            stage.write_bytes(temporary / "README.md", render(contents, quantized=quantize).encode())
         verified: dict[str, Any] | None = None
         if verify:
             result = read(temporary, Found(to, found.kind, ""), target)
-            verified = {**compare(original, result, tensors, rounded=quantise is not None)}
+            verified = {**compare(original, result, tensors, rounded=quantize is not None)}
             console.print(
                 f"verified: on the same inputs logits are apart by {verified['relative_difference']:.2g} of their size; "
                 f"{verified['same_first_choice']:.0%} of first choices are the same"
@@ -212,17 +212,17 @@ def convert_checkpoint(
                 verified["served"] = served(temporary, drafter_of(result, tensors))
         (temporary / stage.OWNER).touch()
         figures: dict[str, Any] = {
-            "from": found.format, "to": to, "kind": found.kind, "quantised": quantise,
+            "from": found.format, "to": to, "kind": found.kind, "quantized": quantize,
             "parameters": sum(weight.count for weight in contents.weights.values()),
             "bytes": sum(file.stat().st_size for file in temporary.iterdir()), "verified": verified,
         }  # fmt: skip
-        inputs = digest([str(source.resolve()), figures, dtype, vocabulary, str(store), quantise])
+        inputs = digest([str(source.resolve()), figures, dtype, vocabulary, str(store), quantize])
         stage.finish(temporary, stage="convert", inputs=inputs, recipe={}, figures=figures, started=started)
         temporary.chmod(0o755)
         temporary.rename(out)
     finally:
         shutil.rmtree(temporary, ignore_errors=True)
-    in_bits = f", {SCHEMES[quantise].title}" if quantise else ""
+    in_bits = f", {SCHEMES[quantize].title}" if quantize else ""
     console.print(
         f"convert: {out} holds {figures['parameters'] / 1e6:.1f} M parameters in the format {to}{in_bits}, "
         f"{figures['bytes'] / 1e6:.1f} MB"

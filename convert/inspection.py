@@ -14,7 +14,7 @@ from draftsmith.config.drafters import kind_of_architecture
 from draftsmith.drafters.checkpoint import RECORD, WEIGHTS, Checkpoint
 from draftsmith.run import stage
 from draftsmith.run.errors import UserError
-from draftsmith.store.format import MANIFEST, StoreDamaged
+from draftsmith.store.format import MANIFEST, CorruptStore
 from draftsmith.store.reader import Store
 from draftsmith.target.hub import is_snapshot
 
@@ -55,8 +55,8 @@ def _inspect_store(directory: Path, *, stats: bool) -> dict[str, Any]:
     started = time.perf_counter()
     try:
         store = Store(directory)
-        damages = list(store.damages())
-    except StoreDamaged as damage:  # the manifest, or the head of a shard: nothing else can be read
+        corruptions = list(store.corruptions())
+    except CorruptStore as damage:  # the manifest, or the head of a shard: nothing else can be read
         return {"good": False, "about": {}, "damage": _damage(damage, places=1)}
     seconds = time.perf_counter() - started
     about = {
@@ -69,12 +69,12 @@ def _inspect_store(directory: Path, *, stats: bool) -> dict[str, Any]:
         "share_of_uncompressed": round(store.counts["bytes"] / max(1, store.plain_bytes), 4),
         "verified_mb_per_second": round(store.counts["bytes"] / 1e6 / seconds, 1),
     }
-    if damages:
-        return {"good": False, "about": about, "damage": _damage(damages[0], places=len(damages))}
+    if corruptions:
+        return {"good": False, "about": about, "damage": _damage(corruptions[0], places=len(corruptions))}
     return {"good": True, "about": about, **({"stats": store_stats(store)} if stats else {})}
 
 
-def _damage(damage: StoreDamaged, *, places: int) -> dict[str, Any]:
+def _damage(damage: CorruptStore, *, places: int) -> dict[str, Any]:
     return {
         "file": str(damage.path),
         "start": damage.start,

@@ -15,8 +15,8 @@ from typing import Any
 from huggingface_hub import EvalResult, ModelCardData
 
 from draftsmith.config.drafters import KINDS
-from draftsmith.config.recipe import Target
-from draftsmith.convert.contents import Contents
+from draftsmith.config.recipe import TargetConfig
+from draftsmith.convert.contents import DraftCheckpoint
 from draftsmith.convert.quantize import SCHEMES
 
 _USUAL_K = 3
@@ -29,14 +29,14 @@ def hub_id(name: str | None) -> str | None:
 
 
 def render(
-    drafter: Contents,
-    target: Target | None = None,
+    drafter: DraftCheckpoint,
+    target: TargetConfig | None = None,
     *,
-    quantised: str | None = None,
+    quantized: str | None = None,
     repo: str | None = None,
     revision: str | None = None,
     base_model: str | None = None,
-    licence: Mapping[str, Any] | None = None,
+    license: Mapping[str, Any] | None = None,
     train: Mapping[str, Any] | None = None,
     extract: Mapping[str, Any] | None = None,
     evaluate: Mapping[str, Any] | None = None,
@@ -46,11 +46,11 @@ def render(
     Args:
         drafter: whose card it is.
         target: the recipe's section, where there is one.
-        quantised: how its weights are, one of `quantise.SCHEMES`; None for floating point.
+        quantized: how its weights are, one of `quantize.SCHEMES`; None for floating point.
         repo: where the card is published; None for a card that lies beside a drafter.
         revision: its branch, where that is not `main`.
         base_model: the target's Hub id, where the recipe's is none.
-        licence: `license`, `license_name` and `license_link` as the Hub has them, those known.
+        license: `license`, `license_name` and `license_link` as the Hub has them, those known.
         train: record (`stage.json`) of the training; None leaves out how it was made.
         extract: record of the extraction, for the data.
         evaluate: record of an evaluation of this very drafter; None leaves out everything measured.
@@ -60,7 +60,7 @@ def render(
     base_model = hub_id(drafter.target["name"]) or base_model
     data = _data_set(extract)
     metadata = ModelCardData(
-        **(licence or {}),
+        **(license or {}),
         # No base_model_relation: the Hub knows adapters, fine-tunes, merges and quantized models, and this is none.
         base_model=base_model,
         datasets=[data["dataset"]] if data.get("dataset") else None,
@@ -76,7 +76,7 @@ def render(
         f"and a step of it yields several.{_headline(results)} It drafts for this target only. Made with Draftsmith.",
         _serving(drafter, target, repo, revision, base_model, evaluate),
         _measured(evaluate) if evaluate else _predicted(drafter),
-        _made(drafter, quantised, train, extract),
+        _made(drafter, quantized, train, extract),
     ]
     return f"---\n{metadata.to_yaml()}\n---\n\n" + "\n\n".join(part for part in parts if part) + "\n"
 
@@ -119,8 +119,8 @@ def _headline(results: Mapping[str, Any] | None) -> str:
 
 
 def _serving(
-    drafter: Contents,
-    target: Target | None,
+    drafter: DraftCheckpoint,
+    target: TargetConfig | None,
     repo: str | None,
     revision: str | None,
     base_model: str | None,
@@ -226,7 +226,7 @@ def _ends(interval: Sequence[float]) -> str:
     return f"{interval[0]:.2f} to {interval[1]:.2f}"
 
 
-def _predicted(drafter: Contents) -> str:
+def _predicted(drafter: DraftCheckpoint) -> str:
     predicted = drafter.training.get("predicted_acceptance_length") or {}
     if not predicted:
         return ""
@@ -242,7 +242,7 @@ def _predicted(drafter: Contents) -> str:
 
 
 def _made(
-    drafter: Contents, quantised: str | None, train: Mapping[str, Any] | None, extract: Mapping[str, Any] | None
+    drafter: DraftCheckpoint, quantized: str | None, train: Mapping[str, Any] | None, extract: Mapping[str, Any] | None
 ) -> str:
     target = drafter.target
     config = f"config {target['config_hash'][:16]}" if target["config_hash"] else None
@@ -256,8 +256,8 @@ def _made(
             f"loss {options.get('loss', 'cross_entropy')}, optimizer {options['optimizer']}",
         ]
     rows.append(["method", "; ".join(method)])
-    if quantised:
-        rows.append(["weights", f"of linear layers: {SCHEMES[quantised].title}"])
+    if quantized:
+        rows.append(["weights", f"of linear layers: {SCHEMES[quantized].title}"])
     if extract:
         options, figures = extract["recipe"]["extract"], extract["figures"]
         answers = "answered by the target" if options["mode"] == "generate" else "with the answers that they came with"

@@ -17,8 +17,8 @@ from huggingface_hub import CommitOperationAdd, CommitOperationDelete, HfApi, Mo
 from huggingface_hub.utils import disable_progress_bars, validate_repo_id
 from rich.markup import escape
 
-from draftsmith.config.recipe import Target
-from draftsmith.convert.contents import Contents, read_own
+from draftsmith.config.recipe import TargetConfig
+from draftsmith.convert.contents import DraftCheckpoint, read_own
 from draftsmith.convert.convert import converted_from
 from draftsmith.convert.inspection import inspect
 from draftsmith.convert.model_card import hub_id, render
@@ -43,7 +43,7 @@ def publish(
     private: bool = False,
     revision: str | None = None,
     base_model: str | None = None,
-    licence: str | None = None,
+    license: str | None = None,
     evaluation: str | None = "eval",
     dry_run: bool = False,
 ) -> dict[str, Any]:
@@ -55,7 +55,7 @@ def publish(
         private: make it a private one.
         revision: the branch to commit to, made when missing; None for `main`.
         base_model: the target's Hub id, where the recipe names a folder or a file.
-        licence: the Hub's id of one, or `other`; None for the target's, if it is known.
+        license: the Hub's id of one, or `other`; None for the target's, if it is known.
         evaluation: folder of the evaluation in the run; None publishes without one.
         dry_run: upload nothing and contact nothing.
 
@@ -73,21 +73,21 @@ def publish(
     drafter = directory / "vllm" if (directory / "vllm").is_dir() else directory
     run_dir = drafter.resolve().parent
     contents, train = _contents_of(drafter, run_dir / "checkpoint")
-    target = Target.model_validate(train["recipe"]["target"])
+    target = TargetConfig.model_validate(train["recipe"]["target"])
     evaluate = _evaluation_of(drafter, run_dir / evaluation) if evaluation is not None else None
     base_model = hub_id(contents.target["name"]) or base_model
-    known = {"license": licence} if licence else _target_licence(target, base_model, online=not dry_run)
+    known = {"license": license} if license else _target_licence(target, base_model, online=not dry_run)
     if not known:
         name = escape(contents.target["name"])
         asked = " without asking the Hub" if dry_run and base_model else ""
         console.print(
-            f"[bold yellow]warning:[/] the licence of the target {name} is not known{asked}, and so the card names none. A "
-            "drafter holds parts of its target: find its licence out and say it, as in `--license apache-2.0`.",
+            f"[bold yellow]warning:[/] the license of the target {name} is not known{asked}, and so the card names none. A "
+            "drafter holds parts of its target: find its license out and say it, as in `--license apache-2.0`.",
             highlight=False, soft_wrap=True,
         )  # fmt: skip
-    quantised = scheme_of(read_json(drafter / "config.json"))
+    quantized = scheme_of(read_json(drafter / "config.json"))
     card = render(
-        contents, target, quantised=quantised, repo=repo, revision=revision, base_model=base_model, licence=known, train=train,
+        contents, target, quantized=quantized, repo=repo, revision=revision, base_model=base_model, license=known, train=train,
         extract=_extraction_of(run_dir / "store", train), evaluate=evaluate,
     )  # fmt: skip
     parsed = _parse(card)
@@ -204,7 +204,7 @@ def _check_id(name: str, option: str) -> None:
         raise UserError(f"`{option} {name}` is no name on the Hub, such as owner/name: {error}") from None
 
 
-def _contents_of(drafter: Path, directory: Path) -> tuple[Contents, dict[str, Any]]:
+def _contents_of(drafter: Path, directory: Path) -> tuple[DraftCheckpoint, dict[str, Any]]:
     """What the drafter was converted from, and the record of its training; both directories are checked."""
     converted, train = stage.read(drafter), stage.read(directory)
     if converted is None or converted.get("stage") != "convert":
@@ -262,8 +262,8 @@ def _drafter_files(drafter: Path) -> list[Path]:
     return [drafter / "config.json", *sorted(drafter.glob("*.safetensors")), *sorted(drafter.glob("*.index.json"))]
 
 
-def _target_licence(target: Target, base_model: str | None, *, online: bool) -> dict[str, str]:
-    """What the target says of its licence, in the Hub's words; {} where it says nothing or cannot be asked."""
+def _target_licence(target: TargetConfig, base_model: str | None, *, online: bool) -> dict[str, str]:
+    """What the target says of its license, in the Hub's words; {} where it says nothing or cannot be asked."""
     if target.gguf is not None:
         if named := _gguf_licence(place_of(target.gguf)):
             return {"license": named}

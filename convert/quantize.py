@@ -64,7 +64,7 @@ def scheme_of(record: Mapping[str, Any]) -> str | None:
     return formats.get(str(section.get("format"))) if isinstance(section, Mapping) else None
 
 
-def quantised(
+def quantized(
     record: Mapping[str, Any], weights: Mapping[str, Weight], name: str
 ) -> tuple[dict[str, Any], dict[str, Weight]]:
     """A checkpoint with the weights of its linear layers in 8 bits; embeddings and norms stay as they are.
@@ -126,11 +126,11 @@ def _theirs(weights: Mapping[str, Any], inputs: Mapping[str, Any] | None) -> Any
     )
 
 
-def dequantised(record: Mapping[str, Any], weights: Mapping[str, Weight]) -> tuple[dict[str, Any], dict[str, Weight]]:
+def dequantized(record: Mapping[str, Any], weights: Mapping[str, Weight]) -> tuple[dict[str, Any], dict[str, Weight]]:
     """The checkpoint with weights in floating point, in the type of their scales: itself where they are already.
 
     Raises:
-        UserError: it is quantised in a way that is not known here, or damaged.
+        UserError: it is quantized in a way that is not known here, or damaged.
     """
     if SECTION not in record:
         return dict(record), dict(weights)
@@ -146,7 +146,7 @@ def dequantised(record: Mapping[str, Any], weights: Mapping[str, Weight]) -> tup
         or any(section.get(other) for other in ("kv_cache_scheme", "transform_config", "sparsity_config"))
     ):
         raise UserError(
-            f"The weights are quantised in a way that is not read here (`{SECTION}`: {str(section)[:120]}). Convert the "
+            f"The weights are quantized in a way that is not read here (`{SECTION}`: {str(section)[:120]}). Convert the "
             f"drafter that they were made of; {', '.join(SCHEMES)} by {_METHOD} are read."
         )
     (group,) = groups.values()

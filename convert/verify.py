@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch.nn import functional as F
 
-from draftsmith.convert.contents import EMBEDDING, Contents
+from draftsmith.convert.contents import EMBEDDING, DraftCheckpoint
 from draftsmith.drafters import drafter_class
 from draftsmith.drafters.base import Drafter
 from draftsmith.drafters.batch import Batch
@@ -21,7 +21,7 @@ bits cost is measured by evaluation."""
 
 
 def compare(
-    source: Contents, result: Contents, target: TargetTensors | None = None, *, rounded: bool = False
+    source: DraftCheckpoint, result: DraftCheckpoint, target: TargetTensors | None = None, *, rounded: bool = False
 ) -> dict[str, float]:
     """Run both on random states and tokens, at every chain step with the same tokens.
 
@@ -47,8 +47,8 @@ def compare(
     tokens = torch.randint(0, config.vocab_size, (_ROWS + _STEPS + 1,), generator=generator)
     batch = Batch(
         hidden_states=torch.randn(_ROWS, len(config.layer_ids), width, generator=generator),
-        following=tokens[1:].unfold(0, _STEPS + 1, 1)[:_ROWS],
-        counts=torch.ones(_ROWS, _STEPS),
+        next_tokens=tokens[1:].unfold(0, _STEPS + 1, 1)[:_ROWS],
+        loss_weights=torch.ones(_ROWS, _STEPS),
         positions=torch.arange(_ROWS),
         documents=torch.zeros(_ROWS, dtype=torch.long),
     )
@@ -67,22 +67,22 @@ def compare(
     return {"relative_difference": apart, "same_first_choice": same}
 
 
-def drafter_of(contents: Contents, target: TargetTensors) -> Drafter:
+def drafter_of(contents: DraftCheckpoint, target: TargetTensors) -> Drafter:
     """The drafter as a module, in float32; its own embedding instead of the target's, where it has one."""
     tensors = {name: weight.tensor().float() for name, weight in contents.weights.items()}
     own = tensors.pop(EMBEDDING, None)
     if own is not None:
         target = TargetTensors(own, target.lm_head, target.final_norm_weight, {}, "")
-    drafter = drafter_class(contents.kind).make(contents.drafter_config(), target, contents.draft_token_ids)
+    drafter = drafter_class(contents.kind).from_target(contents.drafter_config(), target, contents.draft_token_ids)
     drafter.load_state_dict(tensors)
     return drafter.float().eval()
 
 
 @torch.no_grad()
-def _logits(contents: Contents, batch: Batch, target: TargetTensors, tokens: torch.Tensor) -> torch.Tensor:
+def _logits(contents: DraftCheckpoint, batch: Batch, target: TargetTensors, tokens: torch.Tensor) -> torch.Tensor:
     """Of some tokens, in float32: [steps * rows, tokens]."""
     drafter = drafter_of(contents, target)
-    steps = min(drafter.max_steps or _STEPS, _STEPS)
+    steps = min(drafter.max_draft_tokens or _STEPS, _STEPS)
     columns = torch.searchsorted(contents.draft_token_ids, tokens)
     return torch.cat([
         F.linear(step.normed, step.head[columns].float()) for step in drafter.chain(batch, steps=steps)

@@ -7,7 +7,7 @@ from dataclasses import replace
 
 import torch
 
-from draftsmith.convert.contents import Contents
+from draftsmith.convert.contents import DraftCheckpoint
 from draftsmith.convert.weights import Weight
 from draftsmith.drafters import drafter_class
 from draftsmith.run.errors import UserError
@@ -77,7 +77,7 @@ def from_tensors(
     return ids[order], None if torch.equal(order, torch.arange(size)) else order
 
 
-def with_vocabulary(contents: Contents, ids: torch.Tensor, target_head: torch.Tensor | None) -> Contents:
+def with_vocabulary(contents: DraftCheckpoint, ids: torch.Tensor, target_head: torch.Tensor | None) -> DraftCheckpoint:
     """The drafter with another draft vocabulary: it keeps its rows of the head, and takes new ones from the target's head.
 
     Logits of tokens that stay are what they were.

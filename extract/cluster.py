@@ -25,12 +25,12 @@ from pathlib import Path
 from typing import Any
 
 from draftsmith.config.recipe import Recipe
-from draftsmith.extract.handoff_folder import locked_folder, spool_folder
+from draftsmith.extract.handoff_folder import handoff_folder, locked_folder
 from draftsmith.extract.requests import ExtractRequest
 from draftsmith.run.errors import DraftsmithError, UserError
-from draftsmith.run.process import keep_freed_memory
+from draftsmith.run.process import disable_malloc_trim
 from draftsmith.run.progress import console
-from draftsmith.store.format import Shard, StoreDamaged, StoreIdentity
+from draftsmith.store.format import CorruptStore, Shard, StoreIdentity
 from draftsmith.store.writer import ShardMaker, StoreWriter, most_bytes
 
 _SECONDS_BETWEEN_REPORTS = 1.0
@@ -120,17 +120,17 @@ class Machine:
             way_out="All machines need the same target: pin `target.revision`, or put its directory where all see it.",
         )
         waiting = spool_sequences(self._recipe.extract)
-        spool = most_bytes(
+        handoff = most_bytes(
             self._identity, self._recipe.extract.compression, tokens=waiting * self._recipe.engine.max_model_len,
             sequences=waiting,
         )  # fmt: skip
-        keep_freed_memory()
+        disable_malloc_trim()
         with (
             _local_folder() as folder,
-            spool_folder(folder, spool) as spool_files,
+            handoff_folder(folder, handoff) as handoff_files,
             self._behind,
             closing(
-                extracted_sequences(self._recipe, target, self._identity, self._requests(), folder, spool_files)
+                extracted_sequences(self._recipe, target, self._identity, self._requests(), folder, handoff_files)
             ) as sequences,
         ):
             for sequence in sequences:
@@ -179,7 +179,7 @@ class Machine:
 
 @contextmanager
 def _local_folder() -> Iterator[Path]:
-    """A folder on this machine's own disk, for logs, and for spool files where memory has no room for them.
+    """A folder on this machine's own disk, for logs, and for handoff files where memory has no room for them.
 
     Of an actor that fails the logs stay, until the next one comes: the error names them.
     """
@@ -223,7 +223,7 @@ def extract_on_machines(
                 actor = ray.remote(Machine).options(**resources, scheduling_strategy=_only_on(node))
                 handle = actor.remote(recipe, identity, directory, name)
                 machines.append(_Machine(handle, node["NodeManagerAddress"]))
-            yield from share_out(ray, machines, requests, writer)
+            yield from balance_tokens(ray, machines, requests, writer)
             stopping = [machine.handle.stop.remote() for machine in machines]
             ray.wait(stopping, num_returns=len(stopping), timeout=_SECONDS_TO_STOP)
         finally:
@@ -246,7 +246,7 @@ class _Machine:
     open_tokens: int = 0
 
 
-def share_out(
+def balance_tokens(
     ray: Any, machines: list[_Machine], requests: Iterable[ExtractRequest], writer: StoreWriter
 ) -> Iterator[tuple[int, int]]:
     """The driver's loop, as `extract_on_machines`. Machines that die are taken off the list `machines`."""
@@ -269,7 +269,7 @@ def share_out(
             failure, room = report.failure, report.room
             if report.mistake:
                 raise UserError(f"On the machine {machine.address}: {failure}")
-        except (ray.exceptions.RayError, StoreDamaged, ValueError) as error:
+        except (ray.exceptions.RayError, CorruptStore, ValueError) as error:
             failure = str(error)
         if failure is not None:
             machines.remove(machine)

@@ -2,7 +2,7 @@
 
 vLLM's `extract_hidden_states` method keeps the chosen layers' states in a KV cache group of their own, so they
 are paged, chunked and preempted like any cache. When a request finishes, this connector gathers its states from
-the cache, checks and encodes them, and writes them to a spool directory, where the driver takes the file.
+the cache, checks and encodes them, and writes them to a handoff directory, where the driver takes the file.
 
     scheduler process:  request_finished -> build_connector_meta  (which blocks hold which tokens)
     worker process:     get_finished     -> gather, encode; in a thread: write, rename into place
@@ -16,7 +16,7 @@ that step without being asked; a program that steps an engine must step on until
 It also works in vLLM's own server (docs/extraction-server.md), whose clients write `kv_transfer_params` as they
 like: they learn the name of their file from the answer, and have no say in it. Their files hold the plain states.
 
-A spool file (extract/handoff.py) has the tokens that were inputs of the target (a last sampled token never was).
+A handoff file (extract/handoff.py) has the tokens that were inputs of the target (a last sampled token never was).
 """
 
 from __future__ import annotations
@@ -42,9 +42,9 @@ from vllm.platforms import current_platform
 from vllm.v1.request import RequestStatus
 
 from draftsmith.extract.gpu_copy import Copy, GpuCopier
-from draftsmith.extract.handoff import SpoolWriter, spool_file
+from draftsmith.extract.handoff import HandoffWriter, spool_file
 from draftsmith.run.errors import UserError
-from draftsmith.run.process import step_back
+from draftsmith.run.process import lower_priority
 from draftsmith.store.codec import EncodedStates, Form, encode_states
 
 if TYPE_CHECKING:
@@ -54,9 +54,9 @@ if TYPE_CHECKING:
     from vllm.v1.request import Request
 
 SPOOL_KEY = "draftsmith_spool_file"
-"""In a finished request's `kv_transfer_params`: the file name, inside the spool directory, of its states."""
+"""In a finished request's `kv_transfer_params`: the file name, inside the handoff directory, of its states."""
 NAME_KEY = "draftsmith_name"
-"""In a request's `kv_transfer_params`: what its spool file is named after (`spool_file`). Only with `names_from_requests`.
+"""In a request's `kv_transfer_params`: what its handoff file is named after (`spool_file`). Only with `names_from_requests`.
 Such a request is saved even when it ends as aborted, which is how vLLM ends one that met a stop string."""
 FORM_KEY = "draftsmith_form"
 """In a request's `kv_transfer_params`: what form its states are to have (`codec.Form`). Only with `names_from_requests`."""
@@ -96,7 +96,7 @@ class HiddenStatesConnector(KVConnectorBase_V1, SupportsHMA):
 
     Raises:
         UserError: the engine uses prefix caching, or is asked for layer id 0 without our plugin; or (`register_kv_caches`) the
-            spool directory cannot be written to.
+            handoff directory cannot be written to.
     """
 
     def __init__(self, vllm_config: VllmConfig, role: KVConnectorRole, kv_cache_config: KVCacheConfig) -> None:
@@ -114,13 +114,15 @@ class HiddenStatesConnector(KVConnectorBase_V1, SupportsHMA):
         self._finished: list[_Save] = []  # not yet told to the worker
 
         # Worker side.
-        self._spool: SpoolWriter | None = None  # of the rank that writes
+        self._spool: HandoffWriter | None = None  # of the rank that writes
         self._cache: torch.Tensor | None = None  # [blocks, layers, block size, hidden]
         self._writes = True  # other tensor-parallel ranks hold the same states and must not write
         self._running: dict[str, Future[None]] = {}  # by request id, its file being written
         self._copier: GpuCopier | None = None  # where the cache is a GPU's
         self._threads = ThreadPoolExecutor(
-            2, thread_name_prefix="draftsmith-spool", initializer=step_back if current_platform.is_cpu() else None
+            2,
+            thread_name_prefix="draftsmith-handoff",
+            initializer=lower_priority if current_platform.is_cpu() else None,
         )
         self._slots = threading.BoundedSemaphore(_WRITES_IN_FLIGHT)
 
@@ -174,7 +176,7 @@ class HiddenStatesConnector(KVConnectorBase_V1, SupportsHMA):
         self._writes = get_tensor_model_parallel_rank() == 0
         if self._writes:
             directory = _spool_directory(self._kv_transfer_config.get_from_extra_config("spool_directory", None))
-            self._spool = SpoolWriter(directory, writes_over=self._names_from_requests)
+            self._spool = HandoffWriter(directory, writes_over=self._names_from_requests)
             if self._cache.is_cuda:
                 self._copier = GpuCopier(self._cache, self._vllm_config.model_config.max_model_len)
 

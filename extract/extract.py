@@ -16,20 +16,20 @@ from typing import Any
 import torch
 
 from draftsmith.config.loading import digest
-from draftsmith.config.recipe import Extract, Recipe
-from draftsmith.data.conversations import Skips
+from draftsmith.config.recipe import ExtractConfig, Recipe
+from draftsmith.data.conversations import RejectedRows
 from draftsmith.data.overlap import TRAINING_PROMPTS, PromptsFile
 from draftsmith.engine.environment import is_cpu, memory_arguments, resolved
-from draftsmith.extract.handoff_folder import spool_folder
+from draftsmith.extract.handoff_folder import handoff_folder
 from draftsmith.extract.requests import ExtractRequest, Requests, requests_of
-from draftsmith.extract.worker import Ask, Extracted, Job, run_engines
+from draftsmith.extract.worker import EngineRequest, Extracted, Job, run_engines
 from draftsmith.run import stage
 from draftsmith.run.errors import DraftsmithError, UserError
-from draftsmith.run.process import keep_freed_memory, return_freed_memory
+from draftsmith.run.process import disable_malloc_trim, trim_malloc
 from draftsmith.run.progress import Bar, console
 from draftsmith.store.format import EncodedSequence, StoreIdentity
 from draftsmith.store.reader import Store
-from draftsmith.store.writer import StoreWriter, most_bytes, require_room
+from draftsmith.store.writer import StoreWriter, most_bytes, require_free_space
 from draftsmith.target.info import TargetInfo, describe_target
 from draftsmith.target.layer_ids import check_layer_ids, default_layer_ids
 from draftsmith.target.prepare import prepare_target
@@ -51,7 +51,7 @@ def run_extract(recipe: Recipe, run_dir: Path) -> dict[str, Any]:
     layer_ids = options.layer_ids or default_layer_ids(target.num_hidden_layers)
     check_layer_ids(layer_ids, target.num_hidden_layers)
     identity = store_identity(recipe, target, layer_ids)
-    skips = Skips()
+    skips = RejectedRows()
     run_dir.mkdir(parents=True, exist_ok=True)
     prompts = PromptsFile(run_dir)
     requests = Requests(run_dir, requests_of(recipe, target.path, skips, prompts))
@@ -65,7 +65,7 @@ def run_extract(recipe: Recipe, run_dir: Path) -> dict[str, Any]:
         raise UserError(_why_not_same(recipe, directory, identity))
 
     stage.claim(directory, fresh=False)
-    # The writer first: it refuses a second one, whose spool would be removed here.
+    # The writer first: it refuses a second one, whose handoff would be removed here.
     new_tokens, seconds = 0, 0.0
     with StoreWriter(directory, identity, shard_tokens=options.shard_tokens, compression=options.compression) as writer:
         done = writer.sample_ids
@@ -74,9 +74,9 @@ def run_extract(recipe: Recipe, run_dir: Path) -> dict[str, Any]:
                 f"The unfinished store at {directory} holds answers to prompts that are not in this recipe. Run the recipe that "
                 "began it to finish it, or delete it, or choose another run with `-s name=OTHER`."
             )
-        store, spool = _most_bytes(recipe, identity, (one for one in requests if one.sample_id not in done))
+        store, handoff = _most_bytes(recipe, identity, (one for one in requests if one.sample_id not in done))
         if options.check_free_space:
-            _require_room(directory, store + spool)
+            _require_room(directory, store + handoff)
         if done:
             console.print(f"extract: continuing {directory}: {len(done)} of {len(requests)} sequences are there")
         if len(done) < len(requests):
@@ -89,7 +89,7 @@ def run_extract(recipe: Recipe, run_dir: Path) -> dict[str, Any]:
 
                     progress = extract_on_machines(recipe, identity, todo, writer, directory)
                 else:
-                    progress = _extract_here(recipe, target, identity, todo, writer, directory, spool)
+                    progress = _extract_here(recipe, target, identity, todo, writer, directory, handoff)
                 for sequences, new_tokens in progress:
                     seconds = time.time() - begun
                     bar.update(len(done) + sequences, tokens_per_second=new_tokens / seconds)
@@ -127,17 +127,17 @@ def _extract_here(
     requests: Iterable[ExtractRequest],
     writer: StoreWriter,
     directory: Path,
-    spool: int,
+    handoff: int,
 ) -> Iterator[tuple[int, int]]:
-    """Extract on this machine, `spool` bytes at most being handed over. After each sequence: how many there are, and how many
+    """Extract on this machine, `handoff` bytes at most being handed over. After each sequence: how many there are, and how many
     tokens they have."""
     tokens, threads = 0, torch.get_num_threads()
-    keep_freed_memory()
+    disable_malloc_trim()
     torch.set_num_threads(1)  # the engines' own threads wait for one another, so a core taken from one stops them all
     try:
         with (
-            spool_folder(directory, spool) as spool_files,
-            closing(extracted_sequences(recipe, target, identity, requests, directory, spool_files)) as sequences,
+            handoff_folder(directory, handoff) as handoff_files,
+            closing(extracted_sequences(recipe, target, identity, requests, directory, handoff_files)) as sequences,
         ):
             for count, sequence in enumerate(sequences, 1):
                 writer.append(sequence)
@@ -145,7 +145,7 @@ def _extract_here(
                 yield count, tokens
     finally:
         torch.set_num_threads(threads)
-        return_freed_memory()
+        trim_malloc()
 
 
 def store_identity(recipe: Recipe, target: TargetInfo, layer_ids: Iterable[int]) -> StoreIdentity:
@@ -183,13 +183,13 @@ def store_identity(recipe: Recipe, target: TargetInfo, layer_ids: Iterable[int])
     )
 
 
-def spool_sequences(options: Extract) -> int:
-    """Sequences whose states can lie in the spool of a machine, at most (`Job.window`)."""
+def spool_sequences(options: ExtractConfig) -> int:
+    """Sequences whose states can lie in the handoff of a machine, at most (`Job.window`)."""
     return 2 * options.max_num_seqs * options.workers
 
 
 def _most_bytes(recipe: Recipe, identity: StoreIdentity, todo: Iterable[ExtractRequest]) -> tuple[int, int]:
-    """Of the store and of the spool at its fullest, with every answer at its longest."""
+    """Of the store and of the handoff at its fullest, with every answer at its longest."""
     options = recipe.extract
     at_once = spool_sequences(options)
     waiting: list[int] = []  # the longest ones' tokens, a heap
@@ -211,7 +211,7 @@ def _require_room(directory: Path, needed: int) -> None:
     Raises:
         UserError: the disk has no room for so many bytes.
     """
-    require_room(
+    require_free_space(
         directory,
         needed,
         way_out="Make room, put the run elsewhere (`--runs`), ask for fewer prompts (`extract.prompts.limit`), shorter "
@@ -235,27 +235,27 @@ def extracted_sequences(
     identity: StoreIdentity,
     requests: Iterable[ExtractRequest | None],
     directory: Path,
-    spool: Path,
+    handoff: Path,
 ) -> Generator[EncodedSequence, None, None]:
     """Have every request answered on this machine; yield its checked sequence when it is finished, in no order.
 
     Args:
         requests: read as engines have room; None as in `run_engines`.
         directory: for logs.
-        spool: an empty folder for spool files.
+        handoff: an empty folder for handoff files.
 
     Raises:
         DraftsmithError: every engine failed, or produced states that are not what was asked for.
     """
     flying: dict[str, ExtractRequest] = {}
 
-    def asks() -> Iterator[Ask | None]:
+    def asks() -> Iterator[EngineRequest | None]:
         for request in requests:
             if request is not None:
                 flying[request.name] = request
             yield None if request is None else request.ask(recipe.seed, recipe.extract.compression)
 
-    for extracted in _extracted(recipe, target, identity.layer_ids, asks(), directory, spool):
+    for extracted in _extracted(recipe, target, identity.layer_ids, asks(), directory, handoff):
         yield _checked(extracted, flying.pop(extracted.name))
 
 
@@ -263,9 +263,9 @@ def _extracted(
     recipe: Recipe,
     target: TargetInfo,
     layer_ids: tuple[int, ...],
-    asks: Iterable[Ask | None],
+    asks: Iterable[EngineRequest | None],
     directory: Path,
-    spool: Path,
+    handoff: Path,
 ) -> Iterator[Extracted]:
     """Every one of `asks` with its states, from the recipe's backend."""
     options = recipe.extract
@@ -286,7 +286,7 @@ def _extracted(
         window=2 * options.max_num_seqs,  # enough to keep the engine full, whatever the data set's size
         max_model_len=recipe.engine.max_model_len,
     )
-    yield from run_engines(job, asks, recipe.engine, workers=options.workers, directory=directory, spool=spool)
+    yield from run_engines(job, asks, recipe.engine, workers=options.workers, directory=directory, handoff=handoff)
 
 
 def _engine_arguments(recipe: Recipe, target: TargetInfo, layer_ids: Iterable[int]) -> dict[str, Any]:

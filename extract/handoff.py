@@ -1,6 +1,6 @@
-"""Spool files: a finished request's states on their way from an engine to whoever asked for them.
+"""Handoff files: a finished request's states on their way from an engine to whoever asked for them.
 
-A spool file is safetensors and appears whole. For any program it has `token_ids` int32 [M] and `hidden_states` dtype [M, L, H]; for
+A handoff file is safetensors and appears whole. For any program it has `token_ids` int32 [M] and `hidden_states` dtype [M, L, H]; for
 our own driver `token_ids` and `encoded` uint8, the states as they go into the store, with what else there is to know of
 them in the file's metadata.
 
@@ -32,7 +32,7 @@ _DTYPES = {torch.bfloat16: "BF16", torch.float16: "F16", torch.float32: "F32"}
 
 
 def spool_file(name: str) -> str:
-    """The file name of a request's states in its spool directory. Never a path of `name`'s choice."""
+    """The file name of a request's states in its handoff directory. Never a path of `name`'s choice."""
     return hashlib.sha256(name.encode()).hexdigest()[:32] + ".safetensors"
 
 
@@ -54,8 +54,8 @@ def take_spool_file(path: Path) -> tuple[torch.Tensor, EncodedStates]:
     return torch.tensor(np.frombuffer(parts["token_ids"], np.int32)), states
 
 
-class SpoolWriter:
-    """Writes the spool files of one engine. Safe to use from several threads.
+class HandoffWriter:
+    """Writes the handoff files of one engine. Safe to use from several threads.
 
     Args:
         writes_over: whether `take_spool_file` takes every file, so that there are some to write over. A server's clients delete

@@ -1,4 +1,4 @@
-"""Where spool files lie: in memory where there is room for them, else in the run's folder.
+"""Where handoff files lie: in memory where there is room for them, else in the run's folder.
 
 What an engine hands to its driver is read at once and gone. A run's folder is often on a network file system, over which it would go
 twice.
@@ -19,14 +19,14 @@ _CGROUP = Path("/sys/fs/cgroup")
 
 
 @contextmanager
-def spool_folder(directory: Path, needed: int) -> Iterator[Path]:
-    """A folder for the spool files of one extraction. It is gone afterwards.
+def handoff_folder(directory: Path, needed: int) -> Iterator[Path]:
+    """A folder for the handoff files of one extraction. It is gone afterwards.
 
     Args:
         directory: takes it where memory has no room; what a killed extraction left there is removed.
         needed: bytes at its fullest.
     """
-    in_directory = directory / "spool"
+    in_directory = directory / "handoff"
     shutil.rmtree(in_directory, ignore_errors=True)
     if room_in_memory(_MEMORY) < needed:
         in_directory.mkdir(parents=True)
@@ -35,7 +35,7 @@ def spool_folder(directory: Path, needed: int) -> Iterator[Path]:
         finally:
             shutil.rmtree(in_directory, ignore_errors=True)
         return
-    with locked_folder(_MEMORY, "draftsmith-spool-") as folder:
+    with locked_folder(_MEMORY, "draftsmith-handoff-") as folder:
         try:
             yield folder
         finally:

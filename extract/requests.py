@@ -16,10 +16,10 @@ from typing import Any
 
 from draftsmith.config.recipe import Recipe
 from draftsmith.data.chat_template import Rendered, Renderer, Unrenderable
-from draftsmith.data.conversations import Conversation, Skips
+from draftsmith.data.conversations import Conversation, RejectedRows
 from draftsmith.data.overlap import PromptsFile
 from draftsmith.data.prompts import split
-from draftsmith.extract.worker import Ask
+from draftsmith.extract.worker import EngineRequest
 from draftsmith.run.errors import UserError
 from draftsmith.store.codec import Form
 
@@ -43,9 +43,9 @@ class ExtractRequest:
     def name(self) -> str:
         return str(self.sample_id)
 
-    def ask(self, seed: int, compression: Form) -> Ask:
+    def ask(self, seed: int, compression: Form) -> EngineRequest:
         """The request for an engine of a run with this seed, whose store has this form."""
-        return Ask(
+        return EngineRequest(
             name=self.name,
             prompt_token_ids=self.prompt_token_ids,
             max_tokens=self.max_tokens,
@@ -109,7 +109,7 @@ def _request(line: bytes) -> ExtractRequest:
 
 
 def requests_of(
-    recipe: Recipe, target_dir: Path, skips: Skips, prompts: PromptsFile | None = None
+    recipe: Recipe, target_dir: Path, skips: RejectedRows, prompts: PromptsFile | None = None
 ) -> Iterator[ExtractRequest]:
     """The recipe's conversations as requests, one at a time; those left out are counted in `skips`.
 
@@ -126,7 +126,7 @@ def requests_of(
     renderer = Renderer(AutoTokenizer.from_pretrained(target_dir))
     some = False
     for conversation, held_out in split(options, whole=whole, skips=skips, apart_from=recipe.evaluate.suites):
-        made = tokenised(recipe, renderer, conversation, skips, held_out=held_out)
+        made = tokenized(recipe, renderer, conversation, skips, held_out=held_out)
         if made and not held_out:
             some = True
             if prompts is not None:
@@ -139,8 +139,8 @@ def requests_of(
         )
 
 
-def tokenised(
-    recipe: Recipe, renderer: Renderer, conversation: Conversation, skips: Skips, *, held_out: bool
+def tokenized(
+    recipe: Recipe, renderer: Renderer, conversation: Conversation, skips: RejectedRows, *, held_out: bool
 ) -> list[ExtractRequest]:
     """A conversation through the target's chat template: one request for each of its samples, none if it is no use."""
     options, generate = recipe.extract, recipe.extract.mode == "generate"

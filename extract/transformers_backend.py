@@ -12,13 +12,13 @@ from typing import Any
 import torch
 from transformers import AutoModelForCausalLM, GenerationConfig
 
-from draftsmith.extract.worker import Ask, Extracted
+from draftsmith.extract.worker import EngineRequest, Extracted
 from draftsmith.store.codec import encode_states
 from draftsmith.target.reference_states import states_of
 
 
 def run_transformers(
-    target_dir: Path, dtype: str, layer_ids: tuple[int, ...], asks: Iterable[Ask], *, generate: bool, sampling: dict[str, Any]
+    target_dir: Path, dtype: str, layer_ids: tuple[int, ...], asks: Iterable[EngineRequest], *, generate: bool, sampling: dict[str, Any]
 ) -> Iterator[Extracted]:  # fmt: skip
     """Answer (or only read) each prompt and yield it with its states, in order.
 

@@ -1,4 +1,4 @@
-"""Engines that extract, in child processes: prompts in, spool files with their states out.
+"""Engines that extract, in child processes: prompts in, handoff files with their states out.
 
 Children, because an engine's environment (OpenMP, its cores or GPUs) has to be there as the process starts, and because
 an engine that dies must not take the driver with it. Inside a child the engine runs in-process: vLLM's own engine
@@ -32,7 +32,7 @@ from draftsmith.data.conversations import Conversation
 from draftsmith.engine import environment
 from draftsmith.extract.handoff import spool_file, take_spool_file
 from draftsmith.run.errors import DraftsmithError
-from draftsmith.run.process import keep_freed_memory
+from draftsmith.run.process import disable_malloc_trim
 from draftsmith.run.progress import console
 from draftsmith.store.codec import EncodedStates, Form
 
@@ -45,15 +45,15 @@ _LOG_LINES = 15
 _ASK_AGAIN_SECONDS = 1.0
 """Between two looks for new prompts where there were none, though no engine says anything."""
 _UNTAKEN = 64
-"""Finished requests whose states may lie in a worker's spool before it waits for the driver."""
+"""Finished requests whose states may lie in a worker's handoff before it waits for the driver."""
 
 
 @dataclass(frozen=True)
-class Ask:
+class EngineRequest:
     """One prompt for an engine. Driver to worker."""
 
     name: str
-    """Names the request and its spool file; unique in a run."""
+    """Names the request and its handoff file; unique in a run."""
     prompt_token_ids: list[int]
     max_tokens: int
     seed: int
@@ -100,7 +100,13 @@ class Job:
 
 
 def run_engines(
-    job: Job, asks: Iterable[Ask | None], engine: recipe.Engine, *, workers: int, directory: Path, spool: Path
+    job: Job,
+    asks: Iterable[EngineRequest | None],
+    engine: recipe.EngineConfig,
+    *,
+    workers: int,
+    directory: Path,
+    handoff: Path,
 ) -> Iterator[Extracted]:
     """Run a job on several engines of this machine and yield each request as it finishes, in no order.
 
@@ -109,17 +115,17 @@ def run_engines(
             the iterator waits for the next, or ends.
         workers: engines; a CPU's cores and a machine's GPUs are divided among them.
         directory: for logs.
-        spool: an empty folder for spool files.
+        handoff: an empty folder for handoff files.
 
     Raises:
         DraftsmithError: every engine failed; with the end of the last one's log.
     """
     pending = iter(asks)
-    returned: deque[Ask] = deque()  # of workers that died
-    crew = [_Worker(number, job, engine, workers, directory, spool / str(number)) for number in range(workers)]
+    returned: deque[EngineRequest] = deque()  # of workers that died
+    workers = [_Worker(number, job, engine, workers, directory, handoff / str(number)) for number in range(workers)]
 
     def hand_out(worker: _Worker) -> None:
-        batch: list[Ask] = []
+        batch: list[EngineRequest] = []
         while len(batch) < worker.wants:
             ask = returned.popleft() if returned else next(pending, None)
             if ask is None:
@@ -128,9 +134,9 @@ def run_engines(
         worker.give(batch)
 
     try:
-        while crew:
-            for pipe in wait([worker.pipe for worker in crew], timeout=_ASK_AGAIN_SECONDS):
-                (worker,) = (one for one in crew if one.pipe is pipe)
+        while workers:
+            for pipe in wait([worker.pipe for worker in workers], timeout=_ASK_AGAIN_SECONDS):
+                (worker,) = (one for one in workers if one.pipe is pipe)
                 message = worker.receive()
                 if isinstance(message, int):
                     worker.wants += message
@@ -138,18 +144,20 @@ def run_engines(
                     del worker.outstanding[message.name]
                     yield message
                 else:
-                    crew.remove(worker)
+                    workers.remove(worker)
                     worker.close()
-                    if not crew:
-                        raise DraftsmithError(worker.obituary(message))
+                    if not workers:
+                        raise DraftsmithError(worker.failure_message(message))
                     returned.extend(worker.outstanding.values())
-                    console.print(f"extract: {worker.obituary(message)} The other engines take over.", style="yellow")
-            for worker in crew:
+                    console.print(
+                        f"extract: {worker.failure_message(message)} The other engines take over.", style="yellow"
+                    )
+            for worker in workers:
                 hand_out(worker)
-            if all(worker.wants and not worker.outstanding for worker in crew):
+            if all(worker.wants and not worker.outstanding for worker in workers):
                 return  # everybody wanted more and there was none
     finally:
-        for worker in crew:
+        for worker in workers:
             worker.close()
 
 
@@ -159,28 +167,28 @@ class _Worker:
 
     number: int
     job: Job
-    engine: recipe.Engine
+    engine: recipe.EngineConfig
     workers: int
     directory: Path
-    spool: Path
+    handoff: Path
     wants: int = 0
-    outstanding: dict[str, Ask] = field(default_factory=dict)
+    outstanding: dict[str, EngineRequest] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         self.log = self.directory / (f"engine-{self.number}.log" if self.workers > 1 else "engine.log")
         self.log.write_text("")
-        self.spool.mkdir()
+        self.handoff.mkdir()
         self.pipe, theirs = multiprocessing.Pipe()
         self.process = environment.start_engine_process(
             _child,
-            (theirs, self.job, self.spool, str(self.log)),
+            (theirs, self.job, self.handoff, str(self.log)),
             name=f"extraction-engine-{self.number}",
             engine=self.engine,
             share=environment.share_of_machine(self.number, self.workers, self.engine.tensor_parallel_size),
         )
         theirs.close()
 
-    def give(self, asks: list[Ask]) -> None:
+    def give(self, asks: list[EngineRequest]) -> None:
         if not asks:
             return
         self.outstanding |= {ask.name: ask for ask in asks}
@@ -197,14 +205,14 @@ class _Worker:
             return f"its process ended with status {self.process.exitcode}"
         if isinstance(message, tuple):
             name, file, prompt, mask, response = message
-            saved, states = take_spool_file(self.spool / file)
+            saved, states = take_spool_file(self.handoff / file)
             prompt = self.outstanding[name].prompt_token_ids if prompt is None else prompt
             mask = [False] * len(prompt) if mask is None else mask
             return Extracted(name, prompt, mask, response, saved, states)
         assert isinstance(message, int | str)
         return message
 
-    def obituary(self, reason: str) -> str:
+    def failure_message(self, reason: str) -> str:
         tail = "\n".join(self.log.read_text(errors="replace").splitlines()[-_LOG_LINES:])
         return (
             f"The vLLM engine failed: {reason}. What was extracted so far is kept; run the stage again to continue. "
@@ -217,16 +225,16 @@ class _Worker:
         if self.process.is_alive():
             self.process.kill()
             self.process.join()
-        shutil.rmtree(self.spool, ignore_errors=True)
+        shutil.rmtree(self.handoff, ignore_errors=True)
 
 
 # --- the child's side ---
 
 
-def _child(pipe: Connection, job: Job, spool: Path, log: str) -> None:
+def _child(pipe: Connection, job: Job, handoff: Path, log: str) -> None:
     environment.end_with_parent()
     environment.print_into(log)
-    keep_freed_memory()  # what encoding a sequence frees, encoding the next one needs
+    disable_malloc_trim()  # what encoding a sequence frees, encoding the next one needs
     try:
         from vllm import LLM
 
@@ -234,9 +242,9 @@ def _child(pipe: Connection, job: Job, spool: Path, log: str) -> None:
             "kv_connector": "HiddenStatesConnector",
             "kv_connector_module_path": "draftsmith.extract.connector",
             "kv_role": "kv_producer",
-            "kv_connector_extra_config": {"spool_directory": str(spool.resolve()), "names_from_requests": True},
+            "kv_connector_extra_config": {"spool_directory": str(handoff.resolve()), "names_from_requests": True},
         }
-        _work(LLM(**job.engine_arguments, kv_transfer_config=connector), pipe, job, spool)
+        _work(LLM(**job.engine_arguments, kv_transfer_config=connector), pipe, job, handoff)
     except BaseException as error:
         import traceback
 
@@ -249,7 +257,7 @@ def _child(pipe: Connection, job: Job, spool: Path, log: str) -> None:
 class _Turn:
     """A request in the engine: one user turn of an ask."""
 
-    ask: Ask
+    ask: EngineRequest
     number: int
     prompt_token_ids: list[int]
     conversation: Conversation | None
@@ -264,11 +272,11 @@ class _Turn:
         return spool_file(self.request_id)
 
 
-def _work(llm: LLM, pipe: Connection, job: Job, spool: Path) -> None:
+def _work(llm: LLM, pipe: Connection, job: Job, handoff: Path) -> None:
     """Keep the engine full; tell the driver of each ask that is finished and whose states are on disk."""
     engine = llm.llm_engine
     conversations = _Conversations(llm.get_tokenizer(), job.max_model_len)
-    inbox: queue.SimpleQueue[list[Ask] | None] = queue.SimpleQueue()
+    inbox: queue.SimpleQueue[list[EngineRequest] | None] = queue.SimpleQueue()
     # Always reading, so that the driver never waits to send while we wait to send.
     threading.Thread(target=_read, args=(pipe, inbox), daemon=True).start()
     running: dict[str, _Turn] = {}  # by request id
@@ -310,19 +318,19 @@ def _work(llm: LLM, pipe: Connection, job: Job, spool: Path) -> None:
                 )
             engine.step()
             time.sleep(0.002)  # for the writing threads
-        for turn in [turn for turn in unsaved if (spool / turn.file).exists()]:
+        for turn in [turn for turn in unsaved if (handoff / turn.file).exists()]:
             unsaved.remove(turn)
             flush_by = time.monotonic() + _FLUSH_SECONDS  # many long answers take longer than that together
             following = conversations.next_turn(turn)
             if following is not None:
-                (spool / turn.file).unlink()
+                (handoff / turn.file).unlink()
                 begin(following)
                 continue
             later = turn.number > 0  # what the driver does not know already
             prompt = turn.prompt_token_ids if later else None
             mask = conversations.answers_in_prompt(turn) if later else None
             pipe.send((turn.ask.name, turn.file, prompt, mask, turn.response))
-            untaken.append(spool / turn.file)
+            untaken.append(handoff / turn.file)
         room = job.window - len(running) - expected
         if room >= max(1, job.window // 8):
             pipe.send(room)
@@ -373,7 +381,7 @@ class _Conversations:
         return replace(turn.conversation, messages=messages)
 
 
-def _read(pipe: Connection, inbox: queue.SimpleQueue[list[Ask] | None]) -> None:
+def _read(pipe: Connection, inbox: queue.SimpleQueue[list[EngineRequest] | None]) -> None:
     try:
         while True:
             inbox.put(pipe.recv())

@@ -20,7 +20,7 @@ from typing import Any
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from draftsmith.config.recipe import Engine
+from draftsmith.config.recipe import EngineConfig
 from draftsmith.drafters.base import Drafter
 from draftsmith.drafters.batch import Batch
 from draftsmith.engine import environment
@@ -83,7 +83,7 @@ def record(
     with tempfile.TemporaryDirectory() as folder:
         asked, answered, log = (Path(folder) / name for name in ("job.json", "out.json", "log"))
         asked.write_text(json.dumps(job))
-        variables = os.environ | environment.vllm_environment(Engine())
+        variables = os.environ | environment.vllm_environment(EngineConfig())
         with log.open("w") as file:
             done = subprocess.run(
                 [sys.executable, str(recorder), str(asked), str(answered)],
@@ -163,14 +163,14 @@ def _chains(served: Served, drafter: Drafter, target_dir: Path) -> dict[str, lis
         batch = Batch(
             hidden_states=states_of(model, ids[:-1], drafter.config.layer_ids),
             # Chains read their own guesses, so of what follows a row only the next token counts.
-            following=ids[1:, None].expand(-1, steps + 1),
-            counts=torch.ones(rows, steps),
+            next_tokens=ids[1:, None].expand(-1, steps + 1),
+            loss_weights=torch.ones(rows, steps),
             positions=torch.arange(rows),
             documents=torch.zeros(rows, dtype=torch.long),
         )
         chains[request] = [
             ((step.normed @ step.head.T).argmax(-1), step.normed, step.head)
-            for step in drafter.chain(batch, steps=steps, own_guesses=True)
+            for step in drafter.chain(batch, steps=steps, autoregressive=True)
         ]
     return chains
 
@@ -202,7 +202,7 @@ def verify_served(drafter_dir: Path, drafter: Drafter, target_dir: Path) -> dict
         )
     tokenizer = AutoTokenizer.from_pretrained(target_dir)
     prompts = [_prompt(tokenizer, text) for text in _PROMPTS]
-    steps = min(_K, drafter.max_steps or _K)
+    steps = min(_K, drafter.max_draft_tokens or _K)
     (served,) = record([(drafter_dir, method)], target_dir, prompts, k=steps, max_tokens=_MAX_TOKENS)
     counted = {name: served.counters[f"vllm:spec_decode_num_{name}"] for name in ("draft_tokens", "accepted_tokens")}
     accepted = f"the target accepted {counted['accepted_tokens']:.0f} of {counted['draft_tokens']:.0f} tokens"

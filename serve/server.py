@@ -53,9 +53,9 @@ def serve(
     speculative = method_config(
         method, target, own_drafter=run_dir / "vllm", tensor_parallel_size=recipe.engine.tensor_parallel_size
     )
-    check_graph_sizes(recipe.serve.options, speculative["num_speculative_tokens"] if speculative else 0)
+    check_graph_sizes(recipe.serve.vllm_args, speculative["num_speculative_tokens"] if speculative else 0)
     command = server_command(recipe, target.path, speculative, name=target.name, host=host, port=port)
-    scheme = "https" if recipe.serve.options.get("ssl_certfile") else "http"
+    scheme = "https" if recipe.serve.vllm_args.get("ssl_certfile") else "http"
     url = f"{scheme}://{'127.0.0.1' if host in ('0.0.0.0', '::', '') else host}:{port}"
     console.print(f"serve: {target.name}, {_in_words(speculative)}", highlight=False, soft_wrap=True)
 

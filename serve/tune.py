@@ -36,7 +36,7 @@ from draftsmith.run.errors import UserError
 from draftsmith.run.progress import Bar, console
 from draftsmith.serve.evaluation import results as res
 from draftsmith.serve.evaluation.curve import non_decreasing
-from draftsmith.serve.evaluation.engine import EngineConfig, EngineHost, Generated, start_engines
+from draftsmith.serve.evaluation.engine import EngineHost, EngineSpec, Generated, start_engines
 from draftsmith.serve.evaluation.intervals import Ratio
 from draftsmith.serve.evaluation.lineup import Lineup, Placement, find_placement
 from draftsmith.serve.evaluation.measure import draw
@@ -113,10 +113,10 @@ def run_tune(recipe: Recipe, run_dir: Path, *, verify: bool = False) -> Tuned:
         suite, suite_prompts(recipe, suite), options.tokens
     ).prompts  # fmt: skip
     prompts = draw(every, options.prompts, seed=recipe.seed)
-    if len(prompts) < max(options.batch_sizes):
+    if len(prompts) < max(options.concurrency):
         raise UserError(
-            f"The suite `{suite}` has {len(prompts)} prompts, too few for {max(options.batch_sizes)} at once. Lower "
-            "tune.batch_sizes, raise tune.prompts, or name a larger suite in tune.suite."
+            f"The suite `{suite}` has {len(prompts)} prompts, too few for {max(options.concurrency)} at once. Lower "
+            "tune.concurrency, raise tune.prompts, or name a larger suite in tune.suite."
         )
     sections = {
         "engine": resolved(recipe.engine).model_dump(mode="json"), "tune": options.model_dump(mode="json"),
@@ -145,22 +145,22 @@ def run_tune(recipe: Recipe, run_dir: Path, *, verify: bool = False) -> Tuned:
             tensor_parallel_size=recipe.engine.tensor_parallel_size,
         )  # fmt: skip
 
-    ks, most = sorted(options.k), max(options.batch_sizes)
+    ks, most = sorted(options.k), max(options.concurrency)
     configs = {0: None} | {k: speculative(num_speculative_tokens=k) for k in ks}
     if method.method not in FIXED_K:
-        reads_along = speculative(num_speculative_tokens_per_batch_size=((1, most, 0), (most + 1, most + 1, 1)))
-        configs[_READS_ALONG] = reads_along
+        idle_drafter = speculative(num_speculative_tokens_per_batch_size=((1, most, 0), (most + 1, most + 1, 1)))
+        configs[_READS_ALONG] = idle_drafter
     tokens = most * (max(len(prompt.token_ids) for prompt in every) + max(options.tokens, _COST_TOKENS))
     placement = find_placement(
         recipe.engine, target, list(configs.values()), dtypes=[recipe.target.dtype], tokens=tokens, at_least=tokens,
-        smaller="tune.batch_sizes",
+        smaller="tune.concurrency",
     )  # fmt: skip
-    costs: dict[int, dict[int, float]] = {batch: {} for batch in sorted(options.batch_sizes)}
+    costs: dict[int, dict[int, float]] = {batch: {} for batch in sorted(options.concurrency)}
     shares: list[float] = []
     lineup = _lineup(placement, output)
     try:
         for engines in _turns(lineup, recipe, target, configs):
-            for batch, of_group in _step_costs(engines, prompts, options.batch_sizes).items():
+            for batch, of_group in _step_costs(engines, prompts, options.concurrency).items():
                 costs[batch] |= of_group
             if ks[-1] in engines:
                 shares = _acceptance(engines[ks[-1]], prompts, options.tokens)
@@ -254,7 +254,7 @@ def schedule_of(run_dir: Path, output: str) -> list[list[int]] | None:
 def _lineup(placement: Placement, log_dir: Path, number: int = 0) -> Lineup[int]:
     """Engines of one engine start, by K."""
 
-    def start(configs: Sequence[EngineConfig]) -> list[EngineHost]:
+    def start(configs: Sequence[EngineSpec]) -> list[EngineHost]:
         with Bar("start engines", total=len(configs), unit="engines") as bar:
             return start_engines(configs, log_dir, on_ready=bar.update)
 
@@ -265,9 +265,9 @@ def _turns(
     lineup: Lineup[int], recipe: Recipe, target: TargetInfo, configs: Mapping[int, dict[str, Any] | None]
 ) -> Iterator[dict[int, EngineHost]]:
     engines = {
-        k: EngineConfig(
+        k: EngineSpec(
             name={0: "plain", _READS_ALONG: "reads-along", _BY_SCHEDULE: "schedule"}.get(k, f"k{k}"), target=str(target.path),
-            dtype=recipe.target.dtype, engine=recipe.engine, speculative=config, max_num_seqs=max(recipe.tune.batch_sizes),
+            dtype=recipe.target.dtype, engine=recipe.engine, speculative=config, max_num_seqs=max(recipe.tune.concurrency),
         )
         for k, config in configs.items()
     }  # fmt: skip
@@ -336,7 +336,7 @@ def _measure(
     options = recipe.tune
     # By requests in flight and K, in every engine start: plain decoding as it was beside it, and itself.
     starts: dict[int, dict[int, list[tuple[AtStart, AtStart]]]] = {
-        in_flight: {k: [] for k in configs if k != 0} for in_flight in sorted(options.batch_sizes)
+        in_flight: {k: [] for k in configs if k != 0} for in_flight in sorted(options.concurrency)
     }
     for number in range(options.engine_starts):
         lineup = _lineup(placement, log_dir, number)
@@ -376,14 +376,14 @@ def _roofline(
     # Heads of their own for every position are read once; one module that goes round is read every time.
     readings = (lambda k: 1) if serving_spec(drafter_dir).single_pass else (lambda k: k)
     found: dict[int, dict[int, float]] = {}
-    for batch in recipe.tune.batch_sizes:
+    for batch in recipe.tune.concurrency:
 
         def seconds(tokens: int, batch: int = batch) -> float:
             step = EngineStep(sizes, number, recipe.engine.tensor_parallel_size, batch, context, tokens=tokens)
             return step.seconds(hardware)
 
         found[batch] = {
-            k: length * seconds(1) / (seconds(1 + k) + readings(k) * weights / hardware.decode_utilisation)
+            k: length * seconds(1) / (seconds(1 + k) + readings(k) * weights / hardware.decode_utilization)
             for k, length in lengths.items()
         }
     return _as_text(found)

@@ -18,7 +18,7 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
-from draftsmith.config.recipe import Engine, Recipe
+from draftsmith.config.recipe import EngineConfig, Recipe
 from draftsmith.engine import environment
 from draftsmith.run.errors import DraftsmithError, UserError
 from draftsmith.run.progress import console
@@ -48,7 +48,7 @@ class VllmServer:
         self,
         command: Sequence[str],
         *,
-        engine: Engine,
+        engine: EngineConfig,
         url: str,
         show: Callable[[str], object],
         api_key: str | None = None,
@@ -112,7 +112,7 @@ class VllmServer:
             if self._process.poll() is not None:
                 self._echo.join(_SECONDS_TO_STOP)
                 raise DraftsmithError(
-                    f"vLLM's server ended by itself with status {self._process.returncode}: {reason_of_death(list(self._said))}"
+                    f"vLLM's server ended by itself with status {self._process.returncode}: {failure_reason(list(self._said))}"
                 )
             if done():
                 return True
@@ -140,7 +140,7 @@ def server_command(
     """The command line of vLLM's server, in a process that ends with this one.
 
     Args:
-        recipe: `target`, `engine` and `serve.options` are read.
+        recipe: `target`, `engine` and `serve.vllm_args` are read.
         target_dir: the target's directory.
         speculative: vLLM's `speculative_config`; None decodes plainly.
         name: what clients call the model.
@@ -163,10 +163,10 @@ def server_command(
         command += [f"--{key.replace('_', '-')}", str(value)]
     if environment.resolved(recipe.engine).enforce_eager:
         command.append("--enforce-eager")
-    return command + _flags(recipe.serve.options)
+    return command + _flags(recipe.serve.vllm_args)
 
 
-def reason_of_death(lines: Sequence[str]) -> str:
+def failure_reason(lines: Sequence[str]) -> str:
     """What a log says of why a program ended: its last error that is not only that there was one, or its last words.
 
     Earlier errors may be clients'. Where the message is on the line after (pydantic's), that goes with it.
@@ -189,7 +189,7 @@ def _flags(options: Mapping[str, Any]) -> list[str]:
     for key, value in options.items():
         name = key.replace("_", "-").removeprefix("--")
         if name in _SET_ELSEWHERE:
-            raise UserError(f"`serve.options.{key}` is set elsewhere: {_SET_ELSEWHERE[name]}.")
+            raise UserError(f"`serve.vllm_args.{key}` is set elsewhere: {_SET_ELSEWHERE[name]}.")
         if isinstance(value, bool):
             flags.append(f"--{name}" if value else f"--no-{name}")
         elif name in _AS_JSON:

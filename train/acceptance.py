@@ -68,10 +68,10 @@ def count_accepted(
     accepted = {length: [0, 0] for length in range(1, k + 1)}  # K: [tokens accepted, drafts made]
     for everything in _packed(drafter, sequences, steps=k):
         batch = everything.with_layers(columns)
-        rows = batch.counts.sum(1).nonzero()[:, 0]
+        rows = batch.loss_weights.sum(1).nonzero()[:, 0]
         right = torch.stack(
             [
-                (_guesses(drafter, step) == batch.following[rows, j + 1]) & (step.counts > 0)
+                (_guesses(drafter, step) == batch.next_tokens[rows, j + 1]) & (step.loss_weights > 0)
                 for j, step in enumerate(drafter.chain(batch, steps=k))
             ],
             dim=1,
@@ -134,7 +134,7 @@ def predict_sampled_acceptance(
     totals = {(draft, length): [0.0, 0.0] for draft in range(2) for length in range(1, k + 1)}  # tokens, drafts
     for everything in _packed(drafter, sequences, steps=k):
         batch = everything.with_layers(columns)
-        rows = batch.counts.sum(1).nonzero()[:, 0]
+        rows = batch.loss_weights.sum(1).nonzero()[:, 0]
         steps = list(drafter.chain(batch, steps=k))
         states = norm(everything.hidden_states[:, last_column])
         accept = states.new_zeros(2, len(rows), k)  # of greedy and of sampled drafts
@@ -142,7 +142,7 @@ def predict_sampled_acceptance(
             p = (F.linear(states[part], head) / temperature).softmax(-1)[:, drafter.draft_token_ids]
             for j, step in enumerate(steps):
                 teacher = rows + 1 + j - part.start
-                here = ((teacher >= 0) & (teacher < len(p)) & (step.counts > 0)).nonzero()[:, 0]
+                here = ((teacher >= 0) & (teacher < len(p)) & (step.loss_weights > 0)).nonzero()[:, 0]
                 logits = F.linear(step.normed[here], step.head)
                 wanted = p[teacher[here]]
                 accept[0, here, j] = wanted.gather(1, logits.argmax(-1, keepdim=True))[:, 0]
@@ -203,7 +203,7 @@ def _responses(batch: Batch, rows: torch.Tensor) -> Iterable[torch.Tensor]:
     Other rows only reach one later in the chain. The last row of a document predicts nothing, so no stretch goes on
     into the next document.
     """
-    places = (batch.counts[rows, 0] > 0).nonzero()[:, 0].cpu()
+    places = (batch.loss_weights[rows, 0] > 0).nonzero()[:, 0].cpu()
     ends = (rows.cpu()[places].diff() != 1).nonzero()[:, 0] + 1
     return places.tensor_split(ends)
 

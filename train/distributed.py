@@ -47,7 +47,7 @@ def prepare(accelerator: Accelerator, module: nn.Module, *, shard: bool) -> nn.M
 
 
 @contextmanager
-def gradients_kept_apart(module: nn.Module) -> Iterator[None]:
+def no_grad_sync(module: nn.Module) -> Iterator[None]:
     """Each process adds to its own gradients: the next backward pass outside brings all of them together."""
     if isinstance(module, FSDPModule):
         module.set_requires_gradient_sync(False)
@@ -61,7 +61,7 @@ def gradients_kept_apart(module: nn.Module) -> Iterator[None]:
 
 
 @contextmanager
-def whole_weights(module: nn.Module) -> Iterator[None]:
+def unsharded(module: nn.Module) -> Iterator[None]:
     """The module's parameters are whole and can be read, on every process; all must enter."""
     if not isinstance(module, FSDPModule):
         yield
@@ -85,7 +85,7 @@ def gather(tensors: Mapping[str, Any], *, keep: bool) -> dict[str, Any]:
     return gathered
 
 
-def split_like(whole: torch.Tensor, parameter: torch.Tensor) -> torch.Tensor:
+def shard_like(whole: torch.Tensor, parameter: torch.Tensor) -> torch.Tensor:
     """This process's part of a tensor that all have, as `parameter` is split; all of it where that is not."""
     if not isinstance(parameter, DTensor):
         return whole
@@ -103,7 +103,7 @@ def load_optimizer(optimizer: torch.optim.Optimizer, saved: dict[int, dict[str, 
     parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
     state = {
         index: {
-            name: split_like(value, parameters[index]) if value.shape == parameters[index].shape else value
+            name: shard_like(value, parameters[index]) if value.shape == parameters[index].shape else value
             for name, value in values.items()
         }
         for index, values in saved.items()

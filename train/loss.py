@@ -59,7 +59,7 @@ class ChainLossOutput:
 
 
 @dataclass
-class _Lessons:
+class _TeacherAlignment:
     """Who teaches whom: the row at t teaches, at step k, the draft made from p = t - 1 - k; all of them predict x_{t+1}."""
 
     rows: torch.Tensor
@@ -84,8 +84,8 @@ class ChainLoss(nn.Module):
         drafter: the module to train.
         teacher_norm: the target's final norm.
         teacher_head: [V, H], the target's head rows for the draft vocabulary.
-        chain_steps: K.
-        chain_decay: weight of step k is chain_decay**k (EAGLE-3's reference code: 0.8).
+        ttt_steps: K.
+        ttt_loss_decay: weight of step k is ttt_loss_decay**k (EAGLE-3's reference code: 0.8).
         loss: what sets the drafter's distribution q against the target's p. `cross_entropy`: -sum p log q. `kl`: the same
             less the target's own entropy, so it is 0 where q = p; the gradients are equal. `total_variation`:
             1/2 sum |p - q|, the probability that a token drawn from q is rejected (Leviathan et al., arXiv 2211.17192).
@@ -100,15 +100,15 @@ class ChainLoss(nn.Module):
         *,
         teacher_norm: nn.RMSNorm,
         teacher_head: torch.Tensor,
-        chain_steps: int,
-        chain_decay: float,
+        ttt_steps: int,
+        ttt_loss_decay: float,
         loss: LossName = "cross_entropy",
         loss_vocab_size: int | None = None,
         terms: LossTerms | None = None,
     ) -> None:
         super().__init__()
         self.drafter = drafter
-        self.chain_steps, self.chain_decay, self.loss_vocab_size = chain_steps, chain_decay, loss_vocab_size
+        self.ttt_steps, self.ttt_loss_decay, self.loss_vocab_size = ttt_steps, ttt_loss_decay, loss_vocab_size
         self.loss, self.terms = loss, terms or LossTerms()
         self.teacher_norm = teacher_norm.requires_grad_(False)
         self.register_buffer("teacher_head", teacher_head, persistent=False)
@@ -133,13 +133,13 @@ class ChainLoss(nn.Module):
             divisors = lessons.weights.sum(1)
         with torch.no_grad():
             states = self.teacher_norm(last_states[lessons.rows])
-            decay = self.chain_decay ** torch.arange(self.chain_steps, device=divisors.device).double()
+            decay = self.ttt_loss_decay ** torch.arange(self.ttt_steps, device=divisors.device).double()
             weights = (lessons.weights * (decay / divisors.clamp(min=1))[:, None]).to(_exact(states.dtype))
 
         normed: list[torch.Tensor] = []  # of each step [N, H], so that all steps' rows line up with the teacher's
         heads: list[torch.Tensor] = []
         head_of: list[int] = []
-        for step, drafts in zip(self.drafter.chain(batch, steps=self.chain_steps), lessons.drafts, strict=True):
+        for step, drafts in zip(self.drafter.chain(batch, steps=self.ttt_steps), lessons.drafts, strict=True):
             normed.append(step.normed.index_select(0, drafts))
             if not heads or step.head is not heads[-1]:  # else the same as a step before
                 heads.append(step.head)
@@ -149,7 +149,7 @@ class ChainLoss(nn.Module):
         if part is not None:
             labels, teacher_head = torch.searchsorted(part.columns[: part.kept], labels), teacher_head[part.columns]
             heads = [head[part.columns] for head in heads]
-        wanted = _Wanted(
+        wanted = _LossTargets(
             labels, part, *((states, teacher_head) if self.terms.targets == "distribution" else (None, None))
         )
         total, right = _HeadLoss.apply(self.loss, wanted, weights * self.terms.token_weight, head_of, *normed, *heads)
@@ -157,7 +157,7 @@ class ChainLoss(nn.Module):
             for each, weight in zip(normed, weights, strict=True):
                 apart = F.smooth_l1_loss(each, states, reduction="none").mean(-1)
                 total = total + self.terms.feature_weight * (apart * weight).sum()
-        counted = batch.counts[:, : self.chain_steps].sum(0)
+        counted = batch.loss_weights[:, : self.ttt_steps].sum(0)
         matches = (right * lessons.weights).sum(1) / counted.clamp(min=1)
         return ChainLossOutput(total, matches.to(total.dtype))
 
@@ -166,22 +166,22 @@ class ChainLoss(nn.Module):
         return self._lessons(batch).weights.sum(1)
 
     @torch.no_grad()
-    def _lessons(self, batch: Batch) -> _Lessons:
-        counts = batch.counts[:, : self.chain_steps]
+    def _lessons(self, batch: Batch) -> _TeacherAlignment:
+        counts = batch.loss_weights[:, : self.ttt_steps]
         queries = counts.sum(1).nonzero()[:, 0]
-        labels = self.to_draft[batch.following[queries, 1 : self.chain_steps + 1]]  # [Q, K], -1 outside
+        labels = self.to_draft[batch.next_tokens[queries, 1 : self.ttt_steps + 1]]  # [Q, K], -1 outside
         draft, step = ((counts[queries] > 0) & (labels >= 0)).nonzero().unbind(1)
         teachers = queries[draft] + 1 + step
         rows, place = teachers.unique(return_inverse=True)  # several drafts have one teacher
-        drafts = rows.new_zeros(self.chain_steps, len(rows)).index_put((step, place), draft)
+        drafts = rows.new_zeros(self.ttt_steps, len(rows)).index_put((step, place), draft)
         counts = counts.double()
         weights = counts.new_zeros(drafts.shape).index_put((step, place), counts[queries[draft], step])
         label = torch.zeros_like(rows).index_put((place,), labels[draft, step])
-        return _Lessons(rows, label, drafts, weights)
+        return _TeacherAlignment(rows, label, drafts, weights)
 
     @torch.no_grad()
     def _part(
-        self, states: torch.Tensor, normed: list[torch.Tensor], heads: list[torch.Tensor], lessons: _Lessons
+        self, states: torch.Tensor, normed: list[torch.Tensor], heads: list[torch.Tensor], lessons: _TeacherAlignment
     ) -> _Part | None:
         """The part of the draft vocabulary that this batch's loss is taken over; None for all of it.
 
@@ -236,7 +236,7 @@ class _Part:
 
 
 @dataclass
-class _Wanted:
+class _LossTargets:
     """What N rows should say."""
 
     labels: torch.Tensor
@@ -257,7 +257,12 @@ class _HeadLoss(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any, loss: LossName, wanted: _Wanted, weights: torch.Tensor, head_of: list[int], *tensors: torch.Tensor
+        ctx: Any,
+        loss: LossName,
+        wanted: _LossTargets,
+        weights: torch.Tensor,
+        head_of: list[int],
+        *tensors: torch.Tensor,
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """
         Args:

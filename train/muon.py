@@ -1,4 +1,4 @@
-"""Muon (Jordan et al., kellerjordan.github.io/posts/muon): momentum, orthogonalised, for the hidden matrices.
+"""Muon (Jordan et al., kellerjordan.github.io/posts/muon): momentum, orthogonalized, for the hidden matrices.
 
 torch.optim.Muon takes one matrix at a time, always in bf16, which CPUs without bf16 arithmetic emulate, and knows nothing of
 matrices that FSDP2 splits. This one computes in the dtype it is given and takes small matrices together.
@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch.distributed.tensor import DTensor
 
-from draftsmith.train.distributed import split_like
+from draftsmith.train.distributed import shard_like
 
 _COEFFICIENTS = (3.4445, -4.7750, 2.0315)  # Jordan's quintic: steepest at zero while singular values stay in (0.7, 1.2)
 _ITERATIONS = 5
@@ -21,7 +21,7 @@ _AT_ONCE = 1 << 22
 """Elements of Gram matrices that are multiplied together: small ones gain by it, large ones would only take memory."""
 
 
-def orthogonalise(matrices: Sequence[torch.Tensor], dtype: torch.dtype) -> list[torch.Tensor]:
+def orthogonalize(matrices: Sequence[torch.Tensor], dtype: torch.dtype) -> list[torch.Tensor]:
     """Replace the singular values of matrices [a, b] by values near 1 (quintic Newton-Schulz).
 
     Below float32 this is Jordan's iteration, on the matrices themselves. From float32 on it is the same iteration on their
@@ -69,7 +69,7 @@ def _by_gram_matrix(wide: list[torch.Tensor]) -> Iterable[torch.Tensor]:
 
 
 def _alike(parameters: list[torch.Tensor], dtype: torch.dtype) -> Iterator[list[torch.Tensor]]:
-    """Those that `orthogonalise` takes together."""
+    """Those that `orthogonalize` takes together."""
     by_shape: dict[tuple[int, ...], list[torch.Tensor]] = {}
     for parameter in parameters:
         short, long = sorted(parameter.shape)
@@ -86,12 +86,12 @@ class Muon(torch.optim.Optimizer):
     The update has root mean square 0.2 * lr for every shape (Liu et al., arXiv 2502.16982, section 2.2), about that
     of AdamW, so learning rates mean the same for both.
 
-    Where FSDP2 splits the matrices, momentum stays split, and every process gathers and orthogonalises each whole matrix:
+    Where FSDP2 splits the matrices, momentum stays split, and every process gathers and orthogonalizes each whole matrix:
     its singular values are not those of its parts.
 
     Args:
         params: 2-D; momentum is in their dtype.
-        dtype: what `orthogonalise` computes in: float32 or bfloat16, on every device.
+        dtype: what `orthogonalize` computes in: float32 or bfloat16, on every device.
     """
 
     def __init__(
@@ -113,11 +113,11 @@ class Muon(torch.optim.Optimizer):
             with_gradient = [parameter for parameter in group["params"] if parameter.grad is not None]
             for parameters in _alike(with_gradient, self._dtype):
                 directions = [self._direction(parameter, group["momentum"]) for parameter in parameters]
-                for parameter, update in zip(parameters, orthogonalise(directions, self._dtype), strict=True):
+                for parameter, update in zip(parameters, orthogonalize(directions, self._dtype), strict=True):
                     if group["weight_decay"]:
                         parameter.mul_(1 - group["lr"] * group["weight_decay"])
                     size = group["lr"] * 0.2 * math.sqrt(max(parameter.shape))
-                    parameter.add_(split_like(update, parameter), alpha=-size)
+                    parameter.add_(shard_like(update, parameter), alpha=-size)
 
     def _direction(self, parameter: torch.Tensor, momentum: float) -> torch.Tensor:
         """The whole matrix's, where it is split."""

@@ -10,7 +10,7 @@ from draftsmith.drafters.batch import Batch
 from draftsmith.store.format import Sequence
 
 
-def plan_epoch(lengths: list[int], *, tokens_per_step: int, seed: int, epoch: int) -> list[list[int]]:
+def pack_epoch(lengths: list[int], *, tokens_per_step: int, seed: int, epoch: int) -> list[list[int]]:
     """Shuffle sequences and fill steps up to a budget of tokens; a pure function of its arguments.
 
     It knows nothing of processes, so that any number of them walks the same steps.
@@ -34,7 +34,7 @@ def plan_epoch(lengths: list[int], *, tokens_per_step: int, seed: int, epoch: in
     return steps
 
 
-def share_out(lengths: list[int], shares: int) -> list[list[int]]:
+def balance_tokens(lengths: list[int], shares: int) -> list[list[int]]:
     """Divide a step's sequences into shares of about as many tokens: the longest first, to the share that has least.
 
     Returns:
@@ -70,8 +70,8 @@ def pack(sequences: Iterable[Sequence], *, steps: int, prompt_weight: float = 0.
         documents.append(torch.full((rows,), number))
     return Batch(
         hidden_states=torch.cat(states),
-        following=torch.cat(following),
-        counts=torch.cat(counts),
+        next_tokens=torch.cat(following),
+        loss_weights=torch.cat(counts),
         positions=torch.cat(positions),
         documents=torch.cat(documents),
     )

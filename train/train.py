@@ -1,6 +1,6 @@
 """The train stage: store to checkpoint.
 
-A run is a plan of optimizer steps, a pure function of the recipe and the store. A step's sequences are divided into shares,
+A run is a schedule of optimizer steps, a pure function of the recipe and the store. A step's sequences are divided into shares,
 one for each micro-batch of each process, and its loss is divided by the whole step's weights; so the loss of a step is the
 same on any number of processes. All randomness comes from the step's number. That makes a snapshot complete: weights,
 optimizer states and the number of the step decide everything that comes after.
@@ -42,7 +42,7 @@ from draftsmith.run import stage
 from draftsmith.run.cuda import require_usable_gpus
 from draftsmith.run.errors import DraftsmithError, Stopped, UserError
 from draftsmith.run.prefetch import prefetched
-from draftsmith.run.process import keep_freed_memory
+from draftsmith.run.process import disable_malloc_trim
 from draftsmith.run.progress import Bar, console
 from draftsmith.store.format import Sequence
 from draftsmith.store.reader import Store
@@ -53,7 +53,7 @@ from draftsmith.train import distributed
 from draftsmith.train.acceptance import predict_acceptance, predict_sampled_acceptance, predicted_speedup
 from draftsmith.train.loss import ChainLoss
 from draftsmith.train.muon import Muon
-from draftsmith.train.packing import pack, plan_epoch, share_out
+from draftsmith.train.packing import balance_tokens, pack, pack_epoch
 
 Loaded = TypeVar("Loaded")
 
@@ -75,7 +75,7 @@ class Run:
     average: dict[str, torch.Tensor]
     """Moving averages of the trained weights, by name; empty without `train.ema`."""
     target: TargetInfo
-    plan: list[tuple[int, list[int]]]
+    schedule: list[tuple[int, list[int]]]
     """One entry an optimizer step: epoch, store rows."""
     store: Store
     held_out: list[int]
@@ -115,7 +115,7 @@ class StepResult(NamedTuple):
     """What all processes know of a step."""
 
     loss: float
-    match_1: float
+    top1_accuracy: float
     """Share of the rows that count where the first guess is the target's token."""
     tokens: int
     signal: int
@@ -142,7 +142,7 @@ def finished_training(recipe: Recipe, run_dir: Path) -> dict[str, Any] | None:
 
 
 def _store_dirs(recipe: Recipe, run_dir: Path) -> list[Path]:
-    return [run_dir / "store", *(Path(folder.path) for folder in recipe.train.more_stores)]
+    return [run_dir / "store", *(Path(folder.path) for folder in recipe.train.extra_stores)]
 
 
 def _inputs(recipe: Recipe, run_dir: Path) -> str:
@@ -178,7 +178,7 @@ def run_train(recipe: Recipe, run_dir: Path) -> dict[str, Any]:
         return done
 
     require_usable_gpus()
-    keep_freed_memory()
+    disable_malloc_trim()
     accelerator = _accelerator(recipe, run_dir)
     inputs = _inputs(recipe, run_dir)
     precision = recipe.train.precision_on(accelerator.device.type)
@@ -208,7 +208,7 @@ def run_train(recipe: Recipe, run_dir: Path) -> dict[str, Any]:
     _start_tracker(recipe, accelerator, run_dir)
     with _full_memory_explained(recipe, accelerator):
         _fit(run, recipe, directory, inputs, progress)
-    published = progress.epochs[-1] if recipe.train.keep == "last" else _best(progress.epochs)
+    published = progress.epochs[-1] if recipe.train.publish_epoch == "last" else _best(progress.epochs)
     figures = {
         "processes": accelerator.num_processes,
         "steps": progress.step,
@@ -227,7 +227,7 @@ def run_train(recipe: Recipe, run_dir: Path) -> dict[str, Any]:
         sections = recipe.model_dump(mode="json", include={"seed", "target", "train"})
         stage.finish(directory, stage="train", inputs=inputs, recipe=sections, figures=figures, started=started)
         (directory / SNAPSHOT).unlink(missing_ok=True)
-        _remove_epochs(directory, keep=progress.epochs[len(progress.epochs) - recipe.train.keep_last :])
+        _remove_epochs(directory, keep=progress.epochs[len(progress.epochs) - recipe.train.keep_last_epochs :])
     [figures] = broadcast_object_list([figures])
     accelerator.end_training()
     return figures
@@ -241,10 +241,10 @@ def _full_memory_explained(recipe: Recipe, accelerator: Accelerator) -> Iterator
     except torch.OutOfMemoryError as error:
         options = recipe.train
         raise DraftsmithError(
-            f"The memory of {accelerator.device} is used up. Training works on tokens_per_step / (processes * accumulate) = "
-            f"{options.tokens_per_step // (accelerator.num_processes * options.accumulate)} tokens at once on each GPU: a larger "
-            "`train.accumulate` makes it less and changes no result. `train.activation_checkpointing: true` and, with several "
-            "GPUs, `train.shard: true` take less, too; `draftsmith run RECIPE --plan` says what takes how much. The same command "
+            f"The memory of {accelerator.device} is used up. Training works on tokens_per_step / (processes * gradient_accumulation_steps) = "
+            f"{options.tokens_per_step // (accelerator.num_processes * options.gradient_accumulation_steps)} tokens at once on each GPU: a larger "
+            "`train.gradient_accumulation_steps` makes it less and changes no result. `train.activation_checkpointing: true` and, with several "
+            "GPUs, `train.fsdp: true` take less, too; `draftsmith run RECIPE --plan` says what takes how much. The same command "
             f"continues from the last snapshot. torch says: {str(error).splitlines()[0]}"
         ) from error
 
@@ -296,8 +296,8 @@ def _set_up(
     tensors = load_target_tensors(target.path)
     draft_token_ids = choose_draft_vocabulary(store.token_counts(target.vocab_size), options.drafter.draft_vocab_size)
     config = kind.make_config(options.drafter, target, read, len(draft_token_ids))
-    drafter = kind.make(config, tensors, draft_token_ids).to(accelerator.device)
-    steps = drafter.max_steps or options.chain_steps
+    drafter = kind.from_target(config, tensors, draft_token_ids).to(accelerator.device)
+    steps = drafter.max_draft_tokens or options.ttt_steps
     columns, last_column = [saved.index(layer) for layer in read], saved.index(target.num_hidden_layers)
     rows = store.rows(held_out=False)
     if not rows:
@@ -305,24 +305,24 @@ def _set_up(
     if snapshot:
         drafter.load_state_dict(snapshot["drafter"])
     elif accelerator.is_main_process:  # the others get its weights
-        drafter.start(tensors, _OneByOne(store, rows, steps, columns, last_column, accelerator.device))
+        drafter.init_from_target(tensors, _OneByOne(store, rows, steps, columns, last_column, accelerator.device))
     for head in drafter.head_parameters():
         head.requires_grad_(options.train_lm_head)
     if options.activation_checkpointing:
-        for module in drafter.wide_modules():
+        for module in drafter.recompute_modules():
             again = functools.partial(checkpoint, module.forward, use_reentrant=False, preserve_rng_state=False)
             module.forward = again
     loss = ChainLoss(
         drafter,
         teacher_norm=_final_norm(config, tensors),
         teacher_head=tensors.lm_head[draft_token_ids].float(),
-        chain_steps=steps,
-        chain_decay=options.chain_decay,
+        ttt_steps=steps,
+        ttt_loss_decay=options.ttt_loss_decay,
         loss=options.loss,
         loss_vocab_size=options.loss_vocab_size,
         terms=drafter.loss_terms(options.drafter),
     ).to(accelerator.device)
-    model = distributed.prepare(accelerator, loss, shard=options.shard)
+    model = distributed.prepare(accelerator, loss, shard=options.fsdp)
     optimizers = _optimizers(recipe, drafter)
     average = {}
     if options.ema is not None:
@@ -331,7 +331,7 @@ def _set_up(
         for optimizer, saved in zip(optimizers, snapshot["optimizers"], strict=True):
             distributed.load_optimizer(optimizer, saved)
         for name, value in snapshot["average"].items():
-            average[name].copy_(distributed.split_like(value, average[name]))
+            average[name].copy_(distributed.shard_like(value, average[name]))
     return Run(
         accelerator=accelerator,
         loss=loss,
@@ -339,7 +339,7 @@ def _set_up(
         optimizers=optimizers,
         average=average,
         target=target,
-        plan=_plan(recipe, [store.length(row) for row in rows], rows),
+        schedule=_schedule(recipe, [store.length(row) for row in rows], rows),
         store=store,
         held_out=store.rows(held_out=True),
         columns=columns,
@@ -366,7 +366,7 @@ def _optimizers(recipe: Recipe, drafter: Drafter) -> list[torch.optim.Optimizer]
     """Muon for the matrices inside the network, AdamW for norms, heads and tables (Jordan's advice, see muon.py)."""
     options = recipe.train
     trained = [parameter for parameter in drafter.parameters() if parameter.requires_grad]
-    by_token = {id(p) for p in (*drafter.head_parameters(), *drafter.table_parameters())}
+    by_token = {id(p) for p in (*drafter.head_parameters(), *drafter.embedding_parameters())}
     matrices = [p for p in trained if p.ndim == 2 and id(p) not in by_token]
     if options.optimizer == "adamw":
         matrices = []
@@ -381,18 +381,18 @@ def _optimizers(recipe: Recipe, drafter: Drafter) -> list[torch.optim.Optimizer]
     return optimizers
 
 
-def _plan(recipe: Recipe, lengths: list[int], rows: list[int]) -> list[tuple[int, list[int]]]:
+def _schedule(recipe: Recipe, lengths: list[int], rows: list[int]) -> list[tuple[int, list[int]]]:
     """Every optimizer step of the run: epoch and store rows, all processes' together."""
-    plan = []
+    schedule = []
     for epoch in range(math.ceil(recipe.train.epochs)):
-        steps = plan_epoch(lengths, tokens_per_step=recipe.train.tokens_per_step, seed=recipe.seed, epoch=epoch)
+        steps = pack_epoch(lengths, tokens_per_step=recipe.train.tokens_per_step, seed=recipe.seed, epoch=epoch)
         share = min(1.0, recipe.train.epochs - epoch)
-        plan += [(epoch, [rows[i] for i in step]) for step in steps[: math.ceil(len(steps) * share)]]
-    return plan
+        schedule += [(epoch, [rows[i] for i in step]) for step in steps[: math.ceil(len(steps) * share)]]
+    return schedule
 
 
 def learning_rate_factor(step: int, total: int, warmup: float, schedule: str = "cosine") -> float:
-    """Linear warm-up over the first `warmup` share of the steps, then what `train.schedule` says; in (0, 1]."""
+    """Linear warm-up over the first `warmup` share of the steps, then what `train.lr_schedule` says; in (0, 1]."""
     rising = max(1, round(total * warmup))
     if step < rising:
         return (step + 1) / rising
@@ -401,13 +401,13 @@ def learning_rate_factor(step: int, total: int, warmup: float, schedule: str = "
 
 
 def _fit(run: Run, recipe: Recipe, directory: Path, inputs: str, progress: Progress) -> None:
-    """The loop: what is left of the plan. `progress` is kept up to date; every epoch leaves its folder in `directory`."""
+    """The loop: what is left of the schedule. `progress` is kept up to date; every epoch leaves its folder in `directory`."""
     options, accelerator = recipe.train, run.accelerator
     main = accelerator.is_main_process
     peaks = [[group["lr"] for group in optimizer.param_groups] for optimizer in run.optimizers]
     if progress.step and main:
         console.print(f"train: continuing {directory} at step {progress.step}")
-    numbers = range(progress.step, len(run.plan))
+    numbers = range(progress.step, len(run.schedule))
 
     def load(number: int) -> list[MicroBatch]:
         return _load(run, recipe, number)
@@ -415,12 +415,12 @@ def _fit(run: Run, recipe: Recipe, directory: Path, inputs: str, progress: Progr
     batches = _in_turn(load, numbers, accelerator.device)  # what comes out depends on the step's number alone
     with (
         _signals() as signals,
-        Bar("train", total=len(run.plan), unit="steps", done=progress.step, shown=main) as bar,
+        Bar("train", total=len(run.schedule), unit="steps", done=progress.step, shown=main) as bar,
     ):
         for number in numbers:
             begun = time.perf_counter()
-            epoch = run.plan[number][0]
-            factor = learning_rate_factor(number, len(run.plan), options.warmup, options.schedule)
+            epoch = run.schedule[number][0]
+            factor = learning_rate_factor(number, len(run.schedule), options.warmup_ratio, options.lr_schedule)
             for optimizer, peak in zip(run.optimizers, peaks, strict=True):
                 for group, lr in zip(optimizer.param_groups, peak, strict=True):
                     group["lr"] = lr * factor
@@ -432,11 +432,11 @@ def _fit(run: Run, recipe: Recipe, directory: Path, inputs: str, progress: Progr
 
             figures = {
                 "loss": done.loss,
-                "match_1": done.match_1,
+                "top1_accuracy": done.top1_accuracy,
                 "tokens_per_second": progress.tokens / progress.seconds,
             }
             accelerator.log(figures | {"learning_rate": options.lr * factor}, step=number)
-            ended = progress.step == len(run.plan) or run.plan[progress.step][0] != epoch
+            ended = progress.step == len(run.schedule) or run.schedule[progress.step][0] != epoch
             if ended:
                 _finish_epoch(run, recipe, directory, progress, epoch)
                 accelerator.log({"predicted_acceptance_length": _longest(progress.epochs[-1])}, step=number)
@@ -446,12 +446,12 @@ def _fit(run: Run, recipe: Recipe, directory: Path, inputs: str, progress: Progr
             if ended or done.signal or progress.step % options.save_every_steps == 0:
                 _write_snapshot(directory, inputs, run, progress)
             if ended and main:  # what an earlier snapshot names is removed only after a later one
-                last = progress.epochs[-max(1, options.keep_last) :]
+                last = progress.epochs[-max(1, options.keep_last_epochs) :]
                 _remove_epochs(directory, keep=[_best(progress.epochs), *last])
-            if done.signal == _STOP and progress.step < len(run.plan):
+            if done.signal == _STOP and progress.step < len(run.schedule):
                 accelerator.wait_for_everyone()  # launchers end the others when one has ended: the main one still writes
                 raise Stopped(
-                    f"Stopped by SIGTERM after step {progress.step} of {len(run.plan)}, which is saved in {directory}. Run the "
+                    f"Stopped by SIGTERM after step {progress.step} of {len(run.schedule)}, which is saved in {directory}. Run the "
                     "same command again to continue."
                 )
 
@@ -489,23 +489,23 @@ def _step(run: Run, recipe: Recipe, number: int, micro_batches: list[MicroBatch]
         DraftsmithError: the loss or the gradient is not finite.
     """
     options, accelerator, loss = recipe.train, run.accelerator, run.loss
-    device, steps = accelerator.device, loss.chain_steps
+    device, steps = accelerator.device, loss.ttt_steps
     # What the step's means are over: weights and counts of each chain step, and tokens, of everyone's micro-batches.
     sums = torch.zeros(2 * steps + 1, device=device)
     for one in micro_batches:
         if not one.idle:
             light = replace(one.batch, hidden_states=one.batch.hidden_states[:0]).to(device)
             tokens = torch.tensor([len(light.positions)], device=device)
-            sums += torch.cat([loss.weights(light), light.counts.sum(0), tokens])
+            sums += torch.cat([loss.weights(light), light.loss_weights.sum(0), tokens])
     divisors, counts, all_tokens = accelerator.reduce(sums).split([steps, steps, 1])
 
     losses, right = [], torch.zeros((), device=device)
     for index, one in enumerate(micro_batches):
-        share = accelerator.process_index * options.accumulate + index
+        share = accelerator.process_index * options.gradient_accumulation_steps + index
         torch.manual_seed(_step_seed(recipe, number, share))  # for a drafter that draws noise
         batch = one.batch.to(device)
         last_states = one.last_states.to(device, non_blocking=True)
-        apart = distributed.gradients_kept_apart(run.model) if index + 1 < len(micro_batches) else nullcontext()
+        apart = distributed.no_grad_sync(run.model) if index + 1 < len(micro_batches) else nullcontext()
         with apart:
             with torch.autocast(device.type, dtype=torch.bfloat16, enabled=options.precision == "bfloat16"):
                 output = run.model(batch, last_states, divisors)
@@ -514,7 +514,7 @@ def _step(run: Run, recipe: Recipe, number: int, micro_batches: list[MicroBatch]
             accelerator.backward(mine * accelerator.num_processes)
         losses.append(mine.detach())
         if not one.idle:
-            right += output.matches[0] * batch.counts[:, 0].sum()
+            right += output.matches[0] * batch.loss_weights[:, 0].sum()
     norm = accelerator.clip_grad_norm_(run.loss.drafter.parameters(), options.max_grad_norm)
     norm = norm.full_tensor() if isinstance(norm, DTensor) else norm
 
@@ -527,7 +527,7 @@ def _step(run: Run, recipe: Recipe, number: int, micro_batches: list[MicroBatch]
     _require_finite(run, number, by_share.tolist(), norm.item())
     done = StepResult(
         loss=by_share.sum().item(),
-        match_1=(right / counts[0].clamp(min=1)).item(),
+        top1_accuracy=(right / counts[0].clamp(min=1)).item(),
         tokens=int(all_tokens.item()),
         signal=int(asked_of_any.item()),
     )
@@ -546,12 +546,12 @@ def _step(run: Run, recipe: Recipe, number: int, micro_batches: list[MicroBatch]
 
 def _require_finite(run: Run, number: int, losses: list[float], norm: float) -> None:
     """Stop where a share's loss or the gradient's norm is not finite; what is saved is from before."""
-    epoch, rows = run.plan[number]
+    epoch, rows = run.schedule[number]
     bad = [share for share, loss in enumerate(losses) if not math.isfinite(loss)]
     if not bad and math.isfinite(norm):
         return
     if bad:
-        shares = share_out([run.store.length(row) for row in rows], len(losses))
+        shares = balance_tokens([run.store.length(row) for row in rows], len(losses))
         rows = [row for share in bad for row in (rows[i] for i in shares[share])]
     what = f"The loss is {losses[bad[0]]}" if bad else f"The gradient's norm is {norm}"
     samples = ", ".join(str(run.store.sample_id(row)) for row in rows)
@@ -565,16 +565,18 @@ def _require_finite(run: Run, number: int, losses: list[float], norm: float) -> 
 def _load(run: Run, recipe: Recipe, number: int) -> list[MicroBatch]:
     """This process's shares of a step."""
     accelerator, options = run.accelerator, recipe.train
-    rows = run.plan[number][1]
-    shares = share_out([run.store.length(row) for row in rows], accelerator.num_processes * options.accumulate)
-    first = accelerator.process_index * options.accumulate
+    rows = run.schedule[number][1]
+    shares = balance_tokens(
+        [run.store.length(row) for row in rows], accelerator.num_processes * options.gradient_accumulation_steps
+    )
+    first = accelerator.process_index * options.gradient_accumulation_steps
     loaded = []
-    for share in shares[first : first + options.accumulate]:
+    for share in shares[first : first + options.gradient_accumulation_steps]:
         mine = [rows[i] for i in share] or [min(rows, key=run.store.length)]
         batch, last_states = _batch(
             run.store,
             mine,
-            run.loss.chain_steps,
+            run.loss.ttt_steps,
             run.columns,
             run.last_column,
             prompt_weight=options.prompt_loss_weight,
@@ -633,13 +635,13 @@ class _OneByOne:
 def _finish_epoch(run: Run, recipe: Recipe, directory: Path, progress: Progress, epoch: int) -> None:
     """Held-out acceptance after an epoch, and its weights in a folder; both of the averaged weights, where there are."""
     drafter, main = run.loss.drafter, run.accelerator.is_main_process
-    k = min(recipe.train.predict_positions, drafter.max_steps or recipe.train.predict_positions)
-    losses = [loss for (of_epoch, _), loss in zip(run.plan, progress.losses, strict=False) if of_epoch == epoch]
+    k = min(recipe.train.predict_positions, drafter.max_draft_tokens or recipe.train.predict_positions)
+    losses = [loss for (of_epoch, _), loss in zip(run.schedule, progress.losses, strict=False) if of_epoch == epoch]
     figures: dict[str, Any] = {"epoch": epoch + 1, "loss": round(sum(losses) / len(losses), 4), "predicted": {}}
     with _averaged(run):
         tensors = distributed.gather(drafter.state_dict(), keep=main)
         if run.held_out:
-            with distributed.whole_weights(run.model):
+            with distributed.unsharded(run.model):
                 # Each process predicts its share. Counts are whole numbers: their sums do not depend on who counted.
                 mine = run.held_out[run.accelerator.process_index :: run.accelerator.num_processes]
                 predicted = predict_acceptance(
@@ -718,7 +720,7 @@ def _more_predictions(run: Run, recipe: Recipe, directory: Path, published: dict
         tensors = load_target_tensors(run.target.path)
         saved = Checkpoint.load(_epoch_folder(directory, published))
         kind = drafter_class(saved.kind)
-        drafter = kind.make(kind.config_class.from_dict(saved.config), tensors, saved.draft_token_ids)
+        drafter = kind.from_target(kind.config_class.from_dict(saved.config), tensors, saved.draft_token_ids)
         drafter.load_state_dict(saved.tensors)
         found = predict_sampled_acceptance(
             drafter.to(device), _sequences(run, run.held_out), run.columns, k=max(lengths), temperature=options.predict_temperature,

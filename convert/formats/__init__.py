@@ -1,4 +1,4 @@
-"""The formats that drafters are published in, one file each: a table of names, and by what a checkpoint is recognised."""
+"""The formats that drafters are published in, one file each: a table of names, and by what a checkpoint is recognized."""
 
 from __future__ import annotations
 

@@ -9,8 +9,8 @@ from typing import Any
 
 import torch
 
-from draftsmith.convert.contents import EMBEDDING, NOBODY, Contents
-from draftsmith.convert.quantize import dequantised, quantised
+from draftsmith.convert.contents import EMBEDDING, UNKNOWN_TARGET, DraftCheckpoint
+from draftsmith.convert.quantize import dequantized, quantized
 from draftsmith.convert.vocabulary import MAPS, from_tensors, to_tensors
 from draftsmith.convert.weights import Weight, listed, open_weights, read_json, write_safetensors
 from draftsmith.drafters import drafter_class
@@ -28,30 +28,32 @@ class Format:
     """One line, for `draftsmith convert --list`."""
     layouts: Mapping[str, Layout]
     """By kind of drafter."""
-    recognise: Callable[[Mapping[str, Any], Collection[str]], tuple[str, str] | None]
+    recognize: Callable[[Mapping[str, Any], Collection[str]], tuple[str, str] | None]
     """Of `config.json` and the tensors' names: the kind, and what gives it away; None where it is another format."""
     target_name: str = ""
     """Path in `config.json` of the target's name or Hub id, where the format has one."""
     weights_file: str = "model.safetensors"
     """What its readers open."""
 
-    def read(self, directory: Path, kind: str, *, target: Mapping[str, Any], known: Mapping[str, Any]) -> Contents:
+    def read(
+        self, directory: Path, kind: str, *, target: Mapping[str, Any], known: Mapping[str, Any]
+    ) -> DraftCheckpoint:
         """A checkpoint of this format.
 
         Args:
             directory: with `config.json` and the tensors.
             kind: of drafter.
-            target: name, revision and config_hash, where the user named it; else `NOBODY`.
+            target: name, revision and config_hash, where the user named it; else `UNKNOWN_TARGET`.
             known: what the target says of fields that the format leaves out.
 
         Raises:
             UserError: something of it is missing, unknown or contradictory.
         """
         layout = self.layouts[kind]
-        record, weights = dequantised(read_json(directory / "config.json"), open_weights(directory))
+        record, weights = dequantized(read_json(directory / "config.json"), open_weights(directory))
         source = Source(record, {name: weight.shape for name, weight in weights.items()}, known)
         fields = layout.read(source)
-        config = Contents(kind, fields, torch.empty(0), {}, {}).drafter_config()
+        config = DraftCheckpoint(kind, fields, torch.empty(0), {}, {}).drafter_config()
         ids = torch.arange(config.draft_vocab_size)
         if layout.maps_vocabulary:
             maps = {name: weights.pop(name).tensor() for name in MAPS if name in weights}
@@ -63,12 +65,12 @@ class Format:
         named = look_up(record, self.target_name) if self.target_name else None
         if target["name"] is not None:
             whose = dict(target)
-        elif isinstance(own, Mapping) and NOBODY.keys() <= own.keys():
+        elif isinstance(own, Mapping) and UNKNOWN_TARGET.keys() <= own.keys():
             whose = dict(own)
         else:
-            whose = NOBODY | ({"name": named} if isinstance(named, str) else {})
+            whose = UNKNOWN_TARGET | ({"name": named} if isinstance(named, str) else {})
         training = look_up(record, f"{EXTRA}.training")
-        return Contents(
+        return DraftCheckpoint(
             kind, config.to_dict(), ids, ours, whose, dict(training) if isinstance(training, Mapping) else {}
         ).check()  # fmt: skip
 
@@ -102,7 +104,7 @@ class Format:
         return ours
 
     def write(
-        self, contents: Contents, directory: Path, *, dtype: str | None = None, quantise: str | None = None
+        self, contents: DraftCheckpoint, directory: Path, *, dtype: str | None = None, quantize: str | None = None
     ) -> int:
         """Write the checkpoint into `directory`, `config.json` last; returns the bytes of its tensors.
 
@@ -110,26 +112,28 @@ class Format:
             contents: of a kind that the format holds.
             directory: exists.
             dtype: torch's name of the floating-point type; None for that of the source.
-            quantise: linear layers' weights in 8 bits, one of `quantise.SCHEMES`.
+            quantize: linear layers' weights in 8 bits, one of `quantize.SCHEMES`.
 
         Raises:
             UserError: the format has no words for the drafter, or its readers take no such weights.
         """
         record, weights = self.written(contents, dtype=dtype)
-        if quantise is not None:
-            if not self.layouts[contents.kind].quantises:
-                able = [f"{kind}" for kind, layout in self.layouts.items() if layout.quantises]
+        if quantize is not None:
+            if not self.layouts[contents.kind].quantizes:
+                able = [f"{kind}" for kind, layout in self.layouts.items() if layout.quantizes]
                 raise UserError(
                     f"Readers of the format {self.name} take 8-bit weights in drafters of the kind "
                     f"{', '.join(able) or '(none)'}, and this is a drafter of the kind {contents.kind}. Leave --quantize out"
                     f"{'' if able else ', or write the format vllm'}."
                 )
-            record, weights = quantised(record, weights, quantise)
+            record, weights = quantized(record, weights, quantize)
         size = write_safetensors(directory / self.weights_file, weights)
         write_json(directory / "config.json", record)
         return size
 
-    def written(self, contents: Contents, *, dtype: str | None = None) -> tuple[dict[str, Any], dict[str, Weight]]:
+    def written(
+        self, contents: DraftCheckpoint, *, dtype: str | None = None
+    ) -> tuple[dict[str, Any], dict[str, Weight]]:
         """`config.json` and the tensors that `write` writes."""
         layout = self.layouts.get(contents.kind)
         if layout is None:

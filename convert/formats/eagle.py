@@ -15,7 +15,7 @@ from draftsmith.drafters.decoder import LLAMA_FIXED, LLAMA_IGNORED, layer_fields
 from draftsmith.drafters.layout import EXTRA, Entry, Layout, same_names
 
 
-def _recognise(record: Mapping[str, Any], names: Collection[str]) -> tuple[str, str] | None:
+def _recognize(record: Mapping[str, Any], names: Collection[str]) -> tuple[str, str] | None:
     if "fc.weight" not in names or "layers.0.self_attn.q_proj.weight" not in names:
         return None
     if any("hidden_norm" in name or name in ("norm.weight", "d2t") for name in names):
@@ -48,5 +48,5 @@ FORMAT = Format(
             ignored=LLAMA_IGNORED | {"attention_bias"},
         )
     },
-    recognise=_recognise,
+    recognize=_recognize,
 )  # fmt: skip

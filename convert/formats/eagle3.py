@@ -25,7 +25,7 @@ def _are_the_usual(layer_ids: tuple[int, ...]) -> bool:
     return layer_ids == (2, layers // 2, layers - 3)
 
 
-def _recognise(record: Mapping[str, Any], names: Collection[str]) -> tuple[str, str] | None:
+def _recognize(record: Mapping[str, Any], names: Collection[str]) -> tuple[str, str] | None:
     if any(name.startswith("midlayer.") for name in names) and record.get("architectures") == ["LlamaForCausalLM"]:
         return "eagle3", "its layer is called `midlayer` and its architecture LlamaForCausalLM"
     return None
@@ -44,5 +44,5 @@ FORMAT = Format(
             written={"architectures": lambda _: ["LlamaForCausalLM"], "model_type": lambda _: "llama"},
         )
     },
-    recognise=_recognise,
+    recognize=_recognize,
 )

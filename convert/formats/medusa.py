@@ -33,7 +33,7 @@ def _head_shape(axis: int) -> Any:
     return read
 
 
-def _recognise(record: Mapping[str, Any], names: Collection[str]) -> tuple[str, str] | None:
+def _recognize(record: Mapping[str, Any], names: Collection[str]) -> tuple[str, str] | None:
     if any(re.fullmatch(r"\d+\.\d+\.linear\.weight", name) for name in names):
         return "medusa", "its tensors are called `{head}.{layer}.linear.weight`"
     return None
@@ -62,7 +62,7 @@ FORMAT = Format(
                                "transformers_version", "version"}),
         )
     },
-    recognise=_recognise,
+    recognize=_recognize,
     target_name="base_model_name_or_path",
     weights_file="medusa_lm_head.safetensors",
 )  # fmt: skip

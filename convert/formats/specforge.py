@@ -15,7 +15,7 @@ from draftsmith.drafters.eagle3 import eagle3_layout
 from draftsmith.drafters.layout import Entry
 
 
-def _recognise(record: Mapping[str, Any], names: Collection[str]) -> tuple[str, str] | None:
+def _recognize(record: Mapping[str, Any], names: Collection[str]) -> tuple[str, str] | None:
     if not any(name.startswith("midlayer.") for name in names):
         return None
     if record.get("architectures") == ["LlamaForCausalLMEagle3"]:
@@ -38,5 +38,5 @@ FORMAT = Format(
             ignored=frozenset({"target_model_type"}),
         )
     },
-    recognise=_recognise,
+    recognize=_recognize,
 )

@@ -11,7 +11,7 @@ from draftsmith.drafters.eagle3 import eagle3_layout
 from draftsmith.drafters.layout import REQUIRED, Entry
 
 
-def _recognise(record: Mapping[str, Any], names: Collection[str]) -> tuple[str, str] | None:
+def _recognize(record: Mapping[str, Any], names: Collection[str]) -> tuple[str, str] | None:
     kind = record.get("speculators_model_type")
     return (kind, f"its config says `speculators_model_type: {kind}`") if kind == "eagle3" else None
 
@@ -50,6 +50,6 @@ FORMAT = Format(
             ),
         )
     },
-    recognise=_recognise,
+    recognize=_recognize,
     target_name="speculators_config.verifier.name_or_path",
 )

@@ -26,7 +26,7 @@ class _Layouts(Mapping[str, Layout]):
         return len(KINDS)
 
 
-def _recognise(record: Mapping[str, Any], names: Collection[str]) -> tuple[str, str] | None:
+def _recognize(record: Mapping[str, Any], names: Collection[str]) -> tuple[str, str] | None:
     said = record.get("architectures")
     if "speculators_model_type" in record or any(name.startswith("midlayer.") for name in names):
         return None
@@ -47,5 +47,5 @@ FORMAT = Format(
     name="vllm",
     title="what vLLM serves, in its own names",
     layouts=_Layouts(),
-    recognise=_recognise,
+    recognize=_recognize,
 )

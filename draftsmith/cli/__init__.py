@@ -118,7 +118,7 @@ def run(
     the target's config and the recipe's section `plan` (lengths of texts, hardware), and printed with what they assume.
     """
     if plan:
-        from draftsmith.cli.estimate import make_plan, report
+        from draftsmith.cli.plan import make_plan, report
 
         planned = make_plan(load_recipe(recipe, overrides))
         print(json.dumps(planned, indent=2) if as_json else "\n".join(report(planned)))
@@ -177,7 +177,7 @@ def convert(
         Path | None,
         typer.Option(help="With --vocab: the store whose most frequent tokens they are.", show_default=False),
     ] = None,
-    quantise: Annotated[
+    quantize: Annotated[
         str | None,
         typer.Option(
             "--quantize",
@@ -214,7 +214,7 @@ def convert(
             "--dtype": dtype,
             "--vocab": vocabulary,
             "--store": store,
-            "--quantize": quantise,
+            "--quantize": quantize,
         }
         if given := [name for name, value in options.items() if value is not None]:
             raise UserError(
@@ -222,16 +222,16 @@ def convert(
             )
         _run(_convert, source, overrides, runs, as_json)
     else:
-        figures = _convert_any(source, to, out, named, target, dtype, vocabulary, store, quantise, verify)
+        figures = _convert_any(source, to, out, named, target, dtype, vocabulary, store, quantize, verify)
         if as_json:
             print(json.dumps(figures, indent=2))
 
 
 def _convert_any(
     source: Path, to: str, out: Path | None, named: str | None, target: str | None, dtype: str | None, vocabulary: int | None,
-    store: Path | None, quantise: str | None, verify: bool,
+    store: Path | None, quantize: str | None, verify: bool,
 ) -> dict[str, Any]:  # fmt: skip
-    from draftsmith.config.recipe import Target
+    from draftsmith.config.recipe import TargetConfig
     from draftsmith.convert.convert import OWN, convert_checkpoint
     from draftsmith.convert.formats import FORMATS
     from draftsmith.convert.quantize import SCHEMES
@@ -241,7 +241,7 @@ def _convert_any(
 
     for option, value, known in (
         ("--to", to, [OWN, *FORMATS]), ("--from", named, [OWN, *FORMATS]), ("--dtype", dtype, ["float32", "bfloat16", "float16"]),
-        ("--quantize", quantise, [*SCHEMES]),
+        ("--quantize", quantize, [*SCHEMES]),
     ):  # fmt: skip
         if value is not None and value not in known:
             raise UserError(f"`{option} {value}` is none of {', '.join(known)}.")
@@ -255,11 +255,11 @@ def _convert_any(
     info = None
     if target is not None:
         local = Path(target).expanduser()
-        model = Target(model=str(local.resolve()) if local.is_dir() else target)
+        model = TargetConfig(model=str(local.resolve()) if local.is_dir() else target)
         info = describe_target(prepare_target(model), model)
     served = _served_as_made(info) if verify and to == "vllm" else None
     return convert_checkpoint(
-        source, out, to=to, named=named, target=info, dtype=dtype, vocabulary=vocabulary, store=store, quantise=quantise,
+        source, out, to=to, named=named, target=info, dtype=dtype, vocabulary=vocabulary, store=store, quantize=quantize,
         verify=verify, served=served,
     )  # fmt: skip
 
@@ -376,9 +376,9 @@ def serve(
     """vLLM's OpenAI-compatible server with the target and the run's drafter, until interrupted.
 
     The recipe's `serve.method` is another way of speculating (ngram, suffix, draft_model, mtp, a drafter from elsewhere, none),
-    and `serve.options` holds any further option of vLLM's server.
+    and `serve.vllm_args` holds any further option of vLLM's server.
 
-    draftsmith serve recipes/demo.yaml -s 'serve.method={method: ngram}' -s serve.options.max_num_seqs=64
+    draftsmith serve recipes/demo.yaml -s 'serve.method={method: ngram}' -s serve.vllm_args.max_num_seqs=64
     """
     from draftsmith.serve.server import serve as serve_forever
 
@@ -405,9 +405,9 @@ def publish(
         str | None,
         typer.Option(metavar="OWNER/NAME", help="The target's Hub id, where the recipe names a file or a folder."),
     ] = None,
-    licence: Annotated[
+    license: Annotated[
         str | None,
-        typer.Option("--license", metavar="ID", help="The drafter's licence, as in apache-2.0. Absent: the target's."),
+        typer.Option("--license", metavar="ID", help="The drafter's license, as in apache-2.0. Absent: the target's."),
     ] = None,
     evaluation: Annotated[str, typer.Option(metavar="FOLDER", help="The run's evaluation: evaluate.output.")] = "eval",
     without_evaluation: Annotated[
@@ -431,7 +431,7 @@ def publish(
     from draftsmith.target.hub import local_directory
 
     figures = publish_drafter(
-        local_directory(place), repo, private=private, revision=revision, base_model=base_model, licence=licence,
+        local_directory(place), repo, private=private, revision=revision, base_model=base_model, license=license,
         evaluation=None if without_evaluation else evaluation, dry_run=dry_run,
     )  # fmt: skip
     if as_json:

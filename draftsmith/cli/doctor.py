@@ -16,7 +16,7 @@ from typing import Any, Literal
 import torch
 
 from draftsmith.config.drafters import KINDS
-from draftsmith.config.recipe import Engine
+from draftsmith.config.recipe import EngineConfig
 from draftsmith.run import cuda
 from draftsmith.run.errors import UserError
 
@@ -112,7 +112,7 @@ def gpus() -> Finding:
         hidden = " (CUDA_VISIBLE_DEVICES hides them)" if cuda.hidden() else ""
         return Finding("GPUs", f"none{hidden}: everything runs on the CPU", figures={"gpus": []})
     listed, full, old = [], [], []
-    share = Engine().gpu_memory_utilization
+    share = EngineConfig().gpu_memory_utilization
     for index in range(torch.cuda.device_count()):
         about = torch.cuda.get_device_properties(index)
         free, total = torch.cuda.mem_get_info(index)
@@ -269,7 +269,7 @@ def memory() -> Finding:
         f"NUMA node {index}: {total / _GIB:.1f} GiB, {available / _GIB:.1f} available"
         for index, (total, available) in enumerate(nodes)
     )
-    wanted = Engine().kv_cache_gib
+    wanted = EngineConfig().kv_cache_gib
     if not torch.cuda.is_available() and nodes[0][1] < wanted * _GIB:
         advice = (
             f"vLLM on a CPU refuses to start where the node has less available than the KV cache takes (engine.kv_cache_gib, "

@@ -101,7 +101,7 @@ class MedusaOptions(DrafterOptions):
 
     kind: Literal["medusa"] = "medusa"
     num_heads: int = Field(4, ge=1)
-    """Tokens that it can guess ahead; all heads are trained, whatever `chain_steps` says."""
+    """Tokens that it can guess ahead; all heads are trained, whatever `ttt_steps` says."""
     num_layers: int = Field(1, ge=1)
     """Residual blocks in a head."""
     bias: bool = False
@@ -129,7 +129,7 @@ class MlpOptions(DrafterOptions):
 
     kind: Literal["mlp_speculator"] = "mlp_speculator"
     n_predict: int = Field(3, ge=1)
-    """Tokens that it can guess ahead; all are trained, whatever `chain_steps` says."""
+    """Tokens that it can guess ahead; all are trained, whatever `ttt_steps` says."""
     inner_size: int | None = Field(None, ge=1)
     """Width of its state; absent: the target's hidden size."""
     tie_weights: bool = True

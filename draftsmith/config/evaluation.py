@@ -14,7 +14,7 @@ from draftsmith.config.section import Section
 from draftsmith.config.sources import Prompts
 
 
-class Suite(Section):
+class SuiteConfig(Section):
     """One set of prompts to evaluate on."""
 
     prompts: Prompts | Literal["held_out"]
@@ -29,16 +29,16 @@ class Suite(Section):
     in a process with limits that stop accidents and not malice."""
 
     @model_validator(mode="after")
-    def _held_out_has_first_turns(self) -> Suite:
+    def _held_out_has_first_turns(self) -> SuiteConfig:
         if self.prompts == "held_out" and self.turns == "all":
             raise ValueError("`turns: all` needs `prompts` of its own: of what is held out, evaluation has first turns")
         return self
 
 
-class Evaluate(Section):
+class EvaluateConfig(Section):
     """Plain against speculative decoding, in one run."""
 
-    suites: dict[str, Suite] = Field(default_factory=lambda: {"held_out": Suite(prompts="held_out")})
+    suites: dict[str, SuiteConfig] = Field(default_factory=lambda: {"held_out": SuiteConfig(prompts="held_out")})
     only: tuple[str, ...] | None = None
     """Names of the suites to run; absent: all."""
     k: tuple[int, ...] = (1, 2, 3, 4)
@@ -51,20 +51,20 @@ class Evaluate(Section):
     dtypes: tuple[Literal["float32", "bfloat16", "float16"], ...] | None = None
     """Dtypes in which plain decoding and the drafter are timed, beside the target's; absent: those that the machine has arithmetic
     for. The speed-up is quoted over the fastest plain decoding, too."""
-    curve_prompts: int = Field(12, ge=1)
+    step_cost_prompts: int = Field(12, ge=1)
     """Prompts of the first suite on which the cost of a step is timed, one at a time, at every K, in each engine start."""
-    speed_prompts: int = Field(16, ge=1)
+    timing_prompts: int = Field(16, ge=1)
     """Prompts of each suite timed with one request in flight, drawn with the recipe's seed so that every category has its share."""
-    speed_tokens: int = Field(64, ge=2)
+    timing_tokens: int = Field(64, ge=2)
     """Response tokens of a timed prompt."""
-    batch_size: int = Field(32, ge=1)
+    acceptance_batch_size: int = Field(32, ge=1)
     """Sequences at once where acceptance and identity, not speed, are measured."""
-    batch_sizes: tuple[Annotated[int, Field(ge=1)], ...] = ()
+    concurrency: tuple[Annotated[int, Field(ge=1)], ...] = ()
     """Numbers of requests in flight at which throughput and latency are measured too, on the first suite's prompts: ten requests
     and more for each in flight, the next one as soon as one ends."""
     request_rates: tuple[Annotated[float, Field(gt=0)], ...] = ()
     """Requests a second at which two servers, plain and speculative, are asked the first suite's prompts by vLLM's own load
-    generator, `speed_tokens` long, for latency and throughput."""
+    generator, `timing_tokens` long, for latency and throughput."""
     request_prompts: int = Field(32, ge=1)
     """How many of them, at every rate."""
     examples: int = Field(3, ge=0)
@@ -75,12 +75,12 @@ class Evaluate(Section):
     """Folder of the results inside the run."""
 
 
-class Tune(Section):
+class TuneConfig(Section):
     """What `draftsmith tune` measures."""
 
     k: tuple[Annotated[int, Field(ge=1)], ...] = Field((1, 2, 3, 4, 5), min_length=1)
     """Numbers of speculative tokens, each with an engine of its own."""
-    batch_sizes: tuple[Annotated[int, Field(ge=1)], ...] = Field((1, 4, 16), min_length=1)
+    concurrency: tuple[Annotated[int, Field(ge=1)], ...] = Field((1, 4, 16), min_length=1)
     """Numbers of sequences at once."""
     suite: str | None = None
     """Whose prompts; absent: the first suite of `evaluate`."""
@@ -94,11 +94,11 @@ class Tune(Section):
     """Folder of the results inside the run."""
 
 
-class Serve(Section):
+class ServeConfig(Section):
     """How `draftsmith serve` serves."""
 
     method: AnyMethod | None = None
     """Absent: the run's drafter, with the number of speculative tokens that its evaluation chose."""
-    options: dict[str, Any] = Field(default_factory=dict)
+    vllm_args: dict[str, Any] = Field(default_factory=dict)
     """Further options of vLLM's server by their names, as in `{ max_num_seqs: 64, enable_prefix_caching: true }`, passed on
     as they are; to the servers of `evaluate.request_rates` too."""

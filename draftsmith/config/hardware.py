@@ -28,11 +28,11 @@ class Hardware(Section):
     """Plain (uncompressed) states that an extraction checks, compresses and writes, in 10^6 bytes/s a machine."""
     load_mb_per_second: float = Field(gt=0)
     """Plain states that a training process reads, checks and decompresses, in 10^6 bytes/s."""
-    prefill_utilisation: float = Field(gt=0, le=1)
+    prefill_utilization: float = Field(gt=0, le=1)
     """Share of `matmul_tflops` that prefill reaches."""
-    decode_utilisation: float = Field(gt=0, le=1)
+    decode_utilization: float = Field(gt=0, le=1)
     """Share of `matmul_tflops` or of `memory_gb_per_second`, whichever limits, that decoding reaches."""
-    train_utilisation: float = Field(gt=0, le=1)
+    train_utilization: float = Field(gt=0, le=1)
     """Share of `matmul_tflops` that training reaches."""
     start_seconds: float = Field(60, ge=0)
     """Until an engine answers: loading, compiling, warming up."""

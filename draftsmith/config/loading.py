@@ -18,6 +18,29 @@ from pydantic import (
 from draftsmith.config.recipe import Recipe
 from draftsmith.run.errors import UserError
 
+RENAMED = {
+    "train.accumulate": "train.gradient_accumulation_steps",
+    "train.shard": "train.fsdp",
+    "train.warmup": "train.warmup_ratio",
+    "train.schedule": "train.lr_schedule",
+    "train.keep": "train.publish_epoch",
+    "train.keep_last": "train.keep_last_epochs",
+    "train.more_stores": "train.extra_stores",
+    "train.chain_steps": "train.ttt_steps",
+    "train.chain_decay": "train.ttt_loss_decay",
+    "evaluate.batch_size": "evaluate.acceptance_batch_size",
+    "evaluate.batch_sizes": "evaluate.concurrency",
+    "evaluate.curve_prompts": "evaluate.step_cost_prompts",
+    "evaluate.speed_prompts": "evaluate.timing_prompts",
+    "evaluate.speed_tokens": "evaluate.timing_tokens",
+    "tune.batch_sizes": "tune.concurrency",
+    "serve.options": "serve.vllm_args",
+    "plan.hardware.prefill_utilisation": "plan.hardware.prefill_utilization",
+    "plan.hardware.decode_utilisation": "plan.hardware.decode_utilization",
+    "plan.hardware.train_utilisation": "plan.hardware.train_utilization",
+}
+"""Keys of earlier versions, and what they are called now."""
+
 
 def load_recipe(path: str | Path, overrides: list[str] | None = None) -> Recipe:
     """Read, override and check a recipe.
@@ -42,9 +65,8 @@ def load_recipe(path: str | Path, overrides: list[str] | None = None) -> Recipe:
         raise UserError(f"{path} must be a YAML mapping with the keys {', '.join(Recipe.model_fields)}.")
     for override in overrides or []:
         _apply_override(data, override)
-    _resolve_paths(data, path.resolve().parent)
     try:
-        return Recipe.model_validate(data)
+        return Recipe.model_validate(data, context=path.resolve().parent)
     except ValidationError as error:
         raise UserError(_explain(error, path)) from None
 
@@ -72,32 +94,22 @@ def _apply_override(data: dict[str, Any], override: str) -> None:
     node[leaf] = value
 
 
-def _resolve_paths(node: Any, folder: Path) -> None:
-    """Make every `path` (and a target directory given relatively) absolute, in place."""
-    if isinstance(node, dict):
-        for key, value in node.items():
-            if (key == "path" and isinstance(value, str)) or (
-                key == "model" and isinstance(value, str) and value.startswith((".", "~", "/"))
-            ):
-                node[key] = str((folder / Path(value).expanduser()).resolve())
-            else:
-                _resolve_paths(value, folder)
-
-
 def _explain(error: ValidationError, path: Path) -> str:
     """One paragraph for a schema error: the first few problems, each with the nearest known key."""
     problems = []
     for item in error.errors()[:4]:
         location, _ = _place(item["loc"])
         where = ".".join(location) or "the recipe"
-        if item["type"] == "extra_forbidden":
+        if (new := RENAMED.get(where)) is not None:
+            problems.append(f"`{where}` is now called `{new}`")
+        elif item["type"] == "extra_forbidden":
             _, known = _place(item["loc"][:-1])
-            problems.append(f"unknown key `{where}` ({_hint(location[-1], known)})")
+            problems.append(f"unknown key `{where}` ({_hint(location[-1], 'known keys', known)})")
         elif item["type"] == "union_tag_invalid":
             context = item["ctx"]
             known = [tag.strip("' ") for tag in context["expected_tags"].split(",")]
             name = context["discriminator"].strip("'")
-            problems.append(f"`{where}.{name}` is `{context['tag']}` ({_hint(context['tag'], known)})")
+            problems.append(f"`{where}.{name}` is `{context['tag']}` ({_hint(context['tag'], 'known', known)})")
         elif item["type"] == "missing":
             problems.append(f"`{where}` is missing")
         else:
@@ -105,9 +117,9 @@ def _explain(error: ValidationError, path: Path) -> str:
     return f"{path} is not a valid recipe: {'; '.join(problems)}."
 
 
-def _hint(given: str, known: Sequence[str]) -> str:
+def _hint(given: str, what: str, known: Sequence[str]) -> str:
     near = difflib.get_close_matches(given, known, n=1, cutoff=0.5)
-    return f"did you mean `{near[0]}`? " * bool(near) + f"known: {', '.join(sorted(known))}"
+    return f"did you mean `{near[0]}`?" if near else f"{what}: {', '.join(sorted(known))}"
 
 
 def _place(location: Sequence[str | int]) -> tuple[list[str], list[str]]:

@@ -10,7 +10,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import Field, model_validator
 
-from draftsmith.config.section import Section
+from draftsmith.config.section import ModelName, Section
 
 
 class Method(Section):
@@ -95,7 +95,7 @@ class DraftModel(Method):
     """A smaller model with the target's vocabulary guesses."""
 
     method: Literal["draft_model"]
-    model: str
+    model: ModelName
     """Its Hub id or folder."""
     revision: str | None = None
     """With a Hub id: its revision."""
@@ -106,7 +106,7 @@ class Drafter(Method):
     """A trained drafter: the run's own, or another."""
 
     method: Literal["eagle", "eagle3", "medusa", "mlp_speculator"]
-    model: str | None = None
+    model: ModelName | None = None
     """A folder that vLLM loads (`draftsmith convert --to vllm`) or its Hub id; absent: the run's own."""
     revision: str | None = None
     """With a Hub id: its revision."""

@@ -15,17 +15,17 @@ from pydantic import (
 )
 
 from draftsmith.config.drafters import AnyDrafterOptions, Eagle3Options
-from draftsmith.config.evaluation import Evaluate, Serve, Tune
+from draftsmith.config.evaluation import EvaluateConfig, ServeConfig, TuneConfig
 from draftsmith.config.hardware import Assumptions
 from draftsmith.config.methods import NoSpeculation
-from draftsmith.config.section import Section
+from draftsmith.config.section import LocalPath, ModelName, Section
 from draftsmith.config.sources import FileSource, Prompts
 
 
-class Target(Section):
+class TargetConfig(Section):
     """The model to make faster: a Hub id, a local directory, or a GGUF file."""
 
-    model: str | None = None
+    model: ModelName | None = None
     """A Hugging Face Hub id (`owner/name`) or a local model directory."""
     revision: str | None = None
     """Hub revision; with a Hub id only."""
@@ -35,13 +35,13 @@ class Target(Section):
     """What the target computes in, and what the store holds. float32 for exact comparisons and for CPUs without bf16."""
 
     @model_validator(mode="after")
-    def _one_origin(self) -> Target:
+    def _one_origin(self) -> TargetConfig:
         if (self.model is None) == (self.gguf is None):
             raise ValueError("give either `model` (Hub id or directory) or `gguf`, not both and not neither")
         return self
 
 
-class Engine(Section):
+class EngineConfig(Section):
     """How vLLM runs the target, the same for extraction and for evaluation."""
 
     max_model_len: int = Field(2048, ge=16)
@@ -58,7 +58,7 @@ class Engine(Section):
     """GPUs that the target is split over."""
 
 
-class Extract(Section):
+class ExtractConfig(Section):
     """Prompts to store: the target answers, and its hidden states are saved as it does."""
 
     prompts: Prompts
@@ -114,7 +114,7 @@ class Extract(Section):
     Without it, a disk that fills up stops the extraction cleanly; it continues when there is room."""
 
     @model_validator(mode="after")
-    def _samples_differ(self) -> Extract:
+    def _samples_differ(self) -> ExtractConfig:
         if self.samples > 1 and (self.temperature == 0 or self.mode == "prefill"):
             raise ValueError(
                 "`samples` above 1 needs `mode: generate` and a `temperature` above 0: greedy answers are alike"
@@ -132,11 +132,11 @@ class Extract(Section):
 class StoreFolder(Section):
     """A finished store of another run."""
 
-    path: str
+    path: LocalPath
     """Its folder (`runs/OTHER/store`); relative paths are relative to the recipe."""
 
 
-class Train(Section):
+class TrainConfig(Section):
     """Store to checkpoint."""
 
     drafter: AnyDrafterOptions = Eagle3Options()
@@ -145,10 +145,10 @@ class Train(Section):
     """Passes over the training part of the store."""
     tokens_per_step: int = Field(2048, ge=16)
     """Packed tokens in one optimizer step: of all processes and micro-batches together, so that the steps of a run are
-    the same on any number of processes. Each works on tokens_per_step / (processes * accumulate) at once."""
-    accumulate: int = Field(1, ge=1)
+    the same on any number of processes. Each works on tokens_per_step / (processes * gradient_accumulation_steps) at once."""
+    gradient_accumulation_steps: int = Field(1, ge=1)
     """Micro-batches of each process in one optimizer step, one after the other: less memory, the same result."""
-    shard: bool = False
+    fsdp: bool = False
     """With several processes (`accelerate launch`): each holds a part of the weights, gradients and optimizer states
     (FSDP2) instead of all of them (DDP)."""
     precision: Literal["float32", "bfloat16"] | None = None
@@ -156,19 +156,19 @@ class Train(Section):
     Absent: bfloat16 on GPUs, which have ten times float32's rate in it, and float32 on CPUs; `stage.json` says which it was."""
     activation_checkpointing: bool = False
     """Compute the widest layers again in the backward pass instead of keeping what they computed: less memory, more time."""
-    chain_steps: int = Field(3, ge=1)
+    ttt_steps: int = Field(3, ge=1)
     """Steps of the chain that are trained (training-time test)."""
-    chain_decay: float = Field(0.8, gt=0, le=1)
-    """Chain step k's loss has weight chain_decay**k."""
+    ttt_loss_decay: float = Field(0.8, gt=0, le=1)
+    """Chain step k's loss has weight ttt_loss_decay**k."""
     optimizer: Literal["muon", "adamw"] = "muon"
     """`muon`: Muon for the matrices, AdamW for the rest. `adamw`: AdamW for all."""
     lr: float = Field(3e-4, gt=0)
     """AdamW's peak learning rate."""
     muon_lr: float = Field(2e-3, gt=0)
     """Muon's peak learning rate."""
-    warmup: float = Field(0.05, ge=0, lt=1)
+    warmup_ratio: float = Field(0.05, ge=0, lt=1)
     """Share of the steps in which the learning rate rises linearly."""
-    schedule: Literal["cosine", "linear", "constant"] = "cosine"
+    lr_schedule: Literal["cosine", "linear", "constant"] = "cosine"
     """How it goes on after that: falls to zero, with a cosine or a line, or stays."""
     ema: float | None = Field(None, gt=0, lt=1)
     """Decay of an exponential moving average of the weights, which is then what is evaluated and published (0.99 to 0.9999;
@@ -185,15 +185,15 @@ class Train(Section):
     the batch, and some drawn by chance that stand for the rest; absent: over all. Each micro-batch chooses its own, so the loss then depends a little on their number and that of processes."""
     prompt_loss_weight: float = Field(0.0, ge=0, le=1)
     """Weight of the loss on prompt tokens (response tokens have 1)."""
-    more_stores: tuple[StoreFolder, ...] = ()
+    extra_stores: tuple[StoreFolder, ...] = ()
     """Further stores to train on, of the same target, layer ids and sampling; a conversation that several hold counts
     once, and is held out if it is held out in any."""
     save_every_steps: int = Field(25, ge=1)
     """Optimizer steps between resumable snapshots. There is one at the end of every epoch, too, and when the process gets
     SIGUSR1, or SIGTERM, after which it stops."""
-    keep: Literal["best", "last"] = "best"
+    publish_epoch: Literal["best", "last"] = "best"
     """Publish the weights of the epoch with the best predicted acceptance, or those of the last."""
-    keep_last: int = Field(0, ge=0)
+    keep_last_epochs: int = Field(0, ge=0)
     """Leave the weights of this many last epochs beside what is published, as `checkpoint/epoch-N`."""
     state_dropout: float = Field(0.0, ge=0, lt=1)
     """Dropout on the target's states as the drafter reads them, in training. It helps Medusa and MLP speculators on small
@@ -216,17 +216,24 @@ class Train(Section):
     def inputs(self) -> dict[str, Any]:
         """What the outcome depends on: all of it but how the work is spread, saved and watched. A run goes on from its
         snapshot when only that changed."""
-        spread = {"accumulate", "shard", "activation_checkpointing", "save_every_steps", "keep_last", "tracker"}
+        spread = {
+            "gradient_accumulation_steps",
+            "fsdp",
+            "activation_checkpointing",
+            "save_every_steps",
+            "keep_last_epochs",
+            "tracker",
+        }
         return self.model_dump(mode="json", exclude=spread)
 
     @model_validator(mode="after")
-    def _loss_has_a_distribution(self) -> Train:
+    def _loss_has_a_distribution(self) -> TrainConfig:
         if self.loss != "cross_entropy" and getattr(self.drafter, "targets", "distribution") != "distribution":
             raise ValueError(f"`loss: {self.loss}` needs `targets: distribution` in the drafter's options")
         return self
 
 
-class Convert(Section):
+class ConvertConfig(Section):
     """Checkpoint to the directory that vLLM loads."""
 
     dtype: Literal["float32", "bfloat16", "float16"] | None = None
@@ -242,14 +249,14 @@ class Recipe(Section):
     name: str = Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]*$")
     """The run's folder: `runs/NAME`."""
     seed: int = 0
-    target: Target
-    engine: Engine = Engine()
-    extract: Extract
-    train: Train = Train()
-    convert: Convert = Convert()
-    evaluate: Evaluate = Evaluate()
-    tune: Tune = Tune()
-    serve: Serve = Serve()
+    target: TargetConfig
+    engine: EngineConfig = EngineConfig()
+    extract: ExtractConfig
+    train: TrainConfig = TrainConfig()
+    convert: ConvertConfig = ConvertConfig()
+    evaluate: EvaluateConfig = EvaluateConfig()
+    tune: TuneConfig = TuneConfig()
+    serve: ServeConfig = ServeConfig()
     plan: Assumptions | None = None
 
     @model_validator(mode="after")
@@ -271,7 +278,7 @@ class Recipe(Section):
 
     @field_validator("evaluate")
     @classmethod
-    def _suites_exist(cls, value: Evaluate) -> Evaluate:
+    def _suites_exist(cls, value: EvaluateConfig) -> EvaluateConfig:
         for name in value.only or ():
             if name not in value.suites:
                 raise ValueError(f"`only` names `{name}`, which is not a suite; suites: {', '.join(value.suites)}")

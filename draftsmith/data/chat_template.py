@@ -1,6 +1,6 @@
 """Conversations to tokens, and which of the tokens the assistant said.
 
-A conversation is one sequence: it is rendered once with the target's chat template and the whole text is tokenised
+A conversation is one sequence: it is rendered once with the target's chat template and the whole text is tokenized
 once, never in pieces. An assistant's turn is what the target itself produces there: everything after what the
 generation prompt renders, up to and including the token that ends the turn. The template's text after that token,
 often a line break, is not part of it.
@@ -23,7 +23,7 @@ turns or tools out) gives an error for that conversation, never a guess. A templ
 itself which text is the assistant's, and is believed.
 
 A token belongs to the side of its first character. One that begins in the prompt and runs on into the answer is the
-prompt's: at serving, the prompt's text is tokenised before there is an answer, so the target cannot produce it.
+prompt's: at serving, the prompt's text is tokenized before there is an answer, so the target cannot produce it.
 """
 
 from __future__ import annotations
@@ -154,7 +154,7 @@ class Renderer:
         return texts[0], spans[0]
 
     def _span(self, messages: list[dict[str, Any]], turn: int, tools: Any, text: str, after: int) -> tuple[int, int]:
-        """Characters [start, end) of `text` that the assistant produces in message `turn`; `start` is not before
+        """Characters [start, end) of `text` that the assistant produces in message `turn`; `init_from_target` is not before
         `after`."""
         first, last = self._words(messages, turn, tools, text)
         prompt = self._render(messages[:turn], tools, answer_next=True)

@@ -45,7 +45,7 @@ class Conversation:
     document: str | None = None
     """A plain text, to be read without a chat template."""
     token_ids: list[int] | None = None
-    """Tokens, where the row is tokenised already."""
+    """Tokens, where the row is tokenized already."""
     loss_mask: list[bool] | None = None
     """With `token_ids`: which of them are to be learnt; absent: all."""
     category: str | None = field(default=None, compare=False)
@@ -109,7 +109,7 @@ class Skip(Exception):
 
 
 @dataclass
-class Skips:
+class RejectedRows:
     """Rows that were not used: how many for each reason, and where the first one is."""
 
     _rows: dict[str, int] = field(default_factory=dict)

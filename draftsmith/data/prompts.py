@@ -7,10 +7,10 @@ import random
 from collections.abc import Iterable, Iterator, Mapping
 from itertools import islice
 
-from draftsmith.config.evaluation import Suite
-from draftsmith.config.recipe import Extract
+from draftsmith.config.evaluation import SuiteConfig
+from draftsmith.config.recipe import ExtractConfig
 from draftsmith.config.sources import Prompts
-from draftsmith.data.conversations import EXPECTED, Conversation, Skip, Skips, detect, parse
+from draftsmith.data.conversations import EXPECTED, Conversation, RejectedRows, Skip, detect, parse
 from draftsmith.data.overlap import Known, numbers_of
 from draftsmith.data.rows import Unreadable, name_of, read_rows
 from draftsmith.run.errors import UserError
@@ -31,18 +31,18 @@ def load_prompts(source: Prompts, *, whole: bool = False) -> list[Prompt]:
     return list(read_conversations(source, whole=whole, skips=None))
 
 
-def training_and_held_out(extract: Extract) -> tuple[list[Prompt], list[Prompt]]:
+def training_and_held_out(extract: ExtractConfig) -> tuple[list[Prompt], list[Prompt]]:
     """The training and the held-out prompts of a run; no text is in both, and none is in training twice.
 
     Raises:
         UserError: either set cannot be read or comes out empty although the recipe asks for it.
     """
-    prompts = list(split(extract, whole=False, skips=Skips()))
+    prompts = list(split(extract, whole=False, skips=RejectedRows()))
     return [one for one, held_out in prompts if not held_out], [one for one, held_out in prompts if held_out]
 
 
 def split(
-    extract: Extract, *, whole: bool, skips: Skips, apart_from: Mapping[str, Suite] | None = None
+    extract: ExtractConfig, *, whole: bool, skips: RejectedRows, apart_from: Mapping[str, SuiteConfig] | None = None
 ) -> Iterator[tuple[Conversation, bool]]:
     """The conversations of a run, one at a time, each with whether it is held out.
 
@@ -65,9 +65,9 @@ def split(
         known.append(known_of(whole_suite(suite), label=f"the suite `{name}`"))
     # Two passes before the one that counts: over what is held out, and over what boilerplate it shares with the rest.
     if extract.held_out is not None:
-        held_out = _distinct(extract.held_out, whole, Skips())
+        held_out = _distinct(extract.held_out, whole, RejectedRows())
     else:
-        held_out = (one for one in _distinct(extract.prompts, whole, Skips()) if _uniform(one) < fraction)
+        held_out = (one for one in _distinct(extract.prompts, whole, RejectedRows()) if _uniform(one) < fraction)
     if extract.held_out is not None or fraction > 0:
         mine = known_of(held_out, label="the held-out prompts", of_a_kind=True)
         known.append(mine)
@@ -76,7 +76,7 @@ def split(
                 f"`extract.held_out_fraction: {fraction}` of the prompts in {name_of(extract.prompts)} holds none out. "
                 "Raise it, or name a held-out file in `extract.held_out`."
             )
-        for other in _distinct(extract.prompts, whole, Skips()):
+        for other in _distinct(extract.prompts, whole, RejectedRows()):
             if _uniform(other) >= fraction:
                 mine.count([numbers_of(text) for text in other.asked])
     some = False
@@ -102,7 +102,7 @@ def split(
             yield conversation, True
 
 
-def whole_suite(suite: Suite) -> Iterator[Conversation]:
+def whole_suite(suite: SuiteConfig) -> Iterator[Conversation]:
     """All that a suite could ask: every row of its source, whatever `limit` and `max_chars` leave of it.
 
     Held-out prompts have no source of their own: nothing for them.
@@ -130,7 +130,7 @@ def known_of(conversations: Iterable[Conversation], *, label: str | None = None,
     return known
 
 
-def read_conversations(source: Prompts, *, whole: bool, skips: Skips | None) -> Iterator[Conversation]:
+def read_conversations(source: Prompts, *, whole: bool, skips: RejectedRows | None) -> Iterator[Conversation]:
     """The conversations that `source` names, in its order, one at a time; `limit` draws as `load_prompts` says.
 
     Args:
@@ -146,16 +146,16 @@ def read_conversations(source: Prompts, *, whole: bool, skips: Skips | None) -> 
     elif source.dataset is not None:  # shuffled already; the rest is not fetched
         yield from islice(_usable(source, whole, skips), source.limit)
     else:
-        total = sum(1 for _ in _usable(source, whole, None if skips is None else Skips()))
+        total = sum(1 for _ in _usable(source, whole, None if skips is None else RejectedRows()))
         drawn = set(range(total))
         if source.limit < total:
             drawn = set(random.Random(source.seed).sample(range(total), source.limit))
         yield from (found for i, found in enumerate(_usable(source, whole, skips)) if i in drawn)
 
 
-def _usable(source: Prompts, whole: bool, skips: Skips | None) -> Iterator[Conversation]:
+def _usable(source: Prompts, whole: bool, skips: RejectedRows | None) -> Iterator[Conversation]:
     """Every row that is a conversation; the others are counted, or errors where there is no `skips`."""
-    strict, skips = skips is None, Skips() if skips is None else skips
+    strict, skips = skips is None, RejectedRows() if skips is None else skips
     format: str | None = None if source.format == "auto" else source.format
     ids: set[int] = set()
     rows = parsed = usable = 0
@@ -209,11 +209,11 @@ def _bad_row(source: Prompts, where: str, row: object, format: str, error: Value
     return f"{name_of(source)}, {where}: {error}."
 
 
-def _distinct(source: Prompts, whole: bool, skips: Skips) -> Iterator[Conversation]:
+def _distinct(source: Prompts, whole: bool, skips: RejectedRows) -> Iterator[Conversation]:
     """The first of each: of prompts, each wording but for case and white space; of whole conversations, each text."""
     seen: set[int] = set()
     for conversation in read_conversations(source, whole=whole, skips=skips):
-        key = conversation.sample_id if whole else hash(_normalised(conversation))
+        key = conversation.sample_id if whole else hash(_normalized(conversation))
         if key in seen:
             skips.add("the same conversation is there twice", conversation.where)
             continue
@@ -221,11 +221,11 @@ def _distinct(source: Prompts, whole: bool, skips: Skips) -> Iterator[Conversati
         yield conversation
 
 
-def _normalised(conversation: Conversation) -> str:
+def _normalized(conversation: Conversation) -> str:
     return " ".join(conversation.text.casefold().split())
 
 
 def _uniform(conversation: Conversation) -> float:
     """A number in [0, 1) that depends on the conversation's opening alone."""
-    found = hashlib.sha256(_normalised(conversation).encode()).digest()
+    found = hashlib.sha256(_normalized(conversation).encode()).digest()
     return int.from_bytes(found[:8], "big") / 2**64

@@ -56,13 +56,13 @@ class ChainStep:
     """[Q, H']: what the head reads."""
     head: torch.Tensor
     """[V, H']: the head of this step; logits over the draft vocabulary are their product."""
-    counts: torch.Tensor
+    loss_weights: torch.Tensor
     """[Q]: weight of each row in the loss."""
 
 
 @dataclass(frozen=True)
-class StartCost:
-    """What `Drafter.start` takes, on the drafter's device."""
+class InitCost:
+    """What `Drafter.init_from_target` takes, on the drafter's device."""
 
     flop: float
     """Floating-point operations, all in float32; of what is no product, as Golub and Van Loan count: n^3 / 3 for a Cholesky
@@ -85,7 +85,7 @@ class Drafter(nn.Module, ABC):
     config: DrafterConfig
     draft_token_ids: torch.Tensor
     """int64 [V] ascending: target id of each draft token."""
-    max_steps: int | None = None
+    max_draft_tokens: int | None = None
     """Tokens that it can guess ahead, where its shape decides that; all of them are trained."""
 
     @staticmethod
@@ -94,7 +94,7 @@ class Drafter(nn.Module, ABC):
         return (last,)
 
     @classmethod
-    def known_from_target(cls, target: TargetInfo) -> dict[str, Any]:
+    def config_defaults(cls, target: TargetInfo) -> dict[str, Any]:
         """Fields of the config that the target decides where a published checkpoint does not say them."""
         return {"layer_ids": (target.num_hidden_layers,), "rms_norm_eps": target.config.rms_norm_eps}
 
@@ -107,19 +107,19 @@ class Drafter(nn.Module, ABC):
 
     @classmethod
     @abstractmethod
-    def make(cls, config: Any, tensors: TargetTensors, draft_token_ids: torch.Tensor) -> Self:
+    def from_target(cls, config: Any, tensors: TargetTensors, draft_token_ids: torch.Tensor) -> Self:
         """The module in float32, on the CPU, with what it shares with the target."""
 
     @abstractmethod
-    def start(self, tensors: TargetTensors, batches: Iterable[tuple[Batch, torch.Tensor]]) -> None:
-        """Initialise the parameters in place, on the device that they are on, from the target's weights (on the CPU) and from
+    def init_from_target(self, tensors: TargetTensors, batches: Iterable[tuple[Batch, torch.Tensor]]) -> None:
+        """Initialize the parameters in place, on the device that they are on, from the target's weights (on the CPU) and from
         sequences of the store (on the parameters' device), one a batch, with the target's last states [T, H] beside. They may be
         read as far as they help, and several times."""
 
     @staticmethod
     @abstractmethod
-    def start_cost(config: Any, *, rows: int, answered: int) -> StartCost:
-        """What `start` takes where the store has so many rows, `answered` of which a token is predicted from."""
+    def init_cost(config: Any, *, rows: int, answered: int) -> InitCost:
+        """What `init_from_target` takes where the store has so many rows, `answered` of which a token is predicted from."""
 
     def loss_terms(self, options: Any) -> LossTerms:
         """What the kind is taught."""
@@ -129,22 +129,22 @@ class Drafter(nn.Module, ABC):
     def head_parameters(self) -> list[nn.Parameter]:
         """The drafter's own vocabulary heads, which `train.train_lm_head` trains or freezes."""
 
-    def table_parameters(self) -> list[nn.Parameter]:
+    def embedding_parameters(self) -> list[nn.Parameter]:
         """Other parameters that have a row a token: matrices by shape only, so AdamW trains them."""
         return []
 
-    def wide_modules(self) -> list[nn.Module]:
+    def recompute_modules(self) -> list[nn.Module]:
         """Modules that keep much more for the backward pass than they read: `train.activation_checkpointing`'s."""
         return []
 
     @abstractmethod
-    def chain(self, batch: Batch, *, steps: int, own_guesses: bool = False) -> Iterator[ChainStep]:
+    def chain(self, batch: Batch, *, steps: int, autoregressive: bool = False) -> Iterator[ChainStep]:
         """Run the chain from every row that counts at some step, and yield each step's output.
 
         Args:
             batch: packed rows; its `hidden_states` are those of the config's layer ids.
             steps: chain steps, at most the batch's K.
-            own_guesses: steps after the first read the drafter's own greedy tokens, as in serving, and not the
+            autoregressive: steps after the first read the drafter's own greedy tokens, as in serving, and not the
                 true ones, as in training.
         """
 
@@ -155,6 +155,6 @@ class Drafter(nn.Module, ABC):
 
     @staticmethod
     @abstractmethod
-    def passes(config: Any, steps: int) -> dict[str, tuple[int, int]]:
+    def matmul_counts(config: Any, steps: int) -> dict[str, tuple[int, int]]:
         """How often a chain of so many steps multiplies each matrix of `shapes` (heads and tables left out): with a row
         that nothing is predicted from, and with one that something is. What training costs follows from it."""

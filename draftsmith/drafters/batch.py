@@ -17,9 +17,9 @@ class Batch:
 
     hidden_states: torch.Tensor
     """[T, n, H]: the target's states at p, one per layer id, in the store's order."""
-    following: torch.Tensor
+    next_tokens: torch.Tensor
     """int64 [T, K + 1]: the tokens x_{p+1} ... x_{p+1+K}; 0 past the document's end."""
-    counts: torch.Tensor
+    loss_weights: torch.Tensor
     """[T, K]: weight in the loss of predicting x_{p+2+k}; 0 past the document's end."""
     positions: torch.Tensor
     """int64 [T]: position in the document."""

@@ -86,7 +86,7 @@ class DecoderConfig(DrafterConfig):
             f"layers.{index}.mlp.down_proj.weight": (hidden, inner),
         }
 
-    def layer_passes(self, steps: int) -> dict[str, tuple[int, int]]:
+    def layer_matmul_counts(self, steps: int) -> dict[str, tuple[int, int]]:
         """`Drafter.passes` of the layers: rows without a prediction are attended to, and leave the last layer after that."""
         passes = {}
         for index in range(self.num_layers):
@@ -344,23 +344,23 @@ class DecoderDrafter(Drafter):
         """[V, H]"""
 
     @classmethod
-    def known_from_target(cls, target: TargetInfo) -> dict[str, Any]:
+    def config_defaults(cls, target: TargetInfo) -> dict[str, Any]:
         return {"layer_ids": (target.num_hidden_layers,)}
 
     def decoder_layers(self) -> list[DecoderLayer]:
         """`layers`, typed."""
         return [layer for layer in self.layers if isinstance(layer, DecoderLayer)]
 
-    def wide_modules(self) -> list[nn.Module]:
+    def recompute_modules(self) -> list[nn.Module]:
         return [layer.mlp for layer in self.decoder_layers()]
 
-    def chain(self, batch: Batch, *, steps: int, own_guesses: bool = False) -> Iterator[ChainStep]:
+    def chain(self, batch: Batch, *, steps: int, autoregressive: bool = False) -> Iterator[ChainStep]:
         heads = self.config.num_attention_heads
-        queries = batch.counts[:, :steps].sum(1).nonzero()[:, 0]
+        queries = batch.loss_weights[:, :steps].sum(1).nonzero()[:, 0]
         # Only rows that are predicted from run through the last layer; the others are there to be attended to.
         predicted = _Tiles(batch, queries, heads)
         everything: _Tiles | None = None
-        state, tokens, positions = self.first_state(batch), batch.following[:, 0], batch.positions
+        state, tokens, positions = self.first_state(batch), batch.next_tokens[:, 0], batch.positions
         context: list[_KeysValues] = []  # per layer: step-0 keys and values of all rows, [M, T, C]
         own: list[list[_KeysValues]] = [[] for _ in self.layers]  # per layer: one pair per later step, packed
         for k in range(steps):
@@ -385,12 +385,12 @@ class DecoderDrafter(Drafter):
                 state = residual + layer.self_attn.o_proj(mixed)
                 state = state + layer.mlp(layer.post_attention_layernorm(state))
             read, state = self.outputs(state)
-            yield ChainStep(read, self.head(), batch.counts[queries, k])
+            yield ChainStep(read, self.head(), batch.loss_weights[queries, k])
             positions = batch.positions[queries] + k + 1
-            if own_guesses:
+            if autoregressive:
                 tokens = self.draft_token_ids[F.linear(read, self.head()).argmax(-1)]
             else:
-                tokens = batch.following[queries, k + 1]
+                tokens = batch.next_tokens[queries, k + 1]
 
     def inverse_frequencies(self) -> torch.Tensor:
         """[C / 2]: radians that each rotary pair turns per position."""

@@ -26,7 +26,7 @@ from torch import nn
 from torch.nn import functional as F
 
 from draftsmith.config.drafters import EagleOptions
-from draftsmith.drafters.base import LossTerms, StartCost
+from draftsmith.drafters.base import InitCost, LossTerms
 from draftsmith.drafters.batch import Batch
 from draftsmith.drafters.decoder import (
     LLAMA_FIXED,
@@ -70,7 +70,7 @@ _VLLM = Layout(
     },
     ignored=LLAMA_IGNORED,
     only={"fc_bias": (False,)},
-    quantises=True,
+    quantizes=True,
 )  # fmt: skip
 """For vLLM's `EagleLlamaForCausalLM` (vllm/model_executor/models/llama_eagle.py), which shares the target's embedding and head
 where the checkpoint has none."""
@@ -122,11 +122,11 @@ class EagleDrafter(DecoderDrafter):
         )
 
     @classmethod
-    def make(cls, config: EagleConfig, tensors: TargetTensors, draft_token_ids: torch.Tensor) -> Self:
+    def from_target(cls, config: EagleConfig, tensors: TargetTensors, draft_token_ids: torch.Tensor) -> Self:
         return cls(config, tensors.embedding.float(), tensors.final_norm_weight.float(), tensors.lm_head.float())
 
     @torch.no_grad()
-    def start(self, tensors: TargetTensors, batches: Iterable[tuple[Batch, torch.Tensor]]) -> None:
+    def init_from_target(self, tensors: TargetTensors, batches: Iterable[tuple[Batch, torch.Tensor]]) -> None:
         """`fc` foretells the next normed state as well as least squares can, from what it reads; the layers add nothing yet."""
         for layer in self.decoder_layers():
             layer.self_attn.o_proj.weight.zero_()
@@ -138,8 +138,8 @@ class EagleDrafter(DecoderDrafter):
         for batch, last_states in batches:
             # Where a token is predicted from row p, row p + 1 is in the batch.
             states = self._normed(last_states)
-            for rows in (batch.counts[:, 0] > 0).nonzero()[:, 0].split(ROWS_AT_ONCE):
-                reads = torch.cat([F.embedding(batch.following[rows, 0], self.embedding), states[rows]], dim=1)
+            for rows in (batch.loss_weights[:, 0] > 0).nonzero()[:, 0].split(ROWS_AT_ONCE):
+                reads = torch.cat([F.embedding(batch.next_tokens[rows, 0], self.embedding), states[rows]], dim=1)
                 gram.addmm_(reads.T, reads)
                 cross.addmm_(reads.T, states[rows + 1])
                 used += len(rows)
@@ -151,13 +151,13 @@ class EagleDrafter(DecoderDrafter):
         self.fc.weight.copy_(torch.linalg.solve(gram, cross).T)
 
     @staticmethod
-    def start_cost(config: EagleConfig, *, rows: int, answered: int) -> StartCost:
+    def init_cost(config: EagleConfig, *, rows: int, answered: int) -> InitCost:
         hidden, read = config.hidden_size, 2 * config.hidden_size
         used = min(answered, ROWS_TO_FIT)
         by_lu = 2 / 3 * read**3 + 2.0 * read**2 * hidden
         held = 2 * read**2 + 2 * read * hidden + 2 * min(used, ROWS_AT_ONCE) * read
         rows_read = rows_until(ROWS_TO_FIT, rows=rows, answered=answered)
-        return StartCost(2.0 * used * read * (read + hidden) + by_lu, 4 * held, rows_read)
+        return InitCost(2.0 * used * read * (read + hidden) + by_lu, 4 * held, rows_read)
 
     def loss_terms(self, options: EagleOptions) -> LossTerms:
         return LossTerms(token_weight=options.token_weight, feature_weight=options.feature_weight)
@@ -203,8 +203,8 @@ class EagleDrafter(DecoderDrafter):
         return shapes
 
     @staticmethod
-    def passes(config: EagleConfig, steps: int) -> dict[str, tuple[int, int]]:
-        return {"fc.weight": (1, steps), **config.layer_passes(steps)}
+    def matmul_counts(config: EagleConfig, steps: int) -> dict[str, tuple[int, int]]:
+        return {"fc.weight": (1, steps), **config.layer_matmul_counts(steps)}
 
 
 DRAFTER = EagleDrafter

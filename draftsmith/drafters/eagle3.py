@@ -26,7 +26,7 @@ from torch import nn
 from torch.nn import functional as F
 
 from draftsmith.config.drafters import Eagle3Options
-from draftsmith.drafters.base import StartCost
+from draftsmith.drafters.base import InitCost
 from draftsmith.drafters.batch import Batch
 from draftsmith.drafters.decoder import (
     LLAMA_FIXED,
@@ -56,7 +56,7 @@ from draftsmith.target.info import TargetInfo
 from draftsmith.target.tensors import TargetTensors
 
 _FAST = 0.03
-"""Rotary pairs that turn by more than this many radians a position. The fastest tell neighbours apart; the slower ones
+"""Rotary pairs that turn by more than this many radians a position. The fastest tell neighbors apart; the slower ones
 what is hundreds of positions away, where the fast ones happen to meet again: with pairs above 0.3 alone, a row 2,000
 positions into a text of SmolLM2's frequencies gave itself 0.56 of its attention, with these 0.998."""
 _OWN_POSITION_LEAD = 6.0
@@ -107,7 +107,7 @@ def eagle3_layout(
     written: Mapping[str, Callable[[Any], Any]] | None = None,
     ignored: frozenset[str] = frozenset(),
     only: Mapping[str, Callable[[Any], bool]] | None = None,
-    quantises: bool = False,
+    quantizes: bool = False,
 ) -> Layout:
     """What the layouts of EAGLE-3 have in common.
 
@@ -121,7 +121,7 @@ def eagle3_layout(
         written: see `Layout`.
         ignored: beside what is ignored in all.
         only: see `Layout`.
-        quantises: see `Layout`.
+        quantizes: see `Layout`.
     """
     where = "" if flags else f"{EXTRA}."
     said_by_flags = ("norm_before_residual", "fc_norm", "norm_output", "norm_before_fc")
@@ -146,14 +146,14 @@ def eagle3_layout(
         if not flags
         else {"attention_bias": (False,), **(only or {})},
         maps_vocabulary=True,
-        quantises=quantises,
+        quantizes=quantizes,
     )
 
 
 _VLLM = eagle3_layout(
     ids=Entry("layer_ids", tuple, "eagle_aux_hidden_state_layer_ids", default=_first_said(*_IDS)),
     flags=True,
-    quantises=True,
+    quantizes=True,
     written={
         "architectures": lambda _: [Eagle3Options.serving.architecture],
         "model_type": lambda _: "llama",
@@ -206,7 +206,7 @@ class Eagle3Drafter(DecoderDrafter):
         return options.layer_ids or saved
 
     @classmethod
-    def known_from_target(cls, target: TargetInfo) -> dict[str, Any]:
+    def config_defaults(cls, target: TargetInfo) -> dict[str, Any]:
         """The states that the authors' and vLLM's defaults fuse."""
         layers = target.num_hidden_layers
         return {"layer_ids": (2, layers // 2, layers - 3)}
@@ -230,12 +230,12 @@ class Eagle3Drafter(DecoderDrafter):
         )
 
     @classmethod
-    def make(cls, config: Eagle3Config, tensors: TargetTensors, draft_token_ids: torch.Tensor) -> Self:
+    def from_target(cls, config: Eagle3Config, tensors: TargetTensors, draft_token_ids: torch.Tensor) -> Self:
         return cls(config, tensors.embedding.float(), draft_token_ids)
 
     @torch.no_grad()
-    def start(self, tensors: TargetTensors, batches: Iterable[tuple[Batch, torch.Tensor]]) -> None:
-        """Initialise the drafter in place so that, untrained, it is the best linear drafter of its shape, and copies.
+    def init_from_target(self, tensors: TargetTensors, batches: Iterable[tuple[Batch, torch.Tensor]]) -> None:
+        """Initialize the drafter in place so that, untrained, it is the best linear drafter of its shape, and copies.
 
         The head and the final norm are the target's own, so what the drafter has to produce at position p is the
         target's last state one position on, z_{p+1} (up to scale, which the norm takes away). Least squares on the store
@@ -277,7 +277,7 @@ class Eagle3Drafter(DecoderDrafter):
             fit_outputs(self, codes, batches)
 
     @staticmethod
-    def start_cost(config: Eagle3Config, *, rows: int, answered: int) -> StartCost:
+    def init_cost(config: Eagle3Config, *, rows: int, answered: int) -> InitCost:
         hidden, states, vocabulary = config.hidden_size, config.fused_size, config.draft_vocab_size
         width, rank = states + hidden, min(config.num_key_value_heads * config.head_dim, hidden)
         fitted = min(answered, ROWS_TO_FIT)
@@ -295,13 +295,13 @@ class Eagle3Drafter(DecoderDrafter):
             flop += 2.0 * looked_up * width * (width + hidden)  # `fit_codes`
             flop += width**3 / 3 + hidden**3 / 3 + float(width) * hidden * (width + hidden) + 2.0 * width * hidden**2
             flop += 2.0 * vocabulary * hidden**2 + 2 * flop_of_eigenvectors(hidden)
-            for name, (_, times) in Eagle3Drafter.passes(config, 1).items():  # `fit_outputs`
+            for name, (_, times) in Eagle3Drafter.matmul_counts(config, 1).items():  # `fit_outputs`
                 flop += 2.0 * answers * times * math.prod(Eagle3Drafter.shapes(config)[name])
             flop += 2.0 * answers * mixed * (mixed + hidden) + flop_of_solve(mixed, hidden)
             rows_read += looked_up + rows_until(ROWS_TO_LOOK_UP, rows=rows, answered=answered)
             kept = states * hidden + 2 * rank * hidden  # of the regression
             held = max(held, kept + 2 * width**2 + 3 * width * hidden + 3 * vocabulary * hidden)
-        return StartCost(flop, 4 * (held + at_once), rows_read)
+        return InitCost(flop, 4 * (held + at_once), rows_read)
 
     def head_parameters(self) -> list[nn.Parameter]:
         return [*self.lm_head.parameters()]
@@ -316,7 +316,7 @@ class Eagle3Drafter(DecoderDrafter):
 
     def reads(self, batch: Batch, rows: torch.Tensor | slice) -> torch.Tensor:
         """All that a step 0 reads at `rows`, [rows, n*H + H]: `normed_states`, and the normed embedding of what follows."""
-        embeds = F.embedding(batch.following[rows, 0], self.embedding)
+        embeds = F.embedding(batch.next_tokens[rows, 0], self.embedding)
         normed = self.decoder_layers()[0].input_layernorm(embeds)
         return torch.cat([self.normed_states(batch.hidden_states[rows]), normed], dim=1)
 
@@ -359,8 +359,8 @@ class Eagle3Drafter(DecoderDrafter):
         return shapes
 
     @staticmethod
-    def passes(config: Eagle3Config, steps: int) -> dict[str, tuple[int, int]]:
-        return {"fc.weight": (1, 1), **config.layer_passes(steps)}
+    def matmul_counts(config: Eagle3Config, steps: int) -> dict[str, tuple[int, int]]:
+        return {"fc.weight": (1, 1), **config.layer_matmul_counts(steps)}
 
 
 def _rows_to_fit(
@@ -370,7 +370,7 @@ def _rows_to_fit(
     count = 0
     for batch, last_states in batches:
         # Where a token is predicted from row p, row p + 1 is in the batch.
-        for rows in (batch.counts[:-1, 0] > 0).nonzero()[:, 0].split(ROWS_AT_ONCE):
+        for rows in (batch.loss_weights[:-1, 0] > 0).nonzero()[:, 0].split(ROWS_AT_ONCE):
             yield batch, last_states, rows
             count += len(rows)
         if count >= ROWS_TO_FIT:
@@ -455,7 +455,7 @@ def _look_at_own_position(drafter: Eagle3Drafter, fused: _FusedStates) -> None:
     Queries and keys that are the same constant leave only RoPE: the score at distance d is the sum over rotary pairs
     of cos(d * frequency), largest at d = 0. A constant is read off the states themselves: some direction of the
     normed state is nearly the same everywhere (it is found by least squares). Only fast pairs are used; slow ones
-    do not tell neighbours apart.
+    do not tell neighbors apart.
 
     Args:
         drafter: its q and k projections of layer 0 are set.

@@ -161,7 +161,7 @@ class Layout:
     """The values of a field that the format can say, or what tells them."""
     maps_vocabulary: bool = False
     """The draft vocabulary may be a part of the target's, with tensors `d2t` and `t2d`."""
-    quantises: bool = False
+    quantizes: bool = False
     """Readers take 8-bit weights, as `quantization_config` says."""
 
     def read(self, source: Source) -> dict[str, Any]:

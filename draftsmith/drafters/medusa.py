@@ -23,7 +23,7 @@ from torch import nn
 from torch.nn import functional as F
 
 from draftsmith.config.drafters import MedusaOptions
-from draftsmith.drafters.base import ChainStep, Drafter, DrafterConfig, LossTerms, StartCost
+from draftsmith.drafters.base import ChainStep, Drafter, DrafterConfig, InitCost, LossTerms
 from draftsmith.drafters.batch import Batch
 from draftsmith.drafters.init.least_squares import ROWS_TO_FIT, cost_of_fit_ahead, fit_ahead, rows_until
 from draftsmith.drafters.layout import Entry, Layout, same_names, target_fields
@@ -89,7 +89,7 @@ class MedusaDrafter(Drafter):
 
     def __init__(self, config: MedusaConfig, final_norm: torch.Tensor) -> None:
         super().__init__()
-        self.config, self.max_steps = config, config.num_heads
+        self.config, self.max_draft_tokens = config, config.num_heads
         self.blocks = nn.ModuleList(_Block(config) for _ in range(config.num_heads))
         heads = 1 if config.shared_head else config.num_heads
         self.lm_heads = nn.ModuleList(
@@ -115,11 +115,11 @@ class MedusaDrafter(Drafter):
         )
 
     @classmethod
-    def make(cls, config: MedusaConfig, tensors: TargetTensors, draft_token_ids: torch.Tensor) -> Self:
+    def from_target(cls, config: MedusaConfig, tensors: TargetTensors, draft_token_ids: torch.Tensor) -> Self:
         return cls(config, tensors.final_norm_weight.float())
 
     @torch.no_grad()
-    def start(self, tensors: TargetTensors, batches: Iterable[tuple[Batch, torch.Tensor]]) -> None:
+    def init_from_target(self, tensors: TargetTensors, batches: Iterable[tuple[Batch, torch.Tensor]]) -> None:
         """Blocks at the identity, as in the paper, and heads at the target's.
 
         Heads of their own take the best linear guess from the state with them: if z_{p+1+i} ~ A_i z_p for the normed
@@ -135,13 +135,13 @@ class MedusaDrafter(Drafter):
             self._head(i).copy_(target_head @ ahead)
 
     @staticmethod
-    def start_cost(config: MedusaConfig, *, rows: int, answered: int) -> StartCost:
+    def init_cost(config: MedusaConfig, *, rows: int, answered: int) -> InitCost:
         hidden, head = config.hidden_size, config.vocab_size * config.hidden_size
         if config.shared_head:
-            return StartCost(0.0, 4 * head, 0)
+            return InitCost(0.0, 4 * head, 0)
         flop, held = cost_of_fit_ahead(hidden, answered=answered, steps=config.num_heads)
         # The fit is over when heads are made of it: the target's, and one's.
-        return StartCost(
+        return InitCost(
             flop + 2.0 * config.num_heads * head * hidden,
             4 * (head + max(held, config.num_heads * hidden**2 + head)),
             rows_until(ROWS_TO_FIT, rows=rows, answered=answered),
@@ -153,15 +153,15 @@ class MedusaDrafter(Drafter):
     def head_parameters(self) -> list[nn.Parameter]:
         return [*self.lm_heads.parameters()]
 
-    def wide_modules(self) -> list[nn.Module]:
+    def recompute_modules(self) -> list[nn.Module]:
         return [*self.blocks]
 
-    def chain(self, batch: Batch, *, steps: int, own_guesses: bool = False) -> Iterator[ChainStep]:
-        """See `Drafter.chain`; `own_guesses` changes nothing, as no head reads a guess."""
-        rows = batch.counts[:, :steps].sum(1).nonzero()[:, 0]
+    def chain(self, batch: Batch, *, steps: int, autoregressive: bool = False) -> Iterator[ChainStep]:
+        """See `Drafter.chain`; `autoregressive` changes nothing, as no head reads a guess."""
+        rows = batch.loss_weights[:, :steps].sum(1).nonzero()[:, 0]
         state = self._normed(batch.hidden_states[rows, 0])
         for k in range(steps):
-            yield ChainStep(self.blocks[k](state), self._head(k), batch.counts[rows, k])
+            yield ChainStep(self.blocks[k](state), self._head(k), batch.loss_weights[rows, k])
 
     def _normed(self, states: torch.Tensor) -> torch.Tensor:
         """The target's final norm."""
@@ -185,7 +185,7 @@ class MedusaDrafter(Drafter):
         }
 
     @staticmethod
-    def passes(config: MedusaConfig, steps: int) -> dict[str, tuple[int, int]]:
+    def matmul_counts(config: MedusaConfig, steps: int) -> dict[str, tuple[int, int]]:
         heads, layers = range(min(steps, config.num_heads)), range(config.num_layers)
         return {f"blocks.{i}.layers.{j}.weight": (0, 1) for i in heads for j in layers}
 

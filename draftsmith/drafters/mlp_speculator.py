@@ -27,7 +27,7 @@ from torch import nn
 from torch.nn import functional as F
 
 from draftsmith.config.drafters import MlpOptions
-from draftsmith.drafters.base import ChainStep, Drafter, DrafterConfig, LossTerms, StartCost
+from draftsmith.drafters.base import ChainStep, Drafter, DrafterConfig, InitCost, LossTerms
 from draftsmith.drafters.batch import Batch
 from draftsmith.drafters.decoder import LLAMA_IGNORED
 from draftsmith.drafters.init.least_squares import (
@@ -142,7 +142,7 @@ class MlpDrafter(Drafter):
     def __init__(self, config: MlpConfig, final_norm: torch.Tensor) -> None:
         super().__init__()
         size, steps = config.inner_size, config.n_predict
-        self.config, self.max_steps = config, steps
+        self.config, self.max_draft_tokens = config, steps
         own = 1 if config.tie_weights else steps
         inputs = [config.hidden_size] + [size] * (min(steps, 2) - 1 if config.tie_weights else steps - 1)
         self.emb = nn.ModuleList(nn.Embedding(config.vocab_size, size) for _ in range(own))
@@ -173,11 +173,11 @@ class MlpDrafter(Drafter):
         )
 
     @classmethod
-    def make(cls, config: MlpConfig, tensors: TargetTensors, draft_token_ids: torch.Tensor) -> Self:
+    def from_target(cls, config: MlpConfig, tensors: TargetTensors, draft_token_ids: torch.Tensor) -> Self:
         return cls(config, tensors.final_norm_weight.float())
 
     @torch.no_grad()
-    def start(self, tensors: TargetTensors, batches: Iterable[tuple[Batch, torch.Tensor]]) -> None:
+    def init_from_target(self, tensors: TargetTensors, batches: Iterable[tuple[Batch, torch.Tensor]]) -> None:
         """Put the target's vocabulary into the heads and what it is likely to say next into the first projection.
 
         The heads are the target's in the D directions in which its head varies most; `proj_0` gives the coordinates in
@@ -195,13 +195,13 @@ class MlpDrafter(Drafter):
         first.weight[:kept] = directions.T @ ahead
 
     @staticmethod
-    def start_cost(config: MlpConfig, *, rows: int, answered: int) -> StartCost:
+    def init_cost(config: MlpConfig, *, rows: int, answered: int) -> InitCost:
         hidden, head = config.hidden_size, config.vocab_size * config.hidden_size
         kept, heads = min(config.inner_size, hidden), 1 if config.tie_weights else config.n_predict
         flop, held = cost_of_fit_ahead(hidden, answered=answered, steps=1)
         flop += 2.0 * head * hidden + flop_of_eigenvectors(hidden) + 2.0 * heads * head * kept + 2.0 * hidden**2 * kept
         held = head + max(held, hidden**2 + config.vocab_size * kept) + hidden * kept
-        return StartCost(flop, 4 * held, rows_until(ROWS_TO_FIT, rows=rows, answered=answered))
+        return InitCost(flop, 4 * held, rows_until(ROWS_TO_FIT, rows=rows, answered=answered))
 
     def loss_terms(self, options: MlpOptions) -> LossTerms:
         return LossTerms(targets=options.targets)
@@ -209,16 +209,16 @@ class MlpDrafter(Drafter):
     def head_parameters(self) -> list[nn.Parameter]:
         return [*self.head.parameters()]
 
-    def table_parameters(self) -> list[nn.Parameter]:
+    def embedding_parameters(self) -> list[nn.Parameter]:
         return [*self.emb.parameters()]
 
-    def chain(self, batch: Batch, *, steps: int, own_guesses: bool = False) -> Iterator[ChainStep]:
-        rows = batch.counts[:, :steps].sum(1).nonzero()[:, 0]
-        state, tokens = self.first_state(self._normed(batch.hidden_states[rows, 0])), batch.following[rows, 0]
+    def chain(self, batch: Batch, *, steps: int, autoregressive: bool = False) -> Iterator[ChainStep]:
+        rows = batch.loss_weights[:, :steps].sum(1).nonzero()[:, 0]
+        state, tokens = self.first_state(self._normed(batch.hidden_states[rows, 0])), batch.next_tokens[rows, 0]
         for k in range(steps):
             state, head = self.step(k, state, tokens)
-            yield ChainStep(state, head, batch.counts[rows, k])
-            tokens = F.linear(state, head).argmax(-1) if own_guesses else batch.following[rows, k + 1]
+            yield ChainStep(state, head, batch.loss_weights[rows, k])
+            tokens = F.linear(state, head).argmax(-1) if autoregressive else batch.next_tokens[rows, k + 1]
 
     def first_state(self, normed: torch.Tensor) -> torch.Tensor:
         """s_{-1} of the target's last state after its final norm: [rows, H], both."""
@@ -257,7 +257,7 @@ class MlpDrafter(Drafter):
         return shapes
 
     @staticmethod
-    def passes(config: MlpConfig, steps: int) -> dict[str, tuple[int, int]]:
+    def matmul_counts(config: MlpConfig, steps: int) -> dict[str, tuple[int, int]]:
         if config.tie_weights:
             return {"proj.0.weight": (0, 1), "proj.1.weight": (0, steps - 1)}
         return {f"proj.{i}.weight": (0, 1) for i in range(steps)}

@@ -19,7 +19,7 @@ from multiprocessing.process import BaseProcess
 from pathlib import Path
 from typing import Any
 
-from draftsmith.config.recipe import Engine
+from draftsmith.config.recipe import EngineConfig
 from draftsmith.run.errors import UserError
 
 _GIB = 1024**3
@@ -41,14 +41,14 @@ def is_cpu() -> bool:
     return True
 
 
-def resolved(engine: Engine) -> Engine:
+def resolved(engine: EngineConfig) -> EngineConfig:
     """The recipe's engine with what it leaves to the device filled in: `enforce_eager` is True or False."""
     if engine.enforce_eager is not None:
         return engine
     return engine.model_copy(update={"enforce_eager": is_cpu()})
 
 
-def vllm_environment(engine: Engine) -> dict[str, str]:
+def vllm_environment(engine: EngineConfig) -> dict[str, str]:
     """Variables for the environment of a child process that will import vLLM.
 
     What the user has set already is kept, except the two variables that decide how the engine is driven.
@@ -147,7 +147,7 @@ def share_of_machine(number: int, count: int, tensor_parallel_size: int) -> dict
     return only_these_gpus(devices[number * tensor_parallel_size : (number + 1) * tensor_parallel_size])
 
 
-def memory_arguments(engine: Engine, *, share: float = 1.0) -> dict[str, Any]:
+def memory_arguments(engine: EngineConfig, *, share: float = 1.0) -> dict[str, Any]:
     """Arguments of `vllm.LLM` that bound an engine's memory.
 
     Args:
@@ -177,7 +177,7 @@ def start_engine_process(
     arguments: tuple[Any, ...],
     *,
     name: str,
-    engine: Engine,
+    engine: EngineConfig,
     share: dict[str, str] | None = None,
 ) -> BaseProcess:
     """Start a process for an engine, in the environment that vLLM needs.

@@ -179,7 +179,7 @@ def speculative_config(drafter_dir: Path, k: int) -> dict[str, Any]:
     spec = serving_spec(drafter_dir)
     if k > config.get(spec.k_field, k):  # vLLM would serve the rest untrained and not say so, or fail
         raise UserError(
-            f"{drafter_dir} guesses {config[spec.k_field]} tokens ahead, and {k} were asked for. Ask for fewer, or train it for "
+            f"{drafter_dir} guesses {config[spec.k_field]} tokens ahead, and {k} were asked for. EngineRequest for fewer, or train it for "
             f"more (train.drafter.{spec.k_field})."
         )
     if environment.is_cpu() and "quantization_config" in config and not rounds_inputs(drafter_dir):
@@ -221,7 +221,7 @@ def reads_embeddings(drafter_dir: Path) -> bool:
 
 
 def rounds_inputs(drafter_dir: Path) -> bool:
-    """Whether the drafter's weights are quantised such that what its layers read is rounded too."""
+    """Whether the drafter's weights are quantized such that what its layers read is rounded too."""
     groups = _config(drafter_dir).get("quantization_config", {}).get("config_groups", {}).values()
     return any(group.get("input_activations") for group in groups)
 

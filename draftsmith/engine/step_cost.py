@@ -88,4 +88,4 @@ class EngineStep:
         """Of one step: products or memory, whichever takes longer."""
         computing = self.flop() / (self.devices * hardware.matmul_tflops * 1e12)
         reading = self.bytes_read() / (self.devices * hardware.memory_gb_per_second * 1e9)
-        return max(computing, reading) / hardware.decode_utilisation
+        return max(computing, reading) / hardware.decode_utilization

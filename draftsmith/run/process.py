@@ -11,7 +11,7 @@ from contextlib import suppress
 _M_TRIM_THRESHOLD, _M_MMAP_THRESHOLD = -1, -3  # malloc.h
 
 
-def keep_freed_memory() -> None:
+def disable_malloc_trim() -> None:
     """Have glibc keep what tensors free for the next ones, where it is the C library.
 
     By default it hands large blocks back to the system, which zeroes every page of them when they are asked for again.
@@ -21,13 +21,13 @@ def keep_freed_memory() -> None:
             ctypes.CDLL("libc.so.6").mallopt(option, value)
 
 
-def return_freed_memory() -> None:
-    """Hand what `keep_freed_memory` kept back to the system, for others to use."""
+def trim_malloc() -> None:
+    """Hand what `disable_malloc_trim` kept back to the system, for others to use."""
     with suppress(OSError, AttributeError):
         ctypes.CDLL("libc.so.6").malloc_trim(0)
 
 
-def step_back() -> None:
+def lower_priority() -> None:
     """Give this thread what the cores have left over.
 
     Writing states takes a percent or two of a core beside an engine. On a CPU the engine's threads wait for

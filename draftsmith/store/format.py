@@ -55,7 +55,7 @@ LAYER_ID_MEANING = (
 )
 
 
-class StoreDamaged(DraftsmithError):
+class CorruptStore(DraftsmithError):
     """Bytes of a store are not the ones that were written."""
 
     def __init__(self, path: Path, start: int, end: int, what: str) -> None:
@@ -238,7 +238,7 @@ def read_manifest(directory: Path) -> dict[str, Any]:
             "Use the version that wrote it, or extract again."
         )
     if not whole:
-        raise StoreDamaged(path, 0, len(text), "the manifest")
+        raise CorruptStore(path, 0, len(text), "the manifest")
     return manifest
 
 

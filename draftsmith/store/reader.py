@@ -15,9 +15,9 @@ import xxhash
 from draftsmith.store.codec import checksum_of, decode
 from draftsmith.store.format import (
     DTYPES,
+    CorruptStore,
     Sequence,
     Shard,
-    StoreDamaged,
     StoreIdentity,
     identity_of,
     read_manifest,
@@ -49,7 +49,7 @@ class Store:
 
     Raises:
         UserError: a directory holds no store, or one of another schema, or stores differ in identity.
-        StoreDamaged: a manifest, a shard's size or a shard's head is not as it was written.
+        CorruptStore: a manifest, a shard's size or a shard's head is not as it was written.
     """
 
     def __init__(self, directory: Path, *more: Path) -> None:
@@ -104,7 +104,7 @@ class Store:
         """A sequence, its bytes checked; uncompressed states are mapped and take no memory of their own.
 
         Raises:
-            StoreDamaged: the states are not as they were written.
+            CorruptStore: the states are not as they were written.
         """
         entry = self._index[index]
         token_ids, loss_mask = self._text(entry)
@@ -130,13 +130,13 @@ class Store:
         """How often each token occurs in the responses of the training part: int64 [vocab_size]."""
         return torch.bincount(self.response_tokens(held_out=False), minlength=vocab_size)
 
-    def damages(self) -> Iterator[StoreDamaged]:
+    def corruptions(self) -> Iterator[CorruptStore]:
         """Read every byte of the states; yield what is damaged, in the order of the files."""
         for shard in self._shards:
             for row in range(shard.about.sequences):
                 try:
                     shard.checked(row)
-                except StoreDamaged as damage:
+                except CorruptStore as damage:
                     yield damage
 
     def _text(self, entry: _Entry) -> tuple[torch.Tensor, torch.Tensor]:
@@ -156,11 +156,11 @@ class OpenShard:
     def __init__(self, directory: Path, about: Shard, identity: StoreIdentity) -> None:
         self.about, self.path = about, directory / about.file
         if not self.path.is_file():
-            raise StoreDamaged(self.path, 0, about.bytes, "the file is not there")
+            raise CorruptStore(self.path, 0, about.bytes, "the file is not there")
         size = self.path.stat().st_size
         if size != about.bytes:
             start, end = sorted((size, about.bytes))
-            raise StoreDamaged(self.path, start, end, f"the file has {size} bytes instead of {about.bytes}")
+            raise CorruptStore(self.path, start, end, f"the file has {size} bytes instead of {about.bytes}")
         # Mapped privately and without keeping the file open: a store has more shards than a process may open files.
         mapped = torch.from_file(str(self.path), shared=False, size=size, dtype=torch.uint8)
         self._bytes = mapped.numpy().data
@@ -170,7 +170,7 @@ class OpenShard:
         self._advise(0, about.head_bytes, mmap.MADV_WILLNEED)
         head = self._bytes[: about.head_bytes]
         if xxhash.xxh3_64_hexdigest(head) != about.head_checksum:
-            raise StoreDamaged(self.path, 0, about.head_bytes, "the head")
+            raise CorruptStore(self.path, 0, about.head_bytes, "the head")
         end_of_header = 8 + int.from_bytes(head[:8], "little")
         header = json.loads(head[8:end_of_header].tobytes())
         self.tensors = {}
@@ -212,7 +212,7 @@ class OpenShard:
         self.read_ahead(row)
         data = self._bytes[start:end]
         if checksum_of(data) != self._checksums[row]:
-            raise StoreDamaged(self.path, start, end, f"the states of sequence {int(self.sample_ids[row])}")
+            raise CorruptStore(self.path, start, end, f"the states of sequence {int(self.sample_ids[row])}")
         return data
 
     def states(self, row: int) -> torch.Tensor:

@@ -14,7 +14,7 @@ import xxhash
 
 from draftsmith.run.atomic_io import write_bytes
 from draftsmith.run.errors import UserError
-from draftsmith.run.process import step_back
+from draftsmith.run.process import lower_priority
 from draftsmith.store.codec import LARGEST_RATIO, Form, encode_states
 from draftsmith.store.format import (
     LAYER_ID_MEANING,
@@ -95,7 +95,7 @@ class StoreWriter:
 
     Raises:
         UserError: the store there is another's, or another process is writing to it.
-        StoreDamaged: the store there is not as it was written.
+        CorruptStore: the store there is not as it was written.
     """
 
     def __init__(
@@ -106,7 +106,7 @@ class StoreWriter:
         self._shard_tokens, self._compression = shard_tokens, compression
         self._shards: list[Shard] = []
         self._sample_ids: set[int] = set()
-        self._behind = ThreadPoolExecutor(1, thread_name_prefix="draftsmith-store", initializer=step_back)
+        self._behind = ThreadPoolExecutor(1, thread_name_prefix="draftsmith-store", initializer=lower_priority)
         self._writing: Future[None] | None = None  # the last full shard
         self._lock = (directory / LOCK).open("w")
         try:
@@ -147,7 +147,7 @@ class StoreWriter:
         """Add a shard that another process wrote into this directory; return the ids of its conversations.
 
         Raises:
-            StoreDamaged: the file is not there, or its length or head is not as it was written.
+            CorruptStore: the file is not there, or its length or head is not as it was written.
             ValueError: it holds a conversation that the store has already, or holds one twice.
             DraftsmithError: there is no room on the disk for the manifest.
         """
@@ -164,10 +164,10 @@ class StoreWriter:
             self._close_shard()
         self._wait_for_shard()
         self._remove_leftovers()
-        self.let_go()
+        self.release()
         return self._counts()
 
-    def let_go(self) -> None:
+    def release(self) -> None:
         """Finish the shard that is being written, leave out what is open, and let others write to the store."""
         self._behind.shutdown()
         self._lock.close()
@@ -176,7 +176,7 @@ class StoreWriter:
         return self
 
     def __exit__(self, *_: object) -> None:
-        self.let_go()
+        self.release()
 
     def _close_shard(self) -> None:
         """Have the open shard written. The one before is waited for, so that memory holds two at most."""
@@ -229,7 +229,7 @@ def most_bytes(identity: StoreIdentity, compression: Form, *, tokens: int, seque
     return states + 5 * tokens + 64 * sequences + 4096
 
 
-def require_room(directory: Path, needed: int, *, way_out: str) -> None:
+def require_free_space(directory: Path, needed: int, *, way_out: str) -> None:
     """Refuse to start what the disk cannot hold.
 
     Raises:

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from draftsmith.config.loading import digest
-from draftsmith.config.recipe import Target
+from draftsmith.config.recipe import TargetConfig
 from draftsmith.run.atomic_io import sha256_of
 from draftsmith.run.errors import UserError
 from draftsmith.target.hub import is_snapshot
@@ -43,7 +43,7 @@ class TargetInfo:
     """The parsed config; of the language model, where the target holds more than one."""
 
 
-def describe_target(path: Path, target: Target | None = None, *, name: str | None = None) -> TargetInfo:
+def describe_target(path: Path, target: TargetConfig | None = None, *, name: str | None = None) -> TargetInfo:
     """Read what identifies the target in the Hugging Face directory `path`; loads no weights.
 
     Its name is `name`, or how the recipe's `target` calls it, or that of the directory.

@@ -8,7 +8,7 @@ import tempfile
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from draftsmith.config.recipe import Target
+from draftsmith.config.recipe import TargetConfig
 from draftsmith.run.atomic_io import sha256_of
 from draftsmith.run.errors import UserError
 from draftsmith.run.progress import console
@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from transformers import PretrainedConfig
 
 
-def prepare_target(target: Target) -> Path:
+def prepare_target(target: TargetConfig) -> Path:
     """The target as a local Hugging Face directory: config, safetensors, tokenizer.
 
     A local directory is used where it lies, a Hub model is downloaded into the Hub's own cache, and a GGUF file is
@@ -49,7 +49,7 @@ def prepare_target(target: Target) -> Path:
     )
 
 
-def target_name(target: Target) -> str:
+def target_name(target: TargetConfig) -> str:
     """The target's name for people and for records: Hub id, directory name, or the GGUF file's stem."""
     if target.gguf is not None:
         return Path(target.gguf.file or target.gguf.path or "").stem
@@ -102,7 +102,7 @@ def _prepare_gguf(gguf: Path, *, sha256: str, dtype: str) -> Path:
     return prepared
 
 
-def read_config(target: Target) -> PretrainedConfig:
+def read_config(target: TargetConfig) -> PretrainedConfig:
     """The target's config alone, of the language model: from its directory, the cache, or the Hub (one small file).
 
     Raises:

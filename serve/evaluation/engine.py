@@ -35,7 +35,7 @@ _LIKELIEST = 10
 
 
 @dataclass(frozen=True, kw_only=True)
-class EngineConfig:
+class EngineSpec:
     """One engine: everything that decides what it computes and how fast."""
 
     name: str
@@ -44,7 +44,7 @@ class EngineConfig:
     """Directory of the target model, or its Hub id."""
     dtype: str
     """What the target computes in."""
-    engine: recipe.Engine
+    engine: recipe.EngineConfig
     speculative: dict[str, Any] | None = None
     """vLLM's `speculative_config`; None decodes plainly."""
     max_num_seqs: int = 32
@@ -124,15 +124,15 @@ class Counters:
 class EngineHost:
     """The parent's side of one engine.
 
-    `start` returns at once; `wait_ready` blocks until the model is loaded. Use it as a context manager, or
+    `init_from_target` returns at once; `wait_ready` blocks until the model is loaded. Use it as a context manager, or
     call `close`.
     """
 
-    def __init__(self, config: EngineConfig, log_directory: Path) -> None:
+    def __init__(self, config: EngineSpec, log_directory: Path) -> None:
         self.config = config
         self.log = log_directory / f"engine-{config.name}.log"
         self.seconds_to_start: float | None = None
-        """From the call of `start` until the model was loaded, other engines starting beside it."""
+        """From the call of `init_from_target` until the model was loaded, other engines starting beside it."""
         self._process: multiprocessing.process.BaseProcess | None = None
         self._pipe: multiprocessing.connection.Connection | None = None
         self._started = 0.0
@@ -291,7 +291,7 @@ class EngineHost:
 
 
 def start_engines(
-    configs: Sequence[EngineConfig], log_directory: Path, on_ready: Callable[[int], None] = lambda ready: None
+    configs: Sequence[EngineSpec], log_directory: Path, on_ready: Callable[[int], None] = lambda ready: None
 ) -> list[EngineHost]:
     """Start engines and wait for all; ends those that started when one fails.
 

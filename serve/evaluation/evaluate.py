@@ -9,7 +9,7 @@ b. acceptance and fidelity (serve/evaluation/measure.py, serve/evaluation/fideli
    acceptance length over step cost is the estimated speedup, and the K with the highest is chosen. Other suites run at that K and
    at `acceptance_k`. Whether answers are plain decoding's own is tested against what rounding alone does;
 c. speed (serve/evaluation/throughput.py, serve/evaluation/configurations.py): some prompts of every suite, drawn by category, with one request in flight,
-   and on the first suite with as many as `evaluate.batch_sizes` says: plain decoding in every dtype that the machine has, the
+   and on the first suite with as many as `evaluate.concurrency` says: plain decoding in every dtype that the machine has, the
    drafter at the chosen K in each, other methods (`evaluate.methods`), wall-clock.
 
 Two engines that do the same differ by several percent from start to start, so a and c are done `evaluate.engine_starts` times with
@@ -51,7 +51,7 @@ from draftsmith.serve.evaluation.configurations import (
     throughput,
 )
 from draftsmith.serve.evaluation.curve import fastest, rivals, speedup_curve, step_cost_curve
-from draftsmith.serve.evaluation.engine import EngineConfig, EngineHost, Generated, start_engines
+from draftsmith.serve.evaluation.engine import EngineHost, EngineSpec, Generated, start_engines
 from draftsmith.serve.evaluation.in_flight import Request, Timing
 from draftsmith.serve.evaluation.leakage import overlap
 from draftsmith.serve.evaluation.lineup import Lineup, find_placement
@@ -112,14 +112,14 @@ def run_evaluate(recipe: Recipe, run_dir: Path) -> Results:
         "dtype": recipe.target.dtype,
     }
     drafter_sha256 = {file: stage.sha256_of(drafter_dir / file) for file in ("config.json", "model.safetensors")}
-    k_by_load = schedule_of(run_dir, recipe.tune.output) if recipe.evaluate.batch_sizes else None
+    k_by_load = schedule_of(run_dir, recipe.tune.output) if recipe.evaluate.concurrency else None
     inputs = digest(
         {
             "version": _REPORT_VERSION,
             "target": [target.revision, target.config_hash, target.tokenizer_hash, target.chat_template_hash],
             "drafter": drafter_sha256,
             "prompts": {name: [[p.id, p.messages, p.reference] for p in items] for name, items in prompts.items()},
-            "served": recipe.serve.options if recipe.evaluate.request_rates else None,
+            "served": recipe.serve.vllm_args if recipe.evaluate.request_rates else None,
             "dtypes": recipe.evaluate.dtypes or machine_dtypes(),
             "max_tokens": recipe.extract.response_tokens(held_out=True),
             "predicted": predicted,
@@ -150,7 +150,7 @@ def run_evaluate(recipe: Recipe, run_dir: Path) -> Results:
         predicted=predicted, k_by_load=k_by_load, log_dir=output, partial=partial,
         keep=lambda measured: stage.write_json(output / _PARTIAL, {"inputs": inputs, **measured}),
     )  # fmt: skip
-    stores = [run_dir / "store", *(Path(folder.path) for folder in recipe.train.more_stores)]
+    stores = [run_dir / "store", *(Path(folder.path) for folder in recipe.train.extra_stores)]
     overlaps = overlap(stores, recipe.evaluate.suites, prompts)
     if overlaps is None:
         console.print(
@@ -247,13 +247,13 @@ def evaluate(
         run.close()
     best = fastest({k: run.curve[str(k)] for k in options.k})
     # Kept, so that tuning between a stop and the rest changes nothing.
-    known.setdefault("k_by_load", {str(n): _k_at(k_by_load, n) or best for n in options.batch_sizes})
+    known.setdefault("k_by_load", {str(n): _k_at(k_by_load, n) or best for n in options.concurrency})
     loads = {int(n): k for n, k in known["k_by_load"].items()}
     run.speeds([suite.name for suite in suites], best, loads)
     if options.request_rates:
         speculative = _speculative(recipe, target, drafter_dir, [best], {})[best]
         assert speculative is not None
-        check_graph_sizes(recipe.serve.options, best)
+        check_graph_sizes(recipe.serve.vllm_args, best)
         asked = [renderer.text(prompt) for prompt in suites[0].prompts[-options.request_prompts :]]
         if len(asked) < options.request_prompts:
             console.print(f"evaluate: the first suite has {len(asked)} prompts, fewer than evaluate.request_prompts")
@@ -322,12 +322,12 @@ class _Evaluation:
         options = recipe.evaluate
         self._ks = sorted({*options.k, options.acceptance_k})
         self._speculative = self._speculative_configs([0, *self._ks, *options.methods])
-        in_flight, longest = max((1, *options.batch_sizes)), max(map(_longest, suites))
+        in_flight, longest = max((1, *options.concurrency)), max(map(_longest, suites))
         self.placement = find_placement(
             recipe.engine, target, list(self._speculative.values()),
             dtypes=sorted({one.dtype for one in configurations(recipe, self._ks[-1])}),
-            tokens=max(options.batch_size, in_flight) * longest, at_least=in_flight * (longest + options.speed_tokens),
-            smaller="evaluate.batch_sizes",
+            tokens=max(options.acceptance_batch_size, in_flight) * longest, at_least=in_flight * (longest + options.timing_tokens),
+            smaller="evaluate.concurrency",
         )  # fmt: skip
         self._lineup: Lineup[Speculation] = Lineup(self.placement, self._started)
         self._warm_up = suites[0].prompts[0].token_ids
@@ -372,16 +372,16 @@ class _Evaluation:
         found = in_batches(
             self._turns(at_k, methods=True), arms, suite, renderer,
             piece=1 + max((self._speculative[arm] or {})["num_speculative_tokens"] for arm in arms),
-            batch_size=options.batch_size, max_model_len=self._recipe.engine.max_model_len,
+            batch_size=options.acceptance_batch_size, max_model_len=self._recipe.engine.max_model_len,
         )  # fmt: skip
         if first:
             costs = step_cost_curve([{int(k): ratios for k, ratios in one.items()} for one in known["costs"]])
             by_prompt = {k: found.at[k]["by_prompt"] for k in self._ks}
             known["k_curve"] = {str(k): one for k, one in speedup_curve(costs, by_prompt, options.k).items()}
-            most = REQUESTS_PER_SLOT * max(options.batch_sizes, default=0)
+            most = REQUESTS_PER_SLOT * max(options.concurrency, default=0)
             known["timed"][""] = _ids(draw(found.prompts, most, seed=self._recipe.seed))
             known["examples"] = renderer.examples(found.prompts, found.answers[self._best()], options.examples)
-        known["timed"][suite.name] = _ids(draw(found.prompts, options.speed_prompts, seed=self._recipe.seed))
+        known["timed"][suite.name] = _ids(draw(found.prompts, options.timing_prompts, seed=self._recipe.seed))
         best = self._best()
         category_of = {one.id: one.question.category for one in found.prompts if one.question.category}
         known["suites"][suite.name] = {
@@ -436,9 +436,9 @@ class _Evaluation:
         of = list(dict.fromkeys(one for *_, k in left for one in configurations(recipe, k)))
         speculative = self._speculative_configs({one.speculation for one in of})
         configs = {
-            one: EngineConfig(
+            one: EngineSpec(
                 name=one.file_name, target=str(self._target.path), dtype=one.dtype, engine=recipe.engine,
-                speculative=speculative[one.speculation], max_num_seqs=max((1, *options.batch_sizes)),
+                speculative=speculative[one.speculation], max_num_seqs=max((1, *options.concurrency)),
             )
             for one in of
         }  # fmt: skip
@@ -488,7 +488,7 @@ class _Evaluation:
             control = fidelity.control(
                 engines[plain], [contexts[name] for name in names], own,
                 piece=1 + max(engines[one].config.num_speculative_tokens for one in speculative),
-                batch_size=self._recipe.evaluate.batch_size, max_model_len=self._recipe.engine.max_model_len,
+                batch_size=self._recipe.evaluate.acceptance_batch_size, max_model_len=self._recipe.engine.max_model_len,
             )  # fmt: skip
             for one in speculative:
                 method = one.speculation if isinstance(one.speculation, str) else None
@@ -526,8 +526,8 @@ class _Evaluation:
 
     def _requests(self, timed: str, in_flight: int) -> list[tuple[str, Request]]:
         options = self._recipe.evaluate
-        prompts = self._known["timed"][timed][: max(REQUESTS_PER_SLOT * in_flight, options.speed_prompts)]
-        return schedule(prompts, in_flight, options.speed_tokens, seed=self._recipe.seed)
+        prompts = self._known["timed"][timed][: max(REQUESTS_PER_SLOT * in_flight, options.timing_prompts)]
+        return schedule(prompts, in_flight, options.timing_tokens, seed=self._recipe.seed)
 
     def suite(self, name: str, best: int) -> res.Suite:
         """One suite's part of the results."""
@@ -573,19 +573,19 @@ class _Evaluation:
         options = self._recipe.evaluate
         wanted: list[Speculation] = [0, *ks, *(options.methods if methods else ())]
         configs = {
-            one: EngineConfig(
+            one: EngineSpec(
                 name="plain" if one == 0 else f"k{one}" if isinstance(one, int) else f"method-{_file_name(one)}",
                 target=str(self._target.path),
                 dtype=self._recipe.target.dtype,
                 engine=self._recipe.engine,
                 speculative=self._speculative[one],
-                max_num_seqs=options.batch_size,
+                max_num_seqs=options.acceptance_batch_size,
             )
             for one in wanted
         }
         return self._lineup.turns(configs, lambda one: 0)
 
-    def _started(self, configs: Sequence[EngineConfig]) -> list[EngineHost]:
+    def _started(self, configs: Sequence[EngineSpec]) -> list[EngineHost]:
         with Bar("start engines", total=len(configs), unit="engines") as bar:
             hosts = start_engines(configs, self._log_dir, on_ready=bar.update)
         try:

@@ -130,7 +130,7 @@ def look_at_margins(
     margin: Callable[[list[int], int, int], float | None],
     rounding: float,
 ) -> None:
-    """Ask the target how much it preferred its own token at every difference; in place.
+    """EngineRequest the target how much it preferred its own token at every difference; in place.
 
     Args:
         contexts: the prompts' token ids by id.

@@ -1,7 +1,7 @@
 """How much of what a drafter is evaluated on it was trained on, as the stores say that it was trained from.
 
 Extraction keeps training apart from the suites that its recipe names. Suites added later and stores of other recipes
-(`train.more_stores`) it cannot know.
+(`train.extra_stores`) it cannot know.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from typing import Any
 
 from typing_extensions import TypedDict  # pydantic reads this one on every Python; typing's only from 3.12
 
-from draftsmith.config.evaluation import Suite
+from draftsmith.config.evaluation import SuiteConfig
 from draftsmith.data.overlap import TRAINING_PROMPTS, read_prompts_file
 from draftsmith.data.prompts import Prompt, known_of, whole_suite
 from draftsmith.run.errors import UserError
@@ -30,7 +30,7 @@ class Overlap(TypedDict):
 
 
 def overlap(
-    stores: Sequence[Path], suites: dict[str, Suite], prompts: dict[str, list[Prompt]]
+    stores: Sequence[Path], suites: dict[str, SuiteConfig], prompts: dict[str, list[Prompt]]
 ) -> dict[str, Overlap] | None:
     """Hold every suite against the training part of all stores.
 

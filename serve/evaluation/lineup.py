@@ -18,7 +18,7 @@ from draftsmith.engine import environment
 from draftsmith.engine.environment import Gpu
 from draftsmith.engine.memory import GIB, EngineMemory, engine_memory, side_by_side, weight_bytes
 from draftsmith.run.errors import UserError
-from draftsmith.serve.evaluation.engine import EngineConfig, EngineHost
+from draftsmith.serve.evaluation.engine import EngineHost, EngineSpec
 from draftsmith.target.info import TargetInfo
 
 Key = TypeVar("Key", bound=Hashable)
@@ -65,7 +65,7 @@ class Placement:
 
 
 def find_placement(
-    engine: recipe.Engine,
+    engine: recipe.EngineConfig,
     target: TargetInfo,
     speculative: Sequence[Mapping[str, Any] | None],
     *,
@@ -109,7 +109,7 @@ def find_placement(
 
 
 def place(
-    engine: recipe.Engine, gpus: Sequence[Gpu], needs: Sequence[EngineMemory], *, target: str, smaller: str
+    engine: recipe.EngineConfig, gpus: Sequence[Gpu], needs: Sequence[EngineMemory], *, target: str, smaller: str
 ) -> Placement:
     """Room on these GPUs for engines that need this much.
 
@@ -171,13 +171,13 @@ class Lineup(Generic[Key]):
     """
 
     def __init__(
-        self, placement: Placement, start: Callable[[list[EngineConfig]], Sequence[EngineHost]], number: int = 0
+        self, placement: Placement, start: Callable[[list[EngineSpec]], Sequence[EngineHost]], number: int = 0
     ) -> None:
         self._placement, self._start, self._number = placement, start, number
         self._up: dict[Key, tuple[int, EngineHost]] = {}  # with its slot, its place among those that are up together
 
     def turns(
-        self, configs: Mapping[Key, EngineConfig], plain_of: Callable[[Key], Key]
+        self, configs: Mapping[Key, EngineSpec], plain_of: Callable[[Key], Key]
     ) -> Iterator[dict[Key, EngineHost]]:
         """Groups of engines that are up together, until each was in one. The last group stays up.
 
@@ -206,5 +206,5 @@ class Lineup(Generic[Key]):
         self._up = {}
 
 
-def _placed(config: EngineConfig, where: Place) -> EngineConfig:
+def _placed(config: EngineSpec, where: Place) -> EngineSpec:
     return replace(config, gpus=where.gpus, memory_share=where.memory_share)

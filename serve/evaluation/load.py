@@ -43,10 +43,10 @@ def at_request_rates(
     known: Mapping[str, res.Rate],
     keep: Callable[[dict[str, res.Rate]], None],
 ) -> dict[str, res.Rate]:
-    """Ask two servers at every rate of `evaluate.request_rates`.
+    """EngineRequest two servers at every rate of `evaluate.request_rates`.
 
     Args:
-        recipe: `engine`, `serve.options` (but for TLS: both listen on loopback) and `evaluate` are read.
+        recipe: `engine`, `serve.vllm_args` (but for TLS: both listen on loopback) and `evaluate` are read.
         target: what is served.
         speculative: vLLM's `speculative_config` of one of the servers.
         prompts: in the target's chat template; as many requests are sent at every rate.
@@ -75,7 +75,7 @@ def at_request_rates(
                 at: dict[str, res.AtRate] = {}
                 for name in list(servers)[:: 1 if number % 2 else -1]:
                     client = _client(
-                        servers[name].url, rate, len(prompts), target, recipe.evaluate.speed_tokens, folder
+                        servers[name].url, rate, len(prompts), target, recipe.evaluate.timing_tokens, folder
                     )
                     at[name] = _ask(client, key, rate, len(prompts), folder / "result.json", log_dir)
                     bar.update(number * len(servers) + len(at))
@@ -94,8 +94,8 @@ def _start(
     ends: ExitStack,
 ) -> dict[str, VllmServer]:
     """Both servers, ready; `ends` ends them."""
-    own = {name: value for name, value in recipe.serve.options.items() if not name.startswith("ssl")}
-    without_tls = recipe.model_copy(update={"serve": recipe.serve.model_copy(update={"options": own})})
+    own = {name: value for name, value in recipe.serve.vllm_args.items() if not name.startswith("ssl")}
+    without_tls = recipe.model_copy(update={"serve": recipe.serve.model_copy(update={"vllm_args": own})})
     servers: dict[str, VllmServer] = {}
     with Bar("start servers", total=2, unit="servers") as bar:
         for (name, config), port, place in zip(

@@ -16,7 +16,7 @@ from draftsmith.serve.evaluation.engine import Counters, EngineHost, Generated
 from draftsmith.serve.evaluation.intervals import stratified
 from draftsmith.serve.evaluation.suites import Renderer, SuiteInput, SuitePrompt
 
-Arm = int | str
+Variant = int | str
 """Whose engine: 0 for plain decoding, K for the drafter, the name of another method."""
 
 _COST_TOKENS = 16
@@ -29,7 +29,7 @@ def draw(prompts: Sequence[SuitePrompt], count: int, *, seed: int) -> list[Suite
 
 
 def step_costs(
-    engines: Mapping[Arm, EngineHost], ks: Sequence[int], suite: SuiteInput, recipe: Recipe
+    engines: Mapping[Variant, EngineHost], ks: Sequence[int], suite: SuiteInput, recipe: Recipe
 ) -> dict[int, list[float]]:
     """Seconds of a decoding step at each K over those of a plain step, for each prompt, one at a time.
 
@@ -38,7 +38,7 @@ def step_costs(
     """
     order = [0, *ks]
     ratios: dict[int, list[float]] = {k: [] for k in ks}
-    prompts = draw(suite.prompts, recipe.evaluate.curve_prompts, seed=recipe.seed)
+    prompts = draw(suite.prompts, recipe.evaluate.step_cost_prompts, seed=recipe.seed)
     with Bar("step cost", total=len(prompts) * len(order), unit="answers") as bar:
         for index, prompt in enumerate(prompts):
             seconds: dict[int, float] = {}
@@ -56,7 +56,7 @@ def step_costs(
     if not all(ratios.values()):
         raise UserError(
             f"The answers to {len(prompts)} prompts of the suite `{suite.name}` are a single token long, too short to time a step. "
-            "Raise evaluate.curve_prompts, or put a suite with longer answers first."
+            "Raise evaluate.step_cost_prompts, or put a suite with longer answers first."
         )
     return ratios
 
@@ -67,8 +67,8 @@ class InBatches:
 
     prompts: list[SuitePrompt]
     """Every turn, in order of being asked."""
-    at: dict[Arm, res.SuiteAtK]
-    answers: dict[Arm, list[Generated]]
+    at: dict[Variant, res.SuiteAtK]
+    answers: dict[Variant, list[Generated]]
     plain_seconds: float
     different: list[fidelity.Difference]
     control: fidelity.Control
@@ -84,8 +84,8 @@ class _Batch:
 
 
 def in_batches(
-    groups: Iterable[Mapping[Arm, EngineHost]],
-    arms: Sequence[Arm],
+    groups: Iterable[Mapping[Variant, EngineHost]],
+    arms: Sequence[Variant],
     suite: SuiteInput,
     renderer: Renderer,
     *,
@@ -102,9 +102,9 @@ def in_batches(
         piece: of the control (`fidelity.control`): one more than the most tokens that any of `arms` guesses.
     """
     identical = dict.fromkeys(arms, 0)
-    seconds: dict[Arm, float] = dict.fromkeys(arms, 0.0)
-    answers: dict[Arm, list[Generated]] = {arm: [] for arm in arms}
-    counted: dict[Arm, Counters] = {}
+    seconds: dict[Variant, float] = dict.fromkeys(arms, 0.0)
+    answers: dict[Variant, list[Generated]] = {arm: [] for arm in arms}
+    counted: dict[Variant, Counters] = {}
     different: list[fidelity.Difference] = []
     batches: list[_Batch] = []
     control: fidelity.Control | None = None
@@ -135,7 +135,7 @@ def in_batches(
     assert control is not None
     asked = [prompt for batch in batches for prompt in batch.prompts]
     plain = [answer for batch in batches for answer in batch.plain]
-    at: dict[Arm, res.SuiteAtK] = {}
+    at: dict[Variant, res.SuiteAtK] = {}
     for arm in arms:
         counts = {
             prompt.id: [len(answer.drafted), sum(answer.accepted)]
@@ -186,15 +186,15 @@ def _control(
         )  # fmt: skip
 
 
-def _is_of(difference: fidelity.Difference, arm: Arm) -> bool:
+def _is_of(difference: fidelity.Difference, arm: Variant) -> bool:
     if isinstance(arm, str):
         return difference["method"] == arm
     return difference["method"] is None and difference["num_speculative_tokens"] == arm
 
 
 def _differences(
-    engines: Mapping[Arm, EngineHost],
-    arm: Arm,
+    engines: Mapping[Variant, EngineHost],
+    arm: Variant,
     prompts: Sequence[SuitePrompt],
     plain: Sequence[Generated],
     found: Sequence[Generated],

@@ -1,6 +1,6 @@
 """`report.html`: the results as one page that needs nothing but itself.
 
-Charts are inline SVG whose colours come from the page's style, so that they follow light and dark.
+Charts are inline SVG whose colors come from the page's style, so that they follow light and dark.
 """
 
 from __future__ import annotations

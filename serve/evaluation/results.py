@@ -14,7 +14,7 @@ from typing import NotRequired  # pydantic reads this one on every Python; typin
 
 from typing_extensions import TypedDict
 
-from draftsmith.config.recipe import Engine
+from draftsmith.config.recipe import EngineConfig
 from draftsmith.engine.environment import resolved
 from draftsmith.serve.evaluation.configurations import Throughput
 from draftsmith.serve.evaluation.curve import CurvePoint
@@ -147,7 +147,7 @@ class Suite(Acceptance):
     quality: Quality | None
     """None where the recipe does not ask for it."""
     max_tokens: int
-    """Longest response where acceptance is measured; timed responses are `evaluate.speed_tokens` long."""
+    """Longest response where acceptance is measured; timed responses are `evaluate.timing_tokens` long."""
     tokens_per_second: Speeds
     speedup: float
     """Wall-clock speedup at the chosen K over plain decoding, both in the recipe's dtype."""
@@ -219,7 +219,7 @@ class Results(TypedDict):
     predicted_speedup: dict[str, float] | None
     """That over the step cost measured here, for every K of `k_curve` that it has; to hold beside `CurvePoint.speedup`."""
     load: dict[str, Throughput]
-    """By requests in flight (`evaluate.batch_sizes`), on the first suite. The drafter has the K that `draftsmith tune` had chosen for
+    """By requests in flight (`evaluate.concurrency`), on the first suite. The drafter has the K that `draftsmith tune` had chosen for
     that load, where it was run before with these weights; otherwise the K above."""
     rates: dict[str, Rate]
     """By requests a second (`evaluate.request_rates`)."""
@@ -309,7 +309,7 @@ def tokens_per_step(answers: Sequence[Generated]) -> float:
     return tokens / steps if steps else 1.0
 
 
-def by_whom(answer: Generated) -> list[int]:
+def draft_position(answer: Generated) -> list[int]:
     """Which token of the drafter's chain each token of an answer was, from 1; 0 where the target itself gave it.
 
     The target gives the first; from there every step yields the guesses it accepts and one token more. For drafters that
@@ -322,7 +322,7 @@ def by_whom(answer: Generated) -> list[int]:
     return found[: len(answer.token_ids)]
 
 
-def engines(engine: Engine, at_once: int | None) -> Engines:
+def engines(engine: EngineConfig, at_once: int | None) -> Engines:
     """How vLLM runs here with the recipe's `engine`, where so many are up at a time (`Placement.at_once`)."""
     eager = resolved(engine).enforce_eager
     assert eager is not None

@@ -159,7 +159,9 @@ class Renderer:
                 "question": str(prompts[index].question.messages[-1]["content"]),
                 "tokens": [
                     [self._tokenizer.decode([token]), position]
-                    for token, position in zip(answers[index].token_ids, res.by_whom(answers[index]), strict=True)
+                    for token, position in zip(
+                        answers[index].token_ids, res.draft_position(answers[index]), strict=True
+                    )
                 ],
             }
             for index in chosen

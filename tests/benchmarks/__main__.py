@@ -21,7 +21,7 @@ from tests.benchmarks.bench_int8 import int8_acceptance
 from tests.benchmarks.bench_learn import learning_eagle, learning_eagle3, learning_medusa, learning_mlp
 from tests.benchmarks.bench_lookup import lookup_best
 from tests.benchmarks.bench_memory import step_memory
-from tests.benchmarks.bench_quantised import quantised_drafters
+from tests.benchmarks.bench_quantized import quantized_drafters
 from tests.benchmarks.bench_store import store_costs
 from tests.benchmarks.bench_train import time_to_peer, training_step
 from tests.benchmarks.figures import Figure, missed, table
@@ -29,7 +29,7 @@ from tests.benchmarks.figures import Figure, missed, table
 Benchmark = Callable[[], dict[str, Figure]]
 BENCHMARKS: tuple[Benchmark, ...] = (
     extraction_ratios, memory_growth, store_costs, int8_acceptance, training_step, time_to_peer, learning_eagle3,
-    learning_eagle, learning_medusa, learning_mlp, lookup_best, step_memory, convert_costs, quantised_drafters,
+    learning_eagle, learning_medusa, learning_mlp, lookup_best, step_memory, convert_costs, quantized_drafters,
     load_noise, comparisons,
 )  # fmt: skip
 OUTPUT = Path("runs/bench/results.json")

@@ -63,7 +63,7 @@ def _checkpoint(directory: Path) -> int:
     """Write the checkpoint; returns the bytes of its largest tensor."""
     import torch
 
-    from draftsmith.convert.contents import EMBEDDING, NOBODY, Contents
+    from draftsmith.convert.contents import EMBEDDING, UNKNOWN_TARGET, DraftCheckpoint
     from draftsmith.convert.formats import FORMATS
     from draftsmith.convert.weights import Weight
     from draftsmith.drafters.eagle3 import Eagle3Config, Eagle3Drafter
@@ -77,7 +77,7 @@ def _checkpoint(directory: Path) -> int:
     shapes = {**Eagle3Drafter.shapes(config), EMBEDDING: (VOCAB, HIDDEN)}
     weights = {name: Weight.of(torch.randn(shape)) for name, shape in shapes.items()}
     directory.mkdir()
-    contents = Contents("eagle3", config.to_dict(), torch.arange(VOCAB), weights, NOBODY)
+    contents = DraftCheckpoint("eagle3", config.to_dict(), torch.arange(VOCAB), weights, UNKNOWN_TARGET)
     FORMATS["vllm"].write(contents.check(), directory)
     return max(weight.bytes for weight in weights.values())
 

@@ -19,7 +19,7 @@ from draftsmith.convert.convert import run_convert
 from draftsmith.extract.extract import run_extract
 from draftsmith.serve.evaluation import engine, evaluate
 from draftsmith.serve.evaluation.compare import compare
-from draftsmith.serve.evaluation.engine import EngineConfig, EngineHost
+from draftsmith.serve.evaluation.engine import EngineHost, EngineSpec
 from draftsmith.serve.evaluation.evaluate import run_evaluate
 from draftsmith.serve.evaluation.intervals import Ratio
 from draftsmith.serve.evaluation.results import Results
@@ -39,7 +39,7 @@ def load_noise() -> dict[str, Figure]:
     Makes `runs/demo` where it is not there.
     """
     found = _evaluated(
-        "eval-noise", "evaluate.batch_sizes=[4]", "evaluate.speed_tokens=96"
+        "eval-noise", "evaluate.concurrency=[4]", "evaluate.timing_tokens=96"
     )  # answers as long as they are
     load = found["load"]["4"]
     one = found["suites"]["held_out"]["throughput"]
@@ -84,7 +84,7 @@ def _evaluated(output: str, *overrides: str) -> Results:
         Path("recipes/demo.yaml"),
         [
             f"evaluate.output={output}", f"evaluate.k=[{K}]", f"evaluate.acceptance_k={K}", f"evaluate.engine_starts={STARTS}",
-            "evaluate.curve_prompts=1", "evaluate.examples=0", "evaluate.dtypes=[float32]", *overrides,
+            "evaluate.step_cost_prompts=1", "evaluate.examples=0", "evaluate.dtypes=[float32]", *overrides,
         ],
     )  # fmt: skip
     _make_drafter(recipe)
@@ -114,7 +114,7 @@ def _is_worse(a: Results, b: Results) -> bool:
 
 
 def _start_slow_drafters(
-    configs: Sequence[EngineConfig], log_directory: Path, on_ready: Callable[[int], None]
+    configs: Sequence[EngineSpec], log_directory: Path, on_ready: Callable[[int], None]
 ) -> list[EngineHost]:
     """As `start_engines`, with every speculative engine slowed down."""
     hosts = []

@@ -4,7 +4,7 @@ Both engines are alive at once, in processes of their own, and take turns. What 
 forward pass; the states themselves are 9 kB a token in and out of memory, next to 540 MB of weights a step.
 
 `extract.memory_growth` extracts 200k tokens with a tiny target, so that it is over in minutes: what could grow (requests,
-spool files, shards) does not know how large the target is.
+handoff files, shards) does not know how large the target is.
 """
 
 from __future__ import annotations
@@ -26,8 +26,8 @@ from draftsmith.data.prompts import load_prompts
 from draftsmith.extract.extract import _checked, _engine_arguments, run_extract, store_identity
 from draftsmith.extract.requests import ExtractRequest
 from draftsmith.extract.worker import Extracted, Job, _Worker
-from draftsmith.run.process import keep_freed_memory
-from draftsmith.serve.evaluation.engine import EngineConfig, EngineHost, start_engines
+from draftsmith.run.process import disable_malloc_trim
+from draftsmith.serve.evaluation.engine import EngineHost, EngineSpec, start_engines
 from draftsmith.store.codec import Form
 from draftsmith.store.writer import StoreWriter
 from draftsmith.target.info import TargetInfo, describe_target
@@ -92,9 +92,9 @@ def _times_of_a_start(
     times: dict[str, list[float]] = {}
     threads = torch.get_num_threads()
     torch.set_num_threads(1)  # as `run_extract` does while engines run
-    keep_freed_memory()
+    disable_malloc_trim()
     with tempfile.TemporaryDirectory() as folder:
-        config = EngineConfig(
+        config = EngineSpec(
             name="plain", target=str(target.path), dtype=recipe.target.dtype, engine=recipe.engine, max_num_seqs=AT_ONCE
         )  # fmt: skip
         started: list[EngineHost] = []

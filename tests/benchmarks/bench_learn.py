@@ -167,7 +167,7 @@ def train_ours(recipe: Recipe, text: Text, run_dir: Path) -> Counts:
     saved = Checkpoint.load(run_dir / "checkpoint")
     kind = drafter_class(saved.kind)
     config = kind.config_class.from_dict(saved.config)
-    drafter = kind.make(config, load_target_tensors(prepare_target(recipe.target)), saved.draft_token_ids)
+    drafter = kind.from_target(config, load_target_tensors(prepare_target(recipe.target)), saved.draft_token_ids)
     drafter.load_state_dict(saved.tensors)
     columns = [text.store.identity.layer_ids.index(layer) for layer in config.layer_ids]
     return counts(drafter, text.report, columns, k=recipe.evaluate.acceptance_k)
@@ -254,7 +254,7 @@ def reference_outcome(recipe: Recipe, text: Text, *, lr: float, epochs: int) -> 
         tensors = load_target_tensors(target.path)
         kind, last = drafter_class(options.kind), target.num_hidden_layers
         torch.manual_seed(0)
-        drafter = kind.make(
+        drafter = kind.from_target(
             kind.make_config(options, target, (last,), target.vocab_size), tensors, torch.arange(target.vocab_size)
         )
         column = text.store.identity.layer_ids.index(last)

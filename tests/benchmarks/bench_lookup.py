@@ -22,7 +22,7 @@ import numpy as np
 from draftsmith.config.methods import NGram
 from draftsmith.config.recipe import Recipe
 from draftsmith.run.progress import Bar
-from draftsmith.serve.evaluation.engine import EngineConfig, EngineHost, start_engines
+from draftsmith.serve.evaluation.engine import EngineHost, EngineSpec, start_engines
 from draftsmith.store.format import Sequence
 from tests.benchmarks.bench_learn import learn_recipe, learn_target, learn_text
 from tests.benchmarks.figures import Figure, figure
@@ -198,14 +198,14 @@ def step_costs(recipe: Recipe, prompts: list[list[int]]) -> tuple[Callable[[int]
     return cost, {k: float(totals[k][1]) / ROUNDS for k in KS}
 
 
-def _engine(recipe: Recipe, k: int) -> EngineConfig:
+def _engine(recipe: Recipe, k: int) -> EngineSpec:
     speculative = NGram(
         method="ngram",
         num_speculative_tokens=max(k, 1),
         prompt_lookup_min=TIMED_LOOKUP[0],
         prompt_lookup_max=TIMED_LOOKUP[1],
     ).keys()
-    return EngineConfig(
+    return EngineSpec(
         name=f"ngram-{k}" if k else "plain", target=str(learn_target().path), dtype=recipe.target.dtype, engine=recipe.engine,
         speculative=speculative if k else None, max_num_seqs=1, memory_share=1 / (len(KS) + 1),
     )  # fmt: skip

@@ -62,7 +62,7 @@ def _measure() -> tuple[int, int, int]:
     drafter.lm_head.requires_grad_(False)
     loss = ChainLoss(
         drafter, teacher_norm=torch.nn.RMSNorm(HIDDEN), teacher_head=drafter.lm_head.weight.detach().clone(),
-        chain_steps=STEPS, chain_decay=0.8,
+        ttt_steps=STEPS, ttt_loss_decay=0.8,
     )  # fmt: skip
     length = TOKENS // DOCUMENTS
     batch = pack(

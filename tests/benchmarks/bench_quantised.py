@@ -1,7 +1,7 @@
-"""What 8-bit weights cost in acceptance, and what they spare: the demo's drafter in vLLM, as it is and quantised.
+"""What 8-bit weights cost in acceptance, and what they spare: the demo's drafter in vLLM, as it is and quantized.
 
-vLLM has kernels for 8-bit weights alone (`int8`, `fp8`) on GPUs only. What those compute with are the dequantised weights, so
-where there is no GPU these are served: the quantised checkpoint converted back. `int8-dynamic` is served as it is.
+vLLM has kernels for 8-bit weights alone (`int8`, `fp8`) on GPUs only. What those compute with are the dequantized weights, so
+where there is no GPU these are served: the quantized checkpoint converted back. `int8-dynamic` is served as it is.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from draftsmith.data.chat_template import Renderer
 from draftsmith.data.prompts import training_and_held_out
 from draftsmith.engine.speculation import speculative_config
 from draftsmith.extract.extract import run_extract
-from draftsmith.serve.evaluation.engine import EngineConfig, EngineHost, start_engines
+from draftsmith.serve.evaluation.engine import EngineHost, EngineSpec, start_engines
 from draftsmith.target.prepare import prepare_target
 from draftsmith.train.train import run_train
 from tests.benchmarks.figures import Figure, figure
@@ -27,7 +27,7 @@ from tests.benchmarks.figures import Figure, figure
 K, MAX_TOKENS, TIMED, ROUNDS = 3, 96, 2, 3
 
 
-def quantised_drafters() -> dict[str, Figure]:
+def quantized_drafters() -> dict[str, Figure]:
     """`convert.SCHEME_acceptance_ratio`: acceptance length (K=3) over that of the drafter in float32, on the demo's held-out
     prompts; `convert.int8_dynamic_time_ratio`: time of decoding, one prompt at a time.
 
@@ -44,12 +44,12 @@ def quantised_drafters() -> dict[str, Figure]:
         convert_checkpoint(Path("runs/demo/checkpoint"), drafters["float32"], to="vllm", dtype="float32")
         for scheme in SCHEMES:
             drafters[scheme] = out = Path(folder) / scheme
-            convert_checkpoint(drafters["float32"], out, to="vllm", quantise=scheme)
+            convert_checkpoint(drafters["float32"], out, to="vllm", quantize=scheme)
             if SCHEMES[scheme].inputs is None:
                 drafters[scheme] = Path(folder) / f"{scheme}-as-computed"
                 convert_checkpoint(out, drafters[scheme], to="vllm")
         configs = [
-            EngineConfig(
+            EngineSpec(
                 name=name, target=str(target), dtype="float32", engine=recipe.engine, memory_share=1 / len(drafters),
                 speculative=speculative_config(path, K),
             )

@@ -33,7 +33,7 @@ from draftsmith.store.codec import Form, _raw_sizes, encode
 from draftsmith.store.format import Sequence, StoreIdentity
 from draftsmith.store.reader import Store
 from draftsmith.store.writer import StoreWriter
-from draftsmith.train.packing import plan_epoch
+from draftsmith.train.packing import pack_epoch
 from tests.benchmarks.figures import Figure, figure
 
 RUNS, TOKENS, TOKENS_PER_STEP, COPIES = 7, 16_000, 2048, 4
@@ -139,7 +139,7 @@ def _deliver(directory: Path) -> None:
     """As the trainer reads: opened, shuffled, every byte checked, step by step ahead of whoever computes."""
     store = Store(directory)
     lengths = [store.length(row) for row in range(len(store))]
-    steps = plan_epoch(lengths, tokens_per_step=TOKENS_PER_STEP, seed=0, epoch=0)
+    steps = pack_epoch(lengths, tokens_per_step=TOKENS_PER_STEP, seed=0, epoch=0)
     for _ in prefetched(lambda rows: list(store.read(rows)), steps):
         pass
 

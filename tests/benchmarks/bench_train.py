@@ -31,7 +31,7 @@ import torch
 from draftsmith.config.loading import load_recipe
 from draftsmith.drafters.batch import Batch
 from draftsmith.drafters.eagle3 import Eagle3Config, Eagle3Drafter
-from draftsmith.run.process import keep_freed_memory
+from draftsmith.run.process import disable_malloc_trim
 from draftsmith.store.format import Sequence
 from draftsmith.train import train
 from draftsmith.train.loss import ROWS_ASKED, ChainLoss
@@ -170,7 +170,7 @@ def _sequences(states: int) -> list[Sequence]:
 
 def _ours(sequences: list[Sequence]) -> tuple[Callable[[], None], float]:
     """The trainer's step on these sequences, and the operations that it needs."""
-    keep_freed_memory()
+    disable_malloc_trim()
     recipe = load_recipe(bench_learn.RECIPES / "learn.yaml")
     options = recipe.train
     config = Eagle3Config(
@@ -183,7 +183,7 @@ def _ours(sequences: list[Sequence]) -> tuple[Callable[[], None], float]:
     drafter.lm_head.requires_grad_(options.train_lm_head)
     loss = ChainLoss(
         drafter, teacher_norm=torch.nn.RMSNorm(HIDDEN), teacher_head=torch.randn(DRAFT, HIDDEN) / HIDDEN**0.5,
-        chain_steps=STEPS, chain_decay=options.chain_decay, loss=options.loss, loss_vocab_size=options.loss_vocab_size,
+        ttt_steps=STEPS, ttt_loss_decay=options.ttt_loss_decay, loss=options.loss, loss_vocab_size=options.loss_vocab_size,
     )  # fmt: skip
     optimizers = train._optimizers(recipe, drafter)
     packed = pack(sequences, steps=STEPS, prompt_weight=options.prompt_loss_weight)
@@ -227,7 +227,7 @@ def _seconds(work: Callable[[], None]) -> float:
 
 def useful_operations(batch: Batch, *, loss_vocabulary: int) -> float:
     """Floating-point operations that forward and backward of one step need, the head frozen."""
-    rows, queries = len(batch.positions), int((batch.counts.sum(1) > 0).sum())
+    rows, queries = len(batch.positions), int((batch.loss_weights.sum(1) > 0).sum())
     keys_values = 2 * HIDDEN * 2 * KV_HEADS * HEAD_DIM
     others = 2 * HIDDEN * HEADS * HEAD_DIM + HEADS * HEAD_DIM * HIDDEN + 3 * HIDDEN * INNER
     # 6 = forward, gradient of the input, gradient of the weight. fc reads data: 4 (the gradient of the norms' weights
@@ -235,10 +235,10 @@ def useful_operations(batch: Batch, *, loss_vocabulary: int) -> float:
     drafter = rows * (4 * FUSED * HIDDEN * HIDDEN + 6 * keys_values) + queries * (
         6 * keys_values * (STEPS - 1) + 6 * STEPS * others
     )
-    head = 4 * int((batch.counts > 0).sum()) * HIDDEN * loss_vocabulary
+    head = 4 * int((batch.loss_weights > 0).sum()) * HIDDEN * loss_vocabulary
     taught = torch.zeros(rows + STEPS + 1, dtype=torch.bool)
     for step in range(STEPS):
-        taught[(batch.counts[:, step] > 0).nonzero()[:, 0] + 1 + step] = True
+        taught[(batch.loss_weights[:, step] > 0).nonzero()[:, 0] + 1 + step] = True
     rows_taught = int(taught.sum())
     teacher = 2 * HIDDEN * rows_taught * loss_vocabulary
     if loss_vocabulary < DRAFT:
@@ -246,13 +246,13 @@ def useful_operations(batch: Batch, *, loss_vocabulary: int) -> float:
         teacher += 2 * 2 * HIDDEN * asked * DRAFT  # by the teacher's head, and about as many by the drafter's
     # A score and a mixed value at each visible key: 4 a number of a head forward, twice that backward. Positions count from
     # 0, and at chain step k a row also sees its own k later keys.
-    visible = sum((batch.positions[batch.counts.sum(1) > 0] + 1 + step).sum().item() for step in range(STEPS))
+    visible = sum((batch.positions[batch.loss_weights.sum(1) > 0] + 1 + step).sum().item() for step in range(STEPS))
     attention = 12 * HEADS * HEAD_DIM * visible
     return drafter + head + teacher + attention
 
 
 def muon_operations() -> float:
-    """Of Muon's five iterations for all matrices, on the shorter side's Gram matrix (see `orthogonalise`)."""
+    """Of Muon's five iterations for all matrices, on the shorter side's Gram matrix (see `orthogonalize`)."""
     queries, keys = HEADS * HEAD_DIM, KV_HEADS * HEAD_DIM
     matrices = [
         (HIDDEN, FUSED * HIDDEN), (queries, 2 * HIDDEN), (keys, 2 * HIDDEN), (keys, 2 * HIDDEN), (HIDDEN, queries),

@@ -144,7 +144,7 @@ def muon_in_float32() -> None:
     """Replace the Newton-Schulz iteration of torch.optim.Muon by the same in the gradient's own dtype."""
     from torch.optim import _muon
 
-    def orthogonalise(
+    def orthogonalize(
         gradient: torch.Tensor, coefficients: tuple[float, float, float], steps: int, eps: float
     ) -> torch.Tensor:
         a, b, c = coefficients
@@ -156,7 +156,7 @@ def muon_in_float32() -> None:
         return x.T if gradient.shape[0] > gradient.shape[1] else x
 
     assert hasattr(_muon, "_zeropower_via_newtonschulz")  # else the patch would change nothing
-    _muon._zeropower_via_newtonschulz = orthogonalise
+    _muon._zeropower_via_newtonschulz = orthogonalize
 
 
 def tokens_of(batch: dict[str, Any]) -> int:

@@ -249,7 +249,7 @@ def load_peer(handed: Handed, folder: Path, *, epoch: int) -> PeerDrafter:
     vocabulary = handed.draft_token_ids
     made: Eagle3Config = Eagle3Drafter.make_config(options, handed.target, handed.layer_ids, len(vocabulary))
     config = replace(made, norm_before_fc=flags["norm_before_fc"])
-    drafter = Eagle3Drafter.make(config, load_target_tensors(handed.target.path), vocabulary)
+    drafter = Eagle3Drafter.from_target(config, load_target_tensors(handed.target.path), vocabulary)
     drafter.load_state_dict(tensors)
     return PeerDrafter(drafter, handed.columns)
 
@@ -267,7 +267,7 @@ def check_mapping(peer: PeerDrafter, first: Sequence, folder: Path) -> None:
     everywhere = replace(sequence, token_ids=sequence.token_ids[:rows], loss_mask=torch.ones(rows, dtype=torch.bool))
     batch = pack([everywhere], steps=len(theirs))
     for k, step in enumerate(peer.drafter.chain(batch, steps=len(theirs))):
-        counted = int((step.counts > 0).sum())  # rows from 0 on whose token at this step is known
+        counted = int((step.loss_weights > 0).sum())  # rows from 0 on whose token at this step is known
         logits = F.linear(step.normed[:counted], step.head)
         apart = (logits - theirs[k, :counted]).abs().max().item()
         if apart > 1e-3 * theirs[k].abs().max().item():

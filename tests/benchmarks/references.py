@@ -54,7 +54,7 @@ class Reference:
 
 def eagle_loss(drafter: Drafter, batch: Batch, normed: torch.Tensor, head: torch.Tensor) -> torch.Tensor:
     """Regression on the next normed state, and a tenth of the cross-entropy against the distribution it gives."""
-    rows = batch.counts[:, 0].nonzero()[:, 0]
+    rows = batch.loss_weights[:, 0].nonzero()[:, 0]
     (step,) = drafter.chain(batch, steps=1)
     with torch.no_grad():
         wanted = normed[rows + 1]
@@ -65,12 +65,12 @@ def eagle_loss(drafter: Drafter, batch: Batch, normed: torch.Tensor, head: torch
 
 def token_loss(drafter: Drafter, batch: Batch, normed: torch.Tensor, head: torch.Tensor) -> torch.Tensor:
     """Sum over the steps of the mean cross-entropy on the tokens that the target wrote."""
-    rows = batch.counts.sum(1).nonzero()[:, 0]
+    rows = batch.loss_weights.sum(1).nonzero()[:, 0]
     total = normed.new_zeros(())
-    for k, step in enumerate(drafter.chain(batch, steps=batch.counts.shape[1])):
-        counted = step.counts > 0
+    for k, step in enumerate(drafter.chain(batch, steps=batch.loss_weights.shape[1])):
+        counted = step.loss_weights > 0
         logits = F.linear(step.normed[counted], step.head)
-        total = total + F.cross_entropy(logits, batch.following[rows[counted], k + 1])
+        total = total + F.cross_entropy(logits, batch.next_tokens[rows[counted], k + 1])
     return total
 
 

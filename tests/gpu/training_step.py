@@ -16,7 +16,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from draftsmith.cli.estimate import Assumptions, flop_of_muon, flop_of_row, plan_train, trained_parameters
+from draftsmith.cli.plan import Assumptions, flop_of_muon, flop_of_row, plan_train, trained_parameters
 from draftsmith.config.loading import load_recipe
 from draftsmith.config.recipe import Recipe
 from draftsmith.drafters import drafter_class
@@ -61,7 +61,7 @@ def _step(cpu: bool, optimizer: str) -> dict[str, str]:
     assumed = recipe.plan
     assert assumed is not None
     loss = make_loss(recipe, assumed, device)
-    drafter, steps = loss.drafter, loss.chain_steps
+    drafter, steps = loss.drafter, loss.ttt_steps
     length, prompt = round(assumed.prompt_tokens + assumed.response_tokens), round(assumed.prompt_tokens)
     batch, last_states = make_batch(drafter, rows, length, prompt, steps)
     optimizers = _optimizers(recipe, drafter)
@@ -87,7 +87,7 @@ def _step(cpu: bool, optimizer: str) -> dict[str, str]:
     assert math.isfinite(last), f"the loss is {last}"
     assert last < first, f"the loss of one batch was {first:.3f} at the first step and is {last:.3f} after some"
 
-    predicting = int(batch.counts.sum(1).count_nonzero())
+    predicting = int(batch.loss_weights.sum(1).count_nonzero())
     flop = predicting * flop_of_row(recipe, drafter, steps, predicts=True)
     flop += (rows - predicting) * flop_of_row(recipe, drafter, steps, predicts=False)
     trained, matrices = trained_parameters(recipe, drafter)
@@ -117,13 +117,13 @@ def start(cpu: bool) -> dict[str, str]:
     assert assumed.target_config is not None
     drafter, _ = make_drafter(recipe, fetch(assumed.target_config), device)
     _, tensors = make_drafter(recipe, fetch(assumed.target_config), torch.device("cpu"))
-    steps = drafter.max_steps or recipe.train.chain_steps
+    steps = drafter.max_draft_tokens or recipe.train.ttt_steps
     length, prompt = round(assumed.prompt_tokens + assumed.response_tokens), round(assumed.prompt_tokens)
     sequences, rows, answered = 4 if cpu else 64, 0, 0
     batches = []
     for number in range(sequences):
         batch, last_states = make_batch(drafter, length, length, prompt, steps, seed=number)
-        rows, answered = rows + length, answered + int(batch.counts.sum(1).count_nonzero())
+        rows, answered = rows + length, answered + int(batch.loss_weights.sum(1).count_nonzero())
         batches.append((batch.to(device), last_states.to(device)))
     before = {name: value.detach().clone() for name, value in drafter.named_parameters()}
     if device.type == "cuda":
@@ -131,7 +131,7 @@ def start(cpu: bool) -> dict[str, str]:
     held = torch.cuda.memory_allocated(device) if device.type == "cuda" else 0
     wait_for(device)
     begun = time.perf_counter()
-    drafter.start(tensors, batches)
+    drafter.init_from_target(tensors, batches)
     wait_for(device)
     seconds = time.perf_counter() - begun
     peak = torch.cuda.max_memory_allocated(device) - held if device.type == "cuda" else 0
@@ -139,7 +139,7 @@ def start(cpu: bool) -> dict[str, str]:
     assert all(bool(torch.isfinite(value).all()) for value in after.values()), "a weight is not finite"
     changed = sum(not torch.equal(before[name], value) for name, value in after.items())
     assert changed > 1, "the start changed nothing"
-    cost = drafter.start_cost(drafter.config, rows=rows, answered=answered)
+    cost = drafter.init_cost(drafter.config, rows=rows, answered=answered)
     found = {
         "of": f"{recipe.name}, {sequences} sequences of {length} tokens, {changed} of {len(after)} weights changed",
         "time": f"{seconds:.1f} s, {cost.flop / seconds / 1e12:.3g} TFLOP/s in float32 by the plan's {cost.flop:.2g} FLOP",
@@ -166,7 +166,7 @@ def make_loss(recipe: Recipe, assumed: Assumptions, device: torch.device) -> Cha
     return ChainLoss(
         drafter, teacher_norm=nn.RMSNorm(drafter.config.hidden_size).to(device),
         teacher_head=tensors.lm_head[drafter.draft_token_ids].float(),
-        chain_steps=drafter.max_steps or recipe.train.chain_steps, chain_decay=recipe.train.chain_decay,
+        ttt_steps=drafter.max_draft_tokens or recipe.train.ttt_steps, ttt_loss_decay=recipe.train.ttt_loss_decay,
         loss=recipe.train.loss, loss_vocab_size=recipe.train.loss_vocab_size,
     )  # fmt: skip
 
@@ -189,7 +189,7 @@ def make_drafter(recipe: Recipe, target_config: Path, device: torch.device) -> t
         table = torch.randn(config.vocab_size, config.hidden_size, dtype=torch.bfloat16) * 0.02
         tensors = TargetTensors(table, table, torch.ones(config.hidden_size), {}, "")
         shape = kind.make_config(options, target, kind.layer_ids(options, layers, last), wide)
-        drafter = kind.make(shape, tensors, torch.arange(wide))
+        drafter = kind.from_target(shape, tensors, torch.arange(wide))
     for head in drafter.head_parameters():
         head.requires_grad_(recipe.train.train_lm_head)
     return drafter, tensors

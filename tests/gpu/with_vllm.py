@@ -53,7 +53,7 @@ def _small(cpu: bool) -> list[str]:
     if not cpu:
         return []
     small = ("extract.prompts.limit=60", "extract.held_out.limit=8", "extract.max_tokens=24", "extract.held_out_max_tokens=24",
-             "engine.kv_cache_gib=2", "evaluate.k=[2]", "evaluate.acceptance_k=2", "evaluate.speed_prompts=4", "evaluate.speed_tokens=16")  # fmt: skip
+             "engine.kv_cache_gib=2", "evaluate.k=[2]", "evaluate.acceptance_k=2", "evaluate.timing_prompts=4", "evaluate.timing_tokens=16")  # fmt: skip
     return [part for each in small for part in ("-s", each)]
 
 
@@ -227,7 +227,7 @@ def tune(cpu: bool) -> dict[str, str]:
     """K for each load, predicted and by the clock."""
     _require_vllm(cpu)
     _demo_run()
-    small = ["-s", "tune.k=[1,2]", "-s", "tune.batch_sizes=[1,4]", *_small(cpu)] if cpu else ["--verify"]
+    small = ["-s", "tune.k=[1,2]", "-s", "tune.concurrency=[1,4]", *_small(cpu)] if cpu else ["--verify"]
     said = _draftsmith("tune", DEMO, "--runs", str(RUNS / "float32"), *small)
     return {"said": " ".join(re.findall(r"^tune: .*", said, re.M))[-300:]}
 

@@ -112,7 +112,7 @@ def train_drafters(
             write_recipe(
                 folder, target, [prompt], ["Name three rivers."],
                 extract={"backend": "transformers", "max_tokens": 32, "temperature": temperature, "samples": 64},
-                train={"drafter": options, "epochs": 2, "tokens_per_step": 256, "chain_steps": 2},
+                train={"drafter": options, "epochs": 2, "tokens_per_step": 256, "ttt_steps": 2},
                 evaluate={"k": [1, 2, 3], "acceptance_k": 3},
             )
         )  # fmt: skip
@@ -130,7 +130,7 @@ def load_drafter(run_dir: Path, target: Path) -> Drafter:
     checkpoint = Checkpoint.load(run_dir / "checkpoint")
     kind = drafter_class(checkpoint.kind)
     config = kind.config_class.from_dict(checkpoint.config)
-    drafter = kind.make(config, load_target_tensors(target), checkpoint.draft_token_ids)
+    drafter = kind.from_target(config, load_target_tensors(target), checkpoint.draft_token_ids)
     drafter.load_state_dict(checkpoint.tensors)
     return drafter.eval()
 

@@ -16,7 +16,7 @@ from safetensors.torch import load_file, save_file
 from draftsmith.config.recipe import Recipe
 from draftsmith.run.errors import DraftsmithError, UserError
 from draftsmith.serve.evaluation import evaluate as evaluate_module
-from draftsmith.serve.evaluation.engine import EngineConfig, EngineHost
+from draftsmith.serve.evaluation.engine import EngineHost, EngineSpec
 from draftsmith.serve.evaluation.evaluate import run_evaluate
 from draftsmith.serve.evaluation.results import Results
 from tests.integration.conftest import TINY_HEADS, TINY_HIDDEN, TINY_VOCAB, make_target
@@ -77,8 +77,8 @@ def tiny_recipe(folder: Path) -> Recipe:
             "extract": {"prompts": prompts("train", 3), "held_out": prompts("held", 5), "max_tokens": 24},
             "evaluate": {
                 "suites": {"held_out": {"prompts": "held_out"}, "other": {"prompts": prompts("other", 3), "max_tokens": 8}},
-                "k": [1, 2], "acceptance_k": 2, "curve_prompts": 2, "speed_prompts": 2, "speed_tokens": 12, "batch_size": 4,
-                "batch_sizes": [2], "engine_starts": 1, "dtypes": ["float32", "bfloat16"],
+                "k": [1, 2], "acceptance_k": 2, "step_cost_prompts": 2, "timing_prompts": 2, "timing_tokens": 12, "acceptance_batch_size": 4,
+                "concurrency": [2], "engine_starts": 1, "dtypes": ["float32", "bfloat16"],
             },
         }
     )  # fmt: skip
@@ -137,7 +137,7 @@ def test_evaluate(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     assert run_evaluate(recipe, run_dir) == results
 
     # An engine that cannot start says why, from its log.
-    missing = EngineConfig(name="plain", target=str(tmp_path / "nothing"), dtype="float32", engine=recipe.engine)
+    missing = EngineSpec(name="plain", target=str(tmp_path / "nothing"), dtype="float32", engine=recipe.engine)
     with (
         pytest.raises(DraftsmithError, match="engine `plain` failed while starting"),
         EngineHost(missing, tmp_path) as host,
@@ -149,11 +149,11 @@ _PARENT = """
 import sys
 from pathlib import Path
 from draftsmith.config.recipe import Engine
-from draftsmith.serve.evaluation.engine import EngineConfig, EngineHost
+from draftsmith.serve.evaluation.engine import EngineSpec, EngineHost
 
 if __name__ == "__main__":
     target, logs = sys.argv[1:]
-    config = EngineConfig(name="plain", target=target, dtype="float32", engine=Engine(max_model_len=512, kv_cache_gib=0.1))
+    config = EngineSpec(name="plain", target=target, dtype="float32", engine=Engine(max_model_len=512, kv_cache_gib=0.1))
     host = EngineHost(config, Path(logs)).start().wait_ready()
     print(host._process.pid, flush=True)
     while True:

@@ -129,7 +129,7 @@ def test_killed_at_random_moments_it_is_continued(smollm2: Path, whole: tuple[Pa
     _, said = process.communicate(timeout=300)
     assert process.returncode == 0, said
     assert "The other engines take over" in said
-    assert not (run_dir / "store" / "spool").exists()
+    assert not (run_dir / "store" / "handoff").exists()
     check_same(run_dir / "store", uninterrupted / "store")
     _check_answers(Store(run_dir / "store"), smollm2)
 

@@ -21,7 +21,7 @@ import torch
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM
 
-from draftsmith.config.recipe import Engine
+from draftsmith.config.recipe import EngineConfig
 from draftsmith.engine import environment as engine_environment
 from tests.integration.conftest import in_soak, reference_states
 
@@ -34,7 +34,7 @@ _LAYER_IDS = (2, 15, 27, 30)  # in the document's command
 @dataclass
 class Server:
     folder: Path
-    """Its working directory; `spool` is in it."""
+    """Its working directory; `handoff` is in it."""
     url: str
     model: str
     commands: list[str]
@@ -42,8 +42,8 @@ class Server:
     process: subprocess.Popen[bytes]
 
     @property
-    def spool(self) -> Path:
-        return self.folder / "spool"
+    def handoff(self) -> Path:
+        return self.folder / "handoff"
 
     def ask(self, path: str = "/v1/completions", request_id: str | None = None, **body: Any) -> dict[str, Any]:
         """Its answer to a POST; the body of a refusal where it refuses."""
@@ -68,7 +68,7 @@ def commands(target: Path, port: int) -> list[str]:
 
 
 def environment() -> dict[str, str]:
-    values = os.environ | engine_environment.vllm_environment(Engine())
+    values = os.environ | engine_environment.vllm_environment(EngineConfig())
     del values["VLLM_ENABLE_V1_MULTIPROCESSING"]  # a server keeps its engine in a process of its own
     # The commands say `python`; a small cache, because an engine would take most of this machine's memory otherwise.
     return values | {"PATH": f"{Path(sys.executable).parent}:{os.environ['PATH']}", "VLLM_CPU_KVCACHE_SPACE": "1"}
@@ -121,7 +121,7 @@ def model(smollm2: Path) -> Any:
 
 def written(server: Server, answer: dict[str, Any]) -> Path:
     """The file that an answer names, once it is there. Nothing is asked meanwhile: an idle server writes it too."""
-    path = server.spool / answer["kv_transfer_params"]["draftsmith_spool_file"]
+    path = server.handoff / answer["kv_transfer_params"]["draftsmith_spool_file"]
     deadline = time.monotonic() + 60
     while not path.exists():
         assert time.monotonic() < deadline, f"{path} does not appear\n{server.log()[-3000:]}"
@@ -164,7 +164,7 @@ def test_the_document(server: Server) -> None:
     assert match, said
     usage = json.loads((server.folder / "answer.json").read_text())["usage"]
     assert int(match[1]) == int(match[2]) == usage["total_tokens"] - 1
-    assert not list(server.spool.iterdir()), "the one file was taken"
+    assert not list(server.handoff.iterdir()), "the one file was taken"
 
 
 def files(folder: Path) -> set[tuple[Path, int]]:
@@ -205,7 +205,7 @@ def test_clients_choose_no_file(server: Server, model: Any) -> None:
     for answer in answers:
         assert set(answer["kv_transfer_params"]) == {"draftsmith_spool_file"}
         check_answer(server, model, answer)
-    assert not list(server.spool.iterdir()), "four files, no more"
+    assert not list(server.handoff.iterdir()), "four files, no more"
     changed = {path for path, _ in before ^ files(server.folder.parent)}
     assert changed <= {server.folder / "server.log"}
 
@@ -223,7 +223,7 @@ def test_malformed_parameters_harm_nobody(server: Server, model: Any) -> None:
         assert ("refused" in answer) == (body in refused), (body, answer)
         assert server.process.poll() is None, server.log()[-3000:]
         check_answer(server, model, server.ask(prompt="Roses are") if "refused" in answer else answer)
-    assert not list(server.spool.iterdir())
+    assert not list(server.handoff.iterdir())
 
 
 def test_what_a_client_may_ask_for(server: Server, model: Any) -> None:
@@ -238,12 +238,12 @@ def test_what_a_client_may_ask_for(server: Server, model: Any) -> None:
     for unsaved in (discarded, stopped):
         assert unsaved["kv_transfer_params"] is None
     check_answer(server, model, server.ask(prompt="Roses are"))  # whatever came before it is written by now
-    assert not list(server.spool.iterdir())
+    assert not list(server.handoff.iterdir())
 
 
 def test_a_failed_write_ends_an_idle_server(server: Server) -> None:
     """Rather than clients that wait for ever. The last test of this server."""
-    server.spool.rmdir()
+    server.handoff.rmdir()
     server.ask(prompt="The sky is")
     server.process.wait(60)  # vLLM calls an end without its engine a success
     assert "No such file or directory" in server.log()
@@ -253,7 +253,10 @@ def test_a_failed_write_ends_an_idle_server(server: Server) -> None:
 @pytest.mark.parametrize(
     ("left_out", "said"),
     [
-        ("mkdir -p spool\n", "spool, and no file can be written there (No such file or directory). Make that folder"),
+        (
+            "mkdir -p handoff\n",
+            "handoff, and no file can be written there (No such file or directory). Make that folder",
+        ),
         ("--no-enable-prefix-caching ", "Start it with --no-enable-prefix-caching."),
     ],
 )

@@ -7,9 +7,9 @@ from typing import Any
 import pytest
 from transformers import AutoTokenizer
 
-from draftsmith.config.recipe import Engine
+from draftsmith.config.recipe import EngineConfig
 from draftsmith.serve.evaluation import fidelity
-from draftsmith.serve.evaluation.engine import EngineConfig, EngineHost, start_engines
+from draftsmith.serve.evaluation.engine import EngineHost, EngineSpec, start_engines
 from tests.integration.conftest import demo_prompts, in_soak
 
 pytestmark = pytest.mark.integration
@@ -18,7 +18,7 @@ PROMPTS, TOKENS, DTYPE = 45, 48, "bfloat16"
 
 
 @dataclass(frozen=True, kw_only=True)
-class _LeaksStates(EngineConfig):
+class _LeaksStates(EngineSpec):
     """An engine with the planted fault."""
 
     def arguments(self) -> dict[str, Any]:
@@ -37,12 +37,12 @@ def test_rounding_is_excused_and_a_planted_fault_is_not(smollm2: Path, tmp_path:
     ]
     speculative = {"method": "draft_model", "model": str(smollm2), "num_speculative_tokens": 3}
     common: Any = {
-        "target": str(smollm2), "dtype": DTYPE, "engine": Engine(max_model_len=2048, kv_cache_gib=3), "max_num_seqs": PROMPTS,
+        "target": str(smollm2), "dtype": DTYPE, "engine": EngineConfig(max_model_len=2048, kv_cache_gib=3), "max_num_seqs": PROMPTS,
         "memory_share": 1 / 3,
     }  # fmt: skip
     configs = [
-        EngineConfig(name="plain", **common),
-        EngineConfig(name="right", speculative=speculative, **common),
+        EngineSpec(name="plain", **common),
+        EngineSpec(name="right", speculative=speculative, **common),
         _LeaksStates(name="wrong", speculative=speculative, **common),
     ]
     names = [f"p{n}" for n in range(PROMPTS)]

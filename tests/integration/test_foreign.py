@@ -13,7 +13,7 @@ from torch.nn import functional as F
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from draftsmith.convert.contents import EMBEDDING
-from draftsmith.convert.convert import convert_checkpoint, read, recognise
+from draftsmith.convert.convert import convert_checkpoint, read, recognize
 from draftsmith.drafters.eagle3 import Eagle3Config, Eagle3Drafter
 from draftsmith.run.errors import UserError
 from draftsmith.store.format import Sequence
@@ -67,7 +67,7 @@ def drive(how: str, folders: dict[str, Path]) -> None:
 @pytest.mark.parametrize("name", OPTIONS)
 def test_speculators_drafters_are_read(made: dict[str, Path], name: str) -> None:
     folder = made[name]
-    found = recognise(folder / "made")
+    found = recognize(folder / "made")
     assert (found.format, found.kind) == ("speculators", "eagle3")
     contents = read(folder / "made", found)
     assert contents.target["name"] == str(folder.parent / "target")
@@ -81,7 +81,7 @@ def test_speculators_drafters_are_read(made: dict[str, Path], name: str) -> None
     batch = pack([sequence], steps=STEPS)
     with torch.no_grad():
         for k, step in enumerate(drafter.chain(batch, steps=STEPS)):
-            counted = int((step.counts > 0).sum())  # rows from 0 on whose token at this step is known
+            counted = int((step.loss_weights > 0).sum())  # rows from 0 on whose token at this step is known
             assert counted == ROWS - 1 - k
             ours = F.linear(step.normed[:counted], step.head)
             torch.testing.assert_close(ours, theirs[k, :counted], rtol=1e-4, atol=1e-5)

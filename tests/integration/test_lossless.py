@@ -18,9 +18,9 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaForCausalLM
 
 from draftsmith.config.drafters import KINDS
 from draftsmith.config.methods import AnyMethod, Mtp
-from draftsmith.config.recipe import Engine
+from draftsmith.config.recipe import EngineConfig
 from draftsmith.engine.speculation import method_config, own_drafter
-from draftsmith.serve.evaluation.engine import Counters, EngineConfig, EngineHost, Generated, start_engines
+from draftsmith.serve.evaluation.engine import Counters, EngineHost, EngineSpec, Generated, start_engines
 from draftsmith.store.format import Sequence
 from draftsmith.target.info import TargetInfo, describe_target
 from draftsmith.target.reference_states import states_of
@@ -98,7 +98,7 @@ def configs_of_others(target: TargetInfo, further: list[dict[str, Any]]) -> dict
 
 
 @dataclass(frozen=True, kw_only=True)
-class _AcceptsWrongly(EngineConfig):
+class _AcceptsWrongly(EngineSpec):
     """An engine with the planted bug."""
 
     bias: float
@@ -109,7 +109,7 @@ class _AcceptsWrongly(EngineConfig):
 
 
 @dataclass(frozen=True)
-class Arm:
+class Variant:
     """What one engine answered."""
 
     short: list[Generated]
@@ -128,17 +128,17 @@ def prompt_of(target: TargetInfo) -> list[int]:
 def draw(
     target: TargetInfo, configs: dict[str, dict[str, Any]], planted: tuple[float, ...], folder: Path, *, long: bool,
     samples: int = SAMPLES,
-) -> tuple[dict[str, Arm], EngineHost]:  # fmt: skip
+) -> tuple[dict[str, Variant], EngineHost]:  # fmt: skip
     """Answers of an engine of each method, then of one for each planted bug, with the target as its own draft model; and a plain
     engine, still running, with its answers under "plain"."""
-    arms: dict[str, tuple[type[EngineConfig], dict[str, Any]]] = {"plain": (EngineConfig, {"speculative": None})}
-    arms |= {name: (EngineConfig, {"speculative": config}) for name, config in configs.items()}
+    arms: dict[str, tuple[type[EngineSpec], dict[str, Any]]] = {"plain": (EngineSpec, {"speculative": None})}
+    arms |= {name: (EngineSpec, {"speculative": config}) for name, config in configs.items()}
     for bias in planted:
         arms[f"planted {bias}"] = (_AcceptsWrongly, {"speculative": configs["draft_model"], "bias": bias})
     engines = [
         kind(
             name=name.replace(" ", "-"), target=str(target.path), dtype="float32",
-            engine=Engine(max_model_len=256, kv_cache_gib=1.0), max_num_seqs=AT_ONCE, memory_share=1 / len(arms), **options,
+            engine=EngineConfig(max_model_len=256, kv_cache_gib=1.0), max_num_seqs=AT_ONCE, memory_share=1 / len(arms), **options,
         )
         for name, (kind, options) in arms.items()
     ]  # fmt: skip
@@ -152,7 +152,7 @@ def draw(
             before, longer = host.counters(), []
             if long:
                 longer, _ = host.generate([prompt] * LONG, max_tokens=LONG_TOKENS, temperature=TEMPERATURE)
-            answers[name] = Arm(short, longer, host.counters() - before)
+            answers[name] = Variant(short, longer, host.counters() - before)
     except BaseException:
         hosts[0].close()
         raise
@@ -162,7 +162,7 @@ def draw(
     return answers, hosts[0]
 
 
-def hold_against_target(target: TargetInfo, answers: dict[str, Arm]) -> dict[str, tuple[float, Acceptance]]:
+def hold_against_target(target: TargetInfo, answers: dict[str, Variant]) -> dict[str, tuple[float, Acceptance]]:
     """By arm, the smaller probability of two tests, times two (Bonferroni), and the sample of the second."""
     model = AutoModelForCausalLM.from_pretrained(target.path, dtype=torch.float32).eval()
     prompt = prompt_of(target)
@@ -184,7 +184,7 @@ def hold_against_target(target: TargetInfo, answers: dict[str, Arm]) -> dict[str
 
 
 @pytest.fixture(scope="module")
-def drawn(target: TargetInfo, methods: Methods, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Arm]:
+def drawn(target: TargetInfo, methods: Methods, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Variant]:
     """Answers of all engines; the plain one's logits are checked at once."""
     answers, plain = draw(target, methods.configs, PLANTED, tmp_path_factory.mktemp("engines"), long=True)
     prompt = prompt_of(target)
@@ -198,7 +198,7 @@ def drawn(target: TargetInfo, methods: Methods, tmp_path_factory: pytest.TempPat
     return answers
 
 
-def test_sampled_answers_follow_the_target(target: TargetInfo, methods: Methods, drawn: dict[str, Arm]) -> None:
+def test_sampled_answers_follow_the_target(target: TargetInfo, methods: Methods, drawn: dict[str, Variant]) -> None:
     found = hold_against_target(target, drawn)
     level = LEVEL / len(found)
     for bias in PLANTED:
@@ -221,7 +221,7 @@ def lengths(per_part: list[float]) -> tuple[float, float]:
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_predicted_acceptance_at_a_temperature(
-    target: TargetInfo, methods: Methods, drawn: dict[str, Arm], kind: str
+    target: TargetInfo, methods: Methods, drawn: dict[str, Variant], kind: str
 ) -> None:
     """What vLLM's counters say at this temperature is what is predicted from text that the target sampled at it, within three
     standard errors. vLLM's guesses are the drafter's likeliest tokens (`draft_sample_method` is `greedy`)."""

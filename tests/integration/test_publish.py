@@ -42,7 +42,7 @@ def make_checkpoint(directory: Path, recipe: Recipe, target_dir: Path) -> None:
     config = Eagle3Drafter.make_config(recipe.train.drafter, target, (1, 2, target.num_hidden_layers), 64)
     assert isinstance(config, Eagle3Config)
     torch.manual_seed(0)
-    drafter = Eagle3Drafter.make(config, load_target_tensors(target_dir), torch.arange(64))
+    drafter = Eagle3Drafter.from_target(config, load_target_tensors(target_dir), torch.arange(64))
     training = {"steps": 1, "tokens": 1, "parameters_trained": 1}
     stage.claim(directory, fresh=True)
     Checkpoint(

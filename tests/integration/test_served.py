@@ -11,7 +11,7 @@ from typer.testing import CliRunner
 from draftsmith.cli import app
 from draftsmith.config.drafters import KINDS
 from draftsmith.config.loading import load_recipe
-from draftsmith.convert.convert import convert_checkpoint, read, recognise, run_convert
+from draftsmith.convert.convert import convert_checkpoint, read, recognize, run_convert
 from draftsmith.convert.verify import drafter_of
 from draftsmith.drafters.checkpoint import Checkpoint
 from draftsmith.extract.extract import run_extract
@@ -181,12 +181,12 @@ def test_8_bit_weights_are_read_as_written(run: tuple[Path, Path], smollm2: Path
     """By vLLM's own loader: its proposals are those of the weights that the checkpoints hold."""
     folders = [tmp_path / scheme for scheme in ("int8", "fp8")]
     for folder in folders:
-        convert_checkpoint(run[1] / "checkpoint", folder, to="vllm", quantise=folder.name)
+        convert_checkpoint(run[1] / "checkpoint", folder, to="vllm", quantize=folder.name)
     prompts = [[*AutoTokenizer.from_pretrained(smollm2)(text).input_ids] for text in demo_prompts(8)]
     drafters = [(folder, "eagle3") for folder in folders]
     found = record(drafters, smollm2, prompts, k=K, max_tokens=32, recorder=STAND_IN)
     for folder, served in zip(folders, found, strict=True):
-        held = read(folder, recognise(folder))
+        held = read(folder, recognize(folder))
         compared = compare_proposals(served, drafter_of(held, load_target_tensors(smollm2)), smollm2)
         assert len(compared) == K
         assert min(compared) > 100, compared

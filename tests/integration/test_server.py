@@ -24,7 +24,7 @@ import pytest
 import yaml
 
 from draftsmith.config.drafters import KINDS
-from draftsmith.config.evaluation import Serve
+from draftsmith.config.evaluation import ServeConfig
 from draftsmith.config.loading import load_recipe
 from draftsmith.config.recipe import Recipe
 from draftsmith.convert.convert import run_convert
@@ -96,7 +96,7 @@ def test_serve(tmp_path: Path) -> None:
     make_target(tmp_path / "target")
     make_drafter(tmp_path / "runs" / "tiny" / "vllm", tmp_path / "target")
     recipe = tiny_recipe(tmp_path)
-    recipe = recipe.model_copy(update={"serve": recipe.serve.model_copy(update={"options": {"max_num_seqs": 7}})})
+    recipe = recipe.model_copy(update={"serve": recipe.serve.model_copy(update={"vllm_args": {"max_num_seqs": 7}})})
     with serving(recipe, tmp_path, key=KEY) as (url, process):
         with pytest.raises(openai.AuthenticationError):
             openai.OpenAI(base_url=f"{url}/v1", api_key="another").models.list()
@@ -139,7 +139,7 @@ def test_a_dead_server_says_why(tmp_path: Path) -> None:
     done = subprocess.run(
         [
             sys.executable, "-m", "draftsmith.cli", "serve", str(tmp_path / "recipe.yaml"), "--port", "8123",
-            "-s", "serve.method={method: none}", "-s", "serve.options={block_size: 7}",
+            "-s", "serve.method={method: none}", "-s", "serve.vllm_args={block_size: 7}",
         ],
         capture_output=True, text=True, check=False,
     )  # fmt: skip
@@ -192,7 +192,7 @@ def test_a_target_s_own_layers_guess(tmp_path: Path) -> None:
     recipe = tiny_recipe(tmp_path)
     answers: dict[str, list[list[int]]] = {}
     for name in ("none", "mtp"):
-        served = recipe.model_copy(update={"serve": Serve.model_validate({"method": {"method": name}})})
+        served = recipe.model_copy(update={"serve": ServeConfig.model_validate({"method": {"method": name}})})
         with serving(served, tmp_path) as (url, _):
             asked = (
                 httpx.post(f"{url}/v1/chat/completions", json=_question(f"{n * n}?"), timeout=60) for n in range(40)

@@ -11,7 +11,7 @@ import torch
 from safetensors.torch import save_file
 
 from draftsmith.config import recipe
-from draftsmith.serve.evaluation.engine import Counters, EngineConfig, Generated
+from draftsmith.serve.evaluation.engine import Counters, EngineSpec, Generated
 from draftsmith.serve.evaluation.in_flight import ConstantLoad, Request, Timing
 from tests.unit.tiny_run import make_run
 
@@ -30,9 +30,9 @@ START_FACTORS: list[float] = []
 class Engine:
     """An engine of which every step takes a planted time."""
 
-    started: list[EngineConfig] = []  # noqa: RUF012
+    started: list[EngineSpec] = []  # noqa: RUF012
 
-    def __init__(self, config: EngineConfig) -> None:
+    def __init__(self, config: EngineSpec) -> None:
         self.config = config
         self.total = Counters(0, 0, 0, (0,) * config.num_speculative_tokens)
         self.factor = START_FACTORS[len(self.started) % len(START_FACTORS)] if START_FACTORS else 1.0
@@ -153,12 +153,12 @@ def make_recipe_and_run(folder: Path) -> tuple[recipe.Recipe, Path]:
     source = {"path": str(folder / "prompts.jsonl")}
     hardware = {
         "device": "d", "matmul_tflops": 1e-6, "memory_gb_per_second": 1e-3, "store_mb_per_second": 1, "load_mb_per_second": 1,
-        "prefill_utilisation": 1, "decode_utilisation": 1, "train_utilisation": 1,
+        "prefill_utilization": 1, "decode_utilization": 1, "train_utilization": 1,
     }  # fmt: skip
     found = recipe.Recipe.model_validate({
         "name": "run", "target": {"model": str(folder / "target"), "dtype": "float32"}, "engine": {"max_model_len": 100},
         "extract": {"prompts": source, "max_num_seqs": 32}, "evaluate": {"suites": {"questions": {"prompts": source}}},
-        "tune": {"k": [1, 2, 3], "batch_sizes": [1, 4, 8], "tokens": 41},
+        "tune": {"k": [1, 2, 3], "concurrency": [1, 4, 8], "tokens": 41},
         "plan": {"prompt_tokens": 1, "response_tokens": 1, "hardware": hardware},
     })  # fmt: skip
     return found, folder / "run"

@@ -71,7 +71,7 @@ def test_probabilities_are_the_formulas(parts) -> None:  # type: ignore[no-untyp
     )
     (batch,) = acceptance._packed(drafter, [sequence], steps=1)
     (step,) = drafter.chain(batch, steps=1)
-    rows = batch.counts[:, 0].nonzero()[:, 0]
+    rows = batch.loss_weights[:, 0].nonzero()[:, 0]
     p = (F.linear(norm(sequence.hidden_states[:, 2]), head) / 0.6).softmax(-1)[rows + 1]
     q = torch.zeros_like(p)
     q[:, drafter.draft_token_ids] = (drafter.lm_head(step.normed) / 0.6).softmax(-1)

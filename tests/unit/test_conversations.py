@@ -8,10 +8,10 @@ from pathlib import Path
 
 import pytest
 
-from draftsmith.config.recipe import Extract
+from draftsmith.config.recipe import ExtractConfig
 from draftsmith.config.sources import Prompts
 from draftsmith.data import rows as rows_module
-from draftsmith.data.conversations import Conversation, Skips
+from draftsmith.data.conversations import Conversation, RejectedRows
 from draftsmith.data.prompts import load_prompts, read_conversations, split
 from draftsmith.run.errors import UserError
 
@@ -29,12 +29,12 @@ def write(path: Path, rows: list) -> Path:
     return path
 
 
-def read(path: Path, *, whole: bool = True, **options) -> tuple[list[Conversation], Skips]:
-    skips = Skips()
+def read(path: Path, *, whole: bool = True, **options) -> tuple[list[Conversation], RejectedRows]:
+    skips = RejectedRows()
     return list(read_conversations(Prompts(path=str(path), **options), whole=whole, skips=skips)), skips
 
 
-def reasons(skips: Skips) -> dict[str, int]:
+def reasons(skips: RejectedRows) -> dict[str, int]:
     return {reason: entry["rows"] for reason, entry in skips.figures().items()}
 
 
@@ -242,7 +242,7 @@ def test_a_wrong_row_is_counted_and_explained(tmp_path, seed):
     path = tmp_path / "rows.jsonl"
     path.write_bytes(b"\n".join([json.dumps(GOOD).encode(), *lines]))
     for format in ("auto", "jsonl", "sharegpt", "text", "tokens"):
-        skips = Skips()
+        skips = RejectedRows()
         found = []
         with suppress(UserError):  # where no row is left
             for conversation in read_conversations(Prompts(path=str(path), format=format), whole=True, skips=skips):
@@ -296,7 +296,7 @@ def test_a_line_without_end_is_not_read_into_memory(tmp_path, monkeypatch):
 
 
 def test_reasons_do_not_grow_without_end():
-    skips = Skips()
+    skips = RejectedRows()
     for i in range(1000):
         skips.add(f"reason {i}", f"line {i}")
     assert len(skips) == 1000
@@ -311,8 +311,10 @@ def test_the_split_counts_what_it_leaves_out(tmp_path):
     rows = [{"prompt": question, "response": answer} for question, answer in turns]
     path = write(tmp_path / "rows.jsonl", [*rows, {"nothing": 1}])
     for whole in (True, False):
-        skips = Skips()
-        found = list(split(Extract(prompts=Prompts(path=str(path)), held_out_fraction=0.2), whole=whole, skips=skips))
+        skips = RejectedRows()
+        found = list(
+            split(ExtractConfig(prompts=Prompts(path=str(path)), held_out_fraction=0.2), whole=whole, skips=skips)
+        )
         kept, held_out = ([c for c, held in found if held == part] for part in (False, True))
         assert held_out
         assert not {c.text for c in kept} & {c.text for c in held_out}, "the same question is never in both"
@@ -344,20 +346,20 @@ def test_a_hub_data_set_is_streamed(monkeypatch):
 
     monkeypatch.setattr(datasets, "load_dataset", load_dataset)
     source = Prompts(dataset="owner/name", config="main", split="test", revision="abc")
-    assert len(list(read_conversations(source, whole=True, skips=Skips()))) == 50
+    assert len(list(read_conversations(source, whole=True, skips=RejectedRows()))) == 50
     assert asked == [(("owner/name", "main"), {"split": "test", "revision": "abc", "streaming": True})]
     for streaming in (True, False):
         drawn = source.model_copy(update={"limit": 5, "streaming": streaming})
-        found = [c.text for c in read_conversations(drawn, whole=True, skips=Skips())]
+        found = [c.text for c in read_conversations(drawn, whole=True, skips=RejectedRows())]
         assert len(set(found)) == 5
-        assert found == [c.text for c in read_conversations(drawn, whole=True, skips=Skips())]
+        assert found == [c.text for c in read_conversations(drawn, whole=True, skips=RejectedRows())]
 
     def fails(*arguments, **options):
         raise ConnectionError("no route\nto host")
 
     monkeypatch.setattr(datasets, "load_dataset", fails)
     with pytest.raises(UserError, match=r"Cannot read the data set owner/name .* no route"):
-        list(read_conversations(source, whole=True, skips=Skips()))
+        list(read_conversations(source, whole=True, skips=RejectedRows()))
 
 
 @pytest.mark.parametrize(

@@ -99,7 +99,7 @@ def test_chain_loss_and_gradients_equal_the_formulas(changes: dict) -> None:
     norm = torch.nn.RMSNorm(HIDDEN, eps=EPS).double()
     norm.weight.data.copy_(drafter.final_norm)
     loss = ChainLoss(
-        drafter, teacher_norm=norm, teacher_head=drafter.lm_head, chain_steps=steps, chain_decay=0.8,
+        drafter, teacher_norm=norm, teacher_head=drafter.lm_head, ttt_steps=steps, ttt_loss_decay=0.8,
         terms=drafter.loss_terms(EagleOptions()),
     )  # fmt: skip
     found = loss(batch, batch.hidden_states[:, 0]).loss
@@ -148,7 +148,7 @@ def test_the_start_is_the_best_linear_guess() -> None:
     for token in ids[1:-1].tolist():
         states.append(rms(from_token @ drafter.embedding[token] + from_state @ rms(states[-1], 1), 1))
     batch = pack([replace(sequence, hidden_states=torch.stack(states)[:, None])], steps=1)
-    drafter.start(
+    drafter.init_from_target(
         TargetTensors(drafter.embedding, drafter.lm_head, drafter.final_norm, {}, ""),
         [(batch, batch.hidden_states[:, 0])],
     )

@@ -126,7 +126,7 @@ def test_packed_chain_equals_the_formulas(changes: dict, small_tiles: bool, monk
         documents = [replace(one, hidden_states=one.hidden_states[..., :width]) for one in documents]
     steps = 3
     batch = pack(documents, steps=steps)
-    rows = batch.counts.sum(1).nonzero()[:, 0]
+    rows = batch.loss_weights.sum(1).nonzero()[:, 0]
     weights = {name: value.detach().clone().requires_grad_() for name, value in drafter.state_dict().items()}
     found = [drafter.lm_head(step.normed) for step in drafter.chain(batch, steps=steps)]
     picks = [torch.randn(*logits.shape, dtype=torch.float64) for logits in found]
@@ -134,13 +134,13 @@ def test_packed_chain_equals_the_formulas(changes: dict, small_tiles: bool, monk
     compared = 0
     for q, row in enumerate(rows.tolist()):
         document, p = int(batch.documents[row]), int(batch.positions[row])
-        expected = plain_chain(drafter, documents[document], p, int((batch.counts[row] > 0).sum()), weights)
+        expected = plain_chain(drafter, documents[document], p, int((batch.loss_weights[row] > 0).sum()), weights)
         for k, logits in enumerate(expected):
             torch.testing.assert_close(found[k][q], logits, rtol=1e-9, atol=1e-9)
             total = total + (found[k][q] * picks[k][q]).sum()
             plain_total = plain_total + (logits * picks[k][q]).sum()
             compared += 1
-    assert compared == int((batch.counts > 0).sum()) > 30
+    assert compared == int((batch.loss_weights > 0).sum()) > 30
     total.backward()
     plain_total.backward()
     for name, parameter in drafter.named_parameters():
@@ -150,10 +150,10 @@ def test_packed_chain_equals_the_formulas(changes: dict, small_tiles: bool, monk
 def test_what_counts() -> None:
     """The first response token counts at step 0 of the row two before it; nothing past the end does."""
     batch = pack([make_sequence(7, 3, 1)], steps=2)
-    assert batch.counts.tolist() == [[0, 1], [1, 1], [1, 1], [1, 1], [1, 0], [0, 0]]
+    assert batch.loss_weights.tolist() == [[0, 1], [1, 1], [1, 1], [1, 1], [1, 0], [0, 0]]
     tokens = make_sequence(7, 3, 1).token_ids.tolist()
-    assert batch.following[1].tolist() == tokens[2:5]
-    assert batch.following[5].tolist() == [tokens[6], 0, 0]
+    assert batch.next_tokens[1].tolist() == tokens[2:5]
+    assert batch.next_tokens[5].tolist() == [tokens[6], 0, 0]
 
 
 def test_more_layers_run_every_row() -> None:

@@ -10,9 +10,9 @@ import yaml
 from safetensors.torch import save_file
 from transformers import AutoConfig
 
-from draftsmith.cli.estimate import _config_of_target, make_plan
+from draftsmith.cli.plan import _config_of_target, make_plan
 from draftsmith.config.loading import load_recipe
-from draftsmith.config.recipe import Engine, Recipe
+from draftsmith.config.recipe import EngineConfig, Recipe
 from draftsmith.engine.environment import Gpu
 from draftsmith.engine.memory import GIB, EngineMemory, engine_memory, kv_values, side_by_side, weight_bytes
 from draftsmith.run.errors import UserError
@@ -107,9 +107,9 @@ def test_an_8b_target_and_small_gpus() -> None:
         need = engine_memory(
             llama, target_bytes=16_060_522_496, drafter_bytes=849 * 10**6, dtype="bfloat16", tokens=4096, gpus=split
         )
-        engine = Engine(tensor_parallel_size=split)
+        engine = EngineConfig(tensor_parallel_size=split)
         gpus = [Gpu(str(number), int(gib * GIB)) for number in range(count)]
-        return place(engine, gpus, [need], target="Llama", smaller="evaluate.batch_sizes")
+        return place(engine, gpus, [need], target="Llama", smaller="evaluate.concurrency")
 
     with pytest.raises(
         UserError, match=r"Llama .* do not fit .*target 15\.0, drafter 0\.8.* of 23\.6 GiB on the one GPU here"

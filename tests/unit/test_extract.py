@@ -12,10 +12,10 @@ from transformers import LlamaConfig
 
 from draftsmith.config.recipe import Recipe
 from draftsmith.data.chat_template import Renderer
-from draftsmith.data.conversations import Conversation, Skips
+from draftsmith.data.conversations import Conversation, RejectedRows
 from draftsmith.data.overlap import TRAINING_PROMPTS, numbers_of, read_prompts_file
 from draftsmith.extract.extract import _checked, run_extract
-from draftsmith.extract.requests import ExtractRequest, Requests, tokenised
+from draftsmith.extract.requests import ExtractRequest, Requests, tokenized
 from draftsmith.extract.worker import Extracted
 from draftsmith.run import stage
 from draftsmith.run.errors import DraftsmithError, UserError
@@ -31,10 +31,10 @@ def recipe(mode: str, **options: object) -> Recipe:
 
 
 def requests_for(
-    of: Recipe, tokenizer: Any, conversations: list[Conversation], skips: Skips, *, held_out: bool = False
+    of: Recipe, tokenizer: Any, conversations: list[Conversation], skips: RejectedRows, *, held_out: bool = False
 ) -> list[ExtractRequest]:
     renderer = Renderer(tokenizer)
-    return [one for talk in conversations for one in tokenised(of, renderer, talk, skips, held_out=held_out)]
+    return [one for talk in conversations for one in tokenized(of, renderer, talk, skips, held_out=held_out)]
 
 
 @pytest.mark.parametrize("mode", ["generate", "prefill"])
@@ -48,7 +48,7 @@ def test_requests_are_what_fits(mode: str):
     ]
     if mode == "generate":
         conversations = [Conversation(c.id, c.messages[:-1], where=c.where) for c in conversations[:3]]
-    skips = Skips()
+    skips = RejectedRows()
     (found,) = requests_for(recipe(mode), tokenizer, conversations, skips, held_out=True)
     assert (found.sample_id, found.held_out) == (conversations[0].sample_id, True)
     text = tokenizer.decode(found.prompt_token_ids)
@@ -92,16 +92,18 @@ def test_samples_have_ids_of_their_own_and_the_first_the_conversations():
     options = {"temperature": 0.7, "samples": 3}
     tokenizer = make_tokenizer(GEMMA, ["<bos>", "<start_of_turn>", "<end_of_turn>"], "<bos>", "<end_of_turn>")
     conversations = [Conversation(text, chat(text, "b")[:1]) for text in ("a", "c")]
-    found = requests_for(recipe("generate", **options), tokenizer, conversations, Skips())
+    found = requests_for(recipe("generate", **options), tokenizer, conversations, RejectedRows())
     assert len({request.sample_id for request in found}) == 6
     assert {conversation.sample_id for conversation in conversations} < {request.sample_id for request in found}
-    assert len(requests_for(recipe("generate", **options), tokenizer, conversations, Skips(), held_out=True)) == 2
+    assert (
+        len(requests_for(recipe("generate", **options), tokenizer, conversations, RejectedRows(), held_out=True)) == 2
+    )
 
 
 def test_later_turns_are_asked_after_the_first():
     tokenizer = make_tokenizer(GEMMA, ["<bos>", "<start_of_turn>", "<end_of_turn>"], "<bos>", "<end_of_turn>")
     talk = Conversation("talk", [*chat("one", "old answer"), *chat("two", "old")])
-    (found,) = requests_for(recipe("generate", turns="all"), tokenizer, [talk], Skips())
+    (found,) = requests_for(recipe("generate", turns="all"), tokenizer, [talk], RejectedRows())
     assert "old answer" not in tokenizer.decode(found.prompt_token_ids)
     assert found.later == ([{"role": "user", "content": "two"}],)
     assert found.conversation is not None
@@ -156,7 +158,7 @@ def test_an_unfinished_store_of_other_prompts_is_not_continued(tmp_path: Path, m
         "extract": options | {"layer_ids": [1], "shard_tokens": 1},
     })  # fmt: skip
 
-    def some(recipe: Any, target: Any, layer_ids: Any, asks: Any, directory: Path, spool: Path, stop: int = 2):
+    def some(recipe: Any, target: Any, layer_ids: Any, asks: Any, directory: Path, handoff: Path, stop: int = 2):
         for number, ask in enumerate(asks):
             if number == stop:
                 raise DraftsmithError("the engine failed")

@@ -14,10 +14,10 @@ import pytest
 
 from draftsmith.config.recipe import Recipe
 from draftsmith.extract import cluster
-from draftsmith.extract.cluster import Machine, _Machine, share_out
+from draftsmith.extract.cluster import Machine, _Machine, balance_tokens
 from draftsmith.extract.requests import ExtractRequest
 from draftsmith.run.errors import DraftsmithError, UserError
-from draftsmith.store.format import Sequence, StoreDamaged
+from draftsmith.store.format import CorruptStore, Sequence
 from draftsmith.store.reader import Store
 from draftsmith.store.writer import ShardMaker, StoreWriter
 from tests.unit.test_store import identity, make_sequence, open_writer, same
@@ -103,7 +103,7 @@ def start(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., list
     monkeypatch.setattr(cluster.tempfile, "tempdir", str(tmp_path / "local"))
 
     def extracted(
-        recipe: object, target: object, identity: object, requests: Any, directory: Path, spool: Path
+        recipe: object, target: object, identity: object, requests: Any, directory: Path, handoff: Path
     ) -> Iterator[Sequence]:
         return ways[threading.get_ident()](requests)
 
@@ -146,7 +146,7 @@ def whole(directory: Path, count: int) -> None:
 def test_everything_is_in_the_store_once(start: Callable, tmp_path: Path, count: int) -> None:
     writer = open_writer(tmp_path)
     machines = start(answering, answering)
-    progress = list(share_out(FakeRay, machines, requests(count), writer))
+    progress = list(balance_tokens(FakeRay, machines, requests(count), writer))
     assert progress[-1] == (count, 5 * count)
     for machine in machines:
         machine.handle.machine.stop()
@@ -163,7 +163,7 @@ def test_prompts_are_read_as_they_are_needed(start: Callable, tmp_path: Path) ->
             read.append(request)
             yield request
 
-    running = share_out(FakeRay, start(answering, answering), counted(), open_writer(tmp_path))
+    running = balance_tokens(FakeRay, start(answering, answering), counted(), open_writer(tmp_path))
     sequences = 0
     while sequences < 100:
         sequences, _ = next(running)
@@ -179,7 +179,7 @@ def test_a_dead_machines_share_is_taken_over_and_its_ghost_changes_nothing(
     ghosts = random.Random(seed).sample(machines, 2)
     deaths = iter([(10, ghosts[0]), (random.Random(seed).randrange(10, 60), ghosts[1]), (10**9, None)])
     when, victim = next(deaths)
-    for sequences, _ in share_out(FakeRay, machines, requests(90), writer):
+    for sequences, _ in balance_tokens(FakeRay, machines, requests(90), writer):
         if sequences >= when:
             victim.handle.gone.set()  # for the driver; its thread goes on with what it was given
             when, victim = next(deaths)
@@ -215,7 +215,7 @@ def test_engines_are_heard_while_a_shard_is_written(
 
     monkeypatch.setattr(cluster, "ShardMaker", Slow)
     writer = open_writer(tmp_path)
-    list(share_out(FakeRay, start(counted), requests(20), writer))
+    list(balance_tokens(FakeRay, start(counted), requests(20), writer))
     writer.close()
     whole(tmp_path, 20)
 
@@ -231,7 +231,7 @@ def test_a_shard_that_cannot_be_written_fails_the_machine(
 
     monkeypatch.setattr(cluster, "ShardMaker", Full)
     with pytest.raises(DraftsmithError, match=r"There is no room\.[^$]*No machine is left"):
-        list(share_out(FakeRay, start(answering), requests(2), open_writer(tmp_path)))
+        list(balance_tokens(FakeRay, start(answering), requests(2), open_writer(tmp_path)))
 
 
 def failing(requests: Iterable[ExtractRequest | None]) -> Iterator[Sequence]:
@@ -246,20 +246,20 @@ def test_when_the_last_machine_fails_the_run_stops_says_why_and_can_be_continued
 ) -> None:
     writer = open_writer(tmp_path)
     with pytest.raises(DraftsmithError, match=r"10\.0\.0\.\d failed.*no reason.*\n.*Run the stage again"):
-        list(share_out(FakeRay, start(failing, failing), requests(40), writer))
+        list(balance_tokens(FakeRay, start(failing, failing), requests(40), writer))
     writer._lock.close()
     writer = open_writer(tmp_path)
     done = writer.sample_ids
     assert len(done) == 8, "each machine had closed one shard of four"
     todo = [request for request in requests(40) if request.sample_id not in done]
-    list(share_out(FakeRay, start(answering), todo, writer))
+    list(balance_tokens(FakeRay, start(answering), todo, writer))
     writer.close()
     whole(tmp_path, 40)
 
 
 def test_a_machine_that_does_not_see_the_stores_folder_ends_the_run(start: Callable, tmp_path: Path) -> None:
     with pytest.raises(UserError, match=r"machine 10\.0\.0\.0: .*not the one that the driver writes to"):
-        list(share_out(FakeRay, start(answering, marked=False), requests(4), open_writer(tmp_path)))
+        list(balance_tokens(FakeRay, start(answering, marked=False), requests(4), open_writer(tmp_path)))
 
 
 def test_ray_is_asked_for_by_name(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
@@ -358,9 +358,9 @@ def test_damaged_shards_are_not_adopted(tmp_path: Path) -> None:
     good = path.read_bytes()
     for bad in (good[:-1], good[:100] + b"\xff" + good[101:]):
         path.write_bytes(bad)
-        with pytest.raises(StoreDamaged):
+        with pytest.raises(CorruptStore):
             writer.adopt(shard)
     path.unlink()
-    with pytest.raises(StoreDamaged, match="not there"):
+    with pytest.raises(CorruptStore, match="not there"):
         writer.adopt(shard)
     assert writer.close()["sequences"] == 0

@@ -16,10 +16,10 @@ from typing import Any
 import pytest
 import torch
 
-from draftsmith.config.recipe import Engine
+from draftsmith.config.recipe import EngineConfig
 from draftsmith.extract import worker
-from draftsmith.extract.handoff import SpoolWriter, spool_file
-from draftsmith.extract.worker import Ask, Job, run_engines
+from draftsmith.extract.handoff import HandoffWriter, spool_file
+from draftsmith.extract.worker import EngineRequest, Job, run_engines
 from draftsmith.run.errors import DraftsmithError
 from draftsmith.store.codec import encode_states
 
@@ -30,13 +30,13 @@ OURS: list[Connection] = []
 """The driver's ends of all pipes."""
 
 
-def answers(pipe: Connection, job: Job, spool: Path, log: str) -> None:
+def answers(pipe: Connection, job: Job, handoff: Path, log: str) -> None:
     """A worker that answers every prompt with its length, in random order."""
     for ours in OURS:
         ours.close()
     chooser = random.Random(os.getpid())
-    waiting: list[Ask] = []
-    writer = SpoolWriter(spool, writes_over=True)
+    waiting: list[EngineRequest] = []
+    writer = HandoffWriter(handoff, writes_over=True)
     pipe.send(job.window)
     while True:
         while not waiting or pipe.poll():
@@ -76,24 +76,26 @@ def workers_that_are_no_engines(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def spool_in(folder: Path) -> Path:
-    (folder / "spool").mkdir()
-    return folder / "spool"
+    (folder / "handoff").mkdir()
+    return folder / "handoff"
 
 
-def asks(count: int) -> list[Ask]:
-    return [Ask(f"ask {n}", [1] * (1 + n % 7), 4, n, "lossless") for n in range(count)]
+def asks(count: int) -> list[EngineRequest]:
+    return [EngineRequest(f"ask {n}", [1] * (1 + n % 7), 4, n, "lossless") for n in range(count)]
 
 
 @pytest.mark.parametrize("workers", [1, 3])
 @pytest.mark.parametrize("count", [0, 1, 4, 60])
 def test_everything_is_answered_once(workers: int, count: int, tmp_path: Path) -> None:
     found = list(
-        run_engines(JOB, iter(asks(count)), Engine(), workers=workers, directory=tmp_path, spool=spool_in(tmp_path))
+        run_engines(
+            JOB, iter(asks(count)), EngineConfig(), workers=workers, directory=tmp_path, handoff=spool_in(tmp_path)
+        )
     )
     assert sorted(extracted.name for extracted in found) == sorted(ask.name for ask in asks(count))
     for extracted in found:
         assert extracted.response_token_ids == [len(extracted.saved_token_ids)]
-    assert not [path for path in (tmp_path / "spool").rglob("*") if path.is_file()], "spool files are taken"
+    assert not [path for path in (tmp_path / "handoff").rglob("*") if path.is_file()], "handoff files are taken"
 
 
 def test_prompts_are_read_as_they_are_needed(tmp_path: Path) -> None:
@@ -105,7 +107,7 @@ def test_prompts_are_read_as_they_are_needed(tmp_path: Path) -> None:
             read += 1
             yield ask
 
-    running = run_engines(JOB, counted(), Engine(), workers=2, directory=tmp_path, spool=spool_in(tmp_path))
+    running = run_engines(JOB, counted(), EngineConfig(), workers=2, directory=tmp_path, handoff=spool_in(tmp_path))
     for _ in range(10):
         next(running)
     assert read <= 10 + 2 * (JOB.window + 1) + 10, "a data set is not read ahead of the engines"
@@ -126,7 +128,7 @@ def test_prompts_may_come_later(tmp_path: Path) -> None:
 
     found = []
     for extracted in run_engines(
-        JOB, now_and_then(), Engine(), workers=2, directory=tmp_path, spool=spool_in(tmp_path)
+        JOB, now_and_then(), EngineConfig(), workers=2, directory=tmp_path, handoff=spool_in(tmp_path)
     ):
         under_way -= 1
         found.append(extracted.name)
@@ -136,7 +138,9 @@ def test_prompts_may_come_later(tmp_path: Path) -> None:
 @pytest.mark.parametrize("seed", range(5))
 def test_a_killed_workers_share_is_taken_over(seed: int, tmp_path: Path) -> None:
     chooser = random.Random(seed)
-    running = run_engines(JOB, iter(asks(120)), Engine(), workers=3, directory=tmp_path, spool=spool_in(tmp_path))
+    running = run_engines(
+        JOB, iter(asks(120)), EngineConfig(), workers=3, directory=tmp_path, handoff=spool_in(tmp_path)
+    )
     found = [next(running) for _ in range(chooser.randrange(1, 60))]
     victims = chooser.sample(multiprocessing.active_children(), 2)
     threading.Timer(chooser.uniform(0, 0.05), os.kill, (victims[1].pid, signal.SIGKILL)).start()
@@ -146,9 +150,11 @@ def test_a_killed_workers_share_is_taken_over(seed: int, tmp_path: Path) -> None
 
 
 def test_when_the_last_worker_dies_the_run_stops_and_says_why(tmp_path: Path) -> None:
-    poisoned = [*asks(6), Ask("poison", [0], 4, 0, "lossless"), *asks(0)]
+    poisoned = [*asks(6), EngineRequest("poison", [0], 4, 0, "lossless"), *asks(0)]
     with pytest.raises(DraftsmithError, match=r"ended with status 3.*run the stage again to continue"):
-        list(run_engines(JOB, iter(poisoned), Engine(), workers=2, directory=tmp_path, spool=spool_in(tmp_path)))
+        list(
+            run_engines(JOB, iter(poisoned), EngineConfig(), workers=2, directory=tmp_path, handoff=spool_in(tmp_path))
+        )
 
 
 class Clock:
@@ -168,14 +174,14 @@ class SlowSpool:
     """An engine that answers everything in its first step and then hands over a file of states every 50 s, as far as it goes.
     With the last file the driver has nothing more to ask."""
 
-    def __init__(self, clock: Clock, spool: Path, hands_over: int) -> None:
-        self.clock, self.spool, self.left = clock, spool, hands_over
+    def __init__(self, clock: Clock, handoff: Path, hands_over: int) -> None:
+        self.clock, self.handoff, self.left = clock, handoff, hands_over
         self.asked: list[str] = []
         self.answered: list[str] = []
         self.due = 50.0
         self.llm_engine = self
 
-    def read(self, pipe: Connection, inbox: queue.SimpleQueue[list[Ask] | None]) -> None:
+    def read(self, pipe: Connection, inbox: queue.SimpleQueue[list[EngineRequest] | None]) -> None:
         self.inbox = inbox
         inbox.put(asks(5))
 
@@ -192,7 +198,7 @@ class SlowSpool:
             return [SimpleNamespace(request_id=name, finished=True, outputs=answer) for name in self.answered]
         if self.clock.now >= self.due and self.left:
             self.due, self.left = self.clock.now + 50, self.left - 1
-            (self.spool / spool_file(self.answered.pop())).touch()
+            (self.handoff / spool_file(self.answered.pop())).touch()
             if not self.answered:
                 self.inbox.put(None)
         return []

@@ -23,8 +23,8 @@ from typer.testing import CliRunner
 
 from draftsmith.cli import app
 from draftsmith.config.drafters import KINDS
-from draftsmith.convert.contents import EMBEDDING, NOBODY, Contents, read_own, write_own
-from draftsmith.convert.convert import convert_checkpoint, read, recognise
+from draftsmith.convert.contents import EMBEDDING, UNKNOWN_TARGET, DraftCheckpoint, read_own, write_own
+from draftsmith.convert.convert import convert_checkpoint, read, recognize
 from draftsmith.convert.formats import FORMATS
 from draftsmith.convert.verify import compare
 from draftsmith.convert.vocabulary import from_tensors, to_tensors, with_vocabulary
@@ -53,7 +53,7 @@ def layers(draw: st.DrawFn) -> dict[str, Any]:
 
 
 @st.composite
-def contents(draw: st.DrawFn) -> Contents:
+def contents(draw: st.DrawFn) -> DraftCheckpoint:
     """Any drafter that our kinds can be."""
     kind = draw(st.sampled_from(["eagle", "eagle3", "medusa", "mlp_speculator"]))
     flag = st.booleans()
@@ -96,7 +96,7 @@ def contents(draw: st.DrawFn) -> Contents:
 
 def make_contents(
     kind: str, config: dict[str, Any], dtype: torch.dtype, seed: int, *, own_embedding: bool = False
-) -> Contents:
+) -> DraftCheckpoint:
     generator = torch.Generator().manual_seed(seed)
     typed = drafter_class(kind).config_class.from_dict(config)
     shapes = dict(drafter_class(kind).shapes(typed))
@@ -104,7 +104,7 @@ def make_contents(
         shapes[EMBEDDING] = (VOCAB, typed.hidden_size)
     weights = {name: Weight.of(torch.randn(shape, generator=generator).to(dtype)) for name, shape in shapes.items()}
     ids = torch.randperm(VOCAB, generator=generator)[: typed.draft_vocab_size].sort().values
-    return Contents(kind, typed.to_dict(), ids, weights, TARGET, {"steps": 3}).check()
+    return DraftCheckpoint(kind, typed.to_dict(), ids, weights, TARGET, {"steps": 3}).check()
 
 
 EAGLE3 = {
@@ -115,7 +115,7 @@ EAGLE3 = {
 }  # fmt: skip
 
 
-def holders(found: Contents) -> list[str]:
+def holders(found: DraftCheckpoint) -> list[str]:
     """The formats that can hold it."""
     names = []
     for name, each in FORMATS.items():
@@ -125,7 +125,7 @@ def holders(found: Contents) -> list[str]:
     return names
 
 
-def assert_equal(one: Contents, other: Contents) -> None:
+def assert_equal(one: DraftCheckpoint, other: DraftCheckpoint) -> None:
     assert (one.kind, one.config, one.target, one.training) == (other.kind, other.config, other.target, other.training)
     assert torch.equal(one.draft_token_ids, other.draft_token_ids)
     assert one.weights.keys() == other.weights.keys()
@@ -136,7 +136,7 @@ def assert_equal(one: Contents, other: Contents) -> None:
 
 @settings(deadline=None, max_examples=60, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(contents())
-def test_there_and_back_through_every_pair(tmp_path: Path, found: Contents) -> None:
+def test_there_and_back_through_every_pair(tmp_path: Path, found: DraftCheckpoint) -> None:
     folder = tmp_path / "formats"
     shutil.rmtree(folder, ignore_errors=True)
     folder.mkdir()
@@ -147,20 +147,20 @@ def test_there_and_back_through_every_pair(tmp_path: Path, found: Contents) -> N
     for name in names:
         (folder / name).mkdir()
         FORMATS[name].write(found, folder / name)
-        again = FORMATS[name].read(folder / name, found.kind, target=NOBODY, known={})
+        again = FORMATS[name].read(folder / name, found.kind, target=UNKNOWN_TARGET, known={})
         assert_equal(found, again)
         for other in names:
             there, back = folder / f"{name}-{other}", folder / f"{name}-{other}-{name}"
             there.mkdir()
             back.mkdir()
             FORMATS[other].write(again, there)
-            FORMATS[name].write(FORMATS[other].read(there, found.kind, target=NOBODY, known={}), back)
+            FORMATS[name].write(FORMATS[other].read(there, found.kind, target=UNKNOWN_TARGET, known={}), back)
             for file in ("config.json", FORMATS[name].weights_file):
                 assert (back / file).read_bytes() == (folder / name / file).read_bytes()
 
 
 @pytest.mark.parametrize("kind", ["eagle", "eagle3", "medusa", "mlp_speculator"])
-def test_every_format_is_recognised(kind: str, tmp_path: Path) -> None:
+def test_every_format_is_recognized(kind: str, tmp_path: Path) -> None:
     configs: dict[str, dict[str, Any]] = {
         "eagle3": EAGLE3,
         "eagle": {k: v for k, v in EAGLE3.items() if "norm" not in k or k == "rms_norm_eps"}
@@ -175,7 +175,7 @@ def test_every_format_is_recognised(kind: str, tmp_path: Path) -> None:
     for name in holders(found):
         (tmp_path / name).mkdir()
         FORMATS[name].write(found, tmp_path / name)
-        told = recognise(tmp_path / name)
+        told = recognize(tmp_path / name)
         assert told.kind == kind
         assert told.format == name or (kind, name) == ("mlp_speculator", "ibm"), told.reason
         assert_equal(found, read(tmp_path / name, told))
@@ -189,7 +189,7 @@ def test_every_format_is_recognised(kind: str, tmp_path: Path) -> None:
         known = {"layer_ids": found.config["layer_ids"], "rms_norm_eps": 1e-5}
         if kind in ("eagle", "eagle3"):
             del known["rms_norm_eps"]
-        assert FORMATS[name].read(tmp_path / name, kind, target=NOBODY, known=known).config == found.config
+        assert FORMATS[name].read(tmp_path / name, kind, target=UNKNOWN_TARGET, known=known).config == found.config
 
 
 def test_the_fifth_kind_needs_no_other_file() -> None:
@@ -255,7 +255,7 @@ def test_rows_follow_the_vocabulary(tmp_path: Path) -> None:
     tensors["d2t"] = found.draft_token_ids[order]  # and as ids
     tensors["lm_head.weight"] = tensors["lm_head.weight"][order]
     save_file(tensors, tmp_path / "model.safetensors")
-    assert_equal(found, read(tmp_path, recognise(tmp_path)))
+    assert_equal(found, read(tmp_path, recognize(tmp_path)))
 
 
 def test_another_vocabulary() -> None:
@@ -290,7 +290,7 @@ def test_ropes_old_and_new(tmp_path: Path) -> None:
     del record["rope_scaling"]["rope_type"]
     record["rope_scaling"]["type"] = "llama3"  # older still
     (tmp_path / "config.json").write_text(json.dumps(record))
-    assert read(tmp_path, recognise(tmp_path)).config["rope_parameters"] == ROPES[1]
+    assert read(tmp_path, recognize(tmp_path)).config["rope_parameters"] == ROPES[1]
 
 
 def test_tied_heads(tmp_path: Path) -> None:
@@ -300,10 +300,10 @@ def test_tied_heads(tmp_path: Path) -> None:
     del tensors["lm_head.weight"]
     save_file(tensors, tmp_path / "model.safetensors")
     with pytest.raises(UserError, match=r"lacks lm_head\.weight.*nothing was made up"):
-        read(tmp_path, recognise(tmp_path))
+        read(tmp_path, recognize(tmp_path))
     record = json.loads((tmp_path / "config.json").read_text())
     (tmp_path / "config.json").write_text(json.dumps(record | {"tie_word_embeddings": True}))
-    again = read(tmp_path, recognise(tmp_path))
+    again = read(tmp_path, recognize(tmp_path))
     assert torch.equal(again.weights["lm_head.weight"].tensor(), found.weights[EMBEDDING].tensor())
 
 
@@ -313,7 +313,7 @@ def test_a_conversion_appears_whole(tmp_path: Path) -> None:
     write_own(found, tmp_path / "checkpoint")
     figures = convert_checkpoint(tmp_path / "checkpoint", tmp_path / "out", to="vllm", dtype="bfloat16")
     assert (figures["from"], figures["to"], figures["kind"]) == ("draftsmith", "vllm", "eagle3")
-    again = read(tmp_path / "out", recognise(tmp_path / "out"))
+    again = read(tmp_path / "out", recognize(tmp_path / "out"))
     assert {weight.dtype for weight in again.weights.values()} == {torch.bfloat16}
     assert {path.name for path in tmp_path.iterdir()} == {"checkpoint", "out"}
     with pytest.raises(UserError, match="is there already"):
@@ -322,12 +322,12 @@ def test_a_conversion_appears_whole(tmp_path: Path) -> None:
         convert_checkpoint(tmp_path / "checkpoint", tmp_path / "other", to="ibm")
     assert {path.name for path in tmp_path.iterdir()} == {"checkpoint", "out"}
     loaded = Checkpoint.load(tmp_path / "checkpoint")  # what is written is the trainer's own
-    assert_equal(Contents.of(loaded), found)
+    assert_equal(DraftCheckpoint.of(loaded), found)
 
 
 @settings(deadline=None, max_examples=25)
 @given(contents())
-def test_a_conversion_is_verified_by_what_it_computes(found: Contents) -> None:
+def test_a_conversion_is_verified_by_what_it_computes(found: DraftCheckpoint) -> None:
     small = {name: Weight.of(weight.tensor() * 0.2) for name, weight in found.weights.items()}  # as trained ones are
     found = replace(found, weights=small)
     assert compare(found, found) == {"relative_difference": 0, "same_first_choice": 1}
@@ -581,7 +581,7 @@ def test_damaged_and_hostile_inputs(tmp_path: Path) -> None:
     good = tmp_path / "good"
     good.mkdir()
     FORMATS["specforge"].write(make_contents("eagle3", EAGLE3, torch.float32, 3), good)
-    assert read(good, recognise(good)).kind == "eagle3"
+    assert read(good, recognize(good)).kind == "eagle3"
     for case in range(CASES):
         rng = random.Random(case)
         damage = DAMAGES[case % len(DAMAGES)]

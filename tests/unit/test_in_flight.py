@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from draftsmith.serve.evaluation.engine import EngineConfig
+from draftsmith.serve.evaluation.engine import EngineSpec
 from draftsmith.serve.evaluation.in_flight import ConstantLoad, Request
 from draftsmith.serve.evaluation.throughput import REQUESTS_PER_SLOT, at_start, run_load, schedule, tokens_per_second
 
@@ -119,7 +119,7 @@ def test_engines_take_turns_and_stay_together() -> None:
     class Host:
         def __init__(self, name: str, longest: int) -> None:
             self.name, self.longest = name, longest
-            self.config = EngineConfig.__new__(EngineConfig)
+            self.config = EngineSpec.__new__(EngineSpec)
 
         def begin_load(self, requests: Any, in_flight: int) -> None:
             order.append((self.name, 0))

@@ -29,7 +29,7 @@ CASES: dict[str, tuple[dict, list[float]]] = {
         {"drafter": {"kind": "medusa", "num_heads": 2, "num_layers": 2, "bias": True, "shared_head": True,
                      "targets": "distribution"}, "train_lm_head": True, "optimizer": "adamw", "lr": 1e-2}, [7.5869, 7.5242, 7.5102, 7.4869, 7.5354],
     ),
-    "mlp_speculator": ({"drafter": {"kind": "mlp_speculator"}, "chain_decay": 1.0, "train_lm_head": True, "lr": 1e-2}, [12.4731, 11.0799, 10.2845, 9.6989, 9.7524]),
+    "mlp_speculator": ({"drafter": {"kind": "mlp_speculator"}, "ttt_loss_decay": 1.0, "train_lm_head": True, "lr": 1e-2}, [12.4731, 11.0799, 10.2845, 9.6989, 9.7524]),
     "mlp-own-weights": (
         {"drafter": {"kind": "mlp_speculator", "inner_size": 20, "tie_weights": False, "scale_input": False},
          "loss_vocab_size": 40, "lr": 1e-2}, [10.0283, 9.6926, 9.5564, 9.4332, 9.6384],
@@ -79,10 +79,10 @@ def test_training_is_what_it_was(folder: Path, name: str, request: pytest.Fixtur
     kind, serving = drafter_class(checkpoint.kind), KINDS[checkpoint.kind].serving
     config = kind.config_class.from_dict(checkpoint.config)
     assert kind.shapes(config) == {key: tuple(value.shape) for key, value in checkpoint.tensors.items()}
-    drafter = kind.make(config, load_target_tensors(folder / "target"), checkpoint.draft_token_ids)
+    drafter = kind.from_target(config, load_target_tensors(folder / "target"), checkpoint.draft_token_ids)
     drafter.load_state_dict(checkpoint.tensors)
     store = Store(run_dir / "store")
-    k = min(5, drafter.max_steps or 5)
+    k = min(5, drafter.max_draft_tokens or 5)
     columns = [store.identity.layer_ids.index(layer) for layer in config.layer_ids]
     held_out = [store[row] for row in store.rows(held_out=True)]
     predicted = predict_acceptance(drafter, held_out, columns, k=k)

@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from draftsmith.config.evaluation import Suite
+from draftsmith.config.evaluation import SuiteConfig
 from draftsmith.config.sources import Prompts
 from draftsmith.data.overlap import TRAINING_PROMPTS, PromptsFile
 from draftsmith.data.prompts import load_prompts
@@ -30,10 +30,10 @@ def store(folder: Path, texts: list[str]) -> Path:
     return folder
 
 
-def suite(folder: Path, **options) -> Suite:
+def suite(folder: Path, **options) -> SuiteConfig:
     path = folder / "suite.jsonl"
     path.write_text("".join(json.dumps({"prompt": text}) + "\n" for text in ASKED))
-    return Suite(prompts=Prompts(path=str(path), **options))
+    return SuiteConfig(prompts=Prompts(path=str(path), **options))
 
 
 def test_overlap_is_counted_over_all_stores(tmp_path):
@@ -67,7 +67,7 @@ def test_held_out_prompts_are_held_against_other_stores(tmp_path):
     held_out = load_prompts(suite(tmp_path).prompts)
     found = overlap(
         [store(tmp_path / "own", ["Name a fish."]), store(tmp_path / "other", ASKED[2:])],
-        {"held_out": Suite(prompts="held_out")},
+        {"held_out": SuiteConfig(prompts="held_out")},
         {"held_out": held_out},
     )
     assert found == {"held_out": {"prompts": 4, "verbatim": 2, "near": 0}}

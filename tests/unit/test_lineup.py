@@ -15,7 +15,7 @@ from draftsmith.engine.environment import Gpu
 from draftsmith.engine.memory import GIB, EngineMemory
 from draftsmith.run.errors import UserError
 from draftsmith.serve.evaluation import engine as engine_module
-from draftsmith.serve.evaluation.engine import EngineConfig
+from draftsmith.serve.evaluation.engine import EngineSpec
 from draftsmith.serve.evaluation.lineup import Lineup, Placement, groups, place
 
 
@@ -71,14 +71,14 @@ def test_shares_of_a_gpu_are_never_more_than_the_gpu(sets: int, on_each: int, da
 
 
 def test_what_does_not_fit_is_said_before_anything_starts() -> None:
-    engine = recipe.Engine()  # 0.85 of a GPU
+    engine = recipe.EngineConfig()  # 0.85 of a GPU
     assert place(engine, gpus(1), [need(20), need(22)], target="t", smaller="x").at_once == 3
     assert place(engine, gpus(8), [need(22)], target="t", smaller="x").at_once == 24
     four = engine.model_copy(update={"tensor_parallel_size": 4})
     assert place(four, gpus(7), [need(30)], target="t", smaller="x").sets == (("GPU-0", "GPU-1", "GPU-2", "GPU-3"),)
     with pytest.raises(UserError, match=r"t and speculation beside it.* 40\.0 GiB.*target 40\.0.*67\.1 of 79\.0 GiB on the one GPU"
-                       r".*Lower evaluate\.batch_size or engine\.max_model_len"):  # fmt: skip
-        place(engine, gpus(1), [need(40)], target="t", smaller="evaluate.batch_size")
+                       r".*Lower evaluate\.acceptance_batch_size or engine\.max_model_len"):  # fmt: skip
+        place(engine, gpus(1), [need(40)], target="t", smaller="evaluate.acceptance_batch_size")
     assert place(engine, gpus(2), [need(40)], target="t", smaller="x").at_once == 2
     with pytest.raises(UserError, match=r"each of the 2 GPUs"):
         place(engine, gpus(2), [need(70)], target="t", smaller="x")
@@ -107,7 +107,7 @@ def test_gpus_have_the_names_that_children_are_given(
 
 @dataclass
 class Host:
-    config: EngineConfig
+    config: EngineSpec
     up: set[str]
 
     def close(self) -> None:
@@ -116,16 +116,16 @@ class Host:
 
 def test_the_plain_engine_stays_and_the_others_come_and_go() -> None:
     up: set[str] = set()
-    started: list[EngineConfig] = []
+    started: list[EngineSpec] = []
 
-    def start(configs: list[EngineConfig]) -> Any:
+    def start(configs: list[EngineSpec]) -> Any:
         started.extend(configs)
         up.update(config.name for config in configs)
         assert len(up) <= 2, "no engine starts before the one it replaces has ended"
         return [Host(config, up) for config in configs]
 
-    def config(name: str) -> EngineConfig:
-        return EngineConfig(name=name, target="t", dtype="bfloat16", engine=recipe.Engine())
+    def config(name: str) -> EngineSpec:
+        return EngineSpec(name=name, target="t", dtype="bfloat16", engine=recipe.EngineConfig())
 
     configs = {number: config(name) for number, name in enumerate(["plain", "k1", "k2", "k3"])}
     lineup: Lineup[int] = Lineup(Placement((("0",), ("1",)), on_each=1), start, number=1)
@@ -151,8 +151,8 @@ def test_engines_on_different_gpus_load_together(monkeypatch: pytest.MonkeyPatch
             engine_module.EngineHost, what, lambda host, what=what: said.append(f"{what} {host.config.name}")
         )
 
-    def config(name: str, *on: str) -> EngineConfig:
-        return EngineConfig(name=name, target="t", dtype="bfloat16", engine=recipe.Engine(), gpus=on)
+    def config(name: str, *on: str) -> EngineSpec:
+        return EngineSpec(name=name, target="t", dtype="bfloat16", engine=recipe.EngineConfig(), gpus=on)
 
     engine_module.start_engines([config("a", "0"), config("b", "0"), config("c", "1"), config("d", "1")], tmp_path)
     assert said == [

@@ -39,7 +39,7 @@ def make_loss(drafter: Drafter | None = None, **options: object) -> ChainLoss:
     torch.manual_seed(3)
     head = torch.randn(drafter.config.draft_vocab_size, HIDDEN, dtype=torch.float64)
     norm = torch.nn.RMSNorm(HIDDEN, eps=1e-5).double()
-    return ChainLoss(drafter, teacher_norm=norm, teacher_head=head, chain_steps=STEPS, chain_decay=0.8, **options)  # type: ignore[arg-type]
+    return ChainLoss(drafter, teacher_norm=norm, teacher_head=head, ttt_steps=STEPS, ttt_loss_decay=0.8, **options)  # type: ignore[arg-type]
 
 
 def make_batch() -> tuple[Batch, torch.Tensor]:
@@ -60,20 +60,20 @@ def plain_loss(loss: ChainLoss, batch: Batch, last_states: torch.Tensor, divisor
     """From the formulas, on whole logits, row by row."""
     known = {int(token): i for i, token in enumerate(loss.drafter.draft_token_ids)}
     teacher = F.linear(loss.teacher_norm(last_states), loss.teacher_head).softmax(-1)
-    rows = batch.counts.sum(1).nonzero()[:, 0].tolist()
+    rows = batch.loss_weights.sum(1).nonzero()[:, 0].tolist()
     total = torch.zeros((), dtype=torch.float64)
     for k, step in enumerate(loss.drafter.chain(batch, steps=STEPS)):
         log_q = F.linear(step.normed, step.head).log_softmax(-1)
         each, weights = [], []
         for i, row in enumerate(rows):
-            if batch.counts[row, k] > 0 and int(batch.following[row, k + 1]) in known:
+            if batch.loss_weights[row, k] > 0 and int(batch.next_tokens[row, k + 1]) in known:
                 p = teacher[row + 1 + k]
                 each.append({
                     "cross_entropy": -(p * log_q[i]).sum(),
                     "kl": (p * (p.log() - log_q[i])).sum(),
                     "total_variation": (p - log_q[i].exp()).abs().sum() / 2,
                 }[loss.loss])  # fmt: skip
-                weights.append(batch.counts[row, k].double())
+                weights.append(batch.loss_weights[row, k].double())
         divisor = torch.stack(weights).sum() if divisors is None else divisors[k]
         total = total + 0.8**k * (torch.stack(each) * torch.stack(weights)).sum() / divisor
     return total
@@ -110,8 +110,8 @@ def test_divisors_are_the_sums_of_weights_unless_given() -> None:
     batch, last_states = make_batch()
     loss = make_loss()
     weights = loss.weights(batch)
-    labels = loss.to_draft[batch.following[:, 1:]]
-    torch.testing.assert_close(weights, (batch.counts.double() * (labels >= 0)).sum(0))
+    labels = loss.to_draft[batch.next_tokens[:, 1:]]
+    torch.testing.assert_close(weights, (batch.loss_weights.double() * (labels >= 0)).sum(0))
     whole = loss(batch, last_states)
     torch.testing.assert_close(loss(batch, last_states, weights).loss, whole.loss)
     torch.testing.assert_close(loss(batch, last_states, weights * 2).loss, whole.loss / 2)
@@ -121,11 +121,11 @@ def test_matches_are_the_share_of_right_first_choices() -> None:
     batch, last_states = make_batch()
     loss = make_loss()
     ids = loss.drafter.draft_token_ids
-    rows = batch.counts.sum(1) > 0
+    rows = batch.loss_weights.sum(1) > 0
     expected = []
     for k, step in enumerate(loss.drafter.chain(batch, steps=STEPS)):
-        right = ids[F.linear(step.normed, step.head).argmax(-1)] == batch.following[rows, k + 1]
-        counts = step.counts.double()
+        right = ids[F.linear(step.normed, step.head).argmax(-1)] == batch.next_tokens[rows, k + 1]
+        counts = step.loss_weights.double()
         expected.append((right * counts).sum() / counts.sum())
     torch.testing.assert_close(loss(batch, last_states).matches, torch.stack(expected))
 
@@ -263,7 +263,7 @@ def test_no_logits_of_all_rows_are_ever_there(monkeypatch: pytest.MonkeyPatch) -
         loss = make_loss(drafter, **options)
         with LargestTensor() as largest:
             loss(batch, last_states).loss.backward()
-        assert largest.elements < int(batch.counts[:, 0].sum()) * 2000 / 4
+        assert largest.elements < int(batch.loss_weights[:, 0].sum()) * 2000 / 4
     with LargestTensor() as largest:
         F.linear(last_states, loss.teacher_head)
     assert largest.elements == len(last_states) * vocab, "what it would be otherwise"

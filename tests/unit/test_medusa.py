@@ -58,7 +58,7 @@ def test_loss_and_gradients_equal_the_formulas(changes: dict) -> None:
     norm = torch.nn.RMSNorm(HIDDEN, eps=1e-5).double()
     head = torch.randn(VOCAB, HIDDEN, dtype=torch.float64)
     loss = ChainLoss(
-        drafter, teacher_norm=norm, teacher_head=head, chain_steps=HEADS, chain_decay=0.8,
+        drafter, teacher_norm=norm, teacher_head=head, ttt_steps=HEADS, ttt_loss_decay=0.8,
         terms=drafter.loss_terms(MedusaOptions()),
     )  # fmt: skip
     found = loss(batch, batch.hidden_states[:, 0]).loss
@@ -97,7 +97,7 @@ def test_heads_of_their_own_start_as_the_best_linear_guess() -> None:
     batch = pack([sequence], steps=HEADS)
     head = torch.randn(VOCAB, HIDDEN, generator=generator)
     tensors = TargetTensors(head, head, torch.ones(HIDDEN), {}, "")
-    drafter.start(tensors, [(batch, batch.hidden_states[:, 0])])
+    drafter.init_from_target(tensors, [(batch, batch.hidden_states[:, 0])])
     with torch.no_grad():
         found = [step.normed @ step.head.T for step in drafter.chain(batch, steps=HEADS)]
     z = drafter._normed(torch.stack(states))

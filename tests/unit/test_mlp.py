@@ -61,7 +61,7 @@ def test_loss_and_gradients_equal_the_formulas(changes: dict) -> None:
     norm = torch.nn.RMSNorm(HIDDEN, eps=1e-5).double()
     head = torch.randn(VOCAB, HIDDEN, dtype=torch.float64)
     loss = ChainLoss(
-        drafter, teacher_norm=norm, teacher_head=head, chain_steps=steps, chain_decay=1.0,
+        drafter, teacher_norm=norm, teacher_head=head, ttt_steps=steps, ttt_loss_decay=1.0,
         terms=drafter.loss_terms(MlpOptions()),
     )  # fmt: skip
     found = loss(batch, batch.hidden_states[:, 0]).loss
@@ -87,11 +87,11 @@ def test_own_guesses_are_read_by_the_next_step() -> None:
     drafter = make_drafter()
     batch = pack([make_sequence(12, 3, 1)], steps=STEPS)
     with torch.no_grad():
-        steps = list(drafter.chain(batch, steps=STEPS, own_guesses=True))
+        steps = list(drafter.chain(batch, steps=STEPS, autoregressive=True))
         guesses = [(step.normed @ step.head.T).argmax(-1) for step in steps]
-        rows = batch.counts.sum(1).nonzero()[:, 0]
+        rows = batch.loss_weights.sum(1).nonzero()[:, 0]
         for q, row in enumerate(rows.tolist()):
-            reads = [int(batch.following[row, 0]), *(int(guess[q]) for guess in guesses)][:STEPS]
+            reads = [int(batch.next_tokens[row, 0]), *(int(guess[q]) for guess in guesses)][:STEPS]
             wanted = plain_logits(
                 dict(drafter.state_dict()), drafter.config, drafter.final_norm, batch.hidden_states[row, 0], reads
             )
@@ -115,11 +115,13 @@ def test_the_start_knows_more_than_chance(inner_size: int) -> None:
         torch.nn.init.zeros_(ln.bias)
     drafter.final_norm.fill_(1)
     torch.nn.init.zeros_(drafter.emb[0].weight)
-    drafter.start(TargetTensors(head, head, torch.ones(HIDDEN), {}, ""), [(batch, batch.hidden_states[:, 0])])
+    drafter.init_from_target(
+        TargetTensors(head, head, torch.ones(HIDDEN), {}, ""), [(batch, batch.hidden_states[:, 0])]
+    )
     with torch.no_grad():
         (step,) = drafter.chain(batch, steps=1)
     guesses = (step.normed @ step.head.T).argmax(-1)
-    right = (guesses == batch.following[: len(guesses), 1]).double().mean()
+    right = (guesses == batch.next_tokens[: len(guesses), 1]).double().mean()
     assert right > 4 / VOCAB, "chance is 1 / VOCAB"
 
 

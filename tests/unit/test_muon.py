@@ -12,7 +12,7 @@ from torch.nn import functional as F
 from draftsmith.drafters.eagle3 import Eagle3Drafter
 from draftsmith.store.format import Sequence
 from draftsmith.train.loss import ChainLoss
-from draftsmith.train.muon import Muon, orthogonalise
+from draftsmith.train.muon import Muon, orthogonalize
 from draftsmith.train.packing import pack
 from draftsmith.train.train import _optimizers
 from tests.unit.test_eagle3 import make_drafter
@@ -47,7 +47,7 @@ def with_spectrum(shape: tuple[int, int], of: Callable[[torch.Tensor], torch.Ten
     return ((left * of(torch.arange(1, rank + 1).double())) @ right.T).float()
 
 
-def assert_orthogonalised(found: torch.Tensor, matrix: torch.Tensor, *, alike: float) -> None:
+def assert_orthogonalized(found: torch.Tensor, matrix: torch.Tensor, *, alike: float) -> None:
     """`found` is what float64 makes of `matrix`, to a cosine of `alike`, and as large."""
     found, exact = found.double(), jordan(matrix)
     assert torch.linalg.matrix_norm(found, 2) <= LARGEST
@@ -58,7 +58,7 @@ def assert_orthogonalised(found: torch.Tensor, matrix: torch.Tensor, *, alike: f
 @pytest.mark.parametrize("shape", [(12, 30), (30, 12), (16, 16)])
 def test_the_iteration_is_jordans(shape: tuple[int, int]) -> None:
     matrix = torch.randn(shape, generator=torch.Generator().manual_seed(1), dtype=torch.float64)
-    (found, again) = orthogonalise([matrix, -3 * matrix], torch.float64)
+    (found, again) = orthogonalize([matrix, -3 * matrix], torch.float64)
     torch.testing.assert_close(again, -found)
     torch.testing.assert_close(found, jordan(matrix), rtol=1e-6, atol=1e-6)
 
@@ -68,16 +68,16 @@ def test_the_iteration_is_jordans(shape: tuple[int, int]) -> None:
 def test_a_wide_spectrum(shape: tuple[int, int], dtype: torch.dtype) -> None:
     """Singular values of 1/i: of a hundred, two are above a third of the largest, and half below a fiftieth."""
     matrix = with_spectrum(shape, lambda i: 1 / i)
-    (found,) = orthogonalise([matrix], dtype)
+    (found,) = orthogonalize([matrix], dtype)
     assert found.dtype == torch.float32
-    assert_orthogonalised(found, matrix, alike=ALIKE if dtype == torch.bfloat16 else 0.99999)
+    assert_orthogonalized(found, matrix, alike=ALIKE if dtype == torch.bfloat16 else 0.99999)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_together_is_as_alone(dtype: torch.dtype) -> None:
     matrices = [with_spectrum(shape, lambda i: 1 / i) for shape in ((24, 40), (40, 24), (24, 40))]
-    for found, matrix in zip(orthogonalise(matrices, dtype), matrices, strict=True):
-        (alone,) = orthogonalise([matrix], dtype)
+    for found, matrix in zip(orthogonalize(matrices, dtype), matrices, strict=True):
+        (alone,) = orthogonalize([matrix], dtype)
         assert found.shape == matrix.shape
         torch.testing.assert_close(found, alone, rtol=0, atol=1e-5 if dtype == torch.float32 else 2e-2)
 
@@ -108,8 +108,8 @@ def drafter() -> Eagle3Drafter:
         if parameter.ndim == 2:
             nn.init.normal_(parameter, std=parameter.shape[1] ** -0.5)
     loss = ChainLoss(
-        drafter, teacher_norm=nn.RMSNorm(hidden, 1e-5), teacher_head=torch.randn(vocab, hidden) * 0.1, chain_steps=3,
-        chain_decay=0.8,
+        drafter, teacher_norm=nn.RMSNorm(hidden, 1e-5), teacher_head=torch.randn(vocab, hidden) * 0.1, ttt_steps=3,
+        ttt_loss_decay=0.8,
     )  # fmt: skip
     batch = pack([make_sequence(drafter, 100, seed) for seed in range(4)], steps=3)
     loss(batch, batch.hidden_states[:, -1].contiguous()).loss.backward()
@@ -128,7 +128,7 @@ def test_gradients_of_a_drafter(drafter: Eagle3Drafter, dtype: torch.dtype) -> N
         # Of the first step: momentum's direction is the gradient's, and the update all that the weight holds.
         Muon([weight], lr=1.0, dtype=dtype).step()
         update = -weight.detach() / (0.2 * math.sqrt(max(gradient.shape)))
-        assert_orthogonalised(update, gradient, alike=ALIKE if dtype == torch.bfloat16 else 0.9999)
+        assert_orthogonalized(update, gradient, alike=ALIKE if dtype == torch.bfloat16 else 0.9999)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])

@@ -18,10 +18,10 @@ from torch.nn import functional as F
 from draftsmith.drafters.batch import Batch
 from draftsmith.train import loss as loss_module
 from draftsmith.train.loss import ChainLoss
-from draftsmith.train.muon import Muon, orthogonalise
+from draftsmith.train.muon import Muon, orthogonalize
 from draftsmith.train.train import run_train
 from tests.unit.test_loss import make_batch, make_loss
-from tests.unit.test_muon import ALIKE, assert_orthogonalised, with_spectrum
+from tests.unit.test_muon import ALIKE, assert_orthogonalized, with_spectrum
 from tests.unit.tiny_run import make_recipe, make_run
 
 DEVICE = torch.device(os.environ.get("DRAFTSMITH_TEST_DEVICE", "cpu"))
@@ -43,11 +43,11 @@ def test_training_takes_the_device() -> None:
 
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("shape", [(64, 192), (300, 24), (576, 1728)])
-def test_orthogonalised_matrices(shape: tuple[int, int], dtype: torch.dtype) -> None:
+def test_orthogonalized_matrices(shape: tuple[int, int], dtype: torch.dtype) -> None:
     matrix = with_spectrum(shape, lambda i: 1 / i)
-    (found,) = orthogonalise([matrix.to(DEVICE)], dtype)
+    (found,) = orthogonalize([matrix.to(DEVICE)], dtype)
     assert found.device.type == DEVICE.type
-    assert_orthogonalised(found.cpu(), matrix, alike=ALIKE if dtype == torch.bfloat16 else 0.9999)
+    assert_orthogonalized(found.cpu(), matrix, alike=ALIKE if dtype == torch.bfloat16 else 0.9999)
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
@@ -116,7 +116,7 @@ KINDS: dict[str, dict] = {
         "muon_lr": 3e-2,
     },
     "medusa": {"drafter": {"kind": "medusa", "num_heads": 2}, "lr": 1e-2},
-    "mlp_speculator": {"drafter": {"kind": "mlp_speculator"}, "chain_decay": 1.0, "train_lm_head": True, "lr": 1e-2},
+    "mlp_speculator": {"drafter": {"kind": "mlp_speculator"}, "ttt_loss_decay": 1.0, "train_lm_head": True, "lr": 1e-2},
 }
 
 

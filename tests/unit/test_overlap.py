@@ -10,10 +10,10 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from draftsmith.config.evaluation import Suite
-from draftsmith.config.recipe import Extract
+from draftsmith.config.evaluation import SuiteConfig
+from draftsmith.config.recipe import ExtractConfig
 from draftsmith.config.sources import Prompts
-from draftsmith.data.conversations import Skips
+from draftsmith.data.conversations import RejectedRows
 from draftsmith.data.overlap import TRAINING_PROMPTS, Known, PromptsFile, numbers_of, read_prompts_file
 from draftsmith.data.prompts import split
 from draftsmith.run.errors import UserError
@@ -45,8 +45,8 @@ def kind(a_known: Known, text: str) -> str | None:
     return a_known.find([numbers_of(text)]).get("suite")
 
 
-def parts(extract: Extract, **suites: Suite) -> tuple[list[str], list[str], dict[str, int]]:
-    skips = Skips()
+def parts(extract: ExtractConfig, **suites: SuiteConfig) -> tuple[list[str], list[str], dict[str, int]]:
+    skips = RejectedRows()
     found = list(split(extract, whole=False, skips=skips, apart_from=suites))
     kept, held_out = ([one.text for one, held in found if held == part] for part in (False, True))
     return kept, held_out, {reason: entry["rows"] for reason, entry in skips.figures().items()}
@@ -163,7 +163,7 @@ def behind_one_instruction(count: int) -> list[str]:
 @pytest.mark.parametrize("fraction", [0.005, 0.05, 0.3])
 def test_prompts_behind_one_instruction_stay(tmp_path, fraction):
     texts = behind_one_instruction(400)
-    kept, held_out, _ = parts(Extract(prompts=write(tmp_path / "p.jsonl", texts), held_out_fraction=fraction))
+    kept, held_out, _ = parts(ExtractConfig(prompts=write(tmp_path / "p.jsonl", texts), held_out_fraction=fraction))
     assert held_out
     assert len(kept) + len(held_out) >= 0.99 * len(texts)
 
@@ -172,7 +172,7 @@ def test_prompts_behind_one_instruction_stay(tmp_path, fraction):
 def test_prompts_behind_the_instruction_of_a_held_out_file_stay(tmp_path, held):
     texts = behind_one_instruction(400)
     files = write(tmp_path / "p.jsonl", texts[held:]), write(tmp_path / "h.jsonl", texts[:held])
-    kept, held_out, _ = parts(Extract(prompts=files[0], held_out=files[1]))
+    kept, held_out, _ = parts(ExtractConfig(prompts=files[0], held_out=files[1]))
     assert len(held_out) == held
     assert len(kept) >= 0.99 * (len(texts) - held)
 
@@ -182,7 +182,7 @@ def test_behind_one_instruction_the_rest_is_compared(tmp_path):
     rest = texts[0].removeprefix(INSTRUCTION)
     copies = [f"{INSTRUCTION}\n\n{rest.upper()}", f"Hello! {texts[0]}", f"{texts[0]} Answer in French, please."]
     files = write(tmp_path / "p.jsonl", texts[5:] + copies), write(tmp_path / "h.jsonl", texts[:5])
-    kept, _, reasons = parts(Extract(prompts=files[0], held_out=files[1]))
+    kept, _, reasons = parts(ExtractConfig(prompts=files[0], held_out=files[1]))
     assert not set(kept) & set(copies)
     assert reasons == {"nearly as in the held-out prompts": 2, "as in the held-out prompts": 1}
 
@@ -192,9 +192,9 @@ def test_behind_one_instruction_the_rest_is_compared(tmp_path):
 
 def test_a_whole_suite_is_kept_out_not_what_is_drawn_of_it(tmp_path):
     asked = [f"Question {i} of the suite, about {i * i} apples" for i in range(50)]
-    suite = Suite(prompts=write(tmp_path / "suite.jsonl", asked).model_copy(update={"limit": 3, "max_chars": 40}))
+    suite = SuiteConfig(prompts=write(tmp_path / "suite.jsonl", asked).model_copy(update={"limit": 3, "max_chars": 40}))
     prompts = write(tmp_path / "p.jsonl", ["A prompt of its own", *asked])
-    kept, _, reasons = parts(Extract(prompts=prompts, held_out_fraction=0), mine=suite)
+    kept, _, reasons = parts(ExtractConfig(prompts=prompts, held_out_fraction=0), mine=suite)
     assert kept == ["A prompt of its own"]
     assert reasons == {"as in the suite `mine`": 50}
 
@@ -204,14 +204,14 @@ def test_second_turns_of_a_suite_are_kept_out(tmp_path):
     path.write_text(json.dumps({"question_id": 81, "category": "writing", "turns": ["Write about Hawaii.", QUESTION]}))
     prompts = write(tmp_path / "p.jsonl", ["A prompt of its own", "Now: " + QUESTION])
     for turns, left in (("first", 2), ("all", 1)):
-        suite = Suite(prompts=Prompts(path=str(path)), turns=turns)
-        assert len(parts(Extract(prompts=prompts, held_out_fraction=0), mt_bench=suite)[0]) == left
+        suite = SuiteConfig(prompts=Prompts(path=str(path)), turns=turns)
+        assert len(parts(ExtractConfig(prompts=prompts, held_out_fraction=0), mt_bench=suite)[0]) == left
 
 
 def test_nothing_but_a_suite_is_an_error(tmp_path):
     prompts = write(tmp_path / "p.jsonl", ["One prompt", "Another prompt"])
     with pytest.raises(UserError, match=r"No training prompts are left: .*evaluated on"):
-        parts(Extract(prompts=prompts, held_out_fraction=0), mine=Suite(prompts=prompts))
+        parts(ExtractConfig(prompts=prompts, held_out_fraction=0), mine=SuiteConfig(prompts=prompts))
 
 
 # ---- what a store says ----

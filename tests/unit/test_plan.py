@@ -16,7 +16,7 @@ from torch.utils.flop_counter import FlopCounterMode
 from transformers import AutoConfig
 
 from draftsmith.cli import app
-from draftsmith.cli.estimate import (
+from draftsmith.cli.plan import (
     _config_of_target,
     _drafter,
     conversation_counts,
@@ -36,7 +36,7 @@ from draftsmith.drafters.init import induction, least_squares
 from draftsmith.engine.step_cost import EngineStep, TargetSizes, flop_of_text, target_sizes
 from draftsmith.run.errors import UserError
 from draftsmith.store.format import Sequence
-from draftsmith.train.muon import orthogonalise
+from draftsmith.train.muon import orthogonalize
 from draftsmith.train.packing import pack
 
 RECIPES = Path(__file__).parents[2] / "recipes"
@@ -109,12 +109,12 @@ def test_engine_arithmetic() -> None:
         "device": "x",
         "store_mb_per_second": 1,
         "load_mb_per_second": 1,
-        "prefill_utilisation": 1,
-        "train_utilisation": 1,
+        "prefill_utilization": 1,
+        "train_utilization": 1,
     }
-    computes = Hardware(matmul_tflops=1e-6, memory_gb_per_second=1, decode_utilisation=0.5, **rates)
+    computes = Hardware(matmul_tflops=1e-6, memory_gb_per_second=1, decode_utilization=0.5, **rates)
     assert step.seconds(computes) == pytest.approx(step.flop() / (2 * 1e6) / 0.5)
-    reads = Hardware(matmul_tflops=1, memory_gb_per_second=1e-6, decode_utilisation=0.5, **rates)
+    reads = Hardware(matmul_tflops=1, memory_gb_per_second=1e-6, decode_utilization=0.5, **rates)
     assert step.seconds(reads) == pytest.approx(step.bytes_read() / (2 * 1e3) / 0.5)
 
 
@@ -122,7 +122,7 @@ def test_engine_arithmetic() -> None:
 @pytest.mark.parametrize("shape", [(24, 40), (40, 24)])
 def test_muon(shape: tuple[int, int], precision: Literal["float32", "bfloat16"]) -> None:
     with FlopCounterMode(display=False) as counter:
-        orthogonalise([torch.randn(shape)], getattr(torch, precision))
+        orthogonalize([torch.randn(shape)], getattr(torch, precision))
     assert counter.get_total_flops() == flop_of_muon(*shape, precision)
 
 
@@ -142,7 +142,7 @@ KINDS = {
 def test_products_are_those_that_the_module_does(name: str) -> None:
     """FLOP of the chain, forward, to the last one; and what it keeps for its backward pass within a factor of two."""
     drafter, batch = _tiny(name, **KINDS[name])
-    rows = int((batch.counts.sum(1) > 0).sum())
+    rows = int((batch.loss_weights.sum(1) > 0).sum())
     assert 0 < rows < len(batch.positions)
     kept: dict[int, int] = {}
 
@@ -157,7 +157,7 @@ def test_products_are_those_that_the_module_does(name: str) -> None:
     ):
         steps = list(drafter.chain(batch, steps=3))
     found = sum(flop for op, flop in counter.get_flop_counts()["Global"].items() if "bmm" not in str(op))
-    shapes, passes = drafter.shapes(drafter.config), drafter.passes(drafter.config, 3)
+    shapes, passes = drafter.shapes(drafter.config), drafter.matmul_counts(drafter.config, 3)
     uses = {name: rows * often + (len(batch.positions) - rows) * seldom for name, (seldom, often) in passes.items()}
     assert found == sum(2 * shapes[name][0] * shapes[name][1] * times for name, times in uses.items())
     assert len(steps) == 3
@@ -206,14 +206,14 @@ def test_a_start_takes_what_its_kind_says(name: str, monkeypatch: pytest.MonkeyP
     table = torch.randn(80, 128).bfloat16()
     tensors = SimpleNamespace(embedding=table, lm_head=table, final_norm_weight=torch.ones(128))
     # Anew, for the rotary frequencies that its config asks for.
-    drafter = type(drafter).make(drafter.config, tensors, torch.arange(80))
+    drafter = type(drafter).from_target(drafter.config, tensors, torch.arange(80))
     batches = _Counted(_texts(drafter, count=30, tokens=101))
     with FlopCounterMode(display=False, custom_mapping=NO_PRODUCTS) as counter:
-        drafter.start(tensors, batches)
+        drafter.init_from_target(tensors, batches)
     rows_read = 100 * batches.given
     with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as profiled:
-        drafter.start(tensors, batches)
-    cost = drafter.start_cost(drafter.config, rows=30 * 100, answered=30 * 50)
+        drafter.init_from_target(tensors, batches)
+    cost = drafter.init_cost(drafter.config, rows=30 * 100, answered=30 * 50)
     held, peak = 0, 0
     for event in profiled.profiler.kineto_results.events():  # in the order of time
         if event.name() == "[memory]":
@@ -241,7 +241,7 @@ def _texts(drafter: Drafter, *, count: int, tokens: int) -> list[tuple[Batch, to
     for number in range(count):
         states = torch.randn(tokens - 1, len(drafter.config.layer_ids), drafter.config.hidden_size)
         ids, answer = torch.randint(0, 80, (tokens,)), torch.arange(tokens) > tokens // 2
-        batch = pack([Sequence(number, False, ids, answer, states)], steps=drafter.max_steps or 1)
+        batch = pack([Sequence(number, False, ids, answer, states)], steps=drafter.max_draft_tokens or 1)
         made.append((batch, states[:, -1]))
     return made
 

@@ -73,7 +73,7 @@ def test_only_our_architecture_gets_our_proposer(vllm: Any, monkeypatch: pytest.
     plugin.register()
     plugin.register()
     assert vllm.ModelRegistry.known == {plugin.ARCHITECTURE: "draftsmith.serve.plugin.mlp_speculator:MlpSpeculator"}
-    assert plugin.ARCHITECTURE == MlpOptions.serving.architecture
+    assert MlpOptions.serving.architecture == plugin.ARCHITECTURE
     ours = module.EagleProposer(config_for(MlpOptions.serving.architecture), device="meta")
     assert (type(ours).__name__, ours.device) == ("MlpProposer", "meta")
     assert type(module.EagleProposer(config_for("EagleLlamaForCausalLM"))) is module.EagleProposer

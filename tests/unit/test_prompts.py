@@ -8,7 +8,7 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from draftsmith.config.recipe import Extract
+from draftsmith.config.recipe import ExtractConfig
 from draftsmith.config.sources import Prompts
 from draftsmith.data.prompts import Prompt, load_prompts, training_and_held_out
 from draftsmith.run.errors import UserError
@@ -166,7 +166,7 @@ def test_training_and_held_out_never_meet(tmp_path, training, held_out):
         for name, rows in (("training", training), ("held", held_out))
     }
     wanted = [text for text in training if not any(same(text, other) for other in held_out)]
-    extract = Extract(prompts=files["training"], held_out=files["held"])
+    extract = ExtractConfig(prompts=files["training"], held_out=files["held"])
     if not wanted:
         with pytest.raises(UserError, match="No training prompts are left"):
             training_and_held_out(extract)
@@ -180,8 +180,8 @@ def test_training_and_held_out_never_meet(tmp_path, training, held_out):
 
 def test_a_held_out_share_stays_held_out_when_prompts_are_added(tmp_path):
     rows = [{"prompt": f"question number {i}"} for i in range(400)]
-    few = Extract(prompts=Prompts(path=str(write(tmp_path / "few.jsonl", rows[:200]))), held_out_fraction=0.1)
-    many = Extract(prompts=Prompts(path=str(write(tmp_path / "many.jsonl", rows))), held_out_fraction=0.1)
+    few = ExtractConfig(prompts=Prompts(path=str(write(tmp_path / "few.jsonl", rows[:200]))), held_out_fraction=0.1)
+    many = ExtractConfig(prompts=Prompts(path=str(write(tmp_path / "many.jsonl", rows))), held_out_fraction=0.1)
     training, held_out = training_and_held_out(few)
     assert len(training) + len(held_out) == 200
     assert 5 < len(held_out) < 40
@@ -192,8 +192,8 @@ def test_a_held_out_share_stays_held_out_when_prompts_are_added(tmp_path):
 def test_a_share_that_holds_nothing_out_is_an_error(tmp_path):
     path = write(tmp_path / "p.jsonl", [{"prompt": "one"}])
     with pytest.raises(UserError, match="holds none out"):
-        training_and_held_out(Extract(prompts=Prompts(path=str(path)), held_out_fraction=1e-9))
-    training, held_out = training_and_held_out(Extract(prompts=Prompts(path=str(path)), held_out_fraction=0))
+        training_and_held_out(ExtractConfig(prompts=Prompts(path=str(path)), held_out_fraction=1e-9))
+    training, held_out = training_and_held_out(ExtractConfig(prompts=Prompts(path=str(path)), held_out_fraction=0))
     assert (len(training), held_out) == (1, [])
 
 
@@ -205,7 +205,7 @@ def test_overlap_is_equal_text_or_an_equal_beginning(tmp_path):
             write(tmp_path / f"{i}.jsonl", [{"prompt": p} for p in one]) for i, one in enumerate((training, held_out))
         ]
         files = [Prompts(path=str(path)) for path in paths]
-        return [p.text for p in training_and_held_out(Extract(prompts=files[0], held_out=files[1]))[0]]
+        return [p.text for p in training_and_held_out(ExtractConfig(prompts=files[0], held_out=files[1]))[0]]
 
     assert kept(["Hello  WORLD", "other"], ["hello\nworld"]) == ["other"]
     assert kept([start + "one", "other"], [start + "two"]) == ["other"]
@@ -222,5 +222,5 @@ def test_the_shipped_prompts_are_balanced_and_apart():
         categories = {row["category"] for row in rows[name]}
         assert {row["category"] for row in rows[name][: len(categories)]} == categories
     files = [Prompts(path=str(SHIPPED / f"demo-{name}.jsonl")) for name in ("train", "heldout")]
-    training, held_out = training_and_held_out(Extract(prompts=files[0], held_out=files[1]))
+    training, held_out = training_and_held_out(ExtractConfig(prompts=files[0], held_out=files[1]))
     assert (training, held_out) == (load_prompts(files[0]), load_prompts(files[1])), "none is like one of the others"

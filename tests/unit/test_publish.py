@@ -18,7 +18,7 @@ from huggingface_hub.utils import close_session
 from typer.testing import CliRunner
 
 from draftsmith.cli import app
-from draftsmith.config.recipe import Engine, Recipe
+from draftsmith.config.recipe import EngineConfig, Recipe
 from draftsmith.convert.convert import run_convert
 from draftsmith.convert.inspection import inspect
 from draftsmith.convert.publish import publish
@@ -88,7 +88,7 @@ def evaluate(run_dir: Path, recipe: Recipe) -> None:
     stage.claim(directory, fresh=True)
     stage.write_json(directory / "results.json", results)
     stage.write_bytes(directory / "report.html", render(results).encode())
-    eager = recipe.model_copy(update={"engine": Engine(enforce_eager=True)})  # a record has what the engines took
+    eager = recipe.model_copy(update={"engine": EngineConfig(enforce_eager=True)})  # a record has what the engines took
     finish(directory, "evaluate", eager, {"engine", "evaluate"}, dict(results), "results.json", "report.html")
 
 
@@ -177,7 +177,7 @@ def test_publish_and_pull(run_dir: Path, hub: Hub) -> None:
 
 
 def test_card(run_dir: Path) -> None:
-    card = publish(run_dir, REPO, licence="mit", base_model="you/target", dry_run=True)["card"]
+    card = publish(run_dir, REPO, license="mit", base_model="you/target", dry_run=True)["card"]
     parsed = ModelCard(card)
     data = parsed.data
     assert (data.license, data.base_model, data.library_name, data.pipeline_tag) == (
@@ -379,7 +379,7 @@ def test_what_is_refused(run_dir: Path, hub: Hub, tmp_path: Path) -> None:
 
 def test_what_the_hub_refuses(run_dir: Path, hub: Hub, monkeypatch: pytest.MonkeyPatch) -> None:
     with pytest.raises(UserError, match=r'The Hub refuses the card of me/tiny-drafter: "license" must be one of'):
-        publish(run_dir, REPO, licence="my-own")
+        publish(run_dir, REPO, license="my-own")
     assert not hub.repos
     for token, status in ((READ_TOKEN, 403), ("wrong", 401)):
         monkeypatch.setenv("HF_TOKEN", token)
@@ -394,8 +394,8 @@ def test_the_target_s_licence(tmp_path: Path, hub: Hub, capsys: pytest.CaptureFi
 
     run = make_run(tmp_path)
     assert licence_of(run, dry_run=True) is None
-    assert "warning: the licence of the target tiny-target is not known" in " ".join(capsys.readouterr().err.split())
-    assert licence_of(run, dry_run=True, licence="mit") == "mit"
+    assert "warning: the license of the target tiny-target is not known" in " ".join(capsys.readouterr().err.split())
+    assert licence_of(run, dry_run=True, license="mit") == "mit"
     assert "warning" not in capsys.readouterr().err
 
     # A folder's card says it; a card that is none says nothing.

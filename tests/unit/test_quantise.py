@@ -13,8 +13,8 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from safetensors.torch import load_file, save_file
 
-from draftsmith.convert.contents import NOBODY, Contents, write_own
-from draftsmith.convert.convert import convert_checkpoint, read, recognise
+from draftsmith.convert.contents import UNKNOWN_TARGET, DraftCheckpoint, write_own
+from draftsmith.convert.convert import convert_checkpoint, read, recognize
 from draftsmith.convert.formats import FORMATS
 from draftsmith.convert.inspection import inspect
 from draftsmith.convert.quantize import SCHEMES
@@ -26,23 +26,23 @@ from tests.unit.test_formats import EAGLE3, contents, holders, make_contents
 LINEAR = ("fc.weight", "_proj.weight", "lm_head.weight")
 
 
-def drafter(dtype: torch.dtype = torch.bfloat16) -> Contents:
+def drafter(dtype: torch.dtype = torch.bfloat16) -> DraftCheckpoint:
     return make_contents("eagle3", EAGLE3 | {"fc_norm": True}, dtype, 3)
 
 
 @settings(deadline=None, max_examples=30, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(contents(), st.sampled_from(sorted(SCHEMES)))
-def test_quantised_and_read_back(tmp_path: Path, found: Contents, scheme: str) -> None:
-    folder = tmp_path / "quantised"
+def test_quantized_and_read_back(tmp_path: Path, found: DraftCheckpoint, scheme: str) -> None:
+    folder = tmp_path / "quantized"
     shutil.rmtree(folder, ignore_errors=True)
     folder.mkdir()
-    able = FORMATS["vllm"].layouts[found.kind].quantises
+    able = FORMATS["vllm"].layouts[found.kind].quantizes
     if not able or "vllm" not in holders(found):
         with pytest.raises(UserError, match=r"Leave --quantize out|no words for"):
-            FORMATS["vllm"].write(found, folder, quantise=scheme)
+            FORMATS["vllm"].write(found, folder, quantize=scheme)
         return
-    FORMATS["vllm"].write(found, folder, quantise=scheme)
-    again = FORMATS["vllm"].read(folder, found.kind, target=NOBODY, known={})
+    FORMATS["vllm"].write(found, folder, quantize=scheme)
+    again = FORMATS["vllm"].read(folder, found.kind, target=UNKNOWN_TARGET, known={})
     assert again.config == found.config
     assert torch.equal(again.draft_token_ids, found.draft_token_ids)
     assert again.weights.keys() == found.weights.keys()
@@ -68,7 +68,7 @@ def test_what_the_files_hold(tmp_path: Path) -> None:
     wide = torch.zeros(7, 16)
     wide[:, :6] = weight
     FORMATS["vllm"].write(
-        replace(made, weights={**made.weights, "lm_head.weight": Weight.of(wide)}), tmp_path, quantise="int8"
+        replace(made, weights={**made.weights, "lm_head.weight": Weight.of(wide)}), tmp_path, quantize="int8"
     )
     held = load_file(tmp_path / "model.safetensors")
     assert torch.allclose(held["lm_head.weight_scale"], torch.tensor(2 / 255))
@@ -85,10 +85,10 @@ def test_what_the_files_hold(tmp_path: Path) -> None:
 def test_into_other_formats_and_back(tmp_path: Path) -> None:
     write_own(drafter(), tmp_path)
     with pytest.raises(UserError, match="--quantize goes with --to vllm"):
-        convert_checkpoint(tmp_path, tmp_path / "own", to="draftsmith", quantise="int8")
+        convert_checkpoint(tmp_path, tmp_path / "own", to="draftsmith", quantize="int8")
     with pytest.raises(UserError, match="or write the format vllm"):
-        convert_checkpoint(tmp_path, tmp_path / "other", to="speculators", quantise="int8")
-    figures = convert_checkpoint(tmp_path, tmp_path / "small", to="vllm", quantise="int8", verify=True)
+        convert_checkpoint(tmp_path, tmp_path / "other", to="speculators", quantize="int8")
+    figures = convert_checkpoint(tmp_path, tmp_path / "small", to="vllm", quantize="int8", verify=True)
     plain = convert_checkpoint(tmp_path, tmp_path / "plain", to="vllm")
     assert 0 < figures["verified"]["relative_difference"] < 0.5
     sizes = [(tmp_path / name / "model.safetensors").stat().st_size for name in ("small", "plain")]
@@ -96,23 +96,23 @@ def test_into_other_formats_and_back(tmp_path: Path) -> None:
     assert figures["parameters"] == plain["parameters"]
     assert "8-bit integers" in (tmp_path / "small" / "README.md").read_text()
     assert inspect(tmp_path / "small")["good"]
-    # Back: exactly what the quantised checkpoint holds, in floating point again.
+    # Back: exactly what the quantized checkpoint holds, in floating point again.
     convert_checkpoint(tmp_path / "small", tmp_path / "back", to="draftsmith", verify=True)
-    held = read(tmp_path / "small", recognise(tmp_path / "small"))
-    for name, weight in read(tmp_path / "back", recognise(tmp_path / "back")).weights.items():
+    held = read(tmp_path / "small", recognize(tmp_path / "small"))
+    for name, weight in read(tmp_path / "back", recognize(tmp_path / "back")).weights.items():
         assert torch.equal(weight.tensor(), held.weights[name].tensor())
 
 
 def test_floats_are_inspected(tmp_path: Path) -> None:
     write_own(drafter(), tmp_path)
-    convert_checkpoint(tmp_path, tmp_path / "small", to="vllm", quantise="fp8")
+    convert_checkpoint(tmp_path, tmp_path / "small", to="vllm", quantize="fp8")
     assert inspect(tmp_path / "small")["good"]
 
 
 def test_served_where_there_is_a_kernel(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     write_own(drafter(), tmp_path)
     for scheme in SCHEMES:
-        convert_checkpoint(tmp_path, tmp_path / scheme, to="vllm", quantise=scheme)
+        convert_checkpoint(tmp_path, tmp_path / scheme, to="vllm", quantize=scheme)
     monkeypatch.setattr("draftsmith.engine.environment.is_cpu", lambda: True)
     assert speculative_config(tmp_path / "int8-dynamic", 3)["method"] == "eagle3"
     for scheme in ("int8", "fp8"):
@@ -143,11 +143,11 @@ def _tensors(change: Callable[[dict[str, torch.Tensor]], object]) -> Callable[[P
 @pytest.mark.parametrize(
     ("damage", "message"),
     [
-        (_section(lambda s: s.update(format=[])), "quantised in a way that is not read here"),
-        (_section(lambda s: s.update(quant_method="gptq")), "quantised in a way that is not read here"),
-        (_section(lambda s: s.update(format="nvfp4-pack-quantized")), "quantised in a way that is not read here"),
-        (_section(lambda s: s.update(kv_cache_scheme={"num_bits": 8})), "quantised in a way that is not read here"),
-        (_section(lambda s: s["config_groups"].update(more={})), "quantised in a way that is not read here"),
+        (_section(lambda s: s.update(format=[])), "quantized in a way that is not read here"),
+        (_section(lambda s: s.update(quant_method="gptq")), "quantized in a way that is not read here"),
+        (_section(lambda s: s.update(format="nvfp4-pack-quantized")), "quantized in a way that is not read here"),
+        (_section(lambda s: s.update(kv_cache_scheme={"num_bits": 8})), "quantized in a way that is not read here"),
+        (_section(lambda s: s["config_groups"].update(more={})), "quantized in a way that is not read here"),
         (_section(lambda s: s["config_groups"]["group_0"]["weights"].update(num_bits=4)), "asks for .*'num_bits': 4"),
         (_section(lambda s: s["config_groups"]["group_0"]["weights"].update(symmetric=False)), "asks for"),
         (_section(lambda s: s["config_groups"]["group_0"].update(weights={"num_bits": "many"})), "is not compressed-tensors'"),
@@ -164,7 +164,7 @@ def _tensors(change: Callable[[dict[str, torch.Tensor]], object]) -> Callable[[P
 )  # fmt: skip
 def test_damaged(damage: Callable[[Path], None], message: str, tmp_path: Path) -> None:
     (tmp_path / "small").mkdir()
-    FORMATS["vllm"].write(drafter(), tmp_path / "small", quantise="int8")
+    FORMATS["vllm"].write(drafter(), tmp_path / "small", quantize="int8")
     damage(tmp_path / "small")
     with pytest.raises(UserError, match=message):
         convert_checkpoint(tmp_path / "small", tmp_path / "out", to="draftsmith")

@@ -48,9 +48,9 @@ def right_in_second_half(drafter: Eagle3Drafter, batches: list[tuple[Batch, torc
     right = []
     for batch, _ in batches:
         (step,) = drafter.chain(batch, steps=1)
-        rows = batch.counts[:, 0].nonzero()[:, 0]
+        rows = batch.loss_weights[:, 0].nonzero()[:, 0]
         guesses = F.linear(step.normed, step.head).argmax(-1)
-        right.append((guesses == batch.following[rows, 1])[rows >= HALF])
+        right.append((guesses == batch.next_tokens[rows, 1])[rows >= HALF])
     return torch.cat(right).float().mean().item()
 
 
@@ -65,12 +65,12 @@ def test_what_was_said_before_is_guessed(tensors: Any, monkeypatch: pytest.Monke
     """The tokens are random, one of 60: nothing but looking them up foretells the second one ahead."""
     known, unseen = texts(tensors, 100, seed=2), texts(tensors, 10, seed=3)
     drafter = make_drafter(tensors.embedding)
-    drafter.start(tensors, known)
+    drafter.init_from_target(tensors, known)
     assert right_in_second_half(drafter, unseen) > 0.25
 
     monkeypatch.setattr(eagle3, "fit_codes", lambda *_: None)
     linear = make_drafter(tensors.embedding)
-    linear.start(tensors, known)
+    linear.init_from_target(tensors, known)
     assert right_in_second_half(linear, unseen) < 0.1
 
 
@@ -79,8 +79,8 @@ def test_where_nothing_can_look_it_up(tensors: Any, changes: dict, monkeypatch: 
     """The start is then the linear one."""
     known = texts(tensors, 8, seed=2)
     drafter, linear = (make_drafter(tensors.embedding, **changes) for _ in range(2))
-    drafter.start(tensors, known)
+    drafter.init_from_target(tensors, known)
     monkeypatch.setattr(eagle3, "fit_codes", lambda *_: None)
-    linear.start(tensors, known)
+    linear.init_from_target(tensors, known)
     for name, value in linear.state_dict().items():
         assert torch.equal(value, drafter.state_dict()[name]), name

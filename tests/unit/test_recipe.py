@@ -1,5 +1,6 @@
 """Recipes: what is refused and how it is said, overrides, and that every recipe shipped parses without torch."""
 
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -7,7 +8,7 @@ from pathlib import Path
 import pytest
 import yaml
 
-from draftsmith.config.loading import digest, load_recipe
+from draftsmith.config.loading import RENAMED, digest, load_recipe
 from draftsmith.config.recipe import Recipe
 from draftsmith.config.sources import FileSource
 from draftsmith.run.errors import UserError
@@ -22,8 +23,8 @@ def write(folder: Path, recipe: object) -> Path:
     return path
 
 
-def with_key(key: str, value: object) -> dict:
-    recipe = yaml.safe_load(yaml.safe_dump(MINIMAL))
+def with_key(key: str, value: object, base: dict = MINIMAL) -> dict:
+    recipe = yaml.safe_load(yaml.safe_dump(base))
     node = recipe
     *parents, leaf = key.split(".")
     for parent in parents:
@@ -89,6 +90,23 @@ def test_an_unknown_key_names_the_nearest_known_one(tmp_path, key, suggestion):
     assert caught.value.exit_status == 2
 
 
+@pytest.mark.parametrize(("old", "new"), RENAMED.items())
+def test_a_key_of_an_earlier_version_names_the_new_one(tmp_path, old, new):
+    hardware = {
+        "device": "x",
+        "matmul_tflops": 1,
+        "memory_gb_per_second": 1,
+        "store_mb_per_second": 1,
+        "load_mb_per_second": 1,
+    }
+    shares = {f"{name}_utilization": 0.5 for name in ("prefill", "decode", "train")}
+    minimal = MINIMAL | {"plan": {"prompt_tokens": 1, "response_tokens": 1, "hardware": hardware | shares}}
+    with pytest.raises(UserError, match=f"`{re.escape(old)}` is now called `{re.escape(new)}`"):
+        load_recipe(write(tmp_path, with_key(old, 1, minimal)))
+    with pytest.raises(UserError, match=re.escape(f"`{new}")):  # which is a key: it is the value that is wrong
+        load_recipe(write(tmp_path, with_key(new, "no such value", minimal)))
+
+
 def test_an_unknown_key_with_nothing_near_lists_what_is_known(tmp_path):
     with pytest.raises(UserError, match=r"unknown key `convert\.zzzzzz` \(known keys: dtype, quantize\)"):
         load_recipe(write(tmp_path, with_key("convert.zzzzzz", 1)))
@@ -100,8 +118,8 @@ def test_an_unknown_key_with_nothing_near_lists_what_is_known(tmp_path):
         ("name", "../elsewhere", "`name`"),
         ("train.epochs", 0, "`train.epochs`"),
         ("train.drafter.kind", "eagle9", "`train.drafter.kind`"),
-        ("train.drafter.kind", "madusa", "did you mean `medusa`? It knows eagle, eagle3, medusa, mlp_speculator"),
-        ("train.drafter.kind", "base", "knows no drafter of the kind `base`"),
+        ("train.drafter.kind", "madusa", "`train.drafter.kind` is `madusa` (did you mean `medusa`?)"),
+        ("train.drafter.kind", "base", "`train.drafter.kind` is `base` (known: eagle, eagle3, medusa, mlp_speculator)"),
         ("train.drafter", "eagle3", "`train.drafter`: must be a section"),
         ("train.drafter", {"kind": "medusa", "num_heads": 0}, "`train.drafter.num_heads`"),
         ("train.drafter", {"kind": "medusa", "num_head": 3}, "`train.drafter.num_head` (did you mean `num_heads`?)"),
@@ -169,6 +187,12 @@ def test_paths_are_relative_to_the_recipe_and_hub_ids_are_left_alone(tmp_path):
     recipe = load_recipe(write(tmp_path, MINIMAL))
     assert recipe.extract.prompts.path == str(tmp_path.resolve() / "prompts.jsonl")
     assert recipe.target.model == "owner/name"
+    stores = load_recipe(
+        write(tmp_path, with_key("train.extra_stores", [{"path": "../other/store"}]))
+    ).train.extra_stores
+    assert stores[0].path == str(tmp_path.resolve().parent / "other" / "store")
+    free = {"path": "left/alone", "model": "./this/too"}
+    assert load_recipe(write(tmp_path, with_key("serve.vllm_args", free))).serve.vllm_args == free
     local = load_recipe(write(tmp_path, with_key("target.model", "./model")))
     assert local.target.model == str(tmp_path.resolve() / "model")
 

@@ -21,7 +21,7 @@ from draftsmith.run.errors import DraftsmithError, UserError
 from draftsmith.serve import server, vllm_server
 from draftsmith.serve.evaluation import configurations, report, results, throughput
 from draftsmith.serve.evaluation import engine as engine_module
-from draftsmith.serve.evaluation.engine import Counters, EngineConfig, EngineHost, Generated
+from draftsmith.serve.evaluation.engine import Counters, EngineHost, EngineSpec, Generated
 
 # --- results from counters ---
 
@@ -261,8 +261,8 @@ def test_report_says_where_answers_differ() -> None:
 def test_tokens_are_told_apart_by_who_gave_them() -> None:
     # The target's first token; a step with one guess accepted, one with none, one cut short by the answer's end.
     answer = Generated([5, 6, 7, 8, 9, 10], "length", 0.0, drafted=(3, 3, 3), accepted=(1, 0, 3))
-    assert results.by_whom(answer) == [0, 1, 0, 0, 1, 2]
-    assert results.by_whom(Generated([5, 6], "length", 0.0)) == [0, 0]
+    assert results.draft_position(answer) == [0, 1, 0, 0, 1, 2]
+    assert results.draft_position(Generated([5, 6], "length", 0.0)) == [0, 0]
     # Five tokens in three steps, of which the last was cut; one token in one; and two steps with guesses among four.
     lookup = Generated([1, 2, 3, 4, 5, 6], "length", 0.0, drafted=(2, 2), accepted=(1, 0))
     assert results.tokens_per_step([answer]) == 5 / 3
@@ -280,11 +280,11 @@ def test_chart_heights_are_proportional_to_values() -> None:
 
 def test_memory_is_shared_and_not_rounded_to_whole_gib(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(environment, "is_cpu", lambda: True)
-    assert environment.memory_arguments(recipe.Engine(kv_cache_gib=1.5), share=0.5) == {
+    assert environment.memory_arguments(recipe.EngineConfig(kv_cache_gib=1.5), share=0.5) == {
         "kv_cache_memory_bytes": 3 * 2**28
     }
     monkeypatch.setattr(environment, "is_cpu", lambda: False)
-    assert environment.memory_arguments(recipe.Engine(), share=0.5) == {"gpu_memory_utilization": 0.425}
+    assert environment.memory_arguments(recipe.EngineConfig(), share=0.5) == {"gpu_memory_utilization": 0.425}
 
 
 @pytest.mark.parametrize(("on_gpu", "asked", "eager"), [
@@ -295,8 +295,8 @@ def test_cuda_graphs_are_a_gpu_s_default(
 ) -> None:
     """In every engine that a stage starts, and in what its record says."""
     monkeypatch.setattr("torch.cuda.is_available", lambda: on_gpu)
-    engine = recipe.Engine(enforce_eager=asked)
-    config = EngineConfig(name="plain", target="t", dtype="float32", engine=engine)
+    engine = recipe.EngineConfig(enforce_eager=asked)
+    config = EngineSpec(name="plain", target="t", dtype="float32", engine=engine)
     assert config.arguments()["enforce_eager"] is eager
     loaded = _recipe().model_copy(update={"engine": engine})
     command = vllm_server.server_command(loaded, Path("/t"), None, name="n", host="127.0.0.1", port=1)
@@ -317,15 +317,15 @@ def test_environment_keeps_a_preload_that_the_user_chose(monkeypatch: pytest.Mon
 def test_environment_keeps_a_heap_that_the_user_tuned(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(environment, "is_cpu", lambda: True)
     monkeypatch.setenv("MALLOC_TRIM_THRESHOLD_", "5")
-    values = environment.vllm_environment(recipe.Engine())
+    values = environment.vllm_environment(recipe.EngineConfig())
     assert values["MALLOC_TRIM_THRESHOLD_"] == "5"
     assert int(values["MALLOC_MMAP_THRESHOLD_"]) == 2**25
 
 
 def test_engines_differ_in_speculation_only() -> None:
-    plain = EngineConfig(name="plain", target="t", dtype="float32", engine=recipe.Engine())
-    speculative = EngineConfig(
-        name="k2", target="t", dtype="float32", engine=recipe.Engine(), speculative={"method": "eagle3"}
+    plain = EngineSpec(name="plain", target="t", dtype="float32", engine=recipe.EngineConfig())
+    speculative = EngineSpec(
+        name="k2", target="t", dtype="float32", engine=recipe.EngineConfig(), speculative={"method": "eagle3"}
     )
     arguments = speculative.arguments()
     assert arguments.pop("speculative_config") == {"method": "eagle3"}
@@ -373,7 +373,7 @@ def test_the_server_takes_the_k_that_evaluation_chose(tmp_path: Path) -> None:
     ],
 )  # fmt: skip
 def test_a_server_s_death_has_the_reason_that_it_printed(lines: list[str], said: str) -> None:
-    assert vllm_server.reason_of_death(lines) == said
+    assert vllm_server.failure_reason(lines) == said
 
 
 def test_options_become_vllm_s_flags() -> None:
@@ -413,7 +413,7 @@ def fake_child(monkeypatch: pytest.MonkeyPatch):
     return use
 
 
-_CONFIG = EngineConfig(name="plain", target="t", dtype="float32", engine=recipe.Engine())
+_CONFIG = EngineSpec(name="plain", target="t", dtype="float32", engine=recipe.EngineConfig())
 
 
 def test_an_engine_that_dies_shows_the_end_of_its_log(fake_child, tmp_path: Path) -> None:
@@ -461,7 +461,7 @@ def test_one_failing_engine_ends_the_others(fake_child, tmp_path: Path) -> None:
         time.sleep(60)
 
     fake_child(child)
-    second = EngineConfig(name="k1", target="t", dtype="float32", engine=recipe.Engine(), speculative={"k": 1})
+    second = EngineSpec(name="k1", target="t", dtype="float32", engine=recipe.EngineConfig(), speculative={"k": 1})
     started = time.monotonic()
     with pytest.raises(DraftsmithError, match="`k1`"):
         engine_module.start_engines([_CONFIG, second], tmp_path)

@@ -1,4 +1,4 @@
-"""Spool files: what an engine writes is what the driver takes, and files are written over."""
+"""Handoff files: what an engine writes is what the driver takes, and files are written over."""
 
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from safetensors.torch import load_file
 
 from draftsmith.extract import handoff
-from draftsmith.extract.handoff import SpoolWriter, spool_file, take_spool_file
+from draftsmith.extract.handoff import HandoffWriter, spool_file, take_spool_file
 from draftsmith.store.codec import EncodedStates, Form, checksum_of, encode_states
 
 
@@ -32,7 +32,7 @@ def same(found: EncodedStates, expected: EncodedStates) -> None:
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
 def test_others_read_it_as_safetensors(tmp_path: Path, dtype: torch.dtype) -> None:
-    SpoolWriter(tmp_path, writes_over=True).write("one.safetensors", [3, 1, 2], states_of(3, dtype))
+    HandoffWriter(tmp_path, writes_over=True).write("one.safetensors", [3, 1, 2], states_of(3, dtype))
     tensors = load_file(tmp_path / "one.safetensors")
     assert set(tensors) == {"token_ids", "hidden_states"}
     assert tensors["token_ids"].dtype == torch.int32
@@ -45,7 +45,7 @@ def test_others_read_it_as_safetensors(tmp_path: Path, dtype: torch.dtype) -> No
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
 def test_encoded_states_arrive(tmp_path: Path, dtype: torch.dtype, form: Form) -> None:
     written = encode_states(states_of(5, dtype), form)
-    SpoolWriter(tmp_path, writes_over=True).write("one.safetensors", [3, 1, 2, 7, 7], written)
+    HandoffWriter(tmp_path, writes_over=True).write("one.safetensors", [3, 1, 2, 7, 7], written)
     assert set(load_file(tmp_path / "one.safetensors")) == {"token_ids", "encoded"}, (
         "the format is safetensors here too"
     )
@@ -62,8 +62,8 @@ def test_what_is_written_over_is_whole(
     lengths: list[int], behind: int, tmp_path_factory: pytest.TempPathFactory
 ) -> None:
     """Longer over shorter and shorter over longer, with some files not taken yet; never more files than that."""
-    directory = tmp_path_factory.mktemp("spool")
-    writer = SpoolWriter(directory, writes_over=True)
+    directory = tmp_path_factory.mktemp("handoff")
+    writer = HandoffWriter(directory, writes_over=True)
 
     def take(number: int) -> None:
         token_ids, states = take_spool_file(directory / spool_file(str(number)))
@@ -80,7 +80,7 @@ def test_what_is_written_over_is_whole(
 
 
 def test_what_was_taken_does_not_change(tmp_path: Path) -> None:
-    writer = SpoolWriter(tmp_path, writes_over=True)
+    writer = HandoffWriter(tmp_path, writes_over=True)
     writer.write("a.safetensors", [1] * 5, encoded(5, "none"))
     _, states = take_spool_file(tmp_path / "a.safetensors")
     writer.write("b.safetensors", [2] * 5, encode_states(states_of(5) + 1, "none"))
@@ -90,14 +90,14 @@ def test_what_was_taken_does_not_change(tmp_path: Path) -> None:
 
 def test_large_files_are_deleted(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(handoff, "_LARGEST_LEFT", 100)
-    SpoolWriter(tmp_path, writes_over=True).write("a.safetensors", [1] * 5, encoded(5))
+    HandoffWriter(tmp_path, writes_over=True).write("a.safetensors", [1] * 5, encoded(5))
     _, states = take_spool_file(tmp_path / "a.safetensors")
     assert not list(tmp_path.iterdir())
     same(states, encoded(5))
 
 
 def test_a_step_that_finishes_hundreds_leaves_no_more_files_than_that(tmp_path: Path) -> None:
-    writer = SpoolWriter(tmp_path, writes_over=True)
+    writer = HandoffWriter(tmp_path, writes_over=True)
     for step in range(4):
         names = [spool_file(f"{step}-{number}") for number in range(256)]
         for name in names:
@@ -109,7 +109,7 @@ def test_a_step_that_finishes_hundreds_leaves_no_more_files_than_that(tmp_path: 
 
 def test_files_that_others_delete_or_keep_are_not_touched(tmp_path: Path) -> None:
     """A server's clients read and delete files in any order, or never."""
-    writer = SpoolWriter(tmp_path, writes_over=False)
+    writer = HandoffWriter(tmp_path, writes_over=False)
     for number in range(200):
         writer.write(f"{number}.safetensors", [number], states_of(1))
         if number % 3 == 0:
@@ -122,7 +122,7 @@ def test_files_that_others_delete_or_keep_are_not_touched(tmp_path: Path) -> Non
 
 
 def test_several_threads(tmp_path: Path) -> None:
-    writer = SpoolWriter(tmp_path, writes_over=True)
+    writer = HandoffWriter(tmp_path, writes_over=True)
 
     def write(number: int) -> int:
         writer.write(spool_file(str(number)), [number] * (1 + number % 9), encoded(1 + number % 9))

@@ -1,4 +1,4 @@
-"""Spool files lie in memory where it has room for them, and nothing of them is left."""
+"""Handoff files lie in memory where it has room for them, and nothing of them is left."""
 
 import fcntl
 import shutil
@@ -8,7 +8,7 @@ from types import SimpleNamespace
 import pytest
 
 from draftsmith.extract import handoff_folder as module
-from draftsmith.extract.handoff_folder import locked_folder, room_in_memory, spool_folder
+from draftsmith.extract.handoff_folder import handoff_folder, locked_folder, room_in_memory
 
 
 @pytest.fixture
@@ -23,33 +23,33 @@ def memory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 def test_the_spool_is_in_memory_where_there_is_room(tmp_path: Path, memory: Path) -> None:
     run = tmp_path / "run"
-    (run / "spool").mkdir(parents=True)
-    (run / "spool" / "left by one that was killed").touch()
-    with spool_folder(run, 1000) as folder:
+    (run / "handoff").mkdir(parents=True)
+    (run / "handoff" / "left by one that was killed").touch()
+    with handoff_folder(run, 1000) as folder:
         assert folder.parent == memory
-        assert not (run / "spool").exists()
+        assert not (run / "handoff").exists()
         (folder / "file").touch()
     assert not [*memory.iterdir()]
-    with spool_folder(run, 1001) as folder:
-        assert folder == run / "spool"
+    with handoff_folder(run, 1001) as folder:
+        assert folder == run / "handoff"
         assert not [*folder.iterdir()]
-    assert not (run / "spool").exists()
+    assert not (run / "handoff").exists()
     for needed in (1, 2000):
-        with pytest.raises(KeyboardInterrupt), spool_folder(run, needed) as folder:
+        with pytest.raises(KeyboardInterrupt), handoff_folder(run, needed) as folder:
             raise KeyboardInterrupt
         assert not folder.exists()
 
 
 def test_spools_of_killed_runs_are_removed_and_those_of_living_ones_are_not(tmp_path: Path, memory: Path) -> None:
-    killed = memory / "draftsmith-spool-killed"
+    killed = memory / "draftsmith-handoff-killed"
     killed.mkdir()
     (killed / "lock").touch()
     (memory / "another program's").mkdir()
-    with spool_folder(tmp_path / "a", 1) as first, spool_folder(tmp_path / "b", 1) as second:
+    with handoff_folder(tmp_path / "a", 1) as first, handoff_folder(tmp_path / "b", 1) as second:
         assert {*memory.iterdir()} == {first, second, memory / "another program's"}
         with (first / "lock").open() as lock, pytest.raises(BlockingIOError):
             fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    with locked_folder(memory, "draftsmith-spool-") as kept:
+    with locked_folder(memory, "draftsmith-handoff-") as kept:
         pass
     assert kept.exists(), "who made it removes it"
 

@@ -27,9 +27,9 @@ from draftsmith.run.errors import DraftsmithError, UserError
 from draftsmith.run.prefetch import prefetched
 from draftsmith.store import writer as store_writer
 from draftsmith.store.codec import Form, channel_exponents, encode_states
-from draftsmith.store.format import EncodedSequence, Sequence, StoreDamaged, StoreIdentity
+from draftsmith.store.format import CorruptStore, EncodedSequence, Sequence, StoreIdentity
 from draftsmith.store.reader import Store
-from draftsmith.store.writer import StoreWriter, most_bytes, require_room
+from draftsmith.store.writer import StoreWriter, most_bytes, require_free_space
 
 LAYERS, HIDDEN = 2, 4
 FORMS: list[Form] = ["none", "lossless", "int8"]
@@ -109,7 +109,7 @@ def test_round_trip(
         for found, expected in zip(store, sorted(written, key=lambda s: s.sample_id), strict=True):
             if exact or dtype == "float32":
                 same(found, expected, states=exact)
-    assert list(store.damages()) == []
+    assert list(store.corruptions()) == []
     assert sorted(store.rows(held_out=True) + store.rows(held_out=False)) == list(range(len(written)))
     expected_counts = torch.zeros(50, dtype=torch.int64)
     for sequence in written:
@@ -210,7 +210,7 @@ def test_missing_and_newer_stores(tmp_path: Path) -> None:
         Store(tmp_path)
     (tmp_path / "manifest.json").write_text(text)
     (tmp_path / "shard-00000.safetensors").unlink()
-    with pytest.raises(StoreDamaged, match=r"shard-00000\.safetensors is damaged .*not there"):
+    with pytest.raises(CorruptStore, match=r"shard-00000\.safetensors is damaged .*not there"):
         Store(tmp_path)
 
 
@@ -407,9 +407,9 @@ def test_the_estimate_is_no_less_than_the_store(tmp_path: Path, form: Form) -> N
 
 
 def test_what_does_not_fit_is_not_started(tmp_path: Path) -> None:
-    require_room(tmp_path, 1000, way_out="")
-    with pytest.raises(UserError, match=r"needs up to 1000000000.00 GB in .* GB are free. Ask for less."):
-        require_room(tmp_path, 10**18, way_out="Ask for less.")
+    require_free_space(tmp_path, 1000, way_out="")
+    with pytest.raises(UserError, match=r"needs up to 1000000000.00 GB in .* GB are free. EngineRequest for less."):
+        require_free_space(tmp_path, 10**18, way_out="EngineRequest for less.")
 
 
 def test_extraction_counts_the_longest_answers_before_it_starts(
@@ -424,14 +424,14 @@ def test_extraction_counts_the_longest_answers_before_it_starts(
     )
     about = identity(hidden_size=1000, dtype="bfloat16")
     todo = [ExtractRequest(i, False, [1] * 50, 200) for i in range(10)]
-    states = 250 * LAYERS * 1000 * 2  # bytes of one request; ten go to the store, and two at once to the spool
+    states = 250 * LAYERS * 1000 * 2  # bytes of one request; ten go to the store, and two at once to the handoff
     monkeypatch.setattr(shutil, "disk_usage", lambda _: types.SimpleNamespace(free=12 * states + 40_000))
-    store, spool = _most_bytes(recipe, about, todo)
-    assert (store // states, spool // states) == (10, 2)
-    _require_room(tmp_path, store + spool)
+    store, handoff = _most_bytes(recipe, about, todo)
+    assert (store // states, handoff // states) == (10, 2)
+    _require_room(tmp_path, store + handoff)
     monkeypatch.setattr(shutil, "disk_usage", lambda _: types.SimpleNamespace(free=12 * states - 1))
     with pytest.raises(UserError, match=r"needs up to 0\.01 GB in .*extract\.check_free_space=false"):
-        _require_room(tmp_path, store + spool)
+        _require_room(tmp_path, store + handoff)
 
 
 # ---- what is refused on the way in ----

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from tokenizers import Tokenizer, models
 from transformers import LlamaConfig, LlamaForCausalLM
 
-from draftsmith.config.recipe import Target
+from draftsmith.config.recipe import TargetConfig
 from draftsmith.config.sources import FileSource
 from draftsmith.run.errors import UserError
 from draftsmith.target.info import describe_target
@@ -107,7 +107,7 @@ def test_describing(tmp_path):
     info = describe_target(tmp_path / "one")
     assert (info.name, info.num_hidden_layers, info.hidden_size, info.vocab_size) == ("one", LAYERS, HIDDEN, VOCAB)
     assert describe_target(tmp_path / "one", name="owner/one").name == "owner/one"
-    assert describe_target(tmp_path / "one", Target(model="owner/two")).name == "owner/two"
+    assert describe_target(tmp_path / "one", TargetConfig(model="owner/two")).name == "owner/two"
 
     # A copy is the same target; a fine-tune of it is not, although its config is equal.
     shutil.copytree(tmp_path / "one", tmp_path / "copy")
@@ -148,20 +148,20 @@ def test_hashes_see_what_they_name(tmp_path):
 
 def test_local_targets(tmp_path):
     save_model(tmp_path / "model")
-    assert prepare_target(Target(model=str(tmp_path / "model"))) == tmp_path / "model"
+    assert prepare_target(TargetConfig(model=str(tmp_path / "model"))) == tmp_path / "model"
     with pytest.raises(UserError, match="does not exist"):
-        prepare_target(Target(model=str(tmp_path / "none")))
+        prepare_target(TargetConfig(model=str(tmp_path / "none")))
     (tmp_path / "empty").mkdir()
     with pytest.raises(UserError, match=r"has no config\.json"):
-        prepare_target(Target(model=str(tmp_path / "empty")))
+        prepare_target(TargetConfig(model=str(tmp_path / "empty")))
 
 
 def test_hub_targets_that_are_not_there(monkeypatch):
     monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
     with pytest.raises(UserError, match="Could not download the model owner/no-such-model"):
-        prepare_target(Target(model="owner/no-such-model"))
+        prepare_target(TargetConfig(model="owner/no-such-model"))
     with pytest.raises(UserError, match="is no Hub id"):
-        prepare_target(Target(model="not a name"))
+        prepare_target(TargetConfig(model="not a name"))
 
 
 def test_gguf_without_its_package_names_the_extra(tmp_path, monkeypatch):
@@ -169,13 +169,13 @@ def test_gguf_without_its_package_names_the_extra(tmp_path, monkeypatch):
     monkeypatch.setenv("DRAFTSMITH_CACHE", str(tmp_path / "cache"))
     monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
     with pytest.raises(UserError, match=r"draftsmith\[demo\]"):
-        prepare_target(Target(gguf=FileSource(path=str(tmp_path / "model.gguf"))))
+        prepare_target(TargetConfig(gguf=FileSource(path=str(tmp_path / "model.gguf"))))
 
 
 def test_names_for_people():
-    assert target_name(Target(model="owner/name")) == "owner/name"
-    assert target_name(Target(model="/models/mine")) == "mine"
-    assert target_name(Target(gguf=FileSource(path="/models/mine.Q4.gguf"))) == "mine.Q4"
+    assert target_name(TargetConfig(model="owner/name")) == "owner/name"
+    assert target_name(TargetConfig(model="/models/mine")) == "mine"
+    assert target_name(TargetConfig(gguf=FileSource(path="/models/mine.Q4.gguf"))) == "mine.Q4"
 
 
 def test_default_layer_ids_of_known_depths():

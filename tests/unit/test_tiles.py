@@ -41,7 +41,7 @@ def test_every_query_is_in_one_block_with_the_keys_it_sees(documents: list[list[
 
 def test_tiles_show_each_query_its_documents_keys_up_to_itself() -> None:
     batch = pack([make_sequence(400, 150, 1), make_sequence(30, 9, 2), make_sequence(33, 10, 3)], steps=2)
-    queries = (batch.counts.sum(1) > 0).nonzero()[:, 0]
+    queries = (batch.loss_weights.sum(1) > 0).nonzero()[:, 0]
     tiles = _Tiles(batch, queries, HEADS)
     assert len(tiles.tiles) == 3, "two blocks of one document, of different lengths, and two documents side by side"
     seen: dict[int, list[int]] = {}

@@ -189,7 +189,7 @@ def test_two_processes_train_as_one_does(folder: Path, whole: Path) -> None:
     lonely, lonely_two = run_dir(folder, "lonely"), run_dir(folder, "lonely-two")
     running = start(folder, ddp, **EAGLE3)
     assert ended(running) == [0, 0]
-    running = start(folder, split, shard=True, ema=0.9, **EAGLE3)
+    running = start(folder, split, fsdp=True, ema=0.9, **EAGLE3)
     assert ended(running) == [0, 0]
     few = {**EAGLE3, "tokens_per_step": 20, "epochs": 1}
     running = start(folder, lonely_two, **few)
@@ -226,7 +226,7 @@ def test_accelerates_launcher_starts_it(folder: Path, whole: Path) -> None:
 def test_micro_batches_change_nothing(folder: Path, whole: Path) -> None:
     for accumulate in (2, 3):
         directory = run_dir(folder, f"accumulate-{accumulate}")
-        figures = train(folder, directory, accumulate=accumulate, **EAGLE3)
+        figures = train(folder, directory, gradient_accumulation_steps=accumulate, **EAGLE3)
         require_alike(whole, directory)
         assert figures["tokens"] == stage.read(whole / "checkpoint")["figures"]["tokens"]  # type: ignore[index]
 
@@ -234,7 +234,7 @@ def test_micro_batches_change_nothing(folder: Path, whole: Path) -> None:
 def test_two_processes_stop_together_and_any_number_goes_on(folder: Path, whole: Path) -> None:
     """SIGTERM reaches one of two; both save the same step, and one process goes on from their split weights. And back."""
     directory = run_dir(folder, "two-then-one")
-    running = start(folder, directory, stop=(1, 5, signal.SIGTERM, "_step"), shard=True, save_every_steps=100, **EAGLE3)
+    running = start(folder, directory, stop=(1, 5, signal.SIGTERM, "_step"), fsdp=True, save_every_steps=100, **EAGLE3)
     assert ended(running) == [143, 143]
     snapshot = torch.load(directory / "checkpoint" / SNAPSHOT, weights_only=True)
     assert snapshot["progress"]["step"] == 6
@@ -244,7 +244,7 @@ def test_two_processes_stop_together_and_any_number_goes_on(folder: Path, whole:
 
     back = run_dir(folder, "one-then-two")
     assert ended(start(folder, back, processes=1, stop=(0, 6, signal.SIGTERM, "_step"), **EAGLE3)) == [143]
-    assert ended(start(folder, back, shard=True, accumulate=2, **EAGLE3)) == [0, 0]
+    assert ended(start(folder, back, fsdp=True, gradient_accumulation_steps=2, **EAGLE3)) == [0, 0]
     require_alike(whole, back)
     assert losses_of(back)[:7] == losses_of(whole)[:7]
 
@@ -257,7 +257,7 @@ def with_a_slow_start(
     shortened.setattr(torch.distributed.distributed_c10d, "default_pg_timeout", timedelta(seconds=seconds / 2))
     if may_wait is not None:
         shortened.setattr(trainer, "_LONGEST_WAIT", may_wait)
-    original = Eagle3Drafter.start
+    original = Eagle3Drafter.init_from_target
 
     def slowly(*arguments: Any) -> None:
         time.sleep(seconds)
@@ -428,9 +428,9 @@ def test_memory_that_is_used_up_is_said_with_the_way_out(folder: Path, monkeypat
         with pytest.raises(DraftsmithError, match=r"= 70 tokens at once.*Tried to allocate 8 GiB\.$") as raised:
             train(folder, directory, save_every_steps=1, **EAGLE3)
     assert raised.value.exit_status == 1
-    assert train(folder, directory, accumulate=2, **EAGLE3)["steps"] == 12
+    assert train(folder, directory, gradient_accumulation_steps=2, **EAGLE3)["steps"] == 12
     monkeypatch.setattr(Eagle3Drafter, "start", full)
-    with pytest.raises(DraftsmithError, match=r"`train\.accumulate`"):
+    with pytest.raises(DraftsmithError, match=r"`train\.gradient_accumulation_steps`"):
         train(folder, run_dir(folder, "full-start"), **EAGLE3)
 
 
@@ -464,7 +464,7 @@ def test_a_loss_that_is_not_finite_stops_with_its_samples(folder: Path, monkeypa
     directory = run_dir(folder, "nan")
     monkeypatch.setattr(trainer, "_batch", broken)
     monkeypatch.setattr(trainer, "_require_finite", checked)
-    few = {**EAGLE3, "tokens_per_step": 50, "state_dropout": 0, "accumulate": 2, "save_every_steps": 1}
+    few = {**EAGLE3, "tokens_per_step": 50, "state_dropout": 0, "gradient_accumulation_steps": 2, "save_every_steps": 1}
     with pytest.raises(
         DraftsmithError, match=r"The loss is nan in step (\d+) .* samples of .*: 7\. Training"
     ) as raised:
@@ -487,11 +487,11 @@ def test_the_best_epoch_is_published_and_the_last_are_left(folder: Path, monkeyp
     lengths = iter([1.2, 1.5, 1.3] * 2)
     monkeypatch.setattr(trainer, "predict_acceptance", lambda *_, k, add_up: {1: 1.9, k: next(lengths)})
     best, last = run_dir(folder, "best"), run_dir(folder, "last")
-    figures = train(folder, best, keep_last=2, **EAGLE3)
+    figures = train(folder, best, keep_last_epochs=2, **EAGLE3)
     assert figures["published_epoch"] == 2
     assert figures["predicted_acceptance_length"] == {"1": 1.9, "5": 1.5}
     assert sorted(path.name for path in (best / "checkpoint").glob("epoch-*")) == ["epoch-2", "epoch-3"]
-    assert train(folder, last, keep="last", **EAGLE3)["published_epoch"] == 3
+    assert train(folder, last, publish_epoch="last", **EAGLE3)["published_epoch"] == 3
     assert not list((last / "checkpoint").glob("epoch-*"))
     published, third = weights_of(best / "checkpoint"), weights_of(best / "checkpoint" / "epoch-3")
     second = weights_of(best / "checkpoint" / "epoch-2")
@@ -516,7 +516,7 @@ def test_averaged_weights_are_published_and_training_does_not_see_them(
 
     monkeypatch.setattr(trainer, "_step", watched)
     directory = run_dir(folder, "ema")
-    train(folder, directory, ema=0.7, keep="last", **EAGLE3)
+    train(folder, directory, ema=0.7, publish_epoch="last", **EAGLE3)
     average = history[0]
     for step, weight in enumerate(history[1:]):
         decay = min(0.7, (step + 1) / (step + 10))

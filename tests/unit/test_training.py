@@ -19,7 +19,7 @@ from draftsmith.drafters.init.least_squares import RIDGE, factor, solve, unit_rm
 from draftsmith.drafters.vocabulary import choose_draft_vocabulary
 from draftsmith.run.errors import DraftsmithError
 from draftsmith.train.acceptance import _walk, predict_acceptance
-from draftsmith.train.packing import pack, plan_epoch, share_out
+from draftsmith.train.packing import balance_tokens, pack, pack_epoch
 from draftsmith.train.train import learning_rate_factor
 from tests.unit.converting import to_vllm
 from tests.unit.test_eagle3 import DRAFT, HIDDEN, VOCAB, make_drafter, make_sequence
@@ -27,21 +27,21 @@ from tests.unit.test_eagle3 import DRAFT, HIDDEN, VOCAB, make_drafter, make_sequ
 
 @given(st.lists(st.integers(1, 50), min_size=1, max_size=60), st.integers(1, 120), st.integers(0, 5), st.integers(0, 3))
 def test_every_sequence_once_within_the_budget(lengths: list[int], budget: int, seed: int, epoch: int) -> None:
-    steps = plan_epoch(lengths, tokens_per_step=budget, seed=seed, epoch=epoch)
+    steps = pack_epoch(lengths, tokens_per_step=budget, seed=seed, epoch=epoch)
     assert sorted(i for step in steps for i in step) == list(range(len(lengths)))
     assert all(len(step) == 1 or sum(lengths[i] for i in step) <= budget for step in steps)
-    assert steps == plan_epoch(lengths, tokens_per_step=budget, seed=seed, epoch=epoch)
+    assert steps == pack_epoch(lengths, tokens_per_step=budget, seed=seed, epoch=epoch)
 
 
 @given(st.lists(st.integers(1, 50), min_size=1, max_size=60), st.integers(1, 8))
 def test_shares_of_a_step_are_about_as_long(lengths: list[int], count: int) -> None:
-    shares = share_out(lengths, count)
+    shares = balance_tokens(lengths, count)
     assert len(shares) == count
     assert sorted(i for share in shares for i in share) == list(range(len(lengths)))
     assert all(share == sorted(share) for share in shares)
     loads = [sum(lengths[i] for i in share) for share in shares]
     assert max(loads) - min(loads) <= max(lengths), "a share that leads by more than one sequence would not have got it"
-    assert share_out(lengths, 1) == [list(range(len(lengths)))]
+    assert balance_tokens(lengths, 1) == [list(range(len(lengths)))]
 
 
 def test_learning_rate() -> None:
@@ -116,10 +116,10 @@ def test_rows_enter_a_start_some_at_a_time(monkeypatch: pytest.MonkeyPatch) -> N
     )  # fmt: skip
     batches = [(pack([s], steps=1), s.hidden_states[:, -1]) for s in (make_sequence(40, 5, n) for n in range(8))]
     whole, pieces = make_drafter(), make_drafter()
-    whole.start(tensors, batches)
+    whole.init_from_target(tensors, batches)
     for module in (eagle3, induction):
         monkeypatch.setattr(module, "ROWS_AT_ONCE", 7)
-    pieces.start(tensors, batches)
+    pieces.init_from_target(tensors, batches)
     batch = batches[0][0]
     for found, expected in zip(pieces.chain(batch, steps=1), whole.chain(batch, steps=1), strict=True):
         torch.testing.assert_close(found.normed, expected.normed)
@@ -186,9 +186,9 @@ def test_freed_memory_is_kept() -> None:
     """Tensors of 24 MiB come from the heap, not from the system, and the heap does not shrink when they go."""
     code = """
 import ctypes, sys, torch
-from draftsmith.run.process import keep_freed_memory
+from draftsmith.run.process import disable_malloc_trim
 if sys.argv[1] == "keep":
-    keep_freed_memory()
+    disable_malloc_trim()
 class Counts(ctypes.Structure):
     _fields_ = [(name, ctypes.c_size_t) for name in "arena ordblks smblks hblks hblkhd d e f g h".split()]
 counts = ctypes.CDLL(None).mallinfo2

@@ -82,13 +82,13 @@ def test_groups_beside_plain_decoding_find_what_all_at_once_do(
 
 def test_roofline_is_bytes_or_flop(run: tuple[recipe.Recipe, Path]) -> None:
     """At 1 MB/s and 1 MFLOP/s: whichever takes longer, by hand."""
-    from draftsmith.cli import estimate
+    from draftsmith.engine import step_cost
     from draftsmith.target.info import describe_target
 
     found = run_tune(*run)
     assert found["measured"] is None
     _loaded, run_dir = run
-    sizes = estimate.target_sizes(describe_target(run_dir.parent / "target").config)
+    sizes = step_cost.target_sizes(describe_target(run_dir.parent / "target").config)
     context = 1 + 41 / 2  # a prompt of one token, its one word being unknown
     reading = 4 * (sizes.multiplied + context * sizes.kv_values) / 1e6
 
@@ -103,9 +103,9 @@ def test_roofline_is_bytes_or_flop(run: tuple[recipe.Recipe, Path]) -> None:
 def test_too_few_prompts_are_said(run: tuple[recipe.Recipe, Path]) -> None:
     loaded, run_dir = run
     with pytest.raises(UserError, match="has 16 prompts, too few for 17 at once"):
-        run_tune(loaded.model_copy(update={"tune": recipe.Tune(batch_sizes=(17,))}), run_dir)
+        run_tune(loaded.model_copy(update={"tune": recipe.TuneConfig(concurrency=(17,))}), run_dir)
     assert not (run_dir / "tune" / stage.MARKER).exists()
-    nothing = recipe.Evaluate(suites={})
+    nothing = recipe.EvaluateConfig(suites={})
     with pytest.raises(UserError, match=r"no prompts to tune on: `evaluate\.suites` is empty"):
         run_tune(run[0].model_copy(update={"evaluate": nothing}), run[1])
 

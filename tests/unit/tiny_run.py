@@ -6,7 +6,7 @@ import torch
 from tokenizers import Tokenizer, models
 from transformers import LlamaConfig, LlamaForCausalLM
 
-from draftsmith.config.recipe import Recipe, Target
+from draftsmith.config.recipe import Recipe, TargetConfig
 from draftsmith.run import stage
 from draftsmith.store.format import Sequence, StoreIdentity
 from draftsmith.store.writer import StoreWriter
@@ -55,12 +55,12 @@ def make_recipe(folder: Path, **train: object) -> Recipe:
     options = {
         "epochs": 5,
         "tokens_per_step": 70,
-        "chain_steps": 3,
+        "ttt_steps": 3,
         "state_dropout": 0,
         "save_every_steps": 100,
         **train,
     }
-    target = Target(model=str(folder / "target"), dtype="float32")
+    target = TargetConfig(model=str(folder / "target"), dtype="float32")
     return Recipe.model_validate({
         "name": "run", "target": target.model_dump(), "extract": {"prompts": {"path": "unused"}}, "train": options,
         "evaluate": {"k": [1, 2], "acceptance_k": 2},

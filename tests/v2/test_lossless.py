@@ -8,9 +8,9 @@ import pytest
 from transformers import AutoTokenizer
 
 from draftsmith.config.methods import Mtp
-from draftsmith.config.recipe import Engine
+from draftsmith.config.recipe import EngineConfig
 from draftsmith.engine.speculation import method_config
-from draftsmith.serve.evaluation.engine import EngineConfig, start_engines
+from draftsmith.serve.evaluation.engine import EngineSpec, start_engines
 from draftsmith.target.info import TargetInfo, describe_target
 from tests.integration.conftest import demo_prompts, make_mtp_target
 from tests.integration.test_lossless import PROMPT, configs_of, configs_of_others, draw, hold_against_target
@@ -31,8 +31,8 @@ def configs(target: TargetInfo, drafters: dict[str, Path]) -> dict[str, dict[str
 def same_as_plain(target: TargetInfo, configs: dict[str, dict[str, Any]], folder: Path) -> None:
     """Greedy answers of an engine of each method are a plain engine's, with guesses accepted and rejected."""
     engines = [
-        EngineConfig(
-            name=name, target=str(target.path), dtype="float32", engine=Engine(max_model_len=256, kv_cache_gib=0.1),
+        EngineSpec(
+            name=name, target=str(target.path), dtype="float32", engine=EngineConfig(max_model_len=256, kv_cache_gib=0.1),
             speculative=config, max_num_seqs=8,
         )
         for name, config in ({"plain": None} | configs).items()

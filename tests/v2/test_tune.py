@@ -2,7 +2,7 @@
 
 from pathlib import Path
 
-from draftsmith.config.evaluation import Tune
+from draftsmith.config.evaluation import TuneConfig
 from draftsmith.serve.tune import run_tune
 from draftsmith.target.info import TargetInfo
 from tests.integration.test_evaluate import tiny_recipe
@@ -13,7 +13,7 @@ def test_tune(target: TargetInfo, drafters: dict[str, Path], tmp_path: Path) -> 
     run_dir = tmp_path / "run"
     run_dir.mkdir()
     (run_dir / "vllm").symlink_to(drafters["mlp_speculator"] / "vllm")
-    options = Tune(suite="held_out", prompts=4, tokens=8, k=(1, 3), batch_sizes=(1, 2), engine_starts=1)
+    options = TuneConfig(suite="held_out", prompts=4, tokens=8, k=(1, 3), concurrency=(1, 2), engine_starts=1)
     found = run_tune(tiny_recipe(tmp_path).model_copy(update={"tune": options}), run_dir, verify=True)
     assert found["acceptance_length"].keys() == {"0", "1", "3"}
     assert found["measured"] is not None

@@ -78,7 +78,7 @@ def fit_codes(drafter: Eagle3Drafter, batches: Iterable[tuple[Batch, torch.Tenso
             gram.addmm_(x[:-1].T, x[:-1])
             cross.addmm_(x[:-1].T, x[1:, key])
         rows += len(batch.positions) - 1
-        seen += torch.bincount(batch.following[batch.counts[:, 0] > 0, 1], minlength=config.vocab_size)
+        seen += torch.bincount(batch.next_tokens[batch.loss_weights[:, 0] > 0, 1], minlength=config.vocab_size)
         if rows >= ROWS_TO_LOOK_UP:
             break
     if not (gram.isfinite().all() and cross.isfinite().all()):
@@ -166,7 +166,7 @@ def fit_outputs(drafter: Eagle3Drafter, codes: Codes, batches: Iterable[tuple[Ba
     for batch, last_states in batches:
         for _ in drafter.chain(batch, steps=1):
             pass
-        counted = (batch.counts[:, 0] > 0).nonzero()[:, 0]
+        counted = (batch.loss_weights[:, 0] > 0).nonzero()[:, 0]
         mixed, said = caught["mixed"], caught["said"]
         if len(mixed) != len(counted):  # with another layer above, the first one works on every row
             mixed, said = mixed[counted], said[counted]

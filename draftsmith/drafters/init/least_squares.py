@@ -88,10 +88,10 @@ def fit_ahead(
             grams, crosses = ([states.new_zeros(size, size) for _ in range(steps)] for _ in range(2))
         for k in range(steps):
             # x_{p+2+k} is predicted from row p, so row p+1+k, which the target predicts it from, is in the batch.
-            for rows in (batch.counts[:, k] > 0).nonzero()[:, 0].split(ROWS_AT_ONCE):
+            for rows in (batch.loss_weights[:, k] > 0).nonzero()[:, 0].split(ROWS_AT_ONCE):
                 grams[k].addmm_(states[rows].T, states[rows])
                 crosses[k].addmm_(states[rows].T, states[rows + 1 + k])
-        used += int((batch.counts[:, 0] > 0).sum())
+        used += int((batch.loss_weights[:, 0] > 0).sum())
         if used >= ROWS_TO_FIT:
             break
     fitted = []

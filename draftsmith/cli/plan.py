@@ -116,7 +116,7 @@ def plan_extract(
         step = EngineStep(sizes, number, recipe.engine.tensor_parallel_size, at_once, (read + length) / 2)
         steps = conversations * (length - read) / (at_once * engines)
         seconds = {
-            "prefill": reading / (rate * hardware.prefill_utilisation),
+            "prefill": reading / (rate * hardware.prefill_utilization),
             "decoding": steps * step.seconds(hardware),
             "writing the store": plain_bytes / (machines * hardware.store_mb_per_second * 1e6),
             "starting": hardware.start_seconds,
@@ -156,7 +156,7 @@ def plan_train(recipe: Recipe, assumed: Assumptions, drafter: Drafter, *, layers
     on one process before all that, has the whole drafter, what it shares with the target, and its sums of products.
     """
     options, hardware = recipe.train, assumed.hardware
-    steps = drafter.max_steps or options.chain_steps
+    steps = drafter.max_draft_tokens or options.ttt_steps
     precision = options.precision_on("cuda" if hardware and hardware.memory_gib else "cpu")
     training, _ = conversation_counts(recipe, assumed)
     length = assumed.prompt_tokens + assumed.response_tokens
@@ -169,12 +169,12 @@ def plan_train(recipe: Recipe, assumed: Assumptions, drafter: Drafter, *, layers
     shared = sum(value.numel() for value in drafter.buffers() if value.is_floating_point())
     own = sum(value.numel() for value in drafter.parameters())
     muons = sum(rows * columns for rows, columns in by_muon)
-    start = drafter.start_cost(
+    start = drafter.init_cost(
         drafter.config, rows=round(training * length), answered=round(training * assumed.response_tokens)
     )
     seconds: dict[str, float] = {}
     if hardware:
-        rate = hardware.matmul_tflops * 1e12 * hardware.train_utilisation
+        rate = hardware.matmul_tflops * 1e12 * hardware.train_utilization
         row_bytes = layers * drafter.config.hidden_size * _BYTES[recipe.target.dtype]
         plain_bytes = tokens * row_bytes
         slower = _FLOAT32_ON_GPU if hardware.memory_gib else 1
@@ -186,8 +186,8 @@ def plan_train(recipe: Recipe, assumed: Assumptions, drafter: Drafter, *, layers
             "reading the store": plain_bytes / (hardware.load_mb_per_second * 1e6 * hardware.count),
         }
     processes = hardware.count if hardware else 1
-    rows = options.tokens_per_step / (processes * options.accumulate)
-    parts = processes if options.shard else 1
+    rows = options.tokens_per_step / (processes * options.gradient_accumulation_steps)
+    parts = processes if options.fsdp else 1
     config = drafter.config
     return StagePlan(
         tokens=round(tokens),
@@ -236,7 +236,7 @@ def plan_evaluate(
     ks = sorted({*options.k, options.acceptance_k})
     of_drafter = number * sum(math.prod(shape) for shape in drafter.shapes(drafter.config).values())
     names = list(options.only or options.suites)
-    tokens, flop, answering, answer_tokens = 0, 0.0, 0.0, options.speed_tokens
+    tokens, flop, answering, answer_tokens = 0, 0.0, 0.0, options.timing_tokens
 
     def answer(prompts: float, response: float, *, k: int, at_once: int) -> None:
         nonlocal tokens, flop, answering
@@ -249,7 +249,7 @@ def plan_evaluate(
         flop += reading + steps * step.flop()
         if hardware:
             rate = recipe.engine.tensor_parallel_size * hardware.matmul_tflops * 1e12
-            answering += reading / (rate * hardware.prefill_utilisation) + steps * step.seconds(hardware)
+            answering += reading / (rate * hardware.prefill_utilization) + steps * step.seconds(hardware)
 
     for name in names:
         suite = options.suites[name]
@@ -266,25 +266,28 @@ def plan_evaluate(
         # What guesses by lookup guesses as far as it likes, which is not far on average.
         methods = [method.num_speculative_tokens or ks[-1] for method in options.methods.values()]
         for k in (0, *(ks if first else ks[-2:]), *methods):
-            answer(prompts, longest, k=k, at_once=options.batch_size)
+            answer(prompts, longest, k=k, at_once=options.acceptance_batch_size)
         starts = options.engine_starts
         for k in (0, *ks) if first else ():
-            answer(starts * min(prompts, options.curve_prompts), _COST_TOKENS, k=k, at_once=1)
+            answer(starts * min(prompts, options.step_cost_prompts), _COST_TOKENS, k=k, at_once=1)
         # Plain decoding twice and the drafter, and both in every further dtype. Which those are is known where the recipe says so.
         further = sum(dtype != recipe.target.dtype for dtype in options.dtypes or ())
         timed = (0, 0, ks[-1], *(further * (0, ks[-1])))
         for k in (*timed, *methods):
             answer(
-                starts * (1 + max(_REQUESTS, min(prompts, options.speed_prompts))), options.speed_tokens, k=k, at_once=1
+                starts * (1 + max(_REQUESTS, min(prompts, options.timing_prompts))),
+                options.timing_tokens,
+                k=k,
+                at_once=1,
             )
         for k in timed if first else ():
-            for size in options.batch_sizes:
-                answer(starts * (1 + _REQUESTS) * size, options.speed_tokens, k=k, at_once=size)
+            for size in options.concurrency:
+                answer(starts * (1 + _REQUESTS) * size, options.timing_tokens, k=k, at_once=size)
     engines = len(ks) + len(options.methods) + 1
     length = min(recipe.engine.max_model_len, math.ceil(assumed.prompt_tokens + answer_tokens))
     need = engine_memory(
         config, target_bytes=sizes.parameters * number, drafter_bytes=of_drafter, dtype=recipe.target.dtype,
-        tokens=max(recipe.engine.max_model_len, max(options.batch_size, *options.batch_sizes, 1) * length),
+        tokens=max(recipe.engine.max_model_len, max(options.acceptance_batch_size, *options.concurrency, 1) * length),
         gpus=recipe.engine.tensor_parallel_size,
     )  # fmt: skip
     together, gpus = engines, recipe.engine.tensor_parallel_size
@@ -363,7 +366,7 @@ def conversation_counts(recipe: Recipe, assumed: Assumptions) -> tuple[int, int]
 
 def trained_parameters(recipe: Recipe, drafter: Drafter) -> tuple[int, list[tuple[int, int]]]:
     """Numbers that training changes, and the shapes of the matrices that Muon does among them."""
-    heads, tables = ({id(p) for p in group} for group in (drafter.head_parameters(), drafter.table_parameters()))
+    heads, tables = ({id(p) for p in group} for group in (drafter.head_parameters(), drafter.embedding_parameters()))
     frozen = set() if recipe.train.train_lm_head else heads
     trained = [p for p in drafter.parameters() if id(p) not in frozen]
     by_muon = [p for p in trained if p.ndim == 2 and id(p) not in heads | tables]
@@ -380,7 +383,7 @@ def flop_of_row(recipe: Recipe, drafter: Drafter, steps: int, *, predicts: bool)
     """
     shapes, config = drafter.shapes(drafter.config), drafter.config
     flop = 0.0
-    for name, (of_context, of_predicting) in drafter.passes(config, steps).items():
+    for name, (of_context, of_predicting) in drafter.matmul_counts(config, steps).items():
         flop += 6 * math.prod(shapes[name]) * (of_predicting if predicts else of_context)
     if not predicts:
         return flop
@@ -412,7 +415,7 @@ def kept_by_row(drafter: Drafter, steps: int, *, layers: int, number: int) -> fl
     """
     shapes = drafter.shapes(drafter.config)
     numbers = steps * _head_width(drafter)
-    for name, (_, of_predicting) in drafter.passes(drafter.config, steps).items():
+    for name, (_, of_predicting) in drafter.matmul_counts(drafter.config, steps).items():
         numbers += of_predicting * sum(shapes[name])
     return 4.0 * layers * drafter.config.hidden_size + number * numbers
 
@@ -483,7 +486,7 @@ def _drafter(recipe: Recipe, config: PretrainedConfig, layer_ids: tuple[int, ...
         table, norm = torch.empty(vocabulary, config.hidden_size), torch.empty(config.hidden_size)
         tensors = TargetTensors(table, table, norm, {}, "")
         shape = kind.make_config(options, target, kind.layer_ids(options, layer_ids, last), draft_vocabulary)
-        return kind.make(shape, tensors, torch.arange(draft_vocabulary))
+        return kind.from_target(shape, tensors, torch.arange(draft_vocabulary))
 
 
 def summary(plan: dict[str, Any]) -> list[str]:
