@@ -136,6 +136,12 @@ class StoreFolder(Section):
     """Its folder (`runs/OTHER/store`); relative paths are relative to the recipe."""
 
 
+_FIRST_NAMES = {
+    "warmup_ratio": "warmup", "lr_schedule": "schedule", "publish_epoch": "keep", "extra_stores": "more_stores",
+    "ttt_steps": "chain_steps", "ttt_loss_decay": "chain_decay",
+}  # fmt: skip
+
+
 class TrainConfig(Section):
     """Store to checkpoint."""
 
@@ -214,17 +220,13 @@ class TrainConfig(Section):
         return self.precision or ("bfloat16" if device == "cuda" else "float32")
 
     def inputs(self) -> dict[str, Any]:
-        """What the outcome depends on: all of it but how the work is spread, saved and watched. A run goes on from its
-        snapshot when only that changed."""
+        """What the outcome depends on: all keys but those of how the work is spread, saved and logged, under the names that they
+        had at first, so that renaming a key makes no finished training run again."""
         spread = {
-            "gradient_accumulation_steps",
-            "fsdp",
-            "activation_checkpointing",
-            "save_every_steps",
-            "keep_last_epochs",
-            "tracker",
-        }
-        return self.model_dump(mode="json", exclude=spread)
+            "gradient_accumulation_steps", "fsdp", "activation_checkpointing", "save_every_steps", "keep_last_epochs", "tracker",
+        }  # fmt: skip
+        found = self.model_dump(mode="json", exclude=spread)
+        return {_FIRST_NAMES.get(key, key): value for key, value in found.items()}
 
     @model_validator(mode="after")
     def _loss_has_a_distribution(self) -> TrainConfig:
