@@ -25,6 +25,7 @@ from draftsmith.drafters.base import Drafter
 from draftsmith.drafters.checkpoint import RECORD, WEIGHTS
 from draftsmith.drafters.vocabulary import choose_draft_vocabulary
 from draftsmith.run import stage
+from draftsmith.run.atomic_io import sha256_of, write_bytes
 from draftsmith.run.errors import UserError
 from draftsmith.run.progress import console
 from draftsmith.store.reader import Store
@@ -55,7 +56,7 @@ def run_convert(recipe: Recipe, run_dir: Path) -> dict[str, Any]:
     stage.claim(directory, fresh=True)
     quantized = recipe.convert.quantize
     size = FORMATS["vllm"].write(contents, directory, dtype=dtype, quantize=quantized)
-    stage.write_bytes(directory / "README.md", render(contents, recipe.target, quantized=quantized).encode())
+    write_bytes(directory / "README.md", render(contents, recipe.target, quantized=quantized).encode())
     figures = {"parameters": sum(weight.count for weight in contents.weights.values()), "bytes": size}
     sections = recipe.model_dump(mode="json", include={"convert"})
     stage.finish(directory, stage="convert", inputs=inputs, recipe=sections, figures=figures, started=started)
@@ -71,7 +72,7 @@ def converted_from(checkpoint: Path, dtype: str, quantized: str | None) -> str:
         dtype: of the tensors for vLLM.
         quantized: one of `quantize.SCHEMES`, or None.
     """
-    sources = [stage.sha256_of(checkpoint / WEIGHTS), stage.sha256_of(checkpoint / RECORD), dtype]
+    sources = [sha256_of(checkpoint / WEIGHTS), sha256_of(checkpoint / RECORD), dtype]
     return digest(sources + ([quantized] if quantized else []))
 
 
@@ -199,7 +200,7 @@ def convert_checkpoint(
             write_own(contents.to(dtype), temporary)
         else:
             FORMATS[to].write(contents, temporary, dtype=dtype, quantize=quantize)
-            stage.write_bytes(temporary / "README.md", render(contents, quantized=quantize).encode())
+            write_bytes(temporary / "README.md", render(contents, quantized=quantize).encode())
         verified: dict[str, Any] | None = None
         if verify:
             result = read(temporary, Found(to, found.kind, ""), target)

@@ -25,6 +25,7 @@ from draftsmith.convert.model_card import hub_id, render
 from draftsmith.convert.quantize import scheme_of
 from draftsmith.convert.weights import read_json
 from draftsmith.run import stage
+from draftsmith.run.atomic_io import sha256_of
 from draftsmith.run.errors import DraftsmithError, UserError
 from draftsmith.run.progress import console
 from draftsmith.target.downloads import place_of
@@ -248,11 +249,11 @@ def _evaluation_of(drafter: Path, directory: Path) -> dict[str, Any]:
             f"The evaluation in {directory} is an earlier version's, which did not note what it measured. {ways_out}"
         )
     for name in _EVALUATION:
-        if not (directory / name).is_file() or stage.sha256_of(directory / name) != written.get(name):
+        if not (directory / name).is_file() or sha256_of(directory / name) != written.get(name):
             raise UserError(f"{directory / name} is not as the evaluation wrote it. {ways_out}")
     if json.loads((directory / "results.json").read_text()) != record["figures"]:
         raise UserError(f"{directory / stage.MARKER} does not hold the figures of results.json beside it. {ways_out}")
-    if measured != {file.name: stage.sha256_of(file) for file in _drafter_files(drafter)}:
+    if measured != {file.name: sha256_of(file) for file in _drafter_files(drafter)}:
         raise UserError(f"The evaluation in {directory} measured another drafter than the one in {drafter}. {ways_out}")
     return record
 

@@ -32,6 +32,7 @@ from draftsmith.engine.environment import resolved
 from draftsmith.engine.speculation import FIXED_K, method_config, own_drafter, serving_spec
 from draftsmith.engine.step_cost import EngineStep, target_sizes
 from draftsmith.run import stage
+from draftsmith.run.atomic_io import sha256_of, write_json
 from draftsmith.run.errors import UserError
 from draftsmith.run.progress import Bar, console
 from draftsmith.serve.evaluation import results as res
@@ -122,7 +123,7 @@ def run_tune(recipe: Recipe, run_dir: Path, *, verify: bool = False) -> Tuned:
         "engine": resolved(recipe.engine).model_dump(mode="json"), "tune": options.model_dump(mode="json"),
         "plan": recipe.plan.model_dump(mode="json") if recipe.plan else None, "dtype": recipe.target.dtype,
     }  # fmt: skip
-    drafter_sha256 = {file: stage.sha256_of(drafter_dir / file) for file in ("config.json", "model.safetensors")}
+    drafter_sha256 = {file: sha256_of(drafter_dir / file) for file in ("config.json", "model.safetensors")}
     inputs = digest(
         {
             "version": _VERSION, "target": [target.revision, target.config_hash], "drafter": drafter_sha256,
@@ -209,7 +210,7 @@ def run_tune(recipe: Recipe, run_dir: Path, *, verify: bool = False) -> Tuned:
         "machine": res.machine(),
         "engine": res.engines(recipe.engine, placement.at_once),
     }
-    stage.write_json(output / "tune.json", found)
+    write_json(output / "tune.json", found)
     stage.finish(
         output, stage="tune", inputs=inputs, recipe=sections, figures=dict(found), started=started, files=("tune.json",)
     )
@@ -246,7 +247,7 @@ def schedule_of(run_dir: Path, output: str) -> list[list[int]] | None:
     if record is None or record.get("stage") != "tune":
         return None
     tuned = record["figures"]
-    if any(stage.sha256_of(run_dir / "vllm" / file) != of_file for file, of_file in tuned["drafter_sha256"].items()):
+    if any(sha256_of(run_dir / "vllm" / file) != of_file for file, of_file in tuned["drafter_sha256"].items()):
         return None
     return list(tuned["schedule"])
 

@@ -39,6 +39,7 @@ from draftsmith.drafters.batch import Batch
 from draftsmith.drafters.checkpoint import Checkpoint
 from draftsmith.drafters.vocabulary import choose_draft_vocabulary
 from draftsmith.run import stage
+from draftsmith.run.atomic_io import write_json
 from draftsmith.run.cuda import require_usable_gpus
 from draftsmith.run.errors import DraftsmithError, Stopped, UserError
 from draftsmith.run.prefetch import prefetched
@@ -223,7 +224,7 @@ def run_train(recipe: Recipe, run_dir: Path) -> dict[str, Any]:
     if accelerator.is_main_process:
         figures |= _more_predictions(run, recipe, directory, published)
         replace(Checkpoint.load(_epoch_folder(directory, published)), training=figures).save(directory)
-        stage.write_json(directory / LOSSES, progress.losses)
+        write_json(directory / LOSSES, progress.losses)
         sections = recipe.model_dump(mode="json", include={"seed", "target", "train"})
         stage.finish(directory, stage="train", inputs=inputs, recipe=sections, figures=figures, started=started)
         (directory / SNAPSHOT).unlink(missing_ok=True)

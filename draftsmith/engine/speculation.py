@@ -95,8 +95,12 @@ def method_config(
 
 
 def _usual_k(drafter_dir: Path) -> int:
-    most = _config(drafter_dir).get(serving_spec(drafter_dir).k_field)
-    return min(_USUAL_K, int(most or _USUAL_K))
+    return min(_USUAL_K, _max_draft_tokens(drafter_dir) or _USUAL_K)
+
+
+def _max_draft_tokens(drafter_dir: Path) -> int | None:
+    field = serving_spec(drafter_dir).k_field
+    return None if field is None else _config(drafter_dir).get(field)
 
 
 def own_drafter(drafter_dir: Path) -> Drafter:
@@ -177,10 +181,11 @@ def speculative_config(drafter_dir: Path, k: int) -> dict[str, Any]:
     """
     config = _config(drafter_dir)
     spec = serving_spec(drafter_dir)
-    if k > config.get(spec.k_field, k):  # vLLM would serve the rest untrained and not say so, or fail
+    most = _max_draft_tokens(drafter_dir)
+    if most is not None and k > most:  # vLLM would serve the rest untrained and not say so, or fail
         raise UserError(
-            f"{drafter_dir} guesses {config[spec.k_field]} tokens ahead, and {k} were asked for. EngineRequest for fewer, or train it for "
-            f"more (train.drafter.{spec.k_field})."
+            f"{drafter_dir} guesses {most} tokens ahead, and {k} were asked for. Ask for fewer, or train it for more "
+            f"(train.drafter.{spec.k_field})."
         )
     if environment.is_cpu() and "quantization_config" in config and not rounds_inputs(drafter_dir):
         raise UserError(

@@ -38,6 +38,7 @@ from draftsmith.data.prompts import Prompt
 from draftsmith.engine.environment import is_cpu, resolved
 from draftsmith.engine.speculation import check_graph_sizes, drafter_name, method_config, own_drafter
 from draftsmith.run import stage
+from draftsmith.run.atomic_io import sha256_of, write_bytes, write_json
 from draftsmith.run.errors import DraftsmithError, UserError
 from draftsmith.run.progress import Bar, console
 from draftsmith.serve.evaluation import fidelity
@@ -111,7 +112,7 @@ def run_evaluate(recipe: Recipe, run_dir: Path) -> Results:
         "evaluate": recipe.evaluate.model_dump(mode="json"),
         "dtype": recipe.target.dtype,
     }
-    drafter_sha256 = {file: stage.sha256_of(drafter_dir / file) for file in ("config.json", "model.safetensors")}
+    drafter_sha256 = {file: sha256_of(drafter_dir / file) for file in ("config.json", "model.safetensors")}
     k_by_load = schedule_of(run_dir, recipe.tune.output) if recipe.evaluate.concurrency else None
     inputs = digest(
         {
@@ -148,7 +149,7 @@ def run_evaluate(recipe: Recipe, run_dir: Path) -> Results:
     found = evaluate(
         recipe, target=target, drafter_dir=drafter_dir, drafter_sha256=drafter_sha256, suites=suites, renderer=renderer,
         predicted=predicted, k_by_load=k_by_load, log_dir=output, partial=partial,
-        keep=lambda measured: stage.write_json(output / _PARTIAL, {"inputs": inputs, **measured}),
+        keep=lambda measured: write_json(output / _PARTIAL, {"inputs": inputs, **measured}),
     )  # fmt: skip
     stores = [run_dir / "store", *(Path(folder.path) for folder in recipe.train.extra_stores)]
     overlaps = overlap(stores, recipe.evaluate.suites, prompts)
@@ -159,8 +160,8 @@ def run_evaluate(recipe: Recipe, run_dir: Path) -> Results:
         )  # fmt: skip
     for name, suite in found["suites"].items():
         suite["overlap_with_training"] = None if overlaps is None else overlaps[name]
-    stage.write_json(output / "results.json", found)
-    stage.write_bytes(output / "report.html", render(found).encode())
+    write_json(output / "results.json", found)
+    write_bytes(output / "report.html", render(found).encode())
     stage.finish(
         output, stage="evaluate", inputs=inputs, recipe=sections, figures=dict(found), started=started,
         files=("results.json", "report.html"),

@@ -10,6 +10,7 @@ from pydantic import TypeAdapter
 
 from draftsmith.config import recipe
 from draftsmith.run import stage
+from draftsmith.run.atomic_io import write_json
 from draftsmith.run.errors import UserError
 from draftsmith.serve.evaluation import compare, evaluate
 from draftsmith.serve.evaluation.evaluate import run_evaluate
@@ -166,7 +167,7 @@ def test_killed_it_goes_on_after_the_last_suite(
 
     # Another recipe's measurements are not gone on with.
     (run_dir / "eval" / stage.MARKER).unlink()
-    stage.write_json(run_dir / "eval" / "partial.json", {"inputs": "another", "suites": {}})
+    write_json(run_dir / "eval" / "partial.json", {"inputs": "another", "suites": {}})
     run_evaluate(loaded, run_dir)
     assert asked[count:] == ["questions", "talks"]
 

@@ -25,6 +25,7 @@ from draftsmith.convert.publish import publish
 from draftsmith.drafters import drafter_class
 from draftsmith.drafters.checkpoint import Checkpoint
 from draftsmith.run import stage
+from draftsmith.run.atomic_io import sha256_of, write_bytes, write_json
 from draftsmith.run.errors import DraftsmithError, UserError
 from draftsmith.serve.evaluation.report import render
 from draftsmith.target.hub import local_directory
@@ -84,10 +85,10 @@ def evaluate(run_dir: Path, recipe: Recipe) -> None:
     """What an evaluation of the drafter leaves, its figures made up."""
     drafter, directory = run_dir / "vllm", run_dir / "eval"
     results = _results()
-    results["drafter_sha256"] = {name: stage.sha256_of(drafter / name) for name in ("config.json", "model.safetensors")}
+    results["drafter_sha256"] = {name: sha256_of(drafter / name) for name in ("config.json", "model.safetensors")}
     stage.claim(directory, fresh=True)
-    stage.write_json(directory / "results.json", results)
-    stage.write_bytes(directory / "report.html", render(results).encode())
+    write_json(directory / "results.json", results)
+    write_bytes(directory / "report.html", render(results).encode())
     eager = recipe.model_copy(update={"engine": EngineConfig(enforce_eager=True)})  # a record has what the engines took
     finish(directory, "evaluate", eager, {"engine", "evaluate"}, dict(results), "results.json", "report.html")
 
