@@ -31,7 +31,7 @@ from draftsmith.store.reader import Store
 from draftsmith.target.info import TargetInfo
 from draftsmith.target.tensors import load_target_tensors
 
-OWN = "draftsmith"
+NATIVE = "draftsmith"
 """The name of the trainer's own checkpoint among the formats."""
 
 
@@ -83,7 +83,7 @@ class Found:
     """What a directory was recognized as."""
 
     format: str
-    """A name of `FORMATS`, or `OWN`."""
+    """A name of `FORMATS`, or `NATIVE`."""
     kind: str
     reason: str
 
@@ -98,9 +98,9 @@ def recognize(directory: Path, named: str | None = None) -> Found:
     Raises:
         UserError: it is none that is known, or not the named one.
     """
-    if (directory / RECORD).is_file() and named in (None, OWN):
-        return Found(OWN, str(read_json(directory / RECORD).get("kind")), f"it has a {RECORD}")
-    if named == OWN:
+    if (directory / RECORD).is_file() and named in (None, NATIVE):
+        return Found(NATIVE, str(read_json(directory / RECORD).get("kind")), f"it has a {RECORD}")
+    if named == NATIVE:
         raise UserError(f"{directory} is no checkpoint of the trainer: it has no {RECORD}.")
     if not (directory / "config.json").is_file():
         raise UserError(f"{directory} is no checkpoint of a drafter: it has neither {RECORD} nor config.json.")
@@ -129,7 +129,7 @@ def read(directory: Path, found: Found, target: TargetInfo | None = None) -> Dra
         UserError: it is damaged, or does not say all that it must.
     """
     try:
-        if found.format == OWN:
+        if found.format == NATIVE:
             return read_own(directory)
         whose: dict[str, str | None] = UNKNOWN_TARGET
         known: dict[str, Any] = {}
@@ -179,10 +179,10 @@ def convert_checkpoint(
     console.print(
         f"convert: {source} is a drafter of the kind {found.kind} in the format {found.format}: {found.reason}"
     )
-    if quantize is not None and to == OWN:
+    if quantize is not None and to == NATIVE:
         raise UserError("The trainer's checkpoint holds weights in floating point. --quantize goes with --to vllm.")
     original = contents = read(source, found, target)
-    if found.format != OWN and (was := scheme_of(read_json(source / "config.json"))) is not None:
+    if found.format != NATIVE and (was := scheme_of(read_json(source / "config.json"))) is not None:
         console.print(f"convert: its weights are quantized ({was}); they are read as floating-point numbers")
     tensors = None
     if target is not None and (verify or vocabulary is not None):  # else its config is all that is read of it
@@ -195,7 +195,7 @@ def convert_checkpoint(
     out.parent.mkdir(parents=True, exist_ok=True)
     temporary = Path(tempfile.mkdtemp(dir=out.parent, prefix=f".{out.name}-"))
     try:
-        if to == OWN:
+        if to == NATIVE:
             write_own(contents.to(dtype), temporary)
         else:
             FORMATS[to].write(contents, temporary, dtype=dtype, quantize=quantize)
@@ -232,9 +232,9 @@ def convert_checkpoint(
 
 def table_of_formats() -> list[tuple[str, str, list[str], list[str]]]:
     """Each format: its name, what it is, the kinds of drafter it holds, and the formats that can hold all or some of them."""
-    holds = {OWN: sorted({kind for each in FORMATS.values() for kind in each.layouts})}
+    holds = {NATIVE: sorted({kind for each in FORMATS.values() for kind in each.layouts})}
     holds |= {name: sorted(each.layouts) for name, each in FORMATS.items()}
-    titles = {OWN: "the trainer's own checkpoint"} | {name: each.title for name, each in FORMATS.items()}
+    titles = {NATIVE: "the trainer's own checkpoint"} | {name: each.title for name, each in FORMATS.items()}
     return [
         (name, titles[name], kinds, [other for other in holds if other != name and set(holds[other]) & set(kinds)])
         for name, kinds in holds.items()

@@ -358,14 +358,15 @@ def test_the_command(tmp_path: Path) -> None:
     )
     for arguments, message in {
         ("convert",): "Name a recipe",
-        ("convert", source, "--to", "gguf", "--out", out): "`--to gguf` is none of draftsmith, vllm",
-        ("convert", source, "--to", "vllm"): "Say with --out",
+        ("convert", source, "--to", "gguf", "--out", out): "`--to gguf` must be one of draftsmith, vllm",
+        ("convert", source, "--to", "vllm"): "Name the folder to write with --out",
         ("convert", out, "--to", "vllm", "--out", out + "2", "--from", "draftsmith"): "is no checkpoint of the trainer",
         ("convert", source, "--out", out): "--out needs --to FORMAT",
         ("convert", source, "--to", "vllm", "--out", out): "is there already",
         ("convert", source, "--to", "vllm", "--out", out + "2", "--vocab", "5"): "--vocab and --store go together",
         ("convert", str(tmp_path / "none"), "--to", "vllm", "--out", out + "2"): "There is no folder",
         ("convert", source, "--quantize", "int8"): "--quantize needs --to FORMAT",
+        ("convert", source, "--verify"): "--verify needs --to FORMAT",
         (
             "convert",
             source,
@@ -375,7 +376,7 @@ def test_the_command(tmp_path: Path) -> None:
             out + "2",
             "--quantize",
             "int4",
-        ): "`--quantize int4` is none of int8, fp8",
+        ): "`--quantize int4` must be one of int8, fp8",
     }.items():
         refused = CliRunner().invoke(app, arguments)
         assert isinstance(refused.exception, UserError)
