@@ -16,8 +16,8 @@ from huggingface_hub import EvalResult, ModelCardData
 
 from draftsmith.config.drafters import KINDS
 from draftsmith.config.recipe import TargetConfig
-from draftsmith.convert.contents import DraftCheckpoint
 from draftsmith.convert.quantize import SCHEMES
+from draftsmith.drafters.checkpoint import Checkpoint
 
 _USUAL_K = 3
 """Speculative tokens to serve with where no evaluation chose a number."""
@@ -29,7 +29,7 @@ def hub_id(name: str | None) -> str | None:
 
 
 def render(
-    drafter: DraftCheckpoint,
+    drafter: Checkpoint,
     target: TargetConfig | None = None,
     *,
     quantized: str | None = None,
@@ -119,7 +119,7 @@ def _headline(results: Mapping[str, Any] | None) -> str:
 
 
 def _serving(
-    drafter: DraftCheckpoint,
+    drafter: Checkpoint,
     target: TargetConfig | None,
     repo: str | None,
     revision: str | None,
@@ -226,7 +226,7 @@ def _ends(interval: Sequence[float]) -> str:
     return f"{interval[0]:.2f} to {interval[1]:.2f}"
 
 
-def _predicted(drafter: DraftCheckpoint) -> str:
+def _predicted(drafter: Checkpoint) -> str:
     predicted = drafter.training.get("predicted_acceptance_length") or {}
     if not predicted:
         return ""
@@ -242,7 +242,7 @@ def _predicted(drafter: DraftCheckpoint) -> str:
 
 
 def _made(
-    drafter: DraftCheckpoint, quantized: str | None, train: Mapping[str, Any] | None, extract: Mapping[str, Any] | None
+    drafter: Checkpoint, quantized: str | None, train: Mapping[str, Any] | None, extract: Mapping[str, Any] | None
 ) -> str:
     target = drafter.target
     config = f"config {target['config_hash'][:16]}" if target["config_hash"] else None

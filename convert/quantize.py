@@ -13,7 +13,7 @@ from typing import Any
 
 import torch
 
-from draftsmith.convert.weights import Weight, listed
+from draftsmith.drafters.weights import Weight, listed
 from draftsmith.run.errors import UserError
 
 SECTION = "quantization_config"

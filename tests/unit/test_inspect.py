@@ -11,6 +11,7 @@ from typer.testing import CliRunner
 from draftsmith.cli import app
 from draftsmith.convert.inspection import inspect, store_stats, write_plot
 from draftsmith.drafters.checkpoint import Checkpoint
+from draftsmith.drafters.weights import in_memory
 from draftsmith.run import stage
 from draftsmith.run.errors import UserError
 from draftsmith.store.format import Sequence
@@ -58,9 +59,9 @@ def test_several_places_are_counted_and_the_first_named(tmp_path: Path) -> None:
     assert f"2 places are damaged. The first: {shards[1]}" in said
 
 
-def test_what_is_not_ours(tmp_path: Path) -> None:
+def test_other_directories(tmp_path: Path) -> None:
     for path in (tmp_path, tmp_path / "nothing"):
-        with pytest.raises(UserError, match="is no store"):
+        with pytest.raises(UserError, match="is not a store"):
             inspect(path)
     (tmp_path / "store").mkdir()
     with pytest.raises(UserError, match="It is a run: inspect"):
@@ -74,7 +75,7 @@ def test_what_is_not_ours(tmp_path: Path) -> None:
 def test_checkpoint_and_drafter(tmp_path: Path) -> None:
     checkpoint = Checkpoint(
         kind="eagle3", config={}, target={"name": "tiny", "revision": "r", "config_hash": "c"},
-        draft_token_ids=torch.arange(5), tensors={"fc.weight": torch.ones(2, 3)}, training={},
+        draft_token_ids=torch.arange(5), weights=in_memory({"fc.weight": torch.ones(2, 3)}), training={},
     )  # fmt: skip
     checkpoint.save(tmp_path)
     report = inspect(tmp_path)
@@ -90,11 +91,21 @@ def test_checkpoint_and_drafter(tmp_path: Path) -> None:
     status, said = run(str(drafter))
     assert status == 0
     assert "is a drafter for vLLM\n" in said
+    record = (tmp_path / "draft.json").read_text()
+    for damaged in (record[:-5], record.replace('"kind"', '"sort"')):
+        (tmp_path / "draft.json").write_text(damaged)
+        status, said = run(str(tmp_path))
+        assert status == 1
+        assert "its description cannot be used" in said
+    (tmp_path / "draft.json").write_text(record.replace('"format_version": 1', '"format_version": 99'))
+    with pytest.raises(UserError, match="has checkpoint format 99"):
+        inspect(tmp_path)
+    (tmp_path / "draft.json").write_text(record)
     for folder, weights_file in ((tmp_path, "draft.safetensors"), (drafter, "model.safetensors")):
         (folder / weights_file).write_bytes(weights[:-1])
         status, said = run(str(folder))
         assert status == 1
-        assert f"{weights_file} and what describes it cannot be used" in said
+        assert f"{weights_file} or its description cannot be used" in said
 
 
 def store_of(directory: Path, texts: list[tuple[list[int], bool]]) -> Store:

@@ -24,7 +24,9 @@ from draftsmith.convert.inspection import inspect
 from draftsmith.convert.publish import publish
 from draftsmith.drafters import drafter_class
 from draftsmith.drafters.checkpoint import Checkpoint
+from draftsmith.drafters.weights import in_memory
 from draftsmith.run import stage
+from draftsmith.run.atomic_io import sha256_of, write_bytes, write_json
 from draftsmith.run.errors import DraftsmithError, UserError
 from draftsmith.serve.evaluation.report import render
 from draftsmith.target.hub import local_directory
@@ -65,7 +67,7 @@ def make_run(folder: Path, *, seed: int = 0, quantize: str | None = None, **targ
     Checkpoint(
         kind="eagle3", config=config, target={"name": target_name(recipe.target), "revision": "weights-12ab",
         "config_hash": "c" * 64}, draft_token_ids=torch.arange(20), training=training,
-        tensors={name: torch.randn(shape) for name, shape in shapes.items()},
+        weights=in_memory({name: torch.randn(shape) for name, shape in shapes.items()}),
     ).save(run_dir / "checkpoint")  # fmt: skip
     finish(run_dir / "checkpoint", "train", recipe, {"seed", "target", "train"}, training)
     run_convert(recipe, run_dir)
@@ -84,10 +86,10 @@ def evaluate(run_dir: Path, recipe: Recipe) -> None:
     """What an evaluation of the drafter leaves, its figures made up."""
     drafter, directory = run_dir / "vllm", run_dir / "eval"
     results = _results()
-    results["drafter_sha256"] = {name: stage.sha256_of(drafter / name) for name in ("config.json", "model.safetensors")}
+    results["drafter_sha256"] = {name: sha256_of(drafter / name) for name in ("config.json", "model.safetensors")}
     stage.claim(directory, fresh=True)
-    stage.write_json(directory / "results.json", results)
-    stage.write_bytes(directory / "report.html", render(results).encode())
+    write_json(directory / "results.json", results)
+    write_bytes(directory / "report.html", render(results).encode())
     eager = recipe.model_copy(update={"engine": EngineConfig(enforce_eager=True)})  # a record has what the engines took
     finish(directory, "evaluate", eager, {"engine", "evaluate"}, dict(results), "results.json", "report.html")
 
@@ -254,7 +256,7 @@ def test_private_and_revision(run_dir: Path, hub: Hub, tmp_path: Path, monkeypat
     publish(run_dir, REPO, private=True, revision="v2")
     assert len(repo.messages) == 1
     assert inspect(local_directory(f"{REPO}@v2"))["good"]
-    with pytest.raises(UserError, match="is no store"):
+    with pytest.raises(UserError, match="is not a store"):
         inspect(local_directory(REPO))
     monkeypatch.delenv("HF_TOKEN")
     monkeypatch.setattr("huggingface_hub.constants.HF_HUB_CACHE", str(tmp_path / "empty"))
@@ -263,7 +265,7 @@ def test_private_and_revision(run_dir: Path, hub: Hub, tmp_path: Path, monkeypat
 
     monkeypatch.setenv("HF_TOKEN", TOKEN)
     publish(run_dir, "me/public")
-    with pytest.raises(UserError, match="is public, which --private does not change"):
+    with pytest.raises(UserError, match="exists and is public, which --private does not change"):
         publish(run_dir, "me/public", private=True)
 
 
@@ -346,19 +348,19 @@ def test_what_is_refused(run_dir: Path, hub: Hub, tmp_path: Path) -> None:
     (evaluation / "stage.json").unlink()
     refused("There is no finished evaluation")
     edit("results.json", num_speculative_tokens=1)
-    refused(r"results\.json is not as the evaluation wrote it")
+    refused(r"results\.json has changed since the evaluation")
     (evaluation / "report.html").write_text("ten times the speed")
-    refused(r"report\.html is not as the evaluation wrote it")
+    refused(r"report\.html has changed since the evaluation")
     edit("stage.json", figures=json.loads((evaluation / "results.json").read_text()) | {"target": "another"})
     refused("does not hold the figures of results.json")
     edit("stage.json", files={})
-    refused("an earlier version's")
+    refused("from an earlier version")
     refused("There is no finished evaluation in .*eval-other", evaluation="eval-other")
     weights = run_dir / "vllm" / "model.safetensors"
     data = bytearray(weights.read_bytes())
     data[-1] ^= 1
     weights.write_bytes(data)
-    refused("measured another drafter")
+    refused("measured a different drafter")
     weights.write_bytes(data[:-1])
     refused("is damaged", ways_out=False)
 
@@ -370,7 +372,7 @@ def test_what_is_refused(run_dir: Path, hub: Hub, tmp_path: Path) -> None:
     (run_dir / "checkpoint" / "stage.json").unlink()
     refused("There is no finished checkpoint", ways_out=False)
     for repo in ("nobody", "a/b/c", "me/--", "me/tiny.git"):
-        with pytest.raises(UserError, match=r"`--repo .*` is no name on the Hub"):
+        with pytest.raises(UserError, match=r"`--repo .*` is not a repository id"):
             publish(run_dir, repo)
     with pytest.raises(UserError, match=r"There is no folder .*nothing here, and it is no Hub id"):
         local_directory(tmp_path / "nothing")
@@ -388,14 +390,14 @@ def test_what_the_hub_refuses(run_dir: Path, hub: Hub, monkeypatch: pytest.Monke
     assert not hub.repos
 
 
-def test_the_target_s_licence(tmp_path: Path, hub: Hub, capsys: pytest.CaptureFixture[str]) -> None:
-    def licence_of(run: Path, **options: Any) -> Any:
+def test_the_target_s_license(tmp_path: Path, hub: Hub, capsys: pytest.CaptureFixture[str]) -> None:
+    def license_of(run: Path, **options: Any) -> Any:
         return ModelCard(publish(run, REPO, **options)["card"]).data.license
 
     run = make_run(tmp_path)
-    assert licence_of(run, dry_run=True) is None
+    assert license_of(run, dry_run=True) is None
     assert "warning: the license of the target tiny-target is not known" in " ".join(capsys.readouterr().err.split())
-    assert licence_of(run, dry_run=True, license="mit") == "mit"
+    assert license_of(run, dry_run=True, license="mit") == "mit"
     assert "warning" not in capsys.readouterr().err
 
     # A folder's card says it; a card that is none says nothing.
@@ -407,12 +409,12 @@ def test_the_target_s_licence(tmp_path: Path, hub: Hub, capsys: pytest.CaptureFi
         ("no card", None),
     ):
         (target / "README.md").write_text(text)
-        assert licence_of(run, dry_run=True) == known
+        assert license_of(run, dry_run=True) == known
 
     # The Hub says it, of a target that is there, when it may be asked.
     hub.add("you/target", {"README.md": b"---\nlicense: other\nlicense_name: ours\nlicense_link: LICENSE\n---\n"})
     run = make_run(tmp_path / "of-hub", model="you/target")
-    assert licence_of(run, dry_run=True) is None
+    assert license_of(run, dry_run=True) is None
     card = publish(run, REPO)["card"]
     data = ModelCard(card).data
     assert (data.license, data.license_name, data.license_link, data.base_model) == (
@@ -422,10 +424,10 @@ def test_the_target_s_licence(tmp_path: Path, hub: Hub, capsys: pytest.CaptureFi
         "you/target",
     )
     run = make_run(tmp_path / "nowhere", model="you/nowhere")
-    assert licence_of(run) is None
+    assert license_of(run) is None
 
 
-def test_a_gguf_s_licence(tmp_path: Path) -> None:
+def test_a_gguf_s_license(tmp_path: Path) -> None:
     gguf = pytest.importorskip("gguf")
     path = tmp_path / "tiny-Q4.gguf"
     writer = gguf.GGUFWriter(path, "llama")

@@ -27,6 +27,8 @@ _AT_ONCE = 16 << 20
 """Bytes of a tensor in memory at a time."""
 _MOST_HEADER = 100_000_000
 """Bytes of a safetensors header: the format's own limit."""
+_METADATA = {"format": "pt"}
+"""What transformers and vLLM expect in the header of a model's files."""
 
 DTYPES: dict[str, torch.dtype] = {
     "I64": torch.int64, "F64": torch.float64, "F32": torch.float32, "I32": torch.int32, "BF16": torch.bfloat16,
@@ -99,6 +101,11 @@ class Weight:
                 yield found.flatten()
 
         return Weight((len(index), *self.shape[1:]), self.dtype, parts)
+
+
+def in_memory(tensors: Mapping[str, torch.Tensor]) -> dict[str, Weight]:
+    """Weights of a state dict."""
+    return {name: Weight.of(tensor) for name, tensor in tensors.items()}
 
 
 def _count(shape: tuple[int, ...]) -> int:
@@ -261,15 +268,17 @@ def listed(names: list[str], most: int = 6) -> str:
 # ---- writing ----
 
 
-def write_safetensors(path: Path, weights: Mapping[str, Weight]) -> int:
-    """One safetensors file, atomically, the same bytes as the library's own writer; returns how many.
+def write_safetensors(
+    path: Path, weights: Mapping[str, Weight], *, metadata: Mapping[str, str] | None = _METADATA
+) -> int:
+    """Write a safetensors file atomically, byte for byte as the library does; returns its size in bytes.
 
     Raises:
         DraftsmithError: there is no room; nothing is left.
     """
     rank = {dtype: place for place, dtype in enumerate(DTYPES.values())}
     ordered = sorted(weights.items(), key=lambda item: (rank[item[1].dtype], item[0]))
-    header: dict[str, Any] = {"__metadata__": {"format": "pt"}}
+    header: dict[str, Any] = {} if metadata is None else {"__metadata__": dict(metadata)}
     end = 0
     for name, weight in ordered:
         header[name] = {
