@@ -15,7 +15,7 @@ from typing import Any
 from huggingface_hub import EvalResult, ModelCardData
 
 from draftsmith.config.drafters import KINDS
-from draftsmith.config.recipe import TargetConfig
+from draftsmith.config.target import TargetConfig
 from draftsmith.convert.quantize import SCHEMES
 from draftsmith.drafters.checkpoint import Checkpoint
 

@@ -17,7 +17,7 @@ from huggingface_hub import CommitOperationAdd, CommitOperationDelete, HfApi, Mo
 from huggingface_hub.utils import disable_progress_bars, validate_repo_id
 from rich.markup import escape
 
-from draftsmith.config.recipe import TargetConfig
+from draftsmith.config.target import TargetConfig
 from draftsmith.convert.convert import converted_from
 from draftsmith.convert.inspection import inspect
 from draftsmith.convert.model_card import hub_id, render

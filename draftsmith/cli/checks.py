@@ -17,7 +17,7 @@ import torch
 
 from draftsmith import __version__
 from draftsmith.config.drafters import KINDS
-from draftsmith.config.recipe import EngineConfig
+from draftsmith.config.target import EngineConfig
 from draftsmith.run import cuda
 from draftsmith.run.errors import UserError
 

@@ -139,7 +139,7 @@ def _convert_drafter(
 
 
 def _describe(target: str) -> TargetInfo:
-    from draftsmith.config.recipe import TargetConfig
+    from draftsmith.config.target import TargetConfig
     from draftsmith.target.info import describe_target
     from draftsmith.target.prepare import prepare_target
 
