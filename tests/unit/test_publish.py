@@ -138,7 +138,7 @@ def said(done: subprocess.CompletedProcess[str]) -> str:
 
 def serve_command(card: str) -> str:
     """The command of a card, as a reader would copy it."""
-    found = re.search(r"## Serve it\n\n```bash\n(.*?)\n```", card, re.DOTALL)
+    found = re.search(r"## Usage\n\n```bash\n(.*?)\n```", card, re.DOTALL)
     assert found is not None
     return found[1]
 
@@ -213,9 +213,9 @@ def test_card_without_measurement(run_dir: Path) -> None:
     done = publish(run_dir, REPO, evaluation=None, dry_run=True)
     assert set(done["files"]) == {"README.md", "config.json", "model.safetensors"}
     card = done["card"]
-    assert "## Predicted, not measured" in card
+    assert "## Predicted acceptance length" in card
     assert "| 2 | 1.500 |" in card
-    assert "Measured" not in card
+    assert "## Evaluation" not in card
     data = ModelCard(card).data
     assert (data.eval_results, data.base_model, data.license) == (None, None, None)
     assert "--model TARGET --dtype float32 \\" in serve_command(card)

@@ -43,7 +43,6 @@ def test_every_recipe_parses_and_carries_its_command(path):
 def test_recipes_and_errors_need_neither_torch_nor_vllm(tmp_path):
     code = f"""
 import sys
-from draftsmith.config.hardware import PRESETS
 from draftsmith.config.loading import load_recipe
 from draftsmith.run.errors import UserError
 
