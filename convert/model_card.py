@@ -234,7 +234,7 @@ def _predicted(drafter: Checkpoint) -> str:
     return "\n\n".join(
         [
             "## Predicted acceptance length",
-            "Tokens per step of the target on held-out text, greedy, as predicted in training. Nothing has been measured yet.",
+            "Tokens per step of the target on held-out text, greedy, as predicted in training. This card has no measurements.",
             _table(("K", "acceptance length"), rows),
         ]
     )  # fmt: skip

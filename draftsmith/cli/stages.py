@@ -93,7 +93,8 @@ def run(
     if not plan:
         run_stage(_all_stages, recipe, overrides, runs, as_json)
         return
-    from draftsmith.cli.plan import make_plan, report
+    from draftsmith.cli.plan import make_plan
+    from draftsmith.cli.plan_report import report
 
     planned = make_plan(load_recipe(recipe, overrides))
     if as_json:

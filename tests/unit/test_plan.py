@@ -23,9 +23,8 @@ from draftsmith.cli.plan import (
     flop_of_muon,
     kept_by_row,
     make_plan,
-    report,
-    summary,
 )
+from draftsmith.cli.plan_report import report, summary
 from draftsmith.config.hardware import Hardware
 from draftsmith.config.loading import load_recipe
 from draftsmith.config.recipe import Recipe
