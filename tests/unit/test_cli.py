@@ -1,4 +1,4 @@
-"""The command line's promise for bad input: one paragraph on standard error, exit status 2, no traceback."""
+"""The command line: bad input gives one paragraph on stderr, exit status 2 and no traceback; --help loads no torch."""
 
 import subprocess
 import sys

@@ -1,4 +1,4 @@
-"""`draftsmith doctor`: every check against machines that are not this one, and the command on this one."""
+"""`draftsmith doctor`: every check on simulated machines, and the command on this one."""
 
 import importlib
 import importlib.metadata
@@ -294,7 +294,7 @@ def test_bfloat16(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.fixture
 def nodes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., None]:
-    """Makes NUMA nodes of (total, free, file cache) GiB, and the container's limit and use in GiB."""
+    """Create NUMA nodes of (total, free, file cache) GiB, and a container's limit and usage in GiB."""
 
     def make(*sizes: tuple[float, float, float], limit: float | None = None, used: float = 0) -> None:
         for number, (total, free, cache) in enumerate(sizes):
@@ -365,7 +365,7 @@ def test_hub(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_this_machine(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
-    """All of it, for people and for programs, without a network."""
+    """All checks, as a table and as JSON, without a network."""
 
     def refuse(*arguments: Any) -> None:
         raise AssertionError("it must not need the network")

@@ -1,4 +1,4 @@
-"""Published formats: there and back, their tables pinned, and what must never be believed."""
+"""Published formats: round trips, recognition, conversion, and damaged or hostile files."""
 
 from __future__ import annotations
 
@@ -53,7 +53,7 @@ def layers(draw: st.DrawFn) -> dict[str, Any]:
 
 @st.composite
 def checkpoints(draw: st.DrawFn) -> Checkpoint:
-    """Any drafter that our kinds can be."""
+    """Any drafter of any kind."""
     kind = draw(st.sampled_from(["eagle", "eagle3", "medusa", "mlp_speculator"]))
     flag = st.booleans()
     config: dict[str, Any]
@@ -115,7 +115,7 @@ EAGLE3 = {
 
 
 def holders(found: Checkpoint) -> list[str]:
-    """The formats that can hold it."""
+    """The formats that can hold the checkpoint."""
     names = []
     for name, each in FORMATS.items():
         with suppress(UserError):
@@ -181,7 +181,7 @@ def test_every_format_is_recognized(kind: str, tmp_path: Path) -> None:
         if name == "vllm":  # it takes a null for a value
             written = json.loads((tmp_path / name / "config.json").read_text())
             assert None not in written.values(), written
-        # Without our own words in it, a target or the tensors say what its format leaves out.
+        # Without Draftsmith's section, the target or the tensors supply what the format leaves out.
         record = json.loads((tmp_path / name / "config.json").read_text())
         del record["draftsmith"]
         (tmp_path / name / "config.json").write_text(json.dumps(record))
@@ -206,7 +206,7 @@ def test_bytes_are_the_librarys(tmp_path: Path) -> None:
     write_safetensors(tmp_path / "bare.safetensors", in_memory(tensors), metadata=None)
     assert (tmp_path / "bare.safetensors").read_bytes() == save(tensors)
     (tmp_path / "bare.safetensors").unlink()
-    # Also where bytes go from file to file.
+    # The same if the bytes are copied from file to file.
     (tmp_path / "x.safetensors").rename(tmp_path / "model.safetensors")
     write_safetensors(tmp_path / "y.safetensors", open_weights(tmp_path))
     assert (tmp_path / "y.safetensors").read_bytes() == (tmp_path / "model.safetensors").read_bytes()
@@ -249,7 +249,7 @@ def test_maps_of_the_vocabulary_are_read_as_they_are_meant(vocabulary: int, data
 
 
 def test_rows_follow_the_vocabulary(tmp_path: Path) -> None:
-    """A map in another order than ascending takes the head's rows along."""
+    """An unsorted map reorders the rows of the head."""
     found = make_checkpoint("eagle3", EAGLE3, torch.float32, 3)
     FORMATS["specforge"].write(found, tmp_path)
     tensors = load_file(tmp_path / "model.safetensors")
@@ -261,7 +261,7 @@ def test_rows_follow_the_vocabulary(tmp_path: Path) -> None:
 
 
 def test_another_vocabulary() -> None:
-    """Cut and grown again it is what it was; tokens that stay keep their rows, those that come have the target's."""
+    """Cut and grown back, a drafter is unchanged; new tokens get the rows of the target's head."""
     found = make_checkpoint("eagle3", EAGLE3, torch.bfloat16, 3)
     old, head = found.draft_token_ids, found.weights["lm_head.weight"].tensor()
     cut = with_vocabulary(found, old[[1, 4, 6]], None)
@@ -390,17 +390,17 @@ def test_the_command(tmp_path: Path) -> None:
         refused = CliRunner().invoke(app, arguments)
         assert isinstance(refused.exception, UserError)
         assert message in str(refused.exception)
-    # What was not compared is said.
+    # A message says what was not compared.
     done = CliRunner().invoke(app, ["convert", source, "--to", "vllm", "--out", out + "3", "--verify"])
     assert done.exit_code == 0
     assert "without --target only logits are compared" in " ".join(done.stderr.split())
 
 
-# ---- what must never be believed ----
+# ---- damaged and hostile files ----
 
 
 class _Runs:
-    """Unpickled, it would leave a file."""
+    """Unpickling it would create a file."""
 
     def __init__(self, path: str) -> None:
         self.path = path
@@ -559,8 +559,8 @@ def _pickled(folder: Path, rng: random.Random) -> None:
         file.write_bytes(rng.randbytes(rng.randrange(200)))
 
 
-def _ours(folder: Path, rng: random.Random) -> None:
-    """What our own section of the config says."""
+def _own_section(folder: Path, rng: random.Random) -> None:
+    """Junk in Draftsmith's section of the config."""
     record = json.loads((folder / "config.json").read_text())
     junk = rng.choice([5, [1], {"a": 1}, True])
     if rng.random() < 0.5:
@@ -571,7 +571,7 @@ def _ours(folder: Path, rng: random.Random) -> None:
 
 
 def _headless(folder: Path, rng: random.Random) -> None:
-    """A map in another order than ascending, and no head whose rows could follow it."""
+    """An unsorted map without a head whose rows could be reordered."""
     tensors = load_file(folder / "model.safetensors")
     del tensors["lm_head.weight"]
     ids = tensors["d2t"] + torch.arange(7)
@@ -581,13 +581,13 @@ def _headless(folder: Path, rng: random.Random) -> None:
 
 DAMAGES = [
     _truncated, _huge_header, _offsets, _shape, _of_other_shape, _of_other_type, _swapped, _keys, _maps, _config, _unknown,
-    _not_json, _index, _pickled, _ours, _headless,
+    _not_json, _index, _pickled, _own_section, _headless,
 ]  # fmt: skip
 CASES = 1024
 
 
 def test_damaged_and_hostile_inputs(tmp_path: Path) -> None:
-    """Each is a clear error, runs nothing and leaves nothing."""
+    """Each is a clear error, runs no code and leaves no files."""
     good = tmp_path / "good"
     good.mkdir()
     FORMATS["specforge"].write(make_checkpoint("eagle3", EAGLE3, torch.float32, 3), good)

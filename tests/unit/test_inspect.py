@@ -1,4 +1,4 @@
-"""`draftsmith inspect`: what it says, and the exit status that scripts rely on."""
+"""`draftsmith inspect`: its report and its exit status."""
 
 import json
 import sys
@@ -130,7 +130,7 @@ def test_stats_are_counted_by_hand(tmp_path: Path) -> None:
     lengths = stats["lengths"]
     assert (lengths["min"], lengths["max"], lengths["mean"]) == (5, 517, 261.0)
     assert sum(row[2] for row in lengths["histogram"]) == 2
-    # The 256 most frequent: 1000 and the lowest 255 ids; all 258 hold everything but the token training never saw.
+    # The 256 most frequent: 1000 and the lowest 255 ids; all 258 cover everything but the token that is only held out.
     assert stats["coverage"] == [
         {"vocabulary": 256, "training": round((3 + 2 * 255) / 516, 4), "held_out": 0.5},
         {"vocabulary": 258, "training": 1.0, "held_out": 0.75},

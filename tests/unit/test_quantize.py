@@ -1,4 +1,4 @@
-"""8-bit weights: what the files hold, that they are read back, and what is refused."""
+"""8-bit weights: the files, reading them back, and refusals."""
 
 import json
 import shutil
@@ -55,14 +55,14 @@ def test_quantized_and_read_back(tmp_path: Path, found: Checkpoint, scheme: str)
         assert not torch.equal(after, before), name
         before, after = before.double(), after.double()
         largest = before.abs().amax(1, keepdim=True)
-        # Half a step of 255, or of E4M3's 4 significant bits and its smallest step; and what the type of the scale rounds.
+        # Half of one of 255 steps, or of E4M3's precision; plus the rounding of the scale's dtype.
         step = largest / 127 if scheme != "fp8" else torch.maximum(before.abs() / 8, largest / 448 / 512)
         rounding = largest * torch.finfo(weight.dtype).eps
         assert bool(((before - after).abs() <= 0.51 * step + 2 * rounding).all()), name
 
 
 def test_what_the_files_hold(tmp_path: Path) -> None:
-    """Golden: integers four to a word, lowest first, 128 more than they are; scales of 255 steps from end to end."""
+    """Golden: four integers per word, lowest first, offset by 128; scales of 255 steps over the range."""
     weight = torch.tensor([[1.0, -1.0, 0.5, 0.0, 0.25, -0.125]]).repeat(7, 1)
     made = drafter(torch.float32)
     wide = torch.zeros(7, 16)
@@ -96,7 +96,7 @@ def test_into_other_formats_and_back(tmp_path: Path) -> None:
     assert figures["parameters"] == plain["parameters"]
     assert "8-bit integers" in (tmp_path / "small" / "README.md").read_text()
     assert inspect(tmp_path / "small")["good"]
-    # Back: exactly what the quantized checkpoint holds, in floating point again.
+    # Converted back: exactly the values of the quantized checkpoint, in floating point.
     convert_checkpoint(tmp_path / "small", tmp_path / "back", to="draftsmith", verify=True)
     held = read(tmp_path / "small", recognize(tmp_path / "small"))
     for name, weight in read(tmp_path / "back", recognize(tmp_path / "back")).weights.items():

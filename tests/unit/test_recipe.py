@@ -1,4 +1,4 @@
-"""Recipes: what is refused and how it is said, overrides, and that every recipe shipped parses without torch."""
+"""Recipes: errors, overrides, paths, presets; and every recipe in recipes/ loads without torch."""
 
 import re
 import subprocess
