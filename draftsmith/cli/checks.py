@@ -202,7 +202,7 @@ def vllm() -> Finding:
 
 
 def plugin() -> Finding:
-    """Whether vLLM finds and loads Draftsmith's plugin."""
+    """Whether vLLM finds Draftsmith's plugin. Draftsmith's own engines load it regardless of VLLM_PLUGINS."""
     there = any(entry.name == _PLUGIN for entry in importlib.metadata.entry_points(group="vllm.general_plugins"))
     allowed = os.environ.get("VLLM_PLUGINS")
     loaded = there and (allowed is None or _PLUGIN in allowed.split(","))
@@ -212,8 +212,8 @@ def plugin() -> Finding:
         advice = f"{without} Install Draftsmith again in this environment."
         return Finding("vLLM plugin", "not found among the installed packages' entry points", "wrong", advice, figures)
     if not loaded:
-        advice = f"{without} Add {_PLUGIN} to VLLM_PLUGINS, or unset it."
-        return Finding("vLLM plugin", f"found, but VLLM_PLUGINS={allowed} excludes it", "wrong", advice, figures)
+        advice = f"A vLLM server that you start yourself does not load it. {without} Add {_PLUGIN} to VLLM_PLUGINS, or unset it."
+        return Finding("vLLM plugin", f"found, but VLLM_PLUGINS={allowed} excludes it", "note", advice, figures)
     return Finding("vLLM plugin", "found", figures=figures)
 
 

@@ -39,7 +39,6 @@ class DrafterOptions(Section):
     serving: ClassVar[ServingSpec]
 
     kind: str
-    """Kind of drafter."""
     draft_vocab_size: int | None = None
     """Size of the draft vocabulary: the most frequent tokens of the store's responses. null: the target's whole vocabulary."""
 
@@ -55,7 +54,6 @@ class EagleOptions(DrafterOptions):
     serving: ClassVar = ServingSpec(method="eagle", architecture="EagleLlamaForCausalLM")
 
     kind: Literal["eagle"] = "eagle"
-    """Selects EAGLE."""
     num_layers: int = Field(1, ge=1)
     """Decoder layers in the drafter."""
     draft_vocab_size: None = None
@@ -74,7 +72,6 @@ class Eagle3Options(DrafterOptions):
     serving: ClassVar = ServingSpec(method="eagle3", architecture="LlamaForCausalLMEagle3")
 
     kind: Literal["eagle3"] = "eagle3"
-    """Selects EAGLE-3, the default."""
     layer_ids: tuple[int, ...] | None = None
     """Layer ids of the hidden states that `fc` fuses, a subset of the store's. Absent: all of the store's."""
     num_layers: int = Field(1, ge=1)
@@ -104,7 +101,6 @@ class MedusaOptions(DrafterOptions):
     )
 
     kind: Literal["medusa"] = "medusa"
-    """Selects Medusa."""
     num_heads: int = Field(4, ge=1)
     """Number of heads, which is the largest K. All are trained, regardless of `ttt_steps`."""
     num_layers: int = Field(1, ge=1)
@@ -133,7 +129,6 @@ class MlpOptions(DrafterOptions):
     )  # fmt: skip
 
     kind: Literal["mlp_speculator"] = "mlp_speculator"
-    """Selects the MLP speculator."""
     n_predict: int = Field(3, ge=1)
     """Largest K. All steps are trained, regardless of `ttt_steps`."""
     inner_size: int | None = Field(None, ge=1)

@@ -37,23 +37,14 @@ class Recipe(Section):
     seed: int = 0
     """Seed of training, of sampled responses, and of the prompts that timing and tuning draw."""
     target: TargetConfig
-    """The model to speed up."""
     engine: EngineConfig = EngineConfig()
-    """How vLLM runs the target."""
     extract: ExtractConfig
-    """Prompts to store."""
     train: TrainConfig = TrainConfig()
-    """Store to checkpoint."""
     convert: ConvertConfig = ConvertConfig()
-    """Checkpoint to the directory that vLLM loads."""
     evaluate: EvaluateConfig = EvaluateConfig()
-    """Speculative decoding against the baseline, measured."""
     tune: TuneConfig = TuneConfig()
-    """What `draftsmith tune` measures."""
     serve: ServeConfig = ServeConfig()
-    """How `draftsmith serve` serves."""
     plan: Assumptions | None = None
-    """What `draftsmith run --plan` assumes."""
 
     @model_validator(mode="after")
     def _k_within_the_drafters_limit(self) -> Recipe:
