@@ -38,6 +38,7 @@ from draftsmith.drafters.base import Drafter, DrafterConfig
 from draftsmith.drafters.batch import Batch
 from draftsmith.drafters.checkpoint import Checkpoint
 from draftsmith.drafters.vocabulary import choose_draft_vocabulary
+from draftsmith.drafters.weights import in_memory
 from draftsmith.run import stage
 from draftsmith.run.atomic_io import write_json
 from draftsmith.run.cuda import require_usable_gpus
@@ -658,7 +659,7 @@ def _finish_epoch(run: Run, recipe: Recipe, directory: Path, progress: Progress,
                 config=drafter.config.to_dict(),
                 target=target,
                 draft_token_ids=drafter.draft_token_ids,
-                tensors=tensors,
+                weights=in_memory(tensors),
                 training=figures,
             ).save(folder)
     progress.epochs += broadcast_object_list([figures])

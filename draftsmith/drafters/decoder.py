@@ -116,7 +116,7 @@ def layer_fields(prefix: str = "", *, old_rope: bool = False) -> tuple[Entry | R
     )
 
 
-LLAMA_IGNORED = frozenset({
+LLAMA_IRRELEVANT = frozenset({
     "_name_or_path", "add_cross_attention", "architectures", "attention_dropout", "bad_words_ids", "begin_suppress_tokens",
     "bos_token_id", "chunk_size_feed_forward", "cross_attention_hidden_size", "decoder_start_token_id", "dtype",
     "eos_token_id", "id2label", "initializer_range", "is_decoder", "is_encoder_decoder", "label2id", "max_window_layers",

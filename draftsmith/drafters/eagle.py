@@ -30,7 +30,7 @@ from draftsmith.drafters.base import InitCost, LossTerms
 from draftsmith.drafters.batch import Batch
 from draftsmith.drafters.decoder import (
     LLAMA_FIXED,
-    LLAMA_IGNORED,
+    LLAMA_IRRELEVANT,
     DecoderConfig,
     DecoderDrafter,
     DecoderLayer,
@@ -64,12 +64,12 @@ _VLLM = Layout(
     ),
     names=same_names,
     fixed={**LLAMA_FIXED, "attention_bias": False, "bias": None},  # vLLM takes `bias` for one of the attention
-    written={
+    derived={
         "architectures": lambda _: [EagleOptions.serving.architecture], "model_type": lambda _: "llama",
         "tie_word_embeddings": lambda _: False,
     },
-    ignored=LLAMA_IGNORED,
-    only={"fc_bias": (False,)},
+    irrelevant=LLAMA_IRRELEVANT,
+    supported={"fc_bias": (False,)},
     quantizes=True,
 )  # fmt: skip
 """For vLLM's `EagleLlamaForCausalLM` (vllm/model_executor/models/llama_eagle.py), which shares the target's embedding and head

@@ -30,7 +30,7 @@ from draftsmith.drafters.base import InitCost
 from draftsmith.drafters.batch import Batch
 from draftsmith.drafters.decoder import (
     LLAMA_FIXED,
-    LLAMA_IGNORED,
+    LLAMA_IRRELEVANT,
     DecoderConfig,
     DecoderDrafter,
     DecoderLayer,
@@ -104,9 +104,9 @@ def eagle3_layout(
     flags: bool,
     names: Callable[[Any, tuple[str, ...]], dict[str, str]] = same_names,
     fixed: Mapping[str, Any] | None = None,
-    written: Mapping[str, Callable[[Any], Any]] | None = None,
-    ignored: frozenset[str] = frozenset(),
-    only: Mapping[str, Callable[[Any], bool]] | None = None,
+    derived: Mapping[str, Callable[[Any], Any]] | None = None,
+    irrelevant: frozenset[str] = frozenset(),
+    supported: Mapping[str, Callable[[Any], bool]] | None = None,
     quantizes: bool = False,
 ) -> Layout:
     """What the layouts of EAGLE-3 have in common.
@@ -116,11 +116,11 @@ def eagle3_layout(
         old_rope: write RoPE's settings as `rope_theta` and `rope_scaling`.
         ids: where `layer_ids` are.
         flags: the format has words for norms other than the paper's, and for several layers.
-        names: our tensor names to theirs; see `Layout`.
-        fixed: beside what is fixed in all.
-        written: see `Layout`.
-        ignored: beside what is ignored in all.
-        only: see `Layout`.
+        names: see `Layout`.
+        fixed: besides those that all EAGLE-3 layouts fix; see `Layout`.
+        derived: see `Layout`.
+        irrelevant: besides those irrelevant in all EAGLE-3 layouts; see `Layout`.
+        supported: see `Layout`.
         quantizes: see `Layout`.
     """
     where = "" if flags else f"{EXTRA}."
@@ -140,11 +140,16 @@ def eagle3_layout(
         ),
         names=names,
         fixed=fixed_in_layers | dict(fixed or {}),
-        written=written or {},
-        ignored=frozenset(prefix + name for name in LLAMA_IGNORED) | ignored,
-        only={**dict.fromkeys(said_by_flags, (False,)), "num_layers": (1,), "attention_bias": (False,), **(only or {})}
+        derived=derived or {},
+        irrelevant=frozenset(prefix + name for name in LLAMA_IRRELEVANT) | irrelevant,
+        supported={
+            **dict.fromkeys(said_by_flags, (False,)),
+            "num_layers": (1,),
+            "attention_bias": (False,),
+            **(supported or {}),
+        }
         if not flags
-        else {"attention_bias": (False,), **(only or {})},
+        else {"attention_bias": (False,), **(supported or {})},
         maps_vocabulary=True,
         quantizes=quantizes,
     )
@@ -154,7 +159,7 @@ _VLLM = eagle3_layout(
     ids=Entry("layer_ids", tuple, "eagle_aux_hidden_state_layer_ids", default=_first_said(*_IDS)),
     flags=True,
     quantizes=True,
-    written={
+    derived={
         "architectures": lambda _: [Eagle3Options.serving.architecture],
         "model_type": lambda _: "llama",
         "tie_word_embeddings": lambda _: False,

@@ -54,8 +54,8 @@ _VLLM = Layout(
     ),
     names=same_names,
     fixed={"logit_scale": None},
-    written={"architectures": lambda _: [MedusaOptions.serving.architecture], "model_type": lambda _: "medusa"},
-    ignored=frozenset({"dtype", "max_paths", "max_seq_len", "topk", "torch_dtype", "transformers_version"}),
+    derived={"architectures": lambda _: [MedusaOptions.serving.architecture], "model_type": lambda _: "medusa"},
+    irrelevant=frozenset({"dtype", "max_paths", "max_seq_len", "topk", "torch_dtype", "transformers_version"}),
 )
 """For vLLM's `MedusaModel` (vllm/model_executor/models/medusa.py); names are those of the module."""
 

@@ -29,7 +29,7 @@ from torch.nn import functional as F
 from draftsmith.config.drafters import MlpOptions
 from draftsmith.drafters.base import ChainStep, Drafter, DrafterConfig, InitCost, LossTerms
 from draftsmith.drafters.batch import Batch
-from draftsmith.drafters.decoder import LLAMA_IGNORED
+from draftsmith.drafters.decoder import LLAMA_IRRELEVANT
 from draftsmith.drafters.init.least_squares import (
     ROWS_TO_FIT,
     cost_of_fit_ahead,
@@ -53,13 +53,13 @@ class MlpConfig(DrafterConfig):
     scale_input: bool
 
 
-def _published_names(config: MlpConfig, ours: tuple[str, ...]) -> dict[str, str]:
+def _published_names(config: MlpConfig, tensors: tuple[str, ...]) -> dict[str, str]:
     """Shared tensors have a name for each step: with `tie_weights`, vLLM still loads a head for every one."""
     names = {}
     for i in range(config.n_predict):
         shared = 0 if config.tie_weights else i
         sources = {"proj": min(i, 1) if config.tie_weights else i, "emb": shared, "head": shared, "ln": shared}
-        for name in ours:
+        for name in tensors:
             part, number, what = name.split(".")
             if int(number) == sources[part]:
                 names[f"speculator.{part}.{i}.{what}"] = name
@@ -78,13 +78,13 @@ PUBLISHED = Layout(
         *target_fields(),
     ),
     names=_published_names,
-    written={
+    derived={
         "architectures": lambda _: ["MLPSpeculatorPreTrainedModel"],
         "model_type": lambda _: "mlp_speculator",
         "n_candidates": lambda _: 1,
         "top_k_tokens_per_head": lambda config: [1] * config.n_predict,
     },
-    ignored=frozenset({"base_model_name_or_path", "dtype", "torch_dtype", "transformers_version"}),
+    irrelevant=frozenset({"base_model_name_or_path", "dtype", "torch_dtype", "transformers_version"}),
 )
 """The published accelerators' layout. vLLM 0.32 knows its config and cannot run it."""
 
@@ -100,7 +100,7 @@ _SERVED = Layout(
         *target_fields(),
     ),
     names=same_names,
-    written={
+    derived={
         "architectures": lambda _: [MlpOptions.serving.architecture],
         # vLLM makes a config of it before anybody asks for the model: a Llama's, of which it reads sizes.
         "model_type": lambda _: "llama",
@@ -109,7 +109,7 @@ _SERVED = Layout(
         "max_position_embeddings": lambda _: 1 << 20,  # it knows no positions: the target's limit is the only one
         "tie_word_embeddings": lambda _: False,
     },
-    ignored=LLAMA_IGNORED,
+    irrelevant=LLAMA_IRRELEVANT,
 )
 """For our plugin's model in vLLM (serve/plugin/mlp_speculator.py)."""
 

@@ -8,6 +8,7 @@ import torch
 
 from draftsmith.drafters.checkpoint import Checkpoint
 from draftsmith.drafters.eagle import EagleConfig, EagleDrafter, EagleOptions
+from draftsmith.drafters.weights import in_memory
 from draftsmith.run.errors import DraftsmithError
 from draftsmith.store.format import Sequence
 from draftsmith.target.tensors import TargetTensors
@@ -162,10 +163,12 @@ def test_the_start_is_the_best_linear_guess() -> None:
 def test_conversion_is_closed() -> None:
     drafter = make_drafter(num_layers=2)
     tensors = drafter.state_dict()
-    checkpoint = Checkpoint("eagle", drafter.config.to_dict(), {"name": "t"}, drafter.draft_token_ids, tensors)
+    checkpoint = Checkpoint(
+        "eagle", drafter.config.to_dict(), {"name": "t"}, drafter.draft_token_ids, in_memory(tensors)
+    )
     config, found = to_vllm(checkpoint, "float32")
     assert set(found) == set(tensors)
     assert not {"layers.0.input_layernorm.weight", "fc.bias", "lm_head.weight", "embed_tokens.weight"} & set(found)
     assert (config["architectures"], config["num_hidden_layers"]) == (["EagleLlamaForCausalLM"], 2)
     with pytest.raises(DraftsmithError, match="not those of the config"):
-        to_vllm(replace(checkpoint, tensors=tensors | {"fc.bias": torch.ones(HIDDEN)}), "float32")
+        to_vllm(replace(checkpoint, weights=in_memory(tensors | {"fc.bias": torch.ones(HIDDEN)})), "float32")

@@ -99,7 +99,7 @@ def test_training_is_what_it_was(folder: Path, name: str, request: pytest.Fixtur
     assert speculative_config(run_dir / "vllm", 2)["method"] == serving.method
     card = (run_dir / "vllm" / "README.md").read_text()
     assert f'"method": "{serving.method}"' in card
-    assert ("It takes `draftsmith` installed" in card) == serving.needs_plugin
+    assert ("Install `draftsmith` in vLLM's environment" in card) == serving.needs_plugin
 
 
 def test_medusa_guesses_no_further_than_it_has_heads(folder: Path) -> None:

@@ -15,7 +15,7 @@ import psutil
 import pytest
 import torch
 
-from draftsmith.cli import main
+from draftsmith.cli import main, stages
 from draftsmith.run.errors import UserError
 from draftsmith.train import launch
 from draftsmith.train.launch import process_count, train_in_processes
@@ -97,9 +97,9 @@ def command(folder: Path, name: str, options: dict[str, Any], processes: int = 1
         (folder / f"{name}.evaluated").touch()
         return {}
 
-    main.STAGES.update(extract=lambda *_: {}, convert=lambda *_: {}, evaluate=evaluate)
+    stages.STAGES.update(extract=lambda *_: {}, convert=lambda *_: {}, evaluate=evaluate)
     sys.argv = ["draftsmith", "run", str(recipe), "--runs", str(folder)]
-    main.main()
+    main()
 
 
 @contextmanager
@@ -219,10 +219,10 @@ def test_a_launcher_must_not_start_the_whole_run(
     folder: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setenv("WORLD_SIZE", "2")
-    monkeypatch.setattr(main, "STAGES", {"extract": refuse})
+    monkeypatch.setattr(stages, "STAGES", {"extract": refuse})
     (folder / "launched.yaml").write_text(make_recipe(folder).model_dump_json())
     monkeypatch.setattr(sys, "argv", ["draftsmith", "run", str(folder / "launched.yaml"), "--runs", str(folder)])
     with pytest.raises(SystemExit) as ended:
-        main.main()
+        main()
     assert ended.value.code == 2
     assert "`accelerate launch` is for `draftsmith train`" in " ".join(capsys.readouterr().err.split())

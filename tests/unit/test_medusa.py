@@ -7,6 +7,7 @@ import torch
 
 from draftsmith.drafters.checkpoint import Checkpoint
 from draftsmith.drafters.medusa import MedusaConfig, MedusaDrafter, MedusaOptions
+from draftsmith.drafters.weights import in_memory
 from draftsmith.run.errors import DraftsmithError
 from draftsmith.store.format import Sequence
 from draftsmith.target.tensors import TargetTensors
@@ -110,9 +111,14 @@ def test_heads_of_their_own_start_as_the_best_linear_guess() -> None:
 def test_conversion_is_closed() -> None:
     drafter = make_drafter()
     tensors = drafter.state_dict()
-    checkpoint = Checkpoint("medusa", drafter.config.to_dict(), {"name": "t"}, drafter.draft_token_ids, tensors)
+    checkpoint = Checkpoint(
+        "medusa", drafter.config.to_dict(), {"name": "t"}, drafter.draft_token_ids, in_memory(tensors)
+    )
     config, found = to_vllm(checkpoint, "float32")
     assert set(found) == set(tensors)
     assert (config["truncated_vocab_size"], config["vocab_size"], config["original_lm_head"]) == (VOCAB, VOCAB, True)
     with pytest.raises(DraftsmithError, match="not those of the config"):
-        to_vllm(replace(checkpoint, tensors=tensors | {"lm_heads.1.weight": torch.ones(VOCAB, HIDDEN)}), "float32")
+        to_vllm(
+            replace(checkpoint, weights=in_memory(tensors | {"lm_heads.1.weight": torch.ones(VOCAB, HIDDEN)})),
+            "float32",
+        )

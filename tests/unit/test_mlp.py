@@ -7,6 +7,7 @@ import torch
 
 from draftsmith.drafters.checkpoint import Checkpoint
 from draftsmith.drafters.mlp_speculator import MlpConfig, MlpDrafter, MlpOptions
+from draftsmith.drafters.weights import in_memory
 from draftsmith.run.errors import DraftsmithError
 from draftsmith.store.format import Sequence
 from draftsmith.target.tensors import TargetTensors
@@ -128,7 +129,9 @@ def test_the_start_knows_more_than_chance(inner_size: int) -> None:
 def test_published_layout_and_closed_conversion() -> None:
     drafter = make_drafter(tie_weights=True)
     tensors = drafter.state_dict()
-    checkpoint = Checkpoint("mlp_speculator", drafter.config.to_dict(), {"name": "t"}, drafter.draft_token_ids, tensors)
+    checkpoint = Checkpoint(
+        "mlp_speculator", drafter.config.to_dict(), {"name": "t"}, drafter.draft_token_ids, in_memory(tensors)
+    )
     config, found = to_vllm(checkpoint, "float64", "ibm")
     parts = ("emb.{}.weight", "head.{}.weight", "proj.{}.weight", "ln.{}.weight", "ln.{}.bias")
     assert set(found) == {f"speculator.{part.format(i)}" for part in parts for i in range(STEPS)}
@@ -136,4 +139,6 @@ def test_published_layout_and_closed_conversion() -> None:
     assert torch.equal(found["speculator.head.2.weight"], tensors["head.0.weight"])
     assert (config["emb_dim"], config["inner_dim"], config["n_predict"]) == (HIDDEN, 10, STEPS)
     with pytest.raises(DraftsmithError, match="not those of the config"):
-        to_vllm(replace(checkpoint, tensors=tensors | {"proj.2.weight": torch.ones(10, 10)}), "float32", "ibm")
+        to_vllm(
+            replace(checkpoint, weights=in_memory(tensors | {"proj.2.weight": torch.ones(10, 10)})), "float32", "ibm"
+        )

@@ -17,6 +17,7 @@ from draftsmith.drafters.eagle3 import _FusedStates, _look_at_own_position, _red
 from draftsmith.drafters.init import induction
 from draftsmith.drafters.init.least_squares import RIDGE, factor, solve, unit_rms
 from draftsmith.drafters.vocabulary import choose_draft_vocabulary
+from draftsmith.drafters.weights import in_memory
 from draftsmith.run.errors import DraftsmithError
 from draftsmith.train.acceptance import _walk, predict_acceptance
 from draftsmith.train.packing import balance_tokens, pack, pack_epoch
@@ -166,7 +167,7 @@ def test_first_heads_look_at_their_own_position() -> None:
 def test_conversion_is_closed() -> None:
     drafter = make_drafter()
     checkpoint = Checkpoint(
-        "eagle3", drafter.config.to_dict(), {"name": "t"}, drafter.draft_token_ids, drafter.state_dict()
+        "eagle3", drafter.config.to_dict(), {"name": "t"}, drafter.draft_token_ids, in_memory(drafter.state_dict())
     )
     config, tensors = to_vllm(checkpoint, "float32")
     assert torch.equal(torch.arange(DRAFT) + tensors["d2t"], drafter.draft_token_ids)
@@ -175,10 +176,10 @@ def test_conversion_is_closed() -> None:
     assert config["eagle_config"]["eagle_aux_hidden_state_layer_ids"] == [1, 2, 3]
     for change in ({"extra.weight": torch.ones(1)}, {"norm.weight": torch.ones(HIDDEN + 1)}):
         with pytest.raises(DraftsmithError, match="not those of the config"):
-            to_vllm(replace(checkpoint, tensors={**checkpoint.tensors, **change}), "float32")
+            to_vllm(replace(checkpoint, weights=in_memory({**checkpoint.tensors, **change})), "float32")
     missing = {name: value for name, value in checkpoint.tensors.items() if name != "fc.weight"}
     with pytest.raises(DraftsmithError, match=r"fc\.weight"):
-        to_vllm(replace(checkpoint, tensors=missing), "float32")
+        to_vllm(replace(checkpoint, weights=in_memory(missing)), "float32")
 
 
 @pytest.mark.skipif(not hasattr(ctypes.CDLL(None), "mallinfo2"), reason="only glibc 2.33 and later counts so")
