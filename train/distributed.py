@@ -51,8 +51,10 @@ def no_grad_sync(module: nn.Module) -> Iterator[None]:
     """Each process adds to its own gradients: the next backward pass outside brings all of them together."""
     if isinstance(module, FSDPModule):
         module.set_requires_gradient_sync(False)
-        yield
-        module.set_requires_gradient_sync(True)
+        try:
+            yield
+        finally:
+            module.set_requires_gradient_sync(True)
     elif isinstance(module, nn.parallel.DistributedDataParallel):
         with module.no_sync():
             yield
@@ -67,8 +69,10 @@ def unsharded(module: nn.Module) -> Iterator[None]:
         yield
         return
     module.unshard()
-    yield
-    module.reshard()
+    try:
+        yield
+    finally:
+        module.reshard()
 
 
 def gather(tensors: Mapping[str, Any], *, keep: bool) -> dict[str, Any]:

@@ -7,15 +7,14 @@ a process 30 seconds after a signal; here one that is saving is waited for.
 
 from __future__ import annotations
 
+import functools
 import json
 import logging
 import os
 import signal
 import sys
 import tempfile
-import threading
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 from multiprocessing.process import BaseProcess
 from pathlib import Path
 from typing import Any
@@ -30,6 +29,7 @@ from draftsmith.engine.environment import end_with_parent
 from draftsmith.run.cuda import require_usable_gpus
 from draftsmith.run.errors import DraftsmithError, Stopped, UserError
 from draftsmith.run.progress import console
+from draftsmith.train.signals import on_signal
 from draftsmith.train.train import finished_training, run_train
 
 
@@ -68,7 +68,7 @@ def train_in_processes(recipe: Recipe, run_dir: Path) -> dict[str, Any]:
         with patch_environment(**shared):
             context = start_processes(_process, (count, port, recipe, run_dir, said), count, join=False, daemon=True)
         try:
-            with _signals_passed_on(context.processes):
+            with on_signal(functools.partial(_pass_on, context.processes)):
                 while not context.join():
                     pass
         except KeyboardInterrupt:
@@ -106,32 +106,18 @@ def _process(rank: int, count: int, port: int, recipe: Recipe, run_dir: Path, sa
     os._exit(status)
 
 
-@contextmanager
-def _signals_passed_on(processes: Sequence[BaseProcess]) -> Iterator[None]:
-    """SIGTERM and SIGUSR1 are the processes' business meanwhile; in Python's main thread only."""
-
-    def pass_on(number: int, frame: Any) -> None:
-        for process in processes:
-            if process.is_alive() and process.pid is not None:
-                os.kill(process.pid, number)
-
-    before = {}
-    if threading.current_thread() is threading.main_thread():
-        for number in (signal.SIGTERM, signal.SIGUSR1):
-            before[number] = signal.signal(number, pass_on)
-    try:
-        yield
-    finally:
-        for number, handler in before.items():
-            signal.signal(number, handler or signal.SIG_DFL)
+def _pass_on(processes: Sequence[BaseProcess], number: int) -> None:
+    """Send the signal to the processes that are running."""
+    for process in processes:
+        if process.is_alive() and process.pid is not None:
+            os.kill(process.pid, number)
 
 
 def _end(processes: Sequence[BaseProcess]) -> None:
     """After Ctrl-C, which a terminal sends to the processes too: let them end by themselves, and insist where they do not."""
     for number in (None, signal.SIGINT, signal.SIGKILL):
-        for process in processes:
-            if number is not None and process.is_alive() and process.pid is not None:
-                os.kill(process.pid, number)
+        if number is not None:
+            _pass_on(processes, number)
         for process in processes:
             process.join(3)
 

@@ -25,8 +25,8 @@ from draftsmith.target.downloads import fetch
 from draftsmith.target.info import TargetInfo
 from draftsmith.target.tensors import TargetTensors
 from draftsmith.train.loss import ChainLoss
+from draftsmith.train.optimizers import make_optimizers
 from draftsmith.train.packing import pack
-from draftsmith.train.train import _optimizers
 from tests.gpu.torch_alone import device_of, matmul_rate, seconds_of, wait_for
 
 _ON_GPU = ("recipes/llama-3.1-8b-eagle3.yaml", 4096)
@@ -64,7 +64,7 @@ def _step(cpu: bool, optimizer: str) -> dict[str, str]:
     drafter, steps = loss.drafter, loss.ttt_steps
     length, prompt = round(assumed.prompt_tokens + assumed.response_tokens), round(assumed.prompt_tokens)
     batch, last_states = make_batch(drafter, rows, length, prompt, steps)
-    optimizers = _optimizers(recipe, drafter)
+    optimizers = make_optimizers(recipe.train, drafter)
 
     def step() -> torch.Tensor:
         on_device, last = batch.to(device), last_states.to(device, non_blocking=True)

@@ -13,8 +13,8 @@ from draftsmith.drafters.eagle3 import Eagle3Drafter
 from draftsmith.store.format import Sequence
 from draftsmith.train.loss import ChainLoss
 from draftsmith.train.muon import Muon, orthogonalize
+from draftsmith.train.optimizers import make_optimizers
 from draftsmith.train.packing import pack
-from draftsmith.train.train import _optimizers
 from tests.unit.test_eagle3 import make_drafter
 from tests.unit.tiny_run import make_recipe
 
@@ -144,6 +144,6 @@ def test_an_update_has_about_a_fifth_of_the_learning_rate(dtype: torch.dtype) ->
 @pytest.mark.parametrize("precision", ["float32", "bfloat16"])
 def test_the_recipes_precision_is_muons(tmp_path: Path, drafter: Eagle3Drafter, precision: str) -> None:
     """On every device: what a GPU computes can be had on a CPU."""
-    muon = _optimizers(make_recipe(tmp_path, precision=precision), drafter)[-1]
+    muon = make_optimizers(make_recipe(tmp_path, precision=precision).train, drafter)[-1]
     assert isinstance(muon, Muon)
     assert muon._dtype == getattr(torch, precision)

@@ -28,9 +28,13 @@ from draftsmith.run import stage
 from draftsmith.run.errors import DraftsmithError, Stopped, UserError
 from draftsmith.store.format import Sequence
 from draftsmith.store.reader import Store
-from draftsmith.train import acceptance
+from draftsmith.train import acceptance, data, epochs
+from draftsmith.train import setup as training_setup
 from draftsmith.train import train as trainer
-from draftsmith.train.train import LOSSES, SNAPSHOT, learning_rate_factor, run_train
+from draftsmith.train.data import TrainingData
+from draftsmith.train.optimizers import learning_rate_factor
+from draftsmith.train.snapshot import SNAPSHOT
+from draftsmith.train.train import LOSSES, run_train
 from tests.unit.tiny_run import make_recipe, make_run
 
 # A server that has imported torch once makes the processes: each costs a fork.
@@ -256,14 +260,14 @@ def with_a_slow_start(
     shortened = pytest.MonkeyPatch()
     shortened.setattr(torch.distributed.distributed_c10d, "default_pg_timeout", timedelta(seconds=seconds / 2))
     if may_wait is not None:
-        shortened.setattr(trainer, "_LONGEST_WAIT", may_wait)
+        shortened.setattr(training_setup, "_PROCESS_TIMEOUT", may_wait)
     original = Eagle3Drafter.init_from_target
 
     def slowly(*arguments: Any) -> None:
         time.sleep(seconds)
         original(*arguments)
 
-    shortened.setattr(Eagle3Drafter, "start", slowly)
+    shortened.setattr(Eagle3Drafter, "init_from_target", slowly)
     process(rank, folder, directory, EAGLE3, port, None)
 
 
@@ -306,7 +310,7 @@ def test_held_out_states_are_read_a_few_at_a_time(tmp_path: Path, monkeypatch: p
         (False, 2),
         (True, 7),
     ):  # beside a GPU some are read early: two done, two being read, one due
-        monkeypatch.setattr(trainer, "_loads_ahead", lambda device, ahead=ahead: ahead)
+        monkeypatch.setattr(data, "_loads_ahead", lambda device, ahead=ahead: ahead)
         directory = run_dir(tmp_path, f"ahead-{ahead}")
         most.clear()
         figures = train(tmp_path, directory, predict_temperature=0.7, **{**EAGLE3, "epochs": 1})
@@ -326,7 +330,7 @@ def killed() -> None:
     raise Killed
 
 
-MOMENTS = ("_step", "_finish_epoch", "_write_snapshot", "_remove_epochs", "torch.save")
+MOMENTS = ("_step", "finish_epoch", "write_snapshot", "remove_epochs", "torch.save")
 KILLS = int(os.environ.get("DRAFTSMITH_KILL_CASES", "6"))
 """Of each kind; `make soak` asks for more."""
 
@@ -429,7 +433,7 @@ def test_memory_that_is_used_up_is_said_with_the_way_out(folder: Path, monkeypat
             train(folder, directory, save_every_steps=1, **EAGLE3)
     assert raised.value.exit_status == 1
     assert train(folder, directory, gradient_accumulation_steps=2, **EAGLE3)["steps"] == 12
-    monkeypatch.setattr(Eagle3Drafter, "start", full)
+    monkeypatch.setattr(Eagle3Drafter, "init_from_target", full)
     with pytest.raises(DraftsmithError, match=r"`train\.gradient_accumulation_steps`"):
         train(folder, run_dir(folder, "full-start"), **EAGLE3)
 
@@ -438,10 +442,10 @@ def test_memory_that_is_used_up_is_said_with_the_way_out(folder: Path, monkeypat
 
 
 def test_a_loss_that_is_not_finite_stops_with_its_samples(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    original = trainer._batch
+    original = TrainingData.batch
 
-    def broken(store: Any, rows: list[int], *arguments: Any, **named: Any) -> Any:
-        batch, last_states = original(store, rows, *arguments, **named)
+    def broken(reader: TrainingData, rows: list[int], **named: Any) -> Any:
+        batch, last_states = original(reader, rows, **named)
         if training and len(calls) >= 4 and 7 in rows:  # not when the drafter's start reads it, nor in the first step
             batch.hidden_states[:] = math.inf
         calls.append(1)
@@ -462,7 +466,7 @@ def test_a_loss_that_is_not_finite_stops_with_its_samples(folder: Path, monkeypa
     calls: list[int] = []
     runs: list[Any] = []
     directory = run_dir(folder, "nan")
-    monkeypatch.setattr(trainer, "_batch", broken)
+    monkeypatch.setattr(TrainingData, "batch", broken)
     monkeypatch.setattr(trainer, "_require_finite", checked)
     few = {**EAGLE3, "tokens_per_step": 50, "state_dropout": 0, "gradient_accumulation_steps": 2, "save_every_steps": 1}
     with pytest.raises(
@@ -485,7 +489,7 @@ def test_a_gradient_that_is_not_finite_stops(folder: Path) -> None:
 
 def test_the_best_epoch_is_published_and_the_last_are_left(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     lengths = iter([1.2, 1.5, 1.3] * 2)
-    monkeypatch.setattr(trainer, "predict_acceptance", lambda *_, k, add_up: {1: 1.9, k: next(lengths)})
+    monkeypatch.setattr(epochs, "predict_acceptance", lambda *_, k, add_up: {1: 1.9, k: next(lengths)})
     best, last = run_dir(folder, "best"), run_dir(folder, "last")
     figures = train(folder, best, keep_last_epochs=2, **EAGLE3)
     assert figures["published_epoch"] == 2
@@ -585,9 +589,9 @@ def test_bfloat16_keeps_the_start_and_learns_as_float32(tmp_path: Path) -> None:
 def test_reading_ahead_as_beside_a_gpu_changes_nothing(
     folder: Path, whole: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    assert trainer._loads_ahead(torch.device("cuda"))
-    assert not trainer._loads_ahead(torch.device("cpu"))
-    monkeypatch.setattr(trainer, "_loads_ahead", lambda device: True)
+    assert data._loads_ahead(torch.device("cuda"))
+    assert not data._loads_ahead(torch.device("cpu"))
+    monkeypatch.setattr(data, "_loads_ahead", lambda device: True)
     directory = run_dir(folder, "ahead")
     train(folder, directory, **EAGLE3)
     assert losses_of(directory) == losses_of(whole)

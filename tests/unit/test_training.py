@@ -19,8 +19,8 @@ from draftsmith.drafters.init.least_squares import RIDGE, factor, solve, unit_rm
 from draftsmith.drafters.vocabulary import choose_draft_vocabulary
 from draftsmith.run.errors import DraftsmithError
 from draftsmith.train.acceptance import _walk, predict_acceptance
+from draftsmith.train.optimizers import learning_rate_factor
 from draftsmith.train.packing import balance_tokens, pack, pack_epoch
-from draftsmith.train.train import learning_rate_factor
 from tests.unit.converting import to_vllm
 from tests.unit.test_eagle3 import DRAFT, HIDDEN, VOCAB, make_drafter, make_sequence
 
