@@ -7,7 +7,7 @@ import pytest
 import torch
 from torch.nn import functional as F
 
-from draftsmith.drafters import decoder
+from draftsmith.drafters import attention
 from draftsmith.drafters.eagle3 import Eagle3Config, Eagle3Drafter
 from draftsmith.store.format import Sequence
 from draftsmith.train.packing import pack
@@ -117,9 +117,9 @@ def plain_chain(
 def test_packed_chain_equals_the_formulas(changes: dict, small_tiles: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     """Outputs, and gradients of a random function of them."""
     if small_tiles:  # every document in several blocks, several blocks in a tile, scores computed again
-        monkeypatch.setattr(decoder, "_QUERIES_IN_BLOCK", 3)
-        monkeypatch.setattr(decoder, "_SCORES_KEPT", 0)
-        monkeypatch.setattr(decoder, "_AREA_OVER_NEEDED", 1.5)
+        monkeypatch.setattr(attention, "_QUERIES_IN_BLOCK", 3)
+        monkeypatch.setattr(attention, "_SCORES_KEPT", 0)
+        monkeypatch.setattr(attention, "_AREA_OVER_NEEDED", 1.5)
     drafter = make_drafter(**changes)
     documents = [make_sequence(9, 4, 1), make_sequence(14, 6, 2), make_sequence(6, 2, 3)]
     if width := changes.get("target_hidden_size"):
