@@ -13,9 +13,8 @@ from accelerate import Accelerator
 from draftsmith.config.recipe import Recipe
 from draftsmith.drafters.batch import Batch
 from draftsmith.run.prefetch import prefetched
-from draftsmith.store.format import Sequence
 from draftsmith.store.reader import Store
-from draftsmith.train.packing import balance_tokens, pack, pack_epoch
+from draftsmith.train.packing import balance_tokens, pack, pack_epoch, pack_in_order
 
 Item = TypeVar("Item")
 Loaded = TypeVar("Loaded")
@@ -34,8 +33,6 @@ class MicroBatch(NamedTuple):
     """What one process runs forward and backward at once, on the CPU."""
 
     batch: Batch
-    last_states: torch.Tensor
-    """[T, H]: the target's last states."""
     idle: bool
     """The step has fewer sequences than micro-batches: this one repeats a sequence and counts for nothing. It is there because
     every process must take part in collective operations."""
@@ -59,10 +56,9 @@ class TrainingData:
     ttt_steps: int
     """K, the number of chain steps to train."""
 
-    def __iter__(self) -> Iterator[tuple[Batch, torch.Tensor]]:
-        device = self.accelerator.device
-        for batch, last_states in self.in_order(lambda row: self.batch([row]), self.store.rows(held_out=False)):
-            yield batch.to(device), last_states.to(device)
+    def __iter__(self) -> Iterator[Batch]:
+        for batch in self.in_order(lambda row: self.batch([row]), self.store.rows(held_out=False)):
+            yield batch.to(self.accelerator.device)
 
     def schedule(self) -> list[ScheduledStep]:
         """Every optimizer step of the run."""
@@ -87,7 +83,7 @@ class TrainingData:
         loaded = []
         for share in shares[first : first + accumulation]:
             share_rows = [rows[i] for i in share] or [min(rows, key=self.store.length)]
-            batch, last_states = self.batch(share_rows, prompt_weight=options.prompt_loss_weight)
+            batch = self.batch(share_rows, prompt_weight=options.prompt_loss_weight)
             if options.state_dropout:
                 states = batch.hidden_states.split([self.store.length(row) for row in share_rows])
                 dropped = [
@@ -95,18 +91,25 @@ class TrainingData:
                     for row, of_row in zip(share_rows, states, strict=True)
                 ]
                 batch = replace(batch, hidden_states=torch.cat(dropped))
-            loaded.append(MicroBatch(batch, last_states, idle=not share))
+            loaded.append(MicroBatch(batch, idle=not share))
         return loaded
 
-    def batch(self, rows: list[int], *, prompt_weight: float = 0.0) -> tuple[Batch, torch.Tensor]:
-        """Store rows packed: what the drafter reads, and the target's last states."""
+    def batch(self, rows: list[int], *, prompt_weight: float = 0.0) -> Batch:
+        """Store rows packed, in float32 on the CPU, with the target's last states."""
         packed = pack(self.store.read(rows), steps=self.ttt_steps, prompt_weight=prompt_weight)
-        states = packed.hidden_states.float()
-        return replace(packed, hidden_states=states).with_layers(self.columns), states[:, self.last_column]
+        return packed.to_dtype(torch.float32).with_layers(self.columns, self.last_column)
 
-    def held_out(self, *, part: int = 0, parts: int = 1) -> Iterator[Sequence]:
-        """Every `parts`-th held-out sequence from the one numbered `part`, read when it is due."""
-        return self.in_order(self.store.__getitem__, self.store.rows(held_out=True)[part::parts])
+    def held_out(self, *, steps: int, part: int = 0, parts: int = 1) -> Iterator[Batch]:
+        """Held-out sequences, a few in a batch, for the prediction of acceptance; each is read when it is due.
+
+        Args:
+            steps: K.
+            part: number of the first sequence, for the processes that divide them.
+            parts: take every so many-th sequence.
+        """
+        rows = self.store.rows(held_out=True)[part::parts]
+        for batch in pack_in_order(self.in_order(self.store.__getitem__, rows), steps=steps):
+            yield batch.with_layers(self.columns, self.last_column)
 
     def in_order(self, load: Callable[[Item], Loaded], items: Iterable[Item]) -> Iterator[Loaded]:
         """`load(item)` of each item, some of them early in background threads where that leaves the cores to training."""

@@ -35,8 +35,8 @@ def finish_epoch(run: Run, epoch: int) -> None:
         if run.data.store.rows(held_out=True):
             with distributed.unsharded(run.model):
                 # Each process predicts its part. The counts are integers: their sums do not depend on who counted.
-                sequences = run.data.held_out(part=accelerator.process_index, parts=accelerator.num_processes)
-                predicted = predict_acceptance(drafter, sequences, run.data.columns, k=k, add_up=accelerator.reduce)
+                batches = run.data.held_out(steps=k, part=accelerator.process_index, parts=accelerator.num_processes)
+                predicted = predict_acceptance(drafter, batches, k=k, add_up=accelerator.reduce)
                 figures["predicted"] = _rounded(predicted)
         if accelerator.is_main_process:
             folder = epoch_folder(run.directory, figures)
@@ -94,11 +94,9 @@ def requested_predictions(run: Run, published: Figures) -> Figures:
         drafter.load_state_dict(saved.tensors)
         found = predict_sampled_acceptance(
             drafter.to(device),
-            run.data.held_out(),
-            run.data.columns,
+            run.data.held_out(steps=max(lengths)),
             k=max(lengths),
             temperature=options.predict_temperature,
-            last_column=run.data.last_column,
             norm=final_norm(drafter.config, tensors).to(device),
             head=tensors.lm_head.float().to(device),
         )

@@ -120,19 +120,19 @@ class ChainLoss(nn.Module):
     teacher_head: torch.Tensor
     to_draft: torch.Tensor
 
-    def forward(self, batch: Batch, last_states: torch.Tensor, divisors: torch.Tensor | None = None) -> ChainLossOutput:
+    def forward(self, batch: Batch, divisors: torch.Tensor | None = None) -> ChainLossOutput:
         """Loss of one batch.
 
         Args:
-            batch: packed rows with the drafter's states; K columns.
-            last_states: [T, H], the target's last layer's output before its final norm.
+            batch: packed rows with the drafter's states and the target's last; K columns.
             divisors: [K], what each step's sum over rows is divided by; None for the batch's own `weights`.
         """
+        assert batch.last_states is not None
         lessons = self._lessons(batch)
         if divisors is None:
             divisors = lessons.weights.sum(1)
         with torch.no_grad():
-            states = self.teacher_norm(last_states[lessons.rows])
+            states = self.teacher_norm(batch.last_states[lessons.rows])
             decay = self.ttt_loss_decay ** torch.arange(self.ttt_steps, device=divisors.device).double()
             weights = (lessons.weights * (decay / divisors.clamp(min=1))[:, None]).to(_exact(states.dtype))
 

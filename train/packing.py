@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 
 import torch
 
 from draftsmith.drafters.batch import Batch
 from draftsmith.store.format import Sequence
+
+_TOKENS_IN_BATCH = 4096
+"""`pack_in_order` packs up to this many tokens; a longer sequence is alone."""
 
 
 def pack_epoch(lengths: list[int], *, tokens_per_step: int, seed: int, epoch: int) -> list[list[int]]:
@@ -47,6 +50,20 @@ def balance_tokens(lengths: list[int], shares: int) -> list[list[int]]:
         divided[least].append(index)
         loads[least] += lengths[index]
     return [sorted(share) for share in divided]
+
+
+def pack_in_order(sequences: Iterable[Sequence], *, steps: int) -> Iterator[Batch]:
+    """Pack sequences in order, several to a batch, taking each from the iterable only when it is due."""
+    group: list[Sequence] = []
+    tokens = 0
+    for sequence in sequences:
+        if group and tokens + len(sequence.token_ids) > _TOKENS_IN_BATCH:
+            yield pack(group, steps=steps)
+            group, tokens = [], 0
+        group.append(sequence)
+        tokens += len(sequence.token_ids)
+    if group:
+        yield pack(group, steps=steps)
 
 
 def pack(sequences: Iterable[Sequence], *, steps: int, prompt_weight: float = 0.0) -> Batch:

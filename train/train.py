@@ -263,7 +263,9 @@ def _step(run: Run, number: int, micro_batches: list[MicroBatch], signals: list[
     sums = torch.zeros(2 * steps + 1, device=device)
     for micro_batch in micro_batches:
         if not micro_batch.idle:
-            batch = replace(micro_batch.batch, hidden_states=micro_batch.batch.hidden_states[:0]).to(device)
+            batch = replace(micro_batch.batch, hidden_states=micro_batch.batch.hidden_states[:0], last_states=None).to(
+                device
+            )
             tokens = torch.tensor([len(batch.positions)], device=device)
             sums += torch.cat([loss.weights(batch), batch.loss_weights.sum(0), tokens])
     divisors, row_weights, all_tokens = accelerator.reduce(sums).split([steps, steps, 1])
@@ -273,11 +275,10 @@ def _step(run: Run, number: int, micro_batches: list[MicroBatch], signals: list[
         share = accelerator.process_index * options.gradient_accumulation_steps + index
         torch.manual_seed(step_seed(run.recipe.seed, number, share))  # for drafters that draw noise
         batch = micro_batch.batch.to(device)
-        last_states = micro_batch.last_states.to(device, non_blocking=True)
         accumulating = index + 1 < len(micro_batches)
         with distributed.no_grad_sync(run.model) if accumulating else nullcontext():
             with torch.autocast(device.type, dtype=torch.bfloat16, enabled=options.precision == "bfloat16"):
-                output = run.model(batch, last_states, divisors)
+                output = run.model(batch, divisors)
             local_loss = output.loss * 0 if micro_batch.idle else output.loss
             # Processes average their gradients, and the divisors are sums over processes.
             accelerator.backward(local_loss * accelerator.num_processes)

@@ -111,10 +111,14 @@ class Drafter(nn.Module, ABC):
         """The module in float32, on the CPU, with what it shares with the target."""
 
     @abstractmethod
-    def init_from_target(self, tensors: TargetTensors, batches: Iterable[tuple[Batch, torch.Tensor]]) -> None:
-        """Initialize the parameters in place, on the device that they are on, from the target's weights (on the CPU) and from
-        sequences of the store (on the parameters' device), one a batch, with the target's last states [T, H] beside. They may be
-        read as far as they help, and several times."""
+    def init_from_target(self, tensors: TargetTensors, batches: Iterable[Batch]) -> None:
+        """Initialize the parameters in place, on their device.
+
+        Args:
+            tensors: the target's weights, on the CPU.
+            batches: one sequence of the store each, on the parameters' device, with `last_states`. They may be iterated several
+                times, and not to the end.
+        """
 
     @staticmethod
     @abstractmethod

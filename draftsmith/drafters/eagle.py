@@ -126,7 +126,7 @@ class EagleDrafter(DecoderDrafter):
         return cls(config, tensors.embedding.float(), tensors.final_norm_weight.float(), tensors.lm_head.float())
 
     @torch.no_grad()
-    def init_from_target(self, tensors: TargetTensors, batches: Iterable[tuple[Batch, torch.Tensor]]) -> None:
+    def init_from_target(self, tensors: TargetTensors, batches: Iterable[Batch]) -> None:
         """`fc` foretells the next normed state as well as least squares can, from what it reads; the layers add nothing yet."""
         for layer in self.decoder_layers():
             layer.self_attn.o_proj.weight.zero_()
@@ -135,9 +135,10 @@ class EagleDrafter(DecoderDrafter):
         gram = self.embedding.new_zeros(size, size)
         cross = self.embedding.new_zeros(size, self.config.hidden_size)
         used = 0
-        for batch, last_states in batches:
+        for batch in batches:
+            assert batch.last_states is not None
             # Where a token is predicted from row p, row p + 1 is in the batch.
-            states = self._normed(last_states)
+            states = self._normed(batch.last_states)
             for rows in (batch.loss_weights[:, 0] > 0).nonzero()[:, 0].split(ROWS_AT_ONCE):
                 reads = torch.cat([F.embedding(batch.next_tokens[rows, 0], self.embedding), states[rows]], dim=1)
                 gram.addmm_(reads.T, reads)

@@ -234,7 +234,7 @@ class Eagle3Drafter(DecoderDrafter):
         return cls(config, tensors.embedding.float(), draft_token_ids)
 
     @torch.no_grad()
-    def init_from_target(self, tensors: TargetTensors, batches: Iterable[tuple[Batch, torch.Tensor]]) -> None:
+    def init_from_target(self, tensors: TargetTensors, batches: Iterable[Batch]) -> None:
         """Initialize the drafter in place so that, untrained, it is the best linear drafter of its shape, and copies.
 
         The head and the final norm are the target's own, so what the drafter has to produce at position p is the
@@ -363,31 +363,28 @@ class Eagle3Drafter(DecoderDrafter):
         return {"fc.weight": (1, 1), **config.layer_matmul_counts(steps)}
 
 
-def _rows_to_fit(
-    batches: Iterable[tuple[Batch, torch.Tensor]],
-) -> Iterator[tuple[Batch, torch.Tensor, torch.Tensor]]:
-    """Rows that a token is predicted from, some at a time, with their batch and the target's last states in it."""
+def _rows_to_fit(batches: Iterable[Batch]) -> Iterator[tuple[Batch, torch.Tensor]]:
+    """Rows that a token is predicted from, some at a time, with their batch."""
     count = 0
-    for batch, last_states in batches:
+    for batch in batches:
         # Where a token is predicted from row p, row p + 1 is in the batch.
         for rows in (batch.loss_weights[:-1, 0] > 0).nonzero()[:, 0].split(ROWS_AT_ONCE):
-            yield batch, last_states, rows
+            yield batch, rows
             count += len(rows)
         if count >= ROWS_TO_FIT:
             break
 
 
-def _regression(
-    drafter: Eagle3Drafter, batches: Iterable[tuple[Batch, torch.Tensor]]
-) -> tuple[torch.Tensor, torch.Tensor]:
+def _regression(drafter: Eagle3Drafter, batches: Iterable[Batch]) -> tuple[torch.Tensor, torch.Tensor]:
     """Sums over rows of the products of what the drafter reads, [n*H + H, n*H + H], and of that with what it should say,
     [n*H + H, H]: the target's last state one position on."""
     width, hidden = drafter.config.fused_size + drafter.config.hidden_size, drafter.config.hidden_size
     gram, cross = drafter.fc.weight.new_zeros(width, width), drafter.fc.weight.new_zeros(width, hidden)
-    for batch, last_states, rows in _rows_to_fit(batches):
+    for batch, rows in _rows_to_fit(batches):
+        assert batch.last_states is not None
         reads = drafter.reads(batch, rows)
         gram.addmm_(reads.T, reads)
-        cross.addmm_(reads.T, unit_rms(last_states[rows + 1]))
+        cross.addmm_(reads.T, unit_rms(batch.last_states[rows + 1]))
     return gram, cross
 
 
@@ -429,7 +426,7 @@ class _FusedStates:
 
 def _fused_states(
     drafter: Eagle3Drafter,
-    batches: Iterable[tuple[Batch, torch.Tensor]],
+    batches: Iterable[Batch],
     to_values: torch.Tensor,
     from_values: torch.Tensor,
 ) -> _FusedStates:
@@ -437,7 +434,7 @@ def _fused_states(
     hidden = drafter.config.hidden_size
     new_zeros = drafter.fc.weight.new_zeros
     sums, count = _FusedStates(new_zeros(()), new_zeros(hidden, hidden), new_zeros(hidden)), 0
-    for batch, _, rows in _rows_to_fit(batches):
+    for batch, rows in _rows_to_fit(batches):
         states, embeds = drafter.reads(batch, rows).split([drafter.config.fused_size, hidden], dim=1)
         fused = drafter.fc(states)
         sums.size += fused.pow(2).mean(-1).sqrt().sum()

@@ -119,7 +119,7 @@ class MedusaDrafter(Drafter):
         return cls(config, tensors.final_norm_weight.float())
 
     @torch.no_grad()
-    def init_from_target(self, tensors: TargetTensors, batches: Iterable[tuple[Batch, torch.Tensor]]) -> None:
+    def init_from_target(self, tensors: TargetTensors, batches: Iterable[Batch]) -> None:
         """Blocks at the identity, as in the paper, and heads at the target's.
 
         Heads of their own take the best linear guess from the state with them: if z_{p+1+i} ~ A_i z_p for the normed

@@ -177,7 +177,7 @@ class MlpDrafter(Drafter):
         return cls(config, tensors.final_norm_weight.float())
 
     @torch.no_grad()
-    def init_from_target(self, tensors: TargetTensors, batches: Iterable[tuple[Batch, torch.Tensor]]) -> None:
+    def init_from_target(self, tensors: TargetTensors, batches: Iterable[Batch]) -> None:
         """Put the target's vocabulary into the heads and what it is likely to say next into the first projection.
 
         The heads are the target's in the D directions in which its head varies most; `proj_0` gives the coordinates in

@@ -189,10 +189,10 @@ def _ours(sequences: list[Sequence]) -> tuple[Callable[[], None], float]:
     )  # fmt: skip
     optimizers = make_optimizers(options, drafter)
     packed = pack(sequences, steps=STEPS, prompt_weight=options.prompt_loss_weight)
-    batch, last_states = packed.with_layers(list(range(FUSED))), packed.hidden_states[:, FUSED].contiguous()
+    batch = packed.with_layers(list(range(FUSED)), FUSED)
 
     def step() -> None:
-        loss(batch, last_states).loss.backward()
+        loss(batch).loss.backward()
         torch.nn.utils.clip_grad_norm_(drafter.parameters(), options.max_grad_norm)
         for optimizer in optimizers:
             optimizer.step()

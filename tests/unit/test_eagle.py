@@ -95,14 +95,14 @@ def test_chain_loss_and_gradients_equal_the_formulas(changes: dict) -> None:
     """SmoothL1 on the state and a tenth of the soft cross-entropy, over three steps; float64, 1e-9."""
     drafter, steps = make_drafter(**changes), 3
     documents = [make_sequence(9, 4, 1), make_sequence(12, 6, 2)]
-    batch = pack(documents, steps=steps)
+    batch = pack(documents, steps=steps).with_layers([0], 0)
     norm = torch.nn.RMSNorm(HIDDEN, eps=EPS).double()
     norm.weight.data.copy_(drafter.final_norm)
     loss = ChainLoss(
         drafter, teacher_norm=norm, teacher_head=drafter.lm_head, ttt_steps=steps, ttt_loss_decay=0.8,
         terms=drafter.loss_terms(EagleOptions()),
     )  # fmt: skip
-    found = loss(batch, batch.hidden_states[:, 0]).loss
+    found = loss(batch).loss
     found.backward()
 
     weights = {name: value.detach().clone().requires_grad_() for name, value in drafter.state_dict().items()}
@@ -149,8 +149,7 @@ def test_the_start_is_the_best_linear_guess() -> None:
         states.append(rms(from_token @ drafter.embedding[token] + from_state @ rms(states[-1], 1), 1))
     batch = pack([replace(sequence, hidden_states=torch.stack(states)[:, None])], steps=1)
     drafter.init_from_target(
-        TargetTensors(drafter.embedding, drafter.lm_head, drafter.final_norm, {}, ""),
-        [(batch, batch.hidden_states[:, 0])],
+        TargetTensors(drafter.embedding, drafter.lm_head, drafter.final_norm, {}, ""), [batch.with_layers([0], 0)]
     )
     with torch.no_grad():
         (step,) = drafter.chain(batch, steps=1)

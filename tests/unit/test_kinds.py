@@ -18,6 +18,7 @@ from draftsmith.run.errors import UserError
 from draftsmith.store.reader import Store
 from draftsmith.target.tensors import load_target_tensors
 from draftsmith.train.acceptance import predict_acceptance
+from draftsmith.train.packing import pack
 from draftsmith.train.train import run_train
 from tests.unit.tiny_run import make_recipe, make_run
 
@@ -84,8 +85,8 @@ def test_training_is_what_it_was(folder: Path, name: str, request: pytest.Fixtur
     store = Store(run_dir / "store")
     k = min(5, drafter.max_draft_tokens or 5)
     columns = [store.identity.layer_ids.index(layer) for layer in config.layer_ids]
-    held_out = [store[row] for row in store.rows(held_out=True)]
-    predicted = predict_acceptance(drafter, held_out, columns, k=k)
+    held_out = pack((store[row] for row in store.rows(held_out=True)), steps=k).with_layers(columns)
+    predicted = predict_acceptance(drafter, [held_out], k=k)
     assert predicted == pytest.approx(
         {int(key): v for key, v in figures["predicted_acceptance_length"].items()}, abs=1e-4
     )

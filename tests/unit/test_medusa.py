@@ -54,14 +54,14 @@ def test_loss_and_gradients_equal_the_formulas(changes: dict) -> None:
     """Outputs, the published loss (token cross-entropy, decayed by head) and every gradient, float64, 1e-9."""
     drafter = make_drafter(**changes)
     documents = [make_sequence(9, 4, 1), make_sequence(14, 6, 2)]
-    batch = pack(documents, steps=HEADS)
+    batch = pack(documents, steps=HEADS).with_layers([0], 0)
     norm = torch.nn.RMSNorm(HIDDEN, eps=1e-5).double()
     head = torch.randn(VOCAB, HIDDEN, dtype=torch.float64)
     loss = ChainLoss(
         drafter, teacher_norm=norm, teacher_head=head, ttt_steps=HEADS, ttt_loss_decay=0.8,
         terms=drafter.loss_terms(MedusaOptions()),
     )  # fmt: skip
-    found = loss(batch, batch.hidden_states[:, 0]).loss
+    found = loss(batch).loss
     found.backward()
 
     weights = {name: value.detach().clone().requires_grad_() for name, value in drafter.state_dict().items()}
@@ -97,7 +97,7 @@ def test_heads_of_their_own_start_as_the_best_linear_guess() -> None:
     batch = pack([sequence], steps=HEADS)
     head = torch.randn(VOCAB, HIDDEN, generator=generator)
     tensors = TargetTensors(head, head, torch.ones(HIDDEN), {}, "")
-    drafter.init_from_target(tensors, [(batch, batch.hidden_states[:, 0])])
+    drafter.init_from_target(tensors, [batch.with_layers([0], 0)])
     with torch.no_grad():
         found = [step.normed @ step.head.T for step in drafter.chain(batch, steps=HEADS)]
     z = drafter._normed(torch.stack(states))

@@ -57,14 +57,14 @@ def test_loss_and_gradients_equal_the_formulas(changes: dict) -> None:
     drafter = make_drafter(**changes)
     steps = drafter.config.n_predict
     documents = [make_sequence(9, 4, 1), make_sequence(14, 6, 2)]
-    batch = pack(documents, steps=steps)
+    batch = pack(documents, steps=steps).with_layers([0], 0)
     norm = torch.nn.RMSNorm(HIDDEN, eps=1e-5).double()
     head = torch.randn(VOCAB, HIDDEN, dtype=torch.float64)
     loss = ChainLoss(
         drafter, teacher_norm=norm, teacher_head=head, ttt_steps=steps, ttt_loss_decay=1.0,
         terms=drafter.loss_terms(MlpOptions()),
     )  # fmt: skip
-    found = loss(batch, batch.hidden_states[:, 0]).loss
+    found = loss(batch).loss
     found.backward()
 
     weights = {name: value.detach().clone().requires_grad_() for name, value in drafter.state_dict().items()}
@@ -115,9 +115,7 @@ def test_the_start_knows_more_than_chance(inner_size: int) -> None:
         torch.nn.init.zeros_(ln.bias)
     drafter.final_norm.fill_(1)
     torch.nn.init.zeros_(drafter.emb[0].weight)
-    drafter.init_from_target(
-        TargetTensors(head, head, torch.ones(HIDDEN), {}, ""), [(batch, batch.hidden_states[:, 0])]
-    )
+    drafter.init_from_target(TargetTensors(head, head, torch.ones(HIDDEN), {}, ""), [batch.with_layers([0], 0)])
     with torch.no_grad():
         (step,) = drafter.chain(batch, steps=1)
     guesses = (step.normed @ step.head.T).argmax(-1)

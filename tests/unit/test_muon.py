@@ -111,8 +111,8 @@ def drafter() -> Eagle3Drafter:
         drafter, teacher_norm=nn.RMSNorm(hidden, 1e-5), teacher_head=torch.randn(vocab, hidden) * 0.1, ttt_steps=3,
         ttt_loss_decay=0.8,
     )  # fmt: skip
-    batch = pack([make_sequence(drafter, 100, seed) for seed in range(4)], steps=3)
-    loss(batch, batch.hidden_states[:, -1].contiguous()).loss.backward()
+    batch = pack([make_sequence(drafter, 100, seed) for seed in range(4)], steps=3).with_layers([0, 1, 2], 2)
+    loss(batch).loss.backward()
     return drafter
 
 

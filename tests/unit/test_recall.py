@@ -1,5 +1,6 @@
 """A drafter's start looks up what followed when the same was said before."""
 
+from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
 
@@ -28,7 +29,7 @@ def make_drafter(embedding: torch.Tensor, *, heads: int = HEADS, theta: float = 
     return Eagle3Drafter(config, embedding, torch.arange(VOCAB))
 
 
-def texts(tensors: Any, count: int, seed: int) -> list[tuple[Batch, torch.Tensor]]:
+def texts(tensors: Any, count: int, seed: int) -> list[Batch]:
     """Random tokens, then the same again. A target's states say which token stands there, and its last one which is next."""
     generator = torch.Generator().manual_seed(seed)
     made = []
@@ -39,14 +40,14 @@ def texts(tensors: Any, count: int, seed: int) -> list[tuple[Batch, torch.Tensor
         states = torch.stack([stands, stands.roll(1, dims=1), next_], dim=1)
         states = states + 0.1 * torch.randn(states.shape, generator=generator) + 0.5
         batch = pack([Sequence(number, False, ids, torch.arange(len(ids)) > 0, states)], steps=1)
-        made.append((batch, next_))
+        made.append(replace(batch, last_states=next_))
     return made
 
 
-def right_in_second_half(drafter: Eagle3Drafter, batches: list[tuple[Batch, torch.Tensor]]) -> float:
+def right_in_second_half(drafter: Eagle3Drafter, batches: list[Batch]) -> float:
     """Share of right first guesses where the text repeats itself."""
     right = []
-    for batch, _ in batches:
+    for batch in batches:
         (step,) = drafter.chain(batch, steps=1)
         rows = batch.loss_weights[:, 0].nonzero()[:, 0]
         guesses = F.linear(step.normed, step.head).argmax(-1)

@@ -68,7 +68,7 @@ def test_predicted_acceptance_of_a_drafter_that_is_always_right() -> None:
     zeros = replace(sequence, token_ids=torch.zeros(30, dtype=torch.int32))
     # 26 response tokens, the first from prefill: 25 rows to draft from. K = 1: 12 drafts of two tokens, and a last
     # one, from row 25, of one. K = 3: from rows 1, 5, ... 21 three each, from row 25 one: its text ends there.
-    found = predict_acceptance(drafter, [zeros], [0, 1, 2], k=3)
+    found = predict_acceptance(drafter, [pack([zeros], steps=3)], k=3)
     assert found[1] == pytest.approx(1 + 13 / 13)
     assert found[3] == pytest.approx(1 + (6 * 3 + 1) / 7)
 
@@ -82,7 +82,7 @@ def test_predicted_acceptance_walks_each_answer_of_a_conversation() -> None:
     answers = ((places >= 4) & (places < 13)) | (places >= 20)  # of 9 and of 10 tokens
     zeros = replace(make_sequence(30, 4, 1), token_ids=torch.zeros(30, dtype=torch.int32), loss_mask=answers)
     # K = 3: in the first answer from its tokens 2 and 6, three each, which ends it; in the second three, three and one.
-    assert predict_acceptance(drafter, [zeros], [0, 1, 2], k=3)[3] == pytest.approx(1 + (6 + 7) / (2 + 3))
+    assert predict_acceptance(drafter, [pack([zeros], steps=3)], k=3)[3] == pytest.approx(1 + (6 + 7) / (2 + 3))
 
 
 def test_draft_vocabulary() -> None:
@@ -114,13 +114,13 @@ def test_rows_enter_a_start_some_at_a_time(monkeypatch: pytest.MonkeyPatch) -> N
     tensors = SimpleNamespace(
         embedding=torch.randn(VOCAB, HIDDEN).double(), lm_head=torch.randn(VOCAB, HIDDEN).double(), final_norm_weight=torch.ones(HIDDEN)
     )  # fmt: skip
-    batches = [(pack([s], steps=1), s.hidden_states[:, -1]) for s in (make_sequence(40, 5, n) for n in range(8))]
+    batches = [pack([make_sequence(40, 5, n)], steps=1).with_layers([0, 1, 2], 2) for n in range(8)]
     whole, pieces = make_drafter(), make_drafter()
     whole.init_from_target(tensors, batches)
     for module in (eagle3, induction):
         monkeypatch.setattr(module, "ROWS_AT_ONCE", 7)
     pieces.init_from_target(tensors, batches)
-    batch = batches[0][0]
+    batch = batches[0]
     for found, expected in zip(pieces.chain(batch, steps=1), whole.chain(batch, steps=1), strict=True):
         torch.testing.assert_close(found.normed, expected.normed)
 

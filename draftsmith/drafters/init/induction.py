@@ -58,7 +58,7 @@ class Codes:
     """[H, 2 C], orthonormal: where f gives way to them."""
 
 
-def fit_codes(drafter: Eagle3Drafter, batches: Iterable[tuple[Batch, torch.Tensor]]) -> Codes | None:
+def fit_codes(drafter: Eagle3Drafter, batches: Iterable[Batch]) -> Codes | None:
     """Codes for as many components as slow rotary pairs hold; None where no head is free or no pair is slow."""
     config = drafter.config
     size = min(2 * len(_slow_pairs(drafter)), config.hidden_size // 8)
@@ -72,7 +72,7 @@ def fit_codes(drafter: Eagle3Drafter, batches: Iterable[tuple[Batch, torch.Tenso
     # 31% of tokens with SmolLM2's state 15, 26% with state 2 and 13% with the last.
     middle = (len(config.layer_ids) - 1) // 2 * config.hidden_size
     key = slice(middle, middle + config.hidden_size)
-    for batch, _ in batches:
+    for batch in batches:
         for here in torch.arange(len(batch.positions) - 1).split(ROWS_AT_ONCE):
             x = drafter.reads(batch, slice(int(here[0]), int(here[-1]) + 2))  # and the row after
             gram.addmm_(x[:-1].T, x[:-1])
@@ -145,7 +145,7 @@ def attend_by_codes(drafter: Eagle3Drafter, codes: Codes, *, size: torch.Tensor)
     k[:, dimensions, hidden:] = scale * read_found
 
 
-def fit_outputs(drafter: Eagle3Drafter, codes: Codes, batches: Iterable[tuple[Batch, torch.Tensor]]) -> None:
+def fit_outputs(drafter: Eagle3Drafter, codes: Codes, batches: Iterable[Batch]) -> None:
     """Add to `o_proj` what the first two heads of every group say of the next state beyond what is said, by least squares.
 
     Where f carries codes nothing is written: later chain steps read them.
@@ -163,7 +163,8 @@ def fit_outputs(drafter: Eagle3Drafter, codes: Codes, batches: Iterable[tuple[Ba
     gram = codes.directions.new_zeros(len(columns), len(columns))
     cross = codes.directions.new_zeros(len(columns), config.hidden_size)
     rows = 0
-    for batch, last_states in batches:
+    for batch in batches:
+        assert batch.last_states is not None
         for _ in drafter.chain(batch, steps=1):
             pass
         counted = (batch.loss_weights[:, 0] > 0).nonzero()[:, 0]
@@ -172,7 +173,7 @@ def fit_outputs(drafter: Eagle3Drafter, codes: Codes, batches: Iterable[tuple[Ba
             mixed, said = mixed[counted], said[counted]
         mixed = mixed[:, columns]
         gram.addmm_(mixed.T, mixed)
-        cross.addmm_(mixed.T, unit_rms(last_states[counted + 1]) - said)
+        cross.addmm_(mixed.T, unit_rms(batch.last_states[counted + 1]) - said)
         rows += len(counted)
         if rows >= ROWS_TO_LOOK_UP:
             break

@@ -66,13 +66,13 @@ def flop_of_eigenvectors(n: int) -> float:
 
 
 def fit_ahead(
-    norm: Callable[[torch.Tensor], torch.Tensor], batches: Iterable[tuple[Batch, torch.Tensor]], *, steps: int
+    norm: Callable[[torch.Tensor], torch.Tensor], batches: Iterable[Batch], *, steps: int
 ) -> list[torch.Tensor]:
     """Ridge regression of the normed last state at p+1+k on that at p, for each k.
 
     Args:
         norm: the target's final norm.
-        batches: packed rows of the store, with counts for `steps` steps, and the target's last states [T, H].
+        batches: of the store, with `last_states` and loss weights of `steps` steps.
         steps: matrices wanted.
 
     Returns:
@@ -81,8 +81,9 @@ def fit_ahead(
     grams: list[torch.Tensor] = []
     crosses: list[torch.Tensor] = []
     used = 0
-    for batch, last_states in batches:
-        states = norm(last_states)
+    for batch in batches:
+        assert batch.last_states is not None
+        states = norm(batch.last_states)
         if not grams:
             size = states.shape[1]
             grams, crosses = ([states.new_zeros(size, size) for _ in range(steps)] for _ in range(2))
