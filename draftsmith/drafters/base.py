@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from abc import ABC, abstractmethod
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import asdict, dataclass
@@ -12,6 +13,7 @@ from torch import nn
 
 from draftsmith.drafters.batch import Batch
 from draftsmith.drafters.layout import Layout
+from draftsmith.run.errors import UserError
 from draftsmith.target.info import TargetInfo
 from draftsmith.target.tensors import TargetTensors
 
@@ -71,6 +73,16 @@ class InitCost:
     """At once, beside the drafter itself and its batch of one sequence."""
     rows_read: int
     """Of the store, all times together: of whole sequences, until enough of their rows are answered."""
+
+
+@functools.lru_cache(maxsize=64)
+def _shapes(kind: type[Drafter], config: DrafterConfig) -> dict[str, tuple[int, ...]]:
+    """See `Drafter.shapes`; from a module without memory for its tensors (torch's meta device)."""
+    with torch.device("meta"):
+        table = torch.empty(config.vocab_size, config.hidden_size)
+        tensors = TargetTensors(table, table, torch.empty(config.hidden_size), {}, "")
+        drafter = kind.from_target(config, tensors, torch.arange(config.draft_vocab_size))
+    return {name: tuple(value.shape) for name, value in drafter.state_dict().items()}
 
 
 class Drafter(nn.Module, ABC):
@@ -152,10 +164,17 @@ class Drafter(nn.Module, ABC):
                 true ones, as in training.
         """
 
-    @staticmethod
-    @abstractmethod
-    def shapes(config: Any) -> dict[str, tuple[int, ...]]:
-        """Name and shape of every tensor of the state dict."""
+    @classmethod
+    def shapes(cls, config: DrafterConfig) -> dict[str, tuple[int, ...]]:
+        """Name and shape of every tensor of the state dict.
+
+        Raises:
+            UserError: no module can be built from the config.
+        """
+        try:
+            return dict(_shapes(cls, config))
+        except Exception as error:  # configs come from files; what a wrong value breaks depends on the kind
+            raise UserError(f"No {cls.__name__} can be built from its config: {str(error)[:200]}.") from None
 
     @staticmethod
     @abstractmethod

@@ -13,7 +13,7 @@ from __future__ import annotations
 
 from abc import abstractmethod
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -42,7 +42,7 @@ class DecoderConfig(DrafterConfig):
     num_key_value_heads: int
     head_dim: int
     hidden_act: str
-    rope_parameters: dict[str, Any]
+    rope_parameters: dict[str, Any] = field(hash=False)
     max_position_embeddings: int
     attention_bias: bool = False
     """Queries, keys and values have a bias, as in Qwen2."""
@@ -65,33 +65,21 @@ class DecoderConfig(DrafterConfig):
             vocab_size=self.vocab_size,
         )
 
-    def layer_shapes(self, index: int, *, reads: int) -> dict[str, tuple[int, ...]]:
-        """Name and shape of a layer's tensors, norms on its way in excepted; `reads` is the width that attention reads."""
-        hidden, inner = self.hidden_size, self.intermediate_size
-        queries, keys = self.num_attention_heads * self.head_dim, self.num_key_value_heads * self.head_dim
-        biases: dict[str, tuple[int, ...]] = {"q_proj": (queries,), "k_proj": (keys,), "v_proj": (keys,)}
-        return {
-            f"layers.{index}.self_attn.{name}.bias": shape for name, shape in biases.items() if self.attention_bias
-        } | {
-            f"layers.{index}.post_attention_layernorm.weight": (hidden,),
-            f"layers.{index}.self_attn.q_proj.weight": (queries, reads),
-            f"layers.{index}.self_attn.k_proj.weight": (keys, reads),
-            f"layers.{index}.self_attn.v_proj.weight": (keys, reads),
-            f"layers.{index}.self_attn.o_proj.weight": (hidden, queries),
-            f"layers.{index}.mlp.gate_proj.weight": (inner, hidden),
-            f"layers.{index}.mlp.up_proj.weight": (inner, hidden),
-            f"layers.{index}.mlp.down_proj.weight": (hidden, inner),
-        }
-
     def layer_matmul_counts(self, steps: int) -> dict[str, tuple[int, int]]:
-        """`Drafter.passes` of the layers: rows without a prediction are attended to, and leave the last layer after that."""
-        passes = {}
+        """`Drafter.matmul_counts` of the layers: rows without a prediction only give the last layer keys and values."""
+        counts = {}
         for index in range(self.num_layers):
-            for name, shape in self.layer_shapes(index, reads=0).items():
-                attended_to = index < self.num_layers - 1 or ".k_proj." in name or ".v_proj." in name
-                if len(shape) == 2:
-                    passes[name] = (int(attended_to), steps)
-        return passes
+            for name in _MATRICES:
+                used_by_all = index < self.num_layers - 1 or name in ("self_attn.k_proj", "self_attn.v_proj")
+                counts[f"layers.{index}.{name}.weight"] = (int(used_by_all), steps)
+        return counts
+
+
+_MATRICES = (
+    *(f"self_attn.{name}_proj" for name in "qkvo"),
+    *(f"mlp.{name}_proj" for name in ("gate", "up", "down")),
+)
+"""Of a decoder layer."""
 
 
 def layer_fields(prefix: str = "", *, old_rope: bool = False) -> tuple[Entry | Rope, ...]:

@@ -192,18 +192,6 @@ class EagleDrafter(DecoderDrafter):
         return F.rms_norm(states, states.shape[-1:], self.final_norm, self.config.rms_norm_eps)
 
     @staticmethod
-    def shapes(config: EagleConfig) -> dict[str, tuple[int, ...]]:
-        hidden = config.hidden_size
-        shapes: dict[str, tuple[int, ...]] = {"fc.weight": (hidden, 2 * hidden)}
-        if config.fc_bias:
-            shapes["fc.bias"] = (hidden,)
-        for i in range(config.num_layers):
-            shapes |= config.layer_shapes(i, reads=hidden)
-            if i > 0:
-                shapes[f"layers.{i}.input_layernorm.weight"] = (hidden,)
-        return shapes
-
-    @staticmethod
     def matmul_counts(config: EagleConfig, steps: int) -> dict[str, tuple[int, int]]:
         return {"fc.weight": (1, steps), **config.layer_matmul_counts(steps)}
 

@@ -340,25 +340,6 @@ class Eagle3Drafter(DecoderDrafter):
         return self.lm_head.weight
 
     @staticmethod
-    def shapes(config: Eagle3Config) -> dict[str, tuple[int, ...]]:
-        hidden = config.hidden_size
-        shapes: dict[str, tuple[int, ...]] = {
-            "fc.weight": (hidden, config.fused_size),
-            "norm.weight": (hidden,),
-            "lm_head.weight": (config.draft_vocab_size, hidden),
-            "layers.0.hidden_norm.weight": (hidden,),
-        }
-        if config.fc_norm:
-            each = config.fused_size // len(config.layer_ids)
-            shapes |= {f"fc_norm.{i}.weight": (each,) for i in range(len(config.layer_ids))}
-        if config.norm_before_fc:
-            shapes["input_norm.weight"] = (config.fused_size,)
-        for i in range(config.num_layers):
-            shapes[f"layers.{i}.input_layernorm.weight"] = (hidden,)
-            shapes |= config.layer_shapes(i, reads=hidden if i else 2 * hidden)
-        return shapes
-
-    @staticmethod
     def matmul_counts(config: Eagle3Config, steps: int) -> dict[str, tuple[int, int]]:
         return {"fc.weight": (1, 1), **config.layer_matmul_counts(steps)}
 

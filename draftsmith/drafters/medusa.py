@@ -174,17 +174,6 @@ class MedusaDrafter(Drafter):
         return head.weight
 
     @staticmethod
-    def shapes(config: MedusaConfig) -> dict[str, tuple[int, ...]]:
-        hidden, heads = config.hidden_size, range(config.num_heads)
-        linears = [f"blocks.{i}.layers.{j}" for i in heads for j in range(config.num_layers)]
-        shapes: dict[str, tuple[int, ...]] = {f"{name}.weight": (hidden, hidden) for name in linears}
-        if config.bias:
-            shapes |= {f"{name}.bias": (hidden,) for name in linears}
-        return shapes | {
-            f"lm_heads.{i}.weight": (config.vocab_size, hidden) for i in heads[: 1 if config.shared_head else None]
-        }
-
-    @staticmethod
     def matmul_counts(config: MedusaConfig, steps: int) -> dict[str, tuple[int, int]]:
         heads, layers = range(min(steps, config.num_heads)), range(config.num_layers)
         return {f"blocks.{i}.layers.{j}.weight": (0, 1) for i in heads for j in layers}

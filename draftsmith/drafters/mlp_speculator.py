@@ -242,21 +242,6 @@ class MlpDrafter(Drafter):
         return head.weight
 
     @staticmethod
-    def shapes(config: MlpConfig) -> dict[str, tuple[int, ...]]:
-        size, vocabulary = config.inner_size, config.vocab_size
-        shapes: dict[str, tuple[int, ...]] = {"proj.0.weight": (size, config.hidden_size)}
-        for i in range(1, 2 if config.tie_weights else config.n_predict):
-            shapes[f"proj.{i}.weight"] = (size, size)
-        for i in range(1 if config.tie_weights else config.n_predict):
-            shapes |= {
-                f"emb.{i}.weight": (vocabulary, size),
-                f"head.{i}.weight": (vocabulary, size),
-                f"ln.{i}.weight": (size,),
-                f"ln.{i}.bias": (size,),
-            }
-        return shapes
-
-    @staticmethod
     def matmul_counts(config: MlpConfig, steps: int) -> dict[str, tuple[int, int]]:
         if config.tie_weights:
             return {"proj.0.weight": (0, 1), "proj.1.weight": (0, steps - 1)}
