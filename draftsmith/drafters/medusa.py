@@ -25,7 +25,7 @@ from torch.nn import functional as F
 from draftsmith.config.drafters import MedusaOptions
 from draftsmith.drafters.base import ChainStep, Drafter, DrafterConfig, InitCost, LossTerms
 from draftsmith.drafters.batch import Batch
-from draftsmith.drafters.init.least_squares import ROWS_TO_FIT, cost_of_fit_ahead, fit_ahead, rows_until
+from draftsmith.drafters.init.least_squares import ROWS_TO_FIT, cost_of_fit_next_states, fit_next_states, rows_until
 from draftsmith.drafters.layout import Entry, Layout, same_names, target_fields
 from draftsmith.target.info import TargetInfo
 from draftsmith.target.tensors import TargetTensors
@@ -131,7 +131,7 @@ class MedusaDrafter(Drafter):
         if self.config.shared_head:
             self._head(0).copy_(target_head)
             return
-        for i, ahead in enumerate(fit_ahead(self._normed, batches, steps=self.config.num_heads)):
+        for i, ahead in enumerate(fit_next_states(self._normed, batches, steps=self.config.num_heads)):
             self._head(i).copy_(target_head @ ahead)
 
     @staticmethod
@@ -139,7 +139,7 @@ class MedusaDrafter(Drafter):
         hidden, head = config.hidden_size, config.vocab_size * config.hidden_size
         if config.shared_head:
             return InitCost(0.0, 4 * head, 0)
-        flop, held = cost_of_fit_ahead(hidden, answered=answered, steps=config.num_heads)
+        flop, held = cost_of_fit_next_states(hidden, answered=answered, steps=config.num_heads)
         # The fit is over when heads are made of it: the target's, and one's.
         return InitCost(
             flop + 2.0 * config.num_heads * head * hidden,

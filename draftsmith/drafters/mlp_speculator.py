@@ -32,8 +32,8 @@ from draftsmith.drafters.batch import Batch
 from draftsmith.drafters.decoder import LLAMA_IGNORED
 from draftsmith.drafters.init.least_squares import (
     ROWS_TO_FIT,
-    cost_of_fit_ahead,
-    fit_ahead,
+    cost_of_fit_next_states,
+    fit_next_states,
     flop_of_eigenvectors,
     rows_until,
     unit_rms,
@@ -187,7 +187,7 @@ class MlpDrafter(Drafter):
         head = tensors.lm_head.to(self.final_norm)
         kept = min(self.config.inner_size, self.config.hidden_size)
         directions = torch.linalg.eigh(head.T @ head).eigenvectors[:, -kept:]  # [H, D], ascending
-        (ahead,) = fit_ahead(self._normed, batches, steps=1)
+        (ahead,) = fit_next_states(self._normed, batches, steps=1)
         for step in range(len(self.head)):
             self._head(step)[:, :kept] = head @ directions
         first = self.proj[0]
@@ -198,7 +198,7 @@ class MlpDrafter(Drafter):
     def init_cost(config: MlpConfig, *, rows: int, answered: int) -> InitCost:
         hidden, head = config.hidden_size, config.vocab_size * config.hidden_size
         kept, heads = min(config.inner_size, hidden), 1 if config.tie_weights else config.n_predict
-        flop, held = cost_of_fit_ahead(hidden, answered=answered, steps=1)
+        flop, held = cost_of_fit_next_states(hidden, answered=answered, steps=1)
         flop += 2.0 * head * hidden + flop_of_eigenvectors(hidden) + 2.0 * heads * head * kept + 2.0 * hidden**2 * kept
         held = head + max(held, hidden**2 + config.vocab_size * kept) + hidden * kept
         return InitCost(flop, 4 * held, rows_until(ROWS_TO_FIT, rows=rows, answered=answered))

@@ -65,7 +65,7 @@ def flop_of_eigenvectors(n: int) -> float:
     return 9.0 * n**3
 
 
-def fit_ahead(
+def fit_next_states(
     norm: Callable[[torch.Tensor], torch.Tensor], batches: Iterable[Batch], *, steps: int
 ) -> list[torch.Tensor]:
     """Ridge regression of the normed last state at p+1+k on that at p, for each k.
@@ -106,8 +106,8 @@ def rows_until(wanted: int, *, rows: int, answered: int) -> int:
     return round(min(wanted, answered) * rows / max(answered, 1))
 
 
-def cost_of_fit_ahead(hidden: int, *, answered: int, steps: int) -> tuple[float, int]:
-    """FLOP of `fit_ahead`, and numbers that it holds at once."""
+def cost_of_fit_next_states(hidden: int, *, answered: int, steps: int) -> tuple[float, int]:
+    """FLOP of `fit_next_states`, and numbers that it holds at once."""
     rows = min(answered, ROWS_TO_FIT)
     flop = steps * (4.0 * rows * hidden**2 + flop_of_solve(hidden, hidden))
     return flop, (3 * steps + 2) * hidden**2 + 3 * min(rows, ROWS_AT_ONCE) * hidden
