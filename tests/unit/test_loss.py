@@ -132,40 +132,40 @@ def test_matches_are_the_share_of_right_first_choices() -> None:
     torch.testing.assert_close(loss(batch).matches, torch.stack(expected))
 
 
-def part_of(loss: ChainLoss, batch: Batch) -> loss_module._Part:
-    lessons = loss._lessons(batch)
+def subset_of(loss: ChainLoss, batch: Batch) -> loss_module._VocabularySubset:
+    alignment = loss._align(batch)
     steps = list(loss.drafter.chain(batch, steps=STEPS))
-    normed = [step.normed[drafts] for step, drafts in zip(steps, lessons.drafts, strict=True)]
-    part = loss._part(
-        loss.teacher_norm(batch.last_states[lessons.rows]), normed, [step.head for step in steps], lessons
+    normed = [step.normed[drafts] for step, drafts in zip(steps, alignment.drafts, strict=True)]
+    subset = loss._subset(
+        loss.teacher_norm(batch.last_states[alignment.rows]), normed, [step.head for step in steps], alignment
     )
-    assert part is not None
-    return part
+    assert subset is not None
+    return subset
 
 
 def test_a_part_of_the_vocabulary(small_chunks: None) -> None:
     batch = make_batch()
     whole = make_loss()(batch).loss
-    # A part that leaves nothing out changes nothing; a real part keeps every true token, be they more than it should hold.
+    # A subset that leaves nothing out changes nothing; a real subset keeps every true token, be they more than it should hold.
     torch.testing.assert_close(make_loss(loss_vocab_size=DRAFT)(batch).loss, whole)
     loss = make_loss(loss_vocab_size=25)
-    true = set(loss._lessons(batch).labels.tolist())
+    true = set(loss._align(batch).labels.tolist())
     torch.manual_seed(0)
-    part = part_of(loss, batch)
-    assert len(part.columns.unique()) == len(part.columns) == 25
-    assert part.kept < 25
-    assert true < set(part.columns[: part.kept].tolist())
+    subset = subset_of(loss, batch)
+    assert len(subset.columns.unique()) == len(subset.columns) == 25
+    assert subset.kept < 25
+    assert true < set(subset.columns[: subset.kept].tolist())
     torch.manual_seed(0)
     loss(batch).loss.backward()
-    untouched = sorted({*range(DRAFT)} - {*part.columns.tolist()})
+    untouched = sorted({*range(DRAFT)} - {*subset.columns.tolist()})
     assert not loss.drafter.lm_head.weight.grad[untouched].any()
-    assert loss.drafter.lm_head.weight.grad[part.columns].any(1).all()
+    assert loss.drafter.lm_head.weight.grad[subset.columns].any(1).all()
     loss.loss_vocab_size = 2
-    assert set(part_of(loss, batch).columns.tolist()) == true
+    assert set(subset_of(loss, batch).columns.tolist()) == true
 
 
 MANY = 400
-"""Tokens of a draft vocabulary of which a loss takes a part."""
+"""Tokens of a draft vocabulary of which a loss takes a subset."""
 
 
 def make_wide_loss(**options: object) -> ChainLoss:
@@ -201,7 +201,7 @@ def test_what_only_the_drafter_holds_likely_is_pushed_down() -> None:
     losses, pushes = [], []
     for size in (None, 64):
         loss = make_wide_loss(loss_vocab_size=size)
-        true = set(loss._lessons(batch).labels.tolist())
+        true = set(loss._align(batch).labels.tolist())
         wrong = [token for token in range(MANY) if token not in true][:20]
         loss.teacher_head[wrong] = -5  # far from every state
         with torch.no_grad():
@@ -276,7 +276,7 @@ def test_no_logits_of_all_rows_are_ever_there(monkeypatch: pytest.MonkeyPatch) -
 
 def test_row_chunks() -> None:
     def sizes(rows: int, vocab: int, device: str = "cpu") -> Iterator[int]:
-        return (part.stop - part.start for part in row_chunks(rows, vocab, device))
+        return (chunk.stop - chunk.start for chunk in row_chunks(rows, vocab, device))
 
     at_once = loss_module._LOGITS_AT_ONCE
     assert list(sizes(1000, at_once // 400)) == [400, 400, 200]
@@ -316,10 +316,10 @@ def test_a_part_in_bfloat16(name: str) -> None:
     outcomes = []
     for enabled in (False, True):
         loss = make_wide_loss(loss=name, loss_vocab_size=240).float()
-        # The same part for both: a rounded probability may choose another.
+        # The same subset for both: a rounded probability may choose another.
         torch.manual_seed(0)
-        part = part_of(loss, batch)
-        loss._part = lambda *_, part=part: part
+        subset = subset_of(loss, batch)
+        loss._subset = lambda *_, subset=subset: subset
         with torch.autocast("cpu", torch.bfloat16, enabled=enabled):
             value = loss(batch).loss
         value.backward()
