@@ -1,4 +1,4 @@
-"""EAGLE, the first version (Li et al., arXiv 2401.15077): foretell the target's last state, and let its own head read it.
+"""EAGLE, version 1 (Li et al., arXiv 2401.15077): predict the target's next final hidden state, and let the target's head read it.
 
 Alignment and attention: see `decoder.py`. Mathematics of a step, for state f and token embedding e:
 
@@ -7,12 +7,11 @@ Alignment and attention: see `decoder.py`. Mathematics of a step, for state f an
     y = r + mlp(post_attention_layernorm(r))          the next step's state
     logits = lm_head(y)                               the target's own head
 
-and at step 0 f is the target's last state after its final norm, h_p. Further layers are plain Llama layers. y is taught
-to be the target's next normed state (SmoothL1), and its logits the target's distribution. In training, h_p carries noise
-that is uniform in (-1/2, 1/2) * noise * 512 / T, for a sequence of T states.
+and at step 0 f is the target's last state after its final norm, h_p. Further layers are plain Llama layers. y learns the
+target's next normed state (SmoothL1), and its logits the target's distribution. In training, h_p carries uniform noise in
+(-1/2, 1/2) * noise * 512 / T, for a sequence of T states.
 
-Names and shapes of the tensors are those of the published checkpoints and of vLLM's `llama_eagle.py`, which has no bias
-in `fc`.
+Names and shapes of the tensors are those of the published checkpoints and of vLLM's `llama_eagle.py`, whose `fc` has no bias.
 """
 
 from __future__ import annotations
@@ -50,7 +49,7 @@ class EagleConfig(DecoderConfig):
 
     noise: float
     fc_bias: bool = False
-    """`fc` has a bias, as in the checkpoints of the original implementation; vLLM's has none."""
+    """`fc` has a bias, as in checkpoints of the original implementation; vLLM's has none."""
 
 
 _VLLM = Layout(
@@ -77,7 +76,7 @@ where the checkpoint has none."""
 
 
 class EagleDrafter(DecoderDrafter):
-    """The drafter as it is trained. The target's embedding, final norm and head are shared.
+    """The drafter in training. It shares the target's embedding, final norm and head.
 
     Args:
         config: shapes.
@@ -127,7 +126,7 @@ class EagleDrafter(DecoderDrafter):
 
     @torch.no_grad()
     def init_from_target(self, tensors: TargetTensors, batches: Iterable[Batch]) -> None:
-        """`fc` foretells the next normed state as well as least squares can, from what it reads; the layers add nothing yet."""
+        """Fit `fc` by least squares to predict the next normed state from its input; the layers add nothing yet."""
         for layer in self.decoder_layers():
             layer.self_attn.o_proj.weight.zero_()
             layer.mlp.down_proj.weight.zero_()
@@ -146,7 +145,7 @@ class EagleDrafter(DecoderDrafter):
                 used += len(rows)
             if used >= ROWS_TO_FIT:
                 break
-        # Embeddings are small beside states: each half has a ridge of its own size.
+        # Embeddings are small compared with states: each half gets a ridge of its own size.
         for half in gram.diagonal().chunk(2):
             half.add_(RIDGE * half.mean())
         self.fc.weight.copy_(torch.linalg.solve(gram, cross).T)
@@ -188,7 +187,7 @@ class EagleDrafter(DecoderDrafter):
         return self.lm_head
 
     def _normed(self, states: torch.Tensor) -> torch.Tensor:
-        """The target's final norm."""
+        """States after the target's final norm."""
         return F.rms_norm(states, states.shape[-1:], self.final_norm, self.config.rms_norm_eps)
 
     @staticmethod

@@ -1,13 +1,13 @@
-"""Medusa (Cai et al., arXiv 2401.10774): independent heads on the target's last state, each for a token further ahead.
+"""Medusa (Cai et al., arXiv 2401.10774): independent heads on the target's last hidden state, one for each draft token.
 
-Alignment. At position p head i reads the target's last state h_p, after its final norm, and predicts x_{p+2+i}: x_{p+1}
-is the target's own. No head knows what another one guesses, nor which token x_{p+1} became.
+Alignment. At position p head i reads the target's last state h_p, after its final norm, and predicts x_{p+2+i}; x_{p+1} is
+the target's own token. No head reads the draft tokens of the others, nor x_{p+1}.
 
-Mathematics of head i with L residual blocks (the paper's first formula; W starts at zero, so a block at the identity):
+Mathematics of head i with L residual blocks (the paper's first formula; W starts at zero, so a block starts as the identity):
 
     y_0 = h_p;  y_{l+1} = y_l + SiLU(W_{i,l} y_l + b_{i,l});  logits = lm_head_i(y_L)
 
-Names and shapes of the tensors are those of vLLM's `medusa.py`, with a vocabulary head for each head or one that all share
+Names and shapes of the tensors are those of vLLM's `medusa.py`, with one vocabulary head per head or a shared one
 (`original_lm_head`). Heads are over the target's whole vocabulary: vLLM 0.32 refuses a checkpoint with a `token_map`,
 since its loader then misses a weight of that name.
 """
@@ -75,7 +75,7 @@ class _Block(nn.Module):
 
 
 class MedusaDrafter(Drafter):
-    """The heads as they are trained. The target's final norm is shared.
+    """The heads in training. They share the target's final norm.
 
     Args:
         config: shapes.
@@ -120,9 +120,9 @@ class MedusaDrafter(Drafter):
 
     @torch.no_grad()
     def init_from_target(self, tensors: TargetTensors, batches: Iterable[Batch]) -> None:
-        """Blocks at the identity, as in the paper, and heads at the target's.
+        """Start the blocks as identities, as in the paper, and the vocabulary heads as the target's head.
 
-        Heads of their own take the best linear guess from the state with them: if z_{p+1+i} ~ A_i z_p for the normed
+        Without a shared head, each includes the best linear prediction of its state: if z_{p+1+i} ~ A_i z_p for the normed
         states, by least squares, then head i starts as lm_head A_i.
         """
         for parameter in self.blocks.parameters():
@@ -140,7 +140,7 @@ class MedusaDrafter(Drafter):
         if config.shared_head:
             return InitCost(0.0, 4 * head, 0)
         flop, held = cost_of_fit_next_states(hidden, answered=answered, steps=config.num_heads)
-        # The fit is over when heads are made of it: the target's, and one's.
+        # Heads are made after the fit, from the target's and one A_i at a time.
         return InitCost(
             flop + 2.0 * config.num_heads * head * hidden,
             4 * (head + max(held, config.num_heads * hidden**2 + head)),
@@ -157,14 +157,14 @@ class MedusaDrafter(Drafter):
         return [*self.blocks]
 
     def chain(self, batch: Batch, *, steps: int, autoregressive: bool = False) -> Iterator[ChainStep]:
-        """See `Drafter.chain`; `autoregressive` changes nothing, as no head reads a guess."""
+        """See `Drafter.chain`; `autoregressive` changes nothing, as no head reads draft tokens."""
         rows = batch.loss_weights[:, :steps].sum(1).nonzero()[:, 0]
         state = self._normed(batch.hidden_states[rows, 0])
         for k in range(steps):
             yield ChainStep(self.blocks[k](state), self._head(k), batch.loss_weights[rows, k])
 
     def _normed(self, states: torch.Tensor) -> torch.Tensor:
-        """The target's final norm."""
+        """States after the target's final norm."""
         return F.rms_norm(states, states.shape[-1:], self.final_norm, self.config.rms_norm_eps)
 
     def _head(self, i: int) -> torch.Tensor:

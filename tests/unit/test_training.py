@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 
 from draftsmith.drafters import eagle3
 from draftsmith.drafters.checkpoint import Checkpoint
-from draftsmith.drafters.eagle3 import _FusedStates, _look_at_own_position, _reduced_rank_fit
+from draftsmith.drafters.eagle3 import _attend_to_own_position, _FusedStates, _reduced_rank_fit
 from draftsmith.drafters.init import induction
 from draftsmith.drafters.init.least_squares import RIDGE, factor, solve, unit_rms
 from draftsmith.drafters.vocabulary import choose_draft_vocabulary
@@ -151,7 +151,7 @@ def test_first_heads_look_at_their_own_position() -> None:
     with torch.no_grad():
         drafter.layers[0].hidden_norm.weight.fill_(1)
         unit = unit_rms(states)
-        _look_at_own_position(drafter, _FusedStates(torch.ones(()), unit.T @ unit, unit.sum(0)))
+        _attend_to_own_position(drafter, _FusedStates(torch.ones(()), unit.T @ unit, unit.sum(0)))
         x = torch.cat([torch.randn(400, HIDDEN, dtype=torch.float64), drafter.layers[0].hidden_norm(states)], dim=1)
         attention = drafter.layers[0].self_attn
         rope = drafter._rope(torch.arange(400), states)
