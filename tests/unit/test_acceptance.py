@@ -1,4 +1,4 @@
-"""Acceptance at a temperature, several sequences at once, and the speed-up that follows."""
+"""Predicted acceptance: of packed sequences, at a temperature, and the speedup that follows."""
 
 import json
 from dataclasses import replace
@@ -46,7 +46,7 @@ def batches(sequences: list[Sequence]) -> list[Batch]:
 
 def test_packing_changes_nothing(parts, monkeypatch: pytest.MonkeyPatch) -> None:  # type: ignore[no-untyped-def]
     drafter, sequences, norm, head = parts
-    # Where the target has written what the drafter guesses, there is something to accept.
+    # Tokens of the draft vocabulary, so that some are accepted.
     ids = drafter.draft_token_ids
     sequences = [replace(s, token_ids=ids[s.token_ids.long() % 3].int()) for s in sequences]
     found = []
@@ -71,7 +71,7 @@ def test_states_of_any_dtype(parts) -> None:  # type: ignore[no-untyped-def]
 
 
 def test_probabilities_are_the_formulas(parts) -> None:  # type: ignore[no-untyped-def]
-    """One sequence, K = 1: the walk's expectation over p(d) and over sum min(p, q), from whole distributions."""
+    """One sequence, K = 1: the expected walk with p(d) and with sum min(p, q), from whole distributions."""
     drafter, (sequence, *_), norm, head = parts
     found = predict_sampled_acceptance(drafter, batches([sequence]), k=1, temperature=0.6, norm=norm, head=head)
     batch = pack([sequence], steps=1)
@@ -95,26 +95,26 @@ def test_probabilities_are_the_formulas(parts) -> None:  # type: ignore[no-untyp
 
 
 def test_cold_sampling_is_greedy_decoding(parts) -> None:  # type: ignore[no-untyped-def]
-    """On text that the target wrote greedily, the lengths become those of `predict_acceptance`."""
+    """On text that the target generated greedily, the lengths become those of `predict_acceptance`."""
     _, sequences, norm, head = parts
     drafter = make_drafter(draft_vocab_size=VOCAB)
     drafter.draft_token_ids = torch.arange(VOCAB)
-    head = torch.cat([5 * head[:1], head[1:]])  # so that the target often writes token 0
+    head = torch.cat([5 * head[:1], head[1:]])  # so that token 0 is frequent
     written = []
     for s in sequences:
         greedy = F.linear(norm(s.hidden_states[:, 2]), head).argmax(-1)  # at row t: the token at t + 1
         written.append(replace(s, token_ids=torch.cat([s.token_ids[:1], greedy.int()])))
     with torch.no_grad():
-        drafter.lm_head.weight.zero_()  # it always guesses token 0, the first of equal logits
+        drafter.lm_head.weight.zero_()  # it always drafts token 0, the first of equal logits
     cold = predict_sampled_acceptance(drafter, batches(written), k=K, temperature=1e-4, norm=norm, head=head)
     greedy_lengths = predict_acceptance(drafter, batches(written), k=K)
     assert greedy_lengths[K] > 1
     assert cold.greedy_drafts == pytest.approx(greedy_lengths, abs=1e-6)
 
 
-def test_processes_that_share_the_text_predict_as_one(parts) -> None:  # type: ignore[no-untyped-def]
+def test_processes_that_share_the_text_predict_like_one(parts) -> None:  # type: ignore[no-untyped-def]
     drafter, sequences, _, _ = parts
-    ids = drafter.draft_token_ids  # so that there is something to accept
+    ids = drafter.draft_token_ids  # so that some are accepted
     sequences = [replace(s, token_ids=ids[s.token_ids.long() % 3].int()) for s in sequences]
     every_second = torch.tensor([*count_accepted(drafter, batches(sequences[::2]), k=K).values()])
     found = predict_acceptance(drafter, batches(sequences[1::2]), k=K, add_up=lambda counts: counts + every_second)
@@ -123,7 +123,7 @@ def test_processes_that_share_the_text_predict_as_one(parts) -> None:  # type: i
 
 
 def test_expected_walk() -> None:
-    # From row 1 one draft in two is accepted: on to row 3 or 2; row 3 is also reached from row 2.
+    # Half of the drafts from row 1 are accepted, leading to row 3 or row 2; row 3 is also reached from row 2.
     tokens, drafts = _expected_walk([[0.5]] * 4)
     assert drafts == pytest.approx(1 + 0.5 + 0.75)
     assert tokens == pytest.approx(drafts / 2)

@@ -1,4 +1,4 @@
-"""The fused loss against plain autograd on whole logits, and what it keeps in memory."""
+"""The fused loss against autograd on whole logits, and its memory."""
 
 from collections.abc import Iterator
 from dataclasses import replace
@@ -21,7 +21,7 @@ STEPS = 3
 
 
 class LargestTensor(TorchDispatchMode):
-    """Elements of the largest tensor that any operation returns; views count with what they show."""
+    """Elements of the largest tensor that any operation returns; a view counts by its own elements."""
 
     elements = 0
 
@@ -43,7 +43,7 @@ def make_loss(drafter: Drafter | None = None, **options: object) -> ChainLoss:
 
 
 def make_batch() -> Batch:
-    """Prompts of four, of three and of no tokens: at the last one's start, late steps have no draft to teach."""
+    """Prompts of four, three and no tokens; at the start of the last sequence late steps have no draft to supervise."""
     sequences = [make_sequence(11, 4, 1), make_sequence(8, 3, 2), make_sequence(9, 0, 3)]
     batch = pack(sequences, steps=STEPS, prompt_weight=0.3)
     generator = torch.Generator().manual_seed(4)
@@ -59,7 +59,7 @@ def small_chunks(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def plain_loss(loss: ChainLoss, batch: Batch, divisors: torch.Tensor | None) -> torch.Tensor:
-    """From the formulas, on whole logits, row by row."""
+    """By the formulas, on whole logits, row by row."""
     known = {int(token): i for i, token in enumerate(loss.drafter.draft_token_ids)}
     teacher = F.linear(loss.teacher_norm(batch.last_states), loss.teacher_head).softmax(-1)
     rows = batch.loss_weights.sum(1).nonzero()[:, 0].tolist()
@@ -119,7 +119,7 @@ def test_divisors_are_the_sums_of_weights_unless_given() -> None:
     torch.testing.assert_close(loss(batch, weights * 2).loss, whole.loss / 2)
 
 
-def test_matches_are_the_share_of_right_first_choices() -> None:
+def test_matches_are_top_1_accuracy() -> None:
     batch = make_batch()
     loss = make_loss()
     ids = loss.drafter.draft_token_ids
@@ -143,10 +143,10 @@ def subset_of(loss: ChainLoss, batch: Batch) -> loss_module._VocabularySubset:
     return subset
 
 
-def test_a_part_of_the_vocabulary(small_chunks: None) -> None:
+def test_a_subset_of_the_vocabulary(small_chunks: None) -> None:
     batch = make_batch()
     whole = make_loss()(batch).loss
-    # A subset that leaves nothing out changes nothing; a real subset keeps every true token, be they more than it should hold.
+    # The whole vocabulary as subset changes nothing. A proper subset has every true token, even if they exceed its size.
     torch.testing.assert_close(make_loss(loss_vocab_size=DRAFT)(batch).loss, whole)
     loss = make_loss(loss_vocab_size=25)
     true = set(loss._align(batch).labels.tolist())
@@ -165,7 +165,7 @@ def test_a_part_of_the_vocabulary(small_chunks: None) -> None:
 
 
 MANY = 400
-"""Tokens of a draft vocabulary of which a loss takes a subset."""
+"""Size of a draft vocabulary that the loss takes subsets of."""
 
 
 def make_wide_loss(**options: object) -> ChainLoss:
@@ -175,8 +175,8 @@ def make_wide_loss(**options: object) -> ChainLoss:
 
 
 @pytest.mark.parametrize("name", ["cross_entropy", "kl", "total_variation"])
-def test_a_part_estimates_the_whole(name: str) -> None:
-    """Loss and gradient over many draws, in the mean, are those of the whole vocabulary but for what is left of bias."""
+def test_a_subset_estimates_the_whole(name: str) -> None:
+    """Mean loss and gradient over many draws are those of the whole vocabulary, up to a small bias."""
     batch = make_batch()
     losses, gradients = [], []
     for size, draws in ((None, 1), (240, 60)):
@@ -194,7 +194,7 @@ def test_a_part_estimates_the_whole(name: str) -> None:
     assert 0.9 < gradients[1].norm() / gradients[0].norm() < 1.1
 
 
-def test_what_only_the_drafter_holds_likely_is_pushed_down() -> None:
+def test_tokens_that_only_the_drafter_finds_likely_are_pushed_down() -> None:
     """A drafter that gives most of its probability to tokens that the teacher all but rules out."""
     batch = make_batch()
     batch = replace(batch, last_states=batch.last_states.abs() + 0.1)
@@ -218,7 +218,7 @@ def test_what_only_the_drafter_holds_likely_is_pushed_down() -> None:
 
 
 def test_the_same_draw_makes_the_same_loss() -> None:
-    """The trainer seeds each step, so a run that goes on after a crash draws what the first would have drawn."""
+    """The trainer seeds each step, so a resumed run draws the same as an uninterrupted one."""
     batch = make_batch()
     loss = make_wide_loss(loss_vocab_size=100)
     found = []
@@ -244,7 +244,7 @@ def test_products_follow_autocast() -> None:
     torch.testing.assert_close(loss.drafter.lm_head.weight.grad, wanted, rtol=0.1, atol=0.02)
 
 
-def test_a_batch_that_teaches_nothing_has_no_loss() -> None:
+def test_a_batch_without_weights_has_no_loss() -> None:
     loss = make_loss()
     sequence = make_sequence(9, 4, 1)
     silent = Sequence(1, False, sequence.token_ids, torch.zeros(9, dtype=torch.bool), sequence.hidden_states)
@@ -255,7 +255,7 @@ def test_a_batch_that_teaches_nothing_has_no_loss() -> None:
     assert loss.weights(batch).tolist() == found.matches.tolist() == [0, 0, 0]
 
 
-def test_no_logits_of_all_rows_are_ever_there(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_logits_of_all_rows_are_never_in_memory(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(loss_module, "_LEAST_ROWS", 64)
     monkeypatch.setattr(loss_module, "_LOGITS_AT_ONCE", 1)
     vocab = 3000
@@ -303,15 +303,15 @@ def test_a_gpus_chunks_make_the_same_loss(precision: str, monkeypatch: pytest.Mo
             value = loss(batch).loss
         value.backward()
         outcomes.append((value.detach(), loss.drafter.lm_head.weight.grad, loss.drafter.fc.weight.grad))
-    # Rows are the same numbers in any chunk; only sums over rows are in another order, and in bf16 each chunk's is rounded.
+    # Rows are equal in any chunk. Only the order of sums over rows differs, and in bf16 the sum of each chunk is rounded.
     tolerance = 1e-5 if precision == "float32" else 2e-2
     for found, expected in zip(*outcomes, strict=True):
         assert (found - expected).norm() <= tolerance * expected.norm()
 
 
 @pytest.mark.parametrize("name", ["cross_entropy", "kl", "total_variation"])
-def test_a_part_in_bfloat16(name: str) -> None:
-    """The products of a GPU's training, the drawn tokens' weights with them."""
+def test_a_subset_in_bfloat16(name: str) -> None:
+    """Products as in training on a GPU, with the log weights of the drawn tokens."""
     batch = make_batch().to_dtype(torch.float32)
     outcomes = []
     for enabled in (False, True):

@@ -1,4 +1,4 @@
-"""Medusa's heads against the paper's formulas, their start, and what vLLM is given."""
+"""Medusa: heads against the paper's formulas, initialization and conversion."""
 
 from dataclasses import replace
 
@@ -39,7 +39,7 @@ def make_sequence(tokens: int, prompt: int, seed: int) -> Sequence:
 
 
 def plain_logits(weights: dict[str, torch.Tensor], config: MedusaConfig, norm: torch.Tensor, h: torch.Tensor, i: int):  # type: ignore[no-untyped-def]
-    """Head i's logits [V] for one state, from the formulas."""
+    """Logits [V] of head i for one state, by the formulas."""
     y = h / (h.pow(2).mean() + config.rms_norm_eps).sqrt() * norm
     for layer in range(config.num_layers):
         z = weights[f"blocks.{i}.layers.{layer}.weight"] @ y
@@ -82,8 +82,8 @@ def test_loss_and_gradients_equal_the_formulas(changes: dict) -> None:
         torch.testing.assert_close(parameter.grad, weights[name].grad, rtol=1e-9, atol=1e-9)
 
 
-def test_heads_of_their_own_start_as_the_best_linear_guess() -> None:
-    """A text whose states turn by a fixed matrix: the untrained heads foretell them."""
+def test_separate_heads_start_as_the_best_linear_prediction() -> None:
+    """On a text whose states rotate by a fixed matrix, the untrained heads predict the tokens."""
     drafter = make_drafter(shared_head=False, num_layers=1)
     generator = torch.Generator().manual_seed(0)
     turn = torch.linalg.qr(torch.randn(HIDDEN, HIDDEN, generator=generator, dtype=torch.float64)).Q

@@ -1,4 +1,4 @@
-"""Attention's tiles: every query meets its keys once, with little padding, and long documents in linear memory."""
+"""Attention in tiles: every query meets its keys once, with little padding, in memory linear in the length of a document."""
 
 from dataclasses import replace
 
@@ -39,7 +39,7 @@ def test_every_query_is_in_one_block_with_the_keys_it_sees(documents: list[list[
         assert area <= attention._AREA_OVER_NEEDED * sum(b.queries * b.keys for b in group)
 
 
-def test_tiles_show_each_query_its_documents_keys_up_to_itself() -> None:
+def test_tiles_give_each_query_the_keys_of_its_document_up_to_itself() -> None:
     batch = pack([make_sequence(400, 150, 1), make_sequence(30, 9, 2), make_sequence(33, 10, 3)], steps=2)
     queries = (batch.loss_weights.sum(1) > 0).nonzero()[:, 0]
     tiles = Tiles(batch, queries, HEADS)
@@ -58,8 +58,8 @@ def test_tiles_show_each_query_its_documents_keys_up_to_itself() -> None:
         assert seen[query] == same[same <= query].tolist()
 
 
-def test_a_long_document_takes_memory_in_proportion_to_its_length(monkeypatch: pytest.MonkeyPatch) -> None:
-    """One document of 16k tokens: the largest tensor is one block's scores."""
+def test_memory_is_linear_in_the_length_of_a_document(monkeypatch: pytest.MonkeyPatch) -> None:
+    """In one document of 16k tokens, the largest tensor holds the scores of one block."""
     monkeypatch.setattr(attention, "_SCORES_IN_TILE", 1 << 16)
     drafter = make_drafter(
         num_attention_heads=1, num_key_value_heads=1, head_dim=2, max_position_embeddings=1 << 14
