@@ -108,13 +108,13 @@ def test_chain_loss_and_gradients_equal_the_formulas(changes: dict) -> None:
     weights = {name: value.detach().clone().requires_grad_() for name, value in drafter.state_dict().items()}
     each: list[list[torch.Tensor]] = [[] for _ in range(steps)]
     for document in documents:
-        expected = rms(document.hidden_states[:, 0], drafter.final_norm)
+        normed = rms(document.hidden_states[:, 0], drafter.final_norm)
         last = len(document.token_ids) - 1
-        for p in range(len(expected)):
+        for p in range(len(normed)):
             reached = min(steps, last - p - 1)
             for k, state in enumerate(plain_chain(weights, drafter, document, p, reached)):
                 if document.loss_mask[p + 2 + k]:
-                    z = expected[p + 1 + k]
+                    z = normed[p + 1 + k]
                     apart = (state - z).abs()
                     feature = torch.where(apart < 1, apart**2 / 2, apart - 0.5).mean()
                     token = -((drafter.lm_head @ z).softmax(0) * (drafter.lm_head @ state).log_softmax(0)).sum()
