@@ -186,7 +186,8 @@ class Drafter(nn.Module, ABC):
         try:
             return dict(_shapes(cls, config))
         except Exception as error:  # configs come from files; what a wrong value breaks depends on the kind
-            raise UserError(f"No {cls.__name__} can be built from its config: {str(error)[:200]}.") from None
+            why = " ".join(f"{type(error).__name__}: {error}".split())[:200]
+            raise UserError(f"No {cls.__name__} can be built from its config ({why}).") from None
 
     @staticmethod
     @abstractmethod
