@@ -5,6 +5,7 @@ import re
 import socket
 from collections.abc import Iterator
 from collections.abc import Sequence as Several
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, Literal
@@ -234,14 +235,14 @@ class _Counted(list[Any]):
             yield one
 
 
-def _texts(drafter: Drafter, *, count: int, tokens: int) -> list[tuple[Batch, torch.Tensor]]:
-    """Batches of one text each, with random hidden states and the target's last ones; the second half is the response."""
+def _texts(drafter: Drafter, *, count: int, tokens: int) -> list[Batch]:
+    """Texts of random states, each a batch, with the target's last states; the second half of each is answered."""
     made = []
     for number in range(count):
         states = torch.randn(tokens - 1, len(drafter.config.layer_ids), drafter.config.hidden_size)
         ids, answer = torch.randint(0, 80, (tokens,)), torch.arange(tokens) > tokens // 2
         batch = pack([Sequence(number, False, ids, answer, states)], steps=drafter.max_draft_tokens or 1)
-        made.append((batch, states[:, -1]))
+        made.append(replace(batch, last_states=states[:, -1]))
     return made
 
 
