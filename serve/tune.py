@@ -28,6 +28,7 @@ from typing_extensions import TypedDict
 
 from draftsmith.config.loading import digest
 from draftsmith.config.recipe import Recipe
+from draftsmith.data.turns import Turn
 from draftsmith.engine.environment import resolved
 from draftsmith.engine.speculation import FIXED_K, method_config, own_drafter, serving_spec
 from draftsmith.engine.step_cost import EngineStep, target_sizes
@@ -39,8 +40,7 @@ from draftsmith.serve.evaluation.curve import non_decreasing
 from draftsmith.serve.evaluation.engine import EngineHost, EngineSpec, Generated, start_engines
 from draftsmith.serve.evaluation.intervals import Ratio
 from draftsmith.serve.evaluation.lineup import Lineup, Placement, find_placement
-from draftsmith.serve.evaluation.measure import draw
-from draftsmith.serve.evaluation.suites import Renderer, SuitePrompt, suite_prompts
+from draftsmith.serve.evaluation.suites import draw, load_suite, render_suite, turn_renderer
 from draftsmith.serve.evaluation.throughput import REQUESTS_PER_SLOT, AtStart, at_start, run_load, schedule, speedup
 from draftsmith.target.info import TargetInfo, describe_target
 from draftsmith.target.prepare import prepare_target
@@ -109,9 +109,8 @@ def run_tune(recipe: Recipe, run_dir: Path, *, verify: bool = False) -> Tuned:
     suite = options.suite or next(iter(recipe.evaluate.suites), None)
     if suite is None:
         raise UserError("There are no prompts to tune on: `evaluate.suites` is empty. Give it a suite.")
-    every = Renderer(target.path, recipe.engine.max_model_len).suite(
-        suite, suite_prompts(recipe, suite), options.tokens
-    ).prompts  # fmt: skip
+    renderer = turn_renderer(target, recipe.engine.max_model_len)
+    every = render_suite(renderer, suite, load_suite(recipe, suite), options.tokens).prompts
     prompts = draw(every, options.prompts, seed=recipe.seed)
     if len(prompts) < max(options.concurrency):
         raise UserError(
@@ -285,7 +284,7 @@ def _step_seconds(answers: Sequence[Generated]) -> float:
 
 
 def _step_costs(
-    engines: Mapping[int, EngineHost], prompts: Sequence[SuitePrompt], batch_sizes: Sequence[int]
+    engines: Mapping[int, EngineHost], prompts: Sequence[Turn], batch_sizes: Sequence[int]
 ) -> dict[int, dict[int, float]]:
     """By batch size and K: the median over rounds in which every engine had the same batch, in turns."""
     rounds = {batch: max(3, math.ceil(_COST_ANSWERS / batch)) for batch in batch_sizes}
@@ -315,7 +314,7 @@ def _step_costs(
     return costs
 
 
-def _acceptance(engine: EngineHost, prompts: Sequence[SuitePrompt], tokens: int) -> list[float]:
+def _acceptance(engine: EngineHost, prompts: Sequence[Turn], tokens: int) -> list[float]:
     """Share of drafts accepted by position, over all prompts."""
     before = engine.counters()
     with Bar("acceptance", total=1, unit="batches") as bar:
@@ -329,7 +328,7 @@ def _measure(
     target: TargetInfo,
     placement: Placement,
     configs: Mapping[int, dict[str, Any] | None],
-    prompts: Sequence[SuitePrompt],
+    prompts: Sequence[Turn],
     log_dir: Path,
 ) -> dict[int, dict[int, Ratio]]:
     """Wall-clock speedup by requests in flight and K, with engines started anew `tune.engine_starts` times."""
@@ -362,7 +361,7 @@ def _roofline(
     recipe: Recipe,
     target: TargetInfo,
     drafter_dir: Path,
-    prompts: Sequence[SuitePrompt],
+    prompts: Sequence[Turn],
     lengths: Mapping[int, float],
 ) -> ByBatch | None:
     """Speed-ups with steps as long as their bytes or FLOP take (Williams et al., 2009), whichever is more."""

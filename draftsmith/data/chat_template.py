@@ -97,10 +97,18 @@ class Renderer:
         """
         if not conversation.messages:
             return self._without_template(conversation)
-        tools = conversation.tools
-        text = self._render(conversation.messages, tools, answer_next=True)
-        self._require_tools(conversation.messages, tools, text, answer_next=True)
-        return list(self._tokenizer(text, add_special_tokens=False)["input_ids"])
+        return list(self._tokenizer(self.prompt_text(conversation), add_special_tokens=False)["input_ids"])
+
+    def prompt_text(self, conversation: Conversation) -> str:
+        """What `prompt` tokenizes, for a conversation of messages.
+
+        Raises:
+            Unrenderable: as in `prompt`.
+        """
+        messages, tools = conversation.messages, conversation.tools
+        text = self._render(messages, tools, answer_next=True)
+        self._require_tools(messages, tools, text, answer_next=True)
+        return text
 
     def text(self, conversation: Conversation) -> Rendered:
         """A conversation with its answers, and the loss mask on them.

@@ -16,7 +16,7 @@ import hashlib
 import json
 import re
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 _ROLES = ("system", "user", "assistant", "tool")
@@ -84,6 +84,14 @@ class Conversation:
             content = {"messages": self.messages, "tools": self.tools}
         found = hashlib.sha256(json.dumps(content, sort_keys=True).encode()).digest()
         return int.from_bytes(found[:8], "big") >> 1
+
+    def opening(self) -> tuple[Conversation, list[list[dict[str, Any]]]]:
+        """The conversation up to its first user turn, and what to add after each answer (`user_turns`).
+
+        A conversation without a user turn, a text or tokens is returned whole.
+        """
+        first, *later = self.user_turns() or [self.messages]
+        return replace(self, messages=first), later
 
     def user_turns(self) -> list[list[dict[str, Any]]]:
         """What to add before each answer, to have the target answer the conversation itself, turn by turn.

@@ -14,9 +14,10 @@ from typing import Any
 
 from typing_extensions import TypedDict
 
+from draftsmith.data.turns import TURN
 from draftsmith.run.errors import UserError
 from draftsmith.serve.evaluation.configurations import plain_again_drafter
-from draftsmith.serve.evaluation.intervals import TURN, Starts, bootstrap, gain
+from draftsmith.serve.evaluation.intervals import Starts, bootstrap, gain
 from draftsmith.serve.evaluation.throughput import AtStart, paired
 
 _LEVEL = 0.05

@@ -35,6 +35,7 @@ from draftsmith.config.loading import digest
 from draftsmith.config.methods import Method
 from draftsmith.config.recipe import Recipe
 from draftsmith.data.prompts import Prompt
+from draftsmith.data.turns import Turn, TurnRenderer
 from draftsmith.engine.environment import is_cpu, resolved
 from draftsmith.engine.speculation import check_graph_sizes, drafter_name, method_config, own_drafter
 from draftsmith.run import stage
@@ -42,6 +43,7 @@ from draftsmith.run.errors import DraftsmithError, UserError
 from draftsmith.run.progress import Bar, console
 from draftsmith.serve.evaluation import fidelity
 from draftsmith.serve.evaluation import results as res
+from draftsmith.serve.evaluation.answers import examples, quality
 from draftsmith.serve.evaluation.configurations import (
     Configuration,
     Speculation,
@@ -56,10 +58,10 @@ from draftsmith.serve.evaluation.in_flight import Request, Timing
 from draftsmith.serve.evaluation.leakage import overlap
 from draftsmith.serve.evaluation.lineup import Lineup, find_placement
 from draftsmith.serve.evaluation.load import at_request_rates
-from draftsmith.serve.evaluation.measure import draw, in_batches, step_costs
+from draftsmith.serve.evaluation.measure import in_batches, step_costs
 from draftsmith.serve.evaluation.report import render
 from draftsmith.serve.evaluation.results import Results
-from draftsmith.serve.evaluation.suites import Renderer, SuiteInput, SuitePrompt, suite_prompts
+from draftsmith.serve.evaluation.suites import SuiteInput, draw, load_suite, render_suite, turn_renderer
 from draftsmith.serve.evaluation.summary import print_table
 from draftsmith.serve.evaluation.throughput import REQUESTS_PER_SLOT, AtStart, at_start, run_load, schedule
 from draftsmith.serve.tune import schedule_of
@@ -118,7 +120,9 @@ def run_evaluate(recipe: Recipe, run_dir: Path) -> Results:
             "version": _REPORT_VERSION,
             "target": [target.revision, target.config_hash, target.tokenizer_hash, target.chat_template_hash],
             "drafter": drafter_sha256,
-            "prompts": {name: [[p.id, p.messages, p.reference] for p in items] for name, items in prompts.items()},
+            "prompts": {
+                name: [[p.id, p.messages, p.tools, p.reference] for p in items] for name, items in prompts.items()
+            },
             "served": recipe.serve.vllm_args if recipe.evaluate.request_rates else None,
             "dtypes": recipe.evaluate.dtypes or machine_dtypes(),
             "max_tokens": recipe.extract.response_tokens(held_out=True),
@@ -137,10 +141,11 @@ def run_evaluate(recipe: Recipe, run_dir: Path) -> Results:
         return found
     partial = _read_partial(output / _PARTIAL, inputs)
     stage.claim(output, fresh=partial is None)
-    renderer = Renderer(target_dir, recipe.engine.max_model_len)
+    renderer = turn_renderer(target, recipe.engine.max_model_len)
     suites = [
-        renderer.suite(
-            name, items, recipe.evaluate.suites[name].max_tokens or recipe.extract.response_tokens(held_out=True),
+        render_suite(
+            renderer, name, items,
+            recipe.evaluate.suites[name].max_tokens or recipe.extract.response_tokens(held_out=True),
             recipe.evaluate.suites[name].score,
         )
         for name, items in prompts.items()
@@ -214,7 +219,7 @@ def evaluate(
     drafter_dir: Path,
     drafter_sha256: dict[str, str],
     suites: Sequence[SuiteInput],
-    renderer: Renderer,
+    renderer: TurnRenderer,
     predicted: Mapping[str, float] | None,
     k_by_load: Sequence[Sequence[int]] | None,
     log_dir: Path,
@@ -254,7 +259,9 @@ def evaluate(
         speculative = _speculative(recipe, target, drafter_dir, [best], {})[best]
         assert speculative is not None
         check_graph_sizes(recipe.serve.vllm_args, best)
-        asked = [renderer.text(prompt) for prompt in suites[0].prompts[-options.request_prompts :]]
+        asked = [
+            renderer.renderer.prompt_text(turn.conversation) for turn in suites[0].prompts[-options.request_prompts :]
+        ]
         if len(asked) < options.request_prompts:
             console.print(f"evaluate: the first suite has {len(asked)} prompts, fewer than evaluate.request_prompts")
         known["rates"] = at_request_rates(
@@ -355,7 +362,7 @@ class _Evaluation:
 
     # ---- b: acceptance and fidelity ----
 
-    def acceptance(self, suites: Sequence[SuiteInput], renderer: Renderer) -> None:
+    def acceptance(self, suites: Sequence[SuiteInput], renderer: TurnRenderer) -> None:
         """All prompts of the suites that are left, in batches."""
         options, known = self._recipe.evaluate, self._known
         if known["suites"]:
@@ -366,7 +373,7 @@ class _Evaluation:
             self._acceptance_of(suite, at_k, renderer, first=first)
             self._keep(known)
 
-    def _acceptance_of(self, suite: SuiteInput, at_k: Sequence[int], renderer: Renderer, *, first: bool) -> None:
+    def _acceptance_of(self, suite: SuiteInput, at_k: Sequence[int], renderer: TurnRenderer, *, first: bool) -> None:
         options, known = self._recipe.evaluate, self._known
         arms: list[Speculation] = [*at_k, *options.methods]
         found = in_batches(
@@ -380,10 +387,10 @@ class _Evaluation:
             known["k_curve"] = {str(k): one for k, one in speedup_curve(costs, by_prompt, options.k).items()}
             most = REQUESTS_PER_SLOT * max(options.concurrency, default=0)
             known["timed"][""] = _ids(draw(found.prompts, most, seed=self._recipe.seed))
-            known["examples"] = renderer.examples(found.prompts, found.answers[self._best()], options.examples)
+            known["examples"] = examples(renderer, found.prompts, found.answers[self._best()], options.examples)
         known["timed"][suite.name] = _ids(draw(found.prompts, options.timing_prompts, seed=self._recipe.seed))
         best = self._best()
-        category_of = {one.id: one.question.category for one in found.prompts if one.question.category}
+        category_of = {one.id: one.conversation.category for one in found.prompts if one.conversation.category}
         known["suites"][suite.name] = {
             "prompts": len(found.prompts),
             "prompts_sha256": digest([prompt.token_ids for prompt in suite.prompts]),
@@ -405,7 +412,7 @@ class _Evaluation:
                 }
                 for name, method in options.methods.items()
             },
-            "quality": renderer.quality(suite, found.prompts, found.answers[0], found.answers[best]),
+            "quality": quality(suite, renderer, found.prompts, found.answers[0], found.answers[best]),
         }
 
     def _best(self) -> int:
@@ -615,7 +622,7 @@ def _longest(suite: SuiteInput) -> int:
     return max(1 + len(prompt.later) for prompt in suite.prompts) * (prompt + suite.max_tokens)
 
 
-def _ids(prompts: Sequence[SuitePrompt]) -> list[list[Any]]:
+def _ids(prompts: Sequence[Turn]) -> list[list[Any]]:
     return [[prompt.id, prompt.token_ids] for prompt in prompts]
 
 
@@ -643,7 +650,7 @@ def _prompts(recipe: Recipe) -> dict[str, list[Prompt]]:
     """The prompts of each suite to run, in the recipe's order."""
     found: dict[str, list[Prompt]] = {}
     for name in recipe.evaluate.only or recipe.evaluate.suites:
-        found[name] = suite_prompts(recipe, name)
+        found[name] = load_suite(recipe, name)
     if not found:
         raise UserError("There is no suite to evaluate: `evaluate.suites` is empty.")
     return found

@@ -1,9 +1,8 @@
-"""Confidence intervals over conversations and over engine starts, and draws of prompts."""
+"""Confidence intervals over conversations and over engine starts."""
 
 from __future__ import annotations
 
 import math
-import random
 import statistics
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
@@ -11,8 +10,8 @@ from typing import Any
 import numpy as np
 from typing_extensions import TypedDict
 
-TURN = "/turn-"
-"""Between the id of a conversation and the number of a later turn."""
+from draftsmith.data.turns import TURN
+
 _BOOTSTRAP_SAMPLES = 2000
 
 Interval = list[float]
@@ -189,25 +188,3 @@ def resampled(conversations: int) -> np.ndarray:
 
 def _percentiles(samples: np.ndarray, level: float) -> Interval:
     return [float(end) for end in np.quantile(samples, [level / 2, 1 - level / 2])]
-
-
-def stratified(items: Sequence[Any], count: int, stratum: Callable[[Any], Any], *, seed: int) -> list[Any]:
-    """Draw `count` items so that every stratum has its share of them, to within an item or two.
-
-    Which strata have the odd ones, and which items stand for a stratum, depends on the seed and the items alone.
-
-    Args:
-        items: to draw from; all of them, shuffled, where `count` is no smaller than their number.
-        stratum: of an item; hashable.
-    """
-    draw = random.Random(seed)
-    strata: dict[Any, list[Any]] = {}
-    for item in items:
-        strata.setdefault(stratum(item), []).append(item)
-    places: list[tuple[float, float, Any]] = []
-    for members in strata.values():
-        draw.shuffle(members)
-        # The i-th of a stratum's n members lies at (i + u) / n: any first part of the order has every stratum's share.
-        offset = draw.random()
-        places += [((i + offset) / len(members), draw.random(), member) for i, member in enumerate(members)]
-    return [member for _, _, member in sorted(places, key=lambda place: place[:2])[:count]]

@@ -7,25 +7,20 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 from draftsmith.config.recipe import Recipe
+from draftsmith.data.turns import Turn, TurnRenderer
 from draftsmith.engine.environment import is_cpu
 from draftsmith.run.errors import UserError
 from draftsmith.run.progress import Bar, console
 from draftsmith.serve.evaluation import fidelity
 from draftsmith.serve.evaluation import results as res
 from draftsmith.serve.evaluation.engine import Counters, EngineHost, Generated
-from draftsmith.serve.evaluation.intervals import stratified
-from draftsmith.serve.evaluation.suites import Renderer, SuiteInput, SuitePrompt
+from draftsmith.serve.evaluation.suites import SuiteInput, draw
 
 Variant = int | str
 """Whose engine: 0 for plain decoding, K for the drafter, the name of another method."""
 
 _COST_TOKENS = 16
 """Response tokens of an answer whose steps are timed."""
-
-
-def draw(prompts: Sequence[SuitePrompt], count: int, *, seed: int) -> list[SuitePrompt]:
-    """So many prompts of a suite, every category and turn by its share."""
-    return stratified(prompts, count, lambda prompt: (prompt.question.category or "", prompt.turn), seed=seed)
 
 
 def step_costs(
@@ -65,7 +60,7 @@ def step_costs(
 class InBatches:
     """Phase b for one suite."""
 
-    prompts: list[SuitePrompt]
+    prompts: list[Turn]
     """Every turn, in order of being asked."""
     at: dict[Variant, res.SuiteAtK]
     answers: dict[Variant, list[Generated]]
@@ -78,7 +73,7 @@ class InBatches:
 class _Batch:
     """Prompts that are asked together, and what plain decoding answered."""
 
-    prompts: list[SuitePrompt]
+    prompts: list[Turn]
     plain: list[Generated]
     seconds: float
 
@@ -87,7 +82,7 @@ def in_batches(
     groups: Iterable[Mapping[Variant, EngineHost]],
     arms: Sequence[Variant],
     suite: SuiteInput,
-    renderer: Renderer,
+    renderer: TurnRenderer,
     *,
     piece: int,
     batch_size: int,
@@ -156,7 +151,7 @@ def in_batches(
 
 
 def _plain_answers(
-    engine: EngineHost, suite: SuiteInput, renderer: Renderer, batch_size: int, batches: list[_Batch]
+    engine: EngineHost, suite: SuiteInput, renderer: TurnRenderer, batch_size: int, batches: list[_Batch]
 ) -> Iterator[_Batch]:
     """Batches of the suite's prompts as plain decoding answers them; they are added to `batches`, too."""
     waiting = deque(suite.prompts)
@@ -165,7 +160,10 @@ def _plain_answers(
         found, spent = engine.generate([prompt.token_ids for prompt in prompts], max_tokens=suite.max_tokens)
         batches.append(_Batch(prompts, found, spent))
         yield batches[-1]
-        following = (renderer.next_turn(prompt, answer, suite) for prompt, answer in zip(prompts, found, strict=True))
+        following = [
+            renderer.next(prompt, answer.token_ids, max_tokens=suite.max_tokens)
+            for prompt, answer in zip(prompts, found, strict=True)
+        ]
         waiting.extendleft(reversed([prompt for prompt in following if prompt is not None]))
 
 
@@ -177,7 +175,7 @@ def _control(
     if left_out := sum(1 + len(prompt.later) for prompt in suite.prompts) - len(asked):
         console.print(
             f"evaluate: {left_out} later turns of the suite `{suite.name}` are left out: with the answers before them they leave "
-            "no room within engine.max_model_len", highlight=False, soft_wrap=True,
+            "no room within engine.max_model_len, or the chat template refuses them", highlight=False, soft_wrap=True,
         )  # fmt: skip
     with Bar(f"{suite.name}: control", total=len(asked), unit="answers") as bar:
         return fidelity.control(
@@ -195,7 +193,7 @@ def _is_of(difference: fidelity.Difference, arm: Variant) -> bool:
 def _differences(
     engines: Mapping[Variant, EngineHost],
     arm: Variant,
-    prompts: Sequence[SuitePrompt],
+    prompts: Sequence[Turn],
     plain: Sequence[Generated],
     found: Sequence[Generated],
 ) -> list[fidelity.Difference]:

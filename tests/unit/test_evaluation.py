@@ -2,13 +2,13 @@
 
 import json
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
 from pydantic import TypeAdapter
 
 from draftsmith.config import recipe
+from draftsmith.data.turns import TurnRenderer
 from draftsmith.run import stage
 from draftsmith.run.errors import UserError
 from draftsmith.serve.evaluation import compare, evaluate
@@ -92,23 +92,15 @@ def test_answers_are_scored_and_rates_asked(run: tuple[recipe.Recipe, Path], mon
     options = {"suites": suites, "request_rates": (0.5,), "request_prompts": 4}
     asked: list[Any] = []
     monkeypatch.setattr(evaluate, "at_request_rates", lambda *arguments, **named: asked.append(arguments[2:4]) or {})
-    monkeypatch.setattr(evaluate.Renderer, "text", lambda self, prompt: prompt.id)
     texts = iter(["7", "7", "it is 7", "8", "6 or 8", "8"])  # plain and speculative, in turns
-    renderer = evaluate.Renderer.quality
-
-    def quality(self: Any, *arguments: Any) -> Any:
-        if arguments[0].score:
-            self._tokenizer = SimpleNamespace(decode=lambda ids, **named: next(texts))
-        return renderer(self, *arguments)
-
-    monkeypatch.setattr(evaluate.Renderer, "quality", quality)
+    monkeypatch.setattr(TurnRenderer, "decode", lambda self, answer: next(texts))
     found = run_evaluate(loaded.model_copy(update={"evaluate": loaded.evaluate.model_copy(update=options)}), run_dir)
     assert found["suites"]["talks"]["quality"] == {
         "measure": "last_number", "prompts": 3, "plain": pytest.approx(2 / 3), "speculative": pytest.approx(1 / 3),
     }  # fmt: skip
     [(speculative, prompts)] = asked
     assert speculative["num_speculative_tokens"] == 2
-    assert prompts == ["12", "13", "14", "15"]
+    assert prompts == [f"question {number}" for number in (12, 13, 14, 15)]
 
 
 def test_killed_it_goes_on_after_the_last_suite(

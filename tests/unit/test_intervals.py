@@ -7,7 +7,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from draftsmith.serve.evaluation.intervals import between_starts, gain, ratio, stratified
+from draftsmith.serve.evaluation.intervals import between_starts, gain, ratio
+from draftsmith.serve.evaluation.suites import stratified
 
 ENGINE_NOISE = 0.04
 """Planted: standard deviation of the logarithm of an engine's speed from start to start."""
