@@ -17,6 +17,7 @@ from huggingface_hub import CommitOperationAdd, CommitOperationDelete, HfApi, Mo
 from huggingface_hub.utils import disable_progress_bars, validate_repo_id
 from rich.markup import escape
 
+from draftsmith.config.evaluation import RESULTS_VERSION
 from draftsmith.config.recipe import TargetConfig
 from draftsmith.convert.contents import DraftCheckpoint, read_own
 from draftsmith.convert.convert import converted_from
@@ -247,6 +248,8 @@ def _evaluation_of(drafter: Path, directory: Path) -> dict[str, Any]:
         raise UserError(
             f"The evaluation in {directory} is an earlier version's, which did not note what it measured. {ways_out}"
         )
+    if record["figures"].get("schema_version") != RESULTS_VERSION:
+        raise UserError(f"Another version of Draftsmith wrote the evaluation in {directory}. {ways_out}")
     for name in _EVALUATION:
         if not (directory / name).is_file() or stage.sha256_of(directory / name) != written.get(name):
             raise UserError(f"{directory / name} is not as the evaluation wrote it. {ways_out}")

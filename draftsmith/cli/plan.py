@@ -41,7 +41,7 @@ _GIB = 1024**3
 _FLOAT32_ON_GPU = 1 / 16
 """A GPU's rate in float32, where that of its half-precision products is 1: 19.5 of 312 TFLOP/s on an A100, 67 of 989 on an H100."""
 _COST_TOKENS = 16
-"""Response tokens of an answer whose steps evaluation times; as in `serve/evaluation/measure.py`."""
+"""Response tokens of an answer whose steps evaluation times; as in `serve/evaluation/step_cost.py`."""
 _REQUESTS = 10
 """Requests for each of those in flight; as in `serve/evaluation/throughput.py`."""
 

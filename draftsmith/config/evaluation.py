@@ -13,6 +13,9 @@ from draftsmith.config.methods import AnyMethod
 from draftsmith.config.section import Section
 from draftsmith.config.sources import Prompts
 
+RESULTS_VERSION = 10
+"""`schema_version` of `results.json`: counted up when results or report change, so that evaluations of before run again."""
+
 
 class SuiteConfig(Section):
     """One set of prompts to evaluate on."""

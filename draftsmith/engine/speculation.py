@@ -15,10 +15,12 @@ from typing import Any
 from draftsmith.config.drafters import KINDS, ServingSpec, kind_of_architecture
 from draftsmith.config.methods import Drafter, DraftModel, Method, Mtp, NoSpeculation, Suffix
 from draftsmith.engine import environment
+from draftsmith.run.atomic_io import sha256_of
 from draftsmith.run.errors import UserError
 from draftsmith.target.hub import local_directory
 from draftsmith.target.info import TargetInfo
 
+_FILES = ("config.json", "model.safetensors")
 _USUAL_K = 3
 """Speculative tokens of a drafter where nothing says how many."""
 _MTP_LAYERS = ("num_nextn_predict_layers", "mtp_num_hidden_layers", "num_mtp_modules")
@@ -188,6 +190,20 @@ def speculative_config(drafter_dir: Path, k: int) -> dict[str, Any]:
             "only. On a CPU serve one converted with `int8-dynamic`, or without --quantize (convert.quantize)."
         )
     return {"method": spec.method, "model": str(drafter_dir), "num_speculative_tokens": k}
+
+
+def drafter_sha256(drafter_dir: Path) -> dict[str, str]:
+    """SHA-256 of the drafter's config and weights, by file name.
+
+    Raises:
+        UserError: a file is missing.
+    """
+    for name in _FILES:
+        if not (drafter_dir / name).is_file():
+            raise UserError(
+                f"There is no drafter in {drafter_dir} ({name} is missing). Run `draftsmith convert` first."
+            )
+    return {name: sha256_of(drafter_dir / name) for name in _FILES}
 
 
 def serving_spec(drafter_dir: Path) -> ServingSpec:
