@@ -113,7 +113,7 @@ def _headline(results: Mapping[str, Any] | None) -> str:
     suite, found = next(iter(results["suites"].items()))
     return (
         f" Measured speedup: **{found['speedup']:.2f}×** over decoding without speculation in {results['dtype']}, and "
-        f"{found['speedup_over_fastest_plain']:.2f}× over the machine's fastest decoding without speculation ({suite}, "
+        f"{found['speedup_over_fastest_baseline']:.2f}× over the machine's fastest decoding without speculation ({suite}, "
         f"K = {results['num_speculative_tokens']}, concurrency 1)."
     )
 
@@ -184,9 +184,9 @@ def _measured(evaluate: Mapping[str, Any]) -> str:
                 [
                     name, k, f"{at_k['acceptance_length']:.3f}",
                     ", ".join(f"{100 * share:.1f}%" for share in at_k["acceptance_per_position"]),
-                    f"{speeds['plain']:.1f}" if chosen else "", f"{speeds['speculative']:.1f}" if chosen else "",
+                    f"{speeds['baseline']:.1f}" if chosen else "", f"{speeds['speculative']:.1f}" if chosen else "",
                     f"{suite['speedup']:.2f} ({_ends(suite['speedup_interval'])})" if chosen else "",
-                    f"{suite['speedup_over_fastest_plain']:.2f}" if chosen else "",
+                    f"{suite['speedup_over_fastest_baseline']:.2f}" if chosen else "",
                     _ends(suite["throughput"]["noise"]["interval"]) if chosen else "", f"{at_k['prompts_identical']} of {suite['prompts']}",
                 ]
             )  # fmt: skip
@@ -215,7 +215,7 @@ def _measured(evaluate: Mapping[str, Any]) -> str:
             "all prompts of the suite. Tokens per second: including the prompt, at concurrency 1, with baseline and speculative "
             f"decoding interleaved ({suite['timed_prompts']} prompts of {first}, stratified by category; {results['engine_starts']} engine "
             f"start{'s' if results['engine_starts'] > 1 else ''}). Fastest baseline of that suite: "
-            f"{suite['throughput']['fastest_plain']}. Noise: 95% interval of the speedup of a second baseline engine over the first.",
+            f"{suite['throughput']['fastest_baseline']}. Noise: 95% interval of the speedup of a second baseline engine over the first.",
             _table(("K", "acceptance length", "predicted in training", "step cost (× baseline)", "estimated speedup"), curve),
             "All results are in `eval/results.json` and `eval/report.html`.",
         ]

@@ -17,6 +17,7 @@ from huggingface_hub import CommitOperationAdd, CommitOperationDelete, HfApi, Mo
 from huggingface_hub.utils import disable_progress_bars, validate_repo_id
 from rich.markup import escape
 
+from draftsmith.config.evaluation import RESULTS_VERSION
 from draftsmith.config.target import TargetConfig
 from draftsmith.convert.convert import converted_from
 from draftsmith.convert.inspection import inspect
@@ -248,6 +249,8 @@ def _evaluation_of(drafter: Path, directory: Path) -> dict[str, Any]:
         raise UserError(
             f"The evaluation in {directory} is from an earlier version, which did not record what it measured. {advice}"
         )
+    if record["figures"].get("schema_version") != RESULTS_VERSION:
+        raise UserError(f"Another version of Draftsmith wrote the evaluation in {directory}. {advice}")
     for name in _EVALUATION:
         if not (directory / name).is_file() or sha256_of(directory / name) != written.get(name):
             raise UserError(f"{directory / name} has changed since the evaluation wrote it. {advice}")

@@ -10,7 +10,7 @@ import hashlib
 import json
 import tempfile
 from collections.abc import Iterable, Iterator
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -145,11 +145,7 @@ def tokenized(
     """A conversation through the target's chat template: one request for each of its samples, none if it is no use."""
     options, generate = recipe.extract, recipe.extract.mode == "generate"
     answer = options.response_tokens(held_out=held_out) if generate else 1
-    later: tuple[list[dict[str, Any]], ...] = ()
-    opening = conversation
-    turns = conversation.user_turns() if generate and conversation.messages else []
-    if turns:
-        opening, later = replace(conversation, messages=turns[0]), tuple(turns[1:])
+    opening, later = conversation.opening() if generate else (conversation, [])
     try:
         if generate:
             ids, mask = renderer.prompt(opening), None
@@ -174,7 +170,7 @@ def tokenized(
                 max_tokens=answer,
                 loss_mask=mask,
                 conversation=opening if later else None,
-                later=later,
+                later=tuple(later),
             )
             for sample in range(1 if held_out else options.samples)
         ]

@@ -310,16 +310,13 @@ def cores() -> Finding:
 
 def bfloat16() -> Finding:
     """Whether the hardware computes in bfloat16 or emulates it."""
+    if cuda.native_bfloat16():
+        return Finding("bfloat16", "in hardware", figures={"native": True})
     if torch.cuda.is_available():
-        native = torch.cuda.is_bf16_supported(including_emulation=False)
         advice = "These GPUs emulate it: set `target.dtype: float16` and `train.precision: float32`."
     else:
-        capabilities = torch.cpu.get_capabilities() if hasattr(torch.cpu, "get_capabilities") else {}
-        native = any(capabilities.get(name) for name in ("avx512_bf16", "amx_bf16", "avx_ne_convert", "bf16"))
         advice = "This processor emulates it, at half the speed of float32: set `target.dtype: float32`."
-    if not native:
-        return Finding("bfloat16", "emulated", "note", advice, {"native": False})
-    return Finding("bfloat16", "in hardware", figures={"native": True})
+    return Finding("bfloat16", "emulated", "note", advice, {"native": False})
 
 
 def memory() -> Finding:

@@ -40,7 +40,7 @@ _GIB = 1024**3
 _FLOAT32_ON_GPU = 1 / 16
 """A GPU's rate in float32 relative to half precision: 19.5 of 312 TFLOP/s on an A100, 67 of 989 on an H100."""
 _COST_TOKENS = 16
-"""Response tokens for which evaluation measures step costs, as in `serve/evaluation/measure.py`."""
+"""Response tokens for which evaluation measures step costs, as in `serve/evaluation/step_cost.py`."""
 _REQUESTS = 10
 """Requests per request in flight, as in `serve/evaluation/throughput.py`."""
 

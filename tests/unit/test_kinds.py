@@ -110,5 +110,5 @@ def test_medusa_drafts_at_most_one_token_per_head(folder: Path) -> None:
     recipe = make_recipe(folder, **{**CASES["medusa"][0], "epochs": 0.1})
     run_train(recipe, run_dir)
     run_convert(recipe, run_dir)
-    with pytest.raises(UserError, match="guesses 3 tokens ahead, and 4 were asked for"):
+    with pytest.raises(UserError, match="drafts at most 3 tokens, and 4 were requested"):
         speculative_config(run_dir / "vllm", 4)

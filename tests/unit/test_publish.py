@@ -355,6 +355,8 @@ def test_what_is_refused(run_dir: Path, hub: Hub, tmp_path: Path) -> None:
     refused("does not hold the figures of results.json")
     edit("stage.json", files={})
     refused("from an earlier version")
+    edit("stage.json", figures=json.loads((evaluation / "results.json").read_text()) | {"schema_version": 9})
+    refused("Another version of Draftsmith wrote")
     refused("There is no finished evaluation in .*eval-other", evaluation="eval-other")
     weights = run_dir / "vllm" / "model.safetensors"
     data = bytearray(weights.read_bytes())
