@@ -13,6 +13,7 @@ import re
 import sys
 import textwrap
 from collections.abc import Iterator
+from functools import cache
 from pathlib import Path
 from types import NoneType, UnionType
 from typing import Annotated, Any, Literal, Union, get_args, get_origin
@@ -72,7 +73,7 @@ def recipe_page() -> str:
         if names[model] != path:  # described where it is met first
             continue
         lines += [f"## `{path}` {{#{_anchor(path)}}}" if path else "## Top level", prose(model.__doc__)]
-        lines += [_key(path, name, field, model, names) for name, field in model.model_fields.items()]
+        lines += [_key(name, field, model, names) for name, field in model.model_fields.items()]
     lines += [
         "## Renamed keys",
         "Keys of earlier versions. A recipe that uses one is refused, and the error names the new key.",
@@ -87,14 +88,8 @@ def _sections(path: str, model: type[BaseModel]) -> Iterator[tuple[str, type[Bas
     for name, field in model.model_fields.items():
         inner = f"{path}.{name}".lstrip(".")
         for place, found in _models(field.annotation):
-            tag = next(
-                (
-                    get_args(found.model_fields[key].annotation)
-                    for key in ("kind", "method")
-                    if key in found.model_fields
-                ),
-                (),
-            )
+            fields = (found.model_fields[key].annotation for key in ("kind", "method") if key in found.model_fields)
+            tag = next((get_args(kind) for kind in fields if get_origin(kind) is Literal), ())
             yield from _sections(f"{inner}{place}" + (f" ({', '.join(tag)})" if tag else ""), found)
 
 
@@ -114,16 +109,22 @@ def _anchor(path: str) -> str:
     return re.sub(r"[^a-z0-9_]+", "-", path.lower()).strip("-")
 
 
-def _key(path: str, name: str, field: FieldInfo, model: type[BaseModel], names: dict[type[BaseModel], str]) -> str:
-    documented: dict[str, str] = {}
+@cache
+def _documented(model: type[BaseModel]) -> dict[str, str]:
+    """Docstrings of a section's keys, those that it inherits too."""
+    found: dict[str, str] = {}
     for base in reversed(model.__mro__):
         if issubclass(base, BaseModel) and base is not BaseModel:
             written = attribute_docstrings(textwrap.dedent(inspect.getsource(base)))
-            documented |= {key: text for key, text in written.items() if text}
+            found |= {key: text for key, text in written.items() if text}
+    return found
+
+
+def _key(name: str, field: FieldInfo, model: type[BaseModel], names: dict[type[BaseModel], str]) -> str:
     kind = " or ".join(dict.fromkeys(_type(field.annotation, names)))
     kind += "".join(f", {limit}" for limit in _limits(field.metadata))
     facts = [kind, "required" if field.is_required() else _default(field)]
-    body = textwrap.indent(prose(documented.get(name)) or "&nbsp;", "    ").lstrip()
+    body = textwrap.indent(prose(_documented(model).get(name)) or "&nbsp;", "    ").lstrip()
     return f"`{name}` <small>{'; '.join(filter(None, facts))}</small>\n:   {body}"
 
 
