@@ -57,6 +57,13 @@ def prose(text: str | None) -> str:
     return text.replace("(docs/log.md)", "([log of experiments](../log.md))").replace("<", "&lt;")
 
 
+def _entry(name: str, facts: str, text: str | None) -> str:
+    """An item of a definition list."""
+    if not text:
+        return f"`{name}`\n:   {facts}"
+    return f"`{name}` <small>{facts}</small>\n:   {textwrap.indent(prose(text), '    ').lstrip()}"
+
+
 # ---- recipe ----
 
 
@@ -83,14 +90,20 @@ def recipe_page() -> str:
 
 
 def _sections(path: str, model: type[BaseModel]) -> Iterator[tuple[str, type[BaseModel]]]:
-    """Every section below `model` with its path, in the order of the keys; `NAME` and `N` stand for free keys and list items."""
+    """Every section below `model` with its path, in the order of the keys; `NAME` stands for a free key, `[]` for a list's items."""
     yield path, model
     for name, field in model.model_fields.items():
         inner = f"{path}.{name}".lstrip(".")
         for place, found in _models(field.annotation):
-            fields = (found.model_fields[key].annotation for key in ("kind", "method") if key in found.model_fields)
-            tag = next((get_args(kind) for kind in fields if get_origin(kind) is Literal), ())
+            tag = next(
+                (get_args(field.annotation) for key, field in found.model_fields.items() if _chooses(key, field)), ()
+            )
             yield from _sections(f"{inner}{place}" + (f" ({', '.join(tag)})" if tag else ""), found)
+
+
+def _chooses(name: str, field: FieldInfo) -> bool:
+    """Whether sections of a union are told apart by this key."""
+    return name in ("kind", "method") and get_origin(field.annotation) is Literal
 
 
 def _models(annotation: Any, place: str = "") -> Iterator[tuple[str, type[BaseModel]]]:
@@ -100,7 +113,7 @@ def _models(annotation: Any, place: str = "") -> Iterator[tuple[str, type[BaseMo
     if get_origin(annotation) is dict:
         place += ".NAME"
     elif get_origin(annotation) is tuple:
-        place += ".N"
+        place += "[]"
     for part in get_args(annotation):
         yield from _models(part, place)
 
@@ -124,8 +137,11 @@ def _key(name: str, field: FieldInfo, model: type[BaseModel], names: dict[type[B
     kind = " or ".join(dict.fromkeys(_type(field.annotation, names)))
     kind += "".join(f", {limit}" for limit in _limits(field.metadata))
     facts = [kind, "required" if field.is_required() else _default(field)]
-    body = textwrap.indent(prose(_documented(model).get(name)) or "&nbsp;", "    ").lstrip()
-    return f"`{name}` <small>{'; '.join(filter(None, facts))}</small>\n:   {body}"
+    sections = [found for _, found in _models(field.annotation)]
+    text = _documented(model).get(name)
+    if not text:
+        text = "Chooses this section." if _chooses(name, field) else sections[0].__doc__ if len(sections) == 1 else None
+    return _entry(name, "; ".join(filter(None, facts)), text)
 
 
 def _type(annotation: Any, names: dict[type[BaseModel], str]) -> Iterator[str]:
@@ -147,7 +163,8 @@ def _type(annotation: Any, names: dict[type[BaseModel], str]) -> Iterator[str]:
     elif origin is dict:
         yield f"map from {' or '.join(_type(arguments[0], names))} to {' or '.join(_type(arguments[1], names))}"
     elif annotation in names:
-        yield f"[section](#{_anchor(names[annotation])})" if names[annotation] else "section"
+        tag = names[annotation].partition(" (")[2].removesuffix(")")
+        yield f"[{tag or 'section'}](#{_anchor(names[annotation])})"
     else:
         yield WORDS.get(annotation, str(annotation))
 
@@ -270,8 +287,9 @@ def results_page() -> str:
             used = [word for word in re.findall(r"\w+", ast.unparse(annotation)) if word in classes]
             waiting += [word for word in used if word not in seen]
             seen |= set(used)
-            body = textwrap.indent(prose(text) or "&nbsp;", "    ").lstrip()
-            lines.append(f"`{key}` <small>{_json_type(annotation, classes, aliases)}</small>\n:   {body}")
+            if not text and used:
+                text = ast.get_docstring(classes[used[0]]) or ""
+            lines.append(_entry(key, _json_type(annotation, classes, aliases), text))
         waiting += [base for base in bases if base not in seen]
         seen |= set(bases)
     return "\n\n".join(lines) + "\n"
