@@ -80,7 +80,7 @@ def test_targets_files_and_keys_exist(document: Path) -> None:
         assert generated or link.endswith("add-a-drafter.md") or (document.parent / link).exists(), link
     folders = "draftsmith|extract|train|convert|serve|recipes|docs|tests|scripts"
     for path in re.findall(rf"`((?:{folders})/[\w./-]+\.(?:py|yaml|sh|md))`", text):
-        assert (ROOT / path).exists() or Path(path).stem.isupper(), path
+        assert (ROOT / path).exists() or re.search(r"[A-Z]", Path(path).stem), path
     for key in re.findall(r"`((?:target|engine|extract|train|convert|evaluate|tune|serve|plan)\.[a-z_]+)[.`=:]", text):
         section, name = key.split(".")
         model = Recipe.model_fields[section].annotation
