@@ -31,12 +31,12 @@ _LARGEST_LEFT = 4 << 20
 _DTYPES = {torch.bfloat16: "BF16", torch.float16: "F16", torch.float32: "F32"}
 
 
-def spool_file(name: str) -> str:
+def handoff_file(name: str) -> str:
     """The file name of a request's states in its handoff directory. Never a path of `name`'s choice."""
     return hashlib.sha256(name.encode()).hexdigest()[:32] + ".safetensors"
 
 
-def take_spool_file(path: Path) -> tuple[torch.Tensor, EncodedStates]:
+def take_handoff_file(path: Path) -> tuple[torch.Tensor, EncodedStates]:
     """Token ids and encoded states of a file that nobody else needs. It is gone then, or left to be written over."""
     if path.stat().st_size > _LARGEST_LEFT:
         with path.open("rb") as file:
@@ -58,12 +58,12 @@ class HandoffWriter:
     """Writes the handoff files of one engine. Safe to use from several threads.
 
     Args:
-        writes_over: whether `take_spool_file` takes every file, so that there are some to write over. A server's clients delete
+        reuse_files: whether `take_handoff_file` takes every file, so that there are some to write over. A server's clients delete
             theirs, or do not.
     """
 
-    def __init__(self, directory: Path, *, writes_over: bool) -> None:
-        self._directory, self._writes_over = directory, writes_over
+    def __init__(self, directory: Path, *, reuse_files: bool) -> None:
+        self._directory, self._reuse_files = directory, reuse_files
         self._written: deque[Path] = deque()  # to be taken, or left for us; oldest first
 
     def write(self, file: str, token_ids: list[int], states: torch.Tensor | EncodedStates) -> None:
@@ -97,7 +97,7 @@ class HandoffWriter:
             out.write(tokens.data)
             out.truncate()
         temporary.replace(path)
-        if self._writes_over:
+        if self._reuse_files:
             self._written.append(path)
 
     def _find_left(self, temporary: Path) -> None:

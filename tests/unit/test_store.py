@@ -21,7 +21,7 @@ from safetensors import safe_open
 
 from draftsmith.config.recipe import Recipe
 from draftsmith.convert.inspection import inspect
-from draftsmith.extract.extract import _most_bytes, _require_room
+from draftsmith.extract.extract import _most_bytes, _require_free_space
 from draftsmith.extract.requests import ExtractRequest
 from draftsmith.run.errors import DraftsmithError, UserError
 from draftsmith.run.prefetch import prefetched
@@ -408,8 +408,8 @@ def test_the_estimate_is_no_less_than_the_store(tmp_path: Path, form: Form) -> N
 
 def test_what_does_not_fit_is_not_started(tmp_path: Path) -> None:
     require_free_space(tmp_path, 1000, way_out="")
-    with pytest.raises(UserError, match=r"needs up to 1000000000.00 GB in .* GB are free. EngineRequest for less."):
-        require_free_space(tmp_path, 10**18, way_out="EngineRequest for less.")
+    with pytest.raises(UserError, match=r"needs up to 1000000000.00 GB in .* GB are free. Ask for less."):
+        require_free_space(tmp_path, 10**18, way_out="Ask for less.")
 
 
 def test_extraction_counts_the_longest_answers_before_it_starts(
@@ -428,10 +428,10 @@ def test_extraction_counts_the_longest_answers_before_it_starts(
     monkeypatch.setattr(shutil, "disk_usage", lambda _: types.SimpleNamespace(free=12 * states + 40_000))
     store, handoff = _most_bytes(recipe, about, todo)
     assert (store // states, handoff // states) == (10, 2)
-    _require_room(tmp_path, store + handoff)
+    _require_free_space(tmp_path, store + handoff)
     monkeypatch.setattr(shutil, "disk_usage", lambda _: types.SimpleNamespace(free=12 * states - 1))
     with pytest.raises(UserError, match=r"needs up to 0\.01 GB in .*extract\.check_free_space=false"):
-        _require_room(tmp_path, store + handoff)
+        _require_free_space(tmp_path, store + handoff)
 
 
 # ---- what is refused on the way in ----
