@@ -10,7 +10,6 @@ from __future__ import annotations
 import json
 import os
 import pickle
-import struct
 import sys
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
@@ -22,19 +21,10 @@ from safetensors import SafetensorError, safe_open
 
 from draftsmith.run.atomic_io import new_file
 from draftsmith.run.errors import UserError
+from draftsmith.run.safetensors_io import DTYPE_NAMES, DTYPES, header_bytes, read_header
 
 _AT_ONCE = 16 << 20
 """Bytes of a tensor in memory at a time."""
-_MOST_HEADER = 100_000_000
-"""Bytes of a safetensors header: the format's own limit."""
-
-DTYPES: dict[str, torch.dtype] = {
-    "I64": torch.int64, "F64": torch.float64, "F32": torch.float32, "I32": torch.int32, "BF16": torch.bfloat16,
-    "F16": torch.float16, "I16": torch.int16, "F8_E4M3": torch.float8_e4m3fn, "F8_E5M2": torch.float8_e5m2,
-    "I8": torch.int8, "U8": torch.uint8, "BOOL": torch.bool,
-}  # fmt: skip
-"""By the format's names, in the order in which the library writes tensors: so all are aligned."""
-_NAMES = {dtype: name for name, dtype in DTYPES.items()}
 
 
 @dataclass(frozen=True)
@@ -167,24 +157,16 @@ def _open_shards(index: Path, opened: Callable[[Path], dict[str, Weight]]) -> di
 
 def open_safetensors(path: Path) -> dict[str, Weight]:
     try:
-        with safe_open(
-            path, framework="pt"
-        ):  # its checks: sizes, types, that the tensors fill the file without overlap
-            pass
-        with path.open("rb") as file:
-            (length,) = struct.unpack("<Q", file.read(8))
-            header = json.loads(file.read(min(length, _MOST_HEADER)))
-    except (SafetensorError, struct.error, ValueError, OSError) as error:
-        raise UserError(f"{path} is no whole safetensors file ({error}). Get it again.") from None
-    header.pop("__metadata__", None)
+        with safe_open(path, framework="pt"):  # checks sizes, types, and that tensors fill the file without overlap
+            header = read_header(path)
+    except (SafetensorError, ValueError, OSError) as error:
+        raise UserError(f"{path} is not a whole safetensors file ({error}). Get it again.") from None
     weights = {}
-    for name, entry in header.items():
-        if entry["dtype"] not in DTYPES:
-            raise UserError(f"{path}: the tensor {name} has the type {entry['dtype']}, which is not known here.")
-        start, end = entry["data_offsets"]
-        weights[name] = _on_disk(
-            Span(path, 8 + length + start, end - start), tuple(entry["shape"]), DTYPES[entry["dtype"]]
-        )
+    for name, entry in header.tensors.items():
+        if entry.dtype not in DTYPES:
+            raise UserError(f"{path}: the tensor {name} has the type {entry.dtype}, which is not known here.")
+        span = Span(path, entry.start, entry.end - entry.start)
+        weights[name] = _on_disk(span, entry.shape, DTYPES[entry.dtype])
     return weights
 
 
@@ -229,7 +211,7 @@ def _open_pickle(path: Path) -> dict[str, Weight]:
     ):
         raise UserError(f"{path} is not a dictionary from names to tensors, as a checkpoint's weights are.")
     for name, value in record.items():
-        if value.layout != torch.strided or value.dtype not in _NAMES or value.device.type != "cpu":
+        if value.layout != torch.strided or value.dtype not in DTYPE_NAMES or value.device.type != "cpu":
             raise UserError(f"{path}: {name} is not a plain tensor ({value.layout}, {value.dtype}, {value.device}).")
         if value.nbytes > value.untyped_storage().nbytes():
             raise UserError(f"{path}: {name} claims {value.nbytes} bytes, more than the file holds for it.")
@@ -269,24 +251,17 @@ def write_safetensors(path: Path, weights: Mapping[str, Weight]) -> int:
     """
     rank = {dtype: place for place, dtype in enumerate(DTYPES.values())}
     ordered = sorted(weights.items(), key=lambda item: (rank[item[1].dtype], item[0]))
-    header: dict[str, Any] = {"__metadata__": {"format": "pt"}}
-    end = 0
-    for name, weight in ordered:
-        header[name] = {
-            "dtype": _NAMES[weight.dtype], "shape": list(weight.shape), "data_offsets": [end, end + weight.bytes],
-        }  # fmt: skip
-        end += weight.bytes
-    text = json.dumps(header, separators=(",", ":"), ensure_ascii=False).encode()
-    text += b" " * (-len(text) % 8)
-    with new_file(path, size=8 + len(text) + end) as file:
-        file.write(struct.pack("<Q", len(text)) + text)
+    header = header_bytes({name: (weight.dtype, weight.shape) for name, weight in ordered}, metadata={"format": "pt"})
+    size = len(header) + sum(weight.bytes for _, weight in ordered)
+    with new_file(path, size=size) as file:
+        file.write(header)
         for _, weight in ordered:
             if weight.span is not None and sys.platform == "linux":  # elsewhere sendfile writes to sockets alone
                 _copy(weight.span, file)
             else:
                 for part in weight.parts():
                     file.write(part.contiguous().view(torch.uint8).numpy().data)
-    return 8 + len(text) + end
+    return size
 
 
 def _copy(span: Span, to: BinaryIO) -> None:

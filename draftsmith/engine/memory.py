@@ -6,7 +6,6 @@ starts whether that will be enough, so it counts on the safe side.
 
 from __future__ import annotations
 
-import json
 import math
 from collections.abc import Iterable
 from dataclasses import dataclass
@@ -14,6 +13,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from draftsmith.run.errors import UserError
+from draftsmith.run.safetensors_io import read_header
 
 if TYPE_CHECKING:
     from transformers import PretrainedConfig
@@ -96,14 +96,10 @@ def weight_bytes(directory: Path, dtype: str) -> int:
     total = 0
     for path in sorted(directory.glob("*.safetensors")):
         try:
-            with path.open("rb") as file:
-                header = json.loads(file.read(int.from_bytes(file.read(8), "little")))
-            for name, one in header.items():
-                if name != "__metadata__":
-                    begin, end = one["data_offsets"]
-                    floats = one["dtype"] in _FLOATS
-                    total += math.prod(one["shape"]) * BYTES[dtype] if floats else end - begin
-        except (ValueError, KeyError, TypeError, AttributeError, OverflowError, MemoryError):
+            for entry in read_header(path).tensors.values():
+                is_float = entry.dtype in _FLOATS
+                total += math.prod(entry.shape) * BYTES[dtype] if is_float else entry.end - entry.start
+        except (ValueError, TypeError):
             raise UserError(f"{path} is not a whole safetensors file. Download or save the model again.") from None
     return total
 

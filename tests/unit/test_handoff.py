@@ -89,7 +89,7 @@ def test_what_was_taken_does_not_change(tmp_path: Path) -> None:
 
 
 def test_large_files_are_deleted(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(handoff, "_LARGEST_LEFT", 100)
+    monkeypatch.setattr(handoff, "_MAX_KEPT_BYTES", 100)
     HandoffWriter(tmp_path, reuse_files=True).write("a.safetensors", [1] * 5, encoded(5))
     _, states = take_handoff_file(tmp_path / "a.safetensors")
     assert not list(tmp_path.iterdir())
