@@ -11,7 +11,6 @@ many of its handoff files left to read.
 
 from __future__ import annotations
 
-import multiprocessing
 import os
 import queue
 import shutil
@@ -19,7 +18,6 @@ import threading
 import time
 from collections import deque
 from collections.abc import Iterable, Iterator
-from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from multiprocessing.connection import Connection, wait
 from pathlib import Path
@@ -30,10 +28,10 @@ import torch
 from draftsmith.config import recipe
 from draftsmith.data.chat_template import Renderer, Unrenderable
 from draftsmith.data.conversations import Conversation
-from draftsmith.engine import environment
+from draftsmith.engine.environment import share_of_machine
+from draftsmith.engine.process import EngineFailed, EngineProcess
 from draftsmith.extract.handoff import handoff_file, take_handoff_file
 from draftsmith.extract.requests import ExtractRequest
-from draftsmith.run.errors import DraftsmithError
 from draftsmith.run.process import disable_malloc_trim
 from draftsmith.run.progress import console
 from draftsmith.store.codec import EncodedStates, Form
@@ -43,7 +41,6 @@ if TYPE_CHECKING:
 
 _FLUSH_SECONDS = 60.0
 """How long the last requests' states may take to arrive, with no other file arriving meanwhile."""
-_LOG_LINES = 15
 _POLL_SECONDS = 1.0
 """Time between two looks for new requests after there were none, even if no worker reports anything."""
 _MAX_UNTAKEN = 64
@@ -106,7 +103,7 @@ def run_engines(
         handoff: an empty folder for handoff files.
 
     Raises:
-        DraftsmithError: every engine failed; with the end of the last one's log.
+        EngineFailed: every engine failed; with the end of the last one's log.
     """
     pending = iter(requests)
     returned: deque[ExtractRequest] = deque()  # of workers that died
@@ -125,23 +122,20 @@ def run_engines(
 
     try:
         while workers:
-            for pipe in wait([worker.pipe for worker in workers], timeout=_POLL_SECONDS):
-                (worker,) = (one for one in workers if one.pipe is pipe)
-                message = worker.receive()
-                if isinstance(message, int):
-                    worker.room += message
-                elif isinstance(message, Extracted):
-                    del worker.in_flight[message.request.sample_id]
-                    yield message
-                else:
+            for pipe in wait([worker.process.pipe for worker in workers], timeout=_POLL_SECONDS):
+                (worker,) = (one for one in workers if one.process.pipe is pipe)
+                try:
+                    extracted = worker.receive()
+                except EngineFailed as error:
                     workers.remove(worker)
                     worker.close()
                     if not workers:
-                        raise DraftsmithError(worker.failure_message(message))
+                        raise
                     returned.extend(worker.in_flight.values())
-                    console.print(
-                        f"extract: {worker.failure_message(message)} The other engines take over.", style="yellow"
-                    )
+                    console.print(f"extract: {error}\nThe other engines take over.", style="yellow", markup=False)
+                    continue
+                if extracted is not None:
+                    yield extracted
             for worker in workers:
                 hand_out(worker)
             if all(worker.room and not worker.in_flight for worker in workers):
@@ -151,99 +145,70 @@ def run_engines(
             worker.close()
 
 
-@dataclass
 class _Worker:
     """The driver's side of one engine."""
 
-    number: int
-    num_workers: int
-    job: Job
-    engine: recipe.EngineConfig
-    directory: Path
-    handoff: Path
-    room: int = 0
-    """Requests that it could take now."""
-    in_flight: dict[int, ExtractRequest] = field(default_factory=dict)
-    """By sample id."""
-
-    def __post_init__(self) -> None:
-        self.log = self.directory / (f"engine-{self.number}.log" if self.num_workers > 1 else "engine.log")
-        self.log.write_text("")
-        self.handoff.mkdir()
-        self.pipe, childs_end = multiprocessing.Pipe()
-        self.process = environment.start_engine_process(
+    def __init__(
+        self, number: int, num_workers: int, job: Job, engine: recipe.EngineConfig, directory: Path, handoff: Path
+    ) -> None:
+        self.room = 0
+        """Requests that it could take now."""
+        self.in_flight: dict[int, ExtractRequest] = {}
+        """By sample id."""
+        self._handoff = handoff
+        handoff.mkdir()
+        self.process = EngineProcess(
             _child,
-            (childs_end, self.job, self.handoff, str(self.log)),
-            name=f"extraction-engine-{self.number}",
-            engine=self.engine,
-            share=environment.share_of_machine(self.number, self.num_workers, self.engine.tensor_parallel_size),
+            (job, handoff),
+            name=f"extraction-{number}",
+            engine=engine,
+            log=directory / (f"engine-{number}.log" if num_workers > 1 else "engine.log"),
+            variables=share_of_machine(number, num_workers, engine.tensor_parallel_size),
+            advice="What was extracted so far is kept; run the stage again to continue.",
         )
-        childs_end.close()
 
     def give(self, requests: list[ExtractRequest]) -> None:
-        if not requests:
-            return
-        self.in_flight |= {request.sample_id: request for request in requests}
-        self.room -= len(requests)
-        with suppress(OSError):  # it died: the next receive says so
-            self.pipe.send(requests)
+        if requests:
+            self.in_flight |= {request.sample_id: request for request in requests}
+            self.room -= len(requests)
+            self.process.send(requests)
 
-    def receive(self) -> int | Extracted | str:
-        """How many more requests it has room for, a finished request, or why it failed."""
-        try:
-            message = self.pipe.recv()
-        except (EOFError, OSError):
-            self.process.join()
-            return f"its process ended with status {self.process.exitcode}"
-        if isinstance(message, tuple):
-            sample_id, file, prompt, mask, response = message
-            request = self.in_flight[sample_id]
-            saved, states = take_handoff_file(self.handoff / file)
-            prompt = request.prompt_token_ids if prompt is None else prompt
-            mask = [False] * len(prompt) if mask is None else mask
-            return Extracted(request, prompt, mask, response, saved, states)
-        assert isinstance(message, int | str)
-        return message
+    def receive(self) -> Extracted | None:
+        """Wait for the worker's next message: a finished request, or None where it has room for more.
 
-    def failure_message(self, reason: str) -> str:
-        tail = "\n".join(self.log.read_text(errors="replace").splitlines()[-_LOG_LINES:])
-        return (
-            f"The vLLM engine failed: {reason}. What was extracted so far is kept; run the stage again to continue. "
-            f"Its log is {self.log}; the last lines are:\n{tail}\n"
-        )
+        Raises:
+            EngineFailed: the worker reported an error or ended.
+        """
+        message = self.process.receive()
+        if isinstance(message, int):
+            self.room += message
+            return None
+        sample_id, file, prompt, mask, response = message
+        request = self.in_flight.pop(sample_id)
+        saved, states = take_handoff_file(self._handoff / file)
+        prompt = request.prompt_token_ids if prompt is None else prompt
+        mask = [False] * len(prompt) if mask is None else mask
+        return Extracted(request, prompt, mask, response, saved, states)
 
     def close(self) -> None:
-        self.pipe.close()  # a child that is still working reads the end of the pipe and leaves
-        self.process.join(10)
-        if self.process.is_alive():
-            self.process.kill()
-            self.process.join()
-        shutil.rmtree(self.handoff, ignore_errors=True)
+        self.process.close()
+        shutil.rmtree(self._handoff, ignore_errors=True)
 
 
 # --- the child's side ---
 
 
-def _child(pipe: Connection, job: Job, handoff: Path, log: str) -> None:
-    environment.end_with_parent()
-    environment.print_into(log)
+def _child(pipe: Connection, job: Job, handoff: Path) -> None:
     disable_malloc_trim()  # what encoding a sequence frees, encoding the next one needs
-    try:
-        from vllm import LLM
+    from vllm import LLM
 
-        connector = {
-            "kv_connector": "HiddenStatesConnector",
-            "kv_connector_module_path": "draftsmith.extract.connector",
-            "kv_role": "kv_producer",
-            "kv_connector_extra_config": {"handoff_directory": str(handoff.resolve()), "names_from_requests": True},
-        }
-        _work(LLM(**job.engine_arguments, kv_transfer_config=connector), pipe, job, handoff)
-    except BaseException as error:
-        import traceback
-
-        traceback.print_exc()
-        with suppress(OSError):
-            pipe.send(f"{type(error).__name__}: {str(error).strip()[:500]}")
+    connector = {
+        "kv_connector": "HiddenStatesConnector",
+        "kv_connector_module_path": "draftsmith.extract.connector",
+        "kv_role": "kv_producer",
+        "kv_connector_extra_config": {"handoff_directory": str(handoff.resolve()), "names_from_requests": True},
+    }
+    _work(LLM(**job.engine_arguments, kv_transfer_config=connector), pipe, job, handoff)
 
 
 @dataclass

@@ -31,7 +31,7 @@ from draftsmith.extract import worker as worker_module
 from draftsmith.extract.extract import run_extract
 from draftsmith.extract.requests import ExtractRequest
 from draftsmith.extract.sequences import _checked, _engine_arguments, store_identity
-from draftsmith.extract.worker import Extracted, Job, _Worker
+from draftsmith.extract.worker import Job, _Worker
 from draftsmith.run.process import disable_malloc_trim
 from draftsmith.serve.evaluation.engine import EngineHost, EngineSpec, start_engines
 from draftsmith.store.codec import Form
@@ -125,7 +125,7 @@ def _times_of_a_start(
             directory.mkdir()
             with mock.patch.object(worker_module, "_child", _child_of_two_forms):
                 workers[generate] = _Worker(0, 1, job, recipe.engine, directory, directory / "handoff")
-            assert isinstance(workers[generate].receive(), int)  # it is ready
+            assert workers[generate].receive() is None  # it is ready
 
         starts = [start_plain, partial(start_worker, False), partial(start_worker, True)]
         for start in starts if plain_first else reversed(starts):
@@ -237,16 +237,14 @@ def _round(worker: _Worker, writer: StoreWriter, inputs: list[list[int]], max_to
     begun = time.perf_counter()
     worker.give([ExtractRequest(first + i, False, ids, max_tokens) for i, ids in enumerate(inputs)])
     while worker.in_flight:
-        message = worker.receive()
-        assert not isinstance(message, str), message
-        if isinstance(message, Extracted):
-            del worker.in_flight[message.request.sample_id]
-            writer.append(_checked(message))
+        extracted = worker.receive()
+        if extracted is not None:
+            writer.append(_checked(extracted))
     writer.close()
     return time.perf_counter() - begun
 
 
-def _child_of_two_forms(pipe: Connection, job: Job, handoff: Path, log: str) -> None:
+def _child_of_two_forms(pipe: Connection, job: Job, handoff: Path) -> None:
     """A worker that returns the states of some requests uncompressed (`UNCOMPRESSED`)."""
     sampling = worker_module._sampling
 
@@ -254,7 +252,7 @@ def _child_of_two_forms(pipe: Connection, job: Job, handoff: Path, log: str) -> 
         return sampling(replace(job, compression="none") if turn.request.sample_id >= UNCOMPRESSED else job, turn)
 
     worker_module._sampling = sampling_of
-    worker_module._child(pipe, job, handoff, log)
+    worker_module._child(pipe, job, handoff)
 
 
 def _ratio(ratios: torch.Tensor, against: str, *, at_least: float) -> Figure:

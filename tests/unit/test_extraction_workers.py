@@ -17,6 +17,7 @@ import pytest
 import torch
 
 from draftsmith.config.recipe import EngineConfig
+from draftsmith.engine import process
 from draftsmith.extract import worker
 from draftsmith.extract.handoff import HandoffWriter, handoff_file
 from draftsmith.extract.requests import ExtractRequest
@@ -31,7 +32,7 @@ OURS: list[Connection] = []
 """The driver's ends of all pipes."""
 
 
-def answers(pipe: Connection, job: Job, handoff: Path, log: str) -> None:
+def answers(pipe: Connection, job: Job, handoff: Path) -> None:
     """A worker that answers every prompt with its length, in random order."""
     for ours in OURS:
         ours.close()
@@ -70,10 +71,10 @@ def workers_that_are_no_engines(monkeypatch: pytest.MonkeyPatch) -> None:
     """Forked, they start in milliseconds. A fork holds its elder siblings' pipes open, so it closes them first."""
     OURS.clear()
     monkeypatch.setattr(worker, "_child", answers)
-    monkeypatch.setattr(worker.multiprocessing, "Pipe", pipe)
-    monkeypatch.setattr(worker.environment, "engine_context", lambda: FORK)
-    monkeypatch.setattr(worker.environment, "vllm_environment", lambda options: {})
-    monkeypatch.setattr(worker.environment, "share_of_machine", lambda number, count, tensor_parallel: {})
+    monkeypatch.setattr(process.multiprocessing, "Pipe", pipe)
+    monkeypatch.setattr(process, "engine_context", lambda: FORK)
+    monkeypatch.setattr(process.environment, "vllm_environment", lambda options: {})
+    monkeypatch.setattr(worker, "share_of_machine", lambda number, count, tensor_parallel: {})
 
 
 def handoff_in(folder: Path) -> Path:
