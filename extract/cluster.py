@@ -18,7 +18,6 @@ import tempfile
 import threading
 from collections import deque
 from collections.abc import Iterable, Iterator
-from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import closing, contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -32,7 +31,7 @@ from draftsmith.run.errors import DraftsmithError, UserError
 from draftsmith.run.process import disable_malloc_trim
 from draftsmith.run.progress import console
 from draftsmith.store.format import CorruptStore, Shard, StoreIdentity
-from draftsmith.store.writer import ShardMaker, StoreWriter, most_bytes
+from draftsmith.store.writer import BackgroundShards, ShardMaker, StoreWriter, most_bytes
 from draftsmith.target.info import describe_target
 from draftsmith.target.prepare import prepare_target
 
@@ -66,9 +65,9 @@ class MachineActor:
         self._capacity = max_handoff_sequences(recipe.extract) * 3 // 2
         self._inbox: queue.SimpleQueue[ExtractRequest | None] = queue.SimpleQueue()
         self._finished_shards: queue.SimpleQueue[Shard] = queue.SimpleQueue()
-        self._maker = self._full = ShardMaker(identity, recipe.extract.compression)  # being filled, and being written
-        self._behind = ThreadPoolExecutor(1, thread_name_prefix="draftsmith-store")
-        self._writing: Future[None] | None = None
+        self._unwritten = BackgroundShards(
+            identity, recipe.extract.compression, shard_tokens=recipe.extract.shard_tokens, write=self._write_shard
+        )
         self._shards_written = 0
         # Requests received from the driver, passed on to the engines, and finished.
         self._given = self._passed_on = self._finished = 0
@@ -86,15 +85,10 @@ class MachineActor:
             self._inbox.put(request)
         self._news.wait(_SECONDS_BETWEEN_REPORTS)
         self._news.clear()
-        failure, users_mistake = (
-            self._failure,
-            self._users_mistake,
-        )  # read first, so that the report has all shards finished before
+        failure, users_mistake = self._failure, self._users_mistake  # first: the report then has all shards before it
         shards = [self._finished_shards.get() for _ in range(self._finished_shards.qsize())]
         room = max(0, self._capacity - (self._given - self._finished))
-        makers = {id(maker): maker for maker in (self._full, self._maker)}.values()
-        sequences, tokens = sum(len(one.sample_ids) for one in makers), sum(one.tokens for one in makers)
-        return Report(shards, sequences, tokens, room, failure, users_mistake)
+        return Report(shards, *self._unwritten.unwritten(), room, failure, users_mistake)
 
     def stop(self) -> None:
         """End the engines, after all requests are finished."""
@@ -133,28 +127,26 @@ class MachineActor:
         with (
             _local_folder() as folder,
             handoff_folder(folder, handoff_bytes) as handoff,
-            self._behind,
+            closing(self._unwritten),
             closing(
                 extracted_sequences(self._recipe, target, self._identity, self._requests(), folder, handoff)
             ) as sequences,
         ):
             for sequence in sequences:
-                self._maker.add(sequence)
+                self._unwritten.add(sequence)
                 self._finished += 1
-                if self._maker.tokens >= self._recipe.extract.shard_tokens:
-                    self._close_shard()
                 if self._given - self._finished <= self._capacity * 3 // 4:
                     self._news.set()
-            self._wait_for_shard()
+            self._unwritten.wait()
 
     def _requests(self) -> Iterator[ExtractRequest | None]:
         """The driver's requests, for the engines. When they run dry, the open shard is written: there may be no more."""
         while True:
             idle = self._passed_on == self._finished
             if idle:
-                if self._inbox.empty() and self._maker.tokens:
-                    self._close_shard()
-                self._wait_for_shard()  # raises here what would otherwise go unnoticed
+                if self._inbox.empty():
+                    self._unwritten.flush()
+                self._unwritten.wait()  # raises here what would otherwise go unnoticed
             try:
                 request = self._inbox.get(block=idle)
             except queue.Empty:
@@ -164,16 +156,6 @@ class MachineActor:
                 return
             self._passed_on += 1
             yield request
-
-    def _close_shard(self) -> None:
-        """Write the open shard in the background. Waits for the one before, so that memory holds two at most."""
-        self._wait_for_shard()
-        self._full, self._maker = self._maker, ShardMaker(self._identity, self._recipe.extract.compression)
-        self._writing = self._behind.submit(self._write_shard, self._full)
-
-    def _wait_for_shard(self) -> None:
-        if self._writing is not None:
-            self._writing.result()
 
     def _write_shard(self, full: ShardMaker) -> None:
         path = self._directory / f"shard-{self._name}-{self._shards_written:05d}.safetensors"

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import fcntl
 import shutil
+from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
+from functools import partial
 from pathlib import Path
 
 import torch
@@ -82,12 +84,61 @@ class ShardMaker:
         return shard
 
 
+class BackgroundShards:
+    """Fills shards one after the other; a background thread of the lowest priority writes each full one while the next fills.
+
+    Args:
+        shard_tokens: a shard is full once it has this many.
+        write: writes a full shard, by `ShardMaker.write`; called in the background thread.
+    """
+
+    def __init__(
+        self, identity: StoreIdentity, compression: Form, *, shard_tokens: int, write: Callable[[ShardMaker], None]
+    ) -> None:
+        self._new_shard = partial(ShardMaker, identity, compression)
+        self._shard_tokens, self._write = shard_tokens, write
+        self._open = self._full = self._new_shard()  # filling, and being written
+        self._thread = ThreadPoolExecutor(1, thread_name_prefix="draftsmith-store", initializer=lower_priority)
+        self._writing: Future[None] | None = None
+
+    def add(self, sequence: Sequence | EncodedSequence) -> None:
+        """Add a sequence, as `ShardMaker.add`. Raises as `flush` does if that fills the shard."""
+        self._open.add(sequence)
+        if self._open.tokens >= self._shard_tokens:
+            self.flush()
+
+    def flush(self) -> None:
+        """Start writing the open shard, if it holds anything. Waits for the one before, so that memory holds two at most.
+
+        Raises:
+            DraftsmithError: the disk had no room for the one before.
+        """
+        self.wait()
+        if self._open.tokens:
+            self._full, self._open = self._open, self._new_shard()
+            self._writing = self._thread.submit(self._write, self._full)
+
+    def wait(self) -> None:
+        """Wait for the shard being written; raises as `flush`."""
+        if self._writing is not None:
+            self._writing.result()
+
+    def unwritten(self) -> tuple[int, int]:
+        """Sequences and tokens that are in no file yet."""
+        makers = {id(maker): maker for maker in (self._full, self._open)}.values()
+        return sum(len(one.sample_ids) for one in makers), sum(one.tokens for one in makers)
+
+    def close(self) -> None:
+        """Finish the shard being written and drop the open one."""
+        self._thread.shutdown()
+
+
 class StoreWriter:
     """Appends sequences to a store. It can be killed at any moment: shards in the manifest are kept.
 
     Opening a directory with an unfinished store of the same identity continues it; `sample_ids` are the conversations that it
-    already has. Shard files that the manifest does not name are removed on opening and on closing. A shard is written while
-    the next one fills, at the lowest priority.
+    already has. Shard files that the manifest does not name are removed on opening and on closing. Shards are written in the
+    background.
 
     Raises:
         UserError: the directory holds a store of another identity, or another process is writing to it.
@@ -97,13 +148,10 @@ class StoreWriter:
     def __init__(
         self, directory: Path, identity: StoreIdentity, *, shard_tokens: int, compression: Form = "none"
     ) -> None:
-        self._maker = ShardMaker(identity, compression)
         self._directory, self._identity = directory, identity
-        self._shard_tokens, self._compression = shard_tokens, compression
         self._shards: list[Shard] = []
         self._sample_ids: set[int] = set()
-        self._behind = ThreadPoolExecutor(1, thread_name_prefix="draftsmith-store", initializer=lower_priority)
-        self._writing: Future[None] | None = None  # of the last full shard
+        self._unwritten = BackgroundShards(identity, compression, shard_tokens=shard_tokens, write=self._write_shard)
         self._lock = (directory / LOCK).open("w")
         try:
             fcntl.flock(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -123,7 +171,7 @@ class StoreWriter:
     @property
     def sample_ids(self) -> set[int]:
         """Conversations that are safely on disk. Waits for the shard being written."""
-        self._wait_for_shard()
+        self._unwritten.wait()
         return set(self._sample_ids)
 
     def append(self, sequence: Sequence | EncodedSequence) -> None:
@@ -134,9 +182,7 @@ class StoreWriter:
             DraftsmithError: the disk has no room for this shard or the one before. Shards in the manifest are kept, and the
                 store can be continued.
         """
-        self._maker.add(sequence)
-        if self._maker.tokens >= self._shard_tokens:
-            self._close_shard()
+        self._unwritten.add(sequence)
 
     def adopt(self, shard: Shard) -> list[int]:
         """Add a shard that another process wrote into this directory; return the ids of its conversations.
@@ -146,7 +192,7 @@ class StoreWriter:
             ValueError: it holds a conversation twice, or one that the store already has.
             DraftsmithError: the disk has no room for the manifest.
         """
-        self._wait_for_shard()
+        self._unwritten.wait()
         sample_ids: list[int] = OpenShard(self._directory, shard, self._identity).sample_ids.tolist()
         if len(set(sample_ids)) < len(sample_ids) or not self._sample_ids.isdisjoint(sample_ids):
             raise ValueError(f"{shard.file} holds conversations that are in the store already")
@@ -155,16 +201,15 @@ class StoreWriter:
 
     def close(self) -> dict[str, int]:
         """Write the open shard and release the store; return the manifest's counts."""
-        if self._maker.tokens:
-            self._close_shard()
-        self._wait_for_shard()
+        self._unwritten.flush()
+        self._unwritten.wait()
         self._remove_leftovers()
         self.release()
         return counts_of(self._shards)
 
     def release(self) -> None:
         """Finish the shard that is being written, drop the open one, and let others write to the store."""
-        self._behind.shutdown()
+        self._unwritten.close()
         self._lock.close()
 
     def __enter__(self) -> StoreWriter:
@@ -173,19 +218,9 @@ class StoreWriter:
     def __exit__(self, *_: object) -> None:
         self.release()
 
-    def _close_shard(self) -> None:
-        """Write the open shard in the background. Waits for the one before, so that memory holds two at most."""
-        self._wait_for_shard()
-        full, self._maker = self._maker, ShardMaker(self._identity, self._compression)
-        self._writing = self._behind.submit(self._write_shard, full)
-
     def _write_shard(self, full: ShardMaker) -> None:
         sample_ids = full.sample_ids
         self._add_shard(full.write(self._directory / f"shard-{len(self._shards):05d}.safetensors"), sample_ids)
-
-    def _wait_for_shard(self) -> None:
-        if self._writing is not None:
-            self._writing.result()
 
     def _add_shard(self, shard: Shard, sample_ids: list[int]) -> None:
         self._shards.append(shard)

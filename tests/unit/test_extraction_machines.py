@@ -17,6 +17,7 @@ from draftsmith.extract import cluster
 from draftsmith.extract.cluster import MachineActor, _Machine, balance_tokens
 from draftsmith.extract.requests import ExtractRequest
 from draftsmith.run.errors import DraftsmithError, UserError
+from draftsmith.store import writer as store_writer
 from draftsmith.store.format import CorruptStore, Sequence
 from draftsmith.store.reader import Store
 from draftsmith.store.writer import ShardMaker, StoreWriter
@@ -213,7 +214,7 @@ def test_engines_are_heard_while_a_shard_is_written(
                 written.set()
             yield sequence
 
-    monkeypatch.setattr(cluster, "ShardMaker", Slow)
+    monkeypatch.setattr(store_writer, "ShardMaker", Slow)
     writer = open_writer(tmp_path)
     list(balance_tokens(FakeRay, start(counted), requests(20), writer))
     writer.close()
@@ -229,7 +230,7 @@ def test_a_shard_that_cannot_be_written_fails_the_machine(
         def write(self, path: Path) -> Any:
             raise DraftsmithError("There is no room.")
 
-    monkeypatch.setattr(cluster, "ShardMaker", Full)
+    monkeypatch.setattr(store_writer, "ShardMaker", Full)
     with pytest.raises(DraftsmithError, match=r"There is no room\.[^$]*No machine is left"):
         list(balance_tokens(FakeRay, start(answering), requests(2), open_writer(tmp_path)))
 

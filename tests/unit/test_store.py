@@ -546,7 +546,7 @@ def test_prefetched_reading_from_threads_is_exact(tmp_path: Path) -> None:
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="threads have priorities of their own on Linux alone")
-def test_writing_steps_back_and_nobody_else_does(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_only_the_writing_thread_has_the_lowest_priority(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Shards are written at the lowest priority; the thread that appends keeps its own."""
     seen: list[int] = []
     write = store_writer.shard_head
