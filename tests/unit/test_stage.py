@@ -5,6 +5,7 @@ import time
 import pytest
 
 from draftsmith.run import stage
+from draftsmith.run.atomic_io import sha256_of, write_json
 from draftsmith.run.errors import UserError
 
 
@@ -56,8 +57,8 @@ def test_a_foreign_stage_record_is_refused(tmp_path, text):
 
 def test_writing_replaces_in_one_step(tmp_path):
     path = tmp_path / "a.json"
-    stage.write_json(path, {"a": 1})
-    stage.write_json(path, {"a": 2})
+    write_json(path, {"a": 1})
+    write_json(path, {"a": 2})
     assert path.read_text() == '{\n  "a": 2\n}\n'
     assert [file.name for file in tmp_path.iterdir()] == ["a.json"]
-    assert stage.sha256_of(path) == "c34a422b9e2e50de25cd966dc034dff66d56e60ce9a4fe18e554580455cdd1c6"
+    assert sha256_of(path) == "c34a422b9e2e50de25cd966dc034dff66d56e60ce9a4fe18e554580455cdd1c6"

@@ -160,7 +160,7 @@ def filled(directory: Path, sample_ids: range = range(6), form: Form = "none") -
 
 
 def test_an_interrupted_store_is_continued(tmp_path: Path) -> None:
-    filled(tmp_path)  # never closed: shards of two sequences, all six are in
+    filled(tmp_path)._lock.close()  # killed: shards of two sequences, all six are in
     (tmp_path / "shard-00003.safetensors.tmp").write_bytes(b"half")
     writer = open_writer(tmp_path, "lossless")  # shards of both forms read as one store
     assert writer.sample_ids == set(range(6))
@@ -477,10 +477,11 @@ def test_states_in_another_form_are_refused(tmp_path: Path) -> None:
 
 def test_wrong_lengths_and_dtypes_are_refused(tmp_path: Path) -> None:
     good = make_sequence(1, 3, 3, last_has_state=False)
+    writer = open_writer(tmp_path)
     with pytest.raises(ValueError, match="do not go together"):
-        open_writer(tmp_path).append(replace(good, hidden_states=good.hidden_states[:-1]))
+        writer.append(replace(good, hidden_states=good.hidden_states[:-1]))
     with pytest.raises(ValueError, match="the store is of float32"):
-        open_writer(tmp_path).append(replace(good, hidden_states=good.hidden_states.half()))
+        writer.append(replace(good, hidden_states=good.hidden_states.half()))
 
 
 # ---- reading ----
