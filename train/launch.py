@@ -25,9 +25,9 @@ from torch.distributed.elastic.utils.distributed import get_free_port
 from torch.multiprocessing import ProcessExitedException, start_processes
 
 from draftsmith.config.recipe import Recipe
-from draftsmith.engine.environment import end_with_parent
 from draftsmith.run.cuda import require_usable_gpus
 from draftsmith.run.errors import DraftsmithError, Stopped, UserError
+from draftsmith.run.process import end_with_parent
 from draftsmith.run.progress import console
 from draftsmith.train.signals import on_signal
 from draftsmith.train.train import finished_training, run_train

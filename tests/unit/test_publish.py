@@ -376,7 +376,7 @@ def test_what_is_refused(run_dir: Path, hub: Hub, tmp_path: Path) -> None:
     for repo in ("nobody", "a/b/c", "me/--", "me/tiny.git"):
         with pytest.raises(UserError, match=r"`--repo .*` is not a repository id"):
             publish(run_dir, repo)
-    with pytest.raises(UserError, match=r"There is no folder .*nothing here, and it is no Hub id"):
+    with pytest.raises(UserError, match=r"There is no folder .*nothing here, and it is not a Hub id"):
         local_directory(tmp_path / "nothing")
     assert hub.requests == []
 
