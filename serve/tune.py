@@ -30,6 +30,7 @@ from draftsmith.data.turns import Turn
 from draftsmith.engine.environment import resolved
 from draftsmith.engine.speculation import drafter_sha256
 from draftsmith.run import stage
+from draftsmith.run.atomic_io import write_json
 from draftsmith.run.errors import UserError
 from draftsmith.run.progress import console
 from draftsmith.serve.evaluation.machine import describe_engines, describe_machine
@@ -151,7 +152,7 @@ def run_tune(recipe: Recipe, run_dir: Path, *, verify: bool = False) -> Tuned:
         "machine": describe_machine(),
         "engine": describe_engines(recipe.engine, engines.placement.at_once),
     }
-    stage.write_json(output / "tune.json", found)
+    write_json(output / "tune.json", found)
     stage.finish(
         output, stage="tune", inputs=inputs, recipe=sections, figures=dict(found), started=started, files=("tune.json",)
     )

@@ -26,7 +26,7 @@ import numpy as np
 import numpy.typing as npt
 import xxhash
 
-from draftsmith.run import stage
+from draftsmith.run.atomic_io import new_file
 
 TRAINING_PROMPTS = "training_prompts.u64"
 NGRAM_WORDS = 8
@@ -209,7 +209,7 @@ class PromptsFile:
         """Move the file into a store, atomically."""
         size = self._file.tell()
         self._file.seek(0)
-        with stage.new_file(directory / TRAINING_PROMPTS, size=size) as file:
+        with new_file(directory / TRAINING_PROMPTS, size=size) as file:
             shutil.copyfileobj(self._file, file)
         self._file.close()
 

@@ -97,8 +97,13 @@ def method_config(
 
 
 def _usual_k(drafter_dir: Path) -> int:
-    most = _config(drafter_dir).get(serving_spec(drafter_dir).k_field)
-    return min(_USUAL_K, int(most or _USUAL_K))
+    return min(_USUAL_K, _longest_draft(drafter_dir) or _USUAL_K)
+
+
+def _longest_draft(drafter_dir: Path) -> int | None:
+    """The most tokens that the drafter was trained to draft; None for any number."""
+    field = serving_spec(drafter_dir).k_field
+    return None if field is None else _config(drafter_dir).get(field)
 
 
 def own_drafter(drafter_dir: Path) -> Drafter:
@@ -179,9 +184,10 @@ def speculative_config(drafter_dir: Path, k: int) -> dict[str, Any]:
     """
     config = _config(drafter_dir)
     spec = serving_spec(drafter_dir)
-    if k > config.get(spec.k_field, k):  # vLLM would fail, or silently use untrained heads
+    most = _longest_draft(drafter_dir)
+    if most is not None and k > most:  # vLLM would fail, or silently use untrained heads
         raise UserError(
-            f"{drafter_dir} drafts at most {config[spec.k_field]} tokens, and {k} were requested. Request fewer, or train it for more "
+            f"{drafter_dir} drafts at most {most} tokens, and {k} were requested. Request fewer, or train it for more "
             f"(train.drafter.{spec.k_field})."
         )
     if environment.is_cpu() and "quantization_config" in config and not rounds_inputs(drafter_dir):

@@ -38,6 +38,7 @@ from draftsmith.data.turns import TurnRenderer
 from draftsmith.engine.environment import resolved
 from draftsmith.engine.speculation import check_graph_sizes, drafter_name, drafter_sha256
 from draftsmith.run import stage
+from draftsmith.run.atomic_io import write_bytes, write_json
 from draftsmith.run.errors import DraftsmithError, UserError
 from draftsmith.run.progress import console
 from draftsmith.serve.evaluation.acceptance import measure_acceptance
@@ -130,8 +131,8 @@ def run_evaluate(recipe: Recipe, run_dir: Path) -> Results:
     )  # fmt: skip
     _add_overlap(found, recipe, run_dir, prompts)
 
-    stage.write_json(output / "results.json", found)
-    stage.write_bytes(output / "report.html", render(found).encode())
+    write_json(output / "results.json", found)
+    write_bytes(output / "report.html", render(found).encode())
     stage.finish(
         output, stage="evaluate", inputs=inputs, recipe=sections, figures=dict(found), started=started,
         files=("results.json", "report.html"),

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from draftsmith.data.turns import Turn
-from draftsmith.run import stage
+from draftsmith.run.atomic_io import write_json
 from draftsmith.serve.evaluation.curve import fastest
 from draftsmith.serve.evaluation.schema import (
     AtStart,
@@ -72,7 +72,7 @@ class PartialResults:
         return partial
 
     def save(self) -> None:
-        stage.write_json(self.path, {name: value for name, value in vars(self).items() if name != "path"})
+        write_json(self.path, {name: value for name, value in vars(self).items() if name != "path"})
 
     def best_k(self, choices: Iterable[int]) -> int:
         """The K with the highest estimated speedup."""
