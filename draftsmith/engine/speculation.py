@@ -97,10 +97,11 @@ def method_config(
 
 
 def _usual_k(drafter_dir: Path) -> int:
-    return min(_USUAL_K, _max_draft_tokens(drafter_dir) or _USUAL_K)
+    return min(_USUAL_K, _longest_draft(drafter_dir) or _USUAL_K)
 
 
-def _max_draft_tokens(drafter_dir: Path) -> int | None:
+def _longest_draft(drafter_dir: Path) -> int | None:
+    """The most tokens that the drafter was trained to draft; None for any number."""
     field = serving_spec(drafter_dir).k_field
     return None if field is None else _config(drafter_dir).get(field)
 
@@ -183,7 +184,7 @@ def speculative_config(drafter_dir: Path, k: int) -> dict[str, Any]:
     """
     config = _config(drafter_dir)
     spec = serving_spec(drafter_dir)
-    most = _max_draft_tokens(drafter_dir)
+    most = _longest_draft(drafter_dir)
     if most is not None and k > most:  # vLLM would fail, or silently use untrained heads
         raise UserError(
             f"{drafter_dir} drafts at most {most} tokens, and {k} were requested. Request fewer, or train it for more "

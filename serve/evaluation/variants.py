@@ -33,9 +33,10 @@ class Variants:
         self._configs: dict[Variant, dict[str, Any] | None] = {0: None}
         self.ks = sorted({*options.k, options.acceptance_k})
         """Each K that is measured on the first suite."""
+        every: list[Variant] = [0, *self.ks, *options.methods]
         in_flight, longest = max((1, *options.concurrency)), max(map(_longest, suites))
         self.placement = find_placement(
-            recipe.engine, target, [self.speculative_config(one) for one in (0, *self.ks, *options.methods)],
+            recipe.engine, target, [self.speculative_config(one) for one in every],
             dtypes=sorted({one.dtype for one in configurations(recipe, self.ks[-1])}),
             tokens=max(options.acceptance_batch_size, in_flight) * longest, at_least=in_flight * (longest + options.timing_tokens),
             smaller="evaluate.concurrency",

@@ -126,7 +126,7 @@ def test_what_does_not_compare() -> None:
         compare(_evaluation(0.6), other)
     apart = _evaluation(0.6)
     apart["suites"] = {"elsewhere": apart["suites"]["held_out"]}
-    with pytest.raises(UserError, match="no suite with the same prompts, at least 5"):
+    with pytest.raises(UserError, match=r"no suite with the same prompts in common \(at least 5\)"):
         compare(_evaluation(0.6), apart)
 
 

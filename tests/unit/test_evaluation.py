@@ -8,6 +8,7 @@ import pytest
 from pydantic import TypeAdapter
 
 from draftsmith.config import recipe
+from draftsmith.config.evaluation import EvaluateConfig, SuiteConfig
 from draftsmith.data.turns import TurnRenderer
 from draftsmith.run import stage
 from draftsmith.run.atomic_io import write_json
@@ -39,7 +40,7 @@ def run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> tuple[recipe.Recipe,
         "methods": {"lookup": {"method": "ngram", "num_speculative_tokens": 1}},
         "k": [1, 2, 3], "acceptance_k": 3, "concurrency": [1, 4], "acceptance_batch_size": 4, "examples": 2,
     }  # fmt: skip
-    return loaded.model_copy(update={"evaluate": recipe.EvaluateConfig.model_validate(options)}), run_dir
+    return loaded.model_copy(update={"evaluate": EvaluateConfig.model_validate(options)}), run_dir
 
 
 def test_what_is_planted_is_found(run: tuple[recipe.Recipe, Path]) -> None:
@@ -87,7 +88,7 @@ def test_answers_are_scored_and_rates_asked(run: tuple[recipe.Recipe, Path], mon
     source.write_text(
         "\n".join(json.dumps({"question": f"{n}?", ("answer", "expected")[n % 2]: f"#### {n}"}) for n in range(6, 9))
     )
-    suites["talks"] = recipe.SuiteConfig.model_validate(
+    suites["talks"] = SuiteConfig.model_validate(
         {"prompts": {"path": str(source)}, "score": "last_number", "max_tokens": 9}
     )
     options = {"suites": suites, "request_rates": (0.5,), "request_prompts": 4}
@@ -242,7 +243,7 @@ def test_a_gpu_that_holds_no_two_engines_is_said_before_any_starts(
     loaded, run_dir = run
     pretend_gpu(monkeypatch, run_dir.parent, gib=4)
     with pytest.raises(
-        UserError, match=r"do not fit on this machine: an engine needs about 2\.\d GiB.*evaluate\.acceptance_batch_size"
+        UserError, match=r"do not fit on this machine: an engine needs about 2\.\d GiB.*evaluate\.concurrency"
     ):
         run_evaluate(loaded, run_dir)
     assert not Engine.started

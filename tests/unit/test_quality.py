@@ -84,5 +84,5 @@ def test_rows_that_cannot_be_scored_are_known() -> None:
 
 def test_where_no_program_runs_nothing_is_scored(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("draftsmith.serve.evaluation.quality._LIMITS", "raise SystemExit(1)\n")
-    with pytest.raises(DraftsmithError, match=r"code cannot be run here.*Leave `score: unit_tests` out"):
+    with pytest.raises(DraftsmithError, match=r"code cannot be run: .*Leave `score: unit_tests` out"):
         unit_tests("    return a + b", ADD)

@@ -11,6 +11,7 @@ from hypothesis import strategies as st
 from pydantic import TypeAdapter
 
 from draftsmith.config import recipe
+from draftsmith.config.evaluation import EvaluateConfig, TuneConfig
 from draftsmith.config.methods import AnyMethod
 from draftsmith.run import stage
 from draftsmith.run.errors import UserError
@@ -109,9 +110,9 @@ def test_roofline_is_bytes_or_flop(run: tuple[recipe.Recipe, Path]) -> None:
 def test_too_few_prompts_are_said(run: tuple[recipe.Recipe, Path]) -> None:
     loaded, run_dir = run
     with pytest.raises(UserError, match="has 16 prompts, too few for 17 at once"):
-        run_tune(loaded.model_copy(update={"tune": recipe.TuneConfig(concurrency=(17,))}), run_dir)
+        run_tune(loaded.model_copy(update={"tune": TuneConfig(concurrency=(17,))}), run_dir)
     assert not (run_dir / "tune" / stage.MARKER).exists()
-    nothing = recipe.EvaluateConfig(suites={})
+    nothing = EvaluateConfig(suites={})
     with pytest.raises(UserError, match=r"no prompts to tune on: `evaluate\.suites` is empty"):
         run_tune(run[0].model_copy(update={"evaluate": nothing}), run[1])
 
