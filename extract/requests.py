@@ -10,7 +10,7 @@ import hashlib
 import json
 import tempfile
 from collections.abc import Iterable, Iterator
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -132,11 +132,7 @@ def tokenized(
     """One request for each sample of a conversation, rendered with the target's chat template; none if it is rejected."""
     options, generate = recipe.extract, recipe.extract.mode == "generate"
     answer_tokens = options.response_tokens(held_out=held_out) if generate else 1
-    later: tuple[list[dict[str, Any]], ...] = ()
-    opening = conversation
-    turns = conversation.user_turns() if generate and conversation.messages else []
-    if turns:
-        opening, later = replace(conversation, messages=turns[0]), tuple(turns[1:])
+    opening, later = conversation.opening() if generate else (conversation, [])
     try:
         if generate:
             ids, mask = renderer.prompt(opening), None
@@ -161,7 +157,7 @@ def tokenized(
                 max_tokens=answer_tokens,
                 loss_mask=mask,
                 conversation=opening if later else None,
-                later=later,
+                later=tuple(later),
             )
             for sample in range(1 if held_out else options.samples)
         ]

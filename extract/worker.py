@@ -18,7 +18,7 @@ import threading
 import time
 from collections import deque
 from collections.abc import Iterable, Iterator
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from multiprocessing.connection import Connection, wait
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -26,8 +26,9 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from draftsmith.config import recipe
-from draftsmith.data.chat_template import Renderer, Unrenderable
+from draftsmith.data.chat_template import Unrenderable
 from draftsmith.data.conversations import Conversation
+from draftsmith.data.turns import Turn, TurnRenderer
 from draftsmith.engine.environment import share_of_machine
 from draftsmith.engine.process import EngineFailed, EngineProcess
 from draftsmith.extract.handoff import handoff_file, take_handoff_file
@@ -300,19 +301,17 @@ class _Conversations:
     """Conversations whose every turn the target answers."""
 
     def __init__(self, tokenizer: Any, max_model_len: int) -> None:
-        self._tokenizer, self._max_model_len = tokenizer, max_model_len
-        self._renderer = Renderer(tokenizer)
+        self._turns = TurnRenderer(tokenizer, max_model_len)
 
     def next_turn(self, turn: _Turn) -> _Turn | None:
         """The turn after an answered one; None if there is none, or if it leaves no room for an answer."""
-        if turn.conversation is None or turn.number >= len(turn.request.later):
+        if turn.conversation is None:
             return None
-        messages = [*self._answered(turn).messages, *turn.request.later[turn.number]]
-        conversation = replace(turn.conversation, messages=messages)
-        prompt = self._renderer.prompt(conversation)
-        if len(prompt) + turn.request.max_tokens > self._max_model_len:
+        asked = Turn(turn.conversation, turn.prompt_token_ids, turn.request.later[turn.number :], turn.number)
+        following = self._turns.next(asked, turn.response, max_tokens=turn.request.max_tokens)
+        if following is None:
             return None
-        return _Turn(turn.request, turn.number + 1, prompt, conversation)
+        return _Turn(turn.request, following.number, following.token_ids, following.conversation)
 
     def answers_in_prompt(self, turn: _Turn) -> list[bool]:
         """Loss mask of a later turn's prompt: True at earlier answers.
@@ -320,20 +319,15 @@ class _Conversations:
         Found by rendering the whole conversation. If its tokens do not begin with the prompt's (an answer may be tokenized
         differently when it is read back), earlier answers count as context only.
         """
+        assert turn.conversation is not None
         count = len(turn.prompt_token_ids)
         try:
-            rendered = self._renderer.text(self._answered(turn))
+            rendered = self._turns.renderer.text(self._turns.with_answer(turn.conversation, turn.response))
         except Unrenderable:
             return [False] * count
         if rendered.token_ids[:count] != turn.prompt_token_ids:
             return [False] * count
         return rendered.loss_mask[:count]
-
-    def _answered(self, turn: _Turn) -> Conversation:
-        assert turn.conversation is not None
-        answer = self._tokenizer.decode(turn.response, skip_special_tokens=True)
-        messages = [*turn.conversation.messages, {"role": "assistant", "content": answer}]
-        return replace(turn.conversation, messages=messages)
 
 
 def _read(pipe: Connection, inbox: queue.SimpleQueue[list[ExtractRequest] | None]) -> None:

@@ -1,4 +1,4 @@
-"""Whether torch can use this machine's GPUs, and if not, why."""
+"""What torch can use of this machine: GPUs, and why not if it cannot; arithmetic for bfloat16."""
 
 from __future__ import annotations
 
@@ -50,6 +50,14 @@ def gpus_on_the_bus() -> int:
 def hidden() -> bool:
     """Whether CUDA_VISIBLE_DEVICES hides all GPUs from this process."""
     return os.environ.get("CUDA_VISIBLE_DEVICES", "unset").strip() in ("", "-1")
+
+
+def native_bfloat16() -> bool:
+    """Whether the GPUs, or the processor if there are none, have bfloat16 arithmetic instead of emulating it."""
+    if torch.cuda.is_available():
+        return torch.cuda.is_bf16_supported(including_emulation=False)
+    capabilities = torch.cpu.get_capabilities() if hasattr(torch.cpu, "get_capabilities") else {}
+    return any(capabilities.get(name) for name in ("avx512_bf16", "amx_bf16", "avx_ne_convert", "bf16"))
 
 
 def require_usable_gpus() -> None:

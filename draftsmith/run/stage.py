@@ -12,12 +12,14 @@ import shutil
 import subprocess
 import time
 from collections.abc import Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 from draftsmith import __version__
 from draftsmith.run.atomic_io import sha256_of, write_json
 from draftsmith.run.errors import UserError
+from draftsmith.run.progress import console
 
 MARKER = "stage.json"
 OWNER = ".draftsmith"
@@ -129,3 +131,43 @@ def git_commit() -> str | None:
     except OSError:
         return None
     return done.stdout.strip() or None
+
+
+@dataclass(frozen=True)
+class StageRun:
+    """One run of a stage that writes one directory.
+
+    run = StageRun("convert", run_dir / "vllm")
+    if (figures := run.finished(inputs)) is not None:
+        return figures
+    run.claim(fresh=True)
+    ...
+    return run.finish(inputs, figures, recipe=sections)
+    """
+
+    stage: str
+    directory: Path
+    started: float = field(default_factory=time.time)
+    """`time.time()` at its start."""
+
+    def finished(self, inputs: str) -> dict[str, Any] | None:
+        """Return the figures if the directory is finished for exactly these inputs, and say so; otherwise None."""
+        record = read(self.directory)
+        if record is None or record["inputs"] != inputs:
+            return None
+        console.print(f"{self.stage}: {self.directory} is up to date", highlight=False, soft_wrap=True)
+        figures: dict[str, Any] = record["figures"]
+        return figures
+
+    def claim(self, *, fresh: bool) -> None:
+        """See `claim`."""
+        claim(self.directory, fresh=fresh)
+
+    def finish(
+        self, inputs: str, figures: dict[str, Any], *, recipe: dict[str, Any], files: Sequence[str] = ()
+    ) -> dict[str, Any]:
+        """Write `stage.json` and return the figures; see `finish`."""
+        finish(
+            self.directory, stage=self.stage, inputs=inputs, recipe=recipe, figures=figures, started=self.started, files=files
+        )  # fmt: skip
+        return figures

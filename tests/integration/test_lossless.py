@@ -26,6 +26,7 @@ from draftsmith.target.info import TargetInfo, describe_target
 from draftsmith.target.reference_states import states_of
 from draftsmith.target.tensors import load_target_tensors
 from draftsmith.train.acceptance import predict_sampled_acceptance
+from draftsmith.train.packing import pack
 from tests.integration.conftest import SOAKING, in_soak, load_drafter, make_mtp_target, make_target, train_drafters
 from tests.sampling import Acceptance, same_distribution, token_probabilities
 
@@ -129,9 +130,9 @@ def draw(
     target: TargetInfo, configs: dict[str, dict[str, Any]], planted: tuple[float, ...], folder: Path, *, long: bool,
     samples: int = SAMPLES,
 ) -> tuple[dict[str, Variant], EngineHost]:  # fmt: skip
-    """Answers of an engine of each method, then of one for each planted bug, with the target as its own draft model; and a plain
-    engine, still running, with its answers under "plain"."""
-    arms: dict[str, tuple[type[EngineSpec], dict[str, Any]]] = {"plain": (EngineSpec, {"speculative": None})}
+    """Answers of an engine of each method, then of one for each planted bug, with the target as its own draft model; and a
+    baseline engine, still running, with its answers under "baseline"."""
+    arms: dict[str, tuple[type[EngineSpec], dict[str, Any]]] = {"baseline": (EngineSpec, {"speculative": None})}
     arms |= {name: (EngineSpec, {"speculative": config}) for name, config in configs.items()}
     for bias in planted:
         arms[f"planted {bias}"] = (_AcceptsWrongly, {"speculative": configs["draft_model"], "bias": bias})
@@ -178,23 +179,23 @@ def hold_against_target(target: TargetInfo, answers: dict[str, Variant]) -> dict
             f"bias {acceptance.smallest_bias(LEVEL / 2 / len(answers)):.3f}"
         )
         found[name] = 2 * min(tests), acceptance
-        if name != "plain":
+        if name != "baseline":
             assert 0 < sum(map(sum, accepted)) < sum(sum(one.drafted) for one in arm.short) or "planted" in name, name
     return found
 
 
 @pytest.fixture(scope="module")
 def drawn(target: TargetInfo, methods: Methods, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Variant]:
-    """Answers of all engines; the plain one's logits are checked at once."""
-    answers, plain = draw(target, methods.configs, PLANTED, tmp_path_factory.mktemp("engines"), long=True)
+    """Answers of all engines; the baseline's logits are checked at once."""
+    answers, baseline = draw(target, methods.configs, PLANTED, tmp_path_factory.mktemp("engines"), long=True)
     prompt = prompt_of(target)
-    with plain, torch.no_grad():
+    with baseline, torch.no_grad():
         logits = LlamaForCausalLM.from_pretrained(target.path)(torch.tensor([prompt])).logits[0, -1]
         first, second = logits.topk(2).indices.tolist()
-        assert plain.logit_margin(prompt, first, second) == pytest.approx(
+        assert baseline.logit_margin(prompt, first, second) == pytest.approx(
             float(logits[first] - logits[second]), abs=1e-3
         )
-        assert plain.logit_margin(prompt, first, int(logits.argmin())) is None
+        assert baseline.logit_margin(prompt, first, int(logits.argmin())) is None
     return answers
 
 
@@ -207,7 +208,7 @@ def test_sampled_answers_follow_the_target(target: TargetInfo, methods: Methods,
         print(f"planted {bias}: power {power:.4f}, found with {found[f'planted {bias}'][0]:.3g}")
         assert power > 0.999, "too few answers"
         assert found[f"planted {bias}"][0] < level
-    for name in ("plain", *methods.configs):
+    for name in ("baseline", *methods.configs):
         assert found[name][0] > level, (name, found[name][0])
     for name in methods.runs:  # how much n-gram and suffix find depends on what repeats
         assert found[name][1].power(FINDS, level / 2) > 0.95, (name, "too few answers")
@@ -224,7 +225,7 @@ def test_predicted_acceptance_at_a_temperature(
     target: TargetInfo, methods: Methods, drawn: dict[str, Variant], kind: str
 ) -> None:
     """What vLLM's counters say at this temperature is what is predicted from text that the target sampled at it, within three
-    standard errors. vLLM's guesses are the drafter's likeliest tokens (`draft_sample_method` is `greedy`)."""
+    standard errors. vLLM's draft tokens are the drafter's likeliest (`draft_sample_method` is `greedy`)."""
     arm = drawn[kind]
     assert arm.counters.accepted == sum(sum(one.accepted) for one in arm.long)
     assert arm.counters.drafts == sum(len(one.accepted) for one in arm.long)
@@ -240,19 +241,20 @@ def test_predicted_acceptance_at_a_temperature(
     layers = (*sorted({*drafter.config.layer_ids} - {target.num_hidden_layers}), target.num_hidden_layers)
     prompt = prompt_of(target)
     sequences = []
-    for number, answer in enumerate(drawn["plain"].long):
+    for number, answer in enumerate(drawn["baseline"].long):
         ids = torch.tensor([*prompt, *answer.token_ids], dtype=torch.int32)
         states = states_of(model, ids[:-1].long(), layers)
         sequences.append(Sequence(number, True, ids, torch.arange(len(ids)) >= len(prompt), states))
     norm = torch.nn.RMSNorm(target.hidden_size, drafter.config.rms_norm_eps)
     norm.weight.data.copy_(tensors.final_norm_weight)
+    columns = [layers.index(layer) for layer in drafter.config.layer_ids]
 
     def predicted(temperature: float) -> tuple[float, float]:
         return lengths(
             [
                 predict_sampled_acceptance(
-                    drafter, sequences[i::GROUPS], [layers.index(layer) for layer in drafter.config.layer_ids], k=K,
-                    temperature=temperature, last_column=len(layers) - 1, norm=norm, head=tensors.lm_head.float(),
+                    drafter, [pack([one], steps=K).with_layers(columns, len(layers) - 1) for one in sequences[i::GROUPS]],
+                    k=K, temperature=temperature, norm=norm, head=tensors.lm_head.float(),
                 ).greedy_drafts[K]
                 for i in range(GROUPS)
             ]
@@ -275,7 +277,7 @@ def test_a_target_s_own_layers_are_checked_rightly(tmp_path: Path) -> None:
     target = describe_target(tmp_path / "target")
     config = method_config(Mtp(method="mtp"), target, own_drafter=Path("none"))
     assert config is not None
-    answers, plain = draw(target, {"mtp": config}, (), tmp_path, long=False)
-    plain.close()
+    answers, baseline = draw(target, {"mtp": config}, (), tmp_path, long=False)
+    baseline.close()
     found = hold_against_target(target, answers)
     assert min(probability for probability, _ in found.values()) > LEVEL / len(found)

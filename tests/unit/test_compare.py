@@ -12,8 +12,7 @@ from typer.testing import CliRunner
 from draftsmith.cli import app
 from draftsmith.run.errors import UserError
 from draftsmith.serve.evaluation.compare import compare, read_results
-from draftsmith.serve.evaluation.intervals import bootstrap
-from draftsmith.serve.evaluation.results import acceptance_interval, categories
+from draftsmith.serve.evaluation.statistics import acceptance_interval, bootstrap, categories
 from tests.unit.test_serve import _results
 
 PROMPTS = 40
@@ -91,10 +90,10 @@ def test_worse_better_and_the_same() -> None:
     a = _evaluation(0.60)
     worse = {one["figure"]: one["verdict"] for one in compare(a, _evaluation(0.55))}
     assert worse["acceptance length, K = 2"] == "worse"
-    assert worse["speed-up"] == "same"
-    assert worse["speed-up, 4 at once"] == "same"
+    assert worse["speedup"] == "same"
+    assert worse["speedup, 4 at once"] == "same"
     better = {one["figure"]: one["verdict"] for one in compare(a, _evaluation(0.65, speed=1.5))}
-    assert (better["acceptance length, K = 3"], better["speed-up"]) == ("better", "better")
+    assert (better["acceptance length, K = 3"], better["speedup"]) == ("better", "better")
     assert {one["verdict"] for one in compare(a, a)} == {"same"}
 
 
@@ -117,7 +116,7 @@ def test_the_same_drafter_with_engines_started_anew_is_seldom_worse() -> None:
 def test_one_engine_start_compares_no_speeds() -> None:
     a, b = _evaluation(0.6, starts=1), _evaluation(0.6, speed=1.0, starts=3)
     verdicts = {one["figure"]: one["verdict"] for one in compare(a, b)}
-    assert verdicts["speed-up"] == verdicts["speed-up, 4 at once"] == "untested"
+    assert verdicts["speedup"] == verdicts["speedup, 4 at once"] == "untested"
     assert verdicts["acceptance length, K = 2"] == "same"
 
 
@@ -153,7 +152,7 @@ def test_the_command_says_3_when_worse(tmp_path: Path) -> None:
     with pytest.raises(UserError, match="no evaluation in"):
         read_results(tmp_path / "nothing")
     (tmp_path / "b" / "eval" / "results.json").write_text('{"suites": {"s": {}}}')
-    with pytest.raises(UserError, match="earlier version"):
+    with pytest.raises(UserError, match=r"another version of Draftsmith.*Run `draftsmith evaluate` again"):
         read_results(tmp_path / "b")
     (tmp_path / "b" / "eval" / "results.json").write_text("[]")
     with pytest.raises(UserError, match="not the results"):

@@ -170,7 +170,7 @@ def test_a_file_that_is_no_data_set_is_a_clear_error(tmp_path, name, data):
 
 
 def test_a_folder_without_data_is_a_clear_error(tmp_path):
-    with pytest.raises(UserError, match="without data files"):
+    with pytest.raises(UserError, match="has no data files"):
         read(tmp_path)
 
 

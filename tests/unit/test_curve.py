@@ -7,14 +7,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from draftsmith.serve.evaluation.curve import (
-    CurvePoint,
-    fastest,
-    non_decreasing,
-    rivals,
-    speedup_curve,
-    step_cost_curve,
-)
+from draftsmith.serve.evaluation.curve import fastest, non_decreasing, rivals, speedup_curve, step_cost_curve
+from draftsmith.serve.evaluation.schema import CurvePoint
 
 
 @given(st.lists(st.floats(0.5, 3.0), min_size=1, max_size=12))

@@ -7,7 +7,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from draftsmith.serve.evaluation.intervals import between_starts, gain, ratio, stratified
+from draftsmith.serve.evaluation.statistics import between_starts, gain, ratio
+from draftsmith.serve.evaluation.suites import stratified
 
 ENGINE_NOISE = 0.04
 """Planted: standard deviation of the logarithm of an engine's speed from start to start."""
@@ -19,19 +20,19 @@ def measured(
     """What an evaluation would measure: prompts differ in what speculation gains, engines in their speed.
 
     Returns:
-        Tokens and seconds of plain decoding and of the drafter; and of plain decoding and of a second such engine.
+        Tokens and seconds of the baseline and of the drafter; and of the baseline and of a second such engine.
     """
     ease = (draw if prompts_seed is None else np.random.default_rng(prompts_seed)).normal(0.0, 0.1, prompts)
     own, noise = [], []
     for _ in range(starts):
-        plain, again, drafter = np.exp(draw.normal(0.0, ENGINE_NOISE, 3))
+        baseline, again, drafter = np.exp(draw.normal(0.0, ENGINE_NOISE, 3))
         jitter = np.exp(draw.normal(0.0, 0.01, (prompts, 3)))
         own.append({
-            f"p{n}": [64.0, 4.0 * plain * jitter[n, 0], 64.0, 4.0 * drafter * jitter[n, 1] / (speedup * np.exp(ease[n]))]
+            f"p{n}": [64.0, 4.0 * baseline * jitter[n, 0], 64.0, 4.0 * drafter * jitter[n, 1] / (speedup * np.exp(ease[n]))]
             for n in range(prompts)
         })  # fmt: skip
         noise.append(
-            {f"p{n}": [64.0, 4.0 * plain * jitter[n, 0], 64.0, 4.0 * again * jitter[n, 2]] for n in range(prompts)}
+            {f"p{n}": [64.0, 4.0 * baseline * jitter[n, 0], 64.0, 4.0 * again * jitter[n, 2]] for n in range(prompts)}
         )
     return own, noise
 

@@ -1,4 +1,4 @@
-"""Tuning: what is planted in engines that keep a clock of their own is found, and the schedule follows from it."""
+"""Tuning with fake engines on a simulated clock: planted figures are found, and the schedule follows from them."""
 
 import itertools
 import json
@@ -14,15 +14,19 @@ from draftsmith.config import recipe
 from draftsmith.config.methods import AnyMethod
 from draftsmith.run import stage
 from draftsmith.run.errors import UserError
-from draftsmith.serve import server, tune
-from draftsmith.serve.tune import Tuned, make_schedule, run_tune, schedule_of
+from draftsmith.serve import server
+from draftsmith.serve.evaluation import lineup
+from draftsmith.serve.schedule import make_schedule, schedule_of
+from draftsmith.serve.tune import Tuned, run_tune
 from tests.unit.clockwork import COSTS, Engine, make_recipe_and_run, pretend_gpu
 
 
 @pytest.fixture
 def run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> tuple[recipe.Recipe, Path]:
     Engine.started.clear()
-    monkeypatch.setattr(tune, "start_engines", lambda configs, folder, on_ready: [Engine(config) for config in configs])
+    monkeypatch.setattr(
+        lineup, "start_engines", lambda configs, folder, on_ready: [Engine(config) for config in configs]
+    )
     return make_recipe_and_run(tmp_path)
 
 
@@ -60,18 +64,20 @@ def test_what_is_planted_is_found(run: tuple[recipe.Recipe, Path]) -> None:
     assert server._method(loaded, run_dir, None).num_speculative_tokens == loaded.evaluate.acceptance_k
 
 
-def test_groups_beside_plain_decoding_find_what_all_at_once_do(
+def test_groups_beside_the_baseline_find_what_all_at_once_do(
     run: tuple[recipe.Recipe, Path], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """On a GPU that holds three of the six engines."""
     whole = run_tune(*run, verify=True)
     pretend_gpu(monkeypatch, run[1].parent, gib=8)
-    monkeypatch.setattr(tune, "start_engines", lambda configs, folder, on_ready: [Engine(config) for config in configs])
+    monkeypatch.setattr(
+        lineup, "start_engines", lambda configs, folder, on_ready: [Engine(config) for config in configs]
+    )
     Engine.started.clear()
     found = run_tune(*run, verify=True)
     assert found["engine"] == {"enforce_eager": False, "tensor_parallel_size": 1, "at_once": 3}
     assert [config.name for config in Engine.started] == [
-        "plain", "k1", "k2", "k3", "reads-along", "plain", "k1", "k2", "k3", "schedule",
+        "baseline", "k1", "k2", "k3", "idle-drafter", "baseline", "k1", "k2", "k3", "schedule",
     ]  # fmt: skip
     assert {config.memory_share for config in Engine.started} == {1 / 3}
     for key in ("step_cost", "schedule", "acceptance_length"):
@@ -114,7 +120,7 @@ def test_too_few_prompts_are_said(run: tuple[recipe.Recipe, Path]) -> None:
     st.dictionaries(
         st.integers(1, 64),
         st.dictionaries(st.integers(1, 8), st.floats(0.2, 3.0), min_size=1).flatmap(
-            lambda guessing: st.sampled_from([guessing, guessing | {0: 0.9}, guessing | {0: 1.0}])
+            lambda drafting: st.sampled_from([drafting, drafting | {0: 0.9}, drafting | {0: 1.0}])
         ),
         min_size=1,
     )
@@ -134,6 +140,6 @@ def test_schedules_are_vllm_s_and_hold_the_best(speedups: dict[int, dict[int, fl
             assert of_batch.get(k, 1.0) == max(of_batch.get(0, 1.0), *of_batch.values())
 
 
-def test_a_drafter_that_reads_along_costs_more_than_one_that_guesses_little() -> None:
+def test_an_idle_drafter_can_cost_more_than_short_drafts() -> None:
     assert make_schedule({1: {0: 0.98, 1: 1.2}, 8: {0: 0.94, 1: 0.97}}, most=16) == [[1, 16, 1]]
     assert make_schedule({1: {0: 0.98, 1: 0.99}, 8: {0: 0.94, 1: 0.97}}, most=16) == [[1, 16, 0]]  # without a drafter
