@@ -304,7 +304,7 @@ class _Conversations:
         self._turns = TurnRenderer(tokenizer, max_model_len)
 
     def next_turn(self, turn: _Turn) -> _Turn | None:
-        """The turn after an answered one; None where there is none, or it leaves no room for an answer."""
+        """The turn after an answered one; None if there is none, or if it leaves no room for an answer."""
         if turn.conversation is None:
             return None
         asked = Turn(turn.conversation, turn.prompt_token_ids, turn.request.later[turn.number :], turn.number)

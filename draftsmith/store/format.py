@@ -189,7 +189,8 @@ def shard_head(sequences: list[EncodedSequence], identity: StoreIdentity, compre
         tensors = {"frame_offsets": torch.tensor([0, *sizes], dtype=torch.int64).cumsum(0), **tensors}
         states = {"frames": (torch.uint8, [sum(sizes)])}
     tensors["padding"] = torch.zeros(-sum(t.nbytes for t in tensors.values()) % 64, dtype=torch.uint8)
-    header = header_bytes({name: (t.dtype, t.shape) for name, t in tensors.items()} | states, alignment=64)
+    layout: dict[str, tuple[torch.dtype, list[int]]] = {name: (t.dtype, list(t.shape)) for name, t in tensors.items()}
+    header = header_bytes(layout | states, alignment=64)
     return b"".join([header, *(t.view(torch.uint8).numpy().data for t in tensors.values())])
 
 
