@@ -125,7 +125,7 @@ def _convert_drafter(
         if value is not None and value not in choices:
             raise UserError(f"`{option} {value}` must be one of {', '.join(choices)}.")
     if (vocabulary is None) != (store is None):
-        raise UserError("--vocab N and --store DIR go together: the N most frequent tokens of that store are used.")
+        raise UserError("--vocab and --store go together: the N most frequent tokens of the store are used.")
     if vocabulary is not None and vocabulary < 1:
         raise UserError(f"--vocab must be at least 1, not {vocabulary}.")
     if out is None:
