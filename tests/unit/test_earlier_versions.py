@@ -13,6 +13,7 @@ from draftsmith.engine.speculation import speculative_config
 from draftsmith.store.reader import Store
 from draftsmith.target.tensors import load_target_tensors
 from draftsmith.train.acceptance import predict_acceptance
+from draftsmith.train.packing import pack
 from draftsmith.train.train import run_train
 from tests.unit.tiny_run import make_recipe
 
@@ -41,9 +42,9 @@ def test_the_drafter_is_what_it_was(folder: Path) -> None:
     drafter = kind.from_target(config, load_target_tensors(folder / "target"), checkpoint.draft_token_ids)
     drafter.load_state_dict(checkpoint.tensors)
     store = Store(folder / "run" / "store")
-    held_out = [store[row] for row in store.rows(held_out=True)]
     columns = [store.identity.layer_ids.index(layer) for layer in config.layer_ids]
-    predicted = predict_acceptance(drafter, held_out, columns, k=5)
+    held_out = pack((store[row] for row in store.rows(held_out=True)), steps=5).with_layers(columns)
+    predicted = predict_acceptance(drafter, [held_out], k=5)
     recorded = checkpoint.training["predicted_acceptance_length"]
     assert predicted == pytest.approx({int(k): value for k, value in recorded.items()}, abs=1e-4)
     assert speculative_config(folder / "run" / "vllm", 2)["method"] == "eagle3"
