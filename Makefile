@@ -7,7 +7,7 @@ BIN := .venv/bin
 INTERPRETER := .interpreter
 
 .DEFAULT_GOAL := help
-.PHONY: help venv demo venv-dev test test-v2 suffix soak bench dry-run-cuda lint typecheck clean
+.PHONY: help install venv demo venv-dev test test-v2 suffix soak bench dry-run-cuda lint typecheck docs clean
 
 help:  ## Show this list
 	@grep -hE '^[a-z][a-z-]*:.*##' $(MAKEFILE_LIST) | awk -F ':.*## ' '{printf "  make %-10s %s\n", $$1, $$2}'
@@ -17,6 +17,9 @@ venv:
 
 venv-dev:
 	@PYTHON="$(PYTHON)" scripts/bootstrap.sh "$(EXTRA),demo,dev"
+
+install: venv  ## Install Draftsmith into .venv, and no more
+	@echo "Installed. Next: source .venv/bin/activate && draftsmith doctor"
 
 demo: venv  ## Make SmolLM2-135M faster, from nothing: extract, train, convert, evaluate (under 20 minutes on 2 cores)
 	$(BIN)/draftsmith run recipes/demo.yaml
@@ -58,6 +61,10 @@ lint: venv-dev  ## Style, formatting, and which module may import which
 typecheck: venv-dev  ## mypy
 	$(BIN)/mypy -p draftsmith
 
+docs: venv-dev  ## The documentation site, into build/docs; fails on a broken link
+	$(BIN)/python scripts/reference_pages.py docs/reference
+	$(BIN)/zensical build --clean --strict
+
 clean:  ## Remove build products and caches (runs/ and .venv/ stay)
-	rm -rf build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis .import_linter_cache
+	rm -rf build dist docs/reference *.egg-info .cache .pytest_cache .mypy_cache .ruff_cache .hypothesis .import_linter_cache
 	find . -name __pycache__ -not -path './.venv/*' -prune -exec rm -rf {} +

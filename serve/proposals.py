@@ -24,6 +24,7 @@ from draftsmith.config.recipe import EngineConfig
 from draftsmith.drafters.base import Drafter
 from draftsmith.drafters.batch import Batch
 from draftsmith.engine import environment
+from draftsmith.engine.process import log_tail
 from draftsmith.engine.speculation import needs_plugin, reads_embeddings, rounds_inputs, speculative_config
 from draftsmith.run.errors import DraftsmithError, UserError
 from draftsmith.run.progress import console
@@ -93,10 +94,9 @@ def record(
                 check=False,
             )
         if done.returncode != 0:
-            tail = "\n".join(log.read_text(errors="replace").splitlines()[-15:])
             raise DraftsmithError(
                 f"vLLM could not serve {' or '.join(str(path) for path, _ in drafters)} with the target in {target_dir}. The "
-                f"last lines of its log:\n{tail}"
+                f"last lines of its log:\n{log_tail(log)}"
             )
         return [Served(**found) for found in json.loads(answered.read_text())]
 

@@ -6,9 +6,9 @@ All are of the demo's drafter on its held-out prompts, at one K, each with engin
 from __future__ import annotations
 
 import itertools
-import multiprocessing.connection
 import time
 from collections.abc import Callable, Sequence
+from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -124,7 +124,7 @@ def _start_slow_drafters(
     return [host.wait_ready() for host in hosts]
 
 
-def _slow_child(pipe: multiprocessing.connection.Connection, arguments: dict[str, Any], log: str) -> None:
+def _slow_child(pipe: Connection, arguments: dict[str, Any]) -> None:
     """An engine whose steps take longer, by as much as costs the planted share of its tokens per second."""
     from vllm.v1.engine.llm_engine import LLMEngine
 
@@ -137,4 +137,4 @@ def _slow_child(pipe: multiprocessing.connection.Connection, arguments: dict[str
         return outputs
 
     LLMEngine.step = slow_step
-    engine._child(pipe, arguments, log)
+    engine._child(pipe, arguments)

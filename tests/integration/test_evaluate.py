@@ -155,7 +155,7 @@ if __name__ == "__main__":
     target, logs = sys.argv[1:]
     config = EngineSpec(name="baseline", target=target, dtype="float32", engine=EngineConfig(max_model_len=512, kv_cache_gib=0.1))
     host = EngineHost(config, Path(logs)).start().wait_ready()
-    print(host._process.pid, flush=True)
+    print(host._process.process.pid, flush=True)
     while True:
         host.generate([[n] * 8 for n in range(32)], max_tokens=400)
 """

@@ -26,6 +26,7 @@ from draftsmith.target.info import TargetInfo, describe_target
 from draftsmith.target.reference_states import states_of
 from draftsmith.target.tensors import load_target_tensors
 from draftsmith.train.acceptance import predict_sampled_acceptance
+from draftsmith.train.packing import pack
 from tests.integration.conftest import SOAKING, in_soak, load_drafter, make_mtp_target, make_target, train_drafters
 from tests.sampling import Acceptance, same_distribution, token_probabilities
 
@@ -246,13 +247,14 @@ def test_predicted_acceptance_at_a_temperature(
         sequences.append(Sequence(number, True, ids, torch.arange(len(ids)) >= len(prompt), states))
     norm = torch.nn.RMSNorm(target.hidden_size, drafter.config.rms_norm_eps)
     norm.weight.data.copy_(tensors.final_norm_weight)
+    columns = [layers.index(layer) for layer in drafter.config.layer_ids]
 
     def predicted(temperature: float) -> tuple[float, float]:
         return lengths(
             [
                 predict_sampled_acceptance(
-                    drafter, sequences[i::GROUPS], [layers.index(layer) for layer in drafter.config.layer_ids], k=K,
-                    temperature=temperature, last_column=len(layers) - 1, norm=norm, head=tensors.lm_head.float(),
+                    drafter, [pack([one], steps=K).with_layers(columns, len(layers) - 1) for one in sequences[i::GROUPS]],
+                    k=K, temperature=temperature, norm=norm, head=tensors.lm_head.float(),
                 ).greedy_drafts[K]
                 for i in range(GROUPS)
             ]

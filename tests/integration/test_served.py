@@ -19,7 +19,8 @@ from draftsmith.run import stage
 from draftsmith.run.errors import DraftsmithError, UserError
 from draftsmith.serve.proposals import Served, compare_proposals, record
 from draftsmith.target.tensors import load_target_tensors
-from draftsmith.train.train import SNAPSHOT, run_train
+from draftsmith.train.snapshot import SNAPSHOT
+from draftsmith.train.train import run_train
 from tests.integration.conftest import SOAKING, demo_prompts, in_soak, load_drafter, write_recipe
 
 pytestmark = pytest.mark.integration
@@ -152,7 +153,7 @@ def test_interrupted_training_ends_like_an_uninterrupted_one(
     interrupted = tmp_path / "run"
     interrupted.mkdir()
     (interrupted / "store").symlink_to(whole / "store")
-    write, calls = module._write_snapshot, []
+    write, calls = module.write_snapshot, []
 
     def write_and_die(*arguments: object) -> None:
         write(*arguments)  # type: ignore[arg-type]
@@ -160,7 +161,7 @@ def test_interrupted_training_ends_like_an_uninterrupted_one(
         if len(calls) == 2:
             raise KeyboardInterrupt
 
-    monkeypatch.setattr(module, "_write_snapshot", write_and_die)
+    monkeypatch.setattr(module, "write_snapshot", write_and_die)
     with pytest.raises(KeyboardInterrupt):
         run_train(load_recipe(recipe_path), interrupted)
     assert (interrupted / "checkpoint" / SNAPSHOT).exists()

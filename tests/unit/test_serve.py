@@ -6,6 +6,7 @@ import multiprocessing
 import os
 import re
 import shlex
+import threading
 import time
 from html.parser import HTMLParser
 from pathlib import Path
@@ -16,7 +17,7 @@ from hypothesis import strategies as st
 
 from draftsmith.config import recipe
 from draftsmith.config.evaluation import RESULTS_VERSION
-from draftsmith.engine import environment
+from draftsmith.engine import environment, process
 from draftsmith.engine.speculation import speculative_config
 from draftsmith.run.errors import DraftsmithError, UserError
 from draftsmith.serve import server, vllm_server
@@ -411,9 +412,9 @@ def fake_child(monkeypatch: pytest.MonkeyPatch):
     """Puts a function in the place of the engine's process, so that only the parent's side is under test."""
 
     def use(child):
-        monkeypatch.setattr(environment, "engine_context", lambda: multiprocessing.get_context("fork"))
+        monkeypatch.setattr(process, "engine_context", lambda: multiprocessing.get_context("fork"))
         monkeypatch.setattr(engine_module, "_child", child)
-        monkeypatch.setattr(engine_module, "_SECONDS_TO_CLOSE", 0.5)  # a fake child does not listen
+        monkeypatch.setattr(process, "_SECONDS_TO_CLOSE", 0.5)  # a fake child does not listen
 
     return use
 
@@ -422,10 +423,10 @@ _CONFIG = EngineSpec(name="baseline", target="t", dtype="float32", engine=recipe
 
 
 def test_an_engine_that_dies_shows_the_end_of_its_log(fake_child, tmp_path: Path) -> None:
-    def child(pipe, arguments, log):
-        pipe.send(("ok", None))
+    def child(pipe, arguments):
+        pipe.send(None)
         pipe.recv()
-        Path(log).write_text("".join(f"line {n}\n" for n in range(100)) + "the reason\n")
+        os.write(2, b"".join(b"line %d\n" % n for n in range(100)) + b"the reason\n")
         os._exit(7)
 
     fake_child(child)
@@ -441,28 +442,28 @@ def test_an_engine_that_dies_shows_the_end_of_its_log(fake_child, tmp_path: Path
 
 
 def test_an_engine_that_reports_an_error_is_ended(fake_child, tmp_path: Path) -> None:
-    def child(pipe, arguments, log):
-        pipe.send(("error", "ValueError: no such model"))
-        time.sleep(60)
+    def child(pipe, arguments):
+        threading.Thread(target=time.sleep, args=(60,)).start()  # it does not end by itself
+        raise ValueError("no such model")
 
     fake_child(child)
     host = EngineHost(_CONFIG, tmp_path).start()
-    process = host._process
+    started = host._process
     with pytest.raises(DraftsmithError, match="while starting: ValueError: no such model"):
         host.wait_ready()
-    assert process is not None
-    assert not process.is_alive()
+    assert started is not None
+    assert not started.process.is_alive()
 
 
 def test_one_failing_engine_ends_the_others(fake_child, tmp_path: Path) -> None:
     pids = tmp_path / "pids"
 
-    def child(pipe, arguments, log):
+    def child(pipe, arguments):
         with pids.open("a") as file:
             file.write(f"{os.getpid()}\n")
         if "speculative_config" in arguments:
             os._exit(1)
-        pipe.send(("ok", None))
+        pipe.send(None)
         time.sleep(60)
 
     fake_child(child)
