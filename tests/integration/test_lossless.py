@@ -99,13 +99,13 @@ def configs_of_others(target: TargetInfo, further: list[dict[str, Any]]) -> dict
 
 
 @dataclass(frozen=True, kw_only=True)
-class _AcceptsWrongly(EngineSpec):
+class _BiasedSampler(EngineSpec):
     """An engine with the planted bug."""
 
     bias: float
 
     def arguments(self) -> dict[str, Any]:
-        extension = f"tests.integration.accepts_wrongly.By{round(100 * self.bias)}"
+        extension = f"tests.integration.biased_sampler.By{round(100 * self.bias)}"
         return super().arguments() | {"worker_extension_cls": extension}
 
 
@@ -135,7 +135,7 @@ def draw(
     arms: dict[str, tuple[type[EngineSpec], dict[str, Any]]] = {"baseline": (EngineSpec, {"speculative": None})}
     arms |= {name: (EngineSpec, {"speculative": config}) for name, config in configs.items()}
     for bias in planted:
-        arms[f"planted {bias}"] = (_AcceptsWrongly, {"speculative": configs["draft_model"], "bias": bias})
+        arms[f"planted {bias}"] = (_BiasedSampler, {"speculative": configs["draft_model"], "bias": bias})
     engines = [
         kind(
             name=name.replace(" ", "-"), target=str(target.path), dtype="float32",
