@@ -15,10 +15,9 @@ Reads the target and `runs/NAME/vllm`; writes `runs/NAME/tune/{tune.json,stage.j
 from __future__ import annotations
 
 import json
-import time
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 from rich.box import SIMPLE_HEAD
 from rich.table import Table
@@ -33,6 +32,7 @@ from draftsmith.run import stage
 from draftsmith.run.atomic_io import write_json
 from draftsmith.run.errors import UserError
 from draftsmith.run.progress import console
+from draftsmith.run.stage import StageRun
 from draftsmith.serve.evaluation.machine import describe_engines, describe_machine
 from draftsmith.serve.evaluation.schema import Engines, Machine, Ratio
 from draftsmith.serve.evaluation.suites import draw, load_suite, render_suite, turn_renderer
@@ -92,9 +92,9 @@ def run_tune(recipe: Recipe, run_dir: Path, *, verify: bool = False) -> Tuned:
         UserError: there is no drafter, or the suite has too few prompts.
         DraftsmithError: an engine failed.
     """
-    started = time.time()
+    run = StageRun("tune", run_dir / recipe.tune.output)
     target = describe_target(prepare_target(recipe.target), recipe.target)
-    drafter_dir, output = run_dir / "vllm", run_dir / recipe.tune.output
+    drafter_dir, output = run_dir / "vllm", run.directory
     drafter_hashes = drafter_sha256(drafter_dir)
     every, prompts = _prompts(recipe, target)
     sections = {
@@ -109,14 +109,10 @@ def run_tune(recipe: Recipe, run_dir: Path, *, verify: bool = False) -> Tuned:
             "prompts": [turn.token_ids for turn in prompts], "most": recipe.extract.max_num_seqs, "verify": verify, **sections,
         }
     )  # fmt: skip
-    if stage.finished(output, inputs):
-        record = stage.read(output)
-        assert record is not None
-        found: Tuned = record["figures"]
-        console.print(f"tune: finished before, see {output / 'tune.json'}", highlight=False, soft_wrap=True)
-        print_tuned(found)
-        return found
-    stage.claim(output, fresh=True)
+    if (figures := run.finished(inputs)) is not None:
+        print_tuned(cast("Tuned", figures))
+        return cast("Tuned", figures)
+    run.claim(fresh=True)
 
     engines = TuneEngines(recipe, target, drafter_dir, every, output)
     costs, shares = measure_steps(engines, prompts, recipe)
@@ -134,7 +130,7 @@ def run_tune(recipe: Recipe, run_dir: Path, *, verify: bool = False) -> Tuned:
         shuffled = draw(every, len(every), seed=recipe.seed)
         measured, schedule_measured = measure_speedups(engines, schedule if pays else None, shuffled, recipe)
     by_arithmetic = roofline(recipe, target, drafter_dir, prompts, {k: lengths[k] for k in sorted(recipe.tune.k)})
-    found = {
+    found: Tuned = {
         "target": target.name,
         "drafter_sha256": drafter_hashes,
         "acceptance_per_position": shares,
@@ -153,9 +149,7 @@ def run_tune(recipe: Recipe, run_dir: Path, *, verify: bool = False) -> Tuned:
         "engine": describe_engines(recipe.engine, engines.placement.at_once),
     }
     write_json(output / "tune.json", found)
-    stage.finish(
-        output, stage="tune", inputs=inputs, recipe=sections, figures=dict(found), started=started, files=("tune.json",)
-    )
+    run.finish(inputs, dict(found), recipe=sections, files=("tune.json",))
     print_tuned(found)
     return found
 

@@ -24,11 +24,10 @@ which a stopped evaluation resumes.
 
 from __future__ import annotations
 
-import time
 from collections.abc import Mapping, Sequence
 from contextlib import closing
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 from draftsmith.config.evaluation import RESULTS_VERSION
 from draftsmith.config.loading import digest
@@ -41,6 +40,7 @@ from draftsmith.run import stage
 from draftsmith.run.atomic_io import write_bytes, write_json
 from draftsmith.run.errors import DraftsmithError, UserError
 from draftsmith.run.progress import console
+from draftsmith.run.stage import StageRun
 from draftsmith.serve.evaluation.acceptance import measure_acceptance
 from draftsmith.serve.evaluation.configurations import Configuration, machine_dtypes
 from draftsmith.serve.evaluation.curve import predicted_speedup, rivals
@@ -84,9 +84,9 @@ def run_evaluate(recipe: Recipe, run_dir: Path) -> Results:
         WrongAnswersError: speculative decoding changes the text.
         DraftsmithError: an engine failed.
     """
-    started = time.time()
+    run = StageRun("evaluate", run_dir / recipe.evaluate.output)
     target = describe_target(prepare_target(recipe.target), recipe.target)
-    drafter_dir, output = run_dir / "vllm", run_dir / recipe.evaluate.output
+    drafter_dir, output = run_dir / "vllm", run.directory
     drafter_hashes = drafter_sha256(drafter_dir)
     prompts = _prompts(recipe)
     # Training predicted for held-out text; beside the figures of another suite the prediction would mislead.
@@ -110,17 +110,11 @@ def run_evaluate(recipe: Recipe, run_dir: Path) -> Results:
             **sections,
         }
     )  # fmt: skip
-    if stage.finished(output, inputs):
-        record = stage.read(output)
-        assert record is not None
-        found: Results = record["figures"]
-        console.print(f"evaluate: finished before, see {output / 'report.html'}", highlight=False, soft_wrap=True)
-        print_table(found)
-        _require_own_answers(found)
-        return found
+    if (figures := run.finished(inputs)) is not None:
+        return _shown(cast("Results", figures), output)
 
     partial = PartialResults.read(output / "partial.json", inputs)
-    stage.claim(output, fresh=partial is None)
+    run.claim(fresh=partial is None)
     partial = partial or PartialResults(output / "partial.json", inputs)
     renderer = turn_renderer(target, recipe.engine.max_model_len)
     suites = [_rendered(recipe, renderer, name, items) for name, items in prompts.items()]
@@ -133,15 +127,9 @@ def run_evaluate(recipe: Recipe, run_dir: Path) -> Results:
 
     write_json(output / "results.json", found)
     write_bytes(output / "report.html", render(found).encode())
-    stage.finish(
-        output, stage="evaluate", inputs=inputs, recipe=sections, figures=dict(found), started=started,
-        files=("results.json", "report.html"),
-    )  # fmt: skip
+    run.finish(inputs, dict(found), recipe=sections, files=("results.json", "report.html"))
     partial.path.unlink(missing_ok=True)
-    print_table(found)
-    console.print(f"evaluate: report in {output / 'report.html'}", highlight=False, soft_wrap=True)
-    _require_own_answers(found)
-    return found
+    return _shown(found, output)
 
 
 def evaluate(
@@ -303,11 +291,14 @@ def _add_overlap(found: Results, recipe: Recipe, run_dir: Path, prompts: Mapping
         suite["overlap_with_training"] = None if overlaps is None else overlaps[name]
 
 
-def _require_own_answers(found: Results) -> None:
-    """
+def _shown(found: Results, output: Path) -> Results:
+    """Print the results and return them.
+
     Raises:
         WrongAnswersError: a verdict is `wrong`.
     """
+    print_table(found)
+    console.print(f"evaluate: report in {output / 'report.html'}", highlight=False, soft_wrap=True)
     wrong = []
     for name, suite in found["suites"].items():
         verdicts = {
@@ -327,3 +318,4 @@ def _require_own_answers(found: Results) -> None:
             "written and list the first differences. Do not serve this drafter with this engine: a faulty engine, plugin or drafter "
             "configuration changes text, not only speed."
         )
+    return found

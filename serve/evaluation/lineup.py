@@ -178,10 +178,11 @@ def engine_starter(
     def start(specs: list[EngineSpec]) -> list[EngineHost]:
         with Bar("start engines", total=len(specs), unit="engines") as bar:
             hosts = start_engines(specs, log_dir, on_ready=bar.update)
-        prompts = [] if warm_up is None else [warm_up]
+        if warm_up is None:
+            return hosts
         try:
-            for host in hosts if prompts else ():
-                host.generate(prompts, max_tokens=_WARM_UP_TOKENS)
+            for host in hosts:
+                host.generate([warm_up], max_tokens=_WARM_UP_TOKENS)
         except BaseException:
             for host in hosts:
                 host.close()

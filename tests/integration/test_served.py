@@ -175,7 +175,7 @@ def test_interrupted_training_ends_like_an_uninterrupted_one(
     assert not (interrupted / "checkpoint" / SNAPSHOT).exists()
 
 
-STAND_IN = Path(__file__).with_name("record_on_stand_in.py")
+FAKE_KERNELS = Path(__file__).with_name("record_with_fake_kernels.py")
 
 
 def test_8_bit_weights_are_read_as_written(run: tuple[Path, Path], smollm2: Path, tmp_path: Path) -> None:
@@ -185,7 +185,7 @@ def test_8_bit_weights_are_read_as_written(run: tuple[Path, Path], smollm2: Path
         convert_checkpoint(run[1] / "checkpoint", folder, to="vllm", quantize=folder.name)
     prompts = [[*AutoTokenizer.from_pretrained(smollm2)(text).input_ids] for text in demo_prompts(8)]
     drafters = [(folder, "eagle3") for folder in folders]
-    found = record(drafters, smollm2, prompts, k=K, max_tokens=32, recorder=STAND_IN)
+    found = record(drafters, smollm2, prompts, k=K, max_tokens=32, recorder=FAKE_KERNELS)
     for folder, served in zip(folders, found, strict=True):
         held = read(folder, recognize(folder))
         compared = compare_proposals(served, drafter_of(held, load_target_tensors(smollm2)), smollm2)

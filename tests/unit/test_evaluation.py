@@ -16,7 +16,7 @@ from draftsmith.run.errors import UserError
 from draftsmith.serve.evaluation import acceptance, compare, evaluate, lineup, speed
 from draftsmith.serve.evaluation.evaluate import run_evaluate
 from draftsmith.serve.evaluation.schema import Results
-from tests.unit.clockwork import COSTS, Engine, make_recipe_and_run, pretend_gpu
+from tests.unit.fake_engine import COSTS, Engine, make_recipe_and_run, pretend_gpu
 
 
 @pytest.fixture
@@ -43,7 +43,7 @@ def run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> tuple[recipe.Recipe,
     return loaded.model_copy(update={"evaluate": EvaluateConfig.model_validate(options)}), run_dir
 
 
-def test_what_is_planted_is_found(run: tuple[recipe.Recipe, Path]) -> None:
+def test_planted_figures_are_found(run: tuple[recipe.Recipe, Path]) -> None:
     found = run_evaluate(*run)
     TypeAdapter(Results).validate_python(found, strict=True)
     assert {int(k): point["step_cost"] for k, point in found["k_curve"].items()} == pytest.approx(
@@ -105,9 +105,7 @@ def test_answers_are_scored_and_rates_asked(run: tuple[recipe.Recipe, Path], mon
     assert prompts == [f"question {number}" for number in (12, 13, 14, 15)]
 
 
-def test_killed_it_goes_on_after_the_last_suite(
-    run: tuple[recipe.Recipe, Path], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_killed_evaluation_resumes(run: tuple[recipe.Recipe, Path], monkeypatch: pytest.MonkeyPatch) -> None:
     whole = run_evaluate(*run)
     loaded, run_dir = run
     (run_dir / "eval" / stage.MARKER).unlink()
@@ -128,7 +126,7 @@ def test_killed_it_goes_on_after_the_last_suite(
     Engine.started.clear()
     again = run_evaluate(*run)
     assert asked == ["questions", "talks", "talks"]
-    # K = 1 is out of the running, and step costs are known; then come the three starts of the speed phase.
+    # K = 1 is not measured on the second suite, and step costs are known; then come the three starts of the speed phase.
     names = [config.name for config in Engine.started]
     assert names[:4] == ["baseline", "k2", "k3", "method-lookup"]
     assert [name for name in names[4:] if name == "baseline-float32"] == ["baseline-float32"] * 3
@@ -137,7 +135,7 @@ def test_killed_it_goes_on_after_the_last_suite(
         assert json.dumps(again[name]) == json.dumps(whole[name])  # type: ignore[literal-required]
     assert not (run_dir / "eval" / "partial.json").exists()
 
-    # Killed while speeds are measured: starts and suites that are finished are not measured again.
+    # Killed while measuring speeds: finished engine starts and suites are not measured again.
     (run_dir / "eval" / stage.MARKER).unlink()
     stage.claim(run_dir / "eval", fresh=True)
     run_load, timed = speed.run_load, []
@@ -158,7 +156,7 @@ def test_killed_it_goes_on_after_the_last_suite(
     assert asked[-2:] == ["questions", "talks"]
     count = len(asked)
 
-    # Another recipe's measurements are not gone on with.
+    # Partial results of another recipe are ignored.
     (run_dir / "eval" / stage.MARKER).unlink()
     write_json(run_dir / "eval" / "partial.json", {"inputs": "another", "suites": {}})
     run_evaluate(loaded, run_dir)
@@ -166,7 +164,7 @@ def test_killed_it_goes_on_after_the_last_suite(
 
 
 class Drifting(Engine):
-    """An engine on a machine that gets slower with every engine that was started."""
+    """An engine on a machine that gets slower with every engine start."""
 
     up: set[str] = set()  # noqa: RUF012
 
@@ -178,10 +176,10 @@ class Drifting(Engine):
         self.up.discard(self.config.name)
 
 
-def test_groups_beside_the_baseline_find_what_all_at_once_do(
+def test_groups_give_the_same_ratios_as_all_engines_at_once(
     run: tuple[recipe.Recipe, Path], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """On a GPU that holds two engines: no more are ever up, and every ratio is of engines that were up together."""
+    """A GPU that holds two engines: never more are up, and every ratio is of engines that were up together."""
     loaded, run_dir = run
     loaded = loaded.model_copy(update={"evaluate": loaded.evaluate.model_copy(update={"dtypes": ("bfloat16",)})})
     whole = run_evaluate(loaded, run_dir)
@@ -237,7 +235,7 @@ def _without_seconds(value: Any) -> Any:
     return value
 
 
-def test_a_gpu_that_holds_no_two_engines_is_said_before_any_starts(
+def test_a_gpu_too_small_for_two_engines_is_an_error_before_any_starts(
     run: tuple[recipe.Recipe, Path], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     loaded, run_dir = run
@@ -249,7 +247,7 @@ def test_a_gpu_that_holds_no_two_engines_is_said_before_any_starts(
     assert not Engine.started
 
 
-def test_answers_that_are_not_the_target_s_have_a_status_of_their_own(
+def test_wrong_answers_have_an_exit_status_of_their_own(
     run: tuple[recipe.Recipe, Path], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def start(configs: Any, folder: Any, on_ready: Any) -> list[Engine]:
@@ -259,7 +257,7 @@ def test_answers_that_are_not_the_target_s_have_a_status_of_their_own(
         return engines
 
     monkeypatch.setattr(lineup, "start_engines", start)
-    for _ in range(2):  # the second time it is found finished, and is no better for it
+    for _ in range(2):  # the second time it is finished and still an error
         with pytest.raises(
             evaluate.WrongAnswersError, match=r"questions, K = 3: 16 of 16 answers differ, 16 of them"
         ) as raised:

@@ -1,4 +1,4 @@
-"""Differences that rounding explains, and planted faults that it does not."""
+"""Differences that rounding explains, and planted faults that it does not explain."""
 
 from typing import Any
 from unittest import mock
@@ -63,7 +63,7 @@ def test_rounding_is_excused_and_a_fault_is_not() -> None:
     assert {judge(*planted(draw, 0.025))["verdict"] for _ in range(50)} == {"wrong"}
 
 
-def test_larger_margins_than_rounding_s_are_a_fault() -> None:
+def test_larger_margins_than_the_control_s_are_a_fault() -> None:
     draw = np.random.default_rng(4)
     verdicts = [judge(*planted(draw, 0.01, margins=(0.5,), rounding=0.01)) for _ in range(20)]
     assert all(one["verdict"] == "wrong" for one in verdicts)

@@ -59,7 +59,7 @@ def test_engines_are_placed_on_as_few_gpus_as_hold_them() -> None:
 
 
 @given(st.integers(1, 8), st.integers(1, 6), st.data())
-def test_shares_of_a_gpu_are_never_more_than_the_gpu(sets: int, on_each: int, data: Any) -> None:
+def test_shares_of_a_gpu_add_up_to_at_most_one(sets: int, on_each: int, data: Any) -> None:
     placement = Placement(tuple((str(number),) for number in range(sets)), on_each)
     count = data.draw(st.integers(1, sets * on_each))
     places = placement.places(count, start=data.draw(st.integers(0, 5)))
@@ -70,7 +70,7 @@ def test_shares_of_a_gpu_are_never_more_than_the_gpu(sets: int, on_each: int, da
     assert len({one.memory_share for one in places}) == 1, "engines that are compared have the same share"
 
 
-def test_what_does_not_fit_is_said_before_anything_starts() -> None:
+def test_what_does_not_fit_is_an_error_before_anything_starts() -> None:
     engine = recipe.EngineConfig()  # 0.85 of a GPU
     assert place(engine, gpus(1), [need(20), need(22)], target="t", smaller="x").at_once == 3
     assert place(engine, gpus(8), [need(22)], target="t", smaller="x").at_once == 24

@@ -14,7 +14,7 @@ from draftsmith.serve.evaluation import load
 from draftsmith.serve.evaluation.lineup import Placement
 from draftsmith.serve.evaluation.partial import PartialResults
 from draftsmith.target.info import TargetInfo
-from tests.unit.clockwork import make_recipe_and_run
+from tests.unit.fake_engine import make_recipe_and_run
 
 _SAID = {
     "completed": 2, "request_throughput": 0.5, "output_throughput": 20.0, "median_ttft_ms": 250.0, "p99_ttft_ms": 900.0,
@@ -87,7 +87,7 @@ def ask(
     (Placement((("0",), ("5",)), on_each=1), [(("0",), "0.85"), (("5",), "0.85")]),
     (Placement((("0",),), on_each=3), [(("0",), "0.425")] * 2),
 ])  # fmt: skip
-def test_each_server_has_gpus_of_its_own_where_one_holds_no_two(
+def test_each_server_has_gpus_of_its_own_if_one_cannot_hold_both(
     placement: Placement, expected: Any, asked: list[tuple[str, str]], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("torch.cuda.is_available", lambda: bool(placement.sets))
@@ -95,7 +95,7 @@ def test_each_server_has_gpus_of_its_own_where_one_holds_no_two(
     assert places == expected
 
 
-def test_servers_take_turns(asked: list[tuple[str, str]], tmp_path: Path) -> None:
+def test_servers_alternate(asked: list[tuple[str, str]], tmp_path: Path) -> None:
     kept: list[list[str]] = []
     found = ask(tmp_path, 0.5, 1.0, kept=kept)
     assert kept == [["0.5"], ["0.5", "1"]]
@@ -106,7 +106,7 @@ def test_servers_take_turns(asked: list[tuple[str, str]], tmp_path: Path) -> Non
     assert found["1"]["speculative"]["first_token_seconds_p99"] == 0.9
 
 
-def test_what_is_known_is_not_asked_again(asked: list[tuple[str, str]], tmp_path: Path) -> None:
+def test_known_rates_are_not_measured_again(asked: list[tuple[str, str]], tmp_path: Path) -> None:
     assert list(ask(tmp_path, 0.5, 1.0, known={"0.5": {}})) == ["0.5", "1"]
     assert {rate for _, rate in asked} == {"1.0", "ended"}
     asked.clear()
@@ -121,7 +121,7 @@ def test_a_failed_request_is_an_error(asked: list[tuple[str, str]], tmp_path: Pa
     assert [name for name, what in asked if what == "ended"] == ["speculative", "baseline"]
 
 
-def test_the_generator_s_end_is_told(
+def test_a_failed_generator_is_an_error(
     asked: list[tuple[str, str]], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     ended = SimpleNamespace(run=lambda command, **rest: SimpleNamespace(returncode=7), STDOUT=-2)

@@ -1,4 +1,4 @@
-"""Ways of speculating: what a recipe may say, and what vLLM is then told."""
+"""Methods of speculation: valid recipes, and the resulting `speculative_config` of vLLM."""
 
 import json
 from pathlib import Path
@@ -72,7 +72,7 @@ def test_schedules(target: TargetInfo) -> None:
         {"method": "eagle3", "kind": "eagle3"},
     ],
 )
-def test_what_no_recipe_may_say(wrong: dict[str, Any]) -> None:
+def test_invalid_methods(wrong: dict[str, Any]) -> None:
     with pytest.raises(ValidationError):
         METHODS.validate_python(wrong)
 

@@ -1,4 +1,4 @@
-"""The report as a browser shows it: its numbers read back from the page, in light and dark, and nothing sticks out."""
+"""The report in a browser: numbers read back from the page, in light and dark, and no overflow."""
 
 import shutil
 from collections.abc import Iterator

@@ -1,4 +1,4 @@
-"""Evaluation's own arithmetic, its report, and what happens when an engine dies. No vLLM."""
+"""Evaluation's arithmetic and report, engine configurations, the server, and engines that die. No vLLM."""
 
 import copy
 import json
@@ -80,7 +80,7 @@ def _fidelity(verdict: str) -> schema.Fidelity:
 
 
 def _throughput(in_flight: int, rates: dict[str, float]) -> schema.Throughput:
-    """Of configurations whose engines gave so many tokens per second, in two engine starts of which the second is slower."""
+    """A throughput with these tokens per second, in two engine starts of which the second is slower."""
     measured: dict[str, schema.Measured] = {}
     for name, rate in rates.items():
         speculation = (
@@ -184,7 +184,7 @@ def _results(target: str = "a target") -> schema.Results:
 
 
 class _Page(HTMLParser):
-    """Text, tags and addresses of a page; checks that tags close in order."""
+    """Text and tags of a page; checks that tags close in order and nothing is loaded."""
 
     def __init__(self, html: str) -> None:
         super().__init__()
@@ -252,7 +252,7 @@ def test_report_escapes_what_it_did_not_write() -> None:
     assert '</title><script>alert("1")</script>' in "".join(_Page(html).text)
 
 
-def test_report_says_where_answers_differ() -> None:
+def test_report_shows_differing_answers() -> None:
     found = _results()
     for verdict, said in (("near_ties", "each where the target itself was undecided"), ("wrong", "changes the text")):
         differing = copy.deepcopy(found["suites"]["held_out"])
@@ -299,7 +299,7 @@ def test_memory_is_shared_and_not_rounded_to_whole_gib(monkeypatch: pytest.Monke
 def test_cuda_graphs_are_a_gpu_s_default(
     on_gpu: bool, asked: bool | None, eager: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """In every engine that a stage starts, and in what its record says."""
+    """In every engine that a stage starts, and in its record."""
     monkeypatch.setattr("torch.cuda.is_available", lambda: on_gpu)
     engine = recipe.EngineConfig(enforce_eager=asked)
     config = EngineSpec(name="baseline", target="t", dtype="float32", engine=engine)
@@ -378,7 +378,7 @@ def test_the_server_takes_the_k_that_evaluation_chose(tmp_path: Path) -> None:
         ([], "it printed nothing"),
     ],
 )  # fmt: skip
-def test_a_server_s_death_has_the_reason_that_it_printed(lines: list[str], said: str) -> None:
+def test_a_failed_server_s_reason_is_found_in_its_log(lines: list[str], said: str) -> None:
     assert vllm_server.failure_reason(lines) == said
 
 

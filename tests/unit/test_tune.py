@@ -19,7 +19,7 @@ from draftsmith.serve import server
 from draftsmith.serve.evaluation import lineup
 from draftsmith.serve.schedule import make_schedule, schedule_of
 from draftsmith.serve.tune import Tuned, run_tune
-from tests.unit.clockwork import COSTS, Engine, make_recipe_and_run, pretend_gpu
+from tests.unit.fake_engine import COSTS, Engine, make_recipe_and_run, pretend_gpu
 
 
 @pytest.fixture
@@ -31,7 +31,7 @@ def run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> tuple[recipe.Recipe,
     return make_recipe_and_run(tmp_path)
 
 
-def test_what_is_planted_is_found(run: tuple[recipe.Recipe, Path]) -> None:
+def test_planted_figures_are_found(run: tuple[recipe.Recipe, Path]) -> None:
     found = run_tune(*run, verify=True)
     TypeAdapter(Tuned).validate_python(found, strict=True)
     assert found["acceptance_per_position"] == [0.75, 0.5, 0.25]
@@ -52,7 +52,7 @@ def test_what_is_planted_is_found(run: tuple[recipe.Recipe, Path]) -> None:
     assert found["schedule_measured"]["8"]["value"] == pytest.approx(1 / 1.02)
     assert found["schedule_measured"]["4"]["value"] == pytest.approx(found["measured"]["4"]["2"]["value"])
 
-    # Finished: no engine is started again. And serving goes by it, until another drafter is there.
+    # Once finished, no engine is started again, and serving uses the schedule until the drafter changes.
     count = len(Engine.started)
     assert run_tune(*run, verify=True) == found
     assert len(Engine.started) == count
@@ -65,10 +65,10 @@ def test_what_is_planted_is_found(run: tuple[recipe.Recipe, Path]) -> None:
     assert server._method(loaded, run_dir, None).num_speculative_tokens == loaded.evaluate.acceptance_k
 
 
-def test_groups_beside_the_baseline_find_what_all_at_once_do(
+def test_groups_give_the_same_ratios_as_all_engines_at_once(
     run: tuple[recipe.Recipe, Path], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """On a GPU that holds three of the six engines."""
+    """A GPU that holds three of the six engines."""
     whole = run_tune(*run, verify=True)
     pretend_gpu(monkeypatch, run[1].parent, gib=8)
     monkeypatch.setattr(
@@ -88,7 +88,7 @@ def test_groups_beside_the_baseline_find_what_all_at_once_do(
 
 
 def test_roofline_is_bytes_or_flop(run: tuple[recipe.Recipe, Path]) -> None:
-    """At 1 MB/s and 1 MFLOP/s: whichever takes longer, by hand."""
+    """At 1 MB/s and 1 MFLOP/s: whichever takes longer, computed by hand."""
     from draftsmith.engine import step_cost
     from draftsmith.target.info import describe_target
 
@@ -107,7 +107,7 @@ def test_roofline_is_bytes_or_flop(run: tuple[recipe.Recipe, Path]) -> None:
     assert found["roofline"]["1"]["2"] == pytest.approx(expected, rel=0.05)
 
 
-def test_too_few_prompts_are_said(run: tuple[recipe.Recipe, Path]) -> None:
+def test_too_few_prompts_are_an_error(run: tuple[recipe.Recipe, Path]) -> None:
     loaded, run_dir = run
     with pytest.raises(UserError, match="has 16 prompts, too few for 17 at once"):
         run_tune(loaded.model_copy(update={"tune": TuneConfig(concurrency=(17,))}), run_dir)
@@ -126,7 +126,7 @@ def test_too_few_prompts_are_said(run: tuple[recipe.Recipe, Path]) -> None:
         min_size=1,
     )
 )
-def test_schedules_are_vllm_s_and_hold_the_best(speedups: dict[int, dict[int, float]]) -> None:
+def test_schedules_are_valid_for_vllm_and_have_the_best_k(speedups: dict[int, dict[int, float]]) -> None:
     schedule = make_schedule(speedups, most=64)
     method: Any = TypeAdapter(AnyMethod).validate_python(
         {"method": "ngram", "num_speculative_tokens_per_batch_size": schedule}

@@ -13,7 +13,7 @@ from draftsmith.engine.speculation import method_config
 from draftsmith.serve.evaluation.engine import EngineSpec, start_engines
 from draftsmith.target.info import TargetInfo, describe_target
 from tests.integration.conftest import demo_prompts, make_mtp_target
-from tests.integration.test_lossless import PROMPT, configs_of, configs_of_others, draw, hold_against_target
+from tests.integration.test_lossless import PROMPT, compare_with_target, configs_of, configs_of_others, draw
 
 SAMPLES = 128
 PLANTED = 1.5
@@ -76,7 +76,7 @@ def test_sampled_answers_follow_the_target(
 ) -> None:
     answers, baseline = draw(target, configs, (PLANTED,), tmp_path, long=False, samples=SAMPLES)
     baseline.close()
-    found = hold_against_target(target, answers)
+    found = compare_with_target(target, answers)
     level = LEVEL / len(found)
     assert found["draft_model"][1].power(PLANTED, level / 2) > 0.999, "too few answers"
     assert found[f"planted {PLANTED}"][0] < level
