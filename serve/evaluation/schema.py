@@ -6,9 +6,9 @@ people. Figures are as measured: nothing is rounded, no outlier is removed.
 
 from __future__ import annotations
 
-from typing import NotRequired  # pydantic reads this one on every Python; typing's only from 3.12
+from typing import NotRequired
 
-from typing_extensions import TypedDict
+from typing_extensions import TypedDict  # pydantic accepts this one on every Python; typing's only from 3.12
 
 Variant = int | str
 """What an engine speculates with: 0 for nothing (the baseline), K for the run's drafter, the name of another method."""
