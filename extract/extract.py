@@ -27,6 +27,7 @@ from draftsmith.run import stage
 from draftsmith.run.errors import UserError
 from draftsmith.run.process import disable_malloc_trim, trim_malloc
 from draftsmith.run.progress import Bar, console
+from draftsmith.run.stage import StageRun
 from draftsmith.store.format import StoreIdentity
 from draftsmith.store.reader import Store
 from draftsmith.store.writer import StoreWriter, most_bytes, require_free_space
@@ -45,8 +46,8 @@ def run_extract(recipe: Recipe, run_dir: Path) -> dict[str, Any]:
         UserError: prompts, target or an existing store do not fit the recipe.
         DraftsmithError: every engine failed, or one returned other states than were asked for.
     """
-    started = time.time()
-    options, directory = recipe.extract, run_dir / "store"
+    run = StageRun("extract", run_dir / "store")
+    options, directory = recipe.extract, run.directory
     target = describe_target(prepare_target(recipe.target), recipe.target)
     layer_ids = options.layer_ids or default_layer_ids(target.num_hidden_layers)
     check_layer_ids(layer_ids, target.num_hidden_layers)
@@ -58,13 +59,13 @@ def run_extract(recipe: Recipe, run_dir: Path) -> dict[str, Any]:
     for line in rejected.lines():
         console.print(f"extract: not used: {line}", highlight=False, markup=False, soft_wrap=True)
     inputs = digest([vars(identity), recipe.seed, requests.digest])
-    if stage.finished(directory, inputs):
+    if (finished := run.finished(inputs)) is not None:
         console.print(f"extract: {directory} is up to date")
-        return stage.read(directory)["figures"]  # type: ignore[index]
+        return finished
     if stage.read(directory) is not None:
         raise UserError(_why_inputs_differ(directory, identity))
 
-    stage.claim(directory, fresh=False)
+    run.claim(fresh=False)
     # The writer comes first: it refuses a second process, whose start would remove the first one's handoff folder.
     new_tokens, seconds = 0, 0.0
     with StoreWriter(directory, identity, shard_tokens=options.shard_tokens, compression=options.compression) as writer:
@@ -104,11 +105,7 @@ def run_extract(recipe: Recipe, run_dir: Path) -> dict[str, Any]:
     sections = recipe.model_dump(mode="json", include={"seed", "target", "engine", "extract"})
     sections["engine"] = resolved(recipe.engine).model_dump(mode="json")
     prompts.publish(directory)
-    stage.finish(
-        directory, stage="extract", inputs=inputs, recipe=sections, figures=figures, started=started,
-        files=(TRAINING_PROMPTS,),
-    )  # fmt: skip
-    return figures
+    return run.finish(inputs, figures, recipe=sections, files=(TRAINING_PROMPTS,))
 
 
 def _ran_on(recipe: Recipe) -> dict[str, Any]:
