@@ -232,7 +232,7 @@ def _command(name: str, command: Any) -> Iterator[str]:
         rows.append((f"`{word}`", parameter))
     for parameter in shown:
         if parameter.param_type_name == "option":
-            value = "" if parameter.is_flag else f" {parameter.metavar or parameter.type.name.upper()}"
+            value = "" if parameter.is_flag else f" {parameter.metavar or parameter.name.upper()}"
             rows.append((", ".join(f"`{option}{value}`" for option in parameter.opts), parameter))
     table = ["| | |", "|---|---|"]
     for names, parameter in rows:
