@@ -1,4 +1,4 @@
-"""The convert stage, checkpoint to `vllm/`; and any published drafter to any format."""
+"""The convert stage, checkpoint to `vllm/`; and any drafter's checkpoint to any format."""
 
 from __future__ import annotations
 
@@ -12,66 +12,66 @@ from typing import Any
 
 from draftsmith.config.loading import digest
 from draftsmith.config.recipe import Recipe
-from draftsmith.convert.contents import UNKNOWN_TARGET, DraftCheckpoint, read_own, write_own
 from draftsmith.convert.formats import FORMATS
 from draftsmith.convert.formats.base import Format
 from draftsmith.convert.model_card import render
 from draftsmith.convert.quantize import SCHEMES, scheme_of
 from draftsmith.convert.verify import compare, drafter_of
 from draftsmith.convert.vocabulary import with_vocabulary
-from draftsmith.convert.weights import open_weights, read_json
 from draftsmith.drafters import drafter_class
 from draftsmith.drafters.base import Drafter
-from draftsmith.drafters.checkpoint import RECORD, WEIGHTS
+from draftsmith.drafters.checkpoint import RECORD, UNKNOWN_TARGET, WEIGHTS, Checkpoint
 from draftsmith.drafters.vocabulary import choose_draft_vocabulary
+from draftsmith.drafters.weights import open_weights, read_json
 from draftsmith.run import stage
+from draftsmith.run.atomic_io import sha256_of, write_bytes
 from draftsmith.run.errors import UserError
 from draftsmith.run.progress import console
+from draftsmith.run.stage import StageRun
 from draftsmith.store.reader import Store
 from draftsmith.target.info import TargetInfo
 from draftsmith.target.tensors import load_target_tensors
 
-OWN = "draftsmith"
-"""The name of the trainer's own checkpoint among the formats."""
+NATIVE = "draftsmith"
+"""The trainer's own checkpoint, as a format's name."""
 
 
 def run_convert(recipe: Recipe, run_dir: Path) -> dict[str, Any]:
-    """Make `run_dir/vllm` from `run_dir/checkpoint`; nothing happens when it is finished for the same inputs.
+    """Make `run_dir/vllm` from `run_dir/checkpoint`, unless it is finished for the same inputs.
+
+    Returns:
+        The figures of `stage.json`.
 
     Raises:
         UserError: there is no finished checkpoint.
     """
-    started = time.time()
-    source, directory = run_dir / "checkpoint", run_dir / "vllm"
+    run = StageRun("convert", run_dir / "vllm")
+    source, quantized = run_dir / "checkpoint", recipe.convert.quantize
     if stage.read(source) is None:
         raise UserError(f"There is no finished checkpoint at {source}. Run `draftsmith train` with this recipe first.")
     dtype = recipe.convert.dtype or recipe.target.dtype
-    inputs = converted_from(source, dtype, recipe.convert.quantize)
-    if stage.finished(directory, inputs):
-        console.print(f"convert: {directory} is up to date")
-        return stage.read(directory)["figures"]  # type: ignore[index]
+    inputs = converted_from(source, dtype, quantized)
+    if (finished := run.finished(inputs)) is not None:
+        return finished
 
-    contents = read_own(source)
-    stage.claim(directory, fresh=True)
-    quantized = recipe.convert.quantize
-    size = FORMATS["vllm"].write(contents, directory, dtype=dtype, quantize=quantized)
-    stage.write_bytes(directory / "README.md", render(contents, recipe.target, quantized=quantized).encode())
-    figures = {"parameters": sum(weight.count for weight in contents.weights.values()), "bytes": size}
-    sections = recipe.model_dump(mode="json", include={"convert"})
-    stage.finish(directory, stage="convert", inputs=inputs, recipe=sections, figures=figures, started=started)
-    console.print(f"convert: {directory} holds {figures['parameters'] / 1e6:.1f} M parameters for vLLM")
-    return figures
+    checkpoint = Checkpoint.load(source).check()
+    run.claim(fresh=True)
+    size = FORMATS["vllm"].write(checkpoint, run.directory, dtype=dtype, quantize=quantized)
+    write_bytes(run.directory / "README.md", render(checkpoint, recipe.target, quantized=quantized).encode())
+    figures = {"parameters": sum(weight.count for weight in checkpoint.weights.values()), "bytes": size}
+    console.print(f"convert: {run.directory} holds {figures['parameters'] / 1e6:.1f} M parameters for vLLM")
+    return run.finish(inputs, figures, recipe=recipe.model_dump(mode="json", include={"convert"}))
 
 
 def converted_from(checkpoint: Path, dtype: str, quantized: str | None) -> str:
-    """Digest of what a conversion depends on: `inputs` of its record.
+    """Digest of all that a conversion depends on: `inputs` in its `stage.json`.
 
     Args:
         checkpoint: the directory.
         dtype: of the tensors for vLLM.
         quantized: one of `quantize.SCHEMES`, or None.
     """
-    sources = [stage.sha256_of(checkpoint / WEIGHTS), stage.sha256_of(checkpoint / RECORD), dtype]
+    sources = [sha256_of(checkpoint / WEIGHTS), sha256_of(checkpoint / RECORD), dtype]
     return digest(sources + ([quantized] if quantized else []))
 
 
@@ -80,63 +80,63 @@ def converted_from(checkpoint: Path, dtype: str, quantized: str | None) -> str:
 
 @dataclass(frozen=True)
 class Found:
-    """What a directory was recognized as."""
+    """The format that was recognized in a directory."""
 
     format: str
-    """A name of `FORMATS`, or `OWN`."""
+    """A name of `FORMATS`, or `NATIVE`."""
     kind: str
     reason: str
 
 
 def recognize(directory: Path, named: str | None = None) -> Found:
-    """Tell a checkpoint's format by what is in it.
+    """Detect the format of a checkpoint from its content.
 
     Args:
-        directory: with a checkpoint.
-        named: the format that the user says it has.
+        directory: holds the checkpoint.
+        named: the format that it has according to the user, if any.
 
     Raises:
-        UserError: it is none that is known, or not the named one.
+        UserError: the format is unknown, or not the named one.
     """
-    if (directory / RECORD).is_file() and named in (None, OWN):
-        return Found(OWN, str(read_json(directory / RECORD).get("kind")), f"it has a {RECORD}")
-    if named == OWN:
-        raise UserError(f"{directory} is no checkpoint of the trainer: it has no {RECORD}.")
+    if (directory / RECORD).is_file() and named in (None, NATIVE):
+        return Found(NATIVE, str(read_json(directory / RECORD).get("kind")), f"it has a {RECORD}")
+    if named == NATIVE:
+        raise UserError(f"{directory} is not a checkpoint of the trainer: it has no {RECORD}.")
     if not (directory / "config.json").is_file():
-        raise UserError(f"{directory} is no checkpoint of a drafter: it has neither {RECORD} nor config.json.")
+        raise UserError(f"{directory} is not a drafter's checkpoint: it has neither {RECORD} nor config.json.")
     record, names = read_json(directory / "config.json"), open_weights(directory)
-    chosen: list[Format] = [FORMATS[named]] if named else list(FORMATS.values())
-    for each in chosen:
+    candidates: list[Format] = [FORMATS[named]] if named else list(FORMATS.values())
+    for each in candidates:
         if found := each.recognize(record, names.keys()):
             return Found(each.name, *found)
         if named and len(each.layouts) == 1:
-            return Found(named, next(iter(each.layouts)), "you said so")
+            return Found(named, next(iter(each.layouts)), "as named by --from")
     raise UserError(
-        f"The checkpoint in {directory} is of no format that is known here"
-        f"{f', and not of the format {named}' if named else ''}: its architecture is {record.get('architectures')}, and its "
-        f"first tensors are {', '.join(sorted(names)[:4])}. `draftsmith convert --list` prints the formats; --from names one."
+        f"The checkpoint in {directory} has no known format{f', and not the format {named}' if named else ''}: its architecture "
+        f"is {record.get('architectures')}, and its first tensors are {', '.join(sorted(names)[:4])}. "
+        "`draftsmith convert --list` prints the formats; --from names one."
     )
 
 
-def read(directory: Path, found: Found, target: TargetInfo | None = None) -> DraftCheckpoint:
-    """The checkpoint in `directory`.
+def read(directory: Path, found: Found, target: TargetInfo | None = None) -> Checkpoint:
+    """Read the checkpoint in `directory`.
 
     Args:
         found: by `recognize`.
-        target: what the drafter was made for, for formats that do not say.
+        target: the drafter's target, for formats that leave out some of its config.
 
     Raises:
-        UserError: it is damaged, or does not say all that it must.
+        UserError: the checkpoint is damaged, or its config is incomplete.
     """
     try:
-        if found.format == OWN:
-            return read_own(directory)
-        whose: dict[str, str | None] = UNKNOWN_TARGET
+        if found.format == NATIVE:
+            return Checkpoint.load(directory).check()
+        named: dict[str, str | None] = UNKNOWN_TARGET
         known: dict[str, Any] = {}
         if target is not None:
-            whose = {"name": target.name, "revision": target.revision, "config_hash": target.config_hash}
+            named = {"name": target.name, "revision": target.revision, "config_hash": target.config_hash}
             known = drafter_class(found.kind).config_defaults(target)
-        return FORMATS[found.format].read(directory, found.kind, target=whose, known=known)
+        return FORMATS[found.format].read(directory, found.kind, target=named, known=known)
     except UserError as error:
         raise UserError(f"{directory}, read as {found.format} ({found.kind}): {error}") from None
 
@@ -155,86 +155,88 @@ def convert_checkpoint(
     verify: bool = False,
     served: Callable[[Path, Drafter], dict[str, Any]] | None = None,
 ) -> dict[str, Any]:
-    """Write the drafter in `source` as the format `to` into the new directory `out`, which appears when it is whole.
+    """Write the drafter in `source` in the format `to` into a new directory, which appears only when it is complete.
 
     Args:
-        named: the format of `source`, where it is not to be told by its content.
-        target: what the drafter was made for, for formats that do not say.
-        dtype: torch's name of the floating-point type; None for that of the source.
-        vocabulary: cut or grow the draft vocabulary to so many tokens, the most frequent of the answers in `store`.
-        store: a finished store; where `vocabulary` is given.
-        quantize: linear layers' weights in 8 bits, one of `quantize.SCHEMES`.
-        verify: read back what was written, and compare its logits with the source's before it appears.
-        served: with `verify`: compares what an engine proposes from the directory with what the drafter does, and returns
-            figures; where `target` is given.
+        named: format of `source`; None detects it.
+        target: the drafter's target, for formats that leave out some of its config.
+        dtype: torch's name of the floating-point type; None keeps the source's.
+        vocabulary: resize the draft vocabulary to this many tokens, the most frequent of the responses in `store`.
+        store: a finished store, if `vocabulary` is given.
+        quantize: 8-bit weights in linear layers, one of `quantize.SCHEMES`; None for floating point.
+        verify: before `out` appears, read the result back and compare its logits with the source's.
+        served: with `verify` and `target`: compares the draft tokens of an engine that serves the directory with the drafter's
+            own, and returns figures.
 
     Raises:
-        UserError: `source` cannot be read, `to` cannot hold it, or there is something at `out`.
+        UserError: `source` cannot be read, `to` cannot hold it, or `out` exists.
         DraftsmithError: a comparison failed.
     """
     started = time.time()
     if out.exists() and (not out.is_dir() or any(out.iterdir())):
-        raise UserError(f"{out} is there already. Move it away, or name another folder with --out.")
+        raise UserError(f"{out} already exists. Move it away, or name another folder with --out.")
     found = recognize(source, named)
     console.print(
         f"convert: {source} is a drafter of the kind {found.kind} in the format {found.format}: {found.reason}"
     )
-    if quantize is not None and to == OWN:
-        raise UserError("The trainer's checkpoint holds weights in floating point. --quantize goes with --to vllm.")
-    original = contents = read(source, found, target)
-    if found.format != OWN and (was := scheme_of(read_json(source / "config.json"))) is not None:
-        console.print(f"convert: its weights are quantized ({was}); they are read as floating-point numbers")
+    if quantize is not None and to == NATIVE:
+        raise UserError("The trainer's checkpoint holds floating-point weights. --quantize goes with --to vllm.")
+    original = checkpoint = read(source, found, target)
+    if found.format != NATIVE and (scheme := scheme_of(read_json(source / "config.json"))) is not None:
+        console.print(f"convert: its weights are quantized ({scheme}) and are read as floating-point numbers")
     tensors = None
-    if target is not None and (verify or vocabulary is not None):  # else its config is all that is read of it
+    if target is not None and (verify or vocabulary is not None):  # otherwise only the target's config is needed
         tensors = load_target_tensors(target.path)
     if vocabulary is not None:
         assert store is not None
-        counts = Store(store).token_counts(contents.config["vocab_size"])
+        counts = Store(store).token_counts(checkpoint.config["vocab_size"])
         ids = choose_draft_vocabulary(counts, vocabulary)
-        contents = with_vocabulary(contents, ids, None if tensors is None else tensors.lm_head)
+        checkpoint = with_vocabulary(checkpoint, ids, None if tensors is None else tensors.lm_head)
     out.parent.mkdir(parents=True, exist_ok=True)
     temporary = Path(tempfile.mkdtemp(dir=out.parent, prefix=f".{out.name}-"))
+    run = StageRun("convert", temporary, started)
     try:
-        if to == OWN:
-            write_own(contents.to(dtype), temporary)
+        run.claim(fresh=False)
+        if to == NATIVE:
+            checkpoint.to(dtype).save(temporary)
         else:
-            FORMATS[to].write(contents, temporary, dtype=dtype, quantize=quantize)
-            stage.write_bytes(temporary / "README.md", render(contents, quantized=quantize).encode())
+            FORMATS[to].write(checkpoint, temporary, dtype=dtype, quantize=quantize)
+            write_bytes(temporary / "README.md", render(checkpoint, quantized=quantize).encode())
         verified: dict[str, Any] | None = None
         if verify:
             result = read(temporary, Found(to, found.kind, ""), target)
             verified = {**compare(original, result, tensors, rounded=quantize is not None)}
             console.print(
-                f"verified: on the same inputs logits are apart by {verified['relative_difference']:.2g} of their size; "
-                f"{verified['same_first_choice']:.0%} of first choices are the same"
+                f"verified: on the same inputs the logits differ by {verified['relative_difference']:.2g} of their norm, and "
+                f"{verified['same_first_choice']:.0%} of the top-1 tokens are the same"
             )
             if served is not None and tensors is not None:
                 verified["served"] = served(temporary, drafter_of(result, tensors))
-        (temporary / stage.OWNER).touch()
         figures: dict[str, Any] = {
             "from": found.format, "to": to, "kind": found.kind, "quantized": quantize,
-            "parameters": sum(weight.count for weight in contents.weights.values()),
+            "parameters": sum(weight.count for weight in checkpoint.weights.values()),
             "bytes": sum(file.stat().st_size for file in temporary.iterdir()), "verified": verified,
         }  # fmt: skip
-        inputs = digest([str(source.resolve()), figures, dtype, vocabulary, str(store), quantize])
-        stage.finish(temporary, stage="convert", inputs=inputs, recipe={}, figures=figures, started=started)
+        run.finish(
+            digest([str(source.resolve()), figures, dtype, vocabulary, str(store), quantize]), figures, recipe={}
+        )
         temporary.chmod(0o755)
         temporary.rename(out)
     finally:
         shutil.rmtree(temporary, ignore_errors=True)
-    in_bits = f", {SCHEMES[quantize].title}" if quantize else ""
+    scheme_title = f", {SCHEMES[quantize].title}" if quantize else ""
     console.print(
-        f"convert: {out} holds {figures['parameters'] / 1e6:.1f} M parameters in the format {to}{in_bits}, "
+        f"convert: {out} holds {figures['parameters'] / 1e6:.1f} M parameters in the format {to}{scheme_title}, "
         f"{figures['bytes'] / 1e6:.1f} MB"
     )
     return figures
 
 
 def table_of_formats() -> list[tuple[str, str, list[str], list[str]]]:
-    """Each format: its name, what it is, the kinds of drafter it holds, and the formats that can hold all or some of them."""
-    holds = {OWN: sorted({kind for each in FORMATS.values() for kind in each.layouts})}
+    """For each format: its name, title, kinds of drafter, and the formats that hold some of the same kinds."""
+    holds = {NATIVE: sorted({kind for each in FORMATS.values() for kind in each.layouts})}
     holds |= {name: sorted(each.layouts) for name, each in FORMATS.items()}
-    titles = {OWN: "the trainer's own checkpoint"} | {name: each.title for name, each in FORMATS.items()}
+    titles = {NATIVE: "the trainer's own checkpoint"} | {name: each.title for name, each in FORMATS.items()}
     return [
         (name, titles[name], kinds, [other for other in holds if other != name and set(holds[other]) & set(kinds)])
         for name, kinds in holds.items()

@@ -1,4 +1,4 @@
-"""What `draftsmith inspect` says: what a directory of ours is, whether it is whole, and what a store holds."""
+"""`draftsmith inspect`: identify a directory, verify it, and describe what a store holds."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ import torch
 from safetensors import SafetensorError, safe_open
 
 from draftsmith.config.drafters import kind_of_architecture
-from draftsmith.drafters.checkpoint import RECORD, WEIGHTS, Checkpoint
+from draftsmith.drafters.checkpoint import RECORD, WEIGHTS, Checkpoint, CorruptCheckpoint
 from draftsmith.run import stage
 from draftsmith.run.errors import UserError
 from draftsmith.store.format import MANIFEST, CorruptStore
@@ -19,34 +19,34 @@ from draftsmith.store.reader import Store
 from draftsmith.target.hub import is_snapshot
 
 COVERAGE_SIZES = tuple(2**n for n in range(8, 19))
-"""Vocabulary sizes at which coverage is given, up to the first that holds every token of the training part."""
+"""Draft vocabulary sizes at which coverage is reported, up to the first that covers the training part."""
 
 
 def inspect(directory: Path, *, stats: bool = False) -> dict[str, Any]:
-    """Say what `directory` is and read all of it.
+    """Identify `directory` and verify it by reading all of it.
 
     Returns:
-        `kind` (`store`, `checkpoint` or `vllm`), `path`, `finished` (whether its stage has), `good`, `damage` where it is not
-        good (`file`, byte range `start : end` where known, `message`, `places`: how many), `about` (what it holds), and
-        with `stats`, for a store, what `store_stats` gives.
+        `kind` (`store`, `checkpoint` or `vllm`), `path`, `finished` (whether its stage finished), `good`, `about` (what it
+        holds), `damage` if not good (`file`, byte range `start : end` if known, `message`, `places`: how many), and with `stats`,
+        for a store, the result of `store_stats`.
 
     Raises:
-        UserError: it is nothing of ours, or a store of another schema.
+        UserError: it is not a directory of Draftsmith's, or its format is of another version.
     """
-    finished = is_snapshot(directory) or stage.read(directory) is not None  # a commit of the Hub is whole
+    finished = is_snapshot(directory) or stage.read(directory) is not None  # a commit on the Hub is complete
     report = {"path": str(directory), "finished": finished} if directory.is_dir() else {}
     if (directory / MANIFEST).is_file():
         return report | {"kind": "store"} | _inspect_store(directory, stats=stats)
     if stats:
-        raise UserError(f"`--stats` is for stores, and {directory} is none: it has no {MANIFEST}.")
+        raise UserError(f"`--stats` is for stores, and {directory} is not one: it has no {MANIFEST}.")
     if (directory / RECORD).is_file():
         return report | {"kind": "checkpoint"} | _inspect_weights(directory, directory / WEIGHTS, _about_checkpoint)
     if (directory / "config.json").is_file() and (directory / "model.safetensors").is_file():
         return report | {"kind": "vllm"} | _inspect_weights(directory, directory / "model.safetensors", _about_drafter)
-    ours = [name for name in ("store", "checkpoint", "vllm") if (directory / name).is_dir()]
-    hint = f" It is a run: inspect {' or '.join(str(directory / name) for name in ours)}." if ours else ""
+    outputs = [name for name in ("store", "checkpoint", "vllm") if (directory / name).is_dir()]
+    hint = f" It is a run: inspect {' or '.join(str(directory / name) for name in outputs)}." if outputs else ""
     raise UserError(
-        f"{directory} is no store ({MANIFEST}), checkpoint ({RECORD}) or drafter for vLLM (config.json and "
+        f"{directory} is not a store ({MANIFEST}), checkpoint ({RECORD}) or drafter for vLLM (config.json and "
         f"model.safetensors).{hint}"
     )
 
@@ -56,7 +56,7 @@ def _inspect_store(directory: Path, *, stats: bool) -> dict[str, Any]:
     try:
         store = Store(directory)
         corruptions = list(store.corruptions())
-    except CorruptStore as damage:  # the manifest, or the head of a shard: nothing else can be read
+    except CorruptStore as damage:  # of the manifest or a shard's header: nothing else can be read
         return {"good": False, "about": {}, "damage": _damage(damage, places=1)}
     seconds = time.perf_counter() - started
     about = {
@@ -85,19 +85,19 @@ def _damage(damage: CorruptStore, *, places: int) -> dict[str, Any]:
 
 
 def _inspect_weights(directory: Path, weights: Path, describe: Any) -> dict[str, Any]:
-    """A directory with one safetensors file: that it opens, is as long as its header says, and all is finite."""
+    """Verify that the safetensors file opens, has the length that its header says, and holds only finite values."""
     try:
         with safe_open(weights, framework="pt") as file:
             for name in file.keys():  # noqa: SIM118 (not a mapping)
                 tensor = file.get_tensor(name)
-                wide = tensor.float() if tensor.itemsize == 1 else tensor  # torch cannot ask 8-bit floats
+                wide = tensor.float() if tensor.itemsize == 1 else tensor  # isfinite does not support 8-bit floats
                 if tensor.is_floating_point() and not torch.isfinite(wide).all():
-                    raise ValueError(f"the tensor {name} is not all finite")
+                    raise ValueError(f"the tensor {name} has values that are not finite")
         return {"good": True, "about": describe(directory)}
-    except UserError:
-        raise
-    except (SafetensorError, OSError, ValueError, KeyError, TypeError, AttributeError) as error:
-        message = f"{directory} is damaged: {weights.name} and what describes it cannot be used ({error}). Run its stage again."
+    except (SafetensorError, OSError, ValueError, KeyError, TypeError, AttributeError, CorruptCheckpoint) as error:
+        message = (
+            f"{directory} is damaged: {weights.name} or its description cannot be used ({error}). Run its stage again."
+        )
         return {"good": False, "about": {}, "damage": {"file": str(weights), "message": message, "places": 1}}
 
 
@@ -108,16 +108,16 @@ def _about_checkpoint(directory: Path) -> dict[str, Any]:
         "target": found.target["name"],
         "target_revision": found.target["revision"],
         "draft_vocab_size": len(found.draft_token_ids),
-        "parameters": sum(tensor.numel() for tensor in found.tensors.values()),
+        "parameters": sum(weight.count for weight in found.weights.values()),
         "predicted_acceptance_length": found.training.get("predicted_acceptance_length"),
     }
 
 
 def _about_drafter(directory: Path) -> dict[str, Any]:
     config = json.loads((directory / "config.json").read_text())
-    ours = "draft_vocab_size" in config or any(map(kind_of_architecture, config.get("architectures") or ()))
-    if not ours and not stage.read(directory):
-        raise UserError(f"{directory} is a model for transformers or vLLM, and not a drafter that Draftsmith made.")
+    drafts = "draft_vocab_size" in config or any(map(kind_of_architecture, config.get("architectures") or ()))
+    if not drafts and not stage.read(directory):
+        raise UserError(f"{directory} is a model for transformers or vLLM, not a drafter that Draftsmith made.")
     return {
         "architectures": config.get("architectures"),
         "draft_vocab_size": config.get("draft_vocab_size"),
@@ -129,13 +129,14 @@ def _about_drafter(directory: Path) -> dict[str, Any]:
 
 
 def store_stats(store: Store) -> dict[str, Any]:
-    """Lengths, tokens and vocabulary coverage of a store.
+    """Sequence lengths, token counts and vocabulary coverage of a store.
 
     Returns:
-        `lengths`: min, median, mean and max tokens of a sequence, and `histogram`: [from, below, sequences] rows;
-        `tokens`: with states, and in responses, of the training and the held-out part;
-        `coverage`: rows of {`vocabulary`: V, `training`, `held_out`: share of response tokens among the V most frequent
-        of the training part's responses}; None where a part has none.
+        `lengths`: min, median, mean and max tokens per sequence, and `histogram`: rows of [from, below, sequences]; None for an
+        empty store;
+        `tokens`: counts of the training and the held-out part;
+        `coverage`: rows of {`vocabulary`: V, `training`, `held_out`: share of that part's response tokens that are among the V
+        most frequent of the training part; None if a part has no responses}.
     """
     rows = {part: store.rows(held_out=part == "held_out") for part in ("training", "held_out")}
     lengths = torch.tensor([store.length(row) for row in range(len(store))], dtype=torch.int64)
@@ -176,8 +177,8 @@ def _coverage(training: torch.Tensor, held_out: torch.Tensor) -> list[dict[str, 
     size = int(max(training.max(), held_out.max() if len(held_out) else 0)) + 1
     counts = torch.bincount(training, minlength=size)
     rank = torch.empty(size, dtype=torch.int64)
-    rank[counts.argsort(descending=True, stable=True)] = torch.arange(size)  # ties: the lower id first
-    rank[counts == 0] = size  # what training never saw is in no draft vocabulary
+    rank[counts.argsort(descending=True, stable=True)] = torch.arange(size)  # ties: lower ids first
+    rank[counts == 0] = size  # tokens not in the training part are in no draft vocabulary
     distinct = int((counts > 0).sum())
     sizes = [v for v in COVERAGE_SIZES if v < distinct] + [distinct]
 
@@ -188,10 +189,10 @@ def _coverage(training: torch.Tensor, held_out: torch.Tensor) -> list[dict[str, 
 
 
 def write_plot(stats: dict[str, Any], path: Path) -> None:
-    """Lengths and coverage as a picture; the file's ending says which format.
+    """Plot lengths and coverage to a file, whose suffix selects the format.
 
     Raises:
-        UserError: matplotlib is missing, or cannot write such a file.
+        UserError: matplotlib is missing, or cannot write the file.
     """
     try:
         from matplotlib.figure import Figure
@@ -206,7 +207,7 @@ def write_plot(stats: dict[str, Any], path: Path) -> None:
         [row[1] - row[0] for row in histogram],
         align="edge",
     )
-    left.set(xlabel="tokens in a sequence", ylabel="sequences")
+    left.set(xlabel="tokens per sequence", ylabel="sequences")
     for part, label in (("training", "training part"), ("held_out", "held-out part")):
         points = [(row["vocabulary"], row[part]) for row in stats["coverage"] if row[part] is not None]
         if points:

@@ -1,7 +1,7 @@
-"""The model card: a README.md that says whose drafter this is, how to serve it, what was measured and how it was made.
+"""The model card: a README.md that says which target the drafter is for, how to serve it, what was measured, how it was made.
 
-One text for what conversion writes beside the drafter, where nothing is measured yet, and for what is published. Figures are
-taken from records of stages alone. No path of this machine gets into it.
+Conversion writes it beside the drafter, before anything is measured, and publishing writes it with the evaluation. Figures
+come only from the stages' records. The card contains no path of this machine.
 """
 
 from __future__ import annotations
@@ -15,21 +15,21 @@ from typing import Any
 from huggingface_hub import EvalResult, ModelCardData
 
 from draftsmith.config.drafters import KINDS
-from draftsmith.config.recipe import TargetConfig
-from draftsmith.convert.contents import DraftCheckpoint
+from draftsmith.config.target import TargetConfig
 from draftsmith.convert.quantize import SCHEMES
+from draftsmith.drafters.checkpoint import Checkpoint
 
 _USUAL_K = 3
-"""Speculative tokens to serve with where no evaluation chose a number."""
+"""Number of speculative tokens in the serving command if no evaluation chose one."""
 
 
 def hub_id(name: str | None) -> str | None:
-    """A target's Hub id by the name that records have of it; None where it came from a folder or a file."""
+    """The Hub id of a target by its name in records; None if it came from a folder or a file."""
     return name if name and "/" in name else None
 
 
 def render(
-    drafter: DraftCheckpoint,
+    drafter: Checkpoint,
     target: TargetConfig | None = None,
     *,
     quantized: str | None = None,
@@ -41,19 +41,19 @@ def render(
     extract: Mapping[str, Any] | None = None,
     evaluate: Mapping[str, Any] | None = None,
 ) -> str:
-    """The card, with metadata as the Hub reads it.
+    """Return the card, with the Hub's metadata.
 
     Args:
-        drafter: whose card it is.
-        target: the recipe's section, where there is one.
-        quantized: how its weights are, one of `quantize.SCHEMES`; None for floating point.
-        repo: where the card is published; None for a card that lies beside a drafter.
-        revision: its branch, where that is not `main`.
-        base_model: the target's Hub id, where the recipe's is none.
-        license: `license`, `license_name` and `license_link` as the Hub has them, those known.
-        train: record (`stage.json`) of the training; None leaves out how it was made.
-        extract: record of the extraction, for the data.
-        evaluate: record of an evaluation of this very drafter; None leaves out everything measured.
+        drafter: the checkpoint that the card is for.
+        target: the recipe's section, if there is a recipe.
+        quantized: the scheme of its weights, one of `quantize.SCHEMES`; None for floating point.
+        repo: where the card is published; None for a card beside a drafter.
+        revision: the branch, if not `main`.
+        base_model: the target's Hub id, if the recipe names a folder or a file.
+        license: the known ones of the Hub's fields `license`, `license_name` and `license_link`.
+        train: record (`stage.json`) of the training; None omits how the drafter was made.
+        extract: record of the extraction; None omits the data.
+        evaluate: record of an evaluation of exactly this drafter; None omits all measurements.
     """
     results = evaluate["figures"] if evaluate else None
     name = drafter.target["name"] or "its target"
@@ -61,7 +61,7 @@ def render(
     data = _data_set(extract)
     metadata = ModelCardData(
         **(license or {}),
-        # No base_model_relation: the Hub knows adapters, fine-tunes, merges and quantized models, and this is none.
+        # No base_model_relation: a drafter is not an adapter, fine-tune, merge or quantized model, which the Hub has.
         base_model=base_model,
         datasets=[data["dataset"]] if data.get("dataset") else None,
         library_name="vllm",
@@ -72,8 +72,8 @@ def render(
     )
     parts = [
         f"# Drafter ({drafter.kind}) for {name}",
-        f"It guesses ahead for {name} in vLLM's speculative decoding, which checks every guess: the target decides each token, "
-        f"and a step of it yields several.{_headline(results)} It drafts for this target only. Made with Draftsmith.",
+        f"This model drafts tokens for {name} in vLLM's speculative decoding. The target verifies every draft token and still "
+        f"determines the output, but yields several tokens per step.{_headline(results)} It works with this target only. Made with Draftsmith.",
         _serving(drafter, target, repo, revision, base_model, evaluate),
         _measured(evaluate) if evaluate else _predicted(drafter),
         _made(drafter, quantized, train, extract),
@@ -92,17 +92,17 @@ def serve_command(
     dtype: str | None,
     enforce_eager: bool,
 ) -> str:
-    """The command line of vLLM's OpenAI-compatible server, for a shell.
+    """The shell command that starts vLLM's OpenAI-compatible server.
 
-    `python -m` and not `vllm serve`: the same on every build, and vLLM's for CPUs has no working `vllm`.
+    It uses `python -m` because vLLM's CPU build has no working `vllm serve`.
     """
     speculative = {"method": method, "model": drafter, "num_speculative_tokens": k}
     if revision:
         speculative["revision"] = revision
-    of_target = f"{shlex.quote(target)}" + (f" --revision {shlex.quote(target_revision)}" if target_revision else "")
+    model = f"{shlex.quote(target)}" + (f" --revision {shlex.quote(target_revision)}" if target_revision else "")
     options = (f"--dtype {dtype} " if dtype else "") + ("--enforce-eager " if enforce_eager else "")
     return (
-        f"python -m vllm.entrypoints.openai.api_server --model {of_target} {options}\\\n"
+        f"python -m vllm.entrypoints.openai.api_server --model {model} {options}\\\n"
         f"    --speculative-config {shlex.quote(json.dumps(speculative))}"
     )
 
@@ -112,14 +112,14 @@ def _headline(results: Mapping[str, Any] | None) -> str:
         return ""
     suite, found = next(iter(results["suites"].items()))
     return (
-        f" Measured: **{found['speedup']:.2f} times the tokens per second** of plain decoding in {results['dtype']}, and "
-        f"{found['speedup_over_fastest_plain']:.2f} times those of the fastest plain decoding of the machine ({suite}, "
-        f"K = {results['num_speculative_tokens']}, one request at a time)."
+        f" Measured speedup: **{found['speedup']:.2f}×** over decoding without speculation in {results['dtype']}, and "
+        f"{found['speedup_over_fastest_baseline']:.2f}× over the machine's fastest decoding without speculation ({suite}, "
+        f"K = {results['num_speculative_tokens']}, concurrency 1)."
     )
 
 
 def _serving(
-    drafter: DraftCheckpoint,
+    drafter: Checkpoint,
     target: TargetConfig | None,
     repo: str | None,
     revision: str | None,
@@ -142,31 +142,31 @@ def _serving(
     if base_model is None:
         notes.append(f"`TARGET` is {name} as a Hugging Face model: its folder, or its id on the Hub.")
     elif base_model != name:
-        notes.append(f"The drafter was made for {name}; with other weights than its own, fewer guesses are accepted.")
+        notes.append(f"The drafter was made for {name}; with other weights, fewer draft tokens are accepted.")
     if repo is None:
         notes.append("`THIS_DIRECTORY` is the folder of this file.")
     if KINDS[drafter.kind].serving.needs_plugin:
         notes.append(
-            "It takes `draftsmith` installed beside vLLM, whose plugin runs drafters of this kind: vLLM cannot."
+            "Install `draftsmith` in vLLM's environment: its plugin serves drafters of this kind, which vLLM alone cannot."
         )
     if results:
         tried = ", ".join(results["k_curve"])
-        notes.append(f"{k} speculative tokens were the fastest of those tried ({tried}) where it was measured.")
+        notes.append(f"{k} speculative tokens were the fastest of the numbers measured ({tried}).")
     notes.append(
-        "On a CPU, vLLM 0.32 by itself samples wrongly while it speculates (greedy decoding is right); `draftsmith` installed beside "
-        "it mends that."
+        "On a CPU, vLLM 0.32 draws from the wrong distribution when speculating at temperature > 0 (greedy decoding is correct); "
+        "with `draftsmith` installed, its plugin fixes that."
     )
     if eager:
-        notes.append("`--enforce-eager` is as it was measured; without it vLLM compiles first, which takes minutes.")
-    return "\n\n".join(["## Serve it", f"```bash\n{command}\n```", " ".join(notes)])
+        notes.append("The measurements used `--enforce-eager`; without it vLLM first compiles for minutes.")
+    return "\n\n".join(["## Usage", f"```bash\n{command}\n```", " ".join(notes)])
 
 
 def _trained_on(results: Mapping[str, Any]) -> list[str]:
-    """A sentence for every suite of which some prompts were trained on."""
+    """A warning for every suite with prompts that were trained on."""
     overlaps = {name: suite.get("overlap_with_training") for name, suite in results["suites"].items()}
     return [
-        f"**Of {name}'s {one['prompts']} prompts the drafter was trained on {one['verbatim'] + one['near']}** "
-        f"({one['verbatim']} word for word): its figures are too good."
+        f"**The drafter was trained on {one['verbatim'] + one['near']} of the {one['prompts']} prompts of {name}** "
+        f"({one['verbatim']} verbatim), so the figures of this suite are too high."
         for name, one in overlaps.items()
         if one and one["verbatim"] + one["near"]
     ]
@@ -184,14 +184,14 @@ def _measured(evaluate: Mapping[str, Any]) -> str:
                 [
                     name, k, f"{at_k['acceptance_length']:.3f}",
                     ", ".join(f"{100 * share:.1f}%" for share in at_k["acceptance_per_position"]),
-                    f"{speeds['plain']:.1f}" if chosen else "", f"{speeds['speculative']:.1f}" if chosen else "",
+                    f"{speeds['baseline']:.1f}" if chosen else "", f"{speeds['speculative']:.1f}" if chosen else "",
                     f"{suite['speedup']:.2f} ({_ends(suite['speedup_interval'])})" if chosen else "",
-                    f"{suite['speedup_over_fastest_plain']:.2f}" if chosen else "",
+                    f"{suite['speedup_over_fastest_baseline']:.2f}" if chosen else "",
                     _ends(suite["throughput"]["noise"]["interval"]) if chosen else "", f"{at_k['prompts_identical']} of {suite['prompts']}",
                 ]
             )  # fmt: skip
-    headings = ("suite", "K", "acceptance length", "accepted by position", "plain tok/s", "speculative tok/s",
-                "speed-up (95% interval)", "over the fastest plain", "noise", "same as plain decoding")  # fmt: skip
+    headings = ("suite", "K", "acceptance length", "acceptance by position", "baseline tok/s", "speculative tok/s",
+                "speedup (95% interval)", "over the fastest baseline", "noise", "identical to baseline")  # fmt: skip
     predicted = results["predicted_acceptance_length"] or {}
     curve = [
         [
@@ -206,18 +206,18 @@ def _measured(evaluate: Mapping[str, Any]) -> str:
     first, suite = next(iter(results["suites"].items()))
     return "\n\n".join(
         [
-            "## Measured",
+            "## Evaluation",
             f"With {results['target']} on {machine['processor']}, {machine['cores']} cores, {machine['memory_gib']:.0f} GiB, {gpus}; "
             f"{machine['system']}; {results['dtype']}; {versions}; {evaluate['finished_at']}.",
             _table(headings, rows),
             *_trained_on(results),
-            "K: speculative tokens. Acceptance length: tokens that one step of the target yields, 1 + accepted / drafts, greedy, "
-            "over all prompts of the suite. Tokens per second: prompt included, one request at a time, plain and speculative "
-            f"decoding in turns ({suite['timed_prompts']} prompts of {first}, drawn by category; {results['engine_starts']} engine "
-            f"start{'s' if results['engine_starts'] > 1 else ''}). The fastest plain configuration there: "
-            f"{suite['throughput']['fastest_plain']}. Noise: 95% interval of a second plain engine over the first.",
-            _table(("K", "acceptance length", "predicted while training", "a step costs (plain: 1)", "speed-up to expect"), curve),
-            "All figures: `eval/results.json` and `eval/report.html`.",
+            "K: number of speculative tokens. Acceptance length: tokens per step of the target, 1 + accepted / drafts, greedy, over "
+            "all prompts of the suite. Tokens per second: including the prompt, at concurrency 1, with baseline and speculative "
+            f"decoding interleaved ({suite['timed_prompts']} prompts of {first}, stratified by category; {results['engine_starts']} engine "
+            f"start{'s' if results['engine_starts'] > 1 else ''}). Fastest baseline of that suite: "
+            f"{suite['throughput']['fastest_baseline']}. Noise: 95% interval of the speedup of a second baseline engine over the first.",
+            _table(("K", "acceptance length", "predicted in training", "step cost (× baseline)", "estimated speedup"), curve),
+            "All results are in `eval/results.json` and `eval/report.html`.",
         ]
     )  # fmt: skip
 
@@ -226,27 +226,26 @@ def _ends(interval: Sequence[float]) -> str:
     return f"{interval[0]:.2f} to {interval[1]:.2f}"
 
 
-def _predicted(drafter: DraftCheckpoint) -> str:
+def _predicted(drafter: Checkpoint) -> str:
     predicted = drafter.training.get("predicted_acceptance_length") or {}
     if not predicted:
         return ""
     rows = [[k, f"{value:.3f}"] for k, value in predicted.items()]
     return "\n\n".join(
         [
-            "## Predicted, not measured",
-            "Tokens that one step of the target should yield on held-out text, greedy, as training computed it. Speed was not "
-            "measured.",
+            "## Predicted acceptance length",
+            "Tokens per step of the target on held-out text, greedy, as predicted in training. This card has no measurements.",
             _table(("K", "acceptance length"), rows),
         ]
     )  # fmt: skip
 
 
 def _made(
-    drafter: DraftCheckpoint, quantized: str | None, train: Mapping[str, Any] | None, extract: Mapping[str, Any] | None
+    drafter: Checkpoint, quantized: str | None, train: Mapping[str, Any] | None, extract: Mapping[str, Any] | None
 ) -> str:
     target = drafter.target
     config = f"config {target['config_hash'][:16]}" if target["config_hash"] else None
-    rows = [["target", ", ".join(filter(None, (target["name"], target["revision"], config))) or "not known"]]
+    rows = [["target", ", ".join(filter(None, (target["name"], target["revision"], config))) or "unknown"]]
     method = [f"`{drafter.kind}`", f"a draft vocabulary of {len(drafter.draft_token_ids):,} tokens"]
     if train:
         options, figures = train["recipe"]["train"], drafter.training
@@ -260,19 +259,21 @@ def _made(
         rows.append(["weights", f"of linear layers: {SCHEMES[quantized].title}"])
     if extract:
         options, figures = extract["recipe"]["extract"], extract["figures"]
-        answers = "answered by the target" if options["mode"] == "generate" else "with the answers that they came with"
+        responses = (
+            "with responses of the target" if options["mode"] == "generate" else "with the responses of the data set"
+        )
         rows.append(
             [
                 "data",
                 f"{figures['sequences'] - figures['held_out_sequences']:,} conversations and {figures['held_out_sequences']:,} "
-                f"held out, {answers}, {figures['tokens']:,} tokens; prompts from {_data_set(extract)['name']}",
+                f"held out, {responses}, {figures['tokens']:,} tokens; prompts from {_data_set(extract)['name']}",
             ]
         )
-    return "\n\n".join(["## How it was made", _table(("", ""), rows)])
+    return "\n\n".join(["## Training", _table(("", ""), rows)])
 
 
 def _data_set(extract: Mapping[str, Any] | None) -> dict[str, str]:
-    """`name`: where the prompts came from, for people; `dataset`: its Hub id, where it has one."""
+    """`name`: where the prompts came from; `dataset`: its Hub id, if it has one."""
     if extract is None:
         return {}
     prompts = extract["recipe"]["extract"]["prompts"]
@@ -285,7 +286,7 @@ def _data_set(extract: Mapping[str, Any] | None) -> dict[str, str]:
 
 
 def _eval_results(results: Mapping[str, Any]) -> list[EvalResult]:
-    """The Hub's own form of the figures at the chosen K."""
+    """The figures at the chosen K as the Hub's metadata."""
     k = results["num_speculative_tokens"]
     return [
         EvalResult(
@@ -297,7 +298,7 @@ def _eval_results(results: Mapping[str, Any]) -> list[EvalResult]:
             metric_value=round(found[metric], 3),
         )
         for suite, found in results["suites"].items()
-        for metric, label in (("acceptance_length", "Acceptance length"), ("speedup", "Speed-up over plain decoding"))
+        for metric, label in (("acceptance_length", "Acceptance length"), ("speedup", "Speedup over the baseline"))
     ]
 
 

@@ -1,7 +1,7 @@
-"""Publishing: a run's drafter, its model card and its evaluation, as one commit on the Hugging Face Hub.
+"""Publish a run's drafter, its model card and its evaluation as one commit on the Hugging Face Hub.
 
-The numbers on the card are those of a finished evaluation, as it left them, of exactly the weights that are uploaded;
-without one nothing measured is published.
+Measured figures on the card come from a finished, unchanged evaluation of exactly the weights that are uploaded; without one,
+none are published.
 """
 
 from __future__ import annotations
@@ -17,23 +17,25 @@ from huggingface_hub import CommitOperationAdd, CommitOperationDelete, HfApi, Mo
 from huggingface_hub.utils import disable_progress_bars, validate_repo_id
 from rich.markup import escape
 
-from draftsmith.config.recipe import TargetConfig
-from draftsmith.convert.contents import DraftCheckpoint, read_own
+from draftsmith.config.evaluation import RESULTS_VERSION
+from draftsmith.config.target import TargetConfig
 from draftsmith.convert.convert import converted_from
 from draftsmith.convert.inspection import inspect
 from draftsmith.convert.model_card import hub_id, render
 from draftsmith.convert.quantize import scheme_of
-from draftsmith.convert.weights import read_json
+from draftsmith.drafters.checkpoint import Checkpoint
+from draftsmith.drafters.weights import read_json
 from draftsmith.run import stage
+from draftsmith.run.atomic_io import sha256_of
 from draftsmith.run.errors import DraftsmithError, UserError
 from draftsmith.run.progress import console
 from draftsmith.target.downloads import place_of
 
 TAG = "draftsmith"
-"""The card's tag by which a repository is known to be one that we may write to again."""
+"""Tag of the card that marks a repository as published by Draftsmith, which may then replace its files."""
 _IN_EVERY_REPO = {".gitattributes", "README.md"}
 _EVALUATION = ("results.json", "report.html")
-_LICENCE = ("license", "license_name", "license_link")
+_LICENSE = ("license", "license_name", "license_link")
 
 
 def publish(
@@ -47,47 +49,47 @@ def publish(
     evaluation: str | None = "eval",
     dry_run: bool = False,
 ) -> dict[str, Any]:
-    """Upload a drafter. Nothing happens where the Hub has the same files already.
+    """Upload a drafter. If the Hub already has the same files, no commit is made.
 
     Args:
         directory: `runs/NAME`, or the `vllm` folder in it.
-        repo: `OWNER/NAME`, made when missing.
-        private: make it a private one.
-        revision: the branch to commit to, made when missing; None for `main`.
-        base_model: the target's Hub id, where the recipe names a folder or a file.
-        license: the Hub's id of one, or `other`; None for the target's, if it is known.
+        repo: `OWNER/NAME`, created if missing.
+        private: create it as a private repository.
+        revision: the branch to commit to, created if missing; None for `main`.
+        base_model: the target's Hub id, if the recipe names a folder or a file.
+        license: a license id of the Hub, or `other`; None for the target's, if known.
         evaluation: folder of the evaluation in the run; None publishes without one.
         dry_run: upload nothing and contact nothing.
 
     Returns:
-        `repo`, `revision`, `files` (name to bytes), `card`, and unless dry, `commit` and `url`.
+        `repo`, `revision`, `files` (name to bytes), `card`, and unless `dry_run`, `commit` and `url`.
 
     Raises:
-        UserError: there is no finished drafter, its evaluation is missing or not of these weights, a name is none, the
-            metadata is refused, the repository is another's, or the Hub does not let us in.
-        DraftsmithError: the network or the Hub failed; the same command goes on from there.
+        UserError: there is no finished drafter, its evaluation is missing or of other weights, a name or the metadata is
+            invalid, the repository was not published by Draftsmith, or the Hub denies access.
+        DraftsmithError: the network or the Hub failed; the same command resumes.
     """
     _check_id(repo, "--repo")
     if base_model is not None:
         _check_id(base_model, "--base-model")
     drafter = directory / "vllm" if (directory / "vllm").is_dir() else directory
     run_dir = drafter.resolve().parent
-    contents, train = _contents_of(drafter, run_dir / "checkpoint")
+    checkpoint, train = _checkpoint_of(drafter, run_dir / "checkpoint")
     target = TargetConfig.model_validate(train["recipe"]["target"])
     evaluate = _evaluation_of(drafter, run_dir / evaluation) if evaluation is not None else None
-    base_model = hub_id(contents.target["name"]) or base_model
-    known = {"license": license} if license else _target_licence(target, base_model, online=not dry_run)
+    base_model = hub_id(checkpoint.target["name"]) or base_model
+    known = {"license": license} if license else _target_license(target, base_model, online=not dry_run)
     if not known:
-        name = escape(contents.target["name"])
+        name = escape(checkpoint.target["name"])
         asked = " without asking the Hub" if dry_run and base_model else ""
         console.print(
-            f"[bold yellow]warning:[/] the license of the target {name} is not known{asked}, and so the card names none. A "
-            "drafter holds parts of its target: find its license out and say it, as in `--license apache-2.0`.",
+            f"[bold yellow]warning:[/] the license of the target {name} is not known{asked}, so the card names none. A drafter "
+            "holds parts of its target: find out the license and name it, as in `--license apache-2.0`.",
             highlight=False, soft_wrap=True,
         )  # fmt: skip
     quantized = scheme_of(read_json(drafter / "config.json"))
     card = render(
-        contents, target, quantized=quantized, repo=repo, revision=revision, base_model=base_model, license=known, train=train,
+        checkpoint, target, quantized=quantized, repo=repo, revision=revision, base_model=base_model, license=known, train=train,
         extract=_extraction_of(run_dir / "store", train), evaluate=evaluate,
     )  # fmt: skip
     parsed = _parse(card)
@@ -101,13 +103,13 @@ def publish(
         return done
 
     with _explained(repo):
-        parsed.validate()  # before anything is made there
+        parsed.validate()  # before anything is created
         commit, url = _upload(repo, revision, files, private=private)
     return done | {"commit": commit, "url": url}
 
 
 def _upload(repo: str, revision: str | None, files: Mapping[str, Path | bytes], *, private: bool) -> tuple[str, str]:
-    """Everything in one commit; its hash and address."""
+    """Upload all files in one commit; return its hash and the repository's URL."""
     if not console.is_terminal:
         disable_progress_bars()
     api = HfApi()
@@ -116,45 +118,45 @@ def _upload(repo: str, revision: str | None, files: Mapping[str, Path | bytes], 
         api.create_branch(repo, branch=revision, exist_ok=True)
     before = api.model_info(repo, revision=revision)
     there = {file.rfilename for file in before.siblings or ()}
-    if there - _IN_EVERY_REPO and not _is_ours(api, repo, before.sha, there):
+    if there - _IN_EVERY_REPO and not _is_draftsmiths(api, repo, before.sha, there):
         raise UserError(
-            f"{repo} holds files that Draftsmith did not publish, so it is left alone. Choose another name with --repo, or "
-            f"add the tag `{TAG}` to its card if this shall replace its weights."
+            f"{repo} holds files that Draftsmith did not publish, so it is left alone. Choose another name with --repo, or, to "
+            f"replace its weights, add the tag `{TAG}` to its card."
         )
     if private and not before.private:
         raise UserError(
-            f"{repo} is there already and is public, which --private does not change. Make it private in its settings on the "
+            f"{repo} exists and is public, which --private does not change. Make it private in its settings on the "
             "Hub, or choose another name with --repo."
         )
-    # Weights and figures of an earlier publication must not stand beside these.
-    ours = {name for name in there if name.startswith("eval/") or name.endswith((".safetensors", ".index.json"))}
+    # Weights and figures of an earlier publication must not remain beside these.
+    replaced = {name for name in there if name.startswith("eval/") or name.endswith((".safetensors", ".index.json"))}
     operations: list[CommitOperationAdd | CommitOperationDelete] = [
         *(CommitOperationAdd(path_in_repo=name, path_or_fileobj=file) for name, file in files.items()),
-        *(CommitOperationDelete(path_in_repo=name) for name in sorted(ours - set(files))),
+        *(CommitOperationDelete(path_in_repo=name) for name in sorted(replaced - set(files))),
     ]
     what = "Drafter, model card and evaluation" if "eval/results.json" in files else "Drafter and model card"
     total = sum(len(file) if isinstance(file, bytes) else file.stat().st_size for file in files.values())
     console.print(
-        f"publish: {len(files)} files, {total / 1e6:.1f} MB, to {repo}; what the Hub has already is not sent again",
+        f"publish: {len(files)} files, {total / 1e6:.1f} MB, to {repo}; files that the Hub already has are not sent again",
         highlight=False, soft_wrap=True,
     )  # fmt: skip
     with warnings.catch_warnings(record=True) as hints:
         warnings.simplefilter("always")
         commit = api.create_commit(repo, operations, commit_message=what, revision=revision)
     for hint in hints:
-        if hint.category is UserWarning:  # what the Hub remarks on the metadata
+        if hint.category is UserWarning:  # the Hub's remarks about the metadata
             console.print(f"publish: {hint.message}", highlight=False, markup=False, soft_wrap=True)
     unchanged = commit.oid == before.sha
     url = f"{api.endpoint}/{repo}" + (f"/tree/{revision}" if revision else "")
     console.print(
-        f"publish: {'nothing has changed at' if unchanged else 'done:'} {url}, commit {commit.oid[:12]}",
+        f"publish: {'nothing has changed at' if unchanged else 'published at'} {url}, commit {commit.oid[:12]}",
         highlight=False, soft_wrap=True,
     )  # fmt: skip
     return commit.oid, url
 
 
-def _is_ours(api: HfApi, repo: str, commit: str | None, there: set[str]) -> bool:
-    """Whether the card at that commit has our tag."""
+def _is_draftsmiths(api: HfApi, repo: str, commit: str | None, there: set[str]) -> bool:
+    """Whether the card at that commit has Draftsmith's tag."""
     if "README.md" not in there:
         return False
     card = Path(api.hf_hub_download(repo, "README.md", revision=commit))
@@ -163,7 +165,7 @@ def _is_ours(api: HfApi, repo: str, commit: str | None, there: set[str]) -> bool
 
 @contextmanager
 def _explained(repo: str) -> Iterator[None]:
-    """The Hub's errors as ours."""
+    """Turn the Hub's errors into errors that say what to do."""
     try:
         yield
     except errors.HfHubHTTPError as error:
@@ -171,23 +173,23 @@ def _explained(repo: str) -> Iterator[None]:
         if status in (401, 403, 404):
             raise UserError(
                 f"The Hub does not let you write to {repo} (status {status}: {said}). Log in with `hf auth login` and a token "
-                "that may write there, or name a repository of your own with --repo."
+                "with write access, or name a repository of your own with --repo."
             ) from error
         if status == 400:
             raise UserError(f"The Hub refuses {repo} as it is: {said}") from error
         raise _interrupted(repo, said) from error
-    except (errors.HTTPError, OSError, RuntimeError) as error:  # an upload's own error comes wrapped in a RuntimeError
+    except (errors.HTTPError, OSError, RuntimeError) as error:  # errors of an upload are wrapped in a RuntimeError
         raise _interrupted(repo, _one_line(error.__cause__ or error)) from error
-    except ValueError as error:  # what huggingface_hub makes of metadata that the Hub finds wrong
+    except ValueError as error:  # metadata that the Hub rejects
         raise UserError(
-            f"The Hub refuses the card of {repo}: {_one_line(error)}. Correct --license or --base-model if it is about them."
+            f"The Hub refuses the card of {repo}: {_one_line(error)}. Correct --license or --base-model if they are the cause."
         ) from error
 
 
 def _interrupted(repo: str, said: str) -> DraftsmithError:
     return DraftsmithError(
-        f"Publishing to {repo} was interrupted: {said}. It is one commit, so nothing is there by halves. Check the network and "
-        "HF_ENDPOINT and run the same command again; files that have arrived are not sent again."
+        f"Publishing to {repo} was interrupted: {said}. It is one commit, so nothing is published partially. Check the network and "
+        "HF_ENDPOINT, and run the same command again; files that have arrived are not sent again."
     )
 
 
@@ -199,13 +201,13 @@ def _check_id(name: str, option: str) -> None:
     try:
         validate_repo_id(name)
         if "/" not in name:
-            raise errors.HFValidationError("It names no owner.")
+            raise errors.HFValidationError("it has no owner")
     except errors.HFValidationError as error:
-        raise UserError(f"`{option} {name}` is no name on the Hub, such as owner/name: {error}") from None
+        raise UserError(f"`{option} {name}` is not a repository id such as owner/name: {error}") from None
 
 
-def _contents_of(drafter: Path, directory: Path) -> tuple[DraftCheckpoint, dict[str, Any]]:
-    """What the drafter was converted from, and the record of its training; both directories are checked."""
+def _checkpoint_of(drafter: Path, directory: Path) -> tuple[Checkpoint, dict[str, Any]]:
+    """The checkpoint that the drafter was converted from, and the record of its training; both directories are checked."""
     converted, train = stage.read(drafter), stage.read(directory)
     if converted is None or converted.get("stage") != "convert":
         raise UserError(
@@ -213,8 +215,8 @@ def _contents_of(drafter: Path, directory: Path) -> tuple[DraftCheckpoint, dict[
         )
     if train is None:
         raise UserError(
-            f"There is no finished checkpoint in {directory}, which says how the drafter in {drafter} was made. Keep the two "
-            "folders beside each other, as `draftsmith run` leaves them."
+            f"There is no finished checkpoint in {directory}, which records how the drafter in {drafter} was made. Keep the two "
+            "folders side by side, as `draftsmith run` leaves them."
         )
     report = inspect(drafter)
     if not report["good"]:
@@ -225,51 +227,55 @@ def _contents_of(drafter: Path, directory: Path) -> tuple[DraftCheckpoint, dict[
             f"The drafter in {drafter} was not made from the checkpoint in {directory}, which is newer. Run "
             "`draftsmith convert` with the run's recipe, and `draftsmith evaluate`."
         )
-    return read_own(directory), train
+    return Checkpoint.load(directory).check(), train
 
 
 def _extraction_of(store: Path, train: Mapping[str, Any]) -> dict[str, Any] | None:
-    """The record of the run's store; None where it is gone or was made anew after training."""
+    """The record of the run's store; None if the store is gone or was made again after training."""
     record = stage.read(store) if store.is_dir() else None
     return record if record and record["finished_at"] <= train["finished_at"] else None
 
 
 def _evaluation_of(drafter: Path, directory: Path) -> dict[str, Any]:
-    """The record of the evaluation, after making sure that its figures are its own and of this drafter."""
-    ways_out = (
+    """The record of the evaluation, whose files are unchanged and which measured this drafter."""
+    advice = (
         "Run `draftsmith evaluate` with the run's recipe, or publish without measured numbers: `--without-evaluation`."
     )
     record = stage.read(directory)
     if record is None or record.get("stage") != "evaluate":
-        raise UserError(f"There is no finished evaluation in {directory}. {ways_out}")
+        raise UserError(f"There is no finished evaluation in {directory}. {advice}")
     measured, written = record["figures"].get("drafter_sha256"), record.get("files")
     if not measured or not written:
         raise UserError(
-            f"The evaluation in {directory} is an earlier version's, which did not note what it measured. {ways_out}"
+            f"The evaluation in {directory} is from an earlier version, which did not record what it measured. {advice}"
         )
+    if record["figures"].get("schema_version") != RESULTS_VERSION:
+        raise UserError(f"Another version of Draftsmith wrote the evaluation in {directory}. {advice}")
     for name in _EVALUATION:
-        if not (directory / name).is_file() or stage.sha256_of(directory / name) != written.get(name):
-            raise UserError(f"{directory / name} is not as the evaluation wrote it. {ways_out}")
+        if not (directory / name).is_file() or sha256_of(directory / name) != written.get(name):
+            raise UserError(f"{directory / name} has changed since the evaluation wrote it. {advice}")
     if json.loads((directory / "results.json").read_text()) != record["figures"]:
-        raise UserError(f"{directory / stage.MARKER} does not hold the figures of results.json beside it. {ways_out}")
-    if measured != {file.name: stage.sha256_of(file) for file in _drafter_files(drafter)}:
-        raise UserError(f"The evaluation in {directory} measured another drafter than the one in {drafter}. {ways_out}")
+        raise UserError(f"{directory / stage.MARKER} does not hold the figures of results.json. {advice}")
+    if measured != {file.name: sha256_of(file) for file in _drafter_files(drafter)}:
+        raise UserError(
+            f"The evaluation in {directory} measured a different drafter from the one in {drafter}. {advice}"
+        )
     return record
 
 
 def _drafter_files(drafter: Path) -> list[Path]:
-    """Config and weights: what vLLM reads."""
+    """The files that vLLM reads: config and weights."""
     return [drafter / "config.json", *sorted(drafter.glob("*.safetensors")), *sorted(drafter.glob("*.index.json"))]
 
 
-def _target_licence(target: TargetConfig, base_model: str | None, *, online: bool) -> dict[str, str]:
-    """What the target says of its license, in the Hub's words; {} where it says nothing or cannot be asked."""
+def _target_license(target: TargetConfig, base_model: str | None, *, online: bool) -> dict[str, str]:
+    """The target's license fields, in the Hub's terms; {} if it states none or cannot be reached."""
     if target.gguf is not None:
-        if named := _gguf_licence(place_of(target.gguf)):
+        if named := _gguf_license(place_of(target.gguf)):
             return {"license": named}
     elif Path(target.model or "").is_absolute():
         readme = Path(target.model or "") / "README.md"
-        if readme.is_file() and (said := _licence_fields(_metadata(readme))):
+        if readme.is_file() and (said := _license_fields(_metadata(readme))):
             return said
     if base_model is None or not online:
         return {}
@@ -277,11 +283,11 @@ def _target_licence(target: TargetConfig, base_model: str | None, *, online: boo
         data = HfApi().model_info(base_model, revision=target.revision).card_data
     except (errors.HTTPError, OSError):
         return {}  # gated, gone, or offline
-    return _licence_fields(data.to_dict() if data else {})
+    return _license_fields(data.to_dict() if data else {})
 
 
-def _gguf_licence(path: Path) -> str | None:
-    """`general.license` of a GGUF file that is here."""
+def _gguf_license(path: Path) -> str | None:
+    """`general.license` of a local GGUF file."""
     try:
         from gguf import GGUFReader
 
@@ -292,21 +298,21 @@ def _gguf_licence(path: Path) -> str | None:
 
 
 def _metadata(card: Path) -> dict[str, Any]:
-    """What another's card says of itself, {} where it cannot be read."""
+    """The metadata of a model card; {} if it cannot be read."""
     try:
         return ModelCard(card.read_text(), ignore_metadata_errors=True).data.to_dict()
-    except Exception:  # whatever is wrong with it, it is not ours
+    except Exception:  # a malformed card may raise anything
         return {}
 
 
-def _licence_fields(metadata: Mapping[str, Any]) -> dict[str, str]:
-    found = {key: metadata[key] for key in _LICENCE if isinstance(metadata.get(key), str)}
+def _license_fields(metadata: Mapping[str, Any]) -> dict[str, str]:
+    found = {key: metadata[key] for key in _LICENSE if isinstance(metadata.get(key), str)}
     return found if "license" in found else {}
 
 
 def _parse(card: str) -> ModelCard:
-    """What huggingface_hub checks without a network: metadata that it can read back."""
+    """Check offline that huggingface_hub can read the card's metadata back."""
     try:
         return ModelCard(card)
     except ValueError as error:
-        raise DraftsmithError(f"The card's metadata is not what huggingface_hub reads: {error}.") from error
+        raise DraftsmithError(f"huggingface_hub cannot read the card's metadata: {error}.") from error

@@ -1,6 +1,6 @@
-"""Drafters with 8-bit weights, in the files that vLLM loads (`compressed-tensors`); and back to floating point.
+"""Convert drafters to 8-bit weights that vLLM loads (`compressed-tensors`), and back to floating point.
 
-Arithmetic and packing are the library's own, which vLLM and llm-compressor use too: what is here says which tensors, and
+Arithmetic and packing are done by the library that vLLM and llm-compressor use too. This module selects the tensors and
 keeps them out of memory until they are written.
 """
 
@@ -13,7 +13,7 @@ from typing import Any
 
 import torch
 
-from draftsmith.convert.weights import Weight, listed
+from draftsmith.drafters.weights import Weight, listed
 from draftsmith.run.errors import UserError
 
 SECTION = "quantization_config"
@@ -25,18 +25,18 @@ _SCALE, _SHAPE = ".weight_scale", ".weight_shape"
 
 @dataclass(frozen=True)
 class Scheme:
-    """What becomes of a linear layer."""
+    """How a linear layer is quantized."""
 
     title: str
     format: str
-    """compressed-tensors' name of the file's layout."""
+    """compressed-tensors' name of the file format."""
     weights: Mapping[str, Any]
-    """Its `QuantizationArgs`. One scale for each output channel."""
+    """compressed-tensors' `QuantizationArgs` of the weights, with one scale per output channel."""
     inputs: Mapping[str, Any] | None = None
-    """Of the layer's inputs, rounded as they come; None leaves them alone."""
+    """The same for the layer's inputs, quantized on the fly; None leaves them in floating point."""
 
     def section(self) -> dict[str, Any]:
-        """Of `config.json`."""
+        """Return `quantization_config` for `config.json`."""
         groups = {"targets": ["Linear", "re:.*lm_head"], "weights": dict(self.weights)}
         if self.inputs is not None:
             groups["input_activations"] = dict(self.inputs)
@@ -51,14 +51,14 @@ SCHEMES = {
     "fp8": Scheme("8-bit floats (E4M3), computed in floating point", "float-quantized", {**_INT8, "type": "float"}),
     "int8-dynamic": Scheme(
         "8-bit integers, computed as such: inputs are rounded too, token by token", "int-quantized", _INT8,
-        # Not symmetric: for what is, vLLM 0.32 takes a kernel of 16-bit activations on CPUs with AMX, in float32 too, and fails.
+        # Asymmetric: with symmetric inputs vLLM 0.32 selects a kernel for 16-bit activations on CPUs with AMX, and fails in float32.
         {"num_bits": 8, "type": "int", "symmetric": False, "strategy": "token", "dynamic": True},
     ),
 }  # fmt: skip
 
 
 def scheme_of(record: Mapping[str, Any]) -> str | None:
-    """The name in `SCHEMES` of what a checkpoint's `config.json` says; None for weights in floating point and others."""
+    """The scheme of a checkpoint by its `config.json`; None for floating point and unknown schemes."""
     section = record.get(SECTION)
     formats = {scheme.format: name for name, scheme in SCHEMES.items()}
     return formats.get(str(section.get("format"))) if isinstance(section, Mapping) else None
@@ -67,19 +67,19 @@ def scheme_of(record: Mapping[str, Any]) -> str | None:
 def quantized(
     record: Mapping[str, Any], weights: Mapping[str, Weight], name: str
 ) -> tuple[dict[str, Any], dict[str, Weight]]:
-    """A checkpoint with the weights of its linear layers in 8 bits; embeddings and norms stay as they are.
+    """Quantize the weights of a checkpoint's linear layers; embeddings and norms stay as they are.
 
     Args:
         record: `config.json`.
         weights: named as vLLM names them.
-        name: in `SCHEMES`.
+        name: of the scheme, in `SCHEMES`.
     """
     scheme = SCHEMES[name]
     written: dict[str, Weight] = {}
-    for theirs, weight in weights.items():
-        module = theirs.removesuffix(_NAIVE)
-        if not _is_linear(theirs, weight):
-            written[theirs] = weight
+    for name_of_weight, weight in weights.items():
+        module = name_of_weight.removesuffix(_NAIVE)
+        if not _is_linear(name_of_weight, weight):
+            written[name_of_weight] = weight
             continue
         rows, columns = weight.shape
         compressed = _part_of(weight, scheme)
@@ -99,18 +99,18 @@ def _is_linear(name: str, weight: Weight) -> bool:
 
 
 def _part_of(weight: Weight, scheme: Scheme) -> Callable[[str], Callable[[], Iterator[torch.Tensor]]]:
-    """Of a layer's compressed tensors, each by its name; computed when it is written."""
+    """Return a function from the names of a layer's compressed tensors to their parts, which are computed on writing."""
 
     def compressed(name: str) -> Callable[[], Iterator[torch.Tensor]]:
         def parts() -> Iterator[torch.Tensor]:
             from compressed_tensors.compressors import BaseCompressor
             from compressed_tensors.quantization.utils import calculate_qparams
 
-            whole, theirs = weight.tensor(), _theirs(scheme.weights, scheme.inputs)
+            whole, arguments = weight.tensor(), _library_scheme(scheme.weights, scheme.inputs)
             least, most = whole.amin(1, keepdim=True), whole.amax(1, keepdim=True)
-            scale, _ = calculate_qparams(least, most, theirs.weights)
+            scale, _ = calculate_qparams(least, most, arguments.weights)
             compressor = BaseCompressor.get_value_from_registry(scheme.format)
-            state = compressor.compress({"weight": whole, "weight_scale": scale.to(whole.dtype)}, theirs)
+            state = compressor.compress({"weight": whole, "weight_scale": scale.to(whole.dtype)}, arguments)
             yield state[name].contiguous().flatten()
 
         return parts
@@ -118,7 +118,7 @@ def _part_of(weight: Weight, scheme: Scheme) -> Callable[[str], Callable[[], Ite
     return compressed
 
 
-def _theirs(weights: Mapping[str, Any], inputs: Mapping[str, Any] | None) -> Any:
+def _library_scheme(weights: Mapping[str, Any], inputs: Mapping[str, Any] | None) -> Any:
     from compressed_tensors.quantization import QuantizationScheme
 
     return QuantizationScheme.model_validate(
@@ -127,10 +127,10 @@ def _theirs(weights: Mapping[str, Any], inputs: Mapping[str, Any] | None) -> Any
 
 
 def dequantized(record: Mapping[str, Any], weights: Mapping[str, Weight]) -> tuple[dict[str, Any], dict[str, Weight]]:
-    """The checkpoint with weights in floating point, in the type of their scales: itself where they are already.
+    """Convert 8-bit weights to floating point, in the dtype of their scales. Other checkpoints are returned unchanged.
 
     Raises:
-        UserError: it is quantized in a way that is not known here, or damaged.
+        UserError: the checkpoint is quantized in an unsupported way, or damaged.
     """
     if SECTION not in record:
         return dict(record), dict(weights)
@@ -146,20 +146,19 @@ def dequantized(record: Mapping[str, Any], weights: Mapping[str, Weight]) -> tup
         or any(section.get(other) for other in ("kv_cache_scheme", "transform_config", "sparsity_config"))
     ):
         raise UserError(
-            f"The weights are quantized in a way that is not read here (`{SECTION}`: {str(section)[:120]}). Convert the "
-            f"drafter that they were made of; {', '.join(SCHEMES)} by {_METHOD} are read."
+            f"The weights are quantized in an unsupported way (`{SECTION}`: {str(section)[:120]}). Convert the original drafter "
+            f"instead; supported are {', '.join(SCHEMES)} of {_METHOD}."
         )
     (group,) = groups.values()
     stated = group.get("weights") if isinstance(group, Mapping) else None
     try:
-        scheme = _theirs(stated if isinstance(stated, Mapping) else {"num_bits": None}, None)
+        scheme = _library_scheme(stated if isinstance(stated, Mapping) else {"num_bits": None}, None)
         known = scheme.weights.num_bits == 8 and scheme.weights.symmetric and scheme.weights.strategy in _STRATEGIES
     except (TypeError, ValueError) as error:
-        raise UserError(f"`{SECTION}` is not {_METHOD}' ({str(error).splitlines()[0][:200]}).") from None
+        raise UserError(f"`{SECTION}` is not valid for {_METHOD} ({str(error).splitlines()[0][:200]}).") from None
     if not known:
         raise UserError(
-            f"`{SECTION}` asks for {str(stated)[:120]}; 8 bits, symmetric, with a scale for each "
-            "tensor or channel are read here."
+            f"`{SECTION}` asks for {str(stated)[:120]}; supported are 8 bits, symmetric, with a scale for each tensor or channel."
         )
     read = dict(weights)
     for name in [name for name in weights if name.endswith(_SCALE)]:
@@ -172,23 +171,25 @@ _STRATEGIES = ("channel", "tensor")
 
 
 def _whole(module: str, scale: Weight, read: dict[str, Weight], layout: str, scheme: Any) -> Weight:
-    """A layer's weight; takes its tensors out of `read`."""
+    """A layer's weight in floating point; removes its compressed tensors from `read`."""
     packed = layout == "pack-quantized"
     stored = read.pop(module + (_PACKED if packed else _NAIVE), None)
     shape = read.pop(module + _SHAPE, None) if packed else None
     if stored is None or (packed and shape is None) or len(stored.shape) != 2:
-        raise UserError(f"{module} has a scale, and not the weight that it belongs to. The checkpoint is incomplete.")
+        raise UserError(f"{module} has a scale but no weight. The checkpoint is incomplete.")
     rows, columns = stored.shape
     if shape is not None:
         said = shape.tensor().flatten().tolist() if shape.count == 2 and shape.dtype == torch.int64 else []
         if len(said) != 2 or said[0] != rows or math.ceil(said[1] / 4) != columns or said[1] < 1:
-            raise UserError(f"{module}{_SHAPE} is {said}, and the packed weight {list(stored.shape)}. One is damaged.")
+            raise UserError(
+                f"{module}{_SHAPE} is {said}, but the packed weight is {list(stored.shape)}. One of them is damaged."
+            )
         columns = said[1]
     kind = torch.int32 if packed else scheme.weights.pytorch_dtype()
     if stored.dtype != kind or not scale.dtype.is_floating_point or scale.shape not in ((rows, 1), (1,), ()):
         raise UserError(
-            f"{listed([module])}: the weight is {stored.dtype} and its scale {scale.dtype} {list(scale.shape)}, where {kind} "
-            "and floating-point numbers, one for each row or one in all, should be."
+            f"{listed([module])}: the weight is {stored.dtype} and its scale {scale.dtype} {list(scale.shape)}; expected are {kind} "
+            "and floating point, one for each row or a single one."
         )
 
     def parts() -> Iterator[torch.Tensor]:

@@ -1,42 +1,41 @@
-"""Whether a conversion kept what a drafter computes: source and result run on the same inputs, their logits compared."""
+"""Verify a conversion: run source and result on the same inputs and compare their logits."""
 
 from __future__ import annotations
 
 import torch
 from torch.nn import functional as F
 
-from draftsmith.convert.contents import EMBEDDING, DraftCheckpoint
 from draftsmith.drafters import drafter_class
 from draftsmith.drafters.base import Drafter
 from draftsmith.drafters.batch import Batch
+from draftsmith.drafters.checkpoint import EMBEDDING, Checkpoint
 from draftsmith.run.errors import DraftsmithError
 from draftsmith.target.tensors import TargetTensors
 
 _ROWS, _STEPS = 64, 3
 _ROUNDING = 0.1
-"""Relative difference of all logits that another floating-point type may make."""
+"""Largest relative difference of the logits that a change of the floating-point type explains."""
 _ROUNDING_TO_8_BITS = 0.5
-"""And that 8-bit weights may make, on random inputs: logits that have nothing to do with each other are 1.4 apart. What 8
-bits cost is measured by evaluation."""
+"""The same for 8-bit weights, on random inputs; unrelated logits differ by 1.4. Evaluation measures what 8 bits cost."""
 
 
 def compare(
-    source: DraftCheckpoint, result: DraftCheckpoint, target: TargetTensors | None = None, *, rounded: bool = False
+    source: Checkpoint, result: Checkpoint, target: TargetTensors | None = None, *, rounded: bool = False
 ) -> dict[str, float]:
-    """Run both on random states and tokens, at every chain step with the same tokens.
+    """Run both drafters on the same random hidden states and tokens.
 
     Args:
-        source: as it was read.
-        result: as what was written reads.
+        source: the checkpoint that was converted.
+        result: the written checkpoint, read back.
         target: the target's tensors, which drafters share; None for random ones.
-        rounded: the result's weights were, by more than their type says (they are in 8 bits).
+        rounded: the result has 8-bit weights.
 
     Returns:
-        `relative_difference` of the logits (norm of the difference, over the norm) of the tokens that both have;
-        `same_first_choice`, the share of rows in which both prefer the same one of them.
+        Over the draft tokens that both have: `relative_difference` of the logits (norm of the difference over the norm), and
+        `same_first_choice`, the share of rows with the same top-1 token.
 
     Raises:
-        DraftsmithError: they differ by more than the floating-point types explain: at all, where those are the same.
+        DraftsmithError: the logits differ by more than the change of weight types explains; with the same types, at all.
     """
     generator = torch.Generator().manual_seed(0)
     config = source.drafter_config()
@@ -56,34 +55,36 @@ def compare(
     before = _logits(source, batch, target, common)
     after = _logits(result, batch, target, common)
     apart = ((before - after).norm() / before.norm()).item()
-    types = [{weight.dtype for weight in contents.weights.values()} for contents in (source, result)]
+    types = [{weight.dtype for weight in checkpoint.weights.values()} for checkpoint in (source, result)]
     allowed = _ROUNDING_TO_8_BITS if rounded else _ROUNDING if types[0] != types[1] else 0
     if not apart <= allowed:
         raise DraftsmithError(
-            f"What was written computes something else than its source: its logits are apart by {apart:.3g} of their "
-            f"size, and at most {allowed} was to be expected. Nothing was left; please report it with the source's config.json."
+            f"The result computes something else than its source: their logits differ by {apart:.3g} of their norm, where at most "
+            f"{allowed} is expected. Nothing was written. Please report this with the source's config.json."
         )
     same = (before.argmax(-1) == after.argmax(-1)).double().mean().item()
     return {"relative_difference": apart, "same_first_choice": same}
 
 
-def drafter_of(contents: DraftCheckpoint, target: TargetTensors) -> Drafter:
-    """The drafter as a module, in float32; its own embedding instead of the target's, where it has one."""
-    tensors = {name: weight.tensor().float() for name, weight in contents.weights.items()}
-    own = tensors.pop(EMBEDDING, None)
-    if own is not None:
-        target = TargetTensors(own, target.lm_head, target.final_norm_weight, {}, "")
-    drafter = drafter_class(contents.kind).from_target(contents.drafter_config(), target, contents.draft_token_ids)
+def drafter_of(checkpoint: Checkpoint, target: TargetTensors) -> Drafter:
+    """The drafter's module in float32, with its own embedding if it has one instead of the target's."""
+    tensors = {name: weight.tensor().float() for name, weight in checkpoint.weights.items()}
+    embedding = tensors.pop(EMBEDDING, None)
+    if embedding is not None:
+        target = TargetTensors(embedding, target.lm_head, target.final_norm_weight, {}, "")
+    drafter = drafter_class(checkpoint.kind).from_target(
+        checkpoint.drafter_config(), target, checkpoint.draft_token_ids
+    )
     drafter.load_state_dict(tensors)
     return drafter.float().eval()
 
 
 @torch.no_grad()
-def _logits(contents: DraftCheckpoint, batch: Batch, target: TargetTensors, tokens: torch.Tensor) -> torch.Tensor:
-    """Of some tokens, in float32: [steps * rows, tokens]."""
-    drafter = drafter_of(contents, target)
+def _logits(checkpoint: Checkpoint, batch: Batch, target: TargetTensors, tokens: torch.Tensor) -> torch.Tensor:
+    """Logits of some tokens: float32 [steps * rows, tokens]."""
+    drafter = drafter_of(checkpoint, target)
     steps = min(drafter.max_draft_tokens or _STEPS, _STEPS)
-    columns = torch.searchsorted(contents.draft_token_ids, tokens)
+    columns = torch.searchsorted(checkpoint.draft_token_ids, tokens)
     return torch.cat([
         F.linear(step.normed, step.head[columns].float()) for step in drafter.chain(batch, steps=steps)
     ])  # fmt: skip

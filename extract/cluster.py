@@ -1,12 +1,12 @@
 """Extraction on the machines of a Ray cluster. The only module that imports Ray.
 
-On each machine one actor runs the engines, as `engine.run_engines` does here, and writes shard files into the store's
-directory, which all machines see. The driver hands out prompts in pieces, hears of each finished shard, and alone
+On each machine one actor runs the engines (`sequences.extracted_sequences`) and writes shard files into the store's directory,
+which all machines mount. The driver hands out requests in batches, receives a report for each finished shard, and alone
 publishes the manifest: a shard counts once the driver has adopted it. States pass neither through the driver nor through
 Ray.
 
-A machine is dead when Ray says so or when all its engines have failed. What it was given and no adopted shard holds goes
-to the others. If it still lives somewhere and goes on writing, nobody listens: its files are left over and are removed.
+A machine is dead when Ray says so or when all its engines have failed. Its requests that are in no adopted shard go to the
+others. If it is still alive somewhere and keeps writing, its files are never adopted and are removed in the end.
 """
 
 from __future__ import annotations
@@ -18,7 +18,6 @@ import tempfile
 import threading
 from collections import deque
 from collections.abc import Iterable, Iterator
-from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import closing, contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -27,11 +26,14 @@ from typing import Any
 from draftsmith.config.recipe import Recipe
 from draftsmith.extract.handoff_folder import handoff_folder, locked_folder
 from draftsmith.extract.requests import ExtractRequest
+from draftsmith.extract.sequences import extracted_sequences, max_handoff_sequences, store_identity
 from draftsmith.run.errors import DraftsmithError, UserError
 from draftsmith.run.process import disable_malloc_trim
 from draftsmith.run.progress import console
 from draftsmith.store.format import CorruptStore, Shard, StoreIdentity
-from draftsmith.store.writer import ShardMaker, StoreWriter, most_bytes
+from draftsmith.store.writer import BackgroundShards, ShardMaker, StoreWriter, most_bytes
+from draftsmith.target.info import describe_target
+from draftsmith.target.prepare import prepare_target
 
 _SECONDS_BETWEEN_REPORTS = 1.0
 _SECONDS_TO_STOP = 60.0
@@ -39,58 +41,57 @@ _SECONDS_TO_STOP = 60.0
 
 @dataclass(frozen=True)
 class Report:
-    """What has happened on a machine since its last report. Actor to driver."""
+    """What happened on a machine since its last report. Actor to driver."""
 
     shards: list[Shard]
-    """Finished, in the store's directory."""
+    """Finished shards in the store's directory."""
     open_sequences: int
     open_tokens: int
-    """What waits to be written into the next shard."""
+    """Sequences and tokens that are in no finished shard yet."""
     room: int
-    """Prompts it could take now."""
+    """Requests that the machine could take now."""
     failure: str | None
     """Why the machine has given up."""
-    mistake: bool
-    """The failure is the user's to mend and ends the run."""
+    users_mistake: bool
+    """The failure is a `UserError` and ends the run."""
 
 
-class Machine:
-    """The actor: the engines of one machine, and the shards that they fill."""
+class MachineActor:
+    """The actor: one machine's engines, and the shards that they fill."""
 
     def __init__(self, recipe: Recipe, identity: StoreIdentity, directory: Path, name: str) -> None:
         self._recipe, self._identity, self._directory, self._name = recipe, identity, directory, name
-        # As many as the engines take (`Job.window`), and half as many to hand to them before the driver answers.
-        self._capacity = 3 * recipe.extract.max_num_seqs * recipe.extract.workers
+        # What the engines take, and half as many more to keep them busy until the driver's next answer.
+        self._capacity = max_handoff_sequences(recipe.extract) * 3 // 2
         self._inbox: queue.SimpleQueue[ExtractRequest | None] = queue.SimpleQueue()
         self._finished_shards: queue.SimpleQueue[Shard] = queue.SimpleQueue()
-        self._maker = self._full = ShardMaker(identity, recipe.extract.compression)  # gathering, and being written
-        self._behind = ThreadPoolExecutor(1, thread_name_prefix="draftsmith-store")
-        self._writing: Future[None] | None = None
+        self._unwritten = BackgroundShards(
+            identity, recipe.extract.compression, shard_tokens=recipe.extract.shard_tokens, write=self._write_shard
+        )
         self._shards_written = 0
-        self._given = self._handed_on = self._finished = 0  # prompts: by the driver, to the engines, and answered
+        # Requests received from the driver, passed on to the engines, and finished.
+        self._given = self._passed_on = self._finished = 0
         self._failure: str | None = None
-        self._mistake = False
+        self._users_mistake = False
         self._news = threading.Event()
-        self._news.set()  # that there is room
+        self._news.set()  # there is room for requests
         self._thread = threading.Thread(target=self._run, daemon=True)
         self._thread.start()
 
     def exchange(self, requests: list[ExtractRequest]) -> Report:
-        """Take more prompts; wait a moment for something to report."""
+        """Take more requests; wait a moment for something to report."""
         self._given += len(requests)
         for request in requests:
             self._inbox.put(request)
         self._news.wait(_SECONDS_BETWEEN_REPORTS)
         self._news.clear()
-        failure, mistake = self._failure, self._mistake  # first: all shards finished before are in the report
+        failure, users_mistake = self._failure, self._users_mistake  # first: the report then has all shards before it
         shards = [self._finished_shards.get() for _ in range(self._finished_shards.qsize())]
         room = max(0, self._capacity - (self._given - self._finished))
-        makers = {id(maker): maker for maker in (self._full, self._maker)}.values()
-        sequences, tokens = sum(len(one.sample_ids) for one in makers), sum(one.tokens for one in makers)
-        return Report(shards, sequences, tokens, room, failure, mistake)
+        return Report(shards, *self._unwritten.unwritten(), room, failure, users_mistake)
 
     def stop(self) -> None:
-        """End the engines; to be called when everything is answered."""
+        """End the engines, after all requests are finished."""
         self._inbox.put(None)
         self._thread.join()
 
@@ -98,58 +99,54 @@ class Machine:
         try:
             self._extract()
         except BaseException as error:
-            self._mistake = isinstance(error, UserError)
+            self._users_mistake = isinstance(error, UserError)
             self._failure = str(error) if isinstance(error, DraftsmithError) else f"{type(error).__name__}: {error}"
             self._news.set()
 
     def _extract(self) -> None:
-        from draftsmith.extract.extract import extracted_sequences, spool_sequences, store_identity
-        from draftsmith.target.info import describe_target
-        from draftsmith.target.prepare import prepare_target
-
         if not (self._directory / _marker(self._name)).is_file():
             raise UserError(
                 f"The store's folder {self._directory} is not the one that the driver writes to. Put the run on a file system "
-                "that all machines mount under the same path (`--runs`)."
+                "that all machines mount at the same path (`--runs`)."
             )
         target = describe_target(prepare_target(self._recipe.target), self._recipe.target)
-        here = store_identity(self._recipe, target, self._identity.layer_ids)
+        identity = store_identity(self._recipe, target, self._identity.layer_ids)
         self._identity.require_fields(
-            vars(here),
+            vars(identity),
             self._directory,
-            way_out="All machines need the same target: pin `target.revision`, or put its directory where all see it.",
+            way_out="All machines need the same target: pin `target.revision`, or put its directory on a shared file system.",
         )
-        waiting = spool_sequences(self._recipe.extract)
-        handoff = most_bytes(
-            self._identity, self._recipe.extract.compression, tokens=waiting * self._recipe.engine.max_model_len,
-            sequences=waiting,
-        )  # fmt: skip
+        at_once = max_handoff_sequences(self._recipe.extract)
+        handoff_bytes = most_bytes(
+            self._identity,
+            self._recipe.extract.compression,
+            tokens=at_once * self._recipe.engine.max_model_len,
+            sequences=at_once,
+        )
         disable_malloc_trim()
         with (
             _local_folder() as folder,
-            handoff_folder(folder, handoff) as handoff_files,
-            self._behind,
+            handoff_folder(folder, handoff_bytes) as handoff,
+            closing(self._unwritten),
             closing(
-                extracted_sequences(self._recipe, target, self._identity, self._requests(), folder, handoff_files)
+                extracted_sequences(self._recipe, target, self._identity, self._requests(), folder, handoff)
             ) as sequences,
         ):
             for sequence in sequences:
-                self._maker.add(sequence)
+                self._unwritten.add(sequence)
                 self._finished += 1
-                if self._maker.tokens >= self._recipe.extract.shard_tokens:
-                    self._close_shard()
                 if self._given - self._finished <= self._capacity * 3 // 4:
                     self._news.set()
-            self._wait_for_shard()
+            self._unwritten.wait()
 
     def _requests(self) -> Iterator[ExtractRequest | None]:
-        """What the driver gave, for the engines. When they run dry, what they made is written: it may be all there is."""
+        """The driver's requests, for the engines. When they run dry, the open shard is written: there may be no more."""
         while True:
-            idle = self._handed_on == self._finished
+            idle = self._passed_on == self._finished
             if idle:
-                if self._inbox.empty() and self._maker.tokens:
-                    self._close_shard()
-                self._wait_for_shard()  # nobody else would hear that it failed
+                if self._inbox.empty():
+                    self._unwritten.flush()
+                self._unwritten.wait()  # raises here what would otherwise go unnoticed
             try:
                 request = self._inbox.get(block=idle)
             except queue.Empty:
@@ -157,18 +154,8 @@ class Machine:
                 continue
             if request is None:
                 return
-            self._handed_on += 1
+            self._passed_on += 1
             yield request
-
-    def _close_shard(self) -> None:
-        """Have the open shard written, while the engines are heard. The one before is waited for: memory holds two at most."""
-        self._wait_for_shard()
-        self._full, self._maker = self._maker, ShardMaker(self._identity, self._recipe.extract.compression)
-        self._writing = self._behind.submit(self._write_shard, self._full)
-
-    def _wait_for_shard(self) -> None:
-        if self._writing is not None:
-            self._writing.result()
 
     def _write_shard(self, full: ShardMaker) -> None:
         path = self._directory / f"shard-{self._name}-{self._shards_written:05d}.safetensors"
@@ -179,9 +166,9 @@ class Machine:
 
 @contextmanager
 def _local_folder() -> Iterator[Path]:
-    """A folder on this machine's own disk, for logs, and for handoff files where memory has no room for them.
+    """A folder on this machine's own disk, for logs, and for handoff files if memory has no room for them.
 
-    Of an actor that fails the logs stay, until the next one comes: the error names them.
+    A failed actor's logs, which its error names, stay until the next actor starts.
     """
     with locked_folder(Path(tempfile.gettempdir()), "draftsmith-machine-") as folder:
         yield folder
@@ -195,19 +182,19 @@ def extract_on_machines(
     writer: StoreWriter,
     directory: Path,
 ) -> Iterator[tuple[int, int]]:
-    """Have all requests answered by the machines of a Ray cluster, and their shards adopted by `writer`.
+    """Run all requests on the machines of a Ray cluster; `writer` adopts their shards.
 
     Args:
         requests: read as machines have room.
-        directory: the store's, on a file system that all machines mount under this path.
+        directory: the store's, on a file system that all machines mount at this path.
 
     Yields:
-        Now and then, how many sequences there are, and how many tokens they have. Both go back when a machine dies.
+        From time to time, the number of sequences and of their tokens. Both decrease when a machine dies.
 
     Raises:
-        UserError: Ray, a cluster, enough machines or the common file system is missing, or a machine cannot do what the
+        UserError: Ray, a cluster, enough machines or the shared file system is missing, or a machine cannot do what the
             recipe asks.
-        DraftsmithError: every machine failed; with the reason of the last.
+        DraftsmithError: every machine failed; with the last one's reason.
     """
     directory = directory.resolve()
     for path in directory.glob(_marker("*")):
@@ -218,9 +205,9 @@ def extract_on_machines(
         machines: list[_Machine] = []
         try:
             for node, resources in nodes:
-                name = secrets.token_hex(4)  # nobody else's, a machine of an earlier driver included
+                name = secrets.token_hex(4)  # unique, also among machines of earlier drivers
                 (directory / _marker(name)).touch()
-                actor = ray.remote(Machine).options(**resources, scheduling_strategy=_only_on(node))
+                actor = ray.remote(MachineActor).options(**resources, scheduling_strategy=_only_on(node))
                 handle = actor.remote(recipe, identity, directory, name)
                 machines.append(_Machine(handle, node["NodeManagerAddress"]))
             yield from balance_tokens(ray, machines, requests, writer)
@@ -238,10 +225,10 @@ class _Machine:
     """The driver's side of a machine."""
 
     handle: Any
-    """Ray's of the actor `Machine`."""
+    """Ray's handle of its `MachineActor`."""
     address: str
     given: dict[int, ExtractRequest] = field(default_factory=dict)
-    """By sample id: what it was given and no adopted shard holds."""
+    """By sample id: its requests that are in no adopted shard."""
     open_sequences: int = 0
     open_tokens: int = 0
 
@@ -249,9 +236,9 @@ class _Machine:
 def balance_tokens(
     ray: Any, machines: list[_Machine], requests: Iterable[ExtractRequest], writer: StoreWriter
 ) -> Iterator[tuple[int, int]]:
-    """The driver's loop, as `extract_on_machines`. Machines that die are taken off the list `machines`."""
+    """The driver's loop; yields and raises as `extract_on_machines`. Dead machines are removed from the list `machines`."""
     pending = iter(requests)
-    returned: deque[ExtractRequest] = deque()  # of machines that died
+    returned: deque[ExtractRequest] = deque()  # by machines that died
     sequences = tokens = 0  # adopted
     reports = {machine.handle.exchange.remote([]): machine for machine in machines}
     while True:
@@ -267,16 +254,16 @@ def balance_tokens(
                 tokens += shard.tokens
             machine.open_sequences, machine.open_tokens = report.open_sequences, report.open_tokens
             failure, room = report.failure, report.room
-            if report.mistake:
+            if report.users_mistake:
                 raise UserError(f"On the machine {machine.address}: {failure}")
         except (ray.exceptions.RayError, CorruptStore, ValueError) as error:
             failure = str(error)
         if failure is not None:
             machines.remove(machine)
-            said = f"The machine {machine.address} failed: {failure.strip()}"
+            message = f"The machine {machine.address} failed: {failure.strip()}"
             if not machines:
-                raise DraftsmithError(f"{said}\nNo machine is left. Run the stage again to continue.")
-            console.print(f"extract: {said}\nThe other machines take over.", style="yellow", markup=False)
+                raise DraftsmithError(f"{message}\nNo machine is left. Run the stage again to continue.")
+            console.print(f"extract: {message}\nThe other machines take over.", style="yellow", markup=False)
             returned.extend(machine.given.values())
             ray.kill(machine.handle)
         else:
@@ -300,18 +287,18 @@ def balance_tokens(
 
 
 def _marker(name: str) -> str:
-    """A file that the driver puts into the store's directory for a machine to see."""
+    """A file in the store's directory by which a machine knows that it sees the driver's directory."""
     return f".machine-{name}"
 
 
 @contextmanager
 def _connection() -> Iterator[Any]:
-    """Ray, connected to the cluster that this machine belongs to."""
+    """Ray, connected to this machine's cluster."""
     try:
         import ray
     except ImportError:
         raise UserError(
-            "`extract.machines` needs Ray, on every machine: pip install 'draftsmith[ray]'. Leave `extract.machines` out to "
+            "`extract.machines` needs Ray on every machine: pip install 'draftsmith[ray]'. Leave `extract.machines` out to "
             "extract on this machine alone."
         ) from None
     if ray.is_initialized():
@@ -321,7 +308,7 @@ def _connection() -> Iterator[Any]:
         ray.init(address="auto", logging_level="warning")
     except (ConnectionError, RuntimeError) as error:
         raise UserError(
-            "`extract.machines` needs a Ray cluster that this machine belongs to, and there is none to connect to "
+            "`extract.machines` needs a Ray cluster that this machine belongs to, and none can be connected to "
             f"({str(error).strip().splitlines()[0]}). Start one with `ray start --head` here and `ray start "
             "--address=HEAD:6379` on the others."
         ) from None
@@ -332,8 +319,8 @@ def _connection() -> Iterator[Any]:
 
 
 def _nodes(ray: Any, recipe: Recipe) -> list[tuple[dict[str, Any], dict[str, int]]]:
-    """The machines to use, Ray's descriptions, each with the resources to ask of it: GPUs for its engines, or, where no
-    machine of the cluster has any, all its cores."""
+    """The machines to use, as Ray describes them, each with the resources to reserve: GPUs for its engines, or all its
+    cores if no machine of the cluster has a GPU."""
     options = recipe.extract
     gpus = options.workers * recipe.engine.tensor_parallel_size
     alive = [node for node in ray.nodes() if node["Alive"]]
@@ -346,7 +333,7 @@ def _nodes(ray: Any, recipe: Recipe) -> list[tuple[dict[str, Any], dict[str, int
             for node in alive
             if node["Resources"].get("CPU", 0) >= 1
         ]
-        what = "a core for Ray's use"
+        what = "at least one core"
     wanted = max(1, len(usable)) if options.machines == "all" else options.machines
     assert wanted is not None
     if len(usable) < wanted:

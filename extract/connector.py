@@ -1,22 +1,22 @@
-"""Our vLLM KV connector: hands the target's hidden states of each finished request to the driver.
+"""A vLLM KV connector that hands over the target's hidden states of each finished request in a file.
 
-vLLM's `extract_hidden_states` method keeps the chosen layers' states in a KV cache group of their own, so they
-are paged, chunked and preempted like any cache. When a request finishes, this connector gathers its states from
-the cache, checks and encodes them, and writes them to a handoff directory, where the driver takes the file.
+vLLM's `extract_hidden_states` method keeps the chosen layers' states in their own KV cache group, so they are paged, chunked
+and preempted like any cache. When a request finishes, this connector gathers its states from the cache, checks and encodes
+them, and writes them to the handoff directory, where the driver takes the file.
 
     scheduler process:  request_finished -> build_connector_meta  (which blocks hold which tokens)
     worker process:     get_finished     -> gather, encode; in a thread: write, rename into place
 
-They are encoded here, at once, because a pass over memory is most of what any step costs: they are still in the core's cache,
-what is written and read afterwards is smaller, and every engine encodes its own.
+States are encoded here, at once, because passes over memory dominate the cost: the states are still in the core's cache,
+less is written and read afterwards, and every engine encodes its own.
 
-The worker hears of a finished request in the engine's next step. An engine that vLLM runs itself (a server's) takes
-that step without being asked; a program that steps an engine must step on until the file is there.
+The worker process learns of a finished request in the engine's next step. A server's engine takes that step by itself; a
+program that steps an engine must keep stepping until the file is there.
 
-It also works in vLLM's own server (docs/extraction-server.md), whose clients write `kv_transfer_params` as they
-like: they learn the name of their file from the answer, and have no say in it. Their files hold the plain states.
+The connector also works in vLLM's own server (docs/extraction-server.md). There, clients write `kv_transfer_params` as they
+like: they learn the name of their file from the answer and cannot choose it, and the files hold unencoded states.
 
-A handoff file (extract/handoff.py) has the tokens that were inputs of the target (a last sampled token never was).
+A handoff file (extract/handoff.py) covers the tokens that the target read. The last sampled token was never read.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ from vllm.platforms import current_platform
 from vllm.v1.request import RequestStatus
 
 from draftsmith.extract.gpu_copy import Copy, GpuCopier
-from draftsmith.extract.handoff import HandoffWriter, spool_file
+from draftsmith.extract.handoff import HandoffWriter, handoff_file
 from draftsmith.run.errors import UserError
 from draftsmith.run.process import lower_priority
 from draftsmith.store.codec import EncodedStates, Form, encode_states
@@ -53,21 +53,22 @@ if TYPE_CHECKING:
     from vllm.v1.kv_cache_interface import KVCacheConfig
     from vllm.v1.request import Request
 
-SPOOL_KEY = "draftsmith_spool_file"
-"""In a finished request's `kv_transfer_params`: the file name, inside the handoff directory, of its states."""
+# Keys of a request's `kv_transfer_params`.
+FILE_KEY = "draftsmith_handoff_file"
+"""In a finished request: the name of the file with its states, inside the handoff directory."""
 NAME_KEY = "draftsmith_name"
-"""In a request's `kv_transfer_params`: what its handoff file is named after (`spool_file`). Only with `names_from_requests`.
-Such a request is saved even when it ends as aborted, which is how vLLM ends one that met a stop string."""
+"""What the handoff file is named after (`handoff_file`). Only with `names_from_requests`. Such a request is saved even if it
+ends as aborted, which is how vLLM ends one that produced a stop string."""
 FORM_KEY = "draftsmith_form"
-"""In a request's `kv_transfer_params`: what form its states are to have (`codec.Form`). Only with `names_from_requests`."""
+"""How the states are encoded (`codec.Form`). Only with `names_from_requests`."""
 DISCARD_KEY = "draftsmith_discard"
-"""In a request's `kv_transfer_params`: save nothing for it."""
+"""Save nothing for this request."""
 PROMPT_ONLY_KEY = "draftsmith_prompt_only"
-"""In a request's `kv_transfer_params`: save the states of the prompt alone."""
+"""Save only the states of the prompt."""
 
-_WRITES_IN_FLIGHT = 64
-"""On a CPU: requests whose states may wait in memory for the disk; past that the engine waits too. Of a GPU's, `gpu_copy` limits
-the bytes."""
+_MAX_WRITES_IN_FLIGHT = 64
+"""On a CPU: requests whose states may wait in memory for the disk before the engine waits too. On a GPU, `gpu_copy` limits the
+bytes instead."""
 
 
 @dataclass
@@ -77,7 +78,7 @@ class _Save:
     token_ids: list[int]
     block_ids: list[int]
     form: Form | None
-    """None: plain states, as any program reads them."""
+    """None: unencoded, for any program to read."""
 
 
 @dataclass
@@ -89,21 +90,21 @@ class HiddenStatesConnector(KVConnectorBase_V1, SupportsHMA):
     """Store-only connector.
 
     Its `kv_connector_extra_config`:
-        spool_directory: an existing folder for the files.
-        names_from_requests: whether a request may name its file (`NAME_KEY`) and say what its states are encoded in
-            (`FORM_KEY`). For an engine whose every request comes from one program; on a server, a client that knows another's
-            name could overwrite its file.
+        handoff_directory: an existing folder for the files.
+        names_from_requests: whether a request may name its file (`NAME_KEY`) and choose its encoding (`FORM_KEY`). For
+            engines whose requests all come from one program: on a server, a client that knows another's name could overwrite
+            its file.
 
     Raises:
-        UserError: the engine uses prefix caching, or is asked for layer id 0 without our plugin; or (`register_kv_caches`) the
-            handoff directory cannot be written to.
+        UserError: the engine uses prefix caching, or is asked for layer id 0 without our plugin; or, from
+            `register_kv_caches`, the handoff directory cannot be written to.
     """
 
     def __init__(self, vllm_config: VllmConfig, role: KVConnectorRole, kv_cache_config: KVCacheConfig) -> None:
         super().__init__(vllm_config=vllm_config, role=role, kv_cache_config=kv_cache_config)
         if vllm_config.cache_config.enable_prefix_caching:
             raise UserError(
-                "Hidden states are not known to be right with vLLM's prefix caching, and this engine uses it. "
+                "Hidden states are not known to be correct with vLLM's prefix caching, which this engine uses. "
                 "Start it with --no-enable-prefix-caching."
             )
         _require_true_embeddings(vllm_config)
@@ -111,20 +112,20 @@ class HiddenStatesConnector(KVConnectorBase_V1, SupportsHMA):
 
         # Scheduler side.
         self._names_from_requests = self._kv_transfer_config.get_from_extra_config("names_from_requests", False) is True
-        self._finished: list[_Save] = []  # not yet told to the worker
+        self._finished: list[_Save] = []  # not passed to the worker process yet
 
         # Worker side.
-        self._spool: HandoffWriter | None = None  # of the rank that writes
+        self._writer: HandoffWriter | None = None  # on the rank that writes
         self._cache: torch.Tensor | None = None  # [blocks, layers, block size, hidden]
-        self._writes = True  # other tensor-parallel ranks hold the same states and must not write
-        self._running: dict[str, Future[None]] = {}  # by request id, its file being written
-        self._copier: GpuCopier | None = None  # where the cache is a GPU's
+        self._writes = True  # other tensor-parallel ranks hold the same states
+        self._running: dict[str, Future[None]] = {}  # files being written, by request id
+        self._copier: GpuCopier | None = None  # if the cache is a GPU's
         self._threads = ThreadPoolExecutor(
             2,
             thread_name_prefix="draftsmith-handoff",
             initializer=lower_priority if current_platform.is_cpu() else None,
         )
-        self._slots = threading.BoundedSemaphore(_WRITES_IN_FLIGHT)
+        self._slots = threading.BoundedSemaphore(_MAX_WRITES_IN_FLIGHT)
 
     # Scheduler side.
 
@@ -135,19 +136,19 @@ class HiddenStatesConnector(KVConnectorBase_V1, SupportsHMA):
         pass
 
     def request_finished(self, request: Request, block_ids: list[int]) -> tuple[bool, dict[str, Any] | None]:
-        """Note a finished request; True keeps its blocks until the worker has written its file."""
+        """Note a finished request. True keeps its blocks until the worker process has written its file."""
         asked = request.kv_transfer_params or {}
         name, form = (asked.get(NAME_KEY), asked.get(FORM_KEY)) if self._names_from_requests else (None, None)
         aborted = request.status == RequestStatus.FINISHED_ABORTED and name is None
-        without_ids = request.prompt_embeds is not None  # nobody could tell later what the states are of
+        without_ids = request.prompt_embeds is not None  # nothing would say later which tokens the states belong to
         if asked.get(DISCARD_KEY) or aborted or without_ids or not block_ids:
             return False, None
-        # Of an answered request the last token was sampled and never an input: it has no state.
+        # The last token of an answered request was sampled and never read: it has no state.
         token_ids = request.prompt_token_ids if asked.get(PROMPT_ONLY_KEY) else request.all_token_ids[:-1]
-        # Not named after vLLM's id of the request either: a client of a server chooses most of it (X-Request-Id).
-        file = spool_file(secrets.token_hex(16) if name is None else name)
+        # Not named after vLLM's request id either: a server's clients choose most of it (X-Request-Id).
+        file = handoff_file(secrets.token_hex(16) if name is None else name)
         self._finished.append(_Save(request.request_id, file, list(token_ids), list(block_ids), form))
-        return True, {SPOOL_KEY: file}
+        return True, {FILE_KEY: file}
 
     def request_finished_all_groups(
         self, request: Request, block_ids: tuple[list[int], ...]
@@ -159,7 +160,7 @@ class HiddenStatesConnector(KVConnectorBase_V1, SupportsHMA):
         return _Metadata(saves)
 
     def get_finished_count(self) -> int:
-        return 1  # only rank 0 reports, so nobody may wait for the other ranks
+        return 1  # rank 0; the other ranks do not report
 
     # Worker side.
 
@@ -175,8 +176,8 @@ class HiddenStatesConnector(KVConnectorBase_V1, SupportsHMA):
             )
         self._writes = get_tensor_model_parallel_rank() == 0
         if self._writes:
-            directory = _spool_directory(self._kv_transfer_config.get_from_extra_config("spool_directory", None))
-            self._spool = HandoffWriter(directory, writes_over=self._names_from_requests)
+            directory = _checked_directory(self._kv_transfer_config.get_from_extra_config("handoff_directory", None))
+            self._writer = HandoffWriter(directory, reuse_files=self._names_from_requests)
             if self._cache.is_cuda:
                 self._copier = GpuCopier(self._cache, self._vllm_config.model_config.max_model_len)
 
@@ -187,20 +188,19 @@ class HiddenStatesConnector(KVConnectorBase_V1, SupportsHMA):
         pass
 
     def save_kv_layer(self, layer_name: str, kv_layer: torch.Tensor, attn_metadata: Any, **kwargs: Any) -> None:
-        pass  # vLLM has put the states into the cache; they are gathered when the request is finished
+        pass  # vLLM caches the states; they are gathered when the request finishes
 
     def wait_for_save(self) -> None:
         pass
 
     def get_finished(self, finished_req_ids: set[str]) -> tuple[set[str] | None, set[str] | None]:
-        """Start the copies of newly finished requests; name the requests whose files are written.
+        """Start copying newly finished requests; return the ids of requests whose files are written.
 
-        vLLM frees a request's blocks when it is named here, and goes on stepping until then. The copy alone would do
-        for the blocks; waiting for the file as well lets an engine that has nothing else to do hear that it failed.
+        vLLM frees a request's blocks when it is returned here, and keeps stepping until then. For the blocks, the end of the
+        copy would do; waiting for the file as well lets an otherwise idle engine learn that writing failed.
 
         Raises:
-            Exception: states are not what a target can have written, or a file could not be written, the disk being full for
-                one; this ends the engine.
+            Exception: a target cannot have written such states, or a file could not be written (disk full); ends the engine.
         """
         if self._writes and self.has_connector_metadata():
             metadata = self._get_connector_metadata()
@@ -218,16 +218,16 @@ class HiddenStatesConnector(KVConnectorBase_V1, SupportsHMA):
             writing = self._threads.submit(self._encode_and_write, save, copy)
         else:
             self._slots.acquire()
-            # Encoded at once, with the cores to itself: in a thread beside the engine's it takes half as much time again, in
-            # moments that stop all of them (docs/log.md).
+            # Encoded at once, between two steps: in a thread beside the engine's it takes half as long again and stalls all of
+            # them (docs/log.md).
             writing = self._threads.submit(self._write, save, _encoded(save, self._on_cpu(save)))
             writing.add_done_callback(lambda _: self._slots.release())
         self._running[save.request_id] = writing
 
     def _on_cpu(self, save: _Save) -> torch.Tensor:
-        """A request's states [M, L, H]. Those of a single block are where they are: nobody else gets it before they are written."""
+        """A request's states [M, L, H]. A single block's are not copied: the block is not reused before they are written."""
         assert self._cache is not None
-        rows, count = self._cache.transpose(1, 2), len(save.token_ids)  # one token's states side by side, as in memory
+        rows, count = self._cache.transpose(1, 2), len(save.token_ids)  # a token's states are contiguous in memory
         parts = [
             rows[block, : count - at]
             for at, block in zip(range(0, count, self._block_size), save.block_ids, strict=False)
@@ -242,15 +242,15 @@ class HiddenStatesConnector(KVConnectorBase_V1, SupportsHMA):
             copy.region.give_back()
 
     def _write(self, save: _Save, states: torch.Tensor | EncodedStates) -> None:
-        assert self._spool is not None
-        self._spool.write(save.file, save.token_ids, states)
+        assert self._writer is not None
+        self._writer.write(save.file, save.token_ids, states)
 
     def shutdown(self) -> None:
         self._threads.shutdown(wait=True)
 
     @classmethod
     def get_required_kvcache_layout(cls, vllm_config: VllmConfig) -> str | None:
-        return "LBNHC"  # all layers' states of one token side by side
+        return "LBNHC"  # all layers' states of a token are contiguous
 
 
 def _encoded(save: _Save, states: torch.Tensor) -> torch.Tensor | EncodedStates:
@@ -258,31 +258,31 @@ def _encoded(save: _Save, states: torch.Tensor) -> torch.Tensor | EncodedStates:
         return states if save.form is None else encode_states(states, save.form)
     except ValueError as error:
         raise ValueError(
-            f"{error} (request {save.request_id}). If the target overflows in its dtype, choose another, `target.dtype`"
+            f"{error} (request {save.request_id}). If the target overflows in its dtype, choose another one (`target.dtype`)"
         ) from None
 
 
-def _spool_directory(given: Any) -> Path:
-    """The folder for the files, tried out: an engine that cannot write must fail as it starts.
+def _checked_directory(given: Any) -> Path:
+    """The folder for the files, after a trial: an engine that cannot write must fail as it starts.
 
     Raises:
-        UserError: there is none, or nothing can be written there.
+        UserError: none is named, or it cannot be written to.
     """
-    where = "spool_directory, in kv_connector_extra_config of vLLM's --kv-transfer-config,"
+    where = "handoff_directory, in kv_connector_extra_config of vLLM's --kv-transfer-config,"
     if not isinstance(given, str) or not given:
-        raise UserError(f"{where} must name the folder for the files with hidden states; it is {given!r}.")
+        raise UserError(f"{where} must name a folder for the hidden-state files; it is {given!r}.")
     try:
         tempfile.TemporaryFile(dir=given).close()
     except OSError as error:
         raise UserError(
-            f"{where} is {Path(given).absolute()}, and no file can be written there ({error.strerror}). Make that folder "
+            f"{where} is {Path(given).absolute()}, where no file can be written ({error.strerror}). Create that folder "
             "with write permission for the engine's user, or name another one."
         ) from None
     return Path(given)
 
 
 def _require_true_embeddings(vllm_config: VllmConfig) -> None:
-    """Raises UserError where layer id 0 is asked for and `serve/plugin`, which mends its states, is not loaded."""
+    """Raise UserError if layer id 0 is asked for and our vLLM plugin, which corrects its states, is not loaded."""
     from vllm.model_executor.models.interfaces import EagleModelMixin
 
     speculative = vllm_config.speculative_config
@@ -291,9 +291,9 @@ def _require_true_embeddings(vllm_config: VllmConfig) -> None:
         EagleModelMixin, "keeps_embeddings", False
     ):
         raise UserError(
-            "On GPUs vLLM's eager mode gives wrong states for layer id 0, the embeddings, which Draftsmith's plugin for vLLM mends. "
-            "It is not loaded here. Let VLLM_PLUGINS name `draftsmith`, or unset it, and use a vLLM that this Draftsmith "
-            "knows; or leave layer id 0 out."
+            "On GPUs, vLLM's eager mode returns wrong states for layer id 0 (the embeddings). Draftsmith's vLLM plugin corrects "
+            "them, and it is not loaded here. Let VLLM_PLUGINS name `draftsmith`, or unset it, and use a vLLM that this "
+            "Draftsmith supports; or leave layer id 0 out."
         )
 
 
@@ -308,7 +308,7 @@ def _hidden_states_group(kv_cache_config: KVCacheConfig | None) -> tuple[int, in
         for number, group in enumerate(groups)
         if isinstance(group.kv_cache_spec, HiddenStateCacheSpec)
     ]
-    if not found and len(groups) == 1:  # plain attention throughout: the states share the target's one group
+    if not found and len(groups) == 1:  # attention alone: the states share the target's only group
         found = [(0, groups[0].kv_cache_spec.block_size)]
     if len(found) != 1:
         raise ValueError(

@@ -1,7 +1,7 @@
-"""Copies of finished requests' states out of a GPU's cache, beside the model's own work.
+"""Copy finished requests' states out of a GPU's cache while the model goes on computing.
 
-Pinned memory is taken from the machine for good, and an engine may have hundreds of requests end in one step. So it is one buffer
-of a known size, used round and round: who finds no room waits until what was copied first has been written.
+Pinned memory is never given back to the system, and hundreds of requests may finish in one engine step. So there is one
+ring buffer of a fixed size: a copy that finds no room waits until the oldest copies have been written.
 """
 
 from __future__ import annotations
@@ -14,14 +14,14 @@ from typing import Any
 
 import torch
 
-_AT_LEAST = 1 << 30
-"""Bytes of the buffer: of 8B targets' usual states some 50 answers of 650 tokens."""
-_ALIGNED = 256
-"""Regions begin at multiples of so many bytes."""
+_MIN_BUFFER = 1 << 30
+"""Bytes of the buffer: about 50 answers of 650 tokens with the default layers of an 8B target."""
+_ALIGNMENT = 256
+"""Regions begin at multiples of this many bytes."""
 
 
 class Ring:
-    """Room in one buffer, handed out in order.
+    """A ring buffer whose regions are handed out in order.
 
     Args:
         buffer: uint8 [N].
@@ -29,18 +29,18 @@ class Ring:
 
     def __init__(self, buffer: torch.Tensor) -> None:
         self._buffer = buffer
-        self._taken: deque[Region] = deque()  # oldest first; those given back wait there for the ones before them
+        self._taken: deque[Region] = deque()  # oldest first; one given back stays until all before it are
         self._changed = threading.Condition()
 
     def take(self, size: int) -> Region:
-        """A region of so many bytes; blocks until there is one.
+        """A region of `size` bytes; blocks until there is room.
 
         Raises:
             ValueError: the whole buffer is smaller.
         """
-        size = -(-size // _ALIGNED) * _ALIGNED
+        size = -(-size // _ALIGNMENT) * _ALIGNMENT
         if size > len(self._buffer):
-            raise ValueError(f"{size} bytes are asked of a buffer of {len(self._buffer)}")
+            raise ValueError(f"{size} bytes do not fit a buffer of {len(self._buffer)}")
         with self._changed:
             while (start := self._room(size)) is None:
                 self._changed.wait()
@@ -55,18 +55,18 @@ class Ring:
             self._changed.notify_all()
 
     def _room(self, size: int) -> int | None:
-        """Where so many bytes are free, after the newest region or at the buffer's start."""
+        """Where `size` bytes are free, after the newest region or at the buffer's start."""
         if not self._taken:
             return 0
         oldest, end = self._taken[0].start, self._taken[-1].end
-        if end > oldest:  # what is taken does not go round: free are the end and the beginning
+        if end > oldest:  # no wrap-around: the end and the beginning are free
             return end if end + size <= len(self._buffer) else 0 if size <= oldest else None
         return end if end + size <= oldest else None
 
 
 @dataclass(eq=False)
 class Region:
-    """A part of a ring."""
+    """A region of a ring buffer."""
 
     ring: Ring
     start: int
@@ -84,24 +84,24 @@ class Region:
 
 @dataclass(frozen=True)
 class Copy:
-    """A copy under way."""
+    """A copy in progress."""
 
     states: torch.Tensor
-    """[M, L, H] in pinned memory, there after `copied`."""
+    """[M, L, H] in pinned memory, valid after `copied`."""
     copied: Any
     """A CUDA event."""
     region: Region
-    """To be given back when the states are no longer needed."""
+    """Give it back when the states are no longer needed."""
 
 
 class GpuCopier:
     """Copies states from one GPU's cache.
 
     Args:
-        cache: [blocks, L, block size, H], in whatever order it lies in memory.
-        longest: tokens of the longest sequence, for which there is always room.
-        cuda: what has `Stream`, `Event`, `stream` and `current_stream` of `torch.cuda`.
-        pinned: makes the buffer of so many bytes.
+        cache: [blocks, L, block size, H], in any memory layout.
+        longest: tokens of the longest sequence, which always fits.
+        cuda: provides `Stream`, `Event`, `stream` and `current_stream` as `torch.cuda` does.
+        pinned: allocates the buffer, given its bytes.
     """
 
     def __init__(
@@ -112,17 +112,17 @@ class GpuCopier:
         pinned: Callable[[int], torch.Tensor] = lambda size: torch.empty(size, dtype=torch.uint8, pin_memory=True),
     ) -> None:
         self._cache, self._cuda = cache, cuda
-        needed = max(_AT_LEAST, longest * (self._token_bytes() + 8) + 2 * _ALIGNED)
-        self._ring = Ring(pinned(1 << (needed - 1).bit_length()))  # torch pins powers of two whatever is asked
+        needed = max(_MIN_BUFFER, longest * (self._token_bytes() + 8) + 2 * _ALIGNMENT)
+        self._ring = Ring(pinned(1 << (needed - 1).bit_length()))  # torch pins powers of two anyway
         self._stream = cuda.Stream(cache.device)
 
     def start(self, block_ids: list[int], count: int) -> Copy:
-        """Begin to copy the first `count` tokens of some blocks; blocks while there is no room for them.
+        """Start copying the first `count` tokens of some blocks; waits until the ring has room for them.
 
-        On a stream of its own, so that the model's never waits; that one's writes are waited for.
+        The copy runs on its own stream, after the writes of the model's stream, which never waits for it.
         """
         size = self._cache.shape[2]
-        first = -(-8 * count // _ALIGNED) * _ALIGNED
+        first = -(-8 * count // _ALIGNMENT) * _ALIGNMENT
         region = self._ring.take(first + count * self._token_bytes())
         slots = region.memory[: 8 * count].view(torch.int64)
         blocks = torch.tensor(block_ids)
@@ -131,11 +131,10 @@ class GpuCopier:
         states = region.memory[first : first + count * self._token_bytes()].view(self._cache.dtype).view(shape)
         self._stream.wait_stream(self._cuda.current_stream(self._cache.device))
         with self._cuda.stream(self._stream):
-            there = slots.to(self._cache.device, non_blocking=True)
-            states.copy_(self._cache[there // size, :, there % size], non_blocking=True)
-            copied = self._cuda.Event(
-                blocking=True
-            )  # who waits for it sleeps: the engine's thread needs the interpreter
+            on_gpu = slots.to(self._cache.device, non_blocking=True)
+            states.copy_(self._cache[on_gpu // size, :, on_gpu % size], non_blocking=True)
+            # Waiting for a blocking event sleeps instead of spinning: the engine's thread needs the interpreter.
+            copied = self._cuda.Event(blocking=True)
             copied.record()
         return Copy(states, copied, region)
 

@@ -1,7 +1,6 @@
-"""Where handoff files lie: in memory where there is room for them, else in the run's folder.
+"""The folder for handoff files: in memory if there is room for them, otherwise in the run's folder.
 
-What an engine hands to its driver is read at once and gone. A run's folder is often on a network file system, over which it would go
-twice.
+Handoff files are read at once and removed. A run's folder is often on a network file system, which they would cross twice.
 """
 
 from __future__ import annotations
@@ -20,11 +19,11 @@ _CGROUP = Path("/sys/fs/cgroup")
 
 @contextmanager
 def handoff_folder(directory: Path, needed: int) -> Iterator[Path]:
-    """A folder for the handoff files of one extraction. It is gone afterwards.
+    """A folder for the handoff files of one extraction, removed afterwards.
 
     Args:
-        directory: takes it where memory has no room; what a killed extraction left there is removed.
-        needed: bytes at its fullest.
+        directory: holds the folder if memory has no room. What a killed extraction left there is removed.
+        needed: the most bytes that the files take.
     """
     in_directory = directory / "handoff"
     shutil.rmtree(in_directory, ignore_errors=True)
@@ -43,9 +42,9 @@ def handoff_folder(directory: Path, needed: int) -> Iterator[Path]:
 
 
 def room_in_memory(folder: Path) -> int:
-    """Bytes that files may take in `folder`, a file system in memory: half of what the machine and its control group leave free.
+    """Bytes that files may take in `folder`, a file system in memory: half of what machine and control group leave free.
 
-    0 where there is no such folder that can be written to.
+    0 if the folder does not exist or cannot be written to.
     """
     if not os.access(folder, os.W_OK):
         return 0
@@ -54,7 +53,7 @@ def room_in_memory(folder: Path) -> int:
     with suppress(OSError, ValueError, StopIteration):
         lines = Path("/proc/meminfo").read_text().splitlines()
         available.append(1024 * int(next(line.split()[1] for line in lines if line.startswith("MemAvailable:"))))
-    with suppress(OSError, ValueError):  # "max" where there is no limit
+    with suppress(OSError, ValueError):  # "max" if there is no limit
         used = int((_CGROUP / "memory.current").read_text())
         available.append(int((_CGROUP / "memory.max").read_text()) - used)
     return max(0, min(available) // 2)
@@ -62,7 +61,7 @@ def room_in_memory(folder: Path) -> int:
 
 @contextmanager
 def locked_folder(where: Path, prefix: str) -> Iterator[Path]:
-    """A new folder, which the caller removes. Those of processes that were killed are removed first: a lock tells them apart."""
+    """A new folder, which the caller removes. Folders of killed processes are removed first: their locks are free."""
     for path in where.glob(f"{prefix}*/lock"):
         with suppress(OSError), path.open() as lock:
             fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)  # held while its process lives
@@ -70,5 +69,5 @@ def locked_folder(where: Path, prefix: str) -> Iterator[Path]:
     folder = Path(tempfile.mkdtemp(prefix=prefix, dir=where))
     with (folder / "new").open("w") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)
-        (folder / "new").rename(folder / "lock")  # others see it locked only
+        (folder / "new").rename(folder / "lock")  # so that others only ever see it locked
         yield folder

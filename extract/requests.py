@@ -1,7 +1,7 @@
-"""What the engine is asked: the recipe's conversations as tokens, kept on disk until they are handed out.
+"""Extraction requests: the recipe's conversations as tokens, kept on disk until an engine has room for them.
 
-A data set may be larger than memory. It is read once, each conversation becomes a line of a temporary file, and the
-engine's requests are read back from there as it has room for them.
+A data set may be larger than memory. It is read once, each conversation becomes one line per sample of a temporary file,
+and requests are read back from there one at a time.
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ import hashlib
 import json
 import tempfile
 from collections.abc import Iterable, Iterator
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -19,48 +19,35 @@ from draftsmith.data.chat_template import Rendered, Renderer, Unrenderable
 from draftsmith.data.conversations import Conversation, RejectedRows
 from draftsmith.data.overlap import PromptsFile
 from draftsmith.data.prompts import split
-from draftsmith.extract.worker import EngineRequest
 from draftsmith.run.errors import UserError
-from draftsmith.store.codec import Form
 
 
 @dataclass(frozen=True)
 class ExtractRequest:
-    """One prompt, or one whole text, as the engine gets it."""
+    """One prompt to answer, or one whole text to prefill. Driver to worker."""
 
     sample_id: int
+    """Identifies the sequence in the store; unique in a run."""
     held_out: bool
     prompt_token_ids: list[int]
     max_tokens: int
     loss_mask: list[bool] | None = None
-    """Which of `prompt_token_ids` are to be learnt; None where the target answers, and the answer is."""
+    """True at the tokens of `prompt_token_ids` to train on. None where the target answers: the answer is trained on."""
     conversation: Conversation | None = None
     """With `later`: the messages that `prompt_token_ids` render."""
     later: tuple[list[dict[str, Any]], ...] = ()
-    """Turns that the target answers after the first."""
+    """User turns after the first (`Conversation.user_turns`), each added once the turn before it is answered."""
 
-    @property
-    def name(self) -> str:
-        return str(self.sample_id)
-
-    def ask(self, seed: int, compression: Form) -> EngineRequest:
-        """The request for an engine of a run with this seed, whose store has this form."""
-        return EngineRequest(
-            name=self.name,
-            prompt_token_ids=self.prompt_token_ids,
-            max_tokens=self.max_tokens,
-            compression=compression,
-            seed=(self.sample_id ^ seed) & 0x7FFFFFFF,
-            conversation=self.conversation,
-            later=self.later,
-        )
+    def sampling_seed(self, run_seed: int) -> int:
+        """A seed of its own, so that sampling depends on neither order nor batch."""
+        return (self.sample_id ^ run_seed) & 0x7FFFFFFF
 
 
 class Requests:
-    """All requests of a run, training first; iterating reads them from disk, one at a time.
+    """All requests of a run, training first. Iterating reads them from disk, one at a time.
 
     Args:
-        folder: where the temporary file lies. It has no name, so that nothing is left of it however the run ends.
+        folder: where the temporary file lies. It has no name, so nothing is left of it however the run ends.
         requests: read once.
     """
 
@@ -69,39 +56,39 @@ class Requests:
         self._count = 0
         hashed = hashlib.sha256()
         for request in requests:
-            line = _line(request)
+            line = _to_line(request)
             hashed.update(line)
             self._file.write(line)
             self._count += 1
         self.digest = hashed.hexdigest()
-        """SHA-256 of all that the sequences depend on."""
+        """SHA-256 of all requests."""
 
     def __len__(self) -> int:
         return self._count
 
     def __iter__(self) -> Iterator[ExtractRequest]:
-        at = 0
-        while True:  # each iterator has a place of its own in the file
-            self._file.seek(at)
+        position = 0
+        while True:  # every iterator has its own position in the file
+            self._file.seek(position)
             line = self._file.readline()
             if not line:
                 return
-            at = self._file.tell()
-            yield _request(line)
+            position = self._file.tell()
+            yield _from_line(line)
 
     def close(self) -> None:
         self._file.close()
 
 
-def _line(request: ExtractRequest) -> bytes:
+def _to_line(request: ExtractRequest) -> bytes:
     fields = {name: value for name, value in vars(request).items() if value not in (None, ())}
     if request.conversation is not None:
         fields["conversation"] = {"messages": request.conversation.messages, "tools": request.conversation.tools}
-    # As ASCII, so that a line break in a message cannot end the line.
+    # ASCII, so that a line break in a message cannot end the line.
     return json.dumps(fields, sort_keys=True, separators=(",", ":")).encode("ascii") + b"\n"
 
 
-def _request(line: bytes) -> ExtractRequest:
+def _from_line(line: bytes) -> ExtractRequest:
     fields = json.loads(line)
     if "conversation" in fields:
         fields["conversation"] = Conversation(id=str(fields["sample_id"]), **fields["conversation"])
@@ -109,12 +96,12 @@ def _request(line: bytes) -> ExtractRequest:
 
 
 def requests_of(
-    recipe: Recipe, target_dir: Path, skips: RejectedRows, prompts: PromptsFile | None = None
+    recipe: Recipe, target_dir: Path, rejected: RejectedRows, prompts: PromptsFile | None = None
 ) -> Iterator[ExtractRequest]:
-    """The recipe's conversations as requests, one at a time; those left out are counted in `skips`.
+    """The recipe's conversations as requests, one at a time. Unusable rows are counted in `rejected`.
 
     Args:
-        prompts: receives those that are trained on.
+        prompts: receives the training prompts.
 
     Raises:
         UserError: no training conversation can be used.
@@ -124,32 +111,28 @@ def requests_of(
     options = recipe.extract
     whole = options.mode == "prefill" or options.turns == "all"
     renderer = Renderer(AutoTokenizer.from_pretrained(target_dir))
-    some = False
-    for conversation, held_out in split(options, whole=whole, skips=skips, apart_from=recipe.evaluate.suites):
-        made = tokenized(recipe, renderer, conversation, skips, held_out=held_out)
+    any_training = False
+    for conversation, held_out in split(options, whole=whole, skips=rejected, apart_from=recipe.evaluate.suites):
+        made = tokenized(recipe, renderer, conversation, rejected, held_out=held_out)
         if made and not held_out:
-            some = True
+            any_training = True
             if prompts is not None:
                 prompts.add(conversation.asked)
         yield from made
-    if not some:
+    if not any_training:
         raise UserError(
-            f"No training conversation can be used: {'; '.join(skips.lines()[:3])}. Where they are too long, raise "
+            f"No training conversation can be used: {'; '.join(rejected.lines()[:3])}. If they are too long, raise "
             "engine.max_model_len or lower extract.max_tokens."
         )
 
 
 def tokenized(
-    recipe: Recipe, renderer: Renderer, conversation: Conversation, skips: RejectedRows, *, held_out: bool
+    recipe: Recipe, renderer: Renderer, conversation: Conversation, rejected: RejectedRows, *, held_out: bool
 ) -> list[ExtractRequest]:
-    """A conversation through the target's chat template: one request for each of its samples, none if it is no use."""
+    """One request for each sample of a conversation, rendered with the target's chat template; none if it is rejected."""
     options, generate = recipe.extract, recipe.extract.mode == "generate"
-    answer = options.response_tokens(held_out=held_out) if generate else 1
-    later: tuple[list[dict[str, Any]], ...] = ()
-    opening = conversation
-    turns = conversation.user_turns() if generate and conversation.messages else []
-    if turns:
-        opening, later = replace(conversation, messages=turns[0]), tuple(turns[1:])
+    answer_tokens = options.response_tokens(held_out=held_out) if generate else 1
+    opening, later = conversation.opening() if generate else (conversation, [])
     try:
         if generate:
             ids, mask = renderer.prompt(opening), None
@@ -157,24 +140,24 @@ def tokenized(
             rendered: Rendered = renderer.text(conversation)
             ids, mask = rendered.token_ids, rendered.loss_mask
     except Unrenderable as reason:
-        skips.add(str(reason), conversation.where)
+        rejected.add(str(reason), conversation.where)
         return []
-    if len(ids) + answer > recipe.engine.max_model_len:
-        skips.add("too long: no room for an answer in engine.max_model_len tokens", conversation.where)
+    if len(ids) + answer_tokens > recipe.engine.max_model_len:
+        rejected.add("too long: no room for an answer in engine.max_model_len tokens", conversation.where)
     elif mask is not None and not any(mask):
-        skips.add("no token of it is to be learnt", conversation.where)
+        rejected.add("no token to train on", conversation.where)
     elif not ids:
-        skips.add("no tokens", conversation.where)
+        rejected.add("no tokens", conversation.where)
     else:
         return [
             ExtractRequest(
                 sample_id=_nth_sample(conversation.sample_id, sample),
                 held_out=held_out,
                 prompt_token_ids=ids,
-                max_tokens=answer,
+                max_tokens=answer_tokens,
                 loss_mask=mask,
                 conversation=opening if later else None,
-                later=later,
+                later=tuple(later),
             )
             for sample in range(1 if held_out else options.samples)
         ]
@@ -182,7 +165,7 @@ def tokenized(
 
 
 def _nth_sample(sample_id: int, number: int) -> int:
-    """The id of a conversation's answer `number`: 63 bits, the conversation's own for the first."""
+    """The id of a conversation's answer `number`: 63 bits; the conversation's own id for the first."""
     if number == 0:
         return sample_id
     return int.from_bytes(hashlib.sha256(f"{sample_id}/{number}".encode()).digest()[:8], "big") >> 1

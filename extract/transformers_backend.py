@@ -1,6 +1,6 @@
-"""The same extraction with transformers alone: slow, plain, and what the engine's states are held against.
+"""Extraction with transformers alone: slow and simple, the reference for the engine's states.
 
-One sequence at a time: generate, then one forward pass over what was read.
+One sequence at a time: generate, then one forward pass over what the target read.
 """
 
 from __future__ import annotations
@@ -12,52 +12,60 @@ from typing import Any
 import torch
 from transformers import AutoModelForCausalLM, GenerationConfig
 
-from draftsmith.extract.worker import EngineRequest, Extracted
+from draftsmith.config.recipe import ExtractConfig, Recipe
+from draftsmith.extract.requests import ExtractRequest
+from draftsmith.extract.worker import Extracted
 from draftsmith.store.codec import encode_states
 from draftsmith.target.reference_states import states_of
 
 
 def run_transformers(
-    target_dir: Path, dtype: str, layer_ids: tuple[int, ...], asks: Iterable[EngineRequest], *, generate: bool, sampling: dict[str, Any]
-) -> Iterator[Extracted]:  # fmt: skip
-    """Answer (or only read) each prompt and yield it with its states, in order.
+    recipe: Recipe, target_dir: Path, layer_ids: tuple[int, ...], requests: Iterable[ExtractRequest]
+) -> Iterator[Extracted]:
+    """Answer (or only prefill) each request and yield it with its states, in order.
 
-    Sampled answers repeat from run to run (each prompt has its seed) but are not vLLM's: its sampler draws otherwise.
+    Sampled answers repeat from run to run (each request has its seed) but differ from vLLM's, whose sampler draws
+    differently.
 
     Args:
         target_dir: the target as a Hugging Face directory.
         layer_ids: states to return, in the store's numbering.
-        sampling: `temperature`, `top_p` and `top_k`.
     """
+    options = recipe.extract
     device = "cuda" if torch.cuda.is_available() else "cpu"
-    model: Any = AutoModelForCausalLM.from_pretrained(target_dir, dtype=getattr(torch, dtype)).eval().to(device)
-    settings = _generation(model, sampling)
+    dtype = getattr(torch, recipe.target.dtype)
+    model: Any = AutoModelForCausalLM.from_pretrained(target_dir, dtype=dtype).eval().to(device)
+    settings = _generation(model, options)
     model.generation_config = settings  # what the settings leave open is otherwise taken from the model's own
-    for ask in asks:
-        ids = torch.tensor([ask.prompt_token_ids], device=device)
+    for request in requests:
+        ids = torch.tensor([request.prompt_token_ids], device=device)
         response: list[int] = []
         with torch.no_grad():
-            if generate:
-                torch.manual_seed(ask.seed)
-                settings.max_new_tokens = ask.max_tokens
+            if options.mode == "generate":
+                torch.manual_seed(request.sampling_seed(recipe.seed))
+                settings.max_new_tokens = request.max_tokens
                 answered = model.generate(ids, attention_mask=torch.ones_like(ids), generation_config=settings)
                 response = answered[0, ids.shape[1] :].tolist()
                 ids = answered[:, :-1]  # the last token was sampled and never an input
-        states = encode_states(states_of(model, ids[0], layer_ids), ask.compression)
-        mask = [False] * len(ask.prompt_token_ids)
-        yield Extracted(ask.name, ask.prompt_token_ids, mask, response, ids[0].to(torch.int32).cpu(), states)
+        yield Extracted(
+            request=request,
+            prompt_token_ids=request.prompt_token_ids,
+            prompt_loss_mask=[False] * len(request.prompt_token_ids),
+            response_token_ids=response,
+            saved_token_ids=ids[0].to(torch.int32).cpu(),
+            states=encode_states(states_of(model, ids[0], layer_ids), options.compression),
+        )
 
 
-def _generation(model: Any, sampling: dict[str, Any]) -> GenerationConfig:
-    """Nothing but what the recipe asks for: a model's own defaults (penalties, temperature) must not creep in."""
+def _generation(model: Any, options: ExtractConfig) -> GenerationConfig:
+    """Only what the recipe asks for: the model's own defaults (penalties, temperature) must not leak in."""
     own = model.generation_config.eos_token_id
     ends = [own] if isinstance(own, int) else list(own or [])
-    temperature = sampling["temperature"]
     settings: dict[str, Any] = {
-        "do_sample": temperature > 0,
+        "do_sample": options.temperature > 0,
         "eos_token_id": ends or None,
         "pad_token_id": ends[0] if ends else 0,
     }
-    if temperature > 0:
-        settings |= {"temperature": temperature, "top_p": sampling["top_p"], "top_k": sampling["top_k"] or 0}
+    if options.temperature > 0:
+        settings |= {"temperature": options.temperature, "top_p": options.top_p, "top_k": options.top_k or 0}
     return GenerationConfig(**settings)

@@ -28,7 +28,7 @@ export PYTHONPATH="$PWD${PYTHONPATH:+:$PYTHONPATH}"
 if [[ $installed != 0 ]]; then
     layout=build/gpu-check
     rm -rf "$layout" && mkdir -p "$layout/draftsmith"
-    for each in "$PWD"/draftsmith/* "$PWD"/{extract,train,convert,serve}; do ln -s "$each" "$layout/draftsmith/"; done
+    for each in "$PWD"/draftsmith/* "$PWD"/{extract,train,convert,serve}; do ln -sfn "$each" "$layout/draftsmith/$(basename "$each")"; done  # links may not have come along
     export PYTHONPATH="$PWD/$layout:$PYTHONPATH"
 fi
 exec "$python" -m tests.gpu "$@"

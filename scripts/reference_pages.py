@@ -27,7 +27,7 @@ from draftsmith.cli import app
 from draftsmith.config.loading import RENAMED
 from draftsmith.config.recipe import Recipe
 
-EVALUATION = Path(__file__).parents[1] / "serve" / "evaluation"
+SCHEMA = Path(__file__).parents[1] / "serve" / "evaluation" / "schema.py"
 WORDS = {str: "text", int: "integer", float: "number", bool: "true or false"}
 
 
@@ -256,21 +256,16 @@ def _command(name: str, command: Any) -> Iterator[str]:
 def results_page() -> str:
     classes: dict[str, ast.ClassDef] = {}
     aliases: dict[str, str] = {}
-    for path in sorted(EVALUATION.glob("*.py")):
-        for node in ast.parse(path.read_text()).body:
-            if isinstance(node, ast.ClassDef):
-                classes[node.name] = node
-            elif (
-                isinstance(node, ast.Assign)
-                and isinstance(node.targets[0], ast.Name)
-                and node.targets[0].id[0].isupper()
-            ):
-                aliases[node.targets[0].id] = ast.unparse(node.value)
+    for node in ast.parse(SCHEMA.read_text()).body:
+        if isinstance(node, ast.ClassDef):
+            classes[node.name] = node
+        elif isinstance(node, ast.Assign) and isinstance(node.targets[0], ast.Name):
+            aliases[node.targets[0].id] = ast.unparse(node.value)
     lines = [
         "# results.json",
         "What `draftsmith evaluate` measured, in `runs/NAME/eval/results.json`. Figures are as measured: nothing is rounded and no "
         "outlier is removed. An interval is the two ends of a 95% confidence interval. This page is generated from "
-        "`serve/evaluation/`.",
+        "`serve/evaluation/schema.py`.",
     ]
     waiting, seen = ["Results"], {"Results"}
     while waiting:

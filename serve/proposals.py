@@ -1,8 +1,8 @@
-"""Whether vLLM proposes from a drafter's directory what the drafter's own module does.
+"""Compare vLLM's draft tokens with those of the drafter's own module.
 
-A server that misreads a checkpoint says nothing: acceptance is low, and that is all. So stock vLLM serves the directory, in a
-process of its own in which this package cannot be imported (except for drafters that need its plugin); every chain that it proposes is written down with its context;
-and the module computes the same chains from transformers' states.
+A misloaded checkpoint raises no error; it only lowers acceptance. So stock vLLM serves the drafter's directory, in a process in which
+this package cannot be imported (except for drafters that need its plugin), and records every chain that it proposes with its
+context; the module computes the same chains from transformers' hidden states.
 """
 
 from __future__ import annotations
@@ -24,13 +24,14 @@ from draftsmith.config.recipe import EngineConfig
 from draftsmith.drafters.base import Drafter
 from draftsmith.drafters.batch import Batch
 from draftsmith.engine import environment
+from draftsmith.engine.process import log_tail
 from draftsmith.engine.speculation import needs_plugin, reads_embeddings, rounds_inputs, speculative_config
 from draftsmith.run.errors import DraftsmithError, UserError
 from draftsmith.run.progress import console
 from draftsmith.target.reference_states import states_of
 
 NEAR_TIE = 1e-3
-"""Logits; float32 sums taken in another order differ by less, and a real difference between modules by far more."""
+"""Difference of logits: float32 sums in another order differ by less, different modules by far more."""
 _MOST_TIES = 0.005
 _K, _MAX_TOKENS = 3, 48
 _PROMPTS = (
@@ -47,10 +48,10 @@ _PROMPTS = (
 
 @dataclass(frozen=True)
 class Served:
-    """What an engine proposed."""
+    """The draft tokens of one engine."""
 
     proposals: list[dict[str, Any]]
-    """`request`, `context` (token ids so far) and `draft` (the chain proposed to follow), in the order of the engine's steps."""
+    """`request`, `context` (token ids so far) and `draft` (the chain proposed after it), in the order of the engine's steps."""
     counters: dict[str, Any]
     """vLLM's own `spec_decode` counters."""
 
@@ -62,14 +63,14 @@ def record(
     drafters: Sequence[tuple[Path, str]], target_dir: Path, prompts: Sequence[Sequence[int]], *, k: int, max_tokens: int,
     recorder: Path = RECORDER,
 ) -> list[Served]:  # fmt: skip
-    """Have stock vLLM answer prompts greedily in float32, and write down every chain that it proposes.
+    """Have stock vLLM answer prompts greedily in float32 and record every chain that it proposes.
 
     Args:
-        drafters: directories as vLLM loads them, each with vLLM's name of its method; one engine after another.
+        drafters: directories that vLLM loads, each with vLLM's name of its method; one engine after another.
         prompts: token ids.
-        k: speculative tokens.
-        max_tokens: of an answer.
-        recorder: the program.
+        k: number of speculative tokens.
+        max_tokens: longest answer.
+        recorder: the program to run.
 
     Raises:
         DraftsmithError: vLLM did not load or serve one; with the end of its log.
@@ -93,27 +94,26 @@ def record(
                 check=False,
             )
         if done.returncode != 0:
-            tail = "\n".join(log.read_text(errors="replace").splitlines()[-15:])
             raise DraftsmithError(
                 f"vLLM could not serve {' or '.join(str(path) for path, _ in drafters)} with the target in {target_dir}. The "
-                f"last lines of its log:\n{tail}"
+                f"last lines of its log:\n{log_tail(log)}"
             )
         return [Served(**found) for found in json.loads(answered.read_text())]
 
 
 def compare_proposals(served: Served, drafter: Drafter, target_dir: Path) -> list[int]:
-    """Hold every proposal against the module's own first choice for that context.
+    """Compare every proposal with the module's own first choice for that context.
 
     Args:
         drafter: in float32, as trained or as read back.
         target_dir: a Hugging Face directory.
 
     Returns:
-        How many were compared, by chain step.
+        The number of tokens compared, by draft position.
 
     Raises:
-        DraftsmithError: one is another, and not because the module's own logits of the two are as good as equal; or more than
-            one in 200 are such ties.
+        DraftsmithError: one differs although the module's logits of the two are not nearly equal; or more than one in 200 are
+            near-ties.
     """
     chains = _chains(served, drafter, target_dir)
     steps = max((len(proposal["draft"]) for proposal in served.proposals), default=0)
@@ -127,31 +127,31 @@ def compare_proposals(served: Served, drafter: Drafter, target_dir: Path) -> lis
             if proposed == best:
                 continue
             different[k] += 1
-            theirs = (drafter.draft_token_ids == proposed).nonzero()
+            place = (drafter.draft_token_ids == proposed).nonzero()
             logits = (head @ normed[row]).detach()
-            gap = float(logits.max() - logits[theirs[0, 0]]) if len(theirs) else float("inf")
-            if gap >= NEAR_TIE:
+            logit_margin = float(logits.max() - logits[place[0, 0]]) if len(place) else float("inf")
+            if logit_margin >= NEAR_TIE:
                 raise DraftsmithError(
-                    f"vLLM reads the drafter otherwise than it was made: after {row + 2} tokens it proposed token {proposed} at "
-                    f"step {k + 1}, where the drafter's first choice is {best}; their logits are {gap:.3g} apart."
+                    f"vLLM computes other draft tokens than the drafter's module: after {row + 2} tokens it proposed token {proposed} at "
+                    f"draft position {k + 1}, where the module's first choice is {best}; their logits differ by {logit_margin:.3g}."
                 )
-            break  # the chain goes on from another token
+            break  # the rest of the chain follows another token
     if any(apart > _MOST_TIES * count for apart, count in zip(different, compared, strict=True)):
         raise DraftsmithError(
-            f"vLLM's proposals are near-ties of the drafter's too often: {different} of {compared}, by chain step."
+            f"Too many of vLLM's draft tokens are near-ties of the module's: {different} of {compared}, by draft position."
         )
     return compared
 
 
 _Step = tuple[torch.Tensor, torch.Tensor, torch.Tensor]
-"""Of a chain step, for each row: its first choice, what the head reads, and the head. Logits themselves are large."""
+"""One chain step: each row's first choice, the head's inputs, and the head. Logits themselves are large."""
 
 
 @torch.no_grad()
 def _chains(served: Served, drafter: Drafter, target_dir: Path) -> dict[str, list[_Step]]:
-    """Of each request, the module's chains after each of its tokens."""
+    """By request: the module's chains after each of its tokens."""
     model = AutoModelForCausalLM.from_pretrained(target_dir, dtype=torch.float32).eval()
-    longest: dict[str, list[int]] = {}  # it holds all the shorter ones
+    longest: dict[str, list[int]] = {}  # the longest context of a request begins with all shorter ones
     for proposal in served.proposals:
         if len(proposal["context"]) > len(longest.get(proposal["request"], [])):
             longest[proposal["request"]] = proposal["context"]
@@ -162,7 +162,7 @@ def _chains(served: Served, drafter: Drafter, target_dir: Path) -> dict[str, lis
         rows = len(ids) - 1
         batch = Batch(
             hidden_states=states_of(model, ids[:-1], drafter.config.layer_ids),
-            # Chains read their own guesses, so of what follows a row only the next token counts.
+            # Chains read their own draft tokens, so only the first of a row's next tokens matters.
             next_tokens=ids[1:, None].expand(-1, steps + 1),
             loss_weights=torch.ones(rows, steps),
             positions=torch.arange(rows),
@@ -176,29 +176,28 @@ def _chains(served: Served, drafter: Drafter, target_dir: Path) -> dict[str, lis
 
 
 def verify_served(drafter_dir: Path, drafter: Drafter, target_dir: Path) -> dict[str, Any]:
-    """Serve a drafter's directory with stock vLLM and compare what it proposes for a few prompts.
+    """Serve a drafter's directory with stock vLLM and compare its draft tokens for a few prompts.
 
     Args:
-        drafter: what the directory was made of, in float32.
+        drafter: the module that the directory was made from, in float32.
 
     Returns:
-        `proposals` compared by chain step (not where inputs are rounded too: proposals may differ then), and `accepted` by
-        the target of `drafted` tokens; `not_served`, why, where vLLM
-        cannot serve such a drafter on this machine.
+        `proposals` compared by draft position (not if inputs are rounded too: draft tokens may differ then), and how many of
+        the `drafted` tokens the target `accepted`; or `not_served`, the reason why vLLM cannot serve it on this machine.
 
     Raises:
-        DraftsmithError: vLLM does not serve it, or not as it was made.
+        DraftsmithError: vLLM does not serve it, or proposes other tokens.
     """
     try:
         method = speculative_config(drafter_dir, 1)["method"]
     except UserError as reason:
-        console.print(f"verify: only logits were compared. {reason}")
+        console.print(f"verify: compared logits only. {reason}")
         return {"not_served": str(reason)}
     console.print(f"verify: starting vLLM with the drafter, {len(_PROMPTS)} prompts in float32")
     if reads_embeddings(drafter_dir):
         console.print(
-            "verify: the drafter reads the target's embeddings (layer id 0), which vLLM's eager mode (--enforce-eager) gives "
-            "wrongly on GPUs where Draftsmith is not installed"
+            "verify: the drafter reads the target's embeddings (layer id 0); on GPUs, vLLM's eager mode (--enforce-eager) passes wrong "
+            "ones unless Draftsmith is installed"
         )
     tokenizer = AutoTokenizer.from_pretrained(target_dir)
     prompts = [_prompt(tokenizer, text) for text in _PROMPTS]
@@ -208,10 +207,10 @@ def verify_served(drafter_dir: Path, drafter: Drafter, target_dir: Path) -> dict
     accepted = f"the target accepted {counted['accepted_tokens']:.0f} of {counted['draft_tokens']:.0f} tokens"
     figures: dict[str, Any] = {"drafted": counted["draft_tokens"], "accepted": counted["accepted_tokens"]}
     if rounds_inputs(drafter_dir):
-        console.print(f"verified: vLLM serves it, and {accepted}; with rounded inputs it may propose other tokens")
+        console.print(f"verified: vLLM serves it, and {accepted}; with quantized inputs its draft tokens may differ")
         return figures
     compared = compare_proposals(served, drafter, target_dir)
-    console.print(f"verified: vLLM proposed what the drafter does, {sum(compared)} tokens compared; {accepted}")
+    console.print(f"verified: vLLM proposed the drafter's own tokens, {sum(compared)} compared; {accepted}")
     return figures | {"proposals": compared}
 
 

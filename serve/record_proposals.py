@@ -1,10 +1,10 @@
-"""Run stock vLLM with drafters, one after another, and write down every chain it proposes, with the context of each.
+"""Run stock vLLM with drafters, one after another, and record every chain that it proposes, with its context.
 
 Run as a program: record_proposals.py JOB.json OUT.json. JOB has `target`, `drafters` (list of `path` and vLLM's `method`), `k`,
-`max_tokens`, `longest` (the most tokens of a prompt with its answer), `prompts` (list of token id lists) and `stock`: then
-`draftsmith` cannot be imported in this process, so what loads here loads for people who do not have it.
+`max_tokens`, `longest` (tokens of the longest prompt with its answer), `prompts` (lists of token ids) and `stock`: if true,
+`draftsmith` cannot be imported in this process, so a drafter that loads here loads where Draftsmith is not installed.
 
-Importing vLLM takes longer than starting an engine: it is imported once, and each drafter has a fork of the process.
+Importing vLLM takes longer than starting an engine: it is imported once, and each drafter runs in a fork of the process.
 """
 
 import json
@@ -62,7 +62,7 @@ def record(job: dict[str, Any], drafter: dict[str, str]) -> dict[str, Any]:
     core: Any = llm.llm_engine.engine_core.engine_core
     scheduler = core.scheduler
     update = scheduler.update_draft_token_ids
-    # The second runner, which GPUs have, tells the scheduler how many tokens it proposed and keeps them to itself.
+    # Model runner V2, used on GPUs, tells the scheduler only how many tokens it proposed.
     kept: Any = None
     if llm.llm_engine.vllm_config.use_v2_model_runner:
         kept = core.model_executor.driver_worker.worker.model_runner.req_states

@@ -15,7 +15,7 @@ from draftsmith.config.recipe import Recipe
 from draftsmith.engine.speculation import check_graph_sizes, method_config, own_drafter
 from draftsmith.run.errors import UserError
 from draftsmith.run.progress import console
-from draftsmith.serve.tune import schedule_of
+from draftsmith.serve.schedule import schedule_of
 from draftsmith.serve.vllm_server import VllmServer, server_command
 from draftsmith.target.info import describe_target
 from draftsmith.target.prepare import prepare_target
@@ -34,19 +34,19 @@ def serve(
 
     Args:
         recipe: `target`, `engine`, `serve` and `evaluate` are read.
-        run_dir: `runs/NAME`, with the drafter in `vllm/` where the method takes the run's own.
+        run_dir: `runs/NAME`, with the drafter in `vllm/` if the method uses the run's own.
         host: address to listen on.
         port: port to listen on.
-        k: number of speculative tokens; None takes the method's, and for the run's own drafter what tuning chose (by load),
-            or the one that evaluation chose, or `evaluate.acceptance_k`.
-        api_key: what clients have to show; None lets everybody in.
+        k: number of speculative tokens. None takes the method's; for the run's own drafter, tuning's schedule, the K that
+            evaluation chose, or `evaluate.acceptance_k`, in this order.
+        api_key: API key that clients must send; None requires none.
 
     Returns:
-        0 when it was stopped.
+        0 when stopped.
 
     Raises:
         UserError: the method cannot serve this target, or there is no drafter.
-        DraftsmithError: the server ended by itself; with the reason that it printed.
+        DraftsmithError: the server ended by itself; with the reason from its log.
     """
     target = describe_target(prepare_target(recipe.target), recipe.target)
     method = _method(recipe, run_dir, k)
@@ -57,7 +57,7 @@ def serve(
     command = server_command(recipe, target.path, speculative, name=target.name, host=host, port=port)
     scheme = "https" if recipe.serve.vllm_args.get("ssl_certfile") else "http"
     url = f"{scheme}://{'127.0.0.1' if host in ('0.0.0.0', '::', '') else host}:{port}"
-    console.print(f"serve: {target.name}, {_in_words(speculative)}", highlight=False, soft_wrap=True)
+    console.print(f"serve: {target.name}, {_description(speculative)}", highlight=False, soft_wrap=True)
 
     stop = threading.Event()
     previous = {number: signal.signal(number, lambda *_: stop.set()) for number in (signal.SIGINT, signal.SIGTERM)}
@@ -75,7 +75,7 @@ def serve(
 
 
 def _method(recipe: Recipe, run_dir: Path, k: int | None) -> Method:
-    """The recipe's way of speculating with its number of tokens; without one, the run's own drafter."""
+    """The recipe's method with its number of tokens; without one, the run's own drafter."""
     drafter_dir = run_dir / "vllm"
     method = recipe.serve.method or own_drafter(drafter_dir)
     own = isinstance(method, Drafter) and method.model is None
@@ -90,7 +90,7 @@ def _method(recipe: Recipe, run_dir: Path, k: int | None) -> Method:
     return method.model_copy(update={"num_speculative_tokens": k, "num_speculative_tokens_per_batch_size": None})
 
 
-def _in_words(speculative: dict[str, Any] | None) -> str:
+def _description(speculative: dict[str, Any] | None) -> str:
     if speculative is None:
         return "without speculation"
     model = f" {speculative['model']}," if "model" in speculative else ""
@@ -102,7 +102,11 @@ def _in_words(speculative: dict[str, Any] | None) -> str:
 
 
 def chosen_k(recipe: Recipe, run_dir: Path) -> int:
-    """The K that evaluation found fastest, or `evaluate.acceptance_k` where it has not run."""
+    """The K that evaluation chose, or `evaluate.acceptance_k` if it has not run.
+
+    Raises:
+        UserError: `results.json` is not an evaluation's.
+    """
     path = run_dir / recipe.evaluate.output / "results.json"
     if not path.is_file():
         return recipe.evaluate.acceptance_k
@@ -110,12 +114,12 @@ def chosen_k(recipe: Recipe, run_dir: Path) -> int:
         return int(json.loads(path.read_text())["num_speculative_tokens"])
     except (ValueError, KeyError, TypeError):
         raise UserError(
-            f"{path} is not an evaluation's results. Delete it, or name the number of tokens with -k."
+            f"{path} is not the results of an evaluation. Delete it, or give the number of speculative tokens with -k."
         ) from None
 
 
 def curl_command(url: str, name: str, *, with_key: bool = False) -> str:
-    """A command that asks the server something; the key is taken from the shell."""
+    """An example request as a shell command; the key comes from the shell's environment."""
     body = {"model": name, "messages": [{"role": "user", "content": "Why is the sky blue?"}], "temperature": 0}
     key = ' -H "Authorization: Bearer $VLLM_API_KEY"' if with_key else ""
     return f"curl {url}/v1/chat/completions{key} -H 'Content-Type: application/json' -d {shlex.quote(json.dumps(body))}"

@@ -2,7 +2,7 @@
 
     python -m draftsmith.serve.server_process PARENT OPTIONS...
 
-PARENT is the number of the process to end with. This one must lead its process group, which is what it ends.
+PARENT is the id of the process to end with. This process must lead its process group, which ends as a whole.
 """
 
 from __future__ import annotations
@@ -16,10 +16,10 @@ import time
 
 
 def end_with(parent: int) -> None:
-    """End this process's group when `parent` is gone. Returns at once."""
+    """End this process's group once `parent` has ended. Returns immediately."""
 
     def watch() -> None:
-        while os.getppid() == parent:  # a process that was killed tells nobody, but its children get another parent
+        while os.getppid() == parent:  # if the parent is killed, this process gets another one
             time.sleep(0.5)
         os.killpg(0, signal.SIGKILL)
 
@@ -28,5 +28,5 @@ def end_with(parent: int) -> None:
 
 if __name__ == "__main__":
     end_with(int(sys.argv.pop(1)))
-    # Not the `vllm` program: its CPU build cannot start it.
+    # Not the `vllm` command, which does not start in the CPU build.
     runpy.run_module("vllm.entrypoints.openai.api_server", run_name="__main__", alter_sys=True)

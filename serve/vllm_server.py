@@ -1,4 +1,4 @@
-"""vLLM's own OpenAI-compatible server in processes of its own: its command line, its start, its end, and why it died."""
+"""vLLM's OpenAI-compatible server as a child process: its command line, start and end, and the reason of a failure."""
 
 from __future__ import annotations
 
@@ -24,9 +24,9 @@ from draftsmith.run.errors import DraftsmithError, UserError
 from draftsmith.run.progress import console
 
 _SECONDS_TO_STOP = 20.0
-_SECONDS_BETWEEN_LOOKS = 0.5
+_POLL_SECONDS = 0.5
 _LINES_KEPT = 400
-"""Of what the server prints: a traceback of its engine's process, and one of its own."""
+"""Lines of the server's output: enough for a traceback of its engine process and one of its own."""
 _ERROR = re.compile(r"\b\w*(Error|Exception)\b: .*\S")
 _SET_ELSEWHERE = {
     "model": "by the recipe's `target`", "served-model-name": "by the recipe's `target`", "dtype": "by `target.dtype`",
@@ -34,15 +34,15 @@ _SET_ELSEWHERE = {
     "enforce-eager": "by `engine.enforce_eager`", "speculative-config": "by `serve.method`", "host": "with --host",
     "port": "with --port", "api-key": "with --api-key, or VLLM_API_KEY in the environment",
 }  # fmt: skip
-"""Options of vLLM's server that Draftsmith gives it, and where users say what."""
+"""Options of vLLM's server that Draftsmith sets, and where users set them."""
 _AS_JSON = {"allowed-origins", "allowed-methods", "allowed-headers"}
-"""Lists that its command line takes as one JSON text."""
+"""Lists that vLLM's command line takes as one JSON string."""
 _NO_REASON = ("Engine core initialization failed", "EngineDeadError", "EngineCore encountered", "Engine process failed")
-"""In errors that only say that there was another one before."""
+"""In errors that only report an earlier one."""
 
 
 class VllmServer:
-    """A server that was started. It ends with this process, however that ends; `end` makes sure that nothing of it is left."""
+    """A running server. It ends with this process, however that ends; `end` leaves none of its processes behind."""
 
     def __init__(
         self,
@@ -54,23 +54,23 @@ class VllmServer:
         api_key: str | None = None,
         gpus: Sequence[str] = (),
     ) -> None:
-        """Start it; returns at once.
+        """Start it and return immediately.
 
         Args:
             command: from `server_command`.
             engine: how the recipe runs vLLM.
             url: where it will listen.
-            show: called with every line that it prints.
-            api_key: what clients have to show; None takes VLLM_API_KEY, where that is set.
-            gpus: those that it runs on, as CUDA_VISIBLE_DEVICES has them; none: what this process sees.
+            show: called with every line of its output.
+            api_key: API key that clients must send; None takes VLLM_API_KEY, if set.
+            gpus: to run on, as in CUDA_VISIBLE_DEVICES; empty for those that this process sees.
         """
         variables = os.environ | environment.vllm_environment(engine) | environment.only_these_gpus(gpus)
         if api_key is not None:
-            variables["VLLM_API_KEY"] = api_key  # not on the command line, which everybody on the machine can read
-        # The server keeps its engine in a process of its own; a program that drives one engine does not.
+            variables["VLLM_API_KEY"] = api_key  # not on the command line, which every user of the machine can read
+        # Unlike the engines that Draftsmith drives, the server runs its engine in a process of its own.
         del variables["VLLM_ENABLE_V1_MULTIPROCESSING"]
         self.url = url
-        # Its own session: Ctrl-C reaches us alone, and vLLM's children are in one group with it.
+        # Its own session: Ctrl-C reaches only this process, and vLLM's children are in one group with the server.
         self._process = subprocess.Popen(
             command, env=variables, start_new_session=True, stdout=subprocess.PIPE, stderr=subprocess.STDOUT
         )
@@ -79,7 +79,7 @@ class VllmServer:
         self._echo.start()
 
     def wait_ready(self, stop: threading.Event) -> bool:
-        """Block until it answers; False where `stop` was set before.
+        """Block until it answers; False if `stop` is set before.
 
         Raises:
             DraftsmithError: it ended by itself.
@@ -95,17 +95,17 @@ class VllmServer:
         self._wait(stop, lambda: False)
 
     def end(self) -> None:
-        """Wait for the server to leave, then make sure that nothing it started is left."""
+        """Stop the server, then kill whatever it started that is left."""
         if self._process.poll() is None:
             self._process.send_signal(signal.SIGINT)
             try:
                 self._process.wait(_SECONDS_TO_STOP)
             except subprocess.TimeoutExpired:
-                console.print("serve: the server does not stop; ending it", highlight=False)
+                console.print("serve: the server does not stop; killing it", highlight=False)
         with suppress(ProcessLookupError):
             os.killpg(self._process.pid, signal.SIGKILL)
         self._process.wait()
-        self._echo.join(_SECONDS_TO_STOP)  # it may have last words to show
+        self._echo.join(_SECONDS_TO_STOP)  # for its last output
 
     def _wait(self, stop: threading.Event, done: Callable[[], bool]) -> bool:
         while not stop.is_set():
@@ -116,7 +116,7 @@ class VllmServer:
                 )
             if done():
                 return True
-            stop.wait(_SECONDS_BETWEEN_LOOKS)
+            stop.wait(_POLL_SECONDS)
         return False
 
     def _read(self, show: Callable[[str], object]) -> None:
@@ -142,11 +142,11 @@ def server_command(
     Args:
         recipe: `target`, `engine` and `serve.vllm_args` are read.
         target_dir: the target's directory.
-        speculative: vLLM's `speculative_config`; None decodes plainly.
-        name: what clients call the model.
+        speculative: vLLM's `speculative_config`; None for the baseline.
+        name: the model's name for clients.
         host: address to listen on.
         port: port to listen on.
-        memory_share: its part of the memory that the recipe grants, for servers that run side by side.
+        memory_share: its part of the memory that the recipe grants, for servers side by side.
 
     Raises:
         UserError: an option is set elsewhere.
@@ -167,9 +167,9 @@ def server_command(
 
 
 def failure_reason(lines: Sequence[str]) -> str:
-    """What a log says of why a program ended: its last error that is not only that there was one, or its last words.
+    """Why a program ended, from its log: the last error that does not only report an earlier one, or the last line.
 
-    Earlier errors may be clients'. Where the message is on the line after (pydantic's), that goes with it.
+    Earlier errors may be clients'. A message on the following line (pydantic's) is included.
     """
     for number in reversed(range(len(lines))):
         match = _ERROR.search(lines[number])
@@ -180,7 +180,7 @@ def failure_reason(lines: Sequence[str]) -> str:
 
 
 def _flags(options: Mapping[str, Any]) -> list[str]:
-    """Options as vLLM's command line has them.
+    """Options as flags of vLLM's command line.
 
     Raises:
         UserError: one of them is set elsewhere.
@@ -202,7 +202,7 @@ def _flags(options: Mapping[str, Any]) -> list[str]:
 
 
 def _healthy(url: str) -> bool:
-    # The certificate may be made for another name than this machine's address, which is not a proxy's to reach.
+    # The certificate may name another host, and a proxy cannot reach this address.
     unverified = urllib.request.HTTPSHandler(context=ssl._create_unverified_context())
     try:
         with urllib.request.build_opener(urllib.request.ProxyHandler({}), unverified).open(

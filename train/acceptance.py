@@ -1,17 +1,17 @@
 """Predicted acceptance length: what speculative decoding would accept on held-out text, without an engine.
 
-Greedy decoding. A chain's guess at step k is only looked at when all guesses before it were right, and then the tokens
-before it are the true ones; so running the chain on true tokens and comparing each argmax with what the target wrote
-tells exactly which drafts would be accepted (`predict_acceptance`).
+Greedy decoding. The draft token of step k only matters when all draft tokens before it were right, and then the tokens
+before it are the true ones; so running the chain on true tokens and comparing each argmax with the target's token
+tells exactly which draft tokens would be accepted (`predict_acceptance`).
 
-Sampling. The target accepts a guess with a probability, which is known exactly at every place of the text; what follows
-an accepted guess is only known where the text took that guess. See `predict_sampled_acceptance`.
+Sampling. The target accepts a draft token with a probability, which is known exactly at every position of the text; what follows
+an accepted token is only known where the text contains it. See `predict_sampled_acceptance`.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass
 from itertools import pairwise
 
 import torch
@@ -20,18 +20,12 @@ from torch.nn import functional as F
 
 from draftsmith.drafters.base import ChainStep, Drafter
 from draftsmith.drafters.batch import Batch
-from draftsmith.store.format import Sequence
 from draftsmith.train.loss import row_chunks
-from draftsmith.train.packing import pack
-
-_TOKENS_AT_ONCE = 4096
-"""Sequences are packed up to this many tokens; a longer one is alone."""
 
 
 def predict_acceptance(
     drafter: Drafter,
-    sequences: Iterable[Sequence],
-    columns: list[int],
+    batches: Iterable[Batch],
     *,
     k: int,
     add_up: Callable[[torch.Tensor], torch.Tensor] = lambda counts: counts,
@@ -40,43 +34,39 @@ def predict_acceptance(
 
     Args:
         drafter: the module.
-        sequences: held-out conversations that the target answered greedily; gone through once, a few at a time.
-        columns: which of the sequences' states the drafter reads.
+        batches: held-out conversations that the target answered greedily, with `k` columns or more; iterated once.
         k: longest chain.
-        add_up: what adds the counts (int64 [k, 2], on the drafter's device) of several processes, each with its part of the
+        add_up: adds the counts (int64 [k, 2], on the drafter's device) of all processes, each with its part of the
             conversations.
 
     Returns:
         {K: tokens per verification step of the target, the bonus token included}.
     """
-    counted = count_accepted(drafter, sequences, columns, k=k)
+    counted = count_accepted(drafter, batches, k=k)
     counts = add_up(torch.tensor([*counted.values()], device=next(drafter.parameters()).device)).tolist()
     return {length: 1 + hits / max(drafts, 1) for length, (hits, drafts) in zip(counted, counts, strict=True)}
 
 
 @torch.no_grad()
-def count_accepted(
-    drafter: Drafter, sequences: Iterable[Sequence], columns: list[int], *, k: int
-) -> dict[int, tuple[int, int]]:
-    """What `predict_acceptance` divides, for whoever adds sequences up in several ways; same arguments.
+def count_accepted(drafter: Drafter, batches: Iterable[Batch], *, k: int) -> dict[int, tuple[int, int]]:
+    """The counts behind `predict_acceptance`; same arguments.
 
     Returns:
-        {K: (tokens accepted, drafts made)}, both over all sequences.
+        {K: (tokens accepted, drafts made)}, both over all batches.
     """
     training = drafter.training
     drafter.eval()
     accepted = {length: [0, 0] for length in range(1, k + 1)}  # K: [tokens accepted, drafts made]
-    for everything in _packed(drafter, sequences, steps=k):
-        batch = everything.with_layers(columns)
-        rows = batch.loss_weights.sum(1).nonzero()[:, 0]
+    for batch in _like_drafter(drafter, batches):
+        rows = batch.loss_weights[:, :k].sum(1).nonzero()[:, 0]
         right = torch.stack(
             [
-                (_guesses(drafter, step) == batch.next_tokens[rows, j + 1]) & (step.loss_weights > 0)
+                (_draft_tokens(drafter, step) == batch.next_tokens[rows, j + 1]) & (step.loss_weights > 0)
                 for j, step in enumerate(drafter.chain(batch, steps=k))
             ],
             dim=1,
         )
-        run = right.int().cumprod(1).cpu()  # [Q, k]: 1 while every guess so far is right
+        run = right.int().cumprod(1).cpu()  # [Q, k]: 1 while every draft token so far is right
         for response in _responses(batch, rows):
             for length, totals in accepted.items():
                 for hits in _walk(run[response, :length].sum(1).tolist()):
@@ -99,12 +89,10 @@ class SampledAcceptance:
 @torch.no_grad()
 def predict_sampled_acceptance(
     drafter: Drafter,
-    sequences: Iterable[Sequence],
-    columns: list[int],
+    batches: Iterable[Batch],
     *,
     k: int,
     temperature: float,
-    last_column: int,
     norm: nn.RMSNorm,
     head: torch.Tensor,
 ) -> SampledAcceptance:
@@ -112,31 +100,30 @@ def predict_sampled_acceptance(
 
     With p the target's distribution at that temperature and q the drafter's, rejection sampling accepts the drafter's
     most likely token d with probability p(d), and a token drawn from q with probability sum_v min(p(v), q(v))
-    (Leviathan et al., arXiv 2211.17192). These are exact at every place of the text, for the text before it.
+    (Leviathan et al., arXiv 2211.17192). These are exact at every position of the text, for the text before it.
 
-    The length is an estimate, in two ways. A chain's probability is the product of the probabilities at its steps,
-    each given the true tokens before it and not the accepted guesses. And the places that serving drafts from, which
-    depend on what was accepted, are taken along this text. Both vanish as the temperature falls to 0, on greedy text:
-    the result is then `predict_acceptance`'s.
+    The length is an estimate, for two reasons. The probability of a chain is the product of the probabilities at its steps,
+    each given the true tokens before it and not the accepted draft tokens. And serving's draft positions, which depend on
+    what was accepted, are walked along this text. On greedy text both errors vanish as the temperature falls to 0, where
+    the result equals that of `predict_acceptance`.
 
     Args:
         drafter: the module.
-        sequences: held-out conversations that the target answered; best at this temperature.
-        columns: which of the sequences' states the drafter reads.
+        batches: held-out conversations that the target answered, best at this temperature, with the target's last states and
+            `k` columns or more; iterated once.
         k: longest chain.
         temperature: above 0.
-        last_column: which of the states is the target's last, before its final norm.
         norm: the target's final norm.
         head: [vocab, H], the target's whole head.
     """
     training = drafter.training
     drafter.eval()
     totals = {(draft, length): [0.0, 0.0] for draft in range(2) for length in range(1, k + 1)}  # tokens, drafts
-    for everything in _packed(drafter, sequences, steps=k):
-        batch = everything.with_layers(columns)
-        rows = batch.loss_weights.sum(1).nonzero()[:, 0]
+    for batch in _like_drafter(drafter, batches):
+        assert batch.last_states is not None
+        rows = batch.loss_weights[:, :k].sum(1).nonzero()[:, 0]
         steps = list(drafter.chain(batch, steps=k))
-        states = norm(everything.hidden_states[:, last_column])
+        states = norm(batch.last_states)
         accept = states.new_zeros(2, len(rows), k)  # of greedy and of sampled drafts
         for part in row_chunks(len(states), len(head), states.device.type):
             p = (F.linear(states[part], head) / temperature).softmax(-1)[:, drafter.draft_token_ids]
@@ -147,7 +134,7 @@ def predict_sampled_acceptance(
                 wanted = p[teacher[here]]
                 accept[0, here, j] = wanted.gather(1, logits.argmax(-1, keepdim=True))[:, 0]
                 accept[1, here, j] = wanted.minimum((logits / temperature).softmax(-1)).sum(-1)
-        chain = accept.double().cumprod(2).cpu()  # probability that the first j + 1 guesses are all accepted
+        chain = accept.double().cumprod(2).cpu()  # probability that the first j + 1 draft tokens are all accepted
         for response in _responses(batch, rows):
             for (draft, length), total in totals.items():
                 tokens, drafts = _expected_walk(chain[draft, response, :length].tolist())
@@ -159,49 +146,35 @@ def predict_sampled_acceptance(
 
 
 def predicted_speedup(lengths: Mapping[int, float], step_costs: Mapping[int, float]) -> dict[int, float]:
-    """Speed over plain decoding, for every K that both know.
+    """Estimated speedup over the baseline, for every K in both.
 
     Args:
         lengths: {K: predicted acceptance length}.
-        step_costs: {K: seconds of a decoding step with K speculative tokens over those of a plain step}, as
+        step_costs: {K: duration of a decoding step with K speculative tokens, over that of a baseline step}, as
             `draftsmith evaluate` measures them; they depend on the drafter's shape and the machine, not on its weights.
     """
     return {k: length / step_costs[k] for k, length in lengths.items() if k in step_costs}
 
 
-def _packed(drafter: Drafter, sequences: Iterable[Sequence], *, steps: int) -> Iterator[Batch]:
-    """The sequences in order, several at a time, in the drafter's dtype and on its device."""
+def _like_drafter(drafter: Drafter, batches: Iterable[Batch]) -> Iterable[Batch]:
+    """The batches in the drafter's dtype and on its device."""
     like = next(drafter.parameters())
-
-    def batch(group: list[Sequence]) -> Batch:
-        packed = pack(group, steps=steps)
-        return replace(packed, hidden_states=packed.hidden_states.to(like.dtype)).to(like.device)
-
-    group: list[Sequence] = []
-    tokens = 0
-    for sequence in sequences:
-        if group and tokens + len(sequence.token_ids) > _TOKENS_AT_ONCE:
-            yield batch(group)
-            group, tokens = [], 0
-        group.append(sequence)
-        tokens += len(sequence.token_ids)
-    if group:
-        yield batch(group)
+    return (batch.to_dtype(like.dtype).to(like.device) for batch in batches)
 
 
-def _guesses(drafter: Drafter, step: ChainStep) -> torch.Tensor:
-    """int64 [Q]: the step's most likely tokens, the target's ids."""
-    guesses = torch.empty(len(step.normed), dtype=torch.long, device=step.normed.device)
+def _draft_tokens(drafter: Drafter, step: ChainStep) -> torch.Tensor:
+    """int64 [Q]: the step's most likely tokens, by the target's ids."""
+    tokens = torch.empty(len(step.normed), dtype=torch.long, device=step.normed.device)
     for rows in row_chunks(len(step.normed), len(step.head), step.normed.device.type):
-        guesses[rows] = F.linear(step.normed[rows], step.head).argmax(-1)
-    return drafter.draft_token_ids[guesses]
+        tokens[rows] = F.linear(step.normed[rows], step.head).argmax(-1)
+    return drafter.draft_token_ids[tokens]
 
 
 def _responses(batch: Batch, rows: torch.Tensor) -> Iterable[torch.Tensor]:
-    """The answers: stretches of consecutive rows that predict a response token at once, as places in `rows`.
+    """The responses: runs of consecutive rows whose first step predicts a response token, as indices into `rows`.
 
-    Other rows only reach one later in the chain. The last row of a document predicts nothing, so no stretch goes on
-    into the next document.
+    Other rows only reach one later in the chain. The last row of a document predicts nothing, so no run crosses into the
+    next document.
     """
     places = (batch.loss_weights[rows, 0] > 0).nonzero()[:, 0].cpu()
     ends = (rows.cpu()[places].diff() != 1).nonzero()[:, 0] + 1
@@ -209,8 +182,8 @@ def _responses(batch: Batch, rows: torch.Tensor) -> Iterable[torch.Tensor]:
 
 
 def _walk(accepted_from: list[int]) -> Iterable[int]:
-    """Visit the positions that serving would draft from: each draft moves on by its accepted tokens and one more."""
-    # The first row predicts the first response token, which serving gets from prefill: it drafts from the next.
+    """Visit the positions that serving would draft from: each draft advances by its accepted tokens and one more."""
+    # The first row predicts the first response token, which serving gets from prefill, so it drafts from the next row.
     position = 1
     while position < len(accepted_from):
         yield accepted_from[position]

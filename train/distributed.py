@@ -1,7 +1,7 @@
-"""One training process or several: what DDP, FSDP2 and a process alone do differently.
+"""The differences between one training process, DDP and FSDP2.
 
-With DDP every process holds the whole drafter; with FSDP2 each holds a part of every weight, gradient and optimizer
-state (`DTensor`s). What is saved is always whole, so that it does not depend on the processes that wrote it.
+With DDP every process holds the whole drafter; with FSDP2 each holds a shard of every weight, gradient and optimizer
+state (`DTensor`s). Snapshots and checkpoints hold unsharded tensors, so they do not depend on the number of processes.
 """
 
 from __future__ import annotations
@@ -19,40 +19,47 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import FSDPModule, fully_shard
 from torch.distributed.tensor import DTensor, distribute_tensor
 
-_OUTLIVING: list[nn.Module] = []
+_KEPT_ALIVE: list[nn.Module] = []
 """Modules that hold a process group, until the interpreter ends. Freed right after training, gloo's group waits for its
-thread with Python's lock held, and that thread may be waiting for the lock to free the tensor of its last work (torch 2.13)."""
+thread while holding the GIL, and that thread may need the GIL to free the tensor of its last work (torch 2.13)."""
 
 
 def prepare(accelerator: Accelerator, module: nn.Module, *, shard: bool) -> nn.Module:
-    """`module` as each process runs it, its gradients averaged over all of them; the weights are those of the main one.
+    """`module` as each process runs it: gradients are averaged over all processes, and all start with the main one's weights.
 
-    Sharded, its parameters are other objects than before. A drafter is sharded as one unit: it is a layer or two, and its
-    chain calls their parts, where FSDP2 gathers weights only when whole modules are called. (accelerate prepares
-    FSDP2 on GPUs alone, hence the call of torch's own, which has no more to it.)
+    Sharding replaces the parameters by new objects. A drafter is sharded as one unit: it has a layer or two, and its chain
+    calls their submodules, while FSDP2 gathers weights only when a sharded module itself is called. (accelerate prepares
+    FSDP2 on GPUs only, hence the direct call of torch.)
+
+    Args:
+        accelerator: the processes.
+        module: on the accelerator's device.
+        shard: FSDP2 instead of DDP.
     """
     if accelerator.num_processes == 1:
         return module
     for parameter in module.parameters():
         torch.distributed.broadcast(parameter.data, src=0)
-    _OUTLIVING.append(module)
+    _KEPT_ALIVE.append(module)
     if shard or accelerator.distributed_type == DistributedType.FSDP:  # `accelerate launch --use_fsdp` asks for it too
         fully_shard(module, mesh=init_device_mesh(accelerator.device.type, (accelerator.num_processes,)))
         return module
-    with warnings.catch_warnings():  # torch 2.13 has another name for an option that accelerate gives by the old one
+    with warnings.catch_warnings():  # accelerate uses an option's name from before torch 2.13
         warnings.filterwarnings("ignore", "`broadcast_buffers` is deprecated", FutureWarning)
         prepared: nn.Module = accelerator.prepare_model(module)
-    _OUTLIVING.append(prepared)
+    _KEPT_ALIVE.append(prepared)
     return prepared
 
 
 @contextmanager
 def no_grad_sync(module: nn.Module) -> Iterator[None]:
-    """Each process adds to its own gradients: the next backward pass outside brings all of them together."""
+    """Accumulate gradients locally; the next backward pass outside the context averages them over the processes."""
     if isinstance(module, FSDPModule):
         module.set_requires_gradient_sync(False)
-        yield
-        module.set_requires_gradient_sync(True)
+        try:
+            yield
+        finally:
+            module.set_requires_gradient_sync(True)
     elif isinstance(module, nn.parallel.DistributedDataParallel):
         with module.no_sync():
             yield
@@ -62,20 +69,23 @@ def no_grad_sync(module: nn.Module) -> Iterator[None]:
 
 @contextmanager
 def unsharded(module: nn.Module) -> Iterator[None]:
-    """The module's parameters are whole and can be read, on every process; all must enter."""
+    """Gather the module's parameters for reading, on every process; all processes must enter."""
     if not isinstance(module, FSDPModule):
         yield
         return
     module.unshard()
-    yield
-    module.reshard()
+    try:
+        yield
+    finally:
+        module.reshard()
 
 
 def gather(tensors: Mapping[str, Any], *, keep: bool) -> dict[str, Any]:
-    """The whole tensors, on the CPU, one after the other; other values as they are. All processes must call it.
+    """Gather sharded tensors onto the CPU, one after the other; other values stay as they are. All processes must call it.
 
     Args:
-        keep: return them; other processes only help, and get an empty dict.
+        tensors: by name.
+        keep: return them; processes with False only take part, and get an empty dict.
     """
     gathered = {}
     for name, value in tensors.items():
@@ -86,7 +96,7 @@ def gather(tensors: Mapping[str, Any], *, keep: bool) -> dict[str, Any]:
 
 
 def shard_like(whole: torch.Tensor, parameter: torch.Tensor) -> torch.Tensor:
-    """This process's part of a tensor that all have, as `parameter` is split; all of it where that is not."""
+    """This process's shard of a tensor that all processes have, sharded like `parameter`; the tensor where that is not sharded."""
     if not isinstance(parameter, DTensor):
         return whole
     mesh, placements = parameter.device_mesh, parameter.placements
@@ -94,12 +104,12 @@ def shard_like(whole: torch.Tensor, parameter: torch.Tensor) -> torch.Tensor:
 
 
 def gather_optimizer(optimizer: torch.optim.Optimizer, *, keep: bool) -> dict[int, dict[str, Any]]:
-    """The optimizer's state of each parameter, whole; see `gather`. Learning rates are the recipe's and not part of it."""
+    """The optimizer's state by parameter, unsharded; see `gather`. Learning rates come from the recipe and are left out."""
     return {index: gather(state, keep=keep) for index, state in optimizer.state_dict()["state"].items()}
 
 
 def load_optimizer(optimizer: torch.optim.Optimizer, saved: dict[int, dict[str, Any]]) -> None:
-    """Load what `gather_optimizer` gave, split as the parameters are."""
+    """Load the state that `gather_optimizer` returned, sharded like the parameters."""
     parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
     state = {
         index: {

@@ -1,21 +1,20 @@
-"""Training in processes of its own, one for each GPU: `draftsmith run` goes on to evaluate when they have ended.
+"""Training in processes of its own, one for each GPU: `draftsmith run` evaluates when they have ended.
 
-What a process has allocated on a GPU is free again only when the process ends, and an evaluation's engines need all of it. The
-processes find one another as those of `accelerate launch` on one machine do. torch's elastic launcher, which that uses, kills
-a process 30 seconds after a signal; here one that is saving is waited for.
+A process frees its GPU memory only when it ends, and the evaluation's engines need all of it. The processes find each other as
+those of `accelerate launch` on one machine do. torch's elastic launcher, which `accelerate launch` uses, kills a process 30
+seconds after a signal; this one waits for a process that is saving.
 """
 
 from __future__ import annotations
 
+import functools
 import json
 import logging
 import os
 import signal
 import sys
 import tempfile
-import threading
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 from multiprocessing.process import BaseProcess
 from pathlib import Path
 from typing import Any
@@ -26,31 +25,32 @@ from torch.distributed.elastic.utils.distributed import get_free_port
 from torch.multiprocessing import ProcessExitedException, start_processes
 
 from draftsmith.config.recipe import Recipe
-from draftsmith.engine.environment import end_with_parent
 from draftsmith.run.cuda import require_usable_gpus
 from draftsmith.run.errors import DraftsmithError, Stopped, UserError
+from draftsmith.run.process import end_with_parent
 from draftsmith.run.progress import console
+from draftsmith.train.signals import on_signal
 from draftsmith.train.train import finished_training, run_train
 
 
 def process_count() -> int:
-    """Training processes on this machine: one for each GPU that is visible, one where there is none.
+    """Number of training processes on this machine: one per visible GPU, or one.
 
     Raises:
-        UserError: torch cannot use the GPUs that are here.
+        UserError: torch cannot use this machine's GPUs.
     """
     require_usable_gpus()
     return max(1, torch.cuda.device_count())
 
 
 def train_in_processes(recipe: Recipe, run_dir: Path) -> dict[str, Any]:
-    """`run_train` in `process_count()` processes. They print its progress; SIGTERM and SIGUSR1 are passed on to them.
+    """`run_train` in `process_count()` processes, which print its progress. SIGTERM and SIGUSR1 are passed on to them.
 
     Returns:
         The figures of `stage.json`.
 
     Raises:
-        UserError, DraftsmithError, Stopped: as `run_train` does, in any of the processes; those that are left are ended.
+        UserError, DraftsmithError, Stopped: from `run_train` in any of the processes; the others are ended.
         DraftsmithError: a process was killed.
         KeyboardInterrupt: Ctrl-C; all processes have ended.
     """
@@ -62,30 +62,31 @@ def train_in_processes(recipe: Recipe, run_dir: Path) -> dict[str, Any]:
     shared: dict[str, int] = {}
     if count > 1 and "OMP_NUM_THREADS" not in os.environ:  # torch reads it when it is imported
         shared = {"OMP_NUM_THREADS": max(1, torch.get_num_threads() // count)}
-    logging.getLogger("torch.multiprocessing.spawn").setLevel(logging.ERROR)  # it says whom it ends after an error
+    # It warns of each process that it ends after an error.
+    logging.getLogger("torch.multiprocessing.spawn").setLevel(logging.ERROR)
     with tempfile.TemporaryDirectory() as folder:
-        said = Path(folder)
+        errors = Path(folder)
         with patch_environment(**shared):
-            context = start_processes(_process, (count, port, recipe, run_dir, said), count, join=False, daemon=True)
+            context = start_processes(_process, (count, port, recipe, run_dir, errors), count, join=False, daemon=True)
         try:
-            with _signals_passed_on(context.processes):
+            with on_signal(functools.partial(_pass_on, context.processes)):
                 while not context.join():
                     pass
         except KeyboardInterrupt:
             _end(context.processes)
             raise
         except ProcessExitedException as error:
-            raise _what_happened(error, said) from None
+            raise _error_of(error, errors) from None
     done = finished_training(recipe, run_dir)
-    if done is None:  # a process that Ctrl-C reaches alone ends without an error
+    if done is None:  # a process that alone gets Ctrl-C ends without an error
         raise DraftsmithError(
             f"Training ended without a checkpoint at {run_dir / 'checkpoint'}. Run the same command again to continue."
         )
     return done
 
 
-def _process(rank: int, count: int, port: int, recipe: Recipe, run_dir: Path, said: Path) -> None:
-    """One of `count` processes. What it fails of is left in the folder `said`, in a file named by its rank."""
+def _process(rank: int, count: int, port: int, recipe: Recipe, run_dir: Path, errors: Path) -> None:
+    """One of `count` processes. Its error goes into the folder `errors`, in a file named by its rank."""
     end_with_parent()
     if count > 1:
         os.environ |= {
@@ -96,49 +97,35 @@ def _process(rank: int, count: int, port: int, recipe: Recipe, run_dir: Path, sa
     try:
         run_train(recipe, run_dir)
     except DraftsmithError as error:
-        (said / str(rank)).write_text(json.dumps([error.exit_status, str(error)]))
+        (errors / str(rank)).write_text(json.dumps([error.exit_status, str(error)]))
         status = error.exit_status
     if count == 1:
         sys.exit(status)
     sys.stdout.flush()
     sys.stderr.flush()
-    # At an orderly end, the process group waits for others that may be gone, and gloo's threads now and then abort it.
+    # A normal exit would wait for other processes, which may be gone, and gloo's threads sometimes abort it.
     os._exit(status)
 
 
-@contextmanager
-def _signals_passed_on(processes: Sequence[BaseProcess]) -> Iterator[None]:
-    """SIGTERM and SIGUSR1 are the processes' business meanwhile; in Python's main thread only."""
-
-    def pass_on(number: int, frame: Any) -> None:
-        for process in processes:
-            if process.is_alive() and process.pid is not None:
-                os.kill(process.pid, number)
-
-    before = {}
-    if threading.current_thread() is threading.main_thread():
-        for number in (signal.SIGTERM, signal.SIGUSR1):
-            before[number] = signal.signal(number, pass_on)
-    try:
-        yield
-    finally:
-        for number, handler in before.items():
-            signal.signal(number, handler or signal.SIG_DFL)
+def _pass_on(processes: Sequence[BaseProcess], number: int) -> None:
+    """Send the signal to the processes that are running."""
+    for process in processes:
+        if process.is_alive() and process.pid is not None:
+            os.kill(process.pid, number)
 
 
 def _end(processes: Sequence[BaseProcess]) -> None:
-    """After Ctrl-C, which a terminal sends to the processes too: let them end by themselves, and insist where they do not."""
+    """End the processes after Ctrl-C, which a terminal sends to them too: by themselves first, then by signals."""
     for number in (None, signal.SIGINT, signal.SIGKILL):
-        for process in processes:
-            if number is not None and process.is_alive() and process.pid is not None:
-                os.kill(process.pid, number)
+        if number is not None:
+            _pass_on(processes, number)
         for process in processes:
             process.join(3)
 
 
-def _what_happened(ended: ProcessExitedException, said: Path) -> DraftsmithError:
-    """The error of the process that ended first, or of another one that said what it was."""
-    for file in (said / str(ended.error_index), *sorted(said.iterdir())):
+def _error_of(ended: ProcessExitedException, errors: Path) -> DraftsmithError:
+    """The error of the process that ended first, or of another one that left its error."""
+    for file in (errors / str(ended.error_index), *sorted(errors.iterdir())):
         if file.is_file():
             status, message = json.loads(file.read_text())
             kind = next(kind for kind in (UserError, Stopped, DraftsmithError) if kind.exit_status == status)
@@ -150,7 +137,7 @@ def _what_happened(ended: ProcessExitedException, said: Path) -> DraftsmithError
     why = "What it printed is above."
     if ended.signal_name == "SIGKILL":
         why = (
-            "Most often that is the system's answer to memory that is used up: `draftsmith run RECIPE --plan` says what training "
+            "The usual reason is that memory is used up: `draftsmith run RECIPE --plan` estimates how much training "
             "needs."
         )
     return DraftsmithError(f"Training process {ended.error_index} ended with {how}. {why} {again}")

@@ -1,10 +1,10 @@
-"""The loss of a chain drafter: at each step, what the target says against what the drafter says.
+"""The loss of a chain drafter: at each step, the drafter's distribution against the target's.
 
-Nothing of size [rows, vocabulary] outlives a few rows: head, softmax, loss and gradient are computed chunk by chunk, each
-once. The weights of the rows are known before, so the forward pass already knows the gradient of the logits, and the
-backward pass only scales what the forward pass left.
+No tensor of size [rows, vocabulary] is ever in memory: head, softmax, loss and gradient are computed in chunks of rows, each
+once. The weights of the rows are known beforehand, so the forward pass already computes the gradient of the logits, and the
+backward pass only scales it.
 
-Shape legend: T packed rows, K chain steps, Q rows that are drafted from, N rows that teach, H hidden size, V vocabulary
+Shape legend: T packed rows, K chain steps, Q rows that are drafted from, N rows that supervise, H hidden size, V vocabulary
 that the loss is taken over.
 """
 
@@ -25,23 +25,25 @@ from draftsmith.drafters.batch import Batch
 LossName = Literal["cross_entropy", "kl", "total_variation"]
 
 _LOGITS_AT_ONCE = 1 << 21
-"""Logits in a chunk of rows: 8 MiB in float32, which stays in a CPU's cache from one pass over it to the next."""
+"""Logits in a chunk of rows: 8 MiB in float32, which stay in a CPU's cache between passes over them."""
 _LOGITS_AT_ONCE_ON_GPU = 1 << 27
-"""There: 512 MiB in float32, a few of which are there at once. Its cache holds no chunk that would keep it busy."""
+"""512 MiB in float32, a few of which are in memory at once. A chunk that fits a GPU's cache would not keep it busy."""
 _LEAST_ROWS = 128
-"""Rows in a chunk, however large the vocabulary: with fewer, a product waits for the head to come from memory."""
+"""Fewest rows in a chunk: with fewer, a product is bound by reading the head from memory."""
 ROWS_ASKED = 256
-"""Rows of a batch whose teachers, and as many whose drafts, choose the part of the draft vocabulary that its loss is taken
-over."""
+"""Rows of a batch whose teacher distributions choose the subset of the draft vocabulary that its loss is taken over, and as many
+whose drafter distributions do."""
 _DRAWN = 6
-"""One in so many of that part are drawn by chance."""
+"""One in so many tokens of the subset is drawn at random."""
 
 
 def row_chunks(rows: int, vocab: int, device: str) -> Iterator[slice]:
-    """`rows` rows in turn, as many at once as logits over `vocab` tokens should be there at once.
+    """Slices of `rows` rows whose logits over `vocab` tokens are computed at once.
 
     Args:
-        device: the type of device that computes them, as torch names it.
+        rows: of all chunks together.
+        vocab: logits per row.
+        device: torch's name of the type of device that computes them.
     """
     at_once = _LOGITS_AT_ONCE if device == "cpu" else _LOGITS_AT_ONCE_ON_GPU
     size = max(_LEAST_ROWS, at_once // vocab)
@@ -50,35 +52,36 @@ def row_chunks(rows: int, vocab: int, device: str) -> Iterator[slice]:
 
 @dataclass
 class ChainLossOutput:
-    """Loss of a batch and how often the drafter's first choice was the target's token."""
+    """Loss of a batch, and the drafter's top-1 accuracy."""
 
     loss: torch.Tensor
-    """Scalar: sum over chain steps of decay^k times the mean over rows that count."""
+    """Scalar: sum over chain steps of decay^k times the weighted mean over rows."""
     matches: torch.Tensor
-    """[K]: share of the counted rows whose largest logit is the true token's, by chain step."""
+    """[K]: weighted share of the rows whose largest logit is the true token's, by chain step."""
 
 
 @dataclass
 class _TeacherAlignment:
-    """Who teaches whom: the row at t teaches, at step k, the draft made from p = t - 1 - k; all of them predict x_{t+1}."""
+    """Which teacher row supervises which draft step: row t supervises, at step k, the draft made from p = t - 1 - k; all of
+    them predict x_{t+1}."""
 
     rows: torch.Tensor
-    """int64 [N] ascending: the rows t of the batch that teach any draft."""
+    """int64 [N] ascending: the rows t of the batch that supervise any draft."""
     labels: torch.Tensor
     """int64 [N]: x_{t+1}, as an index into the draft vocabulary."""
     drafts: torch.Tensor
-    """int64 [K, N]: each draft's place among the Q rows that are drafted from; 0 where a step makes no such draft."""
+    """int64 [K, N]: index of each draft among the Q rows that are drafted from; 0 where a step makes no such draft."""
     weights: torch.Tensor
     """float64 [K, N]: the draft's weight in the loss; 0 where there is none."""
 
 
 class ChainLoss(nn.Module):
-    """What the target says next against what the drafter says, over the draft vocabulary.
+    """The drafter's distribution against the target's, over the draft vocabulary.
 
     For the row at p and chain step k, the teacher is the target at position p+1+k, whose last state is in the same
     batch: its logits are `lm_head(norm(h))` restricted to the draft vocabulary. Rows whose true token is outside
-    the draft vocabulary do not count: no answer there would be right. A kind may be taught what the target wrote instead
-    of its distribution, and the target's normed state beside (`terms`).
+    the draft vocabulary are left out: no draft token would be right there. A kind may learn the target's tokens instead of
+    its distribution, and the target's normed state as well (`terms`).
 
     Args:
         drafter: the module to train.
@@ -86,12 +89,12 @@ class ChainLoss(nn.Module):
         teacher_head: [V, H], the target's head rows for the draft vocabulary.
         ttt_steps: K.
         ttt_loss_decay: weight of step k is ttt_loss_decay**k (EAGLE-3's reference code: 0.8).
-        loss: what sets the drafter's distribution q against the target's p. `cross_entropy`: -sum p log q. `kl`: the same
-            less the target's own entropy, so it is 0 where q = p; the gradients are equal. `total_variation`:
+        loss: distance of the drafter's distribution q from the target's p. `cross_entropy`: -sum p log q. `kl`: the same
+            less the target's entropy, so it is 0 where q = p; the gradients are equal. `total_variation`:
             1/2 sum |p - q|, the probability that a token drawn from q is rejected (Leviathan et al., arXiv 2211.17192).
         loss_vocab_size: take each batch's loss over this many tokens of the draft vocabulary, those that matter in
-            the batch and a sample of the rest (`_part`); None for all. The head is most of a small drafter's work.
-        terms: what the drafter is taught; None for the target's distribution alone.
+            the batch and a sample of the rest (`_subset`); None for all. The head is most of a small drafter's work.
+        terms: what the drafter learns; None for the target's distribution alone.
     """
 
     def __init__(
@@ -120,59 +123,62 @@ class ChainLoss(nn.Module):
     teacher_head: torch.Tensor
     to_draft: torch.Tensor
 
-    def forward(self, batch: Batch, last_states: torch.Tensor, divisors: torch.Tensor | None = None) -> ChainLossOutput:
+    def forward(self, batch: Batch, divisors: torch.Tensor | None = None) -> ChainLossOutput:
         """Loss of one batch.
 
         Args:
-            batch: packed rows with the drafter's states; K columns.
-            last_states: [T, H], the target's last layer's output before its final norm.
-            divisors: [K], what each step's sum over rows is divided by; None for the batch's own `weights`.
+            batch: packed rows with the drafter's states and the target's last; K columns.
+            divisors: [K], what the sum over rows of each step is divided by; None for the batch's own `weights`.
         """
-        lessons = self._lessons(batch)
+        assert batch.last_states is not None
+        alignment = self._align(batch)
         if divisors is None:
-            divisors = lessons.weights.sum(1)
+            divisors = alignment.weights.sum(1)
         with torch.no_grad():
-            states = self.teacher_norm(last_states[lessons.rows])
+            states = self.teacher_norm(batch.last_states[alignment.rows])
             decay = self.ttt_loss_decay ** torch.arange(self.ttt_steps, device=divisors.device).double()
-            weights = (lessons.weights * (decay / divisors.clamp(min=1))[:, None]).to(_exact(states.dtype))
+            weights = (alignment.weights * (decay / divisors.clamp(min=1))[:, None]).to(_sum_dtype(states.dtype))
 
-        normed: list[torch.Tensor] = []  # of each step [N, H], so that all steps' rows line up with the teacher's
+        normed: list[torch.Tensor] = []  # [N, H] each: the rows of every step line up with the teacher's
         heads: list[torch.Tensor] = []
         head_of: list[int] = []
-        for step, drafts in zip(self.drafter.chain(batch, steps=self.ttt_steps), lessons.drafts, strict=True):
+        for step, drafts in zip(self.drafter.chain(batch, steps=self.ttt_steps), alignment.drafts, strict=True):
             normed.append(step.normed.index_select(0, drafts))
-            if not heads or step.head is not heads[-1]:  # else the same as a step before
+            if not heads or step.head is not heads[-1]:  # else the head of a step before
                 heads.append(step.head)
             head_of.append(len(heads) - 1)
-        labels, teacher_head = lessons.labels, self.teacher_head
-        part = self._part(states, normed, [heads[index] for index in head_of], lessons)
-        if part is not None:
-            labels, teacher_head = torch.searchsorted(part.columns[: part.kept], labels), teacher_head[part.columns]
-            heads = [head[part.columns] for head in heads]
-        wanted = _LossTargets(
-            labels, part, *((states, teacher_head) if self.terms.targets == "distribution" else (None, None))
+        labels, teacher_head = alignment.labels, self.teacher_head
+        subset = self._subset(states, normed, [heads[index] for index in head_of], alignment)
+        if subset is not None:
+            labels, teacher_head = (
+                torch.searchsorted(subset.columns[: subset.kept], labels),
+                teacher_head[subset.columns],
+            )
+            heads = [head[subset.columns] for head in heads]
+        targets = _LossTargets(
+            labels, subset, *((states, teacher_head) if self.terms.targets == "distribution" else (None, None))
         )
-        total, right = _HeadLoss.apply(self.loss, wanted, weights * self.terms.token_weight, head_of, *normed, *heads)
+        total, right = _HeadLoss.apply(self.loss, targets, weights * self.terms.token_weight, head_of, *normed, *heads)
         if self.terms.feature_weight:
             for each, weight in zip(normed, weights, strict=True):
                 apart = F.smooth_l1_loss(each, states, reduction="none").mean(-1)
                 total = total + self.terms.feature_weight * (apart * weight).sum()
         counted = batch.loss_weights[:, : self.ttt_steps].sum(0)
-        matches = (right * lessons.weights).sum(1) / counted.clamp(min=1)
+        matches = (right * alignment.weights).sum(1) / counted.clamp(min=1)
         return ChainLossOutput(total, matches.to(total.dtype))
 
     def weights(self, batch: Batch) -> torch.Tensor:
-        """float64 [K]: the sum of the rows' weights at each step, which the loss is divided by."""
-        return self._lessons(batch).weights.sum(1)
+        """float64 [K]: the sum of the row weights at each step, which the loss is divided by."""
+        return self._align(batch).weights.sum(1)
 
     @torch.no_grad()
-    def _lessons(self, batch: Batch) -> _TeacherAlignment:
+    def _align(self, batch: Batch) -> _TeacherAlignment:
         counts = batch.loss_weights[:, : self.ttt_steps]
         queries = counts.sum(1).nonzero()[:, 0]
         labels = self.to_draft[batch.next_tokens[queries, 1 : self.ttt_steps + 1]]  # [Q, K], -1 outside
         draft, step = ((counts[queries] > 0) & (labels >= 0)).nonzero().unbind(1)
         teachers = queries[draft] + 1 + step
-        rows, place = teachers.unique(return_inverse=True)  # several drafts have one teacher
+        rows, place = teachers.unique(return_inverse=True)  # several drafts share a teacher
         drafts = rows.new_zeros(self.ttt_steps, len(rows)).index_put((step, place), draft)
         counts = counts.double()
         weights = counts.new_zeros(drafts.shape).index_put((step, place), counts[queries[draft], step])
@@ -180,20 +186,20 @@ class ChainLoss(nn.Module):
         return _TeacherAlignment(rows, label, drafts, weights)
 
     @torch.no_grad()
-    def _part(
-        self, states: torch.Tensor, normed: list[torch.Tensor], heads: list[torch.Tensor], lessons: _TeacherAlignment
-    ) -> _Part | None:
-        """The part of the draft vocabulary that this batch's loss is taken over; None for all of it.
+    def _subset(
+        self, states: torch.Tensor, normed: list[torch.Tensor], heads: list[torch.Tensor], alignment: _TeacherAlignment
+    ) -> _VocabularySubset | None:
+        """The subset of the draft vocabulary that this batch's loss is taken over; None for all of it.
 
-        Kept is what the teacher and the drafter hold likely, asked in rows spread over the batch, and every true token. The
-        rest has little probability in any row and costs as much, but a drafter would let it grow if it were never pushed
-        down. So some of the rest are drawn, and each stands for as many as it was drawn from.
+        It keeps the tokens that teacher and drafter find likely, judged by rows spread over the batch, and every true token.
+        The rest has little probability in any row and costs as much, but its probability would grow if it were never pushed
+        down. So some of the rest are drawn at random, and each stands for as many as it was drawn from.
 
         Args:
             states: [N, H], the target's normed states.
             normed: of each chain step [N, H].
             heads: of each chain step [V, H].
-            lessons: of the batch.
+            alignment: of the batch.
 
         Returns:
             loss_vocab_size tokens, or more where the batch has more different true tokens.
@@ -201,15 +207,15 @@ class ChainLoss(nn.Module):
         vocab = len(self.teacher_head)
         if self.loss_vocab_size is None or self.loss_vocab_size >= vocab:
             return None
-        mass = states.new_zeros(vocab, dtype=_exact(states.dtype))
+        mass = states.new_zeros(vocab, dtype=_sum_dtype(states.dtype))
         asked = [(states[:: math.ceil(len(states) / ROWS_ASKED) or 1], self.teacher_head)]
-        for x, head, weights in zip(normed, heads, lessons.weights, strict=True):
+        for x, head, weights in zip(normed, heads, alignment.weights, strict=True):
             there = weights.nonzero()[:, 0]
             asked.append((x[there[:: math.ceil(len(there) * len(normed) / ROWS_ASKED) or 1]], head))
         for x, head in asked:
             for rows in row_chunks(len(x), vocab, x.device.type):
                 mass += F.linear(x[rows], head).softmax(-1, dtype=mass.dtype).sum(0)
-        mass[lessons.labels] = torch.inf
+        mass[alignment.labels] = torch.inf
         drawn = self.loss_vocab_size // _DRAWN
         kept = max(self.loss_vocab_size - drawn, int(mass.isinf().sum()))
         best = mass.topk(kept).indices.sort().values
@@ -218,48 +224,48 @@ class ChainLoss(nn.Module):
         drawn = min(drawn, vocab - kept)
         log_weights = mass.new_zeros(kept + drawn)
         log_weights[kept:] = math.log((vocab - kept) / max(drawn, 1))
-        return _Part(torch.cat([best, chance.topk(drawn).indices.sort().values]), kept, log_weights)
+        return _VocabularySubset(torch.cat([best, chance.topk(drawn).indices.sort().values]), kept, log_weights)
 
 
 @dataclass
-class _Part:
+class _VocabularySubset:
     """C tokens of the draft vocabulary."""
 
     columns: torch.Tensor
-    """int64 [C]: those that are kept, ascending; then those that were drawn from the rest, ascending."""
+    """int64 [C]: the kept tokens, ascending; then those drawn from the rest, ascending."""
     kept: int
-    """How many are kept: every true token is among them."""
+    """Number of kept tokens; every true token is among them."""
     log_weights: torch.Tensor
-    """[C], added to logits: the log of how many tokens each stands for. The sum of exp(logits) is then estimated without bias,
-    and those that were left out are pushed down through those that were drawn (Bengio and Senecal 2008,
-    doi 10.1109/TNN.2007.912312; Jean et al., arXiv 1412.2007)."""
+    """[C], added to the logits: log of the number of tokens that each stands for. The sum of exp(logits) is then estimated
+    without bias, and the drawn tokens push down those left out (Bengio and Senecal 2008, doi 10.1109/TNN.2007.912312;
+    Jean et al., arXiv 1412.2007)."""
 
 
 @dataclass
 class _LossTargets:
-    """What N rows should say."""
+    """What N rows should predict."""
 
     labels: torch.Tensor
-    """int64 [N]: what the target wrote."""
-    part: _Part | None
-    """What the columns of the heads are; None for the whole draft vocabulary."""
+    """int64 [N]: the target's tokens."""
+    subset: _VocabularySubset | None
+    """The tokens of the heads' rows; None for the whole draft vocabulary."""
     states: torch.Tensor | None
-    """[N, H], the target's normed states, and"""
+    """[N, H], the target's normed states; None where only the labels are learned."""
     head: torch.Tensor | None
-    """[V, H], its head: together its distribution; None where only the labels are taught."""
+    """[V, H], the target's head; with `states`, its distribution."""
 
 
 class _HeadLoss(torch.autograd.Function):
     """Sum over steps and rows of weight * loss(normed @ head.T), with the gradients of `normed` and of trained heads.
 
-    Rows are the teacher's: a chunk's teacher distribution is computed once and used for all steps.
+    The rows are the teacher's: its distribution is computed once per chunk and used for all steps.
     """
 
     @staticmethod
     def forward(
         ctx: Any,
         loss: LossName,
-        wanted: _LossTargets,
+        targets: _LossTargets,
         weights: torch.Tensor,
         head_of: list[int],
         *tensors: torch.Tensor,
@@ -267,10 +273,10 @@ class _HeadLoss(torch.autograd.Function):
         """
         Args:
             loss: see `ChainLoss`.
-            wanted: of N rows.
+            targets: for N rows.
             weights: [K, N].
-            head_of: of each step, which of the heads it uses.
-            tensors: each step's `normed` [N, H], then the heads [V, H]. Their products are in autocast's dtype where it is on.
+            head_of: index of the head that each step uses.
+            tensors: `normed` [N, H] of each step, then the heads [V, H]. Products are in autocast's dtype where it is on.
 
         Returns:
             The sum, and bool [K, N]: whether a row's largest logit is its label's.
@@ -279,32 +285,34 @@ class _HeadLoss(torch.autograd.Function):
         device, dtype = weights.device.type, tensors[0].dtype
         if torch.is_autocast_enabled(device):
             dtype = torch.get_autocast_dtype(device)
-        # Cast once here, not by autocast at every chunk.
-        normed, heads = ([x.detach().to(dtype) for x in part] for part in (tensors[:steps], tensors[steps:]))
+        # Cast once here, instead of by autocast in every chunk.
+        normed, heads = ([x.detach().to(dtype) for x in each] for each in (tensors[:steps], tensors[steps:]))
         teacher = (
-            None if wanted.head is None or wanted.states is None else (wanted.states.to(dtype), wanted.head.to(dtype))
+            None
+            if targets.head is None or targets.states is None
+            else (targets.states.to(dtype), targets.head.to(dtype))
         )
         d_normed = [torch.empty_like(x) for x in tensors[:steps]]
         d_heads = [
-            torch.zeros_like(head, dtype=_exact(dtype)) if trained else None
+            torch.zeros_like(head, dtype=_sum_dtype(dtype)) if trained else None
             for head, trained in zip(heads, ctx.needs_input_grad[4 + steps :], strict=True)
         ]
         log_weights, kept = None, len(heads[0])
-        if wanted.part is not None:
-            log_weights, kept = wanted.part.log_weights.to(dtype), wanted.part.kept
-        total = weights.new_zeros((), dtype=_exact(dtype))
+        if targets.subset is not None:
+            log_weights, kept = targets.subset.log_weights.to(dtype), targets.subset.kept
+        total = weights.new_zeros((), dtype=_sum_dtype(dtype))
         right = torch.empty_like(weights, dtype=torch.bool)
         with torch.autocast(device, enabled=False):
             for rows in row_chunks(weights.shape[1], len(heads[0]), device):
-                labels = wanted.labels[rows]
+                labels = targets.labels[rows]
                 taught = _logits(teacher[0][rows], teacher[1], log_weights) if teacher else None
                 p = None if taught is None else taught.softmax(-1)
-                constant: torch.Tensor | float = 0.0  # of what is trained
+                constant: torch.Tensor | float = 0.0  # in what is trained
                 if loss == "kl" and taught is not None and p is not None:
-                    constant = _cross_entropy(taught, p, p)  # the weights are in both, and cancel
+                    constant = _cross_entropy(taught, p, p)  # the log weights are in both, and cancel
                 elif loss == "cross_entropy" and p is not None and log_weights is not None:
-                    constant = -(p @ log_weights.to(p.dtype))  # a token's log q is without its weight
-                del taught  # nothing is as large as a chunk's logits: none lives longer than it is needed
+                    constant = -(p @ log_weights.to(p.dtype))  # log q of a token is without its log weight
+                del taught  # nothing is as large as the logits of a chunk: free them as early as possible
                 for k in range(steps):
                     x, weight, head, d_head = (
                         normed[k][rows],
@@ -315,11 +323,11 @@ class _HeadLoss(torch.autograd.Function):
                     logits = _logits(x, head, log_weights)
                     right[k, rows] = logits.gather(1, labels[:, None])[:, 0] == logits[:, :kept].amax(-1)
                     if p is None:
-                        each, d_logits = _against_tokens(logits, labels)
+                        each, d_logits = _token_cross_entropy(logits, labels)
                     elif loss == "total_variation":
                         each, d_logits = _total_variation(logits, p)
                     else:
-                        d_logits = logits.softmax(-1)  # q still
+                        d_logits = logits.softmax(-1)  # q so far
                         each = _cross_entropy(logits, d_logits, p) - constant
                         d_logits -= p
                     total += (each * weight[:, 0]).sum()
@@ -338,18 +346,18 @@ class _HeadLoss(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *grads: torch.Tensor) -> Any:
-        gradients, ctx.gradients = ctx.gradients, None  # scaled in place, so good for one backward pass
+        gradients, ctx.gradients = ctx.gradients, None  # scaled in place: valid for one backward pass
         return None, None, None, None, *(g if g is None else g.mul_(grads[0]) for g in gradients)
 
 
 def _logits(x: torch.Tensor, head: torch.Tensor, log_weights: torch.Tensor | None) -> torch.Tensor:
     """[R, V], in float32 at least."""
     logits = F.linear(x, head, log_weights)
-    return logits.to(_exact(logits.dtype))
+    return logits.to(_sum_dtype(logits.dtype))
 
 
-def _exact(dtype: torch.dtype) -> torch.dtype:
-    """What sums over the vocabulary are taken in."""
+def _sum_dtype(dtype: torch.dtype) -> torch.dtype:
+    """The dtype for sums over the vocabulary."""
     return torch.promote_types(dtype, torch.float32)
 
 
@@ -359,7 +367,7 @@ def _cross_entropy(logits: torch.Tensor, q: torch.Tensor, p: torch.Tensor) -> to
     return logits.amax(-1) - q.amax(-1).log() - torch.linalg.vecdot(p, logits)
 
 
-def _against_tokens(logits: torch.Tensor, labels: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+def _token_cross_entropy(logits: torch.Tensor, labels: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     """-log q(label) [R] and its gradient in the logits."""
     log_q = logits.log_softmax(-1)
     each = -log_q.gather(1, labels[:, None])[:, 0]

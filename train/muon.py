@@ -1,7 +1,7 @@
-"""Muon (Jordan et al., kellerjordan.github.io/posts/muon): momentum, orthogonalized, for the hidden matrices.
+"""Muon (Jordan et al., kellerjordan.github.io/posts/muon): orthogonalized momentum, for the hidden matrices.
 
-torch.optim.Muon takes one matrix at a time, always in bf16, which CPUs without bf16 arithmetic emulate, and knows nothing of
-matrices that FSDP2 splits. This one computes in the dtype it is given and takes small matrices together.
+torch.optim.Muon takes one matrix at a time, always in bf16, which CPUs without bf16 arithmetic emulate, and does not support
+matrices that FSDP2 shards. This one computes in a given dtype and batches small matrices.
 """
 
 from __future__ import annotations
@@ -15,23 +15,23 @@ from torch.distributed.tensor import DTensor
 
 from draftsmith.train.distributed import shard_like
 
-_COEFFICIENTS = (3.4445, -4.7750, 2.0315)  # Jordan's quintic: steepest at zero while singular values stay in (0.7, 1.2)
+_COEFFICIENTS = (3.4445, -4.7750, 2.0315)  # Jordan's: steepest at zero while singular values stay in (0.7, 1.2)
 _ITERATIONS = 5
-_AT_ONCE = 1 << 22
-"""Elements of Gram matrices that are multiplied together: small ones gain by it, large ones would only take memory."""
+_BATCH_ELEMENTS = 1 << 22
+"""Elements of Gram matrices that are batched: small ones gain speed by it, large ones would only take memory."""
 
 
 def orthogonalize(matrices: Sequence[torch.Tensor], dtype: torch.dtype) -> list[torch.Tensor]:
     """Replace the singular values of matrices [a, b] by values near 1 (quintic Newton-Schulz).
 
-    Below float32 this is Jordan's iteration, on the matrices themselves. From float32 on it is the same iteration on their
+    Below float32 this is Jordan's iteration, on the matrices themselves. In float32 and above it is the same iteration on their
     Gram matrices, which is less work where the long side is more than one and a half times the short one, but squares the
-    condition: rounding to bf16 or TF32 gives the Gram matrix negative eigenvalues, and each iteration makes them up to
-    3.4445^2 times larger. Float32's are too small for five iterations to matter.
+    condition number: rounding to bf16 or TF32 gives the Gram matrix negative eigenvalues, which grow by up to 3.4445^2 in each
+    iteration. In float32 they are too small for five iterations to matter.
 
     Args:
-        matrices: of one shape, or its transpose; from float32 on of one shorter side. They are multiplied together: one such
-            product is too small to keep a processor busy.
+        matrices: of one shape, or its transpose; in float32 and above only the shorter sides must be equal. They are batched,
+            since one such product is too small to keep a processor busy.
         dtype: of the products; on a GPU, float32 must not mean TF32 (torch's default is that it does not).
     """
     wide = [(m if m.shape[0] <= m.shape[1] else m.T).to(dtype) for m in matrices]
@@ -53,9 +53,9 @@ def _by_matrix(wide: list[torch.Tensor]) -> Iterable[torch.Tensor]:
 
 def _by_gram_matrix(wide: list[torch.Tensor]) -> Iterable[torch.Tensor]:
     """Each iteration is X <- P X for P = aI + bG + cG^2. P commutes with G, so G <- P G P, and the product of all P is
-    applied to X once, at the end: the long side enters twice in all."""
+    applied to X once, at the end: only two products involve the long side."""
     a, b, c = _COEFFICIENTS
-    # Scaled are the small matrices on both sides of X, not X itself.
+    # The small matrices on both sides of X are scaled, not X itself.
     scale = 1 / (torch.stack([x.norm() for x in wide]) + 1e-7)[:, None, None]
     gram = torch.stack([x @ x.T for x in wide]).mul_(scale**2)
     product = gram
@@ -68,29 +68,32 @@ def _by_gram_matrix(wide: list[torch.Tensor]) -> Iterable[torch.Tensor]:
     return (each @ x for each, x in zip(product.mul_(scale), wide, strict=True))
 
 
-def _alike(parameters: list[torch.Tensor], dtype: torch.dtype) -> Iterator[list[torch.Tensor]]:
-    """Those that `orthogonalize` takes together."""
+def _batches(parameters: list[torch.Tensor], dtype: torch.dtype) -> Iterator[list[torch.Tensor]]:
+    """Groups of parameters that `orthogonalize` takes in one batch."""
     by_shape: dict[tuple[int, ...], list[torch.Tensor]] = {}
     for parameter in parameters:
         short, long = sorted(parameter.shape)
         key = (short,) if dtype == torch.float32 else (short, long)
         by_shape.setdefault(key, []).append(parameter)
     for (short, *_), members in by_shape.items():
-        size = max(1, _AT_ONCE // short**2)
+        size = max(1, _BATCH_ELEMENTS // short**2)
         yield from (members[start : start + size] for start in range(0, len(members), size))
 
 
 class Muon(torch.optim.Optimizer):
     """Muon with Nesterov momentum for 2-D parameters.
 
-    The update has root mean square 0.2 * lr for every shape (Liu et al., arXiv 2502.16982, section 2.2), about that
+    The update has a root mean square of 0.2 * lr for every shape (Liu et al., arXiv 2502.16982, section 2.2), about that
     of AdamW, so learning rates mean the same for both.
 
-    Where FSDP2 splits the matrices, momentum stays split, and every process gathers and orthogonalizes each whole matrix:
-    its singular values are not those of its parts.
+    Where FSDP2 shards the matrices, momentum stays sharded, and every process gathers and orthogonalizes the whole matrix,
+    whose singular values are not those of its shards.
 
     Args:
         params: 2-D; momentum is in their dtype.
+        lr: learning rate.
+        momentum: share of the old momentum that a step keeps.
+        weight_decay: decoupled, as in AdamW.
         dtype: what `orthogonalize` computes in: float32 or bfloat16, on every device.
     """
 
@@ -111,7 +114,7 @@ class Muon(torch.optim.Optimizer):
         assert closure is None
         for group in self.param_groups:
             with_gradient = [parameter for parameter in group["params"] if parameter.grad is not None]
-            for parameters in _alike(with_gradient, self._dtype):
+            for parameters in _batches(with_gradient, self._dtype):
                 directions = [self._direction(parameter, group["momentum"]) for parameter in parameters]
                 for parameter, update in zip(parameters, orthogonalize(directions, self._dtype), strict=True):
                     if group["weight_decay"]:
@@ -120,7 +123,7 @@ class Muon(torch.optim.Optimizer):
                     parameter.add_(shard_like(update, parameter), alpha=-size)
 
     def _direction(self, parameter: torch.Tensor, momentum: float) -> torch.Tensor:
-        """The whole matrix's, where it is split."""
+        """The update before it is orthogonalized, unsharded."""
         state = self.state[parameter]
         if "momentum" not in state:
             state["momentum"] = torch.zeros_like(parameter)

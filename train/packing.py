@@ -1,26 +1,31 @@
-"""Store to batches: which sequences go into a step, and what follows each token."""
+"""Sequences to batches: which sequences go into a step, and the tokens that follow each position."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 
 import torch
 
 from draftsmith.drafters.batch import Batch
 from draftsmith.store.format import Sequence
 
+_TOKENS_IN_BATCH = 4096
+"""`pack_in_order` packs up to this many tokens; a longer sequence is alone."""
+
 
 def pack_epoch(lengths: list[int], *, tokens_per_step: int, seed: int, epoch: int) -> list[list[int]]:
     """Shuffle sequences and fill steps up to a budget of tokens; a pure function of its arguments.
 
-    It knows nothing of processes, so that any number of them walks the same steps.
+    The steps do not depend on the number of processes.
 
     Args:
         lengths: tokens of each sequence.
         tokens_per_step: budget of a step; a longer sequence gets a step of its own.
+        seed: of the whole run.
+        epoch: each is shuffled differently.
 
     Returns:
-        Indices into `lengths`, one list a step; each index once.
+        Indices into `lengths`, one list per step; each index once.
     """
     generator = torch.Generator().manual_seed(seed * 1_000_003 + epoch)
     steps: list[list[int]] = []
@@ -35,10 +40,10 @@ def pack_epoch(lengths: list[int], *, tokens_per_step: int, seed: int, epoch: in
 
 
 def balance_tokens(lengths: list[int], shares: int) -> list[list[int]]:
-    """Divide a step's sequences into shares of about as many tokens: the longest first, to the share that has least.
+    """Divide a step's sequences into shares of about as many tokens: the longest first, each to the smallest share.
 
     Returns:
-        Ascending indices into `lengths`, one list a share; empty ones where there are fewer sequences than shares.
+        Ascending indices into `lengths`, one list per share; empty ones where there are fewer sequences than shares.
     """
     divided: list[list[int]] = [[] for _ in range(shares)]
     loads = [0] * shares
@@ -49,29 +54,47 @@ def balance_tokens(lengths: list[int], shares: int) -> list[list[int]]:
     return [sorted(share) for share in divided]
 
 
+def pack_in_order(sequences: Iterable[Sequence], *, steps: int) -> Iterator[Batch]:
+    """Pack sequences in order, several to a batch, taking each from the iterable only when it is due."""
+    group: list[Sequence] = []
+    tokens = 0
+    for sequence in sequences:
+        if group and tokens + len(sequence.token_ids) > _TOKENS_IN_BATCH:
+            yield pack(group, steps=steps)
+            group, tokens = [], 0
+        group.append(sequence)
+        tokens += len(sequence.token_ids)
+    if group:
+        yield pack(group, steps=steps)
+
+
 def pack(sequences: Iterable[Sequence], *, steps: int, prompt_weight: float = 0.0) -> Batch:
     """Put sequences end to end.
 
-    A row is a token with a state. It counts for chain step k with weight 1 when the token it predicts, x_{p+2+k},
-    exists and is part of a response (the first response token included), with `prompt_weight` when it is part of
-    the prompt.
+    A row is a token with a state. Its loss weight at chain step k is 1 when the token that it predicts, x_{p+2+k}, exists
+    and is part of a response (including the first response token), `prompt_weight` when it is part of the prompt.
+
+    Args:
+        sequences: with the same layers.
+        steps: K.
+        prompt_weight: 0 to 1.
     """
-    states, following, counts, positions, documents = [], [], [], [], []
+    states, next_tokens, loss_weights, positions, documents = [], [], [], [], []
     for number, sequence in enumerate(sequences):
         rows = len(sequence.hidden_states)
         weight = torch.where(sequence.loss_mask, 1.0, prompt_weight)
         padded_ids = torch.cat([sequence.token_ids.long(), torch.zeros(steps + 2, dtype=torch.long)])
         padded_weight = torch.cat([weight, torch.zeros(steps + 2)])
         states.append(sequence.hidden_states)
-        # windows: row p holds [p+1, ..., p+1+K] and the weights of [p+2, ..., p+1+K]
-        following.append(padded_ids[1:].unfold(0, steps + 1, 1)[:rows])
-        counts.append(padded_weight[2:].unfold(0, steps, 1)[:rows])
+        # Row p gets the tokens [p+1, ..., p+1+K] and the weights of [p+2, ..., p+1+K].
+        next_tokens.append(padded_ids[1:].unfold(0, steps + 1, 1)[:rows])
+        loss_weights.append(padded_weight[2:].unfold(0, steps, 1)[:rows])
         positions.append(torch.arange(rows))
         documents.append(torch.full((rows,), number))
     return Batch(
         hidden_states=torch.cat(states),
-        next_tokens=torch.cat(following),
-        loss_weights=torch.cat(counts),
+        next_tokens=torch.cat(next_tokens),
+        loss_weights=torch.cat(loss_weights),
         positions=torch.cat(positions),
         documents=torch.cat(documents),
     )

@@ -1,4 +1,4 @@
-"""The formats that drafters are published in, one file each: a table of names, and by what a checkpoint is recognized."""
+"""The formats in which drafters are published, one file each: its layouts, and how to recognize it."""
 
 from __future__ import annotations
 
@@ -11,4 +11,4 @@ FORMATS: dict[str, Format] = {
         vllm.FORMAT, eagle.FORMAT, eagle3.FORMAT, specforge.FORMAT, speculators.FORMAT, ibm.FORMAT, medusa.FORMAT,
     )
 }  # fmt: skip
-"""By name, without the trainer's own checkpoint, which is no published format."""
+"""By name. The trainer's own checkpoint (`NATIVE`) is not a published format."""

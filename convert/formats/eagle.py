@@ -1,8 +1,8 @@
 """EAGLE as its authors publish it (SafeAILab's `yuhuili/EAGLE-*`).
 
-Theirs are the names that ours are; `fc` has a bias in files although their config may say `bias: false`, because their
-training always made one, so the tensors decide. So they do of the attention's biases, which drafters for Qwen2 have. The
-embedding, a copy of the target's, is in the file.
+Tensor names are those of our module. Files have a bias of `fc` even where their config says `bias: false`, because the
+authors' training always creates one; so the tensors decide, also about the attention biases that drafters for Qwen2 have.
+The file includes the embedding, a copy of the target's.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ from collections.abc import Collection, Mapping
 from typing import Any
 
 from draftsmith.convert.formats.base import Format
-from draftsmith.drafters.decoder import LLAMA_FIXED, LLAMA_IGNORED, layer_fields
+from draftsmith.drafters.decoder import LLAMA_FIXED, LLAMA_IRRELEVANT, layer_fields
 from draftsmith.drafters.layout import EXTRA, Entry, Layout, same_names
 
 
@@ -41,11 +41,11 @@ FORMAT = Format(
             ),
             names=same_names,
             fixed=LLAMA_FIXED,
-            written={
+            derived={
                 "architectures": lambda _: ["LlamaForCausalLM"], "model_type": lambda _: "llama",
                 "bias": lambda config: config.fc_bias,
             },
-            ignored=LLAMA_IGNORED | {"attention_bias"},
+            irrelevant=LLAMA_IRRELEVANT | {"attention_bias"},
         )
     },
     recognize=_recognize,

@@ -1,7 +1,7 @@
 """EAGLE-3 as its authors publish it (SafeAILab's `yuhuili/EAGLE3-*`).
 
-The one layer is called `midlayer`. Which of the target's states are fused is not said: they are those that enter the layers
-2, n // 2 and n - 3 of the target's n. The draft vocabulary is `d2t`, offsets, and `t2d`.
+Its only layer is called `midlayer`. The config does not name the target's layers whose hidden states are fused: they are
+those entering layers 2, n // 2 and n - 3 of n. The draft vocabulary is `d2t` (offsets) and `t2d`.
 """
 
 from __future__ import annotations
@@ -14,13 +14,13 @@ from draftsmith.drafters.eagle3 import eagle3_layout
 from draftsmith.drafters.layout import EXTRA, Entry
 
 
-def by_midlayer(config: Any, ours: tuple[str, ...]) -> dict[str, str]:
-    """Our tensor names, of a drafter with one layer, as EAGLE-3's authors call them."""
-    return {name.replace("layers.0.", "midlayer."): name for name in ours}
+def by_midlayer(config: Any, tensors: tuple[str, ...]) -> dict[str, str]:
+    """`Layout.names` of a drafter with one layer, called `midlayer`."""
+    return {name.replace("layers.0.", "midlayer."): name for name in tensors}
 
 
 def _are_the_usual(layer_ids: tuple[int, ...]) -> bool:
-    """Whether a reader who is not told finds these ids: those of a target of some depth."""
+    """Whether these are the default ids of a target of some depth, which a reader finds without a key."""
     layers = layer_ids[-1] + 3
     return layer_ids == (2, layers // 2, layers - 3)
 
@@ -40,8 +40,8 @@ FORMAT = Format(
             ids=Entry("layer_ids", tuple, f"{EXTRA}.layer_ids"),
             flags=False,
             names=by_midlayer,
-            only={"layer_ids": _are_the_usual},
-            written={"architectures": lambda _: ["LlamaForCausalLM"], "model_type": lambda _: "llama"},
+            supported={"layer_ids": _are_the_usual},
+            derived={"architectures": lambda _: ["LlamaForCausalLM"], "model_type": lambda _: "llama"},
         )
     },
     recognize=_recognize,

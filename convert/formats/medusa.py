@@ -1,6 +1,6 @@
-"""Medusa as its authors publish it (FasterDecoding): `{head}.{layer}.linear.*`, and a head's vocabulary head one further.
+"""Medusa as its authors publish it (FasterDecoding): `{head}.{layer}.linear.*`, and vocabulary heads one layer further.
 
-The sizes are in the tensors, not in the config.
+The sizes are those of the tensors; the config does not state them.
 """
 
 from __future__ import annotations
@@ -15,11 +15,11 @@ from draftsmith.drafters.medusa import MedusaConfig
 from draftsmith.run.errors import UserError
 
 
-def _names(config: MedusaConfig, ours: tuple[str, ...]) -> dict[str, str]:
+def _names(config: MedusaConfig, tensors: tuple[str, ...]) -> dict[str, str]:
     names = {}
-    for name in ours:
-        theirs = re.sub(r"^blocks\.(\d+)\.layers\.(\d+)\.", r"\1.\2.linear.", name)
-        names[re.sub(r"^lm_heads\.(\d+)\.weight$", rf"\1.{config.num_layers}.weight", theirs)] = name
+    for name in tensors:
+        stored = re.sub(r"^blocks\.(\d+)\.layers\.(\d+)\.", r"\1.\2.linear.", name)
+        names[re.sub(r"^lm_heads\.(\d+)\.weight$", rf"\1.{config.num_layers}.weight", stored)] = name
     return names
 
 
@@ -27,7 +27,7 @@ def _head_shape(axis: int) -> Any:
     def read(source: Source, config: dict[str, Any]) -> int:
         shapes = [shape for name, shape in source.shapes.items() if re.fullmatch(r"\d+\.\d+\.weight", name)]
         if not shapes or len(shapes[0]) != 2:
-            raise UserError("The checkpoint has no vocabulary heads, which say how large it is.")
+            raise UserError("The checkpoint has no vocabulary heads, whose shapes give its sizes.")
         return shapes[0][axis]
 
     return read
@@ -57,8 +57,8 @@ FORMAT = Format(
                 *target_fields(),
             ),
             names=_names,
-            only={"shared_head": (False,)},
-            ignored=frozenset({"architectures", "base_model_name_or_path", "dtype", "model_type", "torch_dtype",
+            supported={"shared_head": (False,)},
+            irrelevant=frozenset({"architectures", "base_model_name_or_path", "dtype", "model_type", "torch_dtype",
                                "transformers_version", "version"}),
         )
     },

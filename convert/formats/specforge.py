@@ -1,7 +1,7 @@
 """EAGLE-3 as SpecForge writes it and SGLang serves it.
 
-As its authors', with another architecture, and with layer ids: id i is the output of layer i, which enters layer i + 1. vLLM's
-ids, and ours, are one more.
+Like the authors' format, with another architecture and with layer ids: id i is the output of layer i, which vLLM and Draftsmith
+call i + 1, the input of the next layer.
 """
 
 from __future__ import annotations
@@ -32,10 +32,10 @@ FORMAT = Format(
             ids=Entry("layer_ids", tuple, "eagle_config.eagle_aux_hidden_state_layer_ids", shift=-1),
             flags=False,
             names=by_midlayer,
-            only={"layer_ids": lambda ids: min(ids) > 0},  # the embedding, id 0, is no layer's output
+            supported={"layer_ids": lambda ids: min(ids) > 0},  # the embedding, id 0, is no layer's output
             fixed={"eagle_config.use_aux_hidden_state": True},
-            written={"architectures": lambda _: ["LlamaForCausalLMEagle3"], "model_type": lambda _: "llama"},
-            ignored=frozenset({"target_model_type"}),
+            derived={"architectures": lambda _: ["LlamaForCausalLMEagle3"], "model_type": lambda _: "llama"},
+            irrelevant=frozenset({"target_model_type"}),
         )
     },
     recognize=_recognize,

@@ -1,4 +1,4 @@
-"""EAGLE-3 as the speculators project writes it (its version 0.9): the layer's config in a section of its own."""
+"""EAGLE-3 as the speculators project (0.9) writes it: the layer's config is a section of its own."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ _LAYOUT = eagle3_layout(
     ids=Entry("layer_ids", tuple, "eagle_aux_hidden_state_layer_ids"),
     flags=True,
     fixed={"speculators_model_type": "eagle3"},
-    written={
+    derived={
         "architectures": lambda _: ["Eagle3Speculator"],
         "transformer_layer_config.model_type": lambda _: "llama",
         "speculators_config.algorithm": lambda _: "eagle3",
@@ -29,7 +29,7 @@ _LAYOUT = eagle3_layout(
         "speculators_config.proposal_methods": lambda _: [{"proposal_type": "greedy", "speculative_tokens": 3}],
         "speculators_config.verifier": lambda _: {"name_or_path": None, "architectures": []},
     },
-    ignored=frozenset({
+    irrelevant=frozenset({
         "auto_map", "dtype", "embed_requires_grad", "has_no_defaults_at_init", "speculators_version", "tie_word_embeddings",
         "torch_dtype", "transformers_version",
     }),
@@ -39,12 +39,12 @@ FORMAT = Format(
     name="speculators",
     title="EAGLE-3 as the speculators project writes it",
     layouts={
-        # Absent, it means one thing to speculators and another to vLLM, so it is never guessed.
+        # speculators and vLLM have different defaults for it, so it is required.
         "eagle3": replace(
             _LAYOUT,
             fields=tuple(
                 replace(entry, default=REQUIRED)
-                if isinstance(entry, Entry) and entry.ours == "norm_before_residual"
+                if isinstance(entry, Entry) and entry.field == "norm_before_residual"
                 else entry
                 for entry in _LAYOUT.fields
             ),

@@ -1,4 +1,4 @@
-"""What vLLM loads: each kind's own layout, in the kind's file."""
+"""The format that vLLM loads. The layouts are in the kinds' files."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from draftsmith.drafters.layout import EXTRA, Layout, look_up
 
 
 class _Layouts(Mapping[str, Layout]):
-    """Of the kinds there are; a kind is imported when it is asked for."""
+    """The layouts of all kinds; a kind is imported on first use."""
 
     def __getitem__(self, kind: str) -> Layout:
         if kind not in KINDS:
@@ -27,25 +27,25 @@ class _Layouts(Mapping[str, Layout]):
 
 
 def _recognize(record: Mapping[str, Any], names: Collection[str]) -> tuple[str, str] | None:
-    said = record.get("architectures")
+    named = record.get("architectures")
     if "speculators_model_type" in record or any(name.startswith("midlayer.") for name in names):
         return None
-    if said == ["Eagle3LlamaForCausalLM"]:  # what vLLM makes of EAGLE-3's LlamaForCausalLM
+    if named == ["Eagle3LlamaForCausalLM"]:  # vLLM's name for EAGLE-3's LlamaForCausalLM
         return "eagle3", "its architecture is Eagle3LlamaForCausalLM"
-    fitting = [kind for kind, options in KINDS.items() if said == [options.serving.architecture]]
+    fitting = [kind for kind, options in KINDS.items() if named == [options.serving.architecture]]
     if (
         not fitting
-        or not isinstance(said, list)
+        or not isinstance(named, list)
         or ("medusa" in fitting and not any(n.startswith("blocks.") for n in names))
     ):
         return None
     stated = look_up(record, f"{EXTRA}.kind")
-    return stated if stated in fitting else fitting[0], f"its architecture is {said[0]}"
+    return stated if stated in fitting else fitting[0], f"its architecture is {named[0]}"
 
 
 FORMAT = Format(
     name="vllm",
-    title="what vLLM serves, in its own names",
+    title="the format that vLLM serves",
     layouts=_Layouts(),
     recognize=_recognize,
 )

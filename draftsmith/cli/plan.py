@@ -1,22 +1,19 @@
-"""What a run will cost before anything is loaded or started: arithmetic on the target's config and the recipe.
+"""`draftsmith run --plan`: estimate the cost of a run from the target's config and the recipe, without loading a model.
 
-Units: FLOP are floating-point operations, two for each weight that a token meets in a product; bytes; seconds. A rate that
-the recipe states (`plan.hardware`) is multiplied with the share of it that the work is assumed to reach. Means stand for
-distributions, so hours are for orders of magnitude: how far off they were is in docs/log.md.
+Units: FLOP (floating-point operations, two per weight and token of a matrix product), bytes, seconds. Rates are those of
+`plan.hardware` times the share of them that the work is assumed to reach. Mean lengths stand for distributions, so hours are
+orders of magnitude; docs/log.md compares them with measurements.
 
-Not counted: downloads, predicting acceptance between epochs, and attention inside the drafter.
+Not counted: downloads, predicting acceptance length between epochs, and attention inside the drafter.
 """
 
 from __future__ import annotations
 
 import json
 import math
-from collections.abc import Iterable
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
-
-import torch
 
 from draftsmith.config.hardware import Assumptions, Hardware
 from draftsmith.config.recipe import Recipe
@@ -30,7 +27,6 @@ from draftsmith.target.downloads import fetch
 from draftsmith.target.info import TargetInfo
 from draftsmith.target.layer_ids import default_layer_ids
 from draftsmith.target.prepare import read_config, target_name
-from draftsmith.target.tensors import TargetTensors
 
 if TYPE_CHECKING:
     from transformers import PretrainedConfig
@@ -39,37 +35,37 @@ from draftsmith.engine.step_cost import EngineStep, TargetSizes, flop_of_text, t
 _BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
 _GIB = 1024**3
 _FLOAT32_ON_GPU = 1 / 16
-"""A GPU's rate in float32, where that of its half-precision products is 1: 19.5 of 312 TFLOP/s on an A100, 67 of 989 on an H100."""
+"""A GPU's rate in float32 relative to half precision: 19.5 of 312 TFLOP/s on an A100, 67 of 989 on an H100."""
 _COST_TOKENS = 16
-"""Response tokens of an answer whose steps evaluation times; as in `serve/evaluation/measure.py`."""
+"""Response tokens for which evaluation measures step costs, as in `serve/evaluation/step_cost.py`."""
 _REQUESTS = 10
-"""Requests for each of those in flight; as in `serve/evaluation/throughput.py`."""
+"""Requests per request in flight, as in `serve/evaluation/throughput.py`."""
 
 
 @dataclass(frozen=True)
 class StagePlan:
-    """What a stage is expected to take."""
+    """The estimated cost of a stage."""
 
     tokens: int
-    """Tokens that it works on; in training all epochs' together."""
+    """Tokens that it processes, in all epochs together."""
     disk_bytes: int
-    """What it leaves on disk, at most."""
+    """Upper bound of its output on disk."""
     memory_bytes: dict[str, int]
-    """What has to be in the memory of one device (on a CPU: of the machine) at a time, by what it is."""
+    """Memory that one device (on a CPU: the machine) needs at a time, by purpose."""
     memory_limit: int | None
-    """Bytes that a device has for it; None on a CPU and where the recipe names no hardware."""
+    """Memory of a device; None on a CPU and without `plan.hardware`."""
     flop: float
-    """Floating-point operations, all devices together."""
+    """Floating-point operations of all devices together."""
     seconds: dict[str, float]
-    """How long each part of its work takes; empty where the recipe names no hardware."""
+    """Time of each part of its work; empty without `plan.hardware`."""
     hours: float | None
-    """All of it: parts that run side by side count once. None where the recipe names no hardware."""
+    """Total time, in which concurrent parts count once; None without `plan.hardware`."""
     more: dict[str, Any] = field(default_factory=dict)
-    """Figures that only this stage has."""
+    """Figures specific to the stage."""
 
 
 def sequences_at_once(recipe: Recipe, hardware: Hardware | None, sizes: TargetSizes, *, tokens: float) -> int:
-    """Sequences of so many tokens whose keys and values fit beside the target; on a CPU, in all engines together."""
+    """Number of sequences whose keys and values fit beside the target; on a CPU, in all engines together."""
     engine, number = recipe.engine, _BYTES[recipe.target.dtype]
     limit = _engine_memory(recipe, hardware)
     if limit is None:
@@ -80,7 +76,7 @@ def sequences_at_once(recipe: Recipe, hardware: Hardware | None, sizes: TargetSi
 
 
 def _engine_memory(recipe: Recipe, hardware: Hardware | None) -> int | None:
-    """Bytes of a device that vLLM may take; None on a CPU."""
+    """Bytes of a device that vLLM may use; None on a CPU."""
     if hardware is None or hardware.memory_gib is None:
         return None
     return int(hardware.memory_gib * _GIB * recipe.engine.gpu_memory_utilization)
@@ -89,17 +85,17 @@ def _engine_memory(recipe: Recipe, hardware: Hardware | None) -> int | None:
 def plan_extract(
     recipe: Recipe, assumed: Assumptions, sizes: TargetSizes, layer_ids: tuple[int, ...], hidden: int
 ) -> StagePlan:
-    """The store: every token's states at every layer id, answers at their mean length.
+    """Estimate extraction: the hidden states of every token at every layer id.
 
-    An engine prefills all prompts at the rate of products, and then answers `max_num_seqs` at a time (fewer where the KV
-    cache is full) by one step a token. Beside it, the driver writes the store; on a CPU it takes the same cores.
+    An engine first prefills all prompts, limited by matrix products, and then decodes `max_num_seqs` responses at a time (fewer
+    if the KV cache is full), one step per token. Meanwhile the driver writes the store, on a CPU with the same cores.
     """
     options, hardware, number = recipe.extract, assumed.hardware, _BYTES[recipe.target.dtype]
     conversations = sum(conversation_counts(recipe, assumed))
     length = assumed.prompt_tokens + assumed.response_tokens
     machines = assumed.machines if options.machines == "all" else options.machines or 1
     on_cpu = hardware is not None and hardware.memory_gib is None
-    sharing = options.workers if on_cpu else 1  # engines that divide one device, and are counted as one here
+    sharing = options.workers if on_cpu else 1  # engines that share one device count as one
     engines = machines * options.workers // sharing
     at_once = min(
         options.max_num_seqs * sharing,
@@ -148,12 +144,12 @@ def plan_extract(
 
 
 def plan_train(recipe: Recipe, assumed: Assumptions, drafter: Drafter, *, layers: int) -> StagePlan:
-    """Training on the responses of the training part, `epochs` times over.
+    """Estimate training on the responses of the training part.
 
-    Memory is that of one process: what it trains in float32, with a gradient, AdamW's two moments (Muon: one) and their
-    average (`ema`), each divided among the processes with `shard`; what it shares with the target, the teacher's head; and
-    what a micro-batch keeps for its backward pass, input and output of every product (`activation_checkpointing`: less). The start,
-    on one process before all that, has the whole drafter, what it shares with the target, and its sums of products.
+    Memory is that of one process: float32 parameters with gradients, AdamW's two moments (Muon: one) and the average (`ema`),
+    each divided by the number of processes with `fsdp`; the tensors shared with the target and the teacher's head; and the
+    activations of a micro-batch, inputs and outputs of every matrix product (less with `activation_checkpointing`). The
+    initialization, before that on one process, has the whole drafter, the shared tensors, and its sums of products.
     """
     options, hardware = recipe.train, assumed.hardware
     steps = drafter.max_draft_tokens or options.ttt_steps
@@ -180,8 +176,8 @@ def plan_train(recipe: Recipe, assumed: Assumptions, drafter: Drafter, *, layers
         slower = _FLOAT32_ON_GPU if hardware.memory_gib else 1
         seconds = {
             "products": flop / (rate * hardware.count),
-            "Muon": muon / rate,  # every process does all of it
-            # One process, the others wait.
+            "Muon": muon / rate,  # repeated by every process
+            # On one process, while the others wait.
             "start": start.flop / (rate * slower) + start.rows_read * row_bytes / (hardware.load_mb_per_second * 1e6),
             "reading the store": plain_bytes / (hardware.load_mb_per_second * 1e6 * hardware.count),
         }
@@ -215,7 +211,7 @@ def plan_train(recipe: Recipe, assumed: Assumptions, drafter: Drafter, *, layers
 
 
 def plan_convert(recipe: Recipe, drafter: Drafter) -> StagePlan:
-    """The drafter's tensors in the dtype that they are served in."""
+    """Estimate conversion: the drafter's tensors in their serving dtype."""
     number = _BYTES[recipe.convert.dtype or recipe.target.dtype]
     parameters = sum(math.prod(shape) for shape in drafter.shapes(drafter.config).values())
     return StagePlan(0, number * parameters, {}, None, 0.0, {}, 0.0, {"parameters": parameters})
@@ -224,13 +220,14 @@ def plan_convert(recipe: Recipe, drafter: Drafter) -> StagePlan:
 def plan_evaluate(
     recipe: Recipe, assumed: Assumptions, sizes: TargetSizes, drafter: Drafter, config: PretrainedConfig
 ) -> StagePlan:
-    """Plain and speculative engines side by side, as if no draft were ever accepted: at most.
+    """Estimate an upper bound of evaluation, as if no draft token were accepted.
 
-    Where a GPU does not hold them all, as many as it holds (serve/evaluation/lineup.py); memory is that of one GPU.
+    Baseline and speculative engines run side by side, as many as a GPU holds (serve/evaluation/lineup.py). Memory is that of
+    one GPU.
 
-    All answers of the first suite at every K, of the others at two, and by every other method; then one at a time for the clock,
-    and in batches. Of requests at their rates the time is counted, until the last is sent. Conversations of which every turn is
-    answered count as two, which they are in MT-Bench.
+    Counted are all responses of the first suite at every K, of the others at two, and with every other method; then timing at
+    concurrency 1 and at each `concurrency`. For `request_rates`, only the time until the last request is sent counts. Suites
+    with `turns: all` count two turns per conversation, as in MT-Bench.
     """
     options, hardware, number = recipe.evaluate, assumed.hardware, _BYTES[recipe.target.dtype]
     ks = sorted({*options.k, options.acceptance_k})
@@ -263,14 +260,14 @@ def plan_evaluate(
         longest = suite.max_tokens or recipe.extract.response_tokens(held_out=True)
         answer_tokens = max(answer_tokens, longest)
         first = name == names[0]
-        # What guesses by lookup guesses as far as it likes, which is not far on average.
+        # Lookup methods draft any number of tokens, few on average.
         methods = [method.num_speculative_tokens or ks[-1] for method in options.methods.values()]
         for k in (0, *(ks if first else ks[-2:]), *methods):
             answer(prompts, longest, k=k, at_once=options.acceptance_batch_size)
         starts = options.engine_starts
         for k in (0, *ks) if first else ():
             answer(starts * min(prompts, options.step_cost_prompts), _COST_TOKENS, k=k, at_once=1)
-        # Plain decoding twice and the drafter, and both in every further dtype. Which those are is known where the recipe says so.
+        # The baseline twice and the drafter; both again in every further dtype that the recipe names.
         further = sum(dtype != recipe.target.dtype for dtype in options.dtypes or ())
         timed = (0, 0, ks[-1], *(further * (0, ks[-1])))
         for k in (*timed, *methods):
@@ -298,7 +295,7 @@ def plan_evaluate(
         gpus *= math.ceil(together / on_each)
         engines = min(engines, on_each)
     seconds = {}
-    if hardware:  # engines start anew for step costs and for speeds
+    if hardware:  # engines are restarted for step costs and for speeds
         starting = 2 * options.engine_starts * hardware.start_seconds
         seconds = {"answers without an accepted draft": answering, "starting": starting}
     if hardware and options.request_rates:
@@ -321,7 +318,7 @@ def plan_evaluate(
 
 
 def _devices(hardware: Hardware | None, work: str, gpus: int) -> dict[str, str]:
-    """What a stage does on the first so many GPUs of a machine, as a figure of its `more`; nothing on CPUs."""
+    """The GPUs that a stage uses, for its `more`; empty on CPUs."""
     if hardware is None or hardware.memory_gib is None:
         return {}
     where = "GPU 0" if gpus == 1 else f"GPUs 0 to {gpus - 1}"
@@ -333,7 +330,7 @@ def _hours(hardware: Hardware | None, seconds: dict[str, float], *, beside: str 
     """Hours of all parts together.
 
     Args:
-        beside: the part that runs beside the others where devices are not the host's own cores.
+        beside: the part that runs concurrently with the others, except on a CPU.
     """
     if hardware is None:
         return None
@@ -344,16 +341,16 @@ def _hours(hardware: Hardware | None, seconds: dict[str, float], *, beside: str 
 
 
 def conversation_counts(recipe: Recipe, assumed: Assumptions) -> tuple[int, int]:
-    """Sequences of the training part and of the held-out part.
+    """Number of sequences in the training part and in the held-out part.
 
     Raises:
-        UserError: neither the prompts' limit nor the plan says how many prompts there are.
+        UserError: neither `extract.prompts.limit` nor `plan.conversations` sets the number of prompts.
     """
     options = recipe.extract
     known = [number for number in (assumed.conversations, options.prompts.limit) if number is not None]
     if not known:
         raise UserError(
-            "How many prompts there are is not known before they are read: set `plan.conversations`, or limit them with "
+            "The number of prompts is unknown before they are read: set `plan.conversations`, or limit it with "
             "`extract.prompts.limit`."
         )
     prompts = min(known)
@@ -365,7 +362,7 @@ def conversation_counts(recipe: Recipe, assumed: Assumptions) -> tuple[int, int]
 
 
 def trained_parameters(recipe: Recipe, drafter: Drafter) -> tuple[int, list[tuple[int, int]]]:
-    """Numbers that training changes, and the shapes of the matrices that Muon does among them."""
+    """Number of trained parameters, and the shapes of the matrices among them that Muon optimizes."""
     heads, tables = ({id(p) for p in group} for group in (drafter.head_parameters(), drafter.embedding_parameters()))
     frozen = set() if recipe.train.train_lm_head else heads
     trained = [p for p in drafter.parameters() if id(p) not in frozen]
@@ -375,11 +372,11 @@ def trained_parameters(recipe: Recipe, drafter: Drafter) -> tuple[int, list[tupl
 
 
 def flop_of_row(recipe: Recipe, drafter: Drafter, steps: int, *, predicts: bool) -> float:
-    """FLOP of training on one row: forward, and as many again for the gradient of what is multiplied and of the weight.
+    """FLOP of training on one token: the forward pass, and as many again for each of the gradients of input and weight.
 
-    A row that something is predicted from meets the head at every step (frozen, it needs no gradient of its own), and the
-    teacher's head once where the target's distribution is taught. That teacher and drafter choose the loss's part
-    of the vocabulary is not counted: a few rows of a step are asked.
+    A token with a loss (`predicts`) goes through the head at every step (a frozen head has no weight gradient), and once
+    through the teacher's head if the target's distribution is trained on. Selecting the loss's part of the vocabulary is not
+    counted: it uses a few tokens per step.
     """
     shapes, config = drafter.shapes(drafter.config), drafter.config
     flop = 0.0
@@ -397,21 +394,21 @@ def flop_of_row(recipe: Recipe, drafter: Drafter, steps: int, *, predicts: bool)
 
 
 def flop_of_muon(rows: int, columns: int, precision: Literal["float32", "bfloat16"]) -> float:
-    """FLOP of one step of Muon on a matrix, five iterations (see `train/muon.py`). In float32 on its Gram matrix: 17 products
-    of that size in all, and the long side twice. In bfloat16 on the matrix: one and two in each."""
+    """FLOP of one step of Muon on a matrix, with five iterations (`train/muon.py`). In float32 they work on the Gram matrix: 17
+    products of its size, and two with the long side. In bfloat16 they work on the matrix: one and two per iteration."""
     short, long = sorted((rows, columns))
     of_gram, of_matrix = (17, 2) if precision == "float32" else (5, 10)
     return of_gram * 2 * short**3 + of_matrix * 2 * short * short * long
 
 
 def kept_by_row(drafter: Drafter, steps: int, *, layers: int, number: int) -> float:
-    """Bytes that a row of a step keeps until its backward pass: its states, and input and output of every product.
+    """Bytes that a token keeps until the backward pass: its hidden states, and the inputs and outputs of every product.
 
-    Logits are not kept: the loss works through them in parts.
+    Logits are not kept, because the loss computes them in parts.
 
     Args:
-        layers: states of the store that are read, all of them in float32.
-        number: bytes of a number that products are computed in.
+        layers: number of the store's layer ids, read in float32.
+        number: bytes of the data type of the products.
     """
     shapes = drafter.shapes(drafter.config)
     numbers = steps * _head_width(drafter)
@@ -421,21 +418,24 @@ def kept_by_row(drafter: Drafter, steps: int, *, layers: int, number: int) -> fl
 
 
 def _head_width(drafter: Drafter) -> int:
-    """Width of what the vocabulary heads read."""
+    """Input width of the vocabulary heads."""
     return next((head.shape[1] for head in drafter.head_parameters()), drafter.config.hidden_size)
 
 
 def make_plan(recipe: Recipe) -> dict[str, Any]:
-    """Every stage's `StagePlan` as JSON-like values, by the stage's name; `assumptions`: what they rest on; `total_hours`.
+    """Estimate every stage.
+
+    Returns:
+        JSON values: `run`, `stages` (a `StagePlan` by name), `total_hours`, `target`, `assumptions`.
 
     Raises:
-        UserError: the recipe states too little, or the target's config is not to be had.
+        UserError: the recipe lacks assumptions, or the target's config cannot be read.
     """
     assumed = recipe.plan
     if assumed is None:
         raise UserError(
-            "A plan needs to know how long texts are: add `plan: { prompt_tokens: 100, response_tokens: 200 }` with your "
-            "own means to the recipe, and `plan.hardware` for hours. The recipes that come with Draftsmith have both."
+            "A plan needs the mean lengths of texts: add `plan: { prompt_tokens: 100, response_tokens: 200 }` with your own to the "
+            "recipe, and `plan.hardware` for hours. The recipes that come with Draftsmith have both."
         )
     config = _config_of_target(recipe, assumed)
     sizes = target_sizes(config)
@@ -459,7 +459,7 @@ def make_plan(recipe: Recipe) -> dict[str, Any]:
 
 
 def _config_of_target(recipe: Recipe, assumed: Assumptions) -> PretrainedConfig:
-    """The plan's own copy of the target's config where it has one, so that it needs no network; else the target's."""
+    """`plan.target_config`, which needs no network, or the target's own config."""
     if assumed.target_config is None:
         return read_config(recipe.target)
     from transformers import AutoConfig
@@ -473,7 +473,7 @@ def _config_of_target(recipe: Recipe, assumed: Assumptions) -> PretrainedConfig:
 
 
 def _drafter(recipe: Recipe, config: PretrainedConfig, layer_ids: tuple[int, ...]) -> Drafter:
-    """The recipe's drafter without memory for its tensors (torch's meta device)."""
+    """The recipe's drafter on torch's meta device, without memory for its tensors."""
     options = recipe.train.drafter
     kind = drafter_class(options.kind)
     vocabulary, last = config.vocab_size, config.num_hidden_layers
@@ -482,87 +482,8 @@ def _drafter(recipe: Recipe, config: PretrainedConfig, layer_ids: tuple[int, ...
         num_hidden_layers=last, hidden_size=config.hidden_size, vocab_size=vocabulary, config=config,
     )  # fmt: skip
     draft_vocabulary = min(options.draft_vocab_size or vocabulary, vocabulary)
-    with torch.device("meta"):
-        table, norm = torch.empty(vocabulary, config.hidden_size), torch.empty(config.hidden_size)
-        tensors = TargetTensors(table, table, norm, {}, "")
-        shape = kind.make_config(options, target, kind.layer_ids(options, layer_ids, last), draft_vocabulary)
-        return kind.from_target(shape, tensors, torch.arange(draft_vocabulary))
-
-
-def summary(plan: dict[str, Any]) -> list[str]:
-    """One line a stage, as they stand on top of the recipes that come with Draftsmith."""
-    stages = plan["stages"]
-    extract, train, convert = stages["extract"], stages["train"], stages["convert"]
-    lines = [
-        f"extract   {extract['more']['conversations']:,} conversations, {_count(extract['tokens'])} tokens; a store of "
-        f"{_size(extract['disk_bytes'])} at most{_time(extract)}",
-        f"train     {_count(train['tokens'])} tokens, {_count(train['more']['parameters_trained'])} parameters{_time(train)}",
-        f"convert   {_size(convert['disk_bytes'])}",
-    ]
-    if "evaluate" in stages:
-        lines.append(f"evaluate  {_count(stages['evaluate']['tokens'])} tokens{_time(stages['evaluate'])}")
-    if plan["total_hours"] is not None:
-        hardware = plan["assumptions"]["hardware"]
-        lines.append(f"together  {_duration(plan['total_hours'])} on {hardware['count']} {hardware['device']}")
-    return lines
-
-
-def report(plan: dict[str, Any]) -> Iterable[str]:
-    """Everything, line by line: the summary, work and memory of each stage, and what it all rests on."""
-    yield f"{plan['run']}: {plan['target']['name']}, {_count(plan['target']['parameters'])} parameters"
-    yield from (f"  {line}" for line in summary(plan))
-    for name, stage in plan["stages"].items():
-        if not stage["memory_bytes"]:
-            continue
-        needed, limit = sum(stage["memory_bytes"].values()), stage["memory_limit"]
-        yield f"{name}: {stage['flop']:.2g} FLOP; memory of a device {_memory(needed, limit)}"
-        if "devices" in stage["more"]:
-            yield f"  {stage['more']['devices']}"
-        yield from (f"  {part}: {size / _GIB:.3f} GiB" for part, size in stage["memory_bytes"].items() if size)
-        yield from (f"  {part}: {_duration(seconds / 3600)}" for part, seconds in stage["seconds"].items())
-        if start := stage["more"].get("start"):
-            yield f"  the start, on one process: {start['flop']:.2g} FLOP; memory {_memory(start['memory_bytes'], limit)}"
-    yield "assumed (section `plan` of the recipe):"
-    for key, value in plan["assumptions"].items():
-        if key not in ("hardware", "target_config") and value is not None:
-            yield f"  {key.replace('_', ' ')}: {value:g}"
-    for key, value in (plan["assumptions"]["hardware"] or {}).items():
-        if value is not None:
-            yield f"  {key.replace('_', ' ')}: {value if isinstance(value, str) else format(value, 'g')}"
-
-
-def _memory(needed: int, limit: int | None) -> str:
-    room = f" of {limit / _GIB:.1f}" if limit else ""
-    fits = ", which is TOO MUCH" if limit and needed > limit else ""
-    return f"{needed / _GIB:.2f}{room} GiB{fits}"
-
-
-def _time(stage: dict[str, Any]) -> str:
-    if stage["hours"] is None:
-        return ""
-    longest = max(stage["seconds"], key=lambda part: stage["seconds"][part])
-    return f"; {_duration(stage['hours'])}, mostly {longest}"
-
-
-def _duration(hours: float) -> str:
-    if hours >= 2:
-        return f"{hours:.1f} hours"
-    return f"{hours * 60:.0f} minutes" if hours * 60 >= 10 else f"{hours * 60:.1f} minutes"
+    return kind.on_meta(kind.make_config(options, target, kind.layer_ids(options, layer_ids, last), draft_vocabulary))
 
 
 def _number(count: int, what: str) -> str:
     return f"{count} {what}{'' if count == 1 else 'es' if what.endswith('s') else 's'}"
-
-
-def _count(number: float) -> str:
-    for size, name in ((1e9, " G"), (1e6, " M"), (1e3, " k")):
-        if number >= size:
-            return f"{number / size:.3g}{name}"
-    return f"{number:.0f}"
-
-
-def _size(size: float) -> str:
-    for unit, name in ((1e12, "TB"), (1e9, "GB"), (1e6, "MB")):
-        if size >= unit:
-            return f"{size / unit:.3g} {name}"
-    return f"{size / 1e3:.3g} kB"

@@ -1,6 +1,6 @@
-"""Kinds of drafter: the options of each in a recipe, and what serving needs to know of it.
+"""Kinds of drafter: each kind's options in a recipe, and how vLLM serves it.
 
-The modules themselves are in `draftsmith/drafters/KIND.py`; they need torch, and nothing here does.
+The modules are in `draftsmith/drafters/KIND.py`; they need torch, which nothing here does.
 """
 
 from __future__ import annotations
@@ -20,36 +20,36 @@ class ServingSpec:
     method: str
     """`method` of vLLM's `speculative_config`."""
     architecture: str
-    """What `config.json` of the directory that vLLM loads names as its architecture."""
+    """Architecture in the `config.json` that vLLM loads."""
     needs_plugin: bool = False
-    """vLLM serves it with Draftsmith installed beside it, and not alone."""
+    """vLLM serves it only with Draftsmith's plugin installed."""
     fixed_k: bool = False
-    """vLLM drafts the same number of tokens at every batch size."""
+    """vLLM drafts the same number of tokens at every concurrency."""
     single_pass: bool = False
-    """All draft tokens come from one reading of the drafter's weights; otherwise each takes one."""
+    """The drafter's weights are read once for all draft tokens of a step, not once per token."""
     k_field: str | None = None
-    """Where `config.json` has the most tokens that it can draft, of kinds with a limit."""
+    """Key in `config.json` of the largest K, for kinds with a limit."""
     runner_v2: bool = True
-    """vLLM's model runner V2 serves it; otherwise only V1 does."""
+    """Whether vLLM's model runner V2 serves it, or only V1."""
 
 
 class DrafterOptions(Section):
-    """What is free in the shape of a kind of drafter, and how it is taught. The rest follows from the target."""
+    """Options of a drafter: what its target does not determine."""
 
     serving: ClassVar[ServingSpec]
 
     kind: str
     draft_vocab_size: int | None = None
-    """Tokens the drafter can propose: the most frequent in the store. Absent (null): the target's whole vocabulary."""
+    """Size of the draft vocabulary: the most frequent tokens of the store's responses. null: the target's whole vocabulary."""
 
     @property
     def max_draft_tokens(self) -> int | None:
-        """Most tokens that it can draft; None: any number."""
+        """Largest number of tokens that it can draft; None for any number."""
         return None
 
 
 class EagleOptions(DrafterOptions):
-    """EAGLE, the first version (arXiv 2401.15077)."""
+    """EAGLE, version 1 (arXiv 2401.15077)."""
 
     serving: ClassVar = ServingSpec(method="eagle", architecture="EagleLlamaForCausalLM")
 
@@ -57,13 +57,13 @@ class EagleOptions(DrafterOptions):
     num_layers: int = Field(1, ge=1)
     """Decoder layers in the drafter."""
     draft_vocab_size: None = None
-    """The target's own head is served: its whole vocabulary."""
+    """Only null: EAGLE drafts with the target's own head, over its whole vocabulary."""
     feature_weight: float = Field(1.0, ge=0)
-    """Weight of the loss on the foretold state (SmoothL1)."""
+    """Weight of the loss on the predicted hidden state (SmoothL1)."""
     token_weight: float = Field(0.1, gt=0)
     """Weight of the cross-entropy against the target's distribution."""
     noise: float = Field(0.2, ge=0)
-    """Uniform noise on the target's normed states in training, in (-1/2, 1/2) * noise * 512 / T for T states of a sequence."""
+    """Uniform noise on the target's normed hidden states in training: (-1/2, 1/2) * noise * 512 / T for a sequence of T tokens."""
 
 
 class Eagle3Options(DrafterOptions):
@@ -73,22 +73,23 @@ class Eagle3Options(DrafterOptions):
 
     kind: Literal["eagle3"] = "eagle3"
     layer_ids: tuple[int, ...] | None = None
-    """Hidden states that `fc` fuses, a subset of the store's; absent: all of the store's."""
+    """Layer ids of the hidden states that `fc` fuses, a subset of the store's. Absent: all of the store's."""
     num_layers: int = Field(1, ge=1)
     """Decoder layers in the drafter."""
     draft_vocab_size: int | None = Field(8192, ge=16)
+    """Size of the draft vocabulary: the most frequent tokens of the store's responses. null: the target's whole vocabulary."""
     norm_before_residual: bool = False
-    """The residual is the normed state instead of the raw one."""
+    """Use the normed hidden state as the residual instead of the raw one."""
     fc_norm: bool = True
-    """One RMSNorm per fused state before `fc`: layers differ in scale by orders of magnitude."""
+    """Apply an RMSNorm to each fused hidden state before `fc`, since layers differ in scale by orders of magnitude."""
     norm_output: bool = False
-    """The next chain step reads the normed output instead of the raw one."""
+    """Feed the normed output to the next draft step instead of the raw one."""
     intermediate_size: int | None = Field(None, ge=1)
-    """Width of the MLP; absent: the target's."""
+    """Width of the MLP. Absent: the target's."""
 
 
 class MedusaOptions(DrafterOptions):
-    """Medusa (arXiv 2401.10774): heads on the target's last state, one for each token ahead."""
+    """Medusa (arXiv 2401.10774): heads on the target's last hidden state, one for each draft token."""
 
     serving: ClassVar = ServingSpec(
         method="medusa",
@@ -101,17 +102,17 @@ class MedusaOptions(DrafterOptions):
 
     kind: Literal["medusa"] = "medusa"
     num_heads: int = Field(4, ge=1)
-    """Tokens that it can guess ahead; all heads are trained, whatever `ttt_steps` says."""
+    """Number of heads, which is the largest K. All are trained, regardless of `ttt_steps`."""
     num_layers: int = Field(1, ge=1)
-    """Residual blocks in a head."""
+    """Residual blocks per head."""
     bias: bool = False
-    """Give the blocks biases, as the original implementation does."""
+    """Whether the blocks have biases, as in the original implementation."""
     shared_head: bool = False
-    """All heads share one vocabulary head, the target's at the start; otherwise each has its own."""
+    """Share one vocabulary head, initialized from the target's, among all heads instead of one each."""
     draft_vocab_size: None = None
-    """vLLM loads no Medusa heads over a part of the vocabulary."""
+    """Only null: vLLM loads Medusa heads over the whole vocabulary only."""
     targets: Literal["distribution", "tokens"] = "tokens"
-    """Learn what the target wrote, as published, or its distribution over next tokens."""
+    """Train on the tokens that the target generated, as published, or on its distribution over next tokens."""
 
     @property
     def max_draft_tokens(self) -> int | None:
@@ -119,27 +120,27 @@ class MedusaOptions(DrafterOptions):
 
 
 class MlpOptions(DrafterOptions):
-    """MLP speculator (arXiv 2404.19124): a small recurrent network on the target's last state. Served by vLLM with Draftsmith
-    installed beside it, as a plugin: vLLM alone cannot."""
+    """MLP speculator (arXiv 2404.19124): a small recurrent network on the target's last hidden state. vLLM serves it only with
+    Draftsmith's plugin installed."""
 
     serving: ClassVar = ServingSpec(
-        method="eagle",  # whose place our plugin takes
+        method="eagle",  # our plugin replaces its proposer
         architecture="EagleMLPSpeculatorModel", needs_plugin=True, single_pass=True, k_field="n_predict",
     )  # fmt: skip
 
     kind: Literal["mlp_speculator"] = "mlp_speculator"
     n_predict: int = Field(3, ge=1)
-    """Tokens that it can guess ahead; all are trained, whatever `ttt_steps` says."""
+    """Largest K. All steps are trained, regardless of `ttt_steps`."""
     inner_size: int | None = Field(None, ge=1)
-    """Width of its state; absent: the target's hidden size."""
+    """Width of its state. Absent: the target's hidden size."""
     tie_weights: bool = True
-    """All steps share their weights, except the first one's projection."""
+    """Share the weights among all steps, except the first step's projection."""
     scale_input: bool = True
-    """Norm the target's state once more on its way in."""
+    """Normalize the target's hidden state once more at the input."""
     draft_vocab_size: None = None
-    """The published layout has the target's whole vocabulary."""
+    """Only null: the published format has the target's whole vocabulary."""
     targets: Literal["distribution", "tokens"] = "tokens"
-    """Learn what the target wrote, as published, or its distribution over next tokens."""
+    """Train on the tokens that the target generated, as published, or on its distribution over next tokens."""
 
     @model_validator(mode="after")
     def _tied_steps_are_several(self) -> MlpOptions:
@@ -163,15 +164,21 @@ def _with_default_kind(section: Any) -> Any:
 _Kinds = EagleOptions | Eagle3Options | MedusaOptions | MlpOptions
 AnyDrafterOptions = Annotated[_Kinds, Field(discriminator="kind"), BeforeValidator(_with_default_kind)]
 KINDS: dict[str, type[DrafterOptions]] = {options.model_fields["kind"].default: options for options in get_args(_Kinds)}
-"""Every kind by its name."""
+"""The options of every kind, by its name."""
+
+
+def method_of(kind: str) -> str:
+    """The method that serves a kind, as recipes name it: vLLM's, or the kind itself where it needs the plugin."""
+    serving = KINDS[kind].serving
+    return kind if serving.needs_plugin else serving.method
 
 
 def kind_of_architecture(architecture: str) -> str | None:
-    """The kind that a drafter's `config.json` names, ours or another library's; None: none of them."""
+    """The kind of an architecture in a drafter's `config.json`, of Draftsmith or another library; None if unknown."""
     for kind, options in KINDS.items():
         if architecture == options.serving.architecture:
             return kind
-    # A method is part of its architectures' names, and the longest that fits is meant: `eagle3`, not `eagle`.
+    # Architectures contain their method's name; the longest match counts: `eagle3`, not `eagle`.
     stock = [kind for kind, options in KINDS.items() if not options.serving.needs_plugin]
     named = [kind for kind in stock if KINDS[kind].serving.method in architecture.lower()]
     return max(named, key=lambda kind: len(KINDS[kind].serving.method), default=None)

@@ -1,4 +1,4 @@
-"""A recipe from its file: overrides, paths, and errors that say what to do."""
+"""Load a recipe from its file, with overrides and errors that say what to do."""
 
 from __future__ import annotations
 
@@ -10,10 +10,7 @@ from pathlib import Path
 from typing import Any, get_args, get_origin
 
 import yaml
-from pydantic import (
-    BaseModel,
-    ValidationError,
-)
+from pydantic import BaseModel, ValidationError
 
 from draftsmith.config.recipe import Recipe
 from draftsmith.run.errors import UserError
@@ -39,18 +36,18 @@ RENAMED = {
     "plan.hardware.decode_utilisation": "plan.hardware.decode_utilization",
     "plan.hardware.train_utilisation": "plan.hardware.train_utilization",
 }
-"""Keys of earlier versions, and what they are called now."""
+"""Keys of earlier versions and their new names."""
 
 
 def load_recipe(path: str | Path, overrides: list[str] | None = None) -> Recipe:
-    """Read, override and check a recipe.
+    """Read a recipe, apply overrides and validate it.
 
     Args:
         path: the YAML file.
         overrides: `section.key=value` strings; values are YAML.
 
     Raises:
-        UserError: the file is missing, is not YAML, or does not follow the schema.
+        UserError: the file is missing, is not YAML, or does not match the schema.
     """
     path = Path(path)
     if not path.is_file():
@@ -72,14 +69,16 @@ def load_recipe(path: str | Path, overrides: list[str] | None = None) -> Recipe:
 
 
 def digest(value: Any) -> str:
-    """SHA-256 of a JSON-like value in canonical form; the identity of a stage's inputs."""
+    """SHA-256 of a JSON value in canonical form, which identifies a stage's inputs."""
     return hashlib.sha256(json.dumps(value, sort_keys=True, separators=(",", ":")).encode()).hexdigest()
 
 
 def _apply_override(data: dict[str, Any], override: str) -> None:
     key, separator, text = override.partition("=")
     if not separator or not key:
-        raise UserError(f"`-s {override}` is not an override; write `-s section.key=value`, as in `-s train.epochs=2`.")
+        raise UserError(
+            f"`-s {override}` is not an override; write `-s section.key=value`, such as `-s train.epochs=2`."
+        )
     try:
         value = yaml.safe_load(text)
     except yaml.YAMLError:
@@ -95,7 +94,7 @@ def _apply_override(data: dict[str, Any], override: str) -> None:
 
 
 def _explain(error: ValidationError, path: Path) -> str:
-    """One paragraph for a schema error: the first few problems, each with the nearest known key."""
+    """Describe a schema error in one paragraph: its first problems, each with the nearest known key."""
     problems = []
     for item in error.errors()[:4]:
         location, _ = _place(item["loc"])
@@ -123,10 +122,10 @@ def _hint(given: str, what: str, known: Sequence[str]) -> str:
 
 
 def _place(location: Sequence[str | int]) -> tuple[list[str], list[str]]:
-    """A location as a recipe writes it, without pydantic's names for members of unions, and the keys of the section there."""
+    """Return a location as in the recipe, without pydantic's tags of union members, and the known keys at it."""
     path: list[str] = []
     models: list[type[BaseModel]] = [Recipe]
-    is_key = False  # of a mapping
+    is_key = False  # whether the part is a key of a mapping, not of a section
     for part in map(str, location):
         tagged = [model for model in models if part in _tags(model)]
         if tagged and not is_key:
@@ -143,7 +142,7 @@ def _place(location: Sequence[str | int]) -> tuple[list[str], list[str]]:
 
 
 def _tags(model: type[BaseModel]) -> list[str]:
-    """The values of the keys by which members of a union are told apart."""
+    """The discriminator values of a member of a union."""
     fields = [model.model_fields[name] for name in ("kind", "method") if name in model.model_fields]
     return [value for field in fields for value in get_args(field.annotation)]
 

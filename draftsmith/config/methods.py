@@ -1,29 +1,35 @@
-"""Ways of speculating as a recipe names them: one typed section each, its keys vLLM's own.
+"""The recipe's methods of speculation: one section each, with vLLM's own keys.
 
-Imports neither torch nor vLLM. What depends on the target, on a drafter's files or on the machine is checked in
+Imports neither torch nor vLLM. What depends on the target, a drafter's files or the machine is checked in
 `draftsmith/engine/speculation.py`, before an engine starts.
 """
 
 from __future__ import annotations
 
-from typing import Annotated, Any, Literal
+from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 from pydantic import Field, model_validator
 
+from draftsmith.config.drafters import KINDS, method_of
 from draftsmith.config.section import ModelName, Section
+
+if TYPE_CHECKING:
+    DrafterMethod = str
+else:
+    DrafterMethod = Literal[tuple(dict.fromkeys(map(method_of, KINDS)))]
 
 
 class Method(Section):
-    """What all ways have."""
+    """What all methods share."""
 
     method: str
     num_speculative_tokens: int | None = Field(None, ge=1)
-    """Tokens guessed in one step (K)."""
+    """Draft tokens per step (K)."""
     num_speculative_tokens_per_batch_size: tuple[tuple[int, int, int], ...] | None = None
-    """K by the number of sequences that run, as in `[[1, 4, 3], [5, 32, 1]]`: from 1 to 4 sequences K is 3, from 5 to 32 it
-    is 1, and beyond as in the last. 0 guesses nothing. `num_speculative_tokens` is then the highest."""
+    """K by the number of running sequences, as in `[[1, 4, 3], [5, 32, 1]]`: K is 3 with 1 to 4 sequences, and 1 with 5 to 32 and
+    more. K = 0 does not speculate. `num_speculative_tokens` is then the highest."""
     options: dict[str, Any] = Field(default_factory=dict)
-    """Further keys of vLLM's `speculative_config`, passed on as they are."""
+    """Further keys of vLLM's `speculative_config`, passed on unchanged."""
 
     @model_validator(mode="after")
     def _ranges_are_in_order(self) -> Method:
@@ -32,8 +38,8 @@ class Method(Section):
             first, last, k = entry
             if first != expected or last < first or k < 0:
                 raise ValueError(
-                    f"`num_speculative_tokens_per_batch_size`: {list(entry)} should begin at {expected}, end no earlier than it "
-                    "begins, and have no negative number of tokens; ranges follow one another from 1"
+                    f"`num_speculative_tokens_per_batch_size`: {list(entry)} should start at {expected}, end no earlier than it "
+                    "starts, and have no negative number of tokens; ranges are contiguous, from 1"
                 )
             expected = last + 1
         return self
@@ -42,30 +48,30 @@ class Method(Section):
     def _options_are_further_ones(self) -> Method:
         taken = sorted(set(self.options) & {*type(self).model_fields, "model"})
         if taken:
-            raise ValueError(f"`options` holds {', '.join(taken)}, which is set beside it")
+            raise ValueError(f"`options` holds {', '.join(taken)}, which has a key of its own beside `options`")
         return self
 
     def keys(self) -> dict[str, Any]:
-        """Those of vLLM's `speculative_config` that are set here; the model's is not."""
+        """The keys of vLLM's `speculative_config` that are set here, without the model's."""
         own = self.model_dump(mode="json", exclude={"options", "model", "revision"}, exclude_none=True)
         return own | self.options
 
 
 class NoSpeculation(Method):
-    """Plain decoding."""
+    """No speculation: the baseline."""
 
     method: Literal["none"]
 
 
 class NGram(Method):
-    """Guess what followed the last tokens where they appeared before in the same text."""
+    """Draft what followed the last tokens where they appeared earlier in the same text."""
 
     method: Literal["ngram"]
     num_speculative_tokens: int = Field(3, ge=1)
     prompt_lookup_min: int = Field(2, ge=1)
-    """Fewest last tokens to look for."""
+    """Fewest last tokens to match."""
     prompt_lookup_max: int = Field(5, ge=1)
-    """Most last tokens to look for."""
+    """Most last tokens to match."""
 
     @model_validator(mode="after")
     def _least_is_least(self) -> NGram:
@@ -75,45 +81,45 @@ class NGram(Method):
 
 
 class Suffix(Method):
-    """Guess what followed the last tokens in this text and in earlier answers, as far as it was frequent.
+    """Draft what frequently followed the last tokens in this text and in earlier answers.
 
     Needs the package `arctic-inference`.
     """
 
     method: Literal["suffix"]
     suffix_decoding_max_tree_depth: int = Field(24, ge=1)
-    """Longest match and guess together; also the most tokens guessed unless `num_speculative_tokens` says fewer."""
+    """Longest match and draft together, in tokens; also the longest draft, unless `num_speculative_tokens` is lower."""
     suffix_decoding_max_cached_requests: int = Field(10000, ge=0)
-    """Earlier answers to remember; 0 for none."""
+    """Earlier answers to keep; 0 for none."""
     suffix_decoding_max_spec_factor: float = Field(1.0, ge=0)
-    """Tokens to guess for each token that matched."""
+    """Draft tokens per matched token."""
     suffix_decoding_min_token_prob: float = Field(0.1, ge=0, le=1)
-    """Guess only tokens that followed at least this often."""
+    """Draft only tokens that followed at least this often."""
 
 
 class DraftModel(Method):
-    """A smaller model with the target's vocabulary guesses."""
+    """A smaller model with the target's vocabulary drafts."""
 
     method: Literal["draft_model"]
     model: ModelName
     """Its Hub id or folder."""
     revision: str | None = None
-    """With a Hub id: its revision."""
+    """The revision of a Hub id."""
     num_speculative_tokens: int = Field(3, ge=1)
 
 
 class Drafter(Method):
     """A trained drafter: the run's own, or another."""
 
-    method: Literal["eagle", "eagle3", "medusa", "mlp_speculator"]
+    method: DrafterMethod
     model: ModelName | None = None
-    """A folder that vLLM loads (`draftsmith convert --to vllm`) or its Hub id; absent: the run's own."""
+    """Hub id or folder of a drafter that vLLM loads (`draftsmith convert --to vllm`). Default: the run's own."""
     revision: str | None = None
-    """With a Hub id: its revision."""
+    """The revision of a Hub id."""
 
 
 class Mtp(Method):
-    """Layers that came with the target guess (multi-token prediction)."""
+    """The target's own multi-token prediction layers draft."""
 
     method: Literal["mtp"]
     num_speculative_tokens: int = Field(1, ge=1)

@@ -1,4 +1,4 @@
-"""What every part of a recipe is."""
+"""The base class of a recipe's sections, and types of their keys."""
 
 from __future__ import annotations
 
@@ -9,13 +9,13 @@ from pydantic import AfterValidator, BaseModel, ConfigDict, ValidationInfo
 
 
 class Section(BaseModel):
-    """A part of a recipe: immutable, and strict about its keys."""
+    """A section of a recipe: immutable, without unknown keys."""
 
     model_config = ConfigDict(extra="forbid", frozen=True)
 
 
 def _absolute(path: str, info: ValidationInfo) -> str:
-    # The context is the recipe's folder. A recipe made of another one has no context, and absolute paths already.
+    # The context is the recipe's folder. A recipe derived from another one is validated without it, and has absolute paths.
     return str((info.context / Path(path).expanduser()).resolve()) if info.context else path
 
 
@@ -24,6 +24,6 @@ def _absolute_if_local(model: str, info: ValidationInfo) -> str:
 
 
 LocalPath = Annotated[str, AfterValidator(_absolute)]
-"""A path; relative ones are relative to the recipe's folder."""
+"""A path, relative to the recipe's folder unless absolute."""
 ModelName = Annotated[str, AfterValidator(_absolute_if_local)]
-"""A Hub id, or a folder whose path begins with `.`, `~` or `/`; relative ones are relative to the recipe's folder."""
+"""A Hub id, or a folder whose path begins with `.`, `~` or `/`, relative to the recipe's folder unless absolute."""

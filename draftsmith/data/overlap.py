@@ -1,16 +1,14 @@
-"""Whether a text is nearly one of those that must not be trained on: overlap of word n-grams over the whole text.
+"""Near-duplicates of texts that must not be trained on, by word n-gram overlap over the whole text.
 
-Two texts with the same words are the same, whatever their case, punctuation and white space. Beyond that, a text overlaps
-with a known one if it holds at least half of the known one's words in runs of eight or more: Tulu 3's measure
-(Lambert et al., 2024, arXiv:2411.15124, section 3.2), which finds a changed beginning, a changed ending and a text put into
-a longer one. A text of fewer than eight words is only found word for word.
+Texts with the same words are equal, whatever their case, punctuation and white space. Otherwise a text overlaps with a known one if it
+contains at least half of the known one's words in runs of eight or more: Tulu 3's measure (Lambert et al., 2024,
+arXiv:2411.15124, section 3.2), which finds changed beginnings, changed endings and texts inside longer ones. A text of fewer
+than eight words is only found verbatim.
 
-An instruction that stands before many prompts makes them no duplicates. Runs that many texts share are boilerplate: they are
-left out, and the overlap is that of the rest of the known text; a rest of fewer than eight words has to be there
-completely.
+An instruction in front of many prompts does not make them duplicates. Runs that many texts share are boilerplate: they are ignored,
+and the overlap is that of the rest of the known text; a rest of fewer than eight words must be contained completely.
 
-`training_prompts.u64` in a finished store holds what it was made from in this form (`PromptsFile`), for evaluations by other
-suites.
+`training_prompts.u64` in a finished store (`PromptsFile`) holds its training prompts in this form, for evaluation on other suites.
 """
 
 from __future__ import annotations
@@ -28,19 +26,19 @@ import numpy as np
 import numpy.typing as npt
 import xxhash
 
-from draftsmith.run import stage
+from draftsmith.run.atomic_io import new_file
 
 TRAINING_PROMPTS = "training_prompts.u64"
 NGRAM_WORDS = 8
 """Words in a run."""
 SHARE = 0.5
-"""The part of a known text's words that makes another text overlap with it."""
+"""The share of a known text's words that another text must contain to overlap with it."""
 _KNOWN_SHARING = 2
 """A run in more known texts than this is boilerplate."""
 _TEXTS_SHARING = 10
-"""A held-out text's run in more texts of its own kind than this, held out or not, is boilerplate."""
+"""A run of a held-out text in more texts of the same source than this, held out or not, is boilerplate."""
 
-# Han, kana: written without spaces, so that each character counts as a word.
+# Han and kana are written without spaces, so each character counts as a word.
 _UNSPACED = "\u3040-\u30ff\u3400-\u9fff\uf900-\ufaff"
 _WORD = re.compile(rf"[{_UNSPACED}]|[^\W{_UNSPACED}]+")
 _FACTORS = np.array([pow(0x9E3779B97F4A7C15, power, 2**64) for power in range(NGRAM_WORDS)], dtype=np.uint64)
@@ -51,21 +49,21 @@ Kind = Literal["verbatim", "near"]
 
 @dataclass(frozen=True)
 class Text:
-    """A text as numbers, the same in every process: millions of them stay in memory."""
+    """A text as hashes, the same in every process and small enough to keep millions in memory."""
 
     whole: int
-    """A 64-bit hash of its words in order; of a text without words, of its characters but for white space."""
+    """A 64-bit hash of its words in order; without words, of its characters except white space."""
     words: int
-    """How many there are."""
+    """The number of words."""
     ngrams: Hashes
-    """Hashes of its runs of eight words, [words - 7]; none of a shorter text."""
+    """[words - 7] hashes of its runs of eight words; empty for a shorter text."""
 
 
 def numbers_of(text: str) -> Text:
-    """The text as `Known` compares it."""
-    plain = unicodedata.normalize("NFKC", text).casefold()
-    words = [word.encode("utf-8", "surrogatepass") for word in _WORD.findall(plain)]
-    whole = b" ".join(words) or "".join(plain.split()).encode("utf-8", "surrogatepass")
+    """The text in the form that `Known` compares."""
+    folded = unicodedata.normalize("NFKC", text).casefold()
+    words = [word.encode("utf-8", "surrogatepass") for word in _WORD.findall(folded)]
+    whole = b" ".join(words) or "".join(folded.split()).encode("utf-8", "surrogatepass")
     if len(words) < NGRAM_WORDS:
         ngrams = np.empty(0, np.uint64)
     else:
@@ -75,10 +73,10 @@ def numbers_of(text: str) -> Text:
 
 
 class Known:
-    """Texts that others are held against.
+    """Texts to compare others with.
 
-    Call `add` for every known text, then `count` for the texts that they are one kind with, then `find`. Memory: 24 bytes
-    for every word of a known text; nothing for the others.
+    Call `add` for every known text, then `count` for the other texts of their source, then `find`. Memory: 24 bytes per word of a
+    known text; nothing for the others.
     """
 
     def __init__(self) -> None:
@@ -92,11 +90,11 @@ class Known:
         """Add a known text.
 
         Args:
-            label: what `find` is to answer.
-            of_a_kind: it was drawn from the same texts as those that are held against it; what many of them share
-                (`count`) is boilerplate, too.
-            opening: it opens its conversation. Later turns, such as "Go on.", are only compared if they have eight
-                words or more.
+            label: what `find` returns for it.
+            of_a_kind: it has the same source as the texts compared with it: what many of those share (`count`) is
+                boilerplate, too.
+            opening: it opens its conversation. Later turns, such as "Go on.", are only compared if they have at least eight
+                words.
         """
         numbers = numbers_of(text)
         if opening:
@@ -113,7 +111,7 @@ class Known:
         return len(self._exact) + len(self._texts)
 
     def count(self, texts: Sequence[Text]) -> None:
-        """Take note of a conversation's turns that `find` may be asked about, for what is shared by many."""
+        """Count the runs of a conversation's turns, to find boilerplate."""
         self._prepare()
         found = np.unique(np.concatenate([text.ngrams for text in texts])) if texts else np.empty(0, np.uint64)
         if len(self._keys) and len(found):
@@ -122,10 +120,10 @@ class Known:
             self._filtered = False
 
     def find(self, texts: Sequence[Text]) -> dict[str, Kind]:
-        """Labels of the known texts that one of these overlaps with, and how.
+        """The known texts that overlap with one of these, by label, and how.
 
         Args:
-            texts: the user's turns of a conversation, in order, or one text.
+            texts: the user turns of a conversation, in order, or one text.
         """
         self._prepare()
         self._filter()
@@ -137,7 +135,7 @@ class Known:
         return found
 
     def _prepare(self) -> None:
-        """Sort the known runs: where each stands, and in how many known texts it is."""
+        """Sort the known runs with their positions and the number of known texts with each."""
         if self._ready:
             return
         counts = [len(text.ngrams) for text in self._texts]
@@ -155,7 +153,7 @@ class Known:
         self._ready, self._filtered = True, False
 
     def _filter(self) -> None:
-        """Leave boilerplate out: which runs still count, and which words of each text."""
+        """Remove boilerplate: keep the runs that count, and the words of each text outside boilerplate."""
         if self._filtered:
             return
         known, others = self._in_known[self._key_of], self._in_others[self._key_of]
@@ -170,7 +168,7 @@ class Known:
         self._filtered = True
 
     def _near(self, ngrams: Hashes) -> Iterator[int]:
-        """The known texts whose words these runs hold enough of."""
+        """The known texts of whose words these runs contain enough."""
         runs = np.unique(ngrams)
         starts, ends = (np.searchsorted(self._kept_runs, runs, side=side) for side in ("left", "right"))
         held: dict[int, npt.NDArray[np.bool_]] = {}
@@ -188,40 +186,40 @@ class Known:
 
 
 class PromptsFile:
-    """Writes the texts of training conversations as numbers; what they say cannot be read from it.
+    """Writes the texts of training conversations as hashes, from which the texts cannot be recovered.
 
-    The file is a row of little-endian 64-bit numbers: for each text 1 if it opens its conversation or 0 if it is a later
-    turn, its `Text.whole`, its words, and its runs in order. It has no name until `publish`.
+    The file is a sequence of little-endian 64-bit numbers: for each text 1 if it opens its conversation or 0 if it is a later turn,
+    `Text.whole`, the number of words, and the runs in order. It has no name until `publish`.
 
     Args:
-        folder: where the temporary file lies.
+        folder: for the temporary file.
     """
 
     def __init__(self, folder: Path) -> None:
         self._file = tempfile.TemporaryFile(dir=folder)  # noqa: SIM115 (`publish` closes it)
 
     def add(self, texts: Iterable[str]) -> None:
-        """Add a conversation: the user's turns in order, or one text."""
+        """Add a conversation: the user turns in order, or one text."""
         for turn, text in enumerate(texts):
             numbers = numbers_of(text)
             head = np.array([turn == 0, numbers.whole, numbers.words], dtype="<u8")
             self._file.write(head.tobytes() + numbers.ngrams.astype("<u8").tobytes())
 
     def publish(self, directory: Path) -> None:
-        """Put the file into a store, whole or not at all."""
+        """Move the file into a store, atomically."""
         size = self._file.tell()
         self._file.seek(0)
-        with stage.new_file(directory / TRAINING_PROMPTS, size=size) as file:
+        with new_file(directory / TRAINING_PROMPTS, size=size) as file:
             shutil.copyfileobj(self._file, file)
         self._file.close()
 
 
 def read_prompts_file(directory: Path) -> Iterator[list[Text]]:
-    """A store's training conversations as `PromptsFile` wrote them, one at a time.
+    """Yield a store's training conversations, as written by `PromptsFile`, one at a time.
 
     Raises:
         OSError: the store has no such file.
-        ValueError: it was cut off.
+        ValueError: it is truncated.
     """
     texts: list[Text] = []
     with (directory / TRAINING_PROMPTS).open("rb") as file:

@@ -1,4 +1,4 @@
-"""Which conversations a run uses: read, drawn, deduplicated, and split into training and held-out."""
+"""The conversations of a run: read, drawn, deduplicated, and split into training and held-out."""
 
 from __future__ import annotations
 
@@ -16,26 +16,29 @@ from draftsmith.data.rows import Unreadable, name_of, read_rows
 from draftsmith.run.errors import UserError
 
 Prompt = Conversation
-"""A conversation that ends with its first user turn: what the target is asked, once."""
+"""A conversation that ends with its first user turn."""
 
 
 def load_prompts(source: Prompts, *, whole: bool = False) -> list[Prompt]:
-    """Read the prompts that `source` names, in the file's order; a wrong row is an error.
+    """Read the prompts of `source` in the file's order; an invalid row is an error.
 
-    For the fixed sets that figures are compared on. `max_chars` is applied before `limit`; the draw depends on `seed`
-    and the file alone. `whole`: conversations with all their turns, instead of prompts.
+    For fixed sets on which figures are compared. `max_chars` is applied before `limit`; the draw depends only on `seed` and the
+    file.
+
+    Args:
+        whole: return conversations with all their turns instead of prompts.
 
     Raises:
-        UserError: the file is missing, a row is wrong (its line is named), or nothing is left.
+        UserError: the file is missing, a row is invalid (its line is named), or nothing is left.
     """
     return list(read_conversations(source, whole=whole, skips=None))
 
 
 def training_and_held_out(extract: ExtractConfig) -> tuple[list[Prompt], list[Prompt]]:
-    """The training and the held-out prompts of a run; no text is in both, and none is in training twice.
+    """The training and the held-out prompts of a run, without overlap or duplicates in training.
 
     Raises:
-        UserError: either set cannot be read or comes out empty although the recipe asks for it.
+        UserError: either set cannot be read, or is empty although the recipe asks for it.
     """
     prompts = list(split(extract, whole=False, skips=RejectedRows()))
     return [one for one, held_out in prompts if not held_out], [one for one, held_out in prompts if held_out]
@@ -44,26 +47,25 @@ def training_and_held_out(extract: ExtractConfig) -> tuple[list[Prompt], list[Pr
 def split(
     extract: ExtractConfig, *, whole: bool, skips: RejectedRows, apart_from: Mapping[str, SuiteConfig] | None = None
 ) -> Iterator[tuple[Conversation, bool]]:
-    """The conversations of a run, one at a time, each with whether it is held out.
+    """Yield the conversations of a run one at a time, each with whether it is held out.
 
-    None is in both parts or nearly so (draftsmith/data/overlap.py), and none is in training twice. Without a held-out file, a
-    conversation is held out by a hash of its opening: adding rows moves none of the others, and all conversations that
-    begin with the same question stay together. The rows are read more than once, so that none of them has to stay in
-    memory.
+    No training conversation is or nearly is a held-out one (`overlap.py`), and none occurs twice. Without a held-out file,
+    a hash of its opening decides whether a conversation is held out: adding rows moves no others, and conversations with the
+    same first question stay together. Rows are read more than once, so that they need not be kept in memory.
 
     Args:
-        whole: conversations with all their turns; otherwise up to the first user's.
-        skips: receives the rows that are not used. Complete when the iterator is exhausted.
-        apart_from: what is evaluated on is not trained on: no row of these suites' sources, drawn or not.
+        whole: conversations with all their turns; otherwise up to the first user turn.
+        skips: collects rejected rows; complete when the iterator is exhausted.
+        apart_from: evaluation suites. No row of their sources is trained on, drawn or not.
 
     Raises:
         UserError: either part cannot be read, or is empty although the recipe asks for it.
     """
     fraction = extract.held_out_fraction if extract.held_out is None else 0.0
-    known: list[Known] = []  # one for each source: what is boilerplate in it is its own matter
+    known: list[Known] = []  # one for each source, since each has its own boilerplate
     for name, suite in (apart_from or {}).items():
         known.append(known_of(whole_suite(suite), label=f"the suite `{name}`"))
-    # Two passes before the one that counts: over what is held out, and over what boilerplate it shares with the rest.
+    # Two passes before the actual one: over the held-out part, and for the boilerplate that it shares with the rest.
     if extract.held_out is not None:
         held_out = _distinct(extract.held_out, whole, RejectedRows())
     else:
@@ -73,7 +75,7 @@ def split(
         known.append(mine)
         if not len(mine):
             raise UserError(
-                f"`extract.held_out_fraction: {fraction}` of the prompts in {name_of(extract.prompts)} holds none out. "
+                f"`extract.held_out_fraction: {fraction}` holds out no prompt of {name_of(extract.prompts)}. "
                 "Raise it, or name a held-out file in `extract.held_out`."
             )
         for other in _distinct(extract.prompts, whole, RejectedRows()):
@@ -94,7 +96,7 @@ def split(
             yield conversation, False
     if not some:
         raise UserError(
-            "No training prompts are left: all of them are, or nearly, among those that are held out or evaluated on. Use "
+            "No training prompts are left: all of them match, at least nearly, prompts that are held out or evaluated on. Use "
             "different files."
         )
     if extract.held_out is not None:
@@ -103,9 +105,9 @@ def split(
 
 
 def whole_suite(suite: SuiteConfig) -> Iterator[Conversation]:
-    """All that a suite could ask: every row of its source, whatever `limit` and `max_chars` leave of it.
+    """Every row of a suite's source, regardless of `limit` and `max_chars`.
 
-    Held-out prompts have no source of their own: nothing for them.
+    Nothing for held-out prompts, which have no source of their own.
 
     Raises:
         UserError: as `load_prompts`.
@@ -116,10 +118,10 @@ def whole_suite(suite: SuiteConfig) -> Iterator[Conversation]:
 
 
 def known_of(conversations: Iterable[Conversation], *, label: str | None = None, of_a_kind: bool = False) -> Known:
-    """Conversations as others are held against them, each turn of the user by itself.
+    """Conversations to compare others with, each user turn by itself.
 
     Args:
-        label: what `Known.find` answers; None: the conversation's id.
+        label: what `Known.find` returns; None for the conversation's id.
         of_a_kind: as in `Known.add`.
     """
     known = Known()
@@ -131,19 +133,18 @@ def known_of(conversations: Iterable[Conversation], *, label: str | None = None,
 
 
 def read_conversations(source: Prompts, *, whole: bool, skips: RejectedRows | None) -> Iterator[Conversation]:
-    """The conversations that `source` names, in its order, one at a time; `limit` draws as `load_prompts` says.
+    """Yield the conversations of `source` in order, one at a time; `limit` draws as in `load_prompts`.
 
     Args:
-        whole: all turns; otherwise up to the first user's.
-        skips: receives the rows that cannot be used. Without it they are errors, but for those that a published
-            layout is known to hold.
+        whole: all turns; otherwise up to the first user turn.
+        skips: collects unusable rows. Without it they are errors, except those that a published format is known to contain.
 
     Raises:
-        UserError: the source is missing or is no data set, or nothing in it can be used.
+        UserError: the source is missing or is not a data set, or nothing in it can be used.
     """
     if source.limit is None:
         yield from _usable(source, whole, skips)
-    elif source.dataset is not None:  # shuffled already; the rest is not fetched
+    elif source.dataset is not None:  # already shuffled; the rest is not downloaded
         yield from islice(_usable(source, whole, skips), source.limit)
     else:
         total = sum(1 for _ in _usable(source, whole, None if skips is None else RejectedRows()))
@@ -154,7 +155,7 @@ def read_conversations(source: Prompts, *, whole: bool, skips: RejectedRows | No
 
 
 def _usable(source: Prompts, whole: bool, skips: RejectedRows | None) -> Iterator[Conversation]:
-    """Every row that is a conversation; the others are counted, or errors where there is no `skips`."""
+    """Yield every row that is a conversation; others are counted in `skips`, or errors without it."""
     strict, skips = skips is None, RejectedRows() if skips is None else skips
     format: str | None = None if source.format == "auto" else source.format
     ids: set[int] = set()
@@ -166,24 +167,23 @@ def _usable(source: Prompts, whole: bool, skips: RejectedRows | None) -> Iterato
                 raise ValueError(row.reason)
             format = format or detect(row)
             if format is None and isinstance(row, dict):
-                raise ValueError("it has the keys of no known format")
+                raise ValueError("its keys match no known format")
             conversation = parse(row, format or "jsonl", where=where, fallback_id=f"{parsed + 1:05d}", whole=whole)
         except Skip as reason:
             skips.add(str(reason), where)
             continue
         except ValueError as error:
-            cut_off = format == "sharegpt" and isinstance(row, Unreadable)  # as one published copy of ShareGPT is
+            cut_off = format == "sharegpt" and isinstance(row, Unreadable)  # as in one published copy of ShareGPT
             if strict and not cut_off:
                 raise UserError(_bad_row(source, where, row, format or "jsonl", error)) from None
             skips.add(str(error), where)
             continue
         if hash(conversation.id) in ids:
-            if strict and format != "sharegpt":  # ShareGPT itself holds some conversations twice
+            if strict and format != "sharegpt":  # ShareGPT itself has some conversations twice
                 raise UserError(
-                    f"{name_of(source)}, {where}: the id {conversation.id!a} is there twice. Ids must differ; or leave "
-                    "them out."
+                    f"{name_of(source)}, {where}: the id {conversation.id!a} occurs twice. Ids must be unique; or leave them out."
                 )
-            skips.add("its id is there twice", where)
+            skips.add("its id occurs twice", where)
             continue
         ids.add(hash(conversation.id))
         parsed += 1
@@ -194,11 +194,11 @@ def _usable(source: Prompts, whole: bool, skips: RejectedRows | None) -> Iterato
         usable += 1
         yield conversation
     if not rows:
-        raise UserError(f"{name_of(source)} holds no prompts: it is empty. {EXPECTED['jsonl']}")
+        raise UserError(f"{name_of(source)} is empty. {EXPECTED['jsonl']}")
     if not usable:
         why = "; ".join(skips.lines()[:3])
         raise UserError(
-            f"{name_of(source)} holds no prompts that `format` and `max_chars` let through. Not used: {why}. "
+            f"{name_of(source)} has no prompts that match `format` and `max_chars`. Rejected: {why}. "
             f"{EXPECTED[format or 'jsonl']}"
         )
 
@@ -210,12 +210,12 @@ def _bad_row(source: Prompts, where: str, row: object, format: str, error: Value
 
 
 def _distinct(source: Prompts, whole: bool, skips: RejectedRows) -> Iterator[Conversation]:
-    """The first of each: of prompts, each wording but for case and white space; of whole conversations, each text."""
+    """Drop duplicates: prompts with the same words up to case and white space, or equal whole conversations."""
     seen: set[int] = set()
     for conversation in read_conversations(source, whole=whole, skips=skips):
         key = conversation.sample_id if whole else hash(_normalized(conversation))
         if key in seen:
-            skips.add("the same conversation is there twice", conversation.where)
+            skips.add("the same conversation occurs twice", conversation.where)
             continue
         seen.add(key)
         yield conversation
@@ -226,6 +226,6 @@ def _normalized(conversation: Conversation) -> str:
 
 
 def _uniform(conversation: Conversation) -> float:
-    """A number in [0, 1) that depends on the conversation's opening alone."""
+    """A number in [0, 1) that depends only on the conversation's opening."""
     found = hashlib.sha256(_normalized(conversation).encode()).digest()
     return int.from_bytes(found[:8], "big") / 2**64

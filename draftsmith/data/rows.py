@@ -1,10 +1,10 @@
-"""Rows of data sets: local JSON, JSON lines, Parquet and Arrow, and data sets of the Hugging Face Hub.
+"""Rows of data sets: local JSON, JSON lines, Parquet and Arrow files, and data sets on the Hugging Face Hub.
 
-Rows come one at a time, so that a data set may be larger than memory. A row that cannot be read is reported in its
-place, so that whoever reads can count it.
+Rows are read one at a time, so a data set may be larger than memory. An unreadable row is yielded as `Unreadable`, so that the caller
+can count it.
 
-JSON is read here and not through `datasets`, whose reader gives up a whole file for one bad line or one field of two
-types; Parquet, Arrow and the Hub go through `datasets`. A local file needs no network.
+JSON is parsed here, because the reader of `datasets` rejects a whole file for one bad line or a field with two types. Parquet, Arrow
+and the Hub go through `datasets`. Local files need no network.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from draftsmith.run.errors import UserError
 from draftsmith.target.downloads import fetch
 
 _MAX_ROW_BYTES = 64 << 20
-"""A longer line is no conversation; reading it whole could fill the memory."""
+"""A longer line is not a conversation; reading it whole could exhaust memory."""
 _SHUFFLE_ROWS = 10_000
 _CHUNK = 1 << 16
 _TABLES = {".parquet": "parquet", ".arrow": "arrow"}
@@ -33,21 +33,21 @@ _SUFFIXES = (".jsonl", ".json", ".jsonl.gz", ".json.gz", *_TABLES)
 
 @dataclass(frozen=True)
 class Unreadable:
-    """Stands in for a row that cannot be read."""
+    """In place of a row that cannot be read."""
 
     reason: str
 
 
 def name_of(source: Prompts) -> str:
-    """What to call the source in a message."""
+    """The source's name for messages."""
     return source.path or source.dataset or f"{source.file} of {source.package}"
 
 
 def read_rows(source: Prompts) -> Iterator[tuple[str, Any]]:
-    """Every row with where it is ("line 3"): a mapping as the file has it, another JSON value, or `Unreadable`.
+    """Yield every row with its position ("line 3"): usually a mapping, else another JSON value or `Unreadable`.
 
     Raises:
-        UserError: the source is missing, cannot be reached, or is no data set at all.
+        UserError: the source is missing, cannot be reached, or is not a data set.
     """
     if source.dataset is not None:
         yield from _hub_rows(source)
@@ -58,14 +58,14 @@ def read_rows(source: Prompts) -> Iterator[tuple[str, Any]]:
         return
     files = sorted(path for path in folder.rglob("*") if path.name.endswith(_SUFFIXES) and not _is_metadata(path))
     if not files:
-        raise UserError(f"{folder} is a folder without data files; it should hold {', '.join(_SUFFIXES)} files.")
+        raise UserError(f"The folder {folder} has no data files ({', '.join(_SUFFIXES)}).")
     for path in files:
         for where, row in _file_rows(path):
             yield f"{path.relative_to(folder)}, {where}", row
 
 
 def _is_metadata(path: Path) -> bool:
-    """Files that `Dataset.save_to_disk` writes beside the data."""
+    """Whether `Dataset.save_to_disk` writes this file beside the data."""
     return path.name in ("dataset_info.json", "state.json", "dataset_dict.json")
 
 
@@ -127,7 +127,7 @@ def _decoded(line: bytes) -> Any:
 
 
 def _array_rows(file: IO[bytes]) -> Iterator[tuple[str, Any]]:
-    """The values of a JSON array up to its end, or to where it was cut off: one published copy of ShareGPT is."""
+    """Yield the values of a JSON array up to its end, or to where it was cut off (as in one published copy of ShareGPT)."""
     import codecs
 
     decoder, text_of = json.JSONDecoder(), codecs.getincrementaldecoder("utf-8")(errors="surrogateescape")
@@ -142,7 +142,7 @@ def _array_rows(file: IO[bytes]) -> Iterator[tuple[str, Any]]:
                 break
             try:
                 row, end = decoder.raw_decode(buffer, place)
-                if end < len(buffer) or ended:  # else a number may go on in what is not read yet
+                if end < len(buffer) or ended:  # else a number may continue in the next chunk
                     number, place, wanted = number + 1, end, _CHUNK
                     yield f"row {number}", row
                     continue
@@ -152,10 +152,10 @@ def _array_rows(file: IO[bytes]) -> Iterator[tuple[str, Any]]:
                 problem = "too large a number, or nested too deeply"
         if ended or len(buffer) - place > _MAX_ROW_BYTES:
             why = f"not JSON ({problem})" if problem else "the array has no end"
-            yield f"row {number + 1}", Unreadable(f"{why}; nothing can be read from here to the end of the file")
+            yield f"row {number + 1}", Unreadable(f"{why}; the rest of the file cannot be read")
             return
         more = file.read(wanted)
-        ended, wanted = not more, 2 * wanted  # doubling: a long row is not tried again for every little piece
+        ended, wanted = not more, 2 * wanted  # doubling, so that a long row is not parsed again for every small chunk
         buffer, place = buffer[place:] + text_of.decode(more, final=ended), 0
     if buffer[place + 1 :].strip() or file.read(_CHUNK).strip():
         yield f"row {number + 1}", Unreadable("text after the end of the JSON array")
@@ -192,13 +192,13 @@ def _hub_rows(source: Prompts) -> Iterator[tuple[str, Any]]:
     except Exception as error:  # the Hub client, pyarrow and datasets raise many kinds
         raise UserError(
             f"Cannot read the data set {source.dataset} (split {source.split}) from the Hugging Face Hub: "
-            f"{_first_line(error)}. Check `dataset`, `config`, `split` and `revision`, the network, and that you are "
-            "logged in where the data set asks for it; or download it and name it with `path`."
+            f"{_first_line(error)}. Check `dataset`, `config`, `split` and `revision`, the network, and your login if the data set "
+            "requires one; or download it and give its `path`."
         ) from None
 
 
 def without_nulls(value: Any) -> Any:
-    """The value without keys that are null: tables give every object the keys of all the others."""
+    """The value without null keys: in tables every object has the keys of all others."""
     if isinstance(value, dict):
         return {key: without_nulls(item) for key, item in value.items() if item is not None}
     return [without_nulls(item) for item in value] if isinstance(value, list) else value

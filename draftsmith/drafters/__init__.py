@@ -1,7 +1,7 @@
-"""Drafters. A kind is one file here, named as recipes and checkpoints name it: its config, its module, its mathematics cited,
-and the line `DRAFTER = ` its class. Its options, and how it is served, are in `draftsmith/config/drafters.py`.
+"""Drafters. A kind is one file here, with the name that recipes and checkpoints use: its mathematics with their source, its config,
+its module, and `DRAFTER`, the module's class. Its options and how it is served are in `draftsmith/config/drafters.py`.
 
-Importing a kind imports torch, importing this does not.
+Importing a kind imports torch; importing this package does not. To add a kind, see `docs/add-a-drafter.md`.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 
 
 def drafter_class(kind: str) -> type[Drafter]:
-    """The kind's module.
+    """The module class of a kind.
 
     Raises:
         UserError: this version has no such kind.

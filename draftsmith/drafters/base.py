@@ -1,7 +1,8 @@
-"""What every kind of drafter has, so that training, prediction and conversion need to know none of them."""
+"""The interface of a drafter, through which training, prediction and conversion handle every kind."""
 
 from __future__ import annotations
 
+import functools
 from abc import ABC, abstractmethod
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import asdict, dataclass
@@ -12,20 +13,21 @@ from torch import nn
 
 from draftsmith.drafters.batch import Batch
 from draftsmith.drafters.layout import Layout
+from draftsmith.run.errors import UserError
 from draftsmith.target.info import TargetInfo
 from draftsmith.target.tensors import TargetTensors
 
 
 @dataclass(frozen=True, kw_only=True)
 class DrafterConfig:
-    """Everything that decides a module's shape and mathematics; written to `draft.json`."""
+    """Everything that determines a module's shapes and mathematics; written to `draft.json`."""
 
     layer_ids: tuple[int, ...]
-    """The target's states that the drafter reads, vLLM's numbering."""
+    """The target's hidden states that the drafter reads, in vLLM's numbering."""
     hidden_size: int
     rms_norm_eps: float
     vocab_size: int
-    """The target's vocabulary."""
+    """Size of the target's vocabulary."""
     draft_vocab_size: int
 
     def to_dict(self) -> dict[str, Any]:
@@ -38,14 +40,14 @@ class DrafterConfig:
 
 @dataclass(frozen=True)
 class LossTerms:
-    """What a kind is taught, and with which weights."""
+    """What a kind learns, and with which weights."""
 
     targets: Literal["distribution", "tokens"] = "distribution"
-    """Cross-entropy against the target's distribution, or against what it wrote."""
+    """Cross-entropy against the target's distribution, or against its tokens."""
     token_weight: float = 1.0
     """Weight of that cross-entropy."""
     feature_weight: float = 0.0
-    """Weight of SmoothL1 between what the head reads and the target's normed last state there."""
+    """Weight of SmoothL1 between the head's input and the target's normed last state."""
 
 
 @dataclass
@@ -53,49 +55,61 @@ class ChainStep:
     """Output of one chain step for the Q rows that are predicted from."""
 
     normed: torch.Tensor
-    """[Q, H']: what the head reads."""
+    """[Q, H']: the head's input."""
     head: torch.Tensor
-    """[V, H']: the head of this step; logits over the draft vocabulary are their product."""
+    """[V, H']: the head of this step. Logits over the draft vocabulary are `normed @ head.T`."""
     loss_weights: torch.Tensor
     """[Q]: weight of each row in the loss."""
 
 
 @dataclass(frozen=True)
 class InitCost:
-    """What `Drafter.init_from_target` takes, on the drafter's device."""
+    """Cost of `Drafter.init_from_target` on the drafter's device."""
 
     flop: float
-    """Floating-point operations, all in float32; of what is no product, as Golub and Van Loan count: n^3 / 3 for a Cholesky
+    """Floating-point operations, all in float32. Other than products, as in Golub and Van Loan: n^3 / 3 for a Cholesky
     factor, n^2 m for a triangular solution with m columns, 9 n^3 for eigenvectors."""
     memory_bytes: int
-    """At once, beside the drafter itself and its batch of one sequence."""
+    """Peak, besides the drafter itself and a batch of one sequence."""
     rows_read: int
-    """Of the store, all times together: of whole sequences, until enough of their rows are answered."""
+    """Rows of the store, counted each time they are read: whole sequences, until enough of their rows predict a token."""
+
+
+@functools.lru_cache(maxsize=64)
+def _shapes(kind: type[Drafter], config: DrafterConfig) -> dict[str, tuple[int, ...]]:
+    """See `Drafter.shapes`."""
+    return {name: tuple(value.shape) for name, value in kind.on_meta(config).state_dict().items()}
 
 
 class Drafter(nn.Module, ABC):
-    """A drafter as it is trained. What it shares with the target is frozen and not part of the state dict."""
+    """A drafter in training. What it shares with the target is frozen and not part of the state dict."""
 
     config_class: ClassVar[type[DrafterConfig]]
     vllm_layout: ClassVar[Layout]
-    """The directory that vLLM loads."""
+    """How the directory that vLLM loads holds it."""
     has_embedding: ClassVar[bool] = False
-    """A checkpoint may hold an embedding of its own, `embed_tokens.weight`, where it does not share the target's."""
+    """A checkpoint may have its own embedding, `embed_tokens.weight`, instead of sharing the target's."""
 
     config: DrafterConfig
     draft_token_ids: torch.Tensor
     """int64 [V] ascending: target id of each draft token."""
     max_draft_tokens: int | None = None
-    """Tokens that it can guess ahead, where its shape decides that; all of them are trained."""
+    """Largest K, where the drafter's shape limits it; all steps are trained."""
 
     @staticmethod
     def layer_ids(options: Any, saved: tuple[int, ...], last: int) -> tuple[int, ...]:
-        """The states to read, of a store that holds `saved`; `last` is the id of the target's last."""
+        """The hidden states to read.
+
+        Args:
+            options: the kind's own.
+            saved: layer ids of the store.
+            last: layer id of the target's last state.
+        """
         return (last,)
 
     @classmethod
     def config_defaults(cls, target: TargetInfo) -> dict[str, Any]:
-        """Fields of the config that the target decides where a published checkpoint does not say them."""
+        """Config fields to take from the target where a published checkpoint does not have them."""
         return {"layer_ids": (target.num_hidden_layers,), "rms_norm_eps": target.config.rms_norm_eps}
 
     @classmethod
@@ -103,26 +117,44 @@ class Drafter(nn.Module, ABC):
     def make_config(
         cls, options: Any, target: TargetInfo, layer_ids: tuple[int, ...], draft_vocab_size: int
     ) -> DrafterConfig:
-        """The drafter's shape: the target's sizes with what the recipe (`options`, the kind's own) sets."""
+        """The drafter's config: the target's sizes, and what the recipe sets (`options`, the kind's own)."""
 
     @classmethod
     @abstractmethod
     def from_target(cls, config: Any, tensors: TargetTensors, draft_token_ids: torch.Tensor) -> Self:
-        """The module in float32, on the CPU, with what it shares with the target."""
+        """Build the module in float32 on the CPU, with the tensors that it shares with the target."""
+
+    @classmethod
+    def on_meta(cls, config: DrafterConfig) -> Self:
+        """Build the module on torch's meta device, without memory for its tensors."""
+        with torch.device("meta"):
+            table = torch.empty(config.vocab_size, config.hidden_size)
+            tensors = TargetTensors(table, table, torch.empty(config.hidden_size), {}, "")
+            return cls.from_target(config, tensors, torch.arange(config.draft_vocab_size))
 
     @abstractmethod
-    def init_from_target(self, tensors: TargetTensors, batches: Iterable[tuple[Batch, torch.Tensor]]) -> None:
-        """Initialize the parameters in place, on the device that they are on, from the target's weights (on the CPU) and from
-        sequences of the store (on the parameters' device), one a batch, with the target's last states [T, H] beside. They may be
-        read as far as they help, and several times."""
+    def init_from_target(self, tensors: TargetTensors, batches: Iterable[Batch]) -> None:
+        """Initialize the parameters in place, on their device.
+
+        Args:
+            tensors: the target's weights, on the CPU.
+            batches: one sequence of the store each, on the parameters' device, with `last_states`. They may be iterated several
+                times, and not to the end.
+        """
 
     @staticmethod
     @abstractmethod
     def init_cost(config: Any, *, rows: int, answered: int) -> InitCost:
-        """What `init_from_target` takes where the store has so many rows, `answered` of which a token is predicted from."""
+        """The cost of `init_from_target`.
+
+        Args:
+            config: the kind's own.
+            rows: of the store.
+            answered: those of them that a token is predicted from.
+        """
 
     def loss_terms(self, options: Any) -> LossTerms:
-        """What the kind is taught."""
+        """What the kind learns."""
         return LossTerms()
 
     @abstractmethod
@@ -130,31 +162,39 @@ class Drafter(nn.Module, ABC):
         """The drafter's own vocabulary heads, which `train.train_lm_head` trains or freezes."""
 
     def embedding_parameters(self) -> list[nn.Parameter]:
-        """Other parameters that have a row a token: matrices by shape only, so AdamW trains them."""
+        """Other parameters with one row per token, which AdamW trains instead of Muon."""
         return []
 
     def recompute_modules(self) -> list[nn.Module]:
-        """Modules that keep much more for the backward pass than they read: `train.activation_checkpointing`'s."""
+        """Modules that `train.activation_checkpointing` recomputes: those that keep much more for the backward pass than they read."""
         return []
 
     @abstractmethod
     def chain(self, batch: Batch, *, steps: int, autoregressive: bool = False) -> Iterator[ChainStep]:
-        """Run the chain from every row that counts at some step, and yield each step's output.
+        """Run the chain from every row with a loss weight at some step, and yield the output of each step.
 
         Args:
-            batch: packed rows; its `hidden_states` are those of the config's layer ids.
+            batch: packed rows, with the hidden states of the config's layer ids.
             steps: chain steps, at most the batch's K.
-            autoregressive: steps after the first read the drafter's own greedy tokens, as in serving, and not the
+            autoregressive: steps after the first read the drafter's own greedy tokens, as in serving, instead of the
                 true ones, as in training.
         """
 
-    @staticmethod
-    @abstractmethod
-    def shapes(config: Any) -> dict[str, tuple[int, ...]]:
-        """Name and shape of every tensor of the state dict."""
+    @classmethod
+    def shapes(cls, config: DrafterConfig) -> dict[str, tuple[int, ...]]:
+        """Name and shape of every tensor of the state dict.
+
+        Raises:
+            UserError: no module can be built from the config.
+        """
+        try:
+            return dict(_shapes(cls, config))
+        except Exception as error:  # configs come from files; what a wrong value breaks depends on the kind
+            why = " ".join(f"{type(error).__name__}: {error}".split())[:200]
+            raise UserError(f"No {cls.__name__} can be built from its config ({why}).") from None
 
     @staticmethod
     @abstractmethod
     def matmul_counts(config: Any, steps: int) -> dict[str, tuple[int, int]]:
-        """How often a chain of so many steps multiplies each matrix of `shapes` (heads and tables left out): with a row
-        that nothing is predicted from, and with one that something is. What training costs follows from it."""
+        """How often a chain of `steps` steps multiplies each matrix of `shapes` (except heads and embeddings): by a row that
+        nothing is predicted from, and by one that a token is predicted from. The cost of training follows from it."""

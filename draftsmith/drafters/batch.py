@@ -1,4 +1,4 @@
-"""What a drafter is trained on: sequences packed end to end, with what follows each token beside it."""
+"""What a drafter is trained on: sequences packed end to end, with the tokens that follow each position."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ class Batch:
     """
 
     hidden_states: torch.Tensor
-    """[T, n, H]: the target's states at p, one per layer id, in the store's order."""
+    """[T, n, H]: the target's states at p, one per layer id."""
     next_tokens: torch.Tensor
     """int64 [T, K + 1]: the tokens x_{p+1} ... x_{p+1+K}; 0 past the document's end."""
     loss_weights: torch.Tensor
@@ -25,11 +25,25 @@ class Batch:
     """int64 [T]: position in the document."""
     documents: torch.Tensor
     """int64 [T]: index of the document, ascending."""
+    last_states: torch.Tensor | None = None
+    """[T, H]: the output of the target's last layer at p, before its final norm; None where only the chain runs."""
 
-    def with_layers(self, columns: list[int]) -> Batch:
-        """The same batch with only these of its states, in this order."""
-        return replace(self, hidden_states=self.hidden_states[:, columns])
+    def with_layers(self, columns: list[int], last_column: int | None = None) -> Batch:
+        """The batch for a drafter that reads some of the saved states.
+
+        Args:
+            columns: which of the states the drafter reads, in this order.
+            last_column: which of them becomes `last_states`; None for none.
+        """
+        last_states = None if last_column is None else self.hidden_states[:, last_column]
+        return replace(self, hidden_states=self.hidden_states[:, columns], last_states=last_states)
 
     def to(self, device: torch.device) -> Batch:
         """The same batch on another device."""
-        return Batch(**{name: value.to(device, non_blocking=True) for name, value in vars(self).items()})
+        tensors = {name: value for name, value in vars(self).items() if value is not None}
+        return replace(self, **{name: value.to(device, non_blocking=True) for name, value in tensors.items()})
+
+    def to_dtype(self, dtype: torch.dtype) -> Batch:
+        """The same batch with its states in another dtype."""
+        last_states = None if self.last_states is None else self.last_states.to(dtype)
+        return replace(self, hidden_states=self.hidden_states.to(dtype), last_states=last_states)

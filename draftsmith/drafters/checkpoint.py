@@ -1,68 +1,152 @@
-"""The trainer's checkpoint: `draft.safetensors` and `draft.json`, which every conversion starts from."""
+"""A drafter's checkpoint: `draft.safetensors` and `draft.json`.
+
+Training writes one, and every conversion reads or makes one: other formats are read into a `Checkpoint` and written from it.
+"""
 
 from __future__ import annotations
 
-import json
-from dataclasses import asdict, dataclass, field
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
+from functools import cached_property
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
-from safetensors.torch import load_file, save
 
-from draftsmith.run.atomic_io import write_bytes, write_json
+from draftsmith.drafters import drafter_class
+from draftsmith.drafters.weights import Weight, listed, open_safetensors, read_json, write_safetensors
+from draftsmith.run.atomic_io import write_json
 from draftsmith.run.errors import UserError
+
+if TYPE_CHECKING:
+    from draftsmith.drafters.base import DrafterConfig
 
 WEIGHTS = "draft.safetensors"
 RECORD = "draft.json"
 FORMAT_VERSION = 1
+EMBEDDING = "embed_tokens.weight"
+"""[vocab, H]: the drafter's own embedding, if it does not share the target's."""
+UNKNOWN_TARGET: dict[str, str | None] = {"name": None, "revision": None, "config_hash": None}
+"""`target` of a drafter whose format does not name it."""
+
+
+class CorruptCheckpoint(UserError):
+    """The files of a checkpoint are incomplete or damaged."""
 
 
 @dataclass(frozen=True)
 class Checkpoint:
-    """A trained drafter, self-describing. Written by training, read by conversion and by whoever resumes from it."""
+    """A drafter with all that is known about it. Its weights need not be in memory."""
 
     kind: str
-    """Kind of drafter: a file of `draftsmith/drafters/`."""
+    """Kind of drafter: a key of `KINDS`."""
     config: dict[str, Any]
-    """The kind's own config, as its `to_dict` gives it."""
+    """The kind's config, as its `to_dict` returns it."""
     target: dict[str, Any]
-    """Whose drafter it is: name, revision, config_hash."""
+    """The target that it drafts for: name, revision, config_hash; None where unknown."""
     draft_token_ids: torch.Tensor
     """int64 [V] ascending: target id of each draft token."""
-    tensors: dict[str, torch.Tensor]
-    """The module's state dict."""
+    weights: Mapping[str, Weight]
+    """The module's state dict, with names and shapes as in the kind's `shapes`; and `EMBEDDING`, if the drafter has its own."""
     training: dict[str, Any] = field(default_factory=dict)
-    """Figures of the training run, predicted acceptance length among them."""
-
-    def save(self, directory: Path) -> None:
-        """Write both files atomically, the record last."""
-        tensors = {"draft_token_ids": self.draft_token_ids, **self.tensors}
-        write_bytes(
-            directory / WEIGHTS, save({name: value.detach().cpu().contiguous() for name, value in tensors.items()})
-        )
-        fields = asdict(self)
-        del fields["tensors"], fields["draft_token_ids"]
-        write_json(directory / RECORD, {"format_version": FORMAT_VERSION, **fields})
+    """Figures of the training run, such as the predicted acceptance length; empty if it was trained elsewhere."""
 
     @classmethod
     def load(cls, directory: Path) -> Checkpoint:
-        """Read a checkpoint.
+        """Open a checkpoint. Whether its tensors fit its config is left to `check`.
 
         Raises:
-            UserError: the directory holds none, or one of another version.
+            UserError: the directory holds no checkpoint, or one of another version.
+            CorruptCheckpoint: its files are damaged.
         """
-        path = directory / RECORD
-        if not path.is_file() or not (directory / WEIGHTS).is_file():
+        if not (directory / RECORD).is_file() or not (directory / WEIGHTS).is_file():
             raise UserError(
                 f"There is no checkpoint at {directory}: it needs {RECORD} and {WEIGHTS}. Run the train stage first."
             )
-        record = json.loads(path.read_text())
+        try:
+            record, weights = read_json(directory / RECORD), open_safetensors(directory / WEIGHTS)
+        except UserError as error:
+            raise CorruptCheckpoint(str(error)) from None
         if record.get("format_version") != FORMAT_VERSION:
             raise UserError(
-                f"{path} has checkpoint format {record.get('format_version')}, and this version of Draftsmith reads "
-                f"{FORMAT_VERSION}. Use the version that wrote it, or train again."
+                f"{directory / RECORD} has checkpoint format {record.get('format_version')}, and this version of Draftsmith "
+                f"reads {FORMAT_VERSION}. Use the version that wrote it, or train again."
             )
-        tensors = load_file(directory / WEIGHTS)
-        draft_token_ids = tensors.pop("draft_token_ids")
-        return cls(record["kind"], record["config"], record["target"], draft_token_ids, tensors, record["training"])
+        sections = {"kind": str, "config": dict, "target": dict, "training": dict}
+        if wrong := [name for name, kind in sections.items() if not isinstance(record.get(name), kind)]:
+            raise CorruptCheckpoint(f"{directory / RECORD} has no valid {listed(wrong)}. Get the checkpoint again.")
+        ids = weights.pop("draft_token_ids", None)
+        if ids is None:
+            raise CorruptCheckpoint(f"{directory / WEIGHTS} has no `draft_token_ids`. Get the checkpoint again.")
+        return cls(record["kind"], record["config"], record["target"], ids.tensor(), weights, record["training"])
+
+    def save(self, directory: Path) -> None:
+        """Write both files atomically, the record last."""
+        tensors = {"draft_token_ids": Weight.of(self.draft_token_ids), **self.weights}
+        write_safetensors(directory / WEIGHTS, tensors, metadata=None)
+        fields = {"kind": self.kind, "config": self.config, "target": self.target, "training": self.training}
+        write_json(directory / RECORD, {"format_version": FORMAT_VERSION, **fields})
+
+    @cached_property
+    def tensors(self) -> dict[str, torch.Tensor]:
+        """The weights, read into memory."""
+        return {name: weight.tensor() for name, weight in self.weights.items()}
+
+    def to(self, dtype: str | None) -> Checkpoint:
+        """With floating-point weights in another dtype, by torch's name of it; None keeps theirs."""
+        if dtype is None:
+            return self
+        return replace(self, weights={name: each.to(getattr(torch, dtype)) for name, each in self.weights.items()})
+
+    def drafter_config(self) -> DrafterConfig:
+        """`config` as an object of the kind's config class.
+
+        Raises:
+            UserError: its fields are not those of the kind's config.
+        """
+        try:
+            return drafter_class(self.kind).config_class.from_dict(self.config)
+        except (TypeError, KeyError) as error:
+            raise UserError(f"The config is not that of a drafter of the kind {self.kind}: {error}.") from None
+
+    def check(self) -> Checkpoint:
+        """Return the checkpoint itself if its parts agree.
+
+        Raises:
+            UserError: listing tensors that are missing, unknown or of the wrong shape or dtype, or what else disagrees.
+        """
+        kind, config = drafter_class(self.kind), self.drafter_config()
+        expected = kind.shapes(config)
+        if kind.has_embedding and EMBEDDING in self.weights:
+            expected = {**expected, EMBEDDING: (config.vocab_size, config.hidden_size)}
+        found = {name: weight.shape for name, weight in self.weights.items()}
+        problems = []
+        if missing := sorted(expected.keys() - found.keys()):
+            problems.append(f"missing: {listed(missing)}")
+        if unknown := sorted(found.keys() - expected.keys()):
+            problems.append(f"unknown: {listed(unknown)}")
+        for name in sorted(expected.keys() & found.keys()):
+            if found[name] != expected[name]:
+                problems.append(f"{name} is {list(found[name])}, and the config says {list(expected[name])}")
+        if problems:
+            raise UserError(
+                f"The tensors are not those of the config: {'; '.join(problems[:6])}. The checkpoint is damaged, or of "
+                "another kind than detected."
+            )
+        integers = sorted(name for name, weight in self.weights.items() if not weight.dtype.is_floating_point)
+        if integers:
+            raise UserError(f"{listed(integers)} must be floating point, not {self.weights[integers[0]].dtype}.")
+        predicted = self.training.get("predicted_acceptance_length") or {}
+        if not (
+            UNKNOWN_TARGET.keys() <= self.target.keys() and all(isinstance(v, str | None) for v in self.target.values())
+        ) or not (isinstance(predicted, dict) and all(isinstance(value, int | float) for value in predicted.values())):
+            raise UserError("The checkpoint's record of its target or its training is malformed. It is damaged.")
+        ids = self.draft_token_ids
+        if len(ids) != config.draft_vocab_size or ids.dtype != torch.int64:
+            raise UserError(
+                f"The draft vocabulary has {len(ids)} tokens, and the config says {config.draft_vocab_size}. The checkpoint "
+                "is damaged."
+            )
+        if len(ids) and not (ids[0] >= 0 and ids[-1] < config.vocab_size and bool((ids[1:] > ids[:-1]).all())):
+            raise UserError("The draft vocabulary is not an ascending list of the target's token ids. It is damaged.")
+        return self

@@ -1,4 +1,4 @@
-"""EAGLE, the first version (Li et al., arXiv 2401.15077): foretell the target's last state, and let its own head read it.
+"""EAGLE, version 1 (Li et al., arXiv 2401.15077): predict the target's next final hidden state, and let the target's head read it.
 
 Alignment and attention: see `decoder.py`. Mathematics of a step, for state f and token embedding e:
 
@@ -7,12 +7,11 @@ Alignment and attention: see `decoder.py`. Mathematics of a step, for state f an
     y = r + mlp(post_attention_layernorm(r))          the next step's state
     logits = lm_head(y)                               the target's own head
 
-and at step 0 f is the target's last state after its final norm, h_p. Further layers are plain Llama layers. y is taught
-to be the target's next normed state (SmoothL1), and its logits the target's distribution. In training, h_p carries noise
-that is uniform in (-1/2, 1/2) * noise * 512 / T, for a sequence of T states.
+and at step 0 f is the target's last state after its final norm, h_p. Further layers are plain Llama layers. y learns the
+target's next normed state (SmoothL1), and its logits the target's distribution. In training, h_p carries uniform noise in
+(-1/2, 1/2) * noise * 512 / T, for a sequence of T states.
 
-Names and shapes of the tensors are those of the published checkpoints and of vLLM's `llama_eagle.py`, which has no bias
-in `fc`.
+Names and shapes of the tensors are those of the published checkpoints and of vLLM's `llama_eagle.py`, whose `fc` has no bias.
 """
 
 from __future__ import annotations
@@ -30,7 +29,7 @@ from draftsmith.drafters.base import InitCost, LossTerms
 from draftsmith.drafters.batch import Batch
 from draftsmith.drafters.decoder import (
     LLAMA_FIXED,
-    LLAMA_IGNORED,
+    LLAMA_IRRELEVANT,
     DecoderConfig,
     DecoderDrafter,
     DecoderLayer,
@@ -50,7 +49,7 @@ class EagleConfig(DecoderConfig):
 
     noise: float
     fc_bias: bool = False
-    """`fc` has a bias, as in the checkpoints of the original implementation; vLLM's has none."""
+    """`fc` has a bias, as in checkpoints of the original implementation; vLLM's has none."""
 
 
 _VLLM = Layout(
@@ -64,12 +63,12 @@ _VLLM = Layout(
     ),
     names=same_names,
     fixed={**LLAMA_FIXED, "attention_bias": False, "bias": None},  # vLLM takes `bias` for one of the attention
-    written={
+    derived={
         "architectures": lambda _: [EagleOptions.serving.architecture], "model_type": lambda _: "llama",
         "tie_word_embeddings": lambda _: False,
     },
-    ignored=LLAMA_IGNORED,
-    only={"fc_bias": (False,)},
+    irrelevant=LLAMA_IRRELEVANT,
+    supported={"fc_bias": (False,)},
     quantizes=True,
 )  # fmt: skip
 """For vLLM's `EagleLlamaForCausalLM` (vllm/model_executor/models/llama_eagle.py), which shares the target's embedding and head
@@ -77,7 +76,7 @@ where the checkpoint has none."""
 
 
 class EagleDrafter(DecoderDrafter):
-    """The drafter as it is trained. The target's embedding, final norm and head are shared.
+    """The drafter in training. It shares the target's embedding, final norm and head.
 
     Args:
         config: shapes.
@@ -126,8 +125,8 @@ class EagleDrafter(DecoderDrafter):
         return cls(config, tensors.embedding.float(), tensors.final_norm_weight.float(), tensors.lm_head.float())
 
     @torch.no_grad()
-    def init_from_target(self, tensors: TargetTensors, batches: Iterable[tuple[Batch, torch.Tensor]]) -> None:
-        """`fc` foretells the next normed state as well as least squares can, from what it reads; the layers add nothing yet."""
+    def init_from_target(self, tensors: TargetTensors, batches: Iterable[Batch]) -> None:
+        """Fit `fc` by least squares to predict the next normed state from its input; the layers add nothing yet."""
         for layer in self.decoder_layers():
             layer.self_attn.o_proj.weight.zero_()
             layer.mlp.down_proj.weight.zero_()
@@ -135,9 +134,10 @@ class EagleDrafter(DecoderDrafter):
         gram = self.embedding.new_zeros(size, size)
         cross = self.embedding.new_zeros(size, self.config.hidden_size)
         used = 0
-        for batch, last_states in batches:
+        for batch in batches:
+            assert batch.last_states is not None
             # Where a token is predicted from row p, row p + 1 is in the batch.
-            states = self._normed(last_states)
+            states = self._normed(batch.last_states)
             for rows in (batch.loss_weights[:, 0] > 0).nonzero()[:, 0].split(ROWS_AT_ONCE):
                 reads = torch.cat([F.embedding(batch.next_tokens[rows, 0], self.embedding), states[rows]], dim=1)
                 gram.addmm_(reads.T, reads)
@@ -145,7 +145,7 @@ class EagleDrafter(DecoderDrafter):
                 used += len(rows)
             if used >= ROWS_TO_FIT:
                 break
-        # Embeddings are small beside states: each half has a ridge of its own size.
+        # Embeddings are small compared with states: each half gets a ridge of its own size.
         for half in gram.diagonal().chunk(2):
             half.add_(RIDGE * half.mean())
         self.fc.weight.copy_(torch.linalg.solve(gram, cross).T)
@@ -187,20 +187,8 @@ class EagleDrafter(DecoderDrafter):
         return self.lm_head
 
     def _normed(self, states: torch.Tensor) -> torch.Tensor:
-        """The target's final norm."""
+        """States after the target's final norm."""
         return F.rms_norm(states, states.shape[-1:], self.final_norm, self.config.rms_norm_eps)
-
-    @staticmethod
-    def shapes(config: EagleConfig) -> dict[str, tuple[int, ...]]:
-        hidden = config.hidden_size
-        shapes: dict[str, tuple[int, ...]] = {"fc.weight": (hidden, 2 * hidden)}
-        if config.fc_bias:
-            shapes["fc.bias"] = (hidden,)
-        for i in range(config.num_layers):
-            shapes |= config.layer_shapes(i, reads=hidden)
-            if i > 0:
-                shapes[f"layers.{i}.input_layernorm.weight"] = (hidden,)
-        return shapes
 
     @staticmethod
     def matmul_counts(config: EagleConfig, steps: int) -> dict[str, tuple[int, int]]:

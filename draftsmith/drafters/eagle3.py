@@ -1,4 +1,4 @@
-"""EAGLE-3 (Li et al., arXiv 2503.01840): fuse states of several layers, draft a chain with one decoder layer.
+"""EAGLE-3 (Li et al., arXiv 2503.01840): fuse hidden states of several layers, draft a chain with one decoder layer.
 
 Alignment and attention: see `decoder.py`.
 
@@ -30,7 +30,7 @@ from draftsmith.drafters.base import InitCost
 from draftsmith.drafters.batch import Batch
 from draftsmith.drafters.decoder import (
     LLAMA_FIXED,
-    LLAMA_IGNORED,
+    LLAMA_IRRELEVANT,
     DecoderConfig,
     DecoderDrafter,
     DecoderLayer,
@@ -38,7 +38,7 @@ from draftsmith.drafters.decoder import (
     rotary_embedding,
     shape_of_target,
 )
-from draftsmith.drafters.init.induction import ROWS_TO_LOOK_UP, attend_by_codes, fit_codes, fit_outputs, make_room
+from draftsmith.drafters.init.induction import ROWS_TO_LOOK_UP, attend_by_codes, fit_codes, fit_outputs, write_codes
 from draftsmith.drafters.init.least_squares import (
     ROWS_AT_ONCE,
     ROWS_TO_FIT,
@@ -56,24 +56,24 @@ from draftsmith.target.info import TargetInfo
 from draftsmith.target.tensors import TargetTensors
 
 _FAST = 0.03
-"""Rotary pairs that turn by more than this many radians a position. The fastest tell neighbors apart; the slower ones
-what is hundreds of positions away, where the fast ones happen to meet again: with pairs above 0.3 alone, a row 2,000
-positions into a text of SmolLM2's frequencies gave itself 0.56 of its attention, with these 0.998."""
+"""Rotary pairs that turn by more than this many radians per position are used. The fastest separate neighbors; the slower ones
+separate positions hundreds apart, where the fast ones happen to align again: with pairs above 0.3 alone, a row 2,000
+positions into a text had 0.56 of its attention on itself with SmolLM2's frequencies, with these 0.998."""
 _OWN_POSITION_LEAD = 6.0
-"""By how much a head's score of its own position exceeds that of the one before, in logits."""
+"""How much the score of a head's own position exceeds that of the one before, in logits."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Eagle3Config(DecoderConfig):
-    """See `DecoderConfig`; `layer_ids` are the fused states."""
+    """See `DecoderConfig`; `layer_ids` are the fused hidden states."""
 
     norm_before_residual: bool
     fc_norm: bool
     norm_output: bool
     norm_before_fc: bool = False
-    """One RMSNorm over all fused states together before `fc`; drafters trained elsewhere may have it."""
+    """One RMSNorm over all fused states together before `fc`, in some drafters trained elsewhere."""
     target_hidden_size: int | None = None
-    """Width of the states that `fc` reads, where it is not the drafter's."""
+    """Width of the states that `fc` reads, if it is not the drafter's."""
 
     @property
     def fused_size(self) -> int:
@@ -104,9 +104,9 @@ def eagle3_layout(
     flags: bool,
     names: Callable[[Any, tuple[str, ...]], dict[str, str]] = same_names,
     fixed: Mapping[str, Any] | None = None,
-    written: Mapping[str, Callable[[Any], Any]] | None = None,
-    ignored: frozenset[str] = frozenset(),
-    only: Mapping[str, Callable[[Any], bool]] | None = None,
+    derived: Mapping[str, Callable[[Any], Any]] | None = None,
+    irrelevant: frozenset[str] = frozenset(),
+    supported: Mapping[str, Callable[[Any], bool]] | None = None,
     quantizes: bool = False,
 ) -> Layout:
     """What the layouts of EAGLE-3 have in common.
@@ -116,11 +116,11 @@ def eagle3_layout(
         old_rope: write RoPE's settings as `rope_theta` and `rope_scaling`.
         ids: where `layer_ids` are.
         flags: the format has words for norms other than the paper's, and for several layers.
-        names: our tensor names to theirs; see `Layout`.
-        fixed: beside what is fixed in all.
-        written: see `Layout`.
-        ignored: beside what is ignored in all.
-        only: see `Layout`.
+        names: see `Layout`.
+        fixed: besides those that all EAGLE-3 layouts fix; see `Layout`.
+        derived: see `Layout`.
+        irrelevant: besides those irrelevant in all EAGLE-3 layouts; see `Layout`.
+        supported: see `Layout`.
         quantizes: see `Layout`.
     """
     where = "" if flags else f"{EXTRA}."
@@ -140,11 +140,16 @@ def eagle3_layout(
         ),
         names=names,
         fixed=fixed_in_layers | dict(fixed or {}),
-        written=written or {},
-        ignored=frozenset(prefix + name for name in LLAMA_IGNORED) | ignored,
-        only={**dict.fromkeys(said_by_flags, (False,)), "num_layers": (1,), "attention_bias": (False,), **(only or {})}
+        derived=derived or {},
+        irrelevant=frozenset(prefix + name for name in LLAMA_IRRELEVANT) | irrelevant,
+        supported={
+            **dict.fromkeys(said_by_flags, (False,)),
+            "num_layers": (1,),
+            "attention_bias": (False,),
+            **(supported or {}),
+        }
         if not flags
-        else {"attention_bias": (False,), **(only or {})},
+        else {"attention_bias": (False,), **(supported or {})},
         maps_vocabulary=True,
         quantizes=quantizes,
     )
@@ -154,7 +159,7 @@ _VLLM = eagle3_layout(
     ids=Entry("layer_ids", tuple, "eagle_aux_hidden_state_layer_ids", default=_first_said(*_IDS)),
     flags=True,
     quantizes=True,
-    written={
+    derived={
         "architectures": lambda _: [Eagle3Options.serving.architecture],
         "model_type": lambda _: "llama",
         "tie_word_embeddings": lambda _: False,
@@ -168,7 +173,7 @@ _VLLM = eagle3_layout(
 
 
 class Eagle3Drafter(DecoderDrafter):
-    """The drafter as it is trained. The target's embedding is shared.
+    """The drafter in training. It shares the target's embedding.
 
     Args:
         config: shapes.
@@ -207,7 +212,7 @@ class Eagle3Drafter(DecoderDrafter):
 
     @classmethod
     def config_defaults(cls, target: TargetInfo) -> dict[str, Any]:
-        """The states that the authors' and vLLM's defaults fuse."""
+        """The states that the authors and vLLM fuse by default."""
         layers = target.num_hidden_layers
         return {"layer_ids": (2, layers // 2, layers - 3)}
 
@@ -215,7 +220,7 @@ class Eagle3Drafter(DecoderDrafter):
     def make_config(
         cls, options: Eagle3Options, target: TargetInfo, layer_ids: tuple[int, ...], draft_vocab_size: int
     ) -> Eagle3Config:
-        """The target's decoder layer, with what the recipe sets."""
+        """The shape of the target's decoder layer, with what the recipe sets."""
         shape = shape_of_target(target)
         if options.intermediate_size:
             shape["intermediate_size"] = options.intermediate_size
@@ -234,19 +239,19 @@ class Eagle3Drafter(DecoderDrafter):
         return cls(config, tensors.embedding.float(), draft_token_ids)
 
     @torch.no_grad()
-    def init_from_target(self, tensors: TargetTensors, batches: Iterable[tuple[Batch, torch.Tensor]]) -> None:
-        """Initialize the drafter in place so that, untrained, it is the best linear drafter of its shape, and copies.
+    def init_from_target(self, tensors: TargetTensors, batches: Iterable[Batch]) -> None:
+        """Initialize the drafter in place so that, untrained, it is the best linear drafter of its shape, and copies from context.
 
-        The head and the final norm are the target's own, so what the drafter has to produce at position p is the
-        target's last state one position on, z_{p+1} (up to scale, which the norm takes away). Least squares on the store
-        gives the best linear guess from what it reads there, the states h_p and the token's embedding e_{p+1}:
+        The head and the final norm are the target's own, so at position p the drafter has to produce the target's last
+        state at the next position, z_{p+1} (up to scale, which the norm removes). Least squares on the store gives the best
+        linear prediction from its inputs, the states h_p and the token's embedding e_{p+1}:
 
             z_{p+1} ~ W_h h_p + W_e e_{p+1}
 
-        `fc` takes W_h, and one attention head of each key/value group takes its part of W_e, whose rank is cut to what
-        the value projections hold (reduced-rank regression: Izenman 1975). Those heads must look at their own position
-        only; see `_look_at_own_position`. The second head of each group looks up what followed when the same was said
-        before; see `init/induction.py`. Everything else starts at zero output, so training departs from this guess.
+        `fc` takes W_h, and one attention head of each key/value group takes its part of W_e, whose rank is reduced to that
+        of the value projections (reduced-rank regression: Izenman 1975). Those heads must attend to their own position
+        only; see `_attend_to_own_position`. The second head of each group is an induction head; see `init/induction.py`.
+        Everything else starts with zero output, so training starts from this prediction.
         """
         config = self.config
         self.lm_head.weight.copy_(tensors.lm_head[self.draft_token_ids.to(tensors.lm_head.device)])
@@ -268,11 +273,11 @@ class Eagle3Drafter(DecoderDrafter):
             attention.o_proj.weight[:, head * config.head_dim : head * config.head_dim + columns.shape[1]] = columns
         codes = fit_codes(self, batches)
         if codes is not None:
-            make_room(self, codes)
+            write_codes(self, codes)
         fused = _fused_states(self, batches, to_values, from_values)
         if codes is not None:
             attend_by_codes(self, codes, size=fused.size)
-        _look_at_own_position(self, fused)
+        _attend_to_own_position(self, fused)
         if codes is not None:
             fit_outputs(self, codes, batches)
 
@@ -286,7 +291,7 @@ class Eagle3Drafter(DecoderDrafter):
         flop += flop_of_solve(width, hidden) + 2.0 * states**2 * hidden  # `_reduced_rank_fit`
         flop += 4.0 * hidden**3 + flop_of_eigenvectors(hidden) + 2.0 * hidden * rank * (hidden + 2 * states)
         flop += fitted * (2.0 * hidden * (states + 2 * rank) + 4.0 * hidden**2)  # `_fused_states`
-        flop += flop_of_solve(hidden, 1)  # `_look_at_own_position`
+        flop += flop_of_solve(hidden, 1)  # `_attend_to_own_position`
         held = 2 * width**2 + states**2 + 2 * width * hidden + 3 * states * hidden
         rows_read = 2 * rows_until(ROWS_TO_FIT, rows=rows, answered=answered)
         if config.num_attention_heads > config.num_key_value_heads:
@@ -307,7 +312,7 @@ class Eagle3Drafter(DecoderDrafter):
         return [*self.lm_head.parameters()]
 
     def normed_states(self, hidden_states: torch.Tensor) -> torch.Tensor:
-        """What `fc` reads: [T, n, H] to [T, n * H]."""
+        """The input of `fc`: [T, n, H] to [T, n * H]."""
         if self.input_norm is not None:
             hidden_states = self.input_norm(hidden_states.flatten(1)).view_as(hidden_states)
         if self.fc_norm is not None:
@@ -315,7 +320,7 @@ class Eagle3Drafter(DecoderDrafter):
         return hidden_states.flatten(1)
 
     def reads(self, batch: Batch, rows: torch.Tensor | slice) -> torch.Tensor:
-        """All that a step 0 reads at `rows`, [rows, n*H + H]: `normed_states`, and the normed embedding of what follows."""
+        """All that step 0 reads at `rows`, [rows, n*H + H]: `normed_states`, and the normed embedding of the next token."""
         embeds = F.embedding(batch.next_tokens[rows, 0], self.embedding)
         normed = self.decoder_layers()[0].input_layernorm(embeds)
         return torch.cat([self.normed_states(batch.hidden_states[rows]), normed], dim=1)
@@ -340,64 +345,42 @@ class Eagle3Drafter(DecoderDrafter):
         return self.lm_head.weight
 
     @staticmethod
-    def shapes(config: Eagle3Config) -> dict[str, tuple[int, ...]]:
-        hidden = config.hidden_size
-        shapes: dict[str, tuple[int, ...]] = {
-            "fc.weight": (hidden, config.fused_size),
-            "norm.weight": (hidden,),
-            "lm_head.weight": (config.draft_vocab_size, hidden),
-            "layers.0.hidden_norm.weight": (hidden,),
-        }
-        if config.fc_norm:
-            each = config.fused_size // len(config.layer_ids)
-            shapes |= {f"fc_norm.{i}.weight": (each,) for i in range(len(config.layer_ids))}
-        if config.norm_before_fc:
-            shapes["input_norm.weight"] = (config.fused_size,)
-        for i in range(config.num_layers):
-            shapes[f"layers.{i}.input_layernorm.weight"] = (hidden,)
-            shapes |= config.layer_shapes(i, reads=hidden if i else 2 * hidden)
-        return shapes
-
-    @staticmethod
     def matmul_counts(config: Eagle3Config, steps: int) -> dict[str, tuple[int, int]]:
         return {"fc.weight": (1, 1), **config.layer_matmul_counts(steps)}
 
 
-def _rows_to_fit(
-    batches: Iterable[tuple[Batch, torch.Tensor]],
-) -> Iterator[tuple[Batch, torch.Tensor, torch.Tensor]]:
-    """Rows that a token is predicted from, some at a time, with their batch and the target's last states in it."""
+def _rows_to_fit(batches: Iterable[Batch]) -> Iterator[tuple[Batch, torch.Tensor]]:
+    """Rows that a token is predicted from, some at a time, with their batch."""
     count = 0
-    for batch, last_states in batches:
+    for batch in batches:
         # Where a token is predicted from row p, row p + 1 is in the batch.
         for rows in (batch.loss_weights[:-1, 0] > 0).nonzero()[:, 0].split(ROWS_AT_ONCE):
-            yield batch, last_states, rows
+            yield batch, rows
             count += len(rows)
         if count >= ROWS_TO_FIT:
             break
 
 
-def _regression(
-    drafter: Eagle3Drafter, batches: Iterable[tuple[Batch, torch.Tensor]]
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """Sums over rows of the products of what the drafter reads, [n*H + H, n*H + H], and of that with what it should say,
-    [n*H + H, H]: the target's last state one position on."""
+def _regression(drafter: Eagle3Drafter, batches: Iterable[Batch]) -> tuple[torch.Tensor, torch.Tensor]:
+    """Sums over rows of the outer products of the drafter's inputs, [n*H + H, n*H + H], and of the inputs with the target's
+    next last state, [n*H + H, H]."""
     width, hidden = drafter.config.fused_size + drafter.config.hidden_size, drafter.config.hidden_size
     gram, cross = drafter.fc.weight.new_zeros(width, width), drafter.fc.weight.new_zeros(width, hidden)
-    for batch, last_states, rows in _rows_to_fit(batches):
+    for batch, rows in _rows_to_fit(batches):
+        assert batch.last_states is not None
         reads = drafter.reads(batch, rows)
         gram.addmm_(reads.T, reads)
-        cross.addmm_(reads.T, unit_rms(last_states[rows + 1]))
+        cross.addmm_(reads.T, unit_rms(batch.last_states[rows + 1]))
     return gram, cross
 
 
 def _reduced_rank_fit(
     gram: torch.Tensor, cross: torch.Tensor, *, rank: int
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Ridge regression of W [rows, H] on R [rows, n*H + H], the last H columns of which go through `rank` values.
+    """Ridge regression of W [rows, H] on R [rows, n*H + H], with the rank of the part of R's last H columns limited to `rank`.
 
     Args:
-        gram: R^T R; it is used up.
+        gram: R^T R; overwritten.
         cross: R^T W.
         rank: at most H.
 
@@ -407,9 +390,10 @@ def _reduced_rank_fit(
     split = len(gram) - cross.shape[1]
     lower = factor(gram)
     full = solve(lower, cross)
-    # What embeddings add beyond the states has the covariance L L^T of this corner L; keep the directions in which it says most.
-    says = lower[split:, split:].T @ full[split:]
-    kept = torch.linalg.eigh(says.T @ says).eigenvectors[:, -rank:].T
+    # The part of embeddings that states do not explain has the covariance L L^T of this corner L; keep the directions in which it
+    # explains most.
+    explained = lower[split:, split:].T @ full[split:]
+    kept = torch.linalg.eigh(explained.T @ explained).eigenvectors[:, -rank:].T
     to_values = full[split:] @ kept.T
     from_states = solve(lower[:split, :split], cross[:split] - gram[:split, split:] @ to_values @ kept)
     return from_states, to_values, kept
@@ -417,27 +401,27 @@ def _reduced_rank_fit(
 
 @dataclass
 class _FusedStates:
-    """Sums over samples of what `hidden_norm` will be given: fused states, with and without what the first heads write."""
+    """Sums over sample inputs of `hidden_norm`: fused states, with and without the output of the first heads."""
 
     size: torch.Tensor
-    """Scalar: mean RMS of those without."""
+    """Scalar: mean RMS without that output."""
     gram: torch.Tensor
-    """[H, H]: of their products, each normed."""
+    """[H, H]: sum of the outer products of the normed states."""
     total: torch.Tensor
-    """[H]: of themselves, each normed."""
+    """[H]: sum of the normed states."""
 
 
 def _fused_states(
     drafter: Eagle3Drafter,
-    batches: Iterable[tuple[Batch, torch.Tensor]],
+    batches: Iterable[Batch],
     to_values: torch.Tensor,
     from_values: torch.Tensor,
 ) -> _FusedStates:
-    """See there; the first heads write what `to_values` [H, rank] and `from_values` [rank, H] make of the normed embedding."""
+    """See `_FusedStates`; the first heads map the normed embedding by `to_values` [H, rank] and `from_values` [rank, H]."""
     hidden = drafter.config.hidden_size
     new_zeros = drafter.fc.weight.new_zeros
     sums, count = _FusedStates(new_zeros(()), new_zeros(hidden, hidden), new_zeros(hidden)), 0
-    for batch, _, rows in _rows_to_fit(batches):
+    for batch, rows in _rows_to_fit(batches):
         states, embeds = drafter.reads(batch, rows).split([drafter.config.fused_size, hidden], dim=1)
         fused = drafter.fc(states)
         sums.size += fused.pow(2).mean(-1).sqrt().sum()
@@ -449,17 +433,16 @@ def _fused_states(
     return sums
 
 
-def _look_at_own_position(drafter: Eagle3Drafter, fused: _FusedStates) -> None:
+def _attend_to_own_position(drafter: Eagle3Drafter, fused: _FusedStates) -> None:
     """Make the first head of every key/value group attend to its own position.
 
-    Queries and keys that are the same constant leave only RoPE: the score at distance d is the sum over rotary pairs
-    of cos(d * frequency), largest at d = 0. A constant is read off the states themselves: some direction of the
-    normed state is nearly the same everywhere (it is found by least squares). Only fast pairs are used; slow ones
-    do not tell neighbors apart.
+    With constant queries and keys only RoPE remains: the score at distance d is the sum over rotary pairs of
+    cos(d * frequency), largest at d = 0. The constant comes from the states: least squares finds a direction in which the
+    normed state is nearly the same everywhere. Only fast pairs are used; slow ones do not separate neighbors.
 
     Args:
-        drafter: its q and k projections of layer 0 are set.
-        fused: samples of what `hidden_norm` will be given; its products are used up.
+        drafter: whose q and k projections of layer 0 are set.
+        fused: sample inputs of `hidden_norm`; `gram` is overwritten.
     """
     config = drafter.config
     attention, hidden = drafter.decoder_layers()[0].self_attn, config.hidden_size
@@ -470,9 +453,9 @@ def _look_at_own_position(drafter: Eagle3Drafter, fused: _FusedStates) -> None:
     scale = (_OWN_POSITION_LEAD / one_away * config.head_dim**0.5).sqrt()
     q = attention.q_proj.weight.unflatten(0, (config.num_key_value_heads, -1, config.head_dim))  # [M, G, C, 2H]
     k = attention.k_proj.weight.unflatten(0, (config.num_key_value_heads, config.head_dim))  # [M, C, 2H]
-    q[:, 0] = 0  # the group's first head reads the constant alone
+    q[:, 0] = 0  # the first head of the group reads only the constant
     for pair in fast.tolist():
-        for dimension in (pair, pair + config.head_dim // 2):  # no other head disturbs the pair
+        for dimension in (pair, pair + config.head_dim // 2):  # no other head uses the pair
             q[:, :, dimension] = 0
             k[:, dimension] = 0
         q[:, 0, pair, hidden:] = scale * constant

@@ -1,8 +1,8 @@
-"""How a format writes a kind of drafter down: a table that is read in both directions.
+"""How a format stores a kind of drafter: a table that is used for reading and for writing.
 
-A conversion that only renames what it knows loses the rest in silence, and the server fills the gap with random numbers. So
-a layout is closed: every field of the kind's config has its place, every tensor has its name, and what is left over on
-either side is an error.
+A conversion that renames only what it knows drops the rest silently, and the server fills the gaps with random numbers. So
+a layout is closed: every field of the kind's config has a key in `config.json`, every tensor has a name, and anything left
+over on either side is an error.
 """
 
 from __future__ import annotations
@@ -14,19 +14,19 @@ from typing import Any
 from draftsmith.run.errors import UserError
 
 EXTRA = "draftsmith"
-"""Where `config.json` keeps what a format has no word for: its own readers pass over it."""
+"""Section of `config.json` for what a format has no key for; the format's other readers ignore it."""
 
 
 @dataclass(frozen=True)
 class Source:
-    """What a layout reads a config from."""
+    """A checkpoint as a layout reads its config from it."""
 
     record: Mapping[str, Any]
     """`config.json`."""
     shapes: Mapping[str, tuple[int, ...]]
     """Name and shape of every tensor beside it."""
     known: Mapping[str, Any] = field(default_factory=dict)
-    """What the target says of fields that the format leaves out (`layer_ids`, `rms_norm_eps`)."""
+    """From the target: fields that the format leaves out (`layer_ids`, `rms_norm_eps`)."""
 
 
 REQUIRED = object()
@@ -35,20 +35,20 @@ _Default = Callable[[Source, dict[str, Any]], Any]
 
 @dataclass(frozen=True)
 class Entry:
-    """A field of a kind's config and its place in `config.json`."""
+    """A field of a kind's config and its key in `config.json`."""
 
-    ours: str
+    field: str
     type: type
-    theirs: str = ""
-    """Dotted path; empty: the same name, at the top."""
+    key: str = ""
+    """Dotted path; empty: the field's name, at the top level."""
     default: Any = REQUIRED
-    """What an absent one means: a value, or a function of the source and of the fields before."""
+    """Value of an absent key, or a function of the source and the preceding fields that returns it."""
     shift: int = 0
-    """Theirs less ours, for numbers and lists of numbers."""
+    """For lists of numbers: the key's value minus the field's."""
 
     @property
     def path(self) -> str:
-        return self.theirs or self.ours
+        return self.key or self.field
 
     @property
     def paths(self) -> tuple[str, ...]:
@@ -57,16 +57,12 @@ class Entry:
     def read(self, source: Source, config: dict[str, Any]) -> Any:
         value = look_up(source.record, self.path)
         if value is None:
-            value = source.known.get(self.ours)
+            value = source.known.get(self.field)
             if value is not None:
                 return value
             if self.default is REQUIRED:
-                hint = (
-                    " Name the target that the drafter was made for with --target."
-                    if self.path.startswith(EXTRA)
-                    else ""
-                )
-                raise UserError(f"The config does not say what `{self.ours}` is (`{self.path}`).{hint}")
+                hint = " Name the drafter's target with --target." if self.path.startswith(EXTRA) else ""
+                raise UserError(f"The config does not say what `{self.field}` is (`{self.path}`).{hint}")
             return self.default(source, config) if callable(self.default) else self.default
         return self._checked(value)
 
@@ -88,26 +84,26 @@ class Entry:
         return float(value) if self.type is float else value
 
     def write(self, record: dict[str, Any], value: Any) -> None:
-        if value is None:  # vLLM takes a null for a value, and fails
+        if value is None:  # vLLM fails on null
             return
         put(record, self.path, [one + self.shift for one in value] if self.type is tuple else value)
 
 
 def target_fields() -> tuple[Entry, ...]:
-    """What only the target decides, and formats of drafters that read its last state leave out."""
+    """Fields that only the target determines, and that formats of drafters on its last hidden state leave out."""
     return (Entry("layer_ids", tuple, f"{EXTRA}.layer_ids"), Entry("rms_norm_eps", float, f"{EXTRA}.rms_norm_eps"))
 
 
 @dataclass(frozen=True)
 class Rope:
-    """RoPE's settings, of which there are two spellings: `rope_parameters`, and before it `rope_theta` beside `rope_scaling`.
+    """RoPE's settings, in either spelling: `rope_parameters`, or the older `rope_theta` with `rope_scaling`.
 
-    Both are read; written is the one that the format's own readers know.
+    Both are read; the one that the format's other readers know is written.
     """
 
     prefix: str = ""
     old: bool = False
-    ours: str = "rope_parameters"
+    field: str = "rope_parameters"
 
     @property
     def paths(self) -> tuple[str, ...]:
@@ -137,9 +133,9 @@ class Rope:
         put(record, scaling, None if rest == {"rope_type": "default"} else rest)
 
 
-def same_names(config: Any, ours: tuple[str, ...]) -> dict[str, str]:
-    """For formats that call the tensors what we call them."""
-    return dict(zip(ours, ours, strict=True))
+def same_names(config: Any, tensors: tuple[str, ...]) -> dict[str, str]:
+    """`Layout.names` of a format that names tensors as the kind's module does."""
+    return dict(zip(tensors, tensors, strict=True))
 
 
 @dataclass(frozen=True)
@@ -147,75 +143,75 @@ class Layout:
     """Config and tensor names of one kind in one format."""
 
     fields: tuple[Entry | Rope, ...]
-    """Every field of the kind's config, in an order in which defaults can be worked out."""
+    """Every field of the kind's config; defaults may use fields before theirs."""
     names: Callable[[Any, tuple[str, ...]], dict[str, str]]
-    """Of a config (the kind's own) and our tensor names: theirs to ours. Several of theirs may be copies of one of ours, and
-    then only the first must be there."""
+    """Takes the kind's config and the names of its tensors; returns the format's names, each with the kind's. If several of
+    the format's names are copies of one tensor, only the first is required."""
     fixed: Mapping[str, Any] = field(default_factory=dict)
-    """Written as it is. On reading, another value there is one that this version cannot express."""
-    written: Mapping[str, Callable[[Any], Any]] = field(default_factory=dict)
-    """What follows from the config and is written beside the fields; not read."""
-    ignored: frozenset[str] = frozenset()
-    """Paths in `config.json` that change nothing of what a drafter computes."""
-    only: Mapping[str, tuple[Any, ...] | Callable[[Any], bool]] = field(default_factory=dict)
-    """The values of a field that the format can say, or what tells them."""
+    """Keys with one value: written as they are; another value on reading is an error."""
+    derived: Mapping[str, Callable[[Any], Any]] = field(default_factory=dict)
+    """Keys that are computed from the config on writing, and not read."""
+    irrelevant: frozenset[str] = frozenset()
+    """Keys of `config.json` that do not affect what a drafter computes."""
+    supported: Mapping[str, tuple[Any, ...] | Callable[[Any], bool]] = field(default_factory=dict)
+    """By field: the values that the format can express, or a function that tells whether it can express one."""
     maps_vocabulary: bool = False
-    """The draft vocabulary may be a part of the target's, with tensors `d2t` and `t2d`."""
+    """The draft vocabulary may be a subset of the target's, given by the tensors `d2t` and `t2d`."""
     quantizes: bool = False
-    """Readers take 8-bit weights, as `quantization_config` says."""
+    """The format's readers take 8-bit weights, as described by `quantization_config`."""
 
     def read(self, source: Source) -> dict[str, Any]:
-        """The kind's config, as `to_dict` gives it.
+        """Return the kind's config as a dict of its fields.
 
         Raises:
-            UserError: a field is missing, has a value that no such field has, or is not known.
+            UserError: a field is missing or invalid, or a key is unknown.
         """
         config: dict[str, Any] = {}
         for each in self.fields:
-            config[each.ours] = each.read(source, config)
+            config[each.field] = each.read(source, config)
         for path, value in self.fixed.items():
             found = look_up(source.record, path)
             if found is not None and found != value:
                 raise UserError(f"`{path}` is {str(found)[:80]!r} in the config; only {value!r} can be converted.")
         known = {path for each in self.fields for path in each.paths} | {
             *self.fixed,
-            *self.written,
-            *self.ignored,
+            *self.derived,
+            *self.irrelevant,
             EXTRA,
         }
         if unknown := _unknown(source.record, known, ""):
             raise UserError(
-                f"The config has fields whose meaning is not known here: {', '.join(sorted(unknown))}. One of them may "
-                "change what the drafter computes; take out those that do not."
+                f"The config has unknown fields, which may change what the drafter computes: {', '.join(sorted(unknown))}. "
+                "Remove those that do not."
             )
         return config
 
     def check(self, config: Any) -> None:
-        """Refuse a config (the kind's own) that the format has no words for.
+        """Check that the format can express a config of the kind.
 
         Raises:
-            UserError: naming the field.
+            UserError: naming the field that it cannot express.
         """
-        for name, allowed in self.only.items():
+        for name, allowed in self.supported.items():
             value = getattr(config, name)
             if not (allowed(value) if callable(allowed) else value in allowed):
-                raise UserError(f"it has no words for `{name}: {value}`")
+                raise UserError(f"it cannot express `{name}: {value}`")
 
     def write(self, config: Any) -> dict[str, Any]:
-        """`config.json` of a config (the kind's own), without its dtype."""
+        """Return `config.json` for the kind's config, without the dtype."""
         record: dict[str, Any] = {}
         for path, value in self.fixed.items():
-            if value is not None:  # readers take a null for a value
+            if value is not None:  # readers take null as a value
                 put(record, path, value)
-        for path, follows in self.written.items():
-            put(record, path, follows(config))
+        for path, value_of in self.derived.items():
+            put(record, path, value_of(config))
         for each in self.fields:
-            each.write(record, getattr(config, each.ours))
+            each.write(record, getattr(config, each.field))
         return record
 
 
 def look_up(record: Mapping[str, Any], path: str) -> Any:
-    """What is at a dotted path; None where nothing is."""
+    """Return the value at a dotted path, or None."""
     found: Any = record
     for part in path.split("."):
         if not isinstance(found, Mapping):
@@ -225,7 +221,7 @@ def look_up(record: Mapping[str, Any], path: str) -> Any:
 
 
 def put(record: dict[str, Any], path: str, value: Any) -> None:
-    """Set what is at a dotted path."""
+    """Set the value at a dotted path."""
     *sections, last = path.split(".")
     for section in sections:
         record = record.setdefault(section, {})

@@ -1,13 +1,13 @@
-"""Medusa (Cai et al., arXiv 2401.10774): independent heads on the target's last state, each for a token further ahead.
+"""Medusa (Cai et al., arXiv 2401.10774): independent heads on the target's last hidden state, one for each draft token.
 
-Alignment. At position p head i reads the target's last state h_p, after its final norm, and predicts x_{p+2+i}: x_{p+1}
-is the target's own. No head knows what another one guesses, nor which token x_{p+1} became.
+Alignment. At position p head i reads the target's last state h_p, after its final norm, and predicts x_{p+2+i}; x_{p+1} is
+the target's own token. No head reads the draft tokens of the others, nor x_{p+1}.
 
-Mathematics of head i with L residual blocks (the paper's first formula; W starts at zero, so a block at the identity):
+Mathematics of head i with L residual blocks (the paper's first formula; W starts at zero, so a block starts as the identity):
 
     y_0 = h_p;  y_{l+1} = y_l + SiLU(W_{i,l} y_l + b_{i,l});  logits = lm_head_i(y_L)
 
-Names and shapes of the tensors are those of vLLM's `medusa.py`, with a vocabulary head for each head or one that all share
+Names and shapes of the tensors are those of vLLM's `medusa.py`, with one vocabulary head per head or a shared one
 (`original_lm_head`). Heads are over the target's whole vocabulary: vLLM 0.32 refuses a checkpoint with a `token_map`,
 since its loader then misses a weight of that name.
 """
@@ -25,7 +25,7 @@ from torch.nn import functional as F
 from draftsmith.config.drafters import MedusaOptions
 from draftsmith.drafters.base import ChainStep, Drafter, DrafterConfig, InitCost, LossTerms
 from draftsmith.drafters.batch import Batch
-from draftsmith.drafters.init.least_squares import ROWS_TO_FIT, cost_of_fit_ahead, fit_ahead, rows_until
+from draftsmith.drafters.init.least_squares import ROWS_TO_FIT, cost_of_fit_next_states, fit_next_states, rows_until
 from draftsmith.drafters.layout import Entry, Layout, same_names, target_fields
 from draftsmith.target.info import TargetInfo
 from draftsmith.target.tensors import TargetTensors
@@ -54,8 +54,8 @@ _VLLM = Layout(
     ),
     names=same_names,
     fixed={"logit_scale": None},
-    written={"architectures": lambda _: [MedusaOptions.serving.architecture], "model_type": lambda _: "medusa"},
-    ignored=frozenset({"dtype", "max_paths", "max_seq_len", "topk", "torch_dtype", "transformers_version"}),
+    derived={"architectures": lambda _: [MedusaOptions.serving.architecture], "model_type": lambda _: "medusa"},
+    irrelevant=frozenset({"dtype", "max_paths", "max_seq_len", "topk", "torch_dtype", "transformers_version"}),
 )
 """For vLLM's `MedusaModel` (vllm/model_executor/models/medusa.py); names are those of the module."""
 
@@ -75,7 +75,7 @@ class _Block(nn.Module):
 
 
 class MedusaDrafter(Drafter):
-    """The heads as they are trained. The target's final norm is shared.
+    """The heads in training. They share the target's final norm.
 
     Args:
         config: shapes.
@@ -119,10 +119,10 @@ class MedusaDrafter(Drafter):
         return cls(config, tensors.final_norm_weight.float())
 
     @torch.no_grad()
-    def init_from_target(self, tensors: TargetTensors, batches: Iterable[tuple[Batch, torch.Tensor]]) -> None:
-        """Blocks at the identity, as in the paper, and heads at the target's.
+    def init_from_target(self, tensors: TargetTensors, batches: Iterable[Batch]) -> None:
+        """Start the blocks as identities, as in the paper, and the vocabulary heads as the target's head.
 
-        Heads of their own take the best linear guess from the state with them: if z_{p+1+i} ~ A_i z_p for the normed
+        Without a shared head, each includes the best linear prediction of its state: if z_{p+1+i} ~ A_i z_p for the normed
         states, by least squares, then head i starts as lm_head A_i.
         """
         for parameter in self.blocks.parameters():
@@ -131,7 +131,7 @@ class MedusaDrafter(Drafter):
         if self.config.shared_head:
             self._head(0).copy_(target_head)
             return
-        for i, ahead in enumerate(fit_ahead(self._normed, batches, steps=self.config.num_heads)):
+        for i, ahead in enumerate(fit_next_states(self._normed, batches, steps=self.config.num_heads)):
             self._head(i).copy_(target_head @ ahead)
 
     @staticmethod
@@ -139,8 +139,8 @@ class MedusaDrafter(Drafter):
         hidden, head = config.hidden_size, config.vocab_size * config.hidden_size
         if config.shared_head:
             return InitCost(0.0, 4 * head, 0)
-        flop, held = cost_of_fit_ahead(hidden, answered=answered, steps=config.num_heads)
-        # The fit is over when heads are made of it: the target's, and one's.
+        flop, held = cost_of_fit_next_states(hidden, answered=answered, steps=config.num_heads)
+        # Heads are made after the fit, from the target's and one A_i at a time.
         return InitCost(
             flop + 2.0 * config.num_heads * head * hidden,
             4 * (head + max(held, config.num_heads * hidden**2 + head)),
@@ -157,14 +157,14 @@ class MedusaDrafter(Drafter):
         return [*self.blocks]
 
     def chain(self, batch: Batch, *, steps: int, autoregressive: bool = False) -> Iterator[ChainStep]:
-        """See `Drafter.chain`; `autoregressive` changes nothing, as no head reads a guess."""
+        """See `Drafter.chain`; `autoregressive` changes nothing, as no head reads draft tokens."""
         rows = batch.loss_weights[:, :steps].sum(1).nonzero()[:, 0]
         state = self._normed(batch.hidden_states[rows, 0])
         for k in range(steps):
             yield ChainStep(self.blocks[k](state), self._head(k), batch.loss_weights[rows, k])
 
     def _normed(self, states: torch.Tensor) -> torch.Tensor:
-        """The target's final norm."""
+        """States after the target's final norm."""
         return F.rms_norm(states, states.shape[-1:], self.final_norm, self.config.rms_norm_eps)
 
     def _head(self, i: int) -> torch.Tensor:
@@ -172,17 +172,6 @@ class MedusaDrafter(Drafter):
         head = self.lm_heads[0 if self.config.shared_head else i]
         assert isinstance(head, nn.Linear)
         return head.weight
-
-    @staticmethod
-    def shapes(config: MedusaConfig) -> dict[str, tuple[int, ...]]:
-        hidden, heads = config.hidden_size, range(config.num_heads)
-        linears = [f"blocks.{i}.layers.{j}" for i in heads for j in range(config.num_layers)]
-        shapes: dict[str, tuple[int, ...]] = {f"{name}.weight": (hidden, hidden) for name in linears}
-        if config.bias:
-            shapes |= {f"{name}.bias": (hidden,) for name in linears}
-        return shapes | {
-            f"lm_heads.{i}.weight": (config.vocab_size, hidden) for i in heads[: 1 if config.shared_head else None]
-        }
 
     @staticmethod
     def matmul_counts(config: MedusaConfig, steps: int) -> dict[str, tuple[int, int]]:

@@ -1,16 +1,16 @@
-"""MLP speculator (Wertheimer et al., arXiv 2404.19124): a small recurrent network on the target's last state.
+"""MLP speculator (Wertheimer et al., arXiv 2404.19124): a small recurrent network on the target's last hidden state.
 
-Alignment. At position p it takes the target's last state h_p, after its final norm, and the token x_{p+1}, and predicts
-x_{p+2}; step i takes its own state of step i-1 and the token x_{p+1+i}, and predicts x_{p+2+i}.
+Alignment. At position p it reads the target's last state h_p, after its final norm, and the token x_{p+1}, and predicts
+x_{p+2}; step i reads the network's state of step i-1 and the token x_{p+1+i}, and predicts x_{p+2+i}.
 
 Mathematics, for n steps and an inner size D, with norm(x) = x / sqrt(mean(x^2) + 1e-6):
 
-    w_s = 0.5^(0.5 / n),  w_e = sqrt((1 - w_s^2) D / 2)      state and token weigh alike after n steps
+    w_s = 0.5^(0.5 / n),  w_e = sqrt((1 - w_s^2) D / 2)      state and token have equal weight after n steps
     s_{-1} = h_p                                             (scale_input: norm(h_p) / sqrt(2))
     s_i = GELU(ln_i(proj_i s_{i-1} + (w_e / w_s) emb_i[x_{p+1+i}]))      ln_i(x) = a_i norm(x) + b_i
     logits_i = head_i s_i                                    over the target's vocabulary
 
-`tie_weights`: all steps share emb, ln and head, and all but the first share proj.
+With `tie_weights` all steps share emb, ln and head, and all but the first share proj.
 
 Names and shapes of the tensors are those of the published accelerators (ibm-fms, ibm-granite) without their prefix.
 """
@@ -29,11 +29,11 @@ from torch.nn import functional as F
 from draftsmith.config.drafters import MlpOptions
 from draftsmith.drafters.base import ChainStep, Drafter, DrafterConfig, InitCost, LossTerms
 from draftsmith.drafters.batch import Batch
-from draftsmith.drafters.decoder import LLAMA_IGNORED
+from draftsmith.drafters.decoder import LLAMA_IRRELEVANT
 from draftsmith.drafters.init.least_squares import (
     ROWS_TO_FIT,
-    cost_of_fit_ahead,
-    fit_ahead,
+    cost_of_fit_next_states,
+    fit_next_states,
     flop_of_eigenvectors,
     rows_until,
     unit_rms,
@@ -53,13 +53,13 @@ class MlpConfig(DrafterConfig):
     scale_input: bool
 
 
-def _published_names(config: MlpConfig, ours: tuple[str, ...]) -> dict[str, str]:
+def _published_names(config: MlpConfig, tensors: tuple[str, ...]) -> dict[str, str]:
     """Shared tensors have a name for each step: with `tie_weights`, vLLM still loads a head for every one."""
     names = {}
     for i in range(config.n_predict):
         shared = 0 if config.tie_weights else i
         sources = {"proj": min(i, 1) if config.tie_weights else i, "emb": shared, "head": shared, "ln": shared}
-        for name in ours:
+        for name in tensors:
             part, number, what = name.split(".")
             if int(number) == sources[part]:
                 names[f"speculator.{part}.{i}.{what}"] = name
@@ -78,13 +78,13 @@ PUBLISHED = Layout(
         *target_fields(),
     ),
     names=_published_names,
-    written={
+    derived={
         "architectures": lambda _: ["MLPSpeculatorPreTrainedModel"],
         "model_type": lambda _: "mlp_speculator",
         "n_candidates": lambda _: 1,
         "top_k_tokens_per_head": lambda config: [1] * config.n_predict,
     },
-    ignored=frozenset({"base_model_name_or_path", "dtype", "torch_dtype", "transformers_version"}),
+    irrelevant=frozenset({"base_model_name_or_path", "dtype", "torch_dtype", "transformers_version"}),
 )
 """The published accelerators' layout. vLLM 0.32 knows its config and cannot run it."""
 
@@ -100,7 +100,7 @@ _SERVED = Layout(
         *target_fields(),
     ),
     names=same_names,
-    written={
+    derived={
         "architectures": lambda _: [MlpOptions.serving.architecture],
         # vLLM makes a config of it before anybody asks for the model: a Llama's, of which it reads sizes.
         "model_type": lambda _: "llama",
@@ -109,7 +109,7 @@ _SERVED = Layout(
         "max_position_embeddings": lambda _: 1 << 20,  # it knows no positions: the target's limit is the only one
         "tie_word_embeddings": lambda _: False,
     },
-    ignored=LLAMA_IGNORED,
+    irrelevant=LLAMA_IRRELEVANT,
 )
 """For our plugin's model in vLLM (serve/plugin/mlp_speculator.py)."""
 
@@ -127,7 +127,7 @@ class _Norm(nn.Module):
 
 
 class MlpDrafter(Drafter):
-    """The speculator as it is trained. The target's final norm is shared.
+    """The speculator in training. It shares the target's final norm.
 
     Args:
         config: shapes.
@@ -177,17 +177,17 @@ class MlpDrafter(Drafter):
         return cls(config, tensors.final_norm_weight.float())
 
     @torch.no_grad()
-    def init_from_target(self, tensors: TargetTensors, batches: Iterable[tuple[Batch, torch.Tensor]]) -> None:
-        """Put the target's vocabulary into the heads and what it is likely to say next into the first projection.
+    def init_from_target(self, tensors: TargetTensors, batches: Iterable[Batch]) -> None:
+        """Take the heads from the target's head and fit the first projection to predict its next state.
 
-        The heads are the target's in the D directions in which its head varies most; `proj_0` gives the coordinates in
-        them of the state foretold from h_p by least squares. With an inner size above H, the columns beyond stay at the
-        random start, as do the embeddings and the other projections (the paper's: N(0, 1/D)).
+        The heads are the target's, in the D directions in which it varies most; `proj_0` gives the coordinates in these
+        directions of the next state, predicted from h_p by least squares. With an inner size above H the further columns
+        stay random, as do the embeddings and the other projections (as in the paper: N(0, 1/D)).
         """
         head = tensors.lm_head.to(self.final_norm)
         kept = min(self.config.inner_size, self.config.hidden_size)
         directions = torch.linalg.eigh(head.T @ head).eigenvectors[:, -kept:]  # [H, D], ascending
-        (ahead,) = fit_ahead(self._normed, batches, steps=1)
+        (ahead,) = fit_next_states(self._normed, batches, steps=1)
         for step in range(len(self.head)):
             self._head(step)[:, :kept] = head @ directions
         first = self.proj[0]
@@ -198,7 +198,7 @@ class MlpDrafter(Drafter):
     def init_cost(config: MlpConfig, *, rows: int, answered: int) -> InitCost:
         hidden, head = config.hidden_size, config.vocab_size * config.hidden_size
         kept, heads = min(config.inner_size, hidden), 1 if config.tie_weights else config.n_predict
-        flop, held = cost_of_fit_ahead(hidden, answered=answered, steps=1)
+        flop, held = cost_of_fit_next_states(hidden, answered=answered, steps=1)
         flop += 2.0 * head * hidden + flop_of_eigenvectors(hidden) + 2.0 * heads * head * kept + 2.0 * hidden**2 * kept
         held = head + max(held, hidden**2 + config.vocab_size * kept) + hidden * kept
         return InitCost(flop, 4 * held, rows_until(ROWS_TO_FIT, rows=rows, answered=answered))
@@ -221,18 +221,18 @@ class MlpDrafter(Drafter):
             tokens = F.linear(state, head).argmax(-1) if autoregressive else batch.next_tokens[rows, k + 1]
 
     def first_state(self, normed: torch.Tensor) -> torch.Tensor:
-        """s_{-1} of the target's last state after its final norm: [rows, H], both."""
+        """s_{-1} [rows, H], from the target's last state after its final norm [rows, H]."""
         return unit_rms(normed) / math.sqrt(2) if self.config.scale_input else normed
 
     def step(self, k: int, state: torch.Tensor, tokens: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """s_k [rows, D] of s_{k-1} and the tokens x_{p+1+k} (int [rows]), and head_k [V, D]."""
+        """s_k [rows, D], from s_{k-1} and the tokens x_{p+1+k} (int [rows]), and head_k [V, D]."""
         shared = 0 if self.config.tie_weights else k
         projected = self.proj[min(k, len(self.proj) - 1)](state)
         state = F.gelu(self.ln[shared](projected + self._token_weight * self.emb[shared](tokens)))
         return state, self._head(shared)
 
     def _normed(self, states: torch.Tensor) -> torch.Tensor:
-        """The target's final norm."""
+        """States after the target's final norm."""
         return F.rms_norm(states, states.shape[-1:], self.final_norm, self.config.rms_norm_eps)
 
     def _head(self, i: int) -> torch.Tensor:
@@ -240,21 +240,6 @@ class MlpDrafter(Drafter):
         head = self.head[i]
         assert isinstance(head, nn.Linear)
         return head.weight
-
-    @staticmethod
-    def shapes(config: MlpConfig) -> dict[str, tuple[int, ...]]:
-        size, vocabulary = config.inner_size, config.vocab_size
-        shapes: dict[str, tuple[int, ...]] = {"proj.0.weight": (size, config.hidden_size)}
-        for i in range(1, 2 if config.tie_weights else config.n_predict):
-            shapes[f"proj.{i}.weight"] = (size, size)
-        for i in range(1 if config.tie_weights else config.n_predict):
-            shapes |= {
-                f"emb.{i}.weight": (vocabulary, size),
-                f"head.{i}.weight": (vocabulary, size),
-                f"ln.{i}.weight": (size,),
-                f"ln.{i}.bias": (size,),
-            }
-        return shapes
 
     @staticmethod
     def matmul_counts(config: MlpConfig, steps: int) -> dict[str, tuple[int, int]]:

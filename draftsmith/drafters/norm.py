@@ -1,7 +1,7 @@
-"""RMSNorm that keeps its input for the backward pass and nothing else.
+"""RMSNorm that keeps only its input for the backward pass.
 
 On a CPU torch composes the norm of elementwise operations, each of which keeps a tensor as large as the input; on a GPU it
-has a kernel that does not, and that one is used there.
+has a fused kernel, which is used there.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from torch import nn
 
 
 class RMSNorm(nn.RMSNorm):
-    """`torch.nn.RMSNorm` over the last dimension, with its weight; the same numbers, in less memory."""
+    """`torch.nn.RMSNorm` over the last dimension, with a weight; the same results in less memory."""
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         if x.device.type != "cpu" or x.dtype != self.weight.dtype:

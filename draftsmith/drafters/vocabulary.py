@@ -10,11 +10,11 @@ def choose_draft_vocabulary(counts: torch.Tensor, size: int | None) -> torch.Ten
 
     Args:
         counts: int64 [vocab]; how often each token occurs.
-        size: how many to keep; all when None or larger than the vocabulary.
+        size: tokens to keep; all if None or larger than the vocabulary.
 
     Returns:
-        int64 [V], ascending target ids. Tokens that never occur fill up by lowest id, which byte-pair
-        vocabularies give to the pieces merged first, the common ones.
+        int64 [V], ascending target ids. If too few tokens occur, those with the lowest ids are added: byte-pair vocabularies
+        give low ids to the pieces merged first, which are common.
     """
     size = min(size or len(counts), len(counts))
     order = torch.sort(counts, descending=True, stable=True).indices  # stable: ties and zeros by lowest id

@@ -1,7 +1,7 @@
-"""How vLLM is told to speculate: the one place where evaluation and serving agree on it.
+"""vLLM's `speculative_config`, made and checked in one place for evaluation, tuning and serving.
 
-Everything that can be known before an engine starts is checked here: vLLM finds out late, after loading the target, in words
-of its own, or not at all.
+Everything that can be known before an engine starts is checked here. vLLM reports such errors only after loading the target, in its
+own terms, or not at all.
 """
 
 from __future__ import annotations
@@ -12,33 +12,35 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
-from draftsmith.config.drafters import KINDS, ServingSpec, kind_of_architecture
+from draftsmith.config.drafters import KINDS, ServingSpec, kind_of_architecture, method_of
 from draftsmith.config.methods import Drafter, DraftModel, Method, Mtp, NoSpeculation, Suffix
 from draftsmith.engine import environment
+from draftsmith.run.atomic_io import sha256_of
 from draftsmith.run.errors import UserError
 from draftsmith.target.hub import local_directory
 from draftsmith.target.info import TargetInfo
 
+_FILES = ("config.json", "model.safetensors")
 _USUAL_K = 3
-"""Speculative tokens of a drafter where nothing says how many."""
+"""Speculative tokens of a drafter if nothing says how many."""
 _MTP_LAYERS = ("num_nextn_predict_layers", "mtp_num_hidden_layers", "num_mtp_modules")
-"""Where configs of targets have the number of their multi-token prediction layers."""
+"""Fields of targets' configs with the number of multi-token prediction layers."""
 _MTP_UNCOUNTED = {"mimo_v2", "nemotron_h", "longcat_flash", "step3p5", "dots3"}
-"""Targets that have such layers without their configs saying how many."""
+"""Targets that have such layers but no such field."""
 FIXED_K = {"suffix", *(options.serving.method for options in KINDS.values() if options.serving.fixed_k)}
-"""Methods of vLLM's that guess the same number of tokens at every load."""
+"""Methods with which vLLM drafts the same number of tokens at every load."""
 
 
 def method_config(
     method: Method, target: TargetInfo, *, own_drafter: Path, tensor_parallel_size: int = 1
 ) -> dict[str, Any] | None:
-    """vLLM's `speculative_config` for a method of the recipe; None for plain decoding.
+    """vLLM's `speculative_config` for a method of the recipe; None for no speculation.
 
     Args:
         method: the recipe's.
-        target: what is served.
+        target: the target to serve.
         own_drafter: the run's drafter (`runs/NAME/vllm`), for methods that name no other.
-        tensor_parallel_size: of the target.
+        tensor_parallel_size: the target's.
 
     Raises:
         UserError: the method cannot serve this target here.
@@ -54,8 +56,8 @@ def method_config(
     if isinstance(method, Suffix):
         if find_spec("arctic_inference") is None:
             raise UserError(
-                "Suffix decoding needs the package arctic-inference, which is not installed here. Install what it is built "
-                "with and then the package, in an activated environment: `pip install nanobind==2.9.2 cmake ninja wheel` and `pip "
+                "Suffix decoding needs the package arctic-inference, which is not installed. Install its build requirements "
+                "and then the package, in an activated environment: `pip install nanobind==2.9.2 cmake ninja wheel` and `pip "
                 "install --no-deps --no-build-isolation arctic-inference==0.3.0`; in a checkout, `make suffix`."
             )
         config.setdefault("num_speculative_tokens", method.suffix_decoding_max_tree_depth)
@@ -64,7 +66,7 @@ def method_config(
         if not layers and target.config.model_type not in _MTP_UNCOUNTED:
             raise UserError(
                 f"{target.name} has no layers for multi-token prediction: its config has none of {', '.join(_MTP_LAYERS)}. "
-                "Take another method."
+                "Choose another method."
             )
     elif isinstance(method, DraftModel):
         directory = local_directory(method.model, revision=method.revision)
@@ -72,56 +74,54 @@ def method_config(
         if size != target.vocab_size and not config.get("use_heterogeneous_vocab"):
             raise UserError(
                 f"The model {method.model} has a vocabulary of {size} tokens and {target.name} one of {target.vocab_size}: it "
-                "cannot guess for it. Take a smaller model of the same family."
+                "cannot draft for it. Choose a smaller model of the same family."
             )
-        config["model"] = str(directory)  # split over the GPUs as the target is: vLLM has it no other way
+        config["model"] = str(directory)  # vLLM always splits it over the GPUs as the target
     elif isinstance(method, Drafter):
         directory = local_directory(method.model, revision=method.revision) if method.model else own_drafter
         found = speculative_config(directory, config.get("num_speculative_tokens", _usual_k(directory)))
-        expected = _method(directory)
+        expected = method_of(_kind(directory))
         if expected != method.method:
             raise UserError(
-                f"{directory} holds a drafter for the method `{expected}`, and `{method.method}` was asked for."
+                f"{directory} holds a drafter for the method `{expected}`, but the recipe's method is `{method.method}`."
             )
         check_target(directory, target)
         config |= found | ({"draft_tensor_parallel_size": 1} if tensor_parallel_size > 1 else {})
     schedule = method.num_speculative_tokens_per_batch_size
     if schedule and config["method"] in FIXED_K and len({k for _, _, k in schedule}) > 1:
         raise UserError(
-            f"vLLM's `{config['method']}` guesses the same number of tokens at every load, and "
-            "`num_speculative_tokens_per_batch_size` has several. Give num_speculative_tokens alone."
+            f"vLLM's `{config['method']}` drafts the same number of tokens at every load, but "
+            "`num_speculative_tokens_per_batch_size` has several. Give num_speculative_tokens instead."
         )
     return config
 
 
 def _usual_k(drafter_dir: Path) -> int:
-    most = _config(drafter_dir).get(serving_spec(drafter_dir).k_field)
-    return min(_USUAL_K, int(most or _USUAL_K))
+    return min(_USUAL_K, _longest_draft(drafter_dir) or _USUAL_K)
+
+
+def _longest_draft(drafter_dir: Path) -> int | None:
+    """The most tokens that the drafter was trained to draft; None for any number."""
+    field = serving_spec(drafter_dir).k_field
+    return None if field is None else _config(drafter_dir).get(field)
 
 
 def own_drafter(drafter_dir: Path) -> Drafter:
-    """The method that serves the drafter in a folder, whatever its kind."""
-    return Drafter.model_validate({"method": _method(drafter_dir)})
-
-
-def _method(drafter_dir: Path) -> str:
-    """What a recipe calls the method that serves a drafter: of a kind that our plugin serves, the kind."""
-    kind = _kind(drafter_dir)
-    spec = KINDS[kind].serving
-    return kind if spec.needs_plugin else spec.method
+    """The recipe's method that serves the drafter in a folder."""
+    return Drafter.model_validate({"method": method_of(_kind(drafter_dir))})
 
 
 def check_target(drafter_dir: Path, target: TargetInfo) -> None:
-    """Whether a drafter can have been made for this target.
+    """Check that a drafter fits this target.
 
     Raises:
-        UserError: sizes or layers do not fit. vLLM would fail after loading the target, or draft from nonsense.
+        UserError: sizes or layers do not fit. vLLM would fail after loading the target, or draft nonsense.
     """
     config = _config(drafter_dir)
     made_for = (config.get("draftsmith") or {}).get("target", {}).get("name")
-    advice = f"It was made for {made_for}." if made_for else "Take a drafter that was made for it."
+    advice = f"It was made for {made_for}." if made_for else "Choose a drafter that was made for it."
     sizes = {"vocabulary": ("vocab_size", target.vocab_size), "hidden state": ("hidden_size", target.hidden_size)}
-    if needs_plugin(drafter_dir):  # its own layers have another size
+    if needs_plugin(drafter_dir):  # `hidden_size` is that of its own layers
         sizes.pop("hidden state")
     if "target_hidden_size" in config:
         sizes["hidden state"] = ("target_hidden_size", target.hidden_size)
@@ -146,21 +146,21 @@ def _layer_ids(config: Mapping[str, Any]) -> list[int]:
 
 
 def check_graph_sizes(options: Mapping[str, Any], k: int) -> None:
-    """Whether sizes that the user gives for full CUDA graphs are ones that a speculating engine can use.
+    """Check that the user's sizes for full CUDA graphs are usable with speculation.
 
     Raises:
-        UserError: one is no multiple of K + 1, the rows of a decoding sequence in a step; no step would ever have it.
+        UserError: one is not a multiple of K + 1, the rows of a decoding sequence in a step: no step would ever have that size.
     """
     named = {key.replace("-", "_"): value for key, value in options.items()}
     compilation = named.get("compilation_config")
     given = compilation if isinstance(compilation, Mapping) else {}
     if not str(given.get("cudagraph_mode", "")).upper().startswith("FULL"):
-        return  # graphs of parts of the model serve mixed steps too, of any size
+        return  # piecewise graphs also serve mixed steps, of any size
     sizes = given.get("cudagraph_capture_sizes") or named.get("cudagraph_capture_sizes") or ()
     wrong = [size for size in sizes if size % (k + 1)]
     if wrong:
         raise UserError(
-            f"cudagraph_capture_sizes has {', '.join(map(str, wrong))}, no multiple of {k + 1}: with {k} speculative tokens every "
+            f"cudagraph_capture_sizes has {', '.join(map(str, wrong))}, not a multiple of {k + 1}: with {k} speculative tokens every "
             f"decoding sequence has {k + 1} rows in a step. Give n * {k + 1}, or leave the sizes to vLLM."
         )
 
@@ -173,21 +173,36 @@ def speculative_config(drafter_dir: Path, k: int) -> dict[str, Any]:
         k: number of speculative tokens.
 
     Raises:
-        UserError: the directory holds no drafter that this version can serve, or one that guesses fewer tokens.
+        UserError: the directory holds no drafter that this version can serve, or one that drafts fewer tokens.
     """
     config = _config(drafter_dir)
     spec = serving_spec(drafter_dir)
-    if k > config.get(spec.k_field, k):  # vLLM would serve the rest untrained and not say so, or fail
+    most = _longest_draft(drafter_dir)
+    if most is not None and k > most:  # vLLM would fail, or silently use untrained heads
         raise UserError(
-            f"{drafter_dir} guesses {config[spec.k_field]} tokens ahead, and {k} were asked for. EngineRequest for fewer, or train it for "
-            f"more (train.drafter.{spec.k_field})."
+            f"{drafter_dir} drafts at most {most} tokens, and {k} were requested. Request fewer, or train it for more "
+            f"(train.drafter.{spec.k_field})."
         )
     if environment.is_cpu() and "quantization_config" in config and not rounds_inputs(drafter_dir):
         raise UserError(
-            f"The drafter in {drafter_dir} has 8-bit weights to be computed with in floating point, and vLLM has that on GPUs "
-            "only. On a CPU serve one converted with `int8-dynamic`, or without --quantize (convert.quantize)."
+            f"The drafter in {drafter_dir} has 8-bit weights for floating-point arithmetic, which vLLM supports on GPUs only. On a CPU "
+            "serve one converted with `int8-dynamic`, or without --quantize (convert.quantize)."
         )
     return {"method": spec.method, "model": str(drafter_dir), "num_speculative_tokens": k}
+
+
+def drafter_sha256(drafter_dir: Path) -> dict[str, str]:
+    """SHA-256 of the drafter's config and weights, by file name.
+
+    Raises:
+        UserError: a file is missing.
+    """
+    for name in _FILES:
+        if not (drafter_dir / name).is_file():
+            raise UserError(
+                f"There is no drafter in {drafter_dir} ({name} is missing). Run `draftsmith convert` first."
+            )
+    return {name: sha256_of(drafter_dir / name) for name in _FILES}
 
 
 def serving_spec(drafter_dir: Path) -> ServingSpec:
@@ -204,30 +219,30 @@ def _kind(drafter_dir: Path) -> str:
     kind = kind_of_architecture(architecture)
     if kind is None:
         raise UserError(
-            f"{drafter_dir} holds a drafter of the architecture {architecture}, which is none of those that can be served: "
-            f"{', '.join(KINDS)}. If it is a drafter in another layout, `draftsmith convert DIR --to vllm --out OUT` writes ours."
+            f"{drafter_dir} holds the architecture {architecture}, which is not a drafter of a kind that can be served "
+            f"({', '.join(KINDS)}). If it is one in another format, convert it: `draftsmith convert DIR --to vllm --out OUT`."
         )
     return kind
 
 
 def needs_plugin(drafter_dir: Path) -> bool:
-    """Whether vLLM serves it with our plugin alone (`serve/plugin`)."""
+    """Whether vLLM needs the plugin to serve it (`serve/plugin`)."""
     return serving_spec(drafter_dir).needs_plugin
 
 
 def reads_embeddings(drafter_dir: Path) -> bool:
-    """Whether the drafter reads layer id 0, which vLLM gives wrongly in eager mode on GPUs without our plugin (`serve/plugin`)."""
+    """Whether the drafter reads layer id 0, whose states vLLM's eager mode gets wrong on GPUs without the plugin (`serve/plugin`)."""
     return 0 in _layer_ids(_config(drafter_dir))
 
 
 def rounds_inputs(drafter_dir: Path) -> bool:
-    """Whether the drafter's weights are quantized such that what its layers read is rounded too."""
+    """Whether the drafter's quantization also rounds the inputs of its layers."""
     groups = _config(drafter_dir).get("quantization_config", {}).get("config_groups", {}).values()
     return any(group.get("input_activations") for group in groups)
 
 
 def drafter_name(drafter_dir: Path) -> str:
-    """The drafter for people: its kind and its run."""
+    """The drafter's display name: its architecture and its run."""
     architecture = (_config(drafter_dir).get("architectures") or ["drafter"])[0]
     return f"{architecture} ({drafter_dir.resolve().parent.name})"
 
@@ -239,7 +254,7 @@ def _config(directory: Path, what: str = "a drafter") -> dict[str, Any]:
         config = None
     if not isinstance(config, dict):
         raise UserError(
-            f"There is no readable config.json in {directory}, which should hold {what} as vLLM loads it. For the run's own "
+            f"There is no readable config.json in {directory}, which should hold {what} that vLLM can load. For the run's own "
             "drafter, run `draftsmith convert` first."
         )
     return config

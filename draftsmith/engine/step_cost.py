@@ -1,6 +1,7 @@
-"""What a decoding step costs by arithmetic: FLOP and bytes of the target, and the time they take on stated hardware.
+"""Cost of a decoding step by arithmetic: the target's FLOP and bytes, and the time that they take on given hardware.
 
-Units: FLOP are floating-point operations, two for each weight that a token meets in a product; bytes; seconds."""
+Units: FLOP are floating-point operations, two per weight and token in a matrix product; bytes; seconds.
+"""
 
 from __future__ import annotations
 
@@ -18,19 +19,19 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class TargetSizes:
-    """What the arithmetic needs to know about a target."""
+    """The sizes of a target that its cost depends on."""
 
     parameters: int
     multiplied: int
-    """Weights that a token meets in products: all matrices but the embedding table; of experts, those that it is sent to."""
+    """Weights that each token is multiplied by: all matrices but the embedding table; of experts, those it is routed to."""
     attention_width: int
     """Query heads times head size, summed over layers."""
     kv_values: int
-    """Numbers in the KV cache a token: keys and values, heads times head size, summed over layers."""
+    """Values per token in the KV cache (`memory.kv_values`)."""
 
 
 def target_sizes(config: PretrainedConfig) -> TargetSizes:
-    """Sizes of a causal language model, counted on a model without memory (torch's meta device)."""
+    """Sizes of a causal language model, counted on torch's meta device."""
     from transformers import AutoModelForCausalLM
 
     with torch.device("meta"):
@@ -56,36 +57,36 @@ def target_sizes(config: PretrainedConfig) -> TargetSizes:
 def flop_of_text(sizes: TargetSizes, *, first: float, last: float) -> float:
     """FLOP of the target for the tokens at the positions `first` to `last` of a text.
 
-    A token meets every weight once, and with attention (scores, then values: 4 FLOP a number) all tokens before it.
+    Each token is multiplied by every weight once, and attends to all tokens before it (scores, then values: 4 FLOP each).
     """
     return (last - first) * 2 * sizes.multiplied + 4 * sizes.attention_width * (last**2 - first**2) / 2
 
 
 @dataclass(frozen=True)
 class EngineStep:
-    """An engine that holds the target and answers `sequences` at once, each of `context` tokens on average."""
+    """A decoding step of the target with `sequences` concurrent sequences of `context` tokens on average."""
 
     sizes: TargetSizes
-    bytes_a_number: int
+    bytes_per_value: int
     devices: int
-    """That the target is split over."""
+    """GPUs that the target is split over."""
     sequences: float
     context: float
     tokens: int = 1
-    """Checked at once for each sequence: 1 + K with K speculative ones."""
+    """Per sequence and step: 1 + K with K speculative tokens."""
 
     def flop(self) -> float:
-        """Of one step."""
+        """FLOP of the step."""
         width = 4 * self.sizes.attention_width * self.context
         return self.sequences * self.tokens * (2 * self.sizes.multiplied + width)
 
     def bytes_read(self) -> float:
-        """Of one step: every weight once, and each sequence's keys and values."""
+        """Bytes read in the step: every weight once, and each sequence's keys and values."""
         cache = self.sequences * self.context * self.sizes.kv_values
-        return self.bytes_a_number * (self.sizes.multiplied + cache)
+        return self.bytes_per_value * (self.sizes.multiplied + cache)
 
     def seconds(self, hardware: Hardware) -> float:
-        """Of one step: products or memory, whichever takes longer."""
+        """Time of the step: computing or reading memory, whichever takes longer."""
         computing = self.flop() / (self.devices * hardware.matmul_tflops * 1e12)
         reading = self.bytes_read() / (self.devices * hardware.memory_gb_per_second * 1e9)
         return max(computing, reading) / hardware.decode_utilization

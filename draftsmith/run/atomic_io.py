@@ -1,4 +1,4 @@
-"""Files that are published whole or not at all."""
+"""Files that appear whole or not at all."""
 
 from __future__ import annotations
 
@@ -13,12 +13,12 @@ from typing import Any, BinaryIO
 
 from draftsmith.run.errors import DraftsmithError
 
-NO_ROOM = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
-"""What the system says when a disk, a quota or a file is full."""
+_NO_SPACE = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
+"""Error numbers of a full disk, quota or file."""
 
 
 def write_json(path: Path, value: Any) -> None:
-    """Write JSON atomically: readers see the old file or the new one, never a part."""
+    """Write JSON atomically: readers see the old file or the new one, never part of one."""
     write_bytes(path, (json.dumps(value, indent=2) + "\n").encode())
 
 
@@ -26,7 +26,7 @@ def write_bytes(path: Path, *parts: bytes | memoryview) -> None:
     """Write a file atomically and durably: the parts, end to end.
 
     Raises:
-        DraftsmithError: there is no room; nothing of the file is left, and an earlier one is as it was.
+        DraftsmithError: the disk is full. Nothing of the new file is left, and an earlier one is unchanged.
     """
     with new_file(path, size=sum(memoryview(part).nbytes for part in parts)) as file:
         for part in parts:
@@ -35,10 +35,10 @@ def write_bytes(path: Path, *parts: bytes | memoryview) -> None:
 
 @contextmanager
 def new_file(path: Path, *, size: int) -> Iterator[BinaryIO]:
-    """A file of `size` bytes that is at `path` when the block ends, whole and durable, and nowhere if it fails.
+    """A file of `size` bytes that is at `path`, whole and durable, once the block has succeeded.
 
     Raises:
-        DraftsmithError: there is no room.
+        DraftsmithError: the disk is full.
     """
     temporary = path.with_name(path.name + ".tmp")
     try:
@@ -54,10 +54,10 @@ def new_file(path: Path, *, size: int) -> Iterator[BinaryIO]:
             os.close(folder)
     except OSError as error:
         temporary.unlink(missing_ok=True)
-        if error.errno not in NO_ROOM:
+        if error.errno not in _NO_SPACE:
             raise
         raise DraftsmithError(
-            f"There is no room for {path} ({size / 1e6:.1f} MB): {error.strerror}. Make room in {path.parent} and run the "
+            f"There is no room for {path} ({size / 1e6:.1f} MB): {error.strerror}. Free some space in {path.parent} and run the "
             "same command again; what was finished before is kept."
         ) from None
     except BaseException:

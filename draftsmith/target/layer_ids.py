@@ -1,28 +1,23 @@
-"""Layer ids: which hidden states of a target are saved."""
+"""Layer ids: which of a target's hidden states are saved."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import TYPE_CHECKING
 
 from draftsmith.run.errors import UserError
 
-if TYPE_CHECKING:
-    pass
-
 
 def default_layer_ids(num_hidden_layers: int) -> tuple[int, ...]:
-    """The hidden states to save when a recipe names none: EAGLE-3's usual three and the last, in vLLM's numbering.
+    """The hidden states to save if a recipe names none: EAGLE-3's usual three and the last, in vLLM's numbering.
 
-    (2, n//2, n-3, n); a target of fewer than seven layers, where these coincide, gets fewer.
+    (2, n//2, n-3, n); fewer for a target of fewer than seven layers, where some of these coincide.
     """
     n = num_hidden_layers
     return tuple(sorted({min(2, n), n // 2, max(n - 3, 0), n}))
 
 
 def check_layer_ids(ids: Sequence[int], num_hidden_layers: int) -> None:
-    """Refuse layer ids that the target does not have.
-
+    """
     Raises:
         UserError: an id is outside 0..num_hidden_layers, one is named twice, or there is none.
     """

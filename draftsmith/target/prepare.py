@@ -1,4 +1,4 @@
-"""The target as a local Hugging Face directory, whatever it came as."""
+"""The target as a local Hugging Face directory, from a directory, the Hub or a GGUF file."""
 
 from __future__ import annotations
 
@@ -22,17 +22,17 @@ if TYPE_CHECKING:
 def prepare_target(target: TargetConfig) -> Path:
     """The target as a local Hugging Face directory: config, safetensors, tokenizer.
 
-    A local directory is used where it lies, a Hub model is downloaded into the Hub's own cache, and a GGUF file is
-    dequantized once into the cache, in `target.dtype`.
+    A local directory is used in place, a Hub model is downloaded into the Hub's own cache, and a GGUF file is dequantized
+    once into Draftsmith's cache, in `target.dtype`.
 
     Raises:
-        UserError: the directory, model, revision or file is not there, or cannot be read.
+        UserError: the directory, model, revision or file does not exist or cannot be read.
     """
     if target.gguf is not None:
         gguf = fetch(target.gguf)
         return _prepare_gguf(gguf, sha256=target.gguf.sha256 or sha256_of(gguf), dtype=target.dtype)
     assert target.model is not None  # the recipe's check
-    if Path(target.model).is_absolute():  # recipes resolve ./, ~ and / to absolute paths; all else is a Hub id
+    if Path(target.model).is_absolute():  # recipes resolve ./, ~ and / to absolute paths; anything else is a Hub id
         path = Path(target.model)
         if not (path / "config.json").is_file():
             what = "has no config.json" if path.is_dir() else "does not exist"
@@ -50,7 +50,7 @@ def prepare_target(target: TargetConfig) -> Path:
 
 
 def target_name(target: TargetConfig) -> str:
-    """The target's name for people and for records: Hub id, directory name, or the GGUF file's stem."""
+    """The target's name for people and for records: Hub id, directory name, or stem of the GGUF file."""
     if target.gguf is not None:
         return Path(target.gguf.file or target.gguf.path or "").stem
     model = target.model or ""
@@ -62,7 +62,7 @@ def _prepared_gguf(sha256: str, dtype: str) -> Path:
 
 
 def _prepare_gguf(gguf: Path, *, sha256: str, dtype: str) -> Path:
-    """Dequantize a GGUF file into a Hugging Face directory, once; published with one rename."""
+    """Dequantize a GGUF file into a Hugging Face directory, once and atomically."""
     prepared = _prepared_gguf(sha256, dtype)
     if prepared.is_dir():
         return prepared
@@ -74,7 +74,7 @@ def _prepare_gguf(gguf: Path, *, sha256: str, dtype: str) -> Path:
     from transformers import AutoModelForCausalLM, AutoTokenizer, GgufConfig
     from transformers.utils import logging
 
-    logging.disable_progress_bar()  # its bars last seconds, and off a terminal they are noise
+    logging.disable_progress_bar()  # its bars last seconds, and are noise in logs
     prepared.parent.mkdir(parents=True, exist_ok=True)
     temporary = Path(tempfile.mkdtemp(dir=prepared.parent, prefix=".preparing-"))
     try:
@@ -88,14 +88,14 @@ def _prepare_gguf(gguf: Path, *, sha256: str, dtype: str) -> Path:
             tokenizer = AutoTokenizer.from_pretrained(str(gguf.parent), gguf_file=gguf.name)
         except (OSError, ValueError, KeyError, NotImplementedError) as error:
             raise UserError(
-                f"transformers cannot read {gguf}: {error}. Name a Hugging Face directory instead."
+                f"transformers cannot read {gguf}: {error}. Use a Hugging Face directory instead."
             ) from error
         model.save_pretrained(temporary)
         tokenizer.save_pretrained(temporary)
         try:
             temporary.rename(prepared)
         except OSError:
-            if not prepared.is_dir():  # else another process was quicker, and made the same
+            if not prepared.is_dir():  # otherwise another process was faster, with the same result
                 raise
     finally:
         shutil.rmtree(temporary, ignore_errors=True)
@@ -103,10 +103,10 @@ def _prepare_gguf(gguf: Path, *, sha256: str, dtype: str) -> Path:
 
 
 def read_config(target: TargetConfig) -> PretrainedConfig:
-    """The target's config alone, of the language model: from its directory, the cache, or the Hub (one small file).
+    """Only the target's config, of the language model: from its directory, the cache, or the Hub (one small file).
 
     Raises:
-        UserError: it cannot be had without preparing the target.
+        UserError: it is not available without preparing the target.
     """
     from transformers import AutoConfig
 
@@ -119,6 +119,6 @@ def read_config(target: TargetConfig) -> PretrainedConfig:
         return AutoConfig.from_pretrained(where, revision=target.revision).get_text_config()
     except (OSError, ValueError, KeyError) as error:
         raise UserError(
-            f"The config of the target {target_name(target)} cannot be had here ({type(error).__name__}: {error}). Put a "
+            f"The config of the target {target_name(target)} is not available here ({type(error).__name__}: {error}). Put a "
             "copy of its config.json beside the recipe and name it: `plan: { target_config: { path: config.json } }`."
         ) from None

@@ -1,4 +1,4 @@
-"""A target's hidden states by transformers: the reference that engines' states and proposals are held against."""
+"""A target's hidden states by transformers, the reference for engines' states and proposals."""
 
 from __future__ import annotations
 
@@ -9,12 +9,12 @@ import torch
 
 @torch.no_grad()
 def states_of(model: Any, token_ids: torch.Tensor, layer_ids: tuple[int, ...]) -> torch.Tensor:
-    """What enters decoder layers, and what leaves the last, in one forward pass over a text.
+    """The inputs of decoder layers and the output of the last, from one forward pass over a text.
 
     Args:
-        model: a causal language model of transformers.
+        model: a causal language model from transformers.
         token_ids: [T].
-        layer_ids: id i is what enters layer i; the number of layers, what leaves the last, before the final norm.
+        layer_ids: id i is the input of layer i; the number of layers is the last one's output, before the final norm.
 
     Returns:
         [T, len(layer_ids), hidden], on the CPU, in the model's dtype.

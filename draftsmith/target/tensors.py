@@ -1,4 +1,4 @@
-"""The weights of a target that drafters share or start from."""
+"""The target's weights that drafters share or are initialized from."""
 
 from __future__ import annotations
 
@@ -12,30 +12,30 @@ from draftsmith.run.errors import UserError
 if TYPE_CHECKING:
     import torch
 
-_NORMS_LESS_ONE = ("gemma", "gemma2", "gemma3_text", "qwen3_next")
+_NORMS_MINUS_ONE = ("gemma", "gemma2", "gemma3_text", "qwen3_next")
 """Models whose RMSNorm multiplies by 1 + weight."""
 
 
 @dataclass(frozen=True)
 class TargetTensors:
-    """The target's weights that drafters share or start from, in the dtype of its files."""
+    """The target's weights that drafters share or are initialized from, in the dtype of its files."""
 
     embedding: torch.Tensor
     """[vocab_size, hidden_size]"""
     lm_head: torch.Tensor
-    """[vocab_size, hidden_size]; the same tensor as `embedding` where the target ties them."""
+    """[vocab_size, hidden_size]; the same tensor as `embedding` if the target ties them."""
     final_norm_weight: torch.Tensor
-    """[hidden_size]; what the normed state is multiplied with. Gemma's files hold it less one; here it is whole."""
+    """[hidden_size]; the factor of the normalized state. Gemma's files hold it minus 1; here the 1 is added."""
     _files: dict[str, Path]
-    """Tensor name to the file that holds it."""
+    """The file of each tensor, by name."""
     _prefix: str
-    """What precedes `embed_tokens`, `layers` and `norm` in the names; `model.` for most."""
+    """Precedes `embed_tokens`, `layers` and `norm` in tensor names; usually `model.`."""
 
     def layer(self, index: int) -> dict[str, torch.Tensor]:
-        """Decoder layer `index`'s tensors, read now, named as inside the layer (`self_attn.q_proj.weight`).
+        """Read decoder layer `index`; tensors are named as inside the layer (`self_attn.q_proj.weight`).
 
         Raises:
-            UserError: the files hold no such layer.
+            UserError: there is no such layer.
         """
         prefix = f"{self._prefix}layers.{index}."
         names = [name for name in self._files if name.startswith(prefix)]
@@ -45,10 +45,10 @@ class TargetTensors:
 
 
 def load_target_tensors(path: Path) -> TargetTensors:
-    """Read embedding, head and final norm from a Hugging Face directory; the rest stays on disk.
+    """Read embedding, head and final norm from a Hugging Face directory; other tensors stay on disk.
 
     Raises:
-        UserError: the directory has no safetensors, or not the tensors of a causal language model.
+        UserError: the directory has no safetensors files, or not the tensors of a causal language model.
     """
     from transformers import AutoConfig
 
@@ -71,7 +71,7 @@ def load_target_tensors(path: Path) -> TargetTensors:
 
     embedding = _read_tensor(files, embeddings[0])
     final_norm_weight = _read_tensor(files, f"{prefix}norm.weight")
-    if config.get_text_config().model_type in _NORMS_LESS_ONE:
+    if config.get_text_config().model_type in _NORMS_MINUS_ONE:
         final_norm_weight = 1 + final_norm_weight.float()
     return TargetTensors(
         embedding=embedding,
@@ -83,7 +83,7 @@ def load_target_tensors(path: Path) -> TargetTensors:
 
 
 def _tensor_files(path: Path) -> dict[str, Path]:
-    """Every tensor's name and the file that holds it, for single and sharded checkpoints."""
+    """The file of each tensor, by name, for single and sharded checkpoints."""
     from safetensors import SafetensorError, safe_open
 
     index, single = path / "model.safetensors.index.json", path / "model.safetensors"

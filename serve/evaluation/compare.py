@@ -1,8 +1,8 @@
-"""Two evaluations against each other: is B worse than A, beyond what other prompts and other engine starts would have made of it?
+"""Compare two evaluations: is B worse than A by more than other prompts and other engine starts would explain?
 
-Prompts that both have are compared in pairs, so that what makes a prompt easy or hard drops out. Speed moves from engine start to
-engine start as well, so it is compared only where both have several. Of several figures some look worse by chance, so each has to
-be so at a level divided by their number (Bonferroni), half of it for acceptance and half for speed.
+Prompts that both have are compared in pairs, so that a prompt's difficulty cancels out. Speed also varies between engine starts, so it
+is compared only if both have several. Among several figures some look worse by chance, so the level of each test is divided by
+their number (Bonferroni), half for acceptance and half for speed.
 """
 
 from __future__ import annotations
@@ -14,14 +14,17 @@ from typing import Any
 
 from typing_extensions import TypedDict
 
+from draftsmith.config.evaluation import RESULTS_VERSION
+from draftsmith.data.turns import TURN
 from draftsmith.run.errors import UserError
-from draftsmith.serve.evaluation.configurations import plain_again_drafter
-from draftsmith.serve.evaluation.intervals import TURN, Starts, bootstrap, gain
-from draftsmith.serve.evaluation.throughput import AtStart, paired
+from draftsmith.serve.evaluation.configurations import baseline_again_drafter
+from draftsmith.serve.evaluation.schema import AtStart
+from draftsmith.serve.evaluation.statistics import Starts, bootstrap, gain
+from draftsmith.serve.evaluation.throughput import paired
 
 _LEVEL = 0.05
 _FEWEST = 5
-"""Conversations: of fewer, a bootstrap says nothing."""
+"""Conversations that a bootstrap needs."""
 
 
 class Comparison(TypedDict):
@@ -29,28 +32,28 @@ class Comparison(TypedDict):
 
     suite: str
     figure: str
-    """`acceptance length, K = 3`, `speed-up`, `speed-up, 4 at once` or `the target's own answers`."""
+    """`acceptance length, K = 3`, `speedup`, `speedup, 4 at once` or `the target's own answers`."""
     a: float
     b: float
     interval: list[float]
-    """Of B's figure less A's, at a level divided by the number of comparisons."""
+    """Confidence interval of B's figure minus A's, at a level divided by the number of comparisons."""
     verdict: str
-    """`better`, `worse`, `same` where the interval holds zero, or `untested` where one of them has a single engine start."""
+    """`better`, `worse`, `same` if the interval contains zero, or `untested` if A or B has a single engine start."""
 
 
 def compare(a: Mapping[str, Any], b: Mapping[str, Any]) -> list[Comparison]:
     """Every figure that two evaluations share.
 
     Args:
-        a: the results (`results.json`) to hold the others against.
+        a: the reference (contents of `results.json`).
         b: the results in question.
 
     Raises:
-        UserError: they have no suite with the same prompts in common, or are of different targets.
+        UserError: they have no suite with the same prompts in common, or their targets differ.
     """
     if a["target"] != b["target"]:
         raise UserError(
-            f"A is an evaluation of {a['target']} and B one of {b['target']}: figures of different targets do not compare."
+            f"A is an evaluation of {a['target']} and B one of {b['target']}: different targets cannot be compared."
         )
     found: list[Comparison] = []
     acceptance: list[tuple[str, str, dict[str, list[float]]]] = []
@@ -66,7 +69,7 @@ def compare(a: Mapping[str, Any], b: Mapping[str, Any]) -> list[Comparison]:
             both = _paired(one["at_k"][k]["by_prompt"], other["at_k"][k]["by_prompt"])
             if _conversations(both) >= _FEWEST and _counts(both):
                 acceptance.append((name, f"acceptance length, K = {k}", both))
-        speeds.append((name, "speed-up", one["throughput"], other["throughput"]))
+        speeds.append((name, "speedup", one["throughput"], other["throughput"]))
         right = [float(_is_right(suite)) for suite in (one, other)]
         verdict = "same" if right[0] == right[1] else "worse" if right[1] < right[0] else "better"
         found.append(
@@ -78,12 +81,12 @@ def compare(a: Mapping[str, Any], b: Mapping[str, Any]) -> list[Comparison]:
     first = next(iter(a["suites"]))
     if first in shared and first == next(iter(b["suites"])):
         speeds += [
-            (first, f"speed-up, {n} at once", a["load"][n], b["load"][n]) for n in a["load"] if n in b["load"]
+            (first, f"speedup, {n} at once", a["load"][n], b["load"][n]) for n in a["load"] if n in b["load"]
         ]  # fmt: skip
     speeds = [one for one in speeds if _conversations(_speed_prompts(*one[2:])) >= _FEWEST]
     if not acceptance and not speeds:
         raise UserError(
-            f"The two evaluations have no suite with the same prompts, at least {_FEWEST}, in common, so there is nothing to compare. "
+            f"The two evaluations have no suite with the same prompts in common (at least {_FEWEST}), so there is nothing to compare. "
             "Evaluate both on the same suites."
         )
     for name, figure, both in acceptance:
@@ -104,25 +107,27 @@ def _compared(suite: str, figure: str, before: float, after: float, interval: li
 def _compared_speeds(
     suite: str, figure: str, a: Mapping[str, Any], b: Mapping[str, Any], *, level: float
 ) -> Comparison:
-    """Of the run's drafter over plain decoding, in the recipe's dtype."""
+    """The run's drafter over the baseline, in the recipe's dtype."""
     before, after = a["speedup"]["value"], b["speedup"]["value"]
     if min(a["engine_starts"], b["engine_starts"]) < 2:
         return {
             "suite": suite, "figure": figure, "a": before, "b": after, "interval": [after - before] * 2, "verdict": "untested",
         }  # fmt: skip
-    (drafter_a, noise_a), (drafter_b, noise_b) = _over_plain(a), _over_plain(b)
+    (drafter_a, noise_a), (drafter_b, noise_b) = _over_baseline(a), _over_baseline(b)
     interval = gain(drafter_a, drafter_b, noise_a=noise_a, noise_b=noise_b, level=level)
     return _compared(suite, figure, before, after, interval)
 
 
 def _starts(of: Mapping[str, Any]) -> list[list[AtStart]]:
-    return [one["starts"] for one in plain_again_drafter(of)]
+    return [one["starts"] for one in baseline_again_drafter(of)]
 
 
-def _over_plain(of: Mapping[str, Any]) -> tuple[Starts, Starts]:
-    """The drafter, and the second plain engine, each over plain decoding as it was beside it."""
-    plain, again, drafter = plain_again_drafter(of)
-    of_drafter, of_again = (paired(one.get("plain_starts", plain["starts"]), one["starts"]) for one in (drafter, again))
+def _over_baseline(of: Mapping[str, Any]) -> tuple[Starts, Starts]:
+    """The drafter, and the second baseline engine, each over the baseline as it ran beside it."""
+    baseline, again, drafter = baseline_again_drafter(of)
+    of_drafter, of_again = (
+        paired(one.get("baseline_starts", baseline["starts"]), one["starts"]) for one in (drafter, again)
+    )
     return of_drafter, of_again
 
 
@@ -138,18 +143,18 @@ def _conversations(prompts: Iterable[str]) -> int:
 
 
 def _is_right(suite: Mapping[str, Any]) -> bool:
-    """Whether every difference from plain decoding is one that rounding explains."""
+    """Whether rounding explains every difference from the baseline."""
     verdicts = [at_k["fidelity"]["verdict"] for at_k in suite["at_k"].values()]
     return "wrong" not in [*verdicts, *(one["verdict"] for one in suite["throughput"]["fidelity"].values())]
 
 
 def _counts(both: Mapping[str, Sequence[float]]) -> bool:
-    """Whether both have drafts (seconds) at all: answers of a single token have none."""
+    """Whether both have drafts (or seconds): answers of a single token have none."""
     return all(sum(column) > 0 for column in list(zip(*both.values(), strict=True))[::2])
 
 
 def _paired(one: Mapping[str, Sequence[float]], other: Mapping[str, Sequence[float]]) -> dict[str, list[float]]:
-    """Columns of A and then of B by prompt, those that both have."""
+    """Columns of A and then of B, by prompt that both have."""
     return {prompt: [*values, *other[prompt]] for prompt, values in one.items() if prompt in other}
 
 
@@ -160,10 +165,10 @@ def _acceptance_gain(sums: Sequence[Any]) -> tuple[Any, Any, Any]:
 
 
 def read_results(place: Path, *, output: str = "eval") -> dict[str, Any]:
-    """The `results.json` of a run, of an evaluation's folder, or itself.
+    """Read a `results.json`, given a run, its evaluation's folder or the file.
 
     Raises:
-        UserError: there is none, or it is of an earlier version.
+        UserError: there is none, or another version wrote it.
     """
     paths = [place, place / "results.json", place / output / "results.json"]
     path = next((path for path in paths if path.is_file()), None)
@@ -174,12 +179,13 @@ def read_results(place: Path, *, output: str = "eval") -> dict[str, Any]:
         )
     try:
         results = json.loads(path.read_text())
-        suites = results["suites"].values()
-        whole = all("throughput" in suite and "target" in results for suite in suites)
+        version = results.get("schema_version")
+        if "suites" not in results:
+            raise ValueError
     except (OSError, ValueError, KeyError, AttributeError, TypeError):
         raise UserError(f"{path} is not the results of an evaluation.") from None
-    if not whole:
+    if version != RESULTS_VERSION:
         raise UserError(
-            f"{path} has no figures by engine start: an earlier version wrote it. Run `draftsmith evaluate` again with its recipe."
+            f"{path} was written by another version of Draftsmith and cannot be compared. Run `draftsmith evaluate` again with its recipe."
         )
     return dict(results)

@@ -1,4 +1,4 @@
-"""How many tokens to guess: what a step costs at each K, what that promises, and how sure the choice is."""
+"""The choice of K: step cost and estimated speedup by K, and how certain the choice is."""
 
 from __future__ import annotations
 
@@ -9,7 +9,8 @@ from collections.abc import Mapping, Sequence
 import numpy as np
 from typing_extensions import TypedDict
 
-from draftsmith.serve.evaluation.intervals import Interval, conversation_sums, resampled
+from draftsmith.serve.evaluation.schema import CurvePoint
+from draftsmith.serve.evaluation.statistics import conversation_sums, resampled
 
 _SAMPLES_SEED = 1
 SURE = 0.95
@@ -20,42 +21,24 @@ class StepCost(TypedDict):
     """One K, over all engine starts."""
 
     cost: float
-    """Seconds of a decoding step over those of a plain step. No less than at a smaller K: where measurements say otherwise, the
-    ones out of order are averaged (isotonic regression)."""
+    """Seconds of a decoding step over those of a baseline step; no less than at a smaller K (isotonic regression)."""
     measured: float
     """As measured: the mean over engine starts of each start's median over prompts."""
     error: float
     """Standard error of `measured`: of the medians and between starts."""
 
 
-class CurvePoint(TypedDict):
-    """One K on the first suite."""
-
-    acceptance_length: float
-    """Over the whole suite."""
-    step_cost: float
-    """Seconds of one decoding step at this K over those of a plain step, one prompt at a time (`StepCost.cost`)."""
-    step_cost_measured: float
-    step_cost_error: float
-    """Standard error."""
-    speedup: float
-    """What decoding should gain: acceptance length over step cost. K is chosen by it; `Suite.speedup` is wall-clock."""
-    speedup_interval: Interval
-    fastest_share: float
-    """How often this K is the fastest of those that may be chosen, with other prompts and within the errors of step costs."""
-
-
 def step_cost_curve(starts: Sequence[Mapping[int, Sequence[float]]]) -> dict[int, StepCost]:
-    """Step costs by K from single ratios.
+    """Step costs by K.
 
     Args:
-        starts: by engine start, then K: the ratio of step times on each prompt, none of them empty.
+        starts: by engine start, then K: the ratio of step times on each prompt, at least one.
     """
     ks = sorted(starts[0])
     found: dict[int, StepCost] = {}
     for k in ks:
         medians = [statistics.median(one[k]) for one in starts]
-        # Of a median of n values with standard deviation s: 1.2533 s / sqrt(n).
+        # Variance of a median of n values with standard deviation s: (1.2533 s)² / n.
         within = [1.2533**2 * statistics.variance(one[k]) / len(one[k]) if len(one[k]) > 1 else 0.0 for one in starts]
         between = statistics.variance(medians) if len(starts) > 1 else 0.0
         error = math.sqrt(max(between, statistics.fmean(within)) / len(starts))
@@ -79,12 +62,12 @@ def non_decreasing(values: Sequence[float]) -> list[float]:
 def speedup_curve(
     costs: Mapping[int, StepCost], by_prompt: Mapping[int, Mapping[str, Sequence[float]]], choices: Sequence[int]
 ) -> dict[int, CurvePoint]:
-    """What each K promises, and how often it is the fastest.
+    """The estimated speedup at each K, and how often each K is the fastest.
 
     Args:
         costs: by K.
         by_prompt: by K: drafts and accepted tokens of each prompt of the suite.
-        choices: the K that may be chosen.
+        choices: the candidates for K.
     """
     ks = sorted(costs)
     sums = {k: conversation_sums([by_prompt[k]])[0] for k in ks}
@@ -111,19 +94,28 @@ def speedup_curve(
 
 
 def _length(sums: np.ndarray) -> np.ndarray:
-    """Acceptance length from drafts and accepted tokens; 1 where there are no drafts."""
+    """Acceptance length from drafts and accepted tokens; 1 if there are no drafts."""
     drafts, accepted = sums
     found: np.ndarray = 1 + accepted / np.maximum(drafts, 1)
     return found
 
 
 def fastest(curve: Mapping[int, CurvePoint]) -> int:
-    """The K that promises the highest speed-up; the smaller one of equals."""
+    """The K with the highest estimated speedup; the smaller one of equals."""
     return max(sorted(curve), key=lambda k: curve[k]["speedup"])
 
 
 def rivals(curve: Mapping[int, CurvePoint], chosen: int) -> list[int]:
-    """Other K that could as well be the fastest: those that are in every twentieth sample or more. Empty where it is clear."""
+    """Other K that are the fastest in at least every twentieth sample; empty if the choice is clear."""
     if curve[chosen]["fastest_share"] >= SURE:
         return []
     return [k for k in sorted(curve) if k != chosen and curve[k]["fastest_share"] >= 1 - SURE]
+
+
+def predicted_speedup(
+    predicted: Mapping[str, float] | None, curve: Mapping[str, CurvePoint]
+) -> dict[str, float] | None:
+    """Predicted acceptance length over measured step cost, by K."""
+    if predicted is None:
+        return None
+    return {k: predicted[k] / point["step_cost"] for k, point in curve.items() if k in predicted}

@@ -1,37 +1,27 @@
-"""A vLLM engine in a child process, driven over a pipe.
+"""The engines of an evaluation, each in a child process (`engine/process.py`): calls and answers over its pipe.
 
-One engine is one process, because a process can hold one set of vLLM counters and because an engine that
-dies must not take the program with it. Several engines can be alive together: start them all, then wait.
-
-The child talks to nobody but its parent. What it prints goes to a log file; its last lines are shown when
-it dies. It ends with its parent, however the parent ends.
+Several engines can be alive at once: start them all, then wait.
 """
 
 from __future__ import annotations
 
-import atexit
-import multiprocessing
-import multiprocessing.connection
-import multiprocessing.process
-import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from dataclasses import dataclass
+from multiprocessing.connection import Connection
 from pathlib import Path
 from types import TracebackType
 from typing import Any
 
 from draftsmith.config import recipe
 from draftsmith.engine import environment
+from draftsmith.engine.process import EngineProcess
 from draftsmith.run.errors import DraftsmithError
 from draftsmith.serve.evaluation.in_flight import ConstantLoad, Request, Timing
 
-_LOG_LINES = 15
-"""Lines of an engine's log that an error shows."""
-_SECONDS_TO_CLOSE = 10.0
 _LIKELIEST = 10
-"""Tokens whose logits are looked at where two answers part."""
+"""Tokens whose logits are compared where two answers diverge."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -43,24 +33,24 @@ class EngineSpec:
     target: str
     """Directory of the target model, or its Hub id."""
     dtype: str
-    """What the target computes in."""
+    """The target's."""
     engine: recipe.EngineConfig
     speculative: dict[str, Any] | None = None
-    """vLLM's `speculative_config`; None decodes plainly."""
+    """vLLM's `speculative_config`; None for the baseline."""
     max_num_seqs: int = 32
     """Sequences that the engine runs at once."""
     memory_share: float = 1.0
     """This engine's part of `engine.kv_cache_gib` (CPU) or `engine.gpu_memory_utilization` (GPU)."""
     gpus: tuple[str, ...] = ()
-    """Those that it runs on, as CUDA_VISIBLE_DEVICES has them; none: what this process sees."""
+    """The GPUs to run on, as in CUDA_VISIBLE_DEVICES; empty for those that this process sees."""
 
     @property
     def num_speculative_tokens(self) -> int:
-        """0 for a plain engine."""
+        """0 for the baseline."""
         return int(self.speculative["num_speculative_tokens"]) if self.speculative else 0
 
     def arguments(self) -> dict[str, Any]:
-        """Keyword arguments of `vllm.LLM`. Plain and speculative engines differ in `speculative_config` only."""
+        """Keyword arguments of `vllm.LLM`. The baseline differs from speculative engines only in `speculative_config`."""
         arguments: dict[str, Any] = {
             "model": self.target,
             "dtype": self.dtype,
@@ -71,7 +61,7 @@ class EngineSpec:
             "enable_prefix_caching": False,  # a repeated prompt must cost what a new one costs
             "disable_log_stats": False,  # the speculative decoding counters come from there
             "seed": 0,
-            "use_tqdm_on_load": False,  # its output is for a log here, and its lock would outlive the process
+            "use_tqdm_on_load": False,  # its output goes to a log here, and its lock would outlive the process
         }
         arguments |= environment.memory_arguments(self.engine, share=self.memory_share)
         if self.speculative is not None:
@@ -82,27 +72,27 @@ class EngineSpec:
 
 @dataclass(frozen=True)
 class Generated:
-    """What an engine answered to one prompt."""
+    """An engine's answer to one prompt."""
 
     token_ids: list[int]
-    """Response tokens, the end-of-sequence token included where one was generated."""
+    """Response tokens, including the end-of-sequence token if one was generated."""
     finish_reason: str | None
     """`stop` or `length`."""
     decode_seconds: float
-    """From the first token to the last, by the engine's own clock: without the prompt's processing."""
+    """From the first token to the last, by the engine's clock: without prefill."""
     first_token_seconds: float = 0.0
-    """From when it was asked to the first token."""
+    """From the request to the first token."""
     drafted: tuple[int, ...] = ()
-    """Tokens proposed in each step that proposed any, in order; empty for a plain engine."""
+    """Draft tokens in each step that had any, in order; empty for the baseline."""
     accepted: tuple[int, ...] = ()
     """How many of them the target accepted."""
 
 
 @dataclass(frozen=True)
 class Counters:
-    """vLLM's speculative decoding counters since the engine started; differences of two describe what lies between.
+    """vLLM's speculative decoding counters since the engine started; subtract two for what happened between them.
 
-    A draft is one step of one request in which at least one token was proposed.
+    A draft is one step of one request with at least one draft token.
     """
 
     drafts: int = 0
@@ -124,34 +114,28 @@ class Counters:
 class EngineHost:
     """The parent's side of one engine.
 
-    `init_from_target` returns at once; `wait_ready` blocks until the model is loaded. Use it as a context manager, or
-    call `close`.
+    `start` returns at once; `wait_ready` blocks until the model is loaded. Use it as a context manager, or call `close`.
     """
 
     def __init__(self, config: EngineSpec, log_directory: Path) -> None:
         self.config = config
         self.log = log_directory / f"engine-{config.name}.log"
         self.seconds_to_start: float | None = None
-        """From the call of `init_from_target` until the model was loaded, other engines starting beside it."""
-        self._process: multiprocessing.process.BaseProcess | None = None
-        self._pipe: multiprocessing.connection.Connection | None = None
+        """From `start` until the model was loaded, while other engines may have been starting."""
+        self._process: EngineProcess | None = None
         self._started = 0.0
 
     def start(self) -> EngineHost:
         """Begin loading; returns at once."""
-        self.log.parent.mkdir(parents=True, exist_ok=True)
-        self.log.write_text("")
-        self._pipe, theirs = multiprocessing.Pipe()
         self._started = time.monotonic()
-        self._process = environment.start_engine_process(
+        self._process = EngineProcess(
             _child,
-            (theirs, self.config.arguments(), str(self.log)),
-            name=f"engine-{self.config.name}",
+            (self.config.arguments(),),
+            name=self.config.name,
             engine=self.config.engine,
-            share=environment.only_these_gpus(self.config.gpus),
+            log=self.log,
+            variables=environment.only_these_gpus(self.config.gpus),
         )
-        theirs.close()
-        atexit.register(self.close)
         return self
 
     def wait_ready(self) -> EngineHost:
@@ -172,7 +156,7 @@ class EngineHost:
         Args:
             prompts: token ids, one sequence for each prompt; they run as one batch.
             max_tokens: longest response.
-            temperature: 0 decodes greedily; otherwise answers are drawn, other ones in every call.
+            temperature: 0 decodes greedily; otherwise answers are sampled, differently in every call.
 
         Returns:
             The answers in the prompts' order, and the seconds that the engine took.
@@ -184,11 +168,11 @@ class EngineHost:
         return [Generated(*answer) for answer in answers], seconds
 
     def begin_load(self, requests: Sequence[Request], in_flight: int) -> None:
-        """Prepare requests of which so many are in flight at any time; nothing is asked yet (`in_flight.ConstantLoad`)."""
+        """Prepare a load of `in_flight` concurrent requests, without starting it (`in_flight.ConstantLoad`)."""
         self._call("begin_load", [tuple(request) for request in requests], in_flight)
 
     def advance_load(self, tokens: int) -> bool:
-        """Work on them until so many tokens came since the beginning; True when the measurement is complete.
+        """Run the load until it has produced `tokens` tokens since its start; True once the measurement is complete.
 
         Raises:
             DraftsmithError: the engine failed.
@@ -196,13 +180,13 @@ class EngineHost:
         return bool(self._call("advance_load", tokens))
 
     def end_load(self) -> list[Timing]:
-        """What was measured since `begin_load`."""
+        """The measurements since `begin_load`."""
         return [Timing(*timing) for timing in self._call("end_load")]
 
     def logit_margin(self, context: Sequence[int], token: int, other: int) -> float | None:
-        """By how much this engine's logit of `token` is above that of `other` after a context.
+        """This engine's logit of `token` minus that of `other` after a context.
 
-        None where either is none of the likeliest: far apart.
+        None if either is not among the likeliest tokens: they are far apart.
         """
         found: float | None = self._call("logit_margin", list(context), token, other)
         return found
@@ -210,18 +194,18 @@ class EngineHost:
     def margins_read_again(
         self, prompts: Sequence[Sequence[int]], answers: Sequence[Sequence[int]], piece: int
     ) -> list[list[float | None]]:
-        """Where reading answers in pieces prefers another token than they have, and by how much.
+        """Prefill answers in pieces: where that prefers another token than the answer's, and by how much.
 
         The same computation as decoding, in another shape.
 
         Args:
             prompts: token ids.
-            answers: the token ids that followed each prompt; both together leave room for one token.
-            piece: tokens of each that a step reads.
+            answers: the token ids after each prompt; the two together must leave room for one token.
+            piece: tokens of each answer per step.
 
         Returns:
-            For each answer one entry per token: None where reading prefers it too, otherwise the difference of the two logits,
-            which is 0 at a tie that the other token wins by its lower id.
+            One entry per token of each answer: None if prefill prefers the same token, otherwise the difference of the two
+            logits, which is 0 at a tie that the other token wins by its lower id.
         """
         found: list[list[float | None]] = self._call(
             "margins_read_again", [list(ids) for ids in prompts], [list(ids) for ids in answers], piece
@@ -229,21 +213,14 @@ class EngineHost:
         return found
 
     def counters(self) -> Counters:
-        """The engine's speculative decoding counters; all zero for a plain engine."""
+        """The engine's speculative decoding counters; all zero for the baseline."""
         return Counters(*self._call("counters"))
 
     def close(self) -> None:
         """End the engine's process. Safe to call twice."""
-        atexit.unregister(self.close)
-        process, pipe = self._process, self._pipe
-        self._process = self._pipe = None
-        if pipe is not None:
-            pipe.close()  # the child reads the end of the pipe and leaves
+        process, self._process = self._process, None
         if process is not None:
-            process.join(_SECONDS_TO_CLOSE if self.seconds_to_start is not None else 0)
-            if process.is_alive():
-                process.kill()
-                process.join()
+            process.close()
 
     def __enter__(self) -> EngineHost:
         return self
@@ -254,52 +231,30 @@ class EngineHost:
         self.close()
 
     def _call(self, method: str, *arguments: Any) -> Any:
-        if self._pipe is None:
-            raise DraftsmithError(f"The engine `{self.config.name}` is not running.")
-        try:
-            self._pipe.send((method, arguments))
-        except OSError:
-            raise self._death(f"before `{method}`") from None
+        if self._process is not None:
+            self._process.send((method, arguments))
         return self._receive(f"in `{method}`")
 
     def _receive(self, when: str) -> Any:
-        if self._pipe is None:
+        if self._process is None:
             raise DraftsmithError(f"The engine `{self.config.name}` is not running.")
         try:
-            kind, value = self._pipe.recv()
-        except (EOFError, OSError):
-            raise self._death(when) from None
-        if kind == "error":
-            raise self._death(when, value)
-        return value
-
-    def _death(self, when: str, reason: str | None = None) -> DraftsmithError:
-        """The error that says what became of the engine, with the end of its log."""
-        process = self._process
-        self.close()
-        if reason is None:
-            status = process.exitcode if process is not None else None
-            reason = f"its process ended with status {status}"
-            if status == -9:
-                reason += " (killed: perhaps the machine ran out of memory; lower engine.kv_cache_gib or evaluate.k)"
-        lines = self.log.read_text(errors="replace").splitlines() if self.log.is_file() else []
-        tail = "\n".join(lines[-_LOG_LINES:])
-        return DraftsmithError(
-            f"The vLLM engine `{self.config.name}` failed {when}: {reason}. Its log is {self.log}"
-            + (f"; the last lines are:\n{tail}" if tail else ", which is empty.")
-        )
+            return self._process.receive(when)
+        except DraftsmithError:
+            self.close()
+            raise
 
 
 def start_engines(
     configs: Sequence[EngineSpec], log_directory: Path, on_ready: Callable[[int], None] = lambda ready: None
 ) -> list[EngineHost]:
-    """Start engines and wait for all; ends those that started when one fails.
+    """Start engines and wait for all of them. If one fails, the others are ended.
 
-    On a CPU they load side by side. On one GPU they load one after the other, because each measures the free memory; on
-    different GPUs side by side.
+    On a CPU they load side by side. On GPUs, those that share one load one after the other, because each measures the free
+    memory.
 
     Args:
-        on_ready: called with the number of engines that are ready, each time it grows.
+        on_ready: called with the number of ready engines each time it grows.
     """
     hosts = [EngineHost(config, log_directory) for config in configs]
     try:
@@ -319,11 +274,11 @@ def start_engines(
 
 
 def _one_on_each_gpu(hosts: Sequence[EngineHost]) -> list[list[EngineHost]]:
-    """Engines that may load together, and after them the next."""
+    """Groups of engines that may load together, in order."""
     waves: list[list[EngineHost]] = []
     for host in hosts:
         free = (wave for wave in waves if all(set(host.config.gpus).isdisjoint(one.config.gpus) for one in wave))
-        # Without GPUs of its own an engine has those that are visible, as the others then do.
+        # An engine without GPUs of its own uses all visible ones, and so do the others then.
         wave = next(free, None) if host.config.gpus else None
         if wave is None:
             waves.append([host])
@@ -335,30 +290,20 @@ def _one_on_each_gpu(hosts: Sequence[EngineHost]) -> list[list[EngineHost]]:
 # --- the child's side ---
 
 
-def _child(pipe: multiprocessing.connection.Connection, arguments: dict[str, Any], log: str) -> None:
-    """Load the model, say so, then answer calls until the pipe ends."""
-    environment.end_with_parent()
-    environment.print_into(log)
-    try:
-        engine = _Engine(arguments)
-        pipe.send(("ok", None))
-        while True:
-            try:
-                method, values = pipe.recv()
-            except EOFError:
-                return  # the parent is done
-            pipe.send(("ok", getattr(engine, method)(*values)))
-    except BaseException as error:
-        import traceback
-
-        traceback.print_exc()
-        sys.stderr.flush()  # the parent reads the log as soon as it is told
-        with suppress(OSError):
-            pipe.send(("error", f"{type(error).__name__}: {str(error).strip()[:500]}"))
+def _child(pipe: Connection, arguments: dict[str, Any]) -> None:
+    """Load the model, report that it is loaded, then answer calls until the pipe ends."""
+    engine = _Engine(arguments)
+    pipe.send(None)
+    while True:
+        try:
+            method, values = pipe.recv()
+        except EOFError:
+            return  # the parent is done
+        pipe.send(getattr(engine, method)(*values))
 
 
 class _Engine:
-    """The calls that a parent can make."""
+    """The calls that the parent can make."""
 
     def __init__(self, arguments: dict[str, Any]) -> None:
         from vllm import LLM
@@ -421,14 +366,16 @@ class _Engine:
             margins: list[float | None] = []
             for token, logprobs in zip(answer, (output.prompt_logprobs or [])[len(prompt) :], strict=True):
                 values = {one: said.logprob for one, said in (logprobs or {}).items()}
-                best = max(values, key=lambda one: (values[one], -one))  # greedy decoding takes the lower id of equals
+                best = max(
+                    values, key=lambda one: (values[one], -one)
+                )  # among equals, greedy decoding takes the lower id
                 margins.append(None if best == token else values[best] - values[token])
             found.append(margins)
         return found
 
     @contextmanager
     def _pieces_of(self, tokens: int) -> Iterator[None]:
-        """Prompts are read so many tokens a step meanwhile; a single one whole, since vLLM divides none that nobody waits for."""
+        """Prefill so many tokens a step meanwhile. vLLM still prefills a prompt whole if no other request is waiting."""
         scheduler: Any = self._llm.llm_engine.engine_core.engine_core.scheduler
         config = scheduler.scheduler_config
         before = config.long_prefill_token_threshold, scheduler.adaptive_long_prefill_threshold

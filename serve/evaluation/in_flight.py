@@ -1,11 +1,11 @@
-"""N requests always in flight in one engine: what throughput and latency under a constant load are measured with.
+"""N requests always in flight in one engine, to measure throughput and latency under a constant load.
 
-A batch that is timed until its slowest answer ends measures the tail, and the sum of each answer's own decode seconds measures no
-wall clock at all. Here every answer that ends is replaced at once, the first requests only bring the engine into its steady
-state, and the clock stops when there is nothing left to replace one with.
+Timing a batch until its slowest answer ends measures the tail, and the sum of the answers' decode seconds is not wall-clock time. Here
+every answer that ends is replaced at once, the first requests only bring the engine into its steady state, and the clock
+stops when no request is left to replace one with.
 
-The engine can be paused between two steps: engines that are compared take turns of a second or so, each with its own N requests
-in flight, and the clock of each runs only while it steps.
+The engine can be paused between two steps: engines that are compared alternate every second or so, each with its own N requests in
+flight, and each one's clock runs only while it steps.
 """
 
 from __future__ import annotations
@@ -17,34 +17,34 @@ from typing import Any, NamedTuple
 
 
 class Request(NamedTuple):
-    """What is asked."""
+    """One request."""
 
     prompt_token_ids: list[int]
     max_tokens: int
     counted: bool
-    """False: brings the engine into its steady state; nothing is counted before all of these have ended."""
+    """False for those that bring the engine into its steady state; counting starts when all of these have ended."""
 
 
 class Timing(NamedTuple):
     """One counted request."""
 
     request: int
-    """Its place among all requests."""
+    """Its index among all requests."""
     tokens: int
-    """Response tokens that came while the clock ran."""
+    """Response tokens generated while the clock ran."""
     seconds: float
-    """Its share of the clock: every step's time is divided equally among the N requests in flight. Tokens over seconds, each
-    summed over all requests, is the engine's tokens per wall second."""
+    """Its share of the clock: every step's time is divided equally among the N requests in flight. Sum of tokens over sum of seconds, of
+    all requests, is the engine's tokens per wall second."""
     first_token_seconds: float | None
-    """From being asked to the first token; None where it had not come when the clock stopped."""
+    """From the request to the first token; None if there was none when the clock stopped."""
     seconds_per_token: float | None
-    """From the first token to the last, per token after the first; None where it had not ended, or has a single token."""
+    """From the first token to the last, per token after the first; None if it had not ended or has a single token."""
     token_ids: list[int]
-    """The answer as far as it came."""
+    """The answer so far."""
     drafts: int
-    """Steps in which tokens were proposed for it; 0 where it had not ended."""
+    """Steps in which tokens were drafted for it; 0 if it had not ended."""
     accepted: int
-    """Proposed tokens that the target accepted."""
+    """Draft tokens that the target accepted."""
 
 
 @dataclass
@@ -60,11 +60,11 @@ class ConstantLoad:
     """Drives an engine under a constant load, some tokens at a time.
 
     Args:
-        engine: has `add_request(id, prompt, sampling)`, `step()` and `abort_request(ids)` of vLLM's `LLMEngine`.
-        requests: in the order of being asked; those that do not count come first, N of them.
+        engine: vLLM's `LLMEngine`, or another with its `add_request(id, prompt, sampling)`, `step()` and `abort_request(ids)`.
+        requests: in order; N that do not count come first.
         in_flight: N.
-        sampling: makes vLLM's sampling parameters for a longest answer.
-        clock: seconds.
+        sampling: makes vLLM's sampling parameters from the longest answer's tokens.
+        clock: returns seconds.
     """
 
     def __init__(
@@ -91,17 +91,17 @@ class ConstantLoad:
         self.done = False
 
     def advance(self, tokens: int) -> bool:
-        """Step until so many tokens came since the beginning, or the clock stops for good.
+        """Step until `tokens` were generated since the start, or the measurement ends.
 
         Returns:
-            Whether it has stopped for good: a request ended and none was left to replace it.
+            Whether it has ended: a request ended and none was left to replace it.
         """
         while not self.done and self._emitted < tokens:
             self._step()
         return self.done
 
     def timings(self) -> list[Timing]:
-        """Of every request that counts and had a share of the clock."""
+        """The timing of every request that counts and had a share of the clock."""
         return [
             Timing(
                 index, self._tokens[index], self._seconds[index], self._first[index], self._per_token[index],
@@ -138,7 +138,7 @@ class ConstantLoad:
                 self._take(running, output, counting)
 
     def _take(self, running: _Running, output: Any, counting: bool) -> None:
-        """Tokens that a step gave a request."""
+        """Record the tokens that a step generated for a request."""
         index, (answer,) = running.index, output.outputs
         new = list(answer.token_ids)[len(self._answers[index]) :]
         self._answers[index] += new

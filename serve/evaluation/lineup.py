@@ -1,8 +1,8 @@
 """Which engines are up together, and on which GPUs.
 
-Engines that are compared take turns, so they should all be up at once. On a CPU they are. On GPUs they are where the GPUs hold
-them; otherwise they come in groups, the plain engine always up and as many others beside it as there is room for, so that what is
-quoted over plain decoding was still measured in turns with it.
+Engines that are compared alternate, so they should all be up at once. On a CPU they are; on GPUs if they fit. Otherwise they come in
+groups, the baseline always up and as many others beside it as there is room for, so that every ratio over the baseline is still of
+engines that alternated.
 """
 
 from __future__ import annotations
@@ -18,8 +18,11 @@ from draftsmith.engine import environment
 from draftsmith.engine.environment import Gpu
 from draftsmith.engine.memory import GIB, EngineMemory, engine_memory, side_by_side, weight_bytes
 from draftsmith.run.errors import UserError
-from draftsmith.serve.evaluation.engine import EngineHost, EngineSpec
+from draftsmith.run.progress import Bar
+from draftsmith.serve.evaluation.engine import EngineHost, EngineSpec, start_engines
 from draftsmith.target.info import TargetInfo
+
+_WARM_UP_TOKENS = 8
 
 Key = TypeVar("Key", bound=Hashable)
 
@@ -29,34 +32,34 @@ class Place:
     """Where one engine runs."""
 
     gpus: tuple[str, ...]
-    """As CUDA_VISIBLE_DEVICES has them; empty on a CPU."""
+    """As in CUDA_VISIBLE_DEVICES; empty on a CPU."""
     memory_share: float
-    """Its part of what the recipe grants."""
+    """Its part of the memory that the recipe grants."""
 
 
 @dataclass(frozen=True)
 class Placement:
-    """What this machine has for engines that are compared."""
+    """The room that this machine has for engines that are compared."""
 
     sets: tuple[tuple[str, ...], ...] = ()
-    """GPUs, as many together as an engine is split over; empty on a CPU."""
+    """Sets of GPUs, each of the size that an engine is split over; empty on a CPU."""
     on_each: int = 0
-    """Engines that fit side by side on each."""
+    """Engines that fit side by side on each set."""
 
     @property
     def at_once(self) -> int | None:
-        """Engines that can be up together; None where any number can."""
+        """Engines that can be up together; None if any number can."""
         return len(self.sets) * self.on_each if self.sets else None
 
     def places(self, count: int, start: int = 0) -> list[Place]:
-        """Where to put so many engines that are up together.
+        """Places for `count` engines that are up together, on as few GPUs as hold them.
 
-        On as few GPUs as hold them: what is compared runs on the same chip where it can, and where it cannot, on another one at
-        every engine start, so that a GPU that is faster than its neighbor shows as noise and not as a speed-up.
+        Engines that are compared share a chip if they fit; if not, each moves to another chip at every engine start, so that a GPU
+        that is faster than its neighbor shows as noise, not as a speedup.
 
         Args:
             count: no more than `at_once`.
-            start: which of the engine starts this is, from 0.
+            start: number of the engine start, from 0.
         """
         if not self.sets:
             return [Place((), 1 / count)] * count
@@ -74,19 +77,19 @@ def find_placement(
     at_least: int,
     smaller: str,
 ) -> Placement:
-    """Room for engines of one target on this machine: any number on a CPU; on GPUs by what an engine needs.
+    """The room for engines of one target: any number on a CPU; on GPUs by the memory that an engine needs.
 
     Args:
         engine: how the recipe runs vLLM.
         target: what all of them serve.
-        speculative: vLLM's `speculative_config` of each; None for plain decoding.
+        speculative: vLLM's `speculative_config` of each; None for the baseline.
         dtypes: what they compute in.
-        tokens: that each is to have room for in its KV cache.
-        at_least: that each must have room for where two would not fit otherwise; of a batch with more, some answers wait for others.
-        smaller: the key of the recipe that makes that less, for the error.
+        tokens: room that each gets in its KV cache.
+        at_least: room that each must have if two do not fit otherwise; in a larger batch some answers then wait for others.
+        smaller: the recipe's key that lowers it, for the error.
 
     Raises:
-        UserError: there are not enough GPUs for one engine, or not enough memory for two.
+        UserError: there are too few GPUs for one engine, or too little memory for two.
     """
     found = environment.gpus()
     if not found:
@@ -111,10 +114,10 @@ def find_placement(
 def place(
     engine: recipe.EngineConfig, gpus: Sequence[Gpu], needs: Sequence[EngineMemory], *, target: str, smaller: str
 ) -> Placement:
-    """Room on these GPUs for engines that need this much.
+    """The room on these GPUs for engines with these needs.
 
     Raises:
-        UserError: as `find_placement`.
+        UserError: as in `find_placement`.
     """
     split, grants = engine.tensor_parallel_size, engine.gpu_memory_utilization
     if split > len(gpus):
@@ -129,7 +132,7 @@ def place(
     if (found.at_once or 0) < 2:
         largest = max(needs, key=lambda need: need.total)
         raise UserError(
-            f"Plain decoding of {target} and speculation beside it, which are measured in turns, do not fit on this machine: an "
+            f"The baseline of {target} and an engine that speculates beside it do not fit on this machine: an "
             f"engine needs about {largest.total / GIB:.1f} GiB on each of its GPUs ({largest.in_words()}), and "
             f"engine.gpu_memory_utilization grants {smallest * grants / GIB:.1f} of {smallest / GIB:.1f} GiB on "
             f"{'the one GPU' if len(gpus) == 1 else f'each of the {len(gpus)} GPUs'} here. Lower {smaller} or "
@@ -140,34 +143,62 @@ def place(
 
 
 def _drafter_bytes(speculative: Mapping[str, Any] | None, dtype: str) -> int:
-    """Of the weights that speculation adds; 0 where it reads none, or they are part of the target's files."""
+    """Bytes of the weights that speculation adds; 0 if there are none, or they are part of the target's files."""
     return weight_bytes(Path(speculative["model"]), dtype) if speculative and "model" in speculative else 0
 
 
-def groups(keys: Sequence[Key], plain_of: Callable[[Key], Key], at_once: int | None) -> list[list[Key]]:
-    """Which engines are up together, first the plain one that the others are held against.
+def groups(keys: Sequence[Key], baseline_of: Callable[[Key], Key], at_once: int | None) -> list[list[Key]]:
+    """Engines that are up together, each group's baseline first.
 
     Args:
         keys: of all engines that are compared.
-        plain_of: the plain engine of each, its own key for a plain one.
-        at_once: engines that can be up together, two or more; None where any number can.
+        baseline_of: the baseline of each; of a baseline, itself.
+        at_once: engines that can be up together, two or more; None if any number can.
     """
     if at_once is None or len(keys) <= at_once:
         return [list(keys)]
     found: list[list[Key]] = []
-    for plain in dict.fromkeys(plain_of(key) for key in keys):
-        others = [key for key in keys if key != plain and plain_of(key) == plain]
-        found += [[plain, *others[first : first + at_once - 1]] for first in range(0, max(1, len(others)), at_once - 1)]
+    for baseline in dict.fromkeys(baseline_of(key) for key in keys):
+        others = [key for key in keys if key != baseline and baseline_of(key) == baseline]
+        firsts = range(0, max(1, len(others)), at_once - 1)
+        found += [[baseline, *others[first : first + at_once - 1]] for first in firsts]
     return found
 
 
-class Lineup(Generic[Key]):
-    """The engines of one engine start. Ends them all with `close`.
+def engine_starter(
+    log_dir: Path, *, warm_up: Sequence[int] | None = None
+) -> Callable[[list[EngineSpec]], list[EngineHost]]:
+    """Starts engines with a progress bar and returns them ready.
 
     Args:
-        placement: what the machine has for them.
-        start: starts engines and returns them ready, in order.
-        number: which of the engine starts this is, from 0.
+        log_dir: for the engines' logs.
+        warm_up: a prompt that each answers once: first calls allocate and choose kernels.
+    """
+
+    def start(specs: list[EngineSpec]) -> list[EngineHost]:
+        with Bar("start engines", total=len(specs), unit="engines") as bar:
+            hosts = start_engines(specs, log_dir, on_ready=bar.update)
+        if warm_up is None:
+            return hosts
+        try:
+            for host in hosts:
+                host.generate([warm_up], max_tokens=_WARM_UP_TOKENS)
+        except BaseException:
+            for host in hosts:
+                host.close()
+            raise
+        return hosts
+
+    return start
+
+
+class Lineup(Generic[Key]):
+    """The engines of one engine start; `close` ends them.
+
+    Args:
+        placement: the machine's room for them.
+        start: starts engines and returns them ready, in order (`engine_starter`).
+        number: of the engine start, from 0.
     """
 
     def __init__(
@@ -177,18 +208,18 @@ class Lineup(Generic[Key]):
         self._up: dict[Key, tuple[int, EngineHost]] = {}  # with its slot, its place among those that are up together
 
     def turns(
-        self, configs: Mapping[Key, EngineSpec], plain_of: Callable[[Key], Key]
+        self, specs: Mapping[Key, EngineSpec], baseline_of: Callable[[Key], Key]
     ) -> Iterator[dict[Key, EngineHost]]:
         """Groups of engines that are up together, until each was in one. The last group stays up.
 
-        Engines that are up already, from an earlier call too, are not started again; those that are not in the next group end
-        before it starts.
+        Engines that are up already, also from an earlier call, are not started again; those outside the next group end before it
+        starts.
 
         Args:
-            configs: by key; where each runs is decided here.
-            plain_of: as in `groups`.
+            specs: by key; where each runs is decided here.
+            baseline_of: as in `groups`.
         """
-        every = groups(list(configs), plain_of, self._placement.at_once)
+        every = groups(list(specs), baseline_of, self._placement.at_once)
         places = self._placement.places(max(map(len, every)), self._number)
         for group in every:
             for key in [key for key in self._up if key not in group]:
@@ -196,9 +227,14 @@ class Lineup(Generic[Key]):
             taken = {slot for slot, _ in self._up.values()}
             free = [slot for slot in range(len(group) + len(taken)) if slot not in taken]
             new = dict(zip([key for key in group if key not in self._up], free, strict=False))
-            hosts = self._start([_placed(configs[key], places[slot % len(places)]) for key, slot in new.items()])
+            hosts = self._start([_placed(specs[key], places[slot % len(places)]) for key, slot in new.items()])
             self._up |= {key: (new[key], host) for key, host in zip(new, hosts, strict=True)}
             yield {key: self._up[key][1] for key in group}
+
+    def restart(self, number: int) -> None:
+        """End the engines; those of `turns` from here on are of engine start `number`."""
+        self.close()
+        self._number = number
 
     def close(self) -> None:
         for _, host in self._up.values():
@@ -206,5 +242,5 @@ class Lineup(Generic[Key]):
         self._up = {}
 
 
-def _placed(config: EngineSpec, where: Place) -> EngineSpec:
-    return replace(config, gpus=where.gpus, memory_share=where.memory_share)
+def _placed(spec: EngineSpec, where: Place) -> EngineSpec:
+    return replace(spec, gpus=where.gpus, memory_share=where.memory_share)

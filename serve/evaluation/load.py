@@ -1,7 +1,7 @@
-"""Latency and throughput of two servers, plain and speculative, at several request rates, by vLLM's own load generator.
+"""Latency and throughput of two servers, baseline and speculative, at several request rates, with vLLM's own load generator.
 
-Batches of a fixed size say what an engine can do; people's requests come when they come. Both servers are up side by side and
-take turns at every rate, with the same prompts at the same moments of a Poisson process.
+Batches of a fixed size show what an engine can do; real requests arrive at random times. Both servers are up side by side and
+alternate at every rate, with the same prompts at the same moments of a Poisson process.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ import socket
 import subprocess
 import sys
 import threading
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Sequence
 from contextlib import ExitStack
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -23,8 +23,9 @@ from draftsmith.config.recipe import Recipe
 from draftsmith.engine.environment import is_cpu
 from draftsmith.run.errors import DraftsmithError
 from draftsmith.run.progress import Bar
-from draftsmith.serve.evaluation import results as res
 from draftsmith.serve.evaluation.lineup import Placement
+from draftsmith.serve.evaluation.partial import PartialResults
+from draftsmith.serve.evaluation.schema import AtRate
 from draftsmith.serve.vllm_server import VllmServer, server_command
 from draftsmith.target.info import TargetInfo
 
@@ -40,31 +41,24 @@ def at_request_rates(
     log_dir: Path,
     *,
     placement: Placement,
-    known: Mapping[str, res.Rate],
-    keep: Callable[[dict[str, res.Rate]], None],
-) -> dict[str, res.Rate]:
-    """EngineRequest two servers at every rate of `evaluate.request_rates`.
+    partial: PartialResults,
+) -> None:
+    """Measure two servers at every rate of `evaluate.request_rates` that `partial` does not have yet.
 
     Args:
-        recipe: `engine`, `serve.vllm_args` (but for TLS: both listen on loopback) and `evaluate` are read.
-        target: what is served.
+        recipe: `engine`, `serve.vllm_args` (except TLS: both listen on loopback) and `evaluate` are read.
+        target: the target to serve.
         speculative: vLLM's `speculative_config` of one of the servers.
         prompts: in the target's chat template; as many requests are sent at every rate.
         log_dir: folder for the servers' logs.
-        placement: what the machine has for both.
-        known: what was measured before; not measured again.
-        keep: called with what is measured so far after every rate.
-
-    Returns:
-        By rate.
+        placement: the machine's room for both.
 
     Raises:
         DraftsmithError: a server ended, or a request failed.
     """
-    found = dict(known)
-    rates = [rate for rate in recipe.evaluate.request_rates if f"{rate:g}" not in found]
+    rates = [rate for rate in recipe.evaluate.request_rates if f"{rate:g}" not in partial.rates]
     if not rates:
-        return found
+        return
     with ExitStack() as ends:
         folder = Path(ends.enter_context(TemporaryDirectory()))
         (folder / "prompts.jsonl").write_text("".join(json.dumps({"prompt": prompt}) + "\n" for prompt in prompts))
@@ -72,16 +66,15 @@ def at_request_rates(
         servers = _start(recipe, target, speculative, placement, key, log_dir, ends)
         with Bar("request rates", total=len(rates) * len(servers), unit="runs") as bar:
             for number, rate in enumerate(rates):
-                at: dict[str, res.AtRate] = {}
+                at: dict[str, AtRate] = {}
                 for name in list(servers)[:: 1 if number % 2 else -1]:
                     client = _client(
                         servers[name].url, rate, len(prompts), target, recipe.evaluate.timing_tokens, folder
                     )
                     at[name] = _ask(client, key, rate, len(prompts), folder / "result.json", log_dir)
                     bar.update(number * len(servers) + len(at))
-                found[f"{rate:g}"] = {"plain": at["plain"], "speculative": at["speculative"]}
-                keep(found)
-    return found
+                partial.rates[f"{rate:g}"] = {"baseline": at["baseline"], "speculative": at["speculative"]}
+                partial.save()
 
 
 def _start(
@@ -99,7 +92,7 @@ def _start(
     servers: dict[str, VllmServer] = {}
     with Bar("start servers", total=2, unit="servers") as bar:
         for (name, config), port, place in zip(
-            {"plain": None, "speculative": speculative}.items(), _free_ports(2), placement.places(2), strict=True
+            {"baseline": None, "speculative": speculative}.items(), _free_ports(2), placement.places(2), strict=True
         ):
             command = server_command(
                 without_tls, target.path, config, name=target.name, host="127.0.0.1", port=port,
@@ -112,7 +105,7 @@ def _start(
                 command, engine=recipe.engine, url=url, show=log.write, api_key=key, gpus=place.gpus
             )
             ends.callback(servers[name].end)
-            if not is_cpu():  # each measures the free memory
+            if not is_cpu():  # on a GPU each measures the free memory as it starts
                 servers[name].wait_ready(threading.Event())
         for number, server in enumerate(servers.values(), start=1):
             server.wait_ready(threading.Event())
@@ -134,7 +127,7 @@ def _client(url: str, rate: float, count: int, target: TargetInfo, max_tokens: i
     ]  # fmt: skip
 
 
-def _ask(command: Sequence[str], key: str, rate: float, count: int, result: Path, log_dir: Path) -> res.AtRate:
+def _ask(command: Sequence[str], key: str, rate: float, count: int, result: Path, log_dir: Path) -> AtRate:
     """One run of the load generator."""
     environment = os.environ | {
         "VLLM_PLUGINS": "", "VLLM_LOGGING_LEVEL": "WARNING", "OPENAI_API_KEY": key, "NO_PROXY": "127.0.0.1", "no_proxy": "127.0.0.1",
@@ -152,7 +145,7 @@ def _ask(command: Sequence[str], key: str, rate: float, count: int, result: Path
             else f"had {count - said['completed']} of {count} requests fail"
         )
         raise DraftsmithError(
-            f"vLLM's load generator {what} at {rate:g} requests a second; see {log_dir / 'load-client.log'} and the servers' "
+            f"vLLM's load generator {what} at {rate:g} requests per second; see {log_dir / 'load-client.log'} and the servers' "
             "logs beside it."
         )
     return {

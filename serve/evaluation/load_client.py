@@ -1,8 +1,8 @@
-"""vLLM's own load generator, `vllm bench serve`, as a program: the CPU build's `vllm` command does not start.
+"""vLLM's own load generator, `vllm bench serve`, as a program: the `vllm` command of the CPU build does not start.
 
-    python -m draftsmith.serve.load_client PARENT --base-url http://127.0.0.1:8000 OPTIONS...
+    python -m draftsmith.serve.evaluation.load_client PARENT --base-url http://127.0.0.1:8000 OPTIONS...
 
-PARENT is the number of the process to end with. This one must lead its process group.
+PARENT is the id of the process to end with. This process must lead its process group.
 """
 
 import sys

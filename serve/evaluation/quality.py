@@ -1,7 +1,7 @@
-"""Whether answers are right, where that is cheap to tell: a number at the end, or a function that passes its tests.
+"""Scores of answers that are cheap to check: a number at the end, or a function that passes its tests.
 
-Speculation must not change answers. Where they are identical nothing more is to be shown; in bf16, where near-ties fall either
-way, equal scores are what says that nothing was lost.
+Speculation must not change answers. Identical answers need no score; in bfloat16, where near-ties fall either way, equal scores show
+that nothing was lost.
 """
 
 from __future__ import annotations
@@ -22,18 +22,18 @@ from typing import Any
 from draftsmith.run.errors import DraftsmithError
 
 _NUMBER = re.compile(r"(?<![\w.])-?\$?(?:\d{1,3}(?:,\d{3})+(?!\d)|\d+)(?:\.\d+)?|(?<!\w)\.\d+")
-"""With a sign only where no number or word ends: `3-4` is not minus four."""
+"""A sign counts only if no number or word ends before it: `3-4` is not minus four."""
 _BLOCK = re.compile(r"```[^\n`]*\n(.*?)(?:```|\Z)", re.S)
 _SECONDS = 10
-"""That a function's tests may take."""
+"""Time limit of a function's tests."""
 _MEMORY = 2 * 1024**3
-"""Bytes of address space that they may use."""
+"""Their limit of address space, in bytes."""
 
 
 def last_number(answer: str, reference: dict[str, Any]) -> bool:
-    """Whether the last number of an answer is that of the reference.
+    """Whether an answer and the reference end with the same number.
 
-    GSM8K's (Cobbe et al. 2021) references end with it, after `####`, which answers need not copy.
+    GSM8K's references (Cobbe et al., 2021) end with it, after `####`, which answers need not have.
     """
     wanted = _NUMBER.findall(str(reference["answer"]))
     found = _NUMBER.findall(answer)
@@ -41,21 +41,21 @@ def last_number(answer: str, reference: dict[str, Any]) -> bool:
 
 
 def unit_tests(answer: str, reference: dict[str, Any]) -> bool:
-    """Whether the function that an answer holds passes its tests: pass@1 of HumanEval (Chen et al. 2021, section 2.1).
+    """Whether the function in an answer passes its tests: pass@1 of HumanEval (Chen et al., 2021, section 2.1).
 
-    **Runs what the model wrote**, in a process with a limit on time, memory and files and an empty folder, which protects against
-    accidents and not against malice.
+    **Runs code that the model wrote**, in a process with limits on time, memory and files and an empty folder, which protects against
+    accidents, not malice.
 
     Args:
-        answer: with the function in a block of code, whole or its body alone.
+        answer: with the function in a code block, whole or only its body.
         reference: HumanEval's `prompt`, `test` and `entry_point`.
 
     Raises:
-        DraftsmithError: no program at all runs under these limits here.
+        DraftsmithError: not even an empty program runs under these limits.
     """
     if not _program_runs(""):
         raise DraftsmithError(
-            f"Answers' code cannot be run here: an empty program in {sys.executable} fails under limits of {_MEMORY >> 30} GiB, "
+            f"The answers' code cannot be run: an empty program in {sys.executable} fails under limits of {_MEMORY >> 30} GiB, "
             f"{_SECONDS} s and 1 MiB of files. Leave `score: unit_tests` out."
         )
     prompt, test, name = (str(reference[key]) for key in ("prompt", "test", "entry_point"))
@@ -63,18 +63,18 @@ def unit_tests(answer: str, reference: dict[str, Any]) -> bool:
 
 
 def _with_function(answer: str, prompt: str, name: str) -> str:
-    """The prompt's code with the function as the answer has it."""
+    """The prompt's code with the answer's function."""
     blocks = [textwrap.dedent(block) for block in _BLOCK.findall(answer)] or [textwrap.dedent(answer)]
     whole = next((block for block in blocks if _beginning(name).search(block)), None)
     if whole is None:
         return prompt + textwrap.indent(blocks[0], "    ")
     begins = _beginning(name).search(prompt)
-    return prompt[: begins.start() if begins else 0] + whole  # with what the prompt imports, and its other functions
+    return prompt[: begins.start() if begins else 0] + whole  # with the prompt's imports and other functions
 
 
 def _program_runs(code: str) -> bool:
-    """Whether a program comes to its end without an error, within the limits."""
-    ended = secrets.token_hex(8)  # leaving earlier, as with `sys.exit(0)`, is not the end
+    """Whether a program runs to its end without an error, within the limits."""
+    ended = secrets.token_hex(8)  # printed last: an earlier exit, as with `sys.exit(0)`, does not count
     program = f"{_LIMITS}{code}\nprint({ended!r})\n"
     with TemporaryDirectory(ignore_cleanup_errors=True) as folder, TemporaryFile() as said:
         process = subprocess.Popen(
@@ -87,7 +87,7 @@ def _program_runs(code: str) -> bool:
             return False
         finally:
             with suppress(ProcessLookupError):
-                os.killpg(process.pid, signal.SIGKILL)  # what it started, too
+                os.killpg(process.pid, signal.SIGKILL)  # with its children
             process.wait()
         said.seek(0)
         return process.returncode == 0 and said.read().rstrip().endswith(ended.encode())
@@ -104,14 +104,14 @@ NEEDS = {
     "last_number": "an `answer` with a number",
     "unit_tests": "`prompt` (with the function's first lines), `test` and `entry_point`",
 }
-"""What a row must have, for people."""
+"""What a row must have, for messages."""
 
 MEASURES: dict[str, Callable[[str, dict[str, Any]], bool]] = {"last_number": last_number, "unit_tests": unit_tests}
 """By their names in the recipe (`evaluate.suites.NAME.score`)."""
 
 
 def can_score(measure: str, reference: dict[str, Any] | None) -> bool:
-    """Whether a row has what a measure needs."""
+    """Whether a row has the reference that a measure needs."""
     reference = reference or {}
     if measure == "last_number":
         return bool(_NUMBER.search(str(reference.get("answer", ""))))

@@ -1,16 +1,14 @@
-"""`report.html`: the results as one page that needs nothing but itself.
-
-Charts are inline SVG whose colors come from the page's style, so that they follow light and dark.
-"""
+"""`report.html`: the results as one self-contained page."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from html import escape
 
-from draftsmith.serve.evaluation.configurations import Measured, Throughput, plain_again_drafter
+from draftsmith.serve.evaluation.charts import bar_chart, line_chart
+from draftsmith.serve.evaluation.configurations import baseline_again_drafter
 from draftsmith.serve.evaluation.leakage import trained_on
-from draftsmith.serve.evaluation.results import AtRate, Results, SuiteAtK
+from draftsmith.serve.evaluation.schema import AtRate, Measured, Results, SuiteAtK, Throughput
 
 _STYLE = """
 :root { color-scheme: light dark; --ink: #1d2430; --soft: #5d6878; --line: #d7dce3; --page: #ffffff; --panel: #f5f7fa;
@@ -41,10 +39,7 @@ th:first-child, td:first-child { text-align: left; } th { color: var(--soft); fo
 """
 
 _POSITIONS_SHOWN = 8
-"""In tables, of methods that guess far ahead."""
-_WIDTH, _HEIGHT = 360.0, 220.0
-_LEFT, _RIGHT, _TOP, _BOTTOM = 12.0, 12.0, 34.0, 26.0
-"""The plot lies inside these margins, in the SVG's own units."""
+"""In tables, of methods with long drafts."""
 
 
 def render(results: Results) -> str:
@@ -56,24 +51,24 @@ def render(results: Results) -> str:
     best = results["num_speculative_tokens"]
     curve = results["k_curve"]
     first_name, first = next(iter(results["suites"].items()))
-    same = all(suite["identical_to_plain"] for suite in results["suites"].values())
-    identity = "Every answer is identical to plain decoding's, token for token." if same else _differing(results)
-    fastest = first["throughput"]["speedup_over_fastest_plain"]
+    same = all(suite["identical_to_baseline"] for suite in results["suites"].values())
+    identity = "Every answer is identical to the baseline's, token for token." if same else _differing(results)
+    fastest = first["throughput"]["speedup_over_fastest_baseline"]
     starts = results["engine_starts"]
-    over = f"prompts and {starts} engine starts" if starts > 1 else "prompts (engines were started once)"
+    over = f"prompts and {starts} engine starts" if starts > 1 else "prompts (one engine start)"
     charts = [
         _figure(
-            f"Acceptance length and the speed-up to expect, by K ({first_name})",
+            f"Acceptance length and estimated speedup, by K ({first_name})",
             line_chart(
                 list(curve),
                 {
-                    "speed-up": [point["speedup"] for point in curve.values()],
+                    "estimated speedup": [point["speedup"] for point in curve.values()],
                     "acceptance length": [point["acceptance_length"] for point in curve.values()],
                 },
             ),
         ),
         _figure(
-            "Drafted tokens accepted, by position",
+            "Draft tokens accepted, by position",
             line_chart(
                 [str(position + 1) for position in range(len(_longest(first["at_k"])))],
                 {
@@ -87,7 +82,7 @@ def render(results: Results) -> str:
             bar_chart(
                 list(results["suites"]),
                 {
-                    "plain": [suite["tokens_per_second"]["plain"] for suite in results["suites"].values()],
+                    "baseline": [suite["tokens_per_second"]["baseline"] for suite in results["suites"].values()],
                     "speculative": [suite["tokens_per_second"]["speculative"] for suite in results["suites"].values()],
                 },
             ),
@@ -105,12 +100,12 @@ def render(results: Results) -> str:
 <h1>{escape(results["target"])}</h1>
 <p class="soft">drafted by {escape(results["drafter"])}, {best} speculative tokens, {escape(results["dtype"])}</p>
 <p class="headline">{first["speedup"]:.2f}&times; the speed</p>
-<p>of plain decoding on {escape(first_name)}, one request at a time, both in {escape(results["dtype"])}:
-{first["tokens_per_second"]["speculative"]:.1f} instead of {first["tokens_per_second"]["plain"]:.1f} tokens per second
-(95% interval over {over}: {_interval(first["speedup_interval"])}).
-Over the fastest plain decoding of this machine ({escape(first["throughput"]["fastest_plain"])}), the fastest speculative one
-({escape(first["throughput"]["fastest_speculative"])}) is <strong>{fastest["value"]:.2f}&times;</strong> as fast
-({_interval(fastest["interval"])}). {identity}</p>
+<p>of the baseline (decoding without speculation) on {escape(first_name)}, one request at a time, both in
+{escape(results["dtype"])}: {first["tokens_per_second"]["speculative"]:.1f} instead of
+{first["tokens_per_second"]["baseline"]:.1f} tokens per second (95% interval over {over}: {_interval(first["speedup_interval"])}).
+The fastest speculative configuration of this machine ({escape(first["throughput"]["fastest_speculative"])}) is
+<strong>{fastest["value"]:.2f}&times;</strong> as fast as the fastest baseline ({escape(first["throughput"]["fastest_baseline"])};
+{_interval(fastest["interval"])}). {identity}</p>
 {"".join(f"<p><strong>{escape(line)}</strong></p>" for line in trained_on(results))}
 <h2>Charts</h2>
 <div class="charts">
@@ -118,16 +113,16 @@ Over the fastest plain decoding of this machine ({escape(first["throughput"]["fa
 </div>
 <h2>Suites</h2>
 {_suite_table(results)}
-<p class="soft">Acceptance length: tokens that one step of the target yields, 1 + accepted / drafts; of other methods, steps
-without a guess are counted too. Accepted by position:
-share of all drafts whose first, second, ... token was accepted. Tokens per second include prompt processing. Intervals: how
-far a figure would move with other prompts of the same kind (bootstrap over conversations) and, of speeds, with other engine starts
-({starts} here), not with another machine. Noise: a second plain engine over the first.</p>
+<p class="soft">Acceptance length: tokens per step of the target, 1 + accepted / drafts; for other methods, steps without a draft
+count too. Accepted by position: share of all drafts whose first, second, ... token was accepted. Tokens per second include prompt
+processing. Intervals: how far a figure would move with other prompts of the same kind (bootstrap over conversations) and, for
+speeds, with other engine starts ({starts} here); they do not cover other machines. Noise: a second baseline engine over the
+first.</p>
 <h2>Configurations</h2>
 {_configurations(results)}
 <h2>Numbers of speculative tokens</h2>
-<p class="soft">Step cost: the time of a decoding step over that of a plain one, one prompt at a time. The speed-up to expect
-is acceptance length over step cost; the K with the highest is chosen, and the speed-up above is then measured.{_toss_up(results)}</p>
+<p class="soft">Step cost: the time of a decoding step over that of a baseline step, one prompt at a time. Estimated speedup:
+acceptance length over step cost. The K with the highest is chosen; the speedup above is measured at that K.{_toss_up(results)}</p>
 {_curve_table(results)}
 {_categories(results)}{_quality(results)}{_load(results)}{_rates(results)}{_examples(results)}<h2>Measured with</h2>
 {_facts(results)}
@@ -136,87 +131,12 @@ is acceptance length over step cost; the K with the highest is chosen, and the s
 """
 
 
-def line_chart(labels: Sequence[str], series: Mapping[str, Sequence[float]], *, percent: bool = False) -> str:
-    """SVG of up to two lines over evenly spaced labels, every point with its value; the axis starts at 0."""
-    top = max((value for values in series.values() for value in values), default=1.0) or 1.0
-    step = (_WIDTH - _LEFT - _RIGHT) / max(len(labels), 1)
-    xs = [_LEFT + step * (index + 0.5) for index in range(len(labels))]
-    parts = [_axis(), *_x_labels(labels, xs), *_legend(series)]
-    for style, (name, values) in zip(("one", "two"), series.items(), strict=False):
-        points = [(x, _y(value, top)) for x, value in zip(xs, values, strict=False)]
-        path = " ".join(f"{x:.1f},{y:.1f}" for x, y in points)
-        parts.append(f'<polyline class="{style}" style="fill:none" points="{path}"/>')
-        for index, ((x, y), value) in enumerate(zip(points, values, strict=False)):
-            shown = f"{100 * value:.0f}%" if percent else f"{value:.2f}"
-            # Of two lines, the higher one has its value above it and the lower one below: they never meet.
-            above = all(value >= others[index] for others in series.values() if index < len(others))
-            label_y = y - 8 if above else y + 17
-            parts.append(
-                f'<circle class="{style}" cx="{x:.1f}" cy="{y:.1f}" r="3"><title>{escape(name)} {shown}</title></circle>'
-            )
-            parts.append(f'<text class="value" x="{x:.1f}" y="{label_y:.1f}" text-anchor="middle">{shown}</text>')
-    return _svg(parts, f"{', '.join(series)} over {', '.join(labels)}")
-
-
-def bar_chart(labels: Sequence[str], series: Mapping[str, Sequence[float]]) -> str:
-    """SVG of up to two bars for each label, every bar with its value."""
-    top = max((value for values in series.values() for value in values), default=1.0) or 1.0
-    step = (_WIDTH - _LEFT - _RIGHT) / max(len(labels), 1)
-    xs = [_LEFT + step * (index + 0.5) for index in range(len(labels))]
-    width = min(step * 0.36, 44.0)
-    parts = [_axis(), *_x_labels(labels, xs), *_legend(series)]
-    for side, style, (name, values) in zip((-1, 0), ("one", "two"), series.items(), strict=False):
-        for x, value in zip(xs, values, strict=False):
-            y, left = _y(value, top), x + side * width
-            height = _HEIGHT - _BOTTOM - y
-            parts.append(
-                f'<rect class="{style}" x="{left + 1:.1f}" y="{y:.1f}" width="{width - 2:.1f}" height="{height:.1f}">'
-                f"<title>{escape(name)} {value:.2f}</title></rect>"
-                f'<text class="value" x="{left + width / 2:.1f}" y="{y - 5:.1f}" text-anchor="middle">{value:.1f}</text>'
-            )
-    return _svg(parts, f"{', '.join(series)} for {', '.join(labels)}")
-
-
-def _y(value: float, top: float) -> float:
-    return _HEIGHT - _BOTTOM - (_HEIGHT - _TOP - _BOTTOM - 12) * value / top
-
-
-def _axis() -> str:
-    y = _HEIGHT - _BOTTOM
-    return f'<line class="axis" x1="{_LEFT}" y1="{y}" x2="{_WIDTH - _RIGHT}" y2="{y}"/>'
-
-
-def _x_labels(labels: Sequence[str], xs: Sequence[float]) -> list[str]:
-    y = _HEIGHT - _BOTTOM + 17
-    return [
-        f'<text x="{x:.1f}" y="{y}" text-anchor="middle">{escape(label)}</text>'
-        for label, x in zip(labels, xs, strict=True)
-    ]
-
-
-def _legend(series: Mapping[str, Sequence[float]]) -> list[str]:
-    parts, x = [], _LEFT
-    for style, name in zip(("one", "two"), series, strict=False):
-        parts.append(f'<rect class="{style}" x="{x:.1f}" y="4" width="10" height="10"/>')
-        parts.append(f'<text x="{x + 15:.1f}" y="13">{escape(name)}</text>')
-        x += 30 + 7 * len(name)
-    return parts
-
-
-def _svg(parts: Sequence[str], description: str) -> str:
-    return (
-        f'<svg viewBox="0 0 {_WIDTH:.0f} {_HEIGHT:.0f}" role="img" aria-label="{escape(description, quote=True)}">'
-        + "".join(parts)
-        + "</svg>"
-    )
-
-
 def _figure(caption: str, svg: str) -> str:
     return f"<figure><figcaption>{escape(caption)}</figcaption>{svg}</figure>\n"
 
 
 def _longest(at_k: Mapping[str, SuiteAtK]) -> list[float]:
-    """Acceptance by position at the largest K measured: the most positions."""
+    """Acceptance by position at the largest K measured."""
     return at_k[max(at_k, key=int)]["acceptance_per_position"]
 
 
@@ -237,11 +157,11 @@ def _suite_table(results: Results) -> str:
                     name, k, f"{at_k['acceptance_length']:.3f}", _interval(at_k["acceptance_length_interval"]),
                     ", ".join(f"{100 * share:.1f}%" for share in at_k["acceptance_per_position"]),
                     str(at_k["drafts"]), f"{at_k['prompts_identical']} of {suite['prompts']}",
-                    f"{speeds['plain']:.2f}" if chosen else "",
+                    f"{speeds['baseline']:.2f}" if chosen else "",
                     f"{speeds['speculative']:.2f}" if chosen else "",
                     f"{suite['speedup']:.3f}" if chosen else "",
                     _interval(suite["speedup_interval"]) if chosen else "",
-                    f"{suite['speedup_over_fastest_plain']:.3f}" if chosen else "",
+                    f"{suite['speedup_over_fastest_baseline']:.3f}" if chosen else "",
                     _interval(noise["interval"]) if chosen else "",
                 ]
             )  # fmt: skip
@@ -251,13 +171,13 @@ def _suite_table(results: Results) -> str:
                     f"{name}, {method}", str(other["num_speculative_tokens"]), f"{other['tokens_per_step']:.3f}", "",
                     ", ".join(f"{100 * share:.1f}%" for share in other["acceptance_per_position"][:_POSITIONS_SHOWN]),
                     str(other["drafts"]), f"{other['prompts_identical']} of {suite['prompts']}",
-                    f"{suite['tokens_per_second']['plain']:.2f}", f"{other['tokens_per_second']:.2f}", f"{other['speedup']:.3f}",
+                    f"{suite['tokens_per_second']['baseline']:.2f}", f"{other['tokens_per_second']:.2f}", f"{other['speedup']:.3f}",
                     _interval(other["speedup_interval"]), "", "",
                 ]
             )  # fmt: skip
     headings = (
         "suite", "K", "acceptance length", "95% interval", "accepted by position", "drafts", "identical",
-        "plain tok/s", "spec. tok/s", "speed-up", "95% interval", "over fastest plain", "noise",
+        "baseline tok/s", "spec. tok/s", "speedup", "95% interval", "over fastest baseline", "noise",
     )  # fmt: skip
     return _table(headings, rows)
 
@@ -280,7 +200,7 @@ def _quality(results: Results) -> str:
             name,
             said["measure"].replace("_", " "),
             str(said["prompts"]),
-            f"{said['plain']:.1%}",
+            f"{said['baseline']:.1%}",
             f"{said['speculative']:.1%}",
         ]
         for name, suite in results["suites"].items()
@@ -288,23 +208,23 @@ def _quality(results: Results) -> str:
     ]
     if not rows:
         return ""
-    headings = ("suite", "by", "prompts", "right, plain", "right, speculative")
-    return f"<h2>Answers that are right</h2>\n{_table(headings, rows)}"
+    headings = ("suite", "by", "prompts", "right, baseline", "right, speculative")
+    return f"<h2>Correct answers</h2>\n{_table(headings, rows)}"
 
 
 def _differing(results: Results) -> str:
-    """How answers differ from plain decoding's, and whether rounding explains it."""
+    """How answers differ from the baseline's, and whether rounding explains it."""
     found = [at_k["fidelity"] for suite in results["suites"].values() for at_k in suite["at_k"].values()]
     differing, wrong = sum(one["differing"] for one in found), any(one["verdict"] == "wrong" for one in found)
-    suites = ", ".join(name for name, suite in results["suites"].items() if not suite["identical_to_plain"])
+    suites = ", ".join(name for name, suite in results["suites"].items() if not suite["identical_to_baseline"])
     if wrong:
         return (
-            f"<strong>{differing} answers are not plain decoding's ({escape(suites)}), more or by more than rounding explains: this engine "
-            "with this drafter changes the text.</strong> results.json lists the first of them."
+            f"<strong>{differing} answers differ from the baseline's ({escape(suites)}), more often or by larger margins than rounding "
+            "explains: this engine with this drafter changes the text.</strong> results.json lists the first differences."
         )
     return (
-        f"{differing} answers differ from plain decoding's ({escape(suites)}), each where the target itself was undecided, and no more "
-        "often than plain decoding differs from itself in another batch shape; results.json lists the first of them."
+        f"{differing} answers differ from the baseline's ({escape(suites)}), each where the target itself was undecided, and no more often "
+        "than the baseline differs from itself in another batch shape; results.json lists the first differences."
     )
 
 
@@ -316,7 +236,7 @@ def _toss_up(results: Results) -> str:
 
 
 def _configurations(results: Results) -> str:
-    """Every configuration's throughput and latency with one request in flight."""
+    """Throughput and latency of every configuration with one request in flight."""
     rows = [
         [suite_name, *_configuration(name, one, suite["throughput"])]
         for suite_name, suite in results["suites"].items()
@@ -326,7 +246,7 @@ def _configurations(results: Results) -> str:
 
 
 _CONFIGURATION_HEADINGS = (
-    "configuration", "tok/s", "over plain, same dtype", "95% interval", "first token, s", "s per output token", "answers",
+    "configuration", "tok/s", "over baseline, same dtype", "95% interval", "first token, s", "s per output token", "answers",
 )  # fmt: skip
 
 
@@ -343,13 +263,13 @@ def _load(results: Results) -> str:
     load = results["load"]
     if not load:
         return ""
-    plain, _, drafter = zip(*(plain_again_drafter(at) for at in load.values()), strict=True)
+    baseline, _, drafter = zip(*(baseline_again_drafter(at) for at in load.values()), strict=True)
     chart = _figure(
         f"Tokens per second of all requests together, by how many are in flight ({results['dtype']})",
         line_chart(
             list(load),
             {
-                "plain": [one["tokens_per_second"] for one in plain],
+                "baseline": [one["tokens_per_second"] for one in baseline],
                 "speculative": [one["tokens_per_second"] for one in drafter],
             },
         ),
@@ -361,17 +281,17 @@ def _load(results: Results) -> str:
     ]  # fmt: skip
     ratios = [
         [
-            size, f"{at['speedup']['value']:.3f}", _interval(at["speedup"]["interval"]), at["fastest_speculative"], at["fastest_plain"],
-            f"{at['speedup_over_fastest_plain']['value']:.3f}", _interval(at["speedup_over_fastest_plain"]["interval"]),
+            size, f"{at['speedup']['value']:.3f}", _interval(at["speedup"]["interval"]), at["fastest_speculative"], at["fastest_baseline"],
+            f"{at['speedup_over_fastest_baseline']['value']:.3f}", _interval(at["speedup_over_fastest_baseline"]["interval"]),
             _interval(at["noise"]["interval"]),
         ]
         for size, at in load.items()
     ]  # fmt: skip
     headings = (
-        "in flight", "speed-up", "95% interval", "fastest speculative", "fastest plain", "ratio of these", "95% interval", "noise",
+        "in flight", "speedup", "95% interval", "fastest speculative", "fastest baseline", "their ratio", "95% interval", "noise",
     )  # fmt: skip
     return (
-        f'<h2>Several at once</h2>\n<div class="charts">{chart}</div>\n{_table(headings, ratios)}'
+        f'<h2>By concurrency</h2>\n<div class="charts">{chart}</div>\n{_table(headings, ratios)}'
         f"{_table(('in flight', *_CONFIGURATION_HEADINGS), rows)}"
     )
 
@@ -381,11 +301,11 @@ def _rates(results: Results) -> str:
     if not rates:
         return ""
     chart = _figure(
-        "Milliseconds for a token, by requests a second",
+        "Milliseconds per token, by requests per second",
         line_chart(
             list(rates),
             {
-                "plain": [1000 * at["plain"]["seconds_per_token"] for at in rates.values()],
+                "baseline": [1000 * at["baseline"]["seconds_per_token"] for at in rates.values()],
                 "speculative": [1000 * at["speculative"]["seconds_per_token"] for at in rates.values()],
             },
         ),
@@ -398,12 +318,12 @@ def _rates(results: Results) -> str:
         lambda at: at["seconds_per_token_p99"],
     )
     rows = [
-        [rate, *(f"{figure(one):.3f}" for figure in figures for one in (at["plain"], at["speculative"]))]
+        [rate, *(f"{figure(one):.3f}" for figure in figures for one in (at["baseline"], at["speculative"]))]
         for rate, at in rates.items()
     ]
     names = ("tok/s", "first token, s", "first token p99, s", "s/token", "s/token p99")
-    headings = ("requests/s", *(f"{arm} {name}" for name in names for arm in ("plain", "spec.")))
-    return f'<h2>As requests come</h2>\n<div class="charts">{chart}</div>\n{_table(headings, rows)}'
+    headings = ("requests/s", *(f"{variant} {name}" for name in names for variant in ("baseline", "spec.")))
+    return f'<h2>By request rate</h2>\n<div class="charts">{chart}</div>\n{_table(headings, rows)}'
 
 
 def _examples(results: Results) -> str:
@@ -411,12 +331,12 @@ def _examples(results: Results) -> str:
         return ""
     parts = [
         "<h2>Answers, token by token</h2>\n"
-        '<p class="soft">Shaded: guessed by the drafter and accepted, the darker the further ahead it was guessed (hover over it). '
-        "The rest the target gave itself.</p>\n"
+        '<p class="soft">Shaded: draft tokens that were accepted, darker for later positions in the draft (hover for the position). '
+        "The other tokens are the target's own.</p>\n"
     ]
     for example in results["examples"]:
         text = "".join(
-            f'<b data-draft="{position}" title="guess {position} of a step">{escape(str(token))}</b>' if position else escape(str(token))
+            f'<b data-draft="{position}" title="draft token {position}">{escape(str(token))}</b>' if position else escape(str(token))
             for token, position in example["tokens"]
         )  # fmt: skip
         parts.append(f'<p>{escape(example["question"])}</p>\n<div class="answer">{text}</div>\n')
@@ -437,7 +357,7 @@ def _curve_table(results: Results) -> str:
         for k, point in results["k_curve"].items()
     ]  # fmt: skip
     headings = (
-        "K", "acceptance length", "predicted acceptance length", "step cost", "speed-up to expect", "predicted speed-up",
+        "K", "acceptance length", "predicted acceptance length", "step cost", "estimated speedup", "predicted speedup",
     )  # fmt: skip
     return _table(headings, rows)
 

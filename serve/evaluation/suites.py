@@ -1,34 +1,21 @@
-"""Suites of prompts in the target's chat template: first turns, later turns, and what of them a report shows."""
+"""Suites of prompts, rendered with the target's chat template."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass, replace
-from pathlib import Path
+import random
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 from draftsmith.config.recipe import Recipe
+from draftsmith.data.chat_template import Unrenderable
+from draftsmith.data.conversations import RejectedRows
 from draftsmith.data.prompts import Prompt, load_prompts, training_and_held_out
+from draftsmith.data.turns import Turn, TurnRenderer
 from draftsmith.run.errors import UserError
-from draftsmith.run.progress import Bar
-from draftsmith.serve.evaluation import results as res
-from draftsmith.serve.evaluation.engine import Generated
-from draftsmith.serve.evaluation.intervals import TURN
-from draftsmith.serve.evaluation.quality import MEASURES, NEEDS, can_score
-
-
-@dataclass(frozen=True)
-class SuitePrompt:
-    """One question, ready for an engine."""
-
-    id: str
-    question: Prompt
-    """Its messages, earlier answers included."""
-    token_ids: list[int]
-    """In the target's chat template, ready for the answer."""
-    later: list[list[dict[str, Any]]]
-    """Messages to add after each answer, to be answered in turn."""
-    turn: int = 1
+from draftsmith.run.progress import console
+from draftsmith.serve.evaluation.quality import NEEDS, can_score
+from draftsmith.target.info import TargetInfo
 
 
 @dataclass(frozen=True)
@@ -36,15 +23,23 @@ class SuiteInput:
     """A suite, ready for an engine."""
 
     name: str
-    prompts: list[SuitePrompt]
+    prompts: list[Turn]
     """First turns."""
     max_tokens: int
+    """Longest response, in tokens."""
     score: str | None = None
-    """How answers are scored (`MEASURES`)."""
+    """How answers are scored: a key of `quality.MEASURES`; None for not at all."""
 
 
-def suite_prompts(recipe: Recipe, name: str) -> list[Prompt]:
-    """The prompts of one suite, with their later turns where it asks for all.
+def turn_renderer(target: TargetInfo, max_model_len: int) -> TurnRenderer:
+    """A renderer with the target's tokenizer."""
+    from transformers import AutoTokenizer
+
+    return TurnRenderer(AutoTokenizer.from_pretrained(target.path), max_model_len)
+
+
+def load_suite(recipe: Recipe, name: str) -> list[Prompt]:
+    """The conversations of one suite, with later turns if `turns` is `all`.
 
     Raises:
         UserError: there are none.
@@ -59,116 +54,74 @@ def suite_prompts(recipe: Recipe, name: str) -> list[Prompt]:
     return found
 
 
-class Renderer:
-    """Prompts in the target's chat template, ready for the assistant's answer."""
+def render_suite(
+    renderer: TurnRenderer, name: str, conversations: Sequence[Prompt], max_tokens: int, score: str | None = None
+) -> SuiteInput:
+    """Render the first turns of a suite's conversations; those that the chat template cannot render are left out.
 
-    def __init__(self, target_dir: Path, max_model_len: int) -> None:
-        from transformers import AutoTokenizer
-
-        self._tokenizer: Any = AutoTokenizer.from_pretrained(target_dir)
-        self._max_model_len = max_model_len
-        if self._tokenizer.chat_template is None:
-            raise UserError(f"The tokenizer of the target in {target_dir} has no chat template, which prompts need.")
-
-    def suite(
-        self, name: str, conversations: Sequence[Prompt], max_tokens: int, score: str | None = None
-    ) -> SuiteInput:
-        """First turns of the conversations, and what follows them.
-
-        Raises:
-            UserError: a prompt does not fit the engine, or has nothing to score its answers with.
-        """
-        found = []
-        for conversation in conversations:
-            turns = conversation.user_turns()
-            if not turns:
-                raise UserError(
-                    f"Prompt `{conversation.id}` of the suite `{name}` has no user's turn to answer. Evaluation takes prompts "
-                    f"and conversations, and no plain texts or tokens: give evaluate.suites.{name}.prompts another source."
-                )
-            first, later = turns[0], turns[1:]
-            question = replace(conversation, messages=first)
-            ids = self._ids(question)
-            if len(ids) + max_tokens > self._max_model_len:
-                raise UserError(
-                    f"Prompt `{conversation.id}` of the suite `{name}` has {len(ids)} tokens; with {max_tokens} response tokens "
-                    f"that is more than engine.max_model_len, {self._max_model_len}. Raise it, lower "
-                    f"evaluate.suites.{name}.max_tokens, or leave long prompts out with evaluate.suites.{name}.prompts.max_chars."
-                )
-            if score is not None and not can_score(score, conversation.reference):
-                raise UserError(
-                    f"Prompt `{conversation.id}` of the suite `{name}` has nothing to score its answers with: "
-                    f"evaluate.suites.{name}.score is `{score}`, which needs {NEEDS[score]} in every row. Leave `score` out, or "
-                    "give the suite such rows."
-                )
-            found.append(SuitePrompt(conversation.id, question, ids, later))
-        return SuiteInput(name, found, max_tokens, score)
-
-    def next_turn(self, prompt: SuitePrompt, answer: Generated, suite: SuiteInput) -> SuitePrompt | None:
-        """The turn after an answered one; None where there is none, or it leaves no room for an answer."""
-        if not prompt.later:
-            return None
-        said = {"role": "assistant", "content": self._tokenizer.decode(answer.token_ids, skip_special_tokens=True)}
-        question = replace(prompt.question, messages=[*prompt.question.messages, said, *prompt.later[0]])
-        ids = self._ids(question)
-        if len(ids) + suite.max_tokens > self._max_model_len:
-            return None
-        turn = prompt.turn + 1
-        name = f"{prompt.id.partition(TURN)[0]}{TURN}{turn}"
-        return SuitePrompt(name, question, ids, prompt.later[1:], turn)
-
-    def text(self, prompt: SuitePrompt) -> str:
-        """The prompt as the target reads it."""
-        return str(
-            self._tokenizer.apply_chat_template(prompt.question.messages, add_generation_prompt=True, tokenize=False)
+    Raises:
+        UserError: a prompt does not fit the engine or cannot be scored, or none is left.
+    """
+    found: list[Turn] = []
+    rejected = RejectedRows()
+    for conversation in conversations:
+        where = f"Prompt `{conversation.id}` of the suite `{name}`"
+        if not conversation.user_turns():
+            raise UserError(
+                f"{where} has no user turn to answer. Evaluation takes prompts and conversations, not texts or tokens: give "
+                f"evaluate.suites.{name}.prompts another source."
+            )
+        if score is not None and not can_score(score, conversation.reference):
+            raise UserError(
+                f"{where} has nothing to score its answers with: evaluate.suites.{name}.score is `{score}`, which needs "
+                f"{NEEDS[score]} in every row. Leave `score` out, or give the suite such rows."
+            )
+        try:
+            first = renderer.first(conversation)
+        except Unrenderable as reason:
+            rejected.add(str(reason), conversation.id)
+            continue
+        if len(first.token_ids) + max_tokens > renderer.max_model_len:
+            raise UserError(
+                f"{where} has {len(first.token_ids)} tokens; with {max_tokens} response tokens that is more than "
+                f"engine.max_model_len, {renderer.max_model_len}. Raise it, lower evaluate.suites.{name}.max_tokens, or leave long "
+                f"prompts out with evaluate.suites.{name}.prompts.max_chars."
+            )
+        found.append(first)
+    for line in rejected.lines():
+        console.print(
+            f"evaluate: left out of the suite `{name}`: {line}", highlight=False, markup=False, soft_wrap=True
         )
-
-    def quality(
-        self,
-        suite: SuiteInput,
-        prompts: Sequence[SuitePrompt],
-        plain: Sequence[Generated],
-        speculative: Sequence[Generated],
-    ) -> res.Quality | None:
-        """Shares of first answers that are right; None where the suite is not scored."""
-        if suite.score is None:
-            return None
-        right = [0, 0]
-        first = [index for index, prompt in enumerate(prompts) if prompt.turn == 1]
-        with Bar(f"{suite.name}: quality", total=len(first), unit="prompts") as bar:
-            for done, index in enumerate(first, start=1):
-                texts = [
-                    self._tokenizer.decode(answers[index].token_ids, skip_special_tokens=True)
-                    for answers in (plain, speculative)
-                ]
-                scores = {
-                    text: MEASURES[suite.score](text, prompts[index].question.reference or {}) for text in set(texts)
-                }
-                right = [count + scores[text] for count, text in zip(right, texts, strict=True)]
-                bar.update(done)
-        return {
-            "measure": suite.score, "prompts": len(first), "plain": right[0] / len(first), "speculative": right[1] / len(first),
-        }  # fmt: skip
-
-    def examples(self, prompts: Sequence[SuitePrompt], answers: Sequence[Generated], count: int) -> list[res.Example]:
-        """Some answers token by token, spread over the suite."""
-        chosen = range(0, len(prompts), max(1, len(prompts) // count))[:count] if count else ()
-        return [
-            {
-                "prompt": prompts[index].id,
-                "question": str(prompts[index].question.messages[-1]["content"]),
-                "tokens": [
-                    [self._tokenizer.decode([token]), position]
-                    for token, position in zip(
-                        answers[index].token_ids, res.draft_position(answers[index]), strict=True
-                    )
-                ],
-            }
-            for index in chosen
-        ]
-
-    def _ids(self, question: Prompt) -> list[int]:
-        ids = self._tokenizer.apply_chat_template(
-            question.messages, add_generation_prompt=True, tokenize=True, return_dict=False
+    if not found:
+        raise UserError(
+            f"No prompt of the suite `{name}` can be used: {rejected.lines()[0]}. Give `evaluate.suites.{name}.prompts` "
+            "another source."
         )
-        return list(ids)
+    return SuiteInput(name, found, max_tokens, score)
+
+
+def draw(prompts: Sequence[Turn], count: int, *, seed: int) -> list[Turn]:
+    """Draw `count` prompts of a suite, with each category and turn in proportion."""
+    return stratified(prompts, count, lambda turn: (turn.conversation.category or "", turn.number), seed=seed)
+
+
+def stratified(items: Sequence[Any], count: int, stratum: Callable[[Any], Any], *, seed: int) -> list[Any]:
+    """Draw `count` items so that every stratum has its share of them, to within an item or two.
+
+    Which strata get the odd ones, and which items stand for a stratum, depends on the seed and the items alone.
+
+    Args:
+        items: to draw from; all of them, shuffled, if `count` is no smaller than their number.
+        stratum: of an item; hashable.
+    """
+    draw = random.Random(seed)
+    strata: dict[Any, list[Any]] = {}
+    for item in items:
+        strata.setdefault(stratum(item), []).append(item)
+    places: list[tuple[float, float, Any]] = []
+    for members in strata.values():
+        draw.shuffle(members)
+        # The i-th of a stratum's n members lies at (i + u) / n: any first part of the order has every stratum's share.
+        offset = draw.random()
+        places += [((i + offset) / len(members), draw.random(), member) for i, member in enumerate(members)]
+    return [member for _, _, member in sorted(places, key=lambda place: place[:2])[:count]]

@@ -6,27 +6,26 @@ from rich.box import SIMPLE_HEAD
 from rich.table import Table
 
 from draftsmith.run.progress import console
-from draftsmith.serve.evaluation import results as res
 from draftsmith.serve.evaluation.leakage import trained_on
-from draftsmith.serve.evaluation.results import Results
+from draftsmith.serve.evaluation.schema import Interval, Ratio, Results, Throughput
 
 _POSITIONS_SHOWN = 4
-"""Of methods that guess far ahead."""
+"""Of methods with long drafts."""
 
 
 def print_table(results: Results) -> None:
-    """The results on screen."""
+    """Print the results."""
     best = results["num_speculative_tokens"]
     starts = results["engine_starts"]
     over = f"prompts and {starts} engine starts" if starts > 1 else "prompts, of one engine start"
     table = Table(
-        title=f"{results['target']} with {results['drafter']}: K = {best} chosen by measurement",
-        caption="length: acceptance length (of other methods: tokens a step); tok/s: plain to speculative, one request at a time; "
-        f"fastest: over the fastest plain configuration; same: as plain decoding; +-: half of a 95% interval over {over}",
+        title=f"{results['target']} with {results['drafter']}: fastest at K = {best}",
+        caption="length: acceptance length (other methods: tokens per step); tok/s: baseline to speculative, one request at a time; "
+        f"fastest: over the fastest baseline configuration; same: answers equal to the baseline's; +-: half of a 95% interval over {over}",
         box=SIMPLE_HEAD,
     )
     table.add_column("suite")
-    for heading in ("K", "length", "by position", "tok/s", "speed-up", "fastest", "same"):
+    for heading in ("K", "length", "by position", "tok/s", "speedup", "fastest", "same"):
         table.add_column(heading, justify="right", no_wrap=True)
     for name, suite in results["suites"].items():
         speeds = suite["tokens_per_second"]
@@ -37,9 +36,9 @@ def print_table(results: Results) -> None:
                 k,
                 _plus_minus(at_k["acceptance_length"], at_k["acceptance_length_interval"]),
                 " ".join(f"{share:.2f}" for share in at_k["acceptance_per_position"]),
-                f"{speeds['plain']:.1f} to {speeds['speculative']:.1f}" if chosen else "",
+                f"{speeds['baseline']:.1f} to {speeds['speculative']:.1f}" if chosen else "",
                 _plus_minus(suite["speedup"], suite["speedup_interval"]) if chosen else "",
-                _plus_minus(suite["speedup_over_fastest_plain"], suite["speedup_over_fastest_plain_interval"])
+                _plus_minus(suite["speedup_over_fastest_baseline"], suite["speedup_over_fastest_baseline_interval"])
                 if chosen
                 else "",
                 f"{at_k['prompts_identical']}/{suite['prompts']}",
@@ -50,7 +49,7 @@ def print_table(results: Results) -> None:
                 str(other["num_speculative_tokens"]),
                 f"{other['tokens_per_step']:.2f}",
                 " ".join(f"{share:.2f}" for share in other["acceptance_per_position"][:_POSITIONS_SHOWN]),
-                f"{speeds['plain']:.1f} to {other['tokens_per_second']:.1f}",
+                f"{speeds['baseline']:.1f} to {other['tokens_per_second']:.1f}",
                 _plus_minus(other["speedup"], other["speedup_interval"]),
                 "",
                 f"{other['prompts_identical']}/{suite['prompts']}",
@@ -63,24 +62,26 @@ def print_table(results: Results) -> None:
     for name, suite in results["suites"].items():
         wrong = [k for k, at_k in suite["at_k"].items() if at_k["fidelity"]["verdict"] == "wrong"]
         if wrong:
-            console.print(f"{name}: answers are not the target's own at K = {', '.join(wrong)}", style="bold red")
+            console.print(f"{name}: answers differ from the target's own at K = {', '.join(wrong)}", style="bold red")
     if results["toss_up"]:
         others = ", ".join(map(str, results["toss_up"]))
         console.print(
-            f"The choice of K = {best} is a toss-up: within the error of step costs and prompts, K = {others} may be as fast.",
+            f"The choice of K = {best} is a toss-up: within the errors of step costs and prompts, K = {others} may be as fast.",
             highlight=False,
         )
     for rate, at in results["rates"].items():
-        plain, speculative = at["plain"], at["speculative"]
+        baseline, speculative = at["baseline"], at["speculative"]
         console.print(
-            f"{rate} requests a second: {1000 * plain['seconds_per_token']:.0f} to {1000 * speculative['seconds_per_token']:.0f} ms a "
-            f"token; first token after {plain['first_token_seconds']:.2f} and {speculative['first_token_seconds']:.2f} s",
+            f"{rate} requests per second, baseline to speculative: {1000 * baseline['seconds_per_token']:.0f} to "
+            f"{1000 * speculative['seconds_per_token']:.0f} ms per token; first token after {baseline['first_token_seconds']:.2f} and "
+            f"{speculative['first_token_seconds']:.2f} s",
             highlight=False,
         )
     for name, suite in results["suites"].items():
         if quality := suite["quality"]:
             console.print(
-                f"{name}: {quality['plain']:.1%} right of {quality['prompts']} plainly, {quality['speculative']:.1%} with the drafter",
+                f"{name}: of {quality['prompts']} answers {quality['baseline']:.1%} are right without the drafter, "
+                f"{quality['speculative']:.1%} with it",
                 highlight=False,
             )
     for line in trained_on(results):
@@ -90,27 +91,27 @@ def print_table(results: Results) -> None:
         said = f" (predicted {predicted:.3f})" if predicted is not None else ""
         faster = f" (predicted {predicted / point['step_cost']:.2f})" if predicted is not None else ""
         console.print(
-            f"K = {k}: acceptance length {point['acceptance_length']:.3f}{said}; a step costs {point['step_cost']:.2f} "
-            f"(+-{1.96 * point['step_cost_error']:.2f}) plain steps; speed-up to expect {point['speedup']:.2f}{faster}",
+            f"K = {k}: acceptance length {point['acceptance_length']:.3f}{said}; step cost {point['step_cost']:.2f} "
+            f"(+-{1.96 * point['step_cost_error']:.2f}) x baseline; estimated speedup {point['speedup']:.2f}{faster}",
             highlight=False,
         )
 
 
-def _print_throughput(name: str, of: res.Throughput) -> None:
-    """One line of every configuration's tokens per second, and the ratios that matter, with the machine's noise."""
+def _print_throughput(name: str, of: Throughput) -> None:
+    """One line: every configuration's tokens per second, the speedups, and the machine's noise."""
     rates = ", ".join(f"{what} {one['tokens_per_second']:.1f}" for what, one in of["configurations"].items())
-    ratio, fastest, noise = of["speedup"], of["speedup_over_fastest_plain"], of["noise"]
+    ratio, fastest, noise = of["speedup"], of["speedup_over_fastest_baseline"], of["noise"]
     console.print(
-        f"{name}: tok/s: {rates}. Speed-up {ratio['value']:.2f} ({_ends(ratio)}; median of starts {ratio['median']:.2f}); "
-        f"{of['fastest_speculative']} over {of['fastest_plain']}: {fastest['value']:.2f} ({_ends(fastest)}); noise, plain over plain: "
+        f"{name}: tok/s: {rates}. Speedup {ratio['value']:.2f} ({_ends(ratio)}; median of starts {ratio['median']:.2f}); "
+        f"{of['fastest_speculative']} over {of['fastest_baseline']}: {fastest['value']:.2f} ({_ends(fastest)}); noise, baseline over baseline: "
         f"{noise['value']:.2f} ({_ends(noise)})",
         highlight=False, soft_wrap=True,
     )  # fmt: skip
 
 
-def _ends(ratio: res.Ratio) -> str:
+def _ends(ratio: Ratio) -> str:
     return f"{ratio['interval'][0]:.2f} to {ratio['interval'][1]:.2f}"
 
 
-def _plus_minus(value: float, interval: res.Interval) -> str:
+def _plus_minus(value: float, interval: Interval) -> str:
     return f"{value:.2f} +-{(interval[1] - interval[0]) / 2:.2f}"

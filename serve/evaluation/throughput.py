@@ -1,8 +1,8 @@
 """Tokens per wall second with N requests always in flight: the one definition of speed, for `evaluate` and `tune --verify`.
 
-Engines that are compared answer the same requests in the same order and take turns of a second or so (`in_flight`). Counted is
-what comes after the first N requests have ended and before there is nothing left to keep N in flight: at least 10 N requests,
-prompts repeated in other orders where a suite has fewer.
+Engines that are compared answer the same requests in the same order and alternate every second or so (`in_flight.py`). Counting
+starts when the first N requests have ended and stops when fewer than N are left. At least 10 N requests are counted; prompts
+repeat in another order if a suite has fewer.
 """
 
 from __future__ import annotations
@@ -13,51 +13,38 @@ import statistics
 from collections.abc import Hashable, Mapping, Sequence
 from typing import TypeVar
 
-from typing_extensions import TypedDict
-
 from draftsmith.run.progress import Bar
 from draftsmith.serve.evaluation.engine import EngineHost
 from draftsmith.serve.evaluation.in_flight import Request, Timing
-from draftsmith.serve.evaluation.intervals import Ratio, Starts, ratio
+from draftsmith.serve.evaluation.schema import AtStart, Ratio
+from draftsmith.serve.evaluation.statistics import Starts, ratio
 
 REQUESTS_PER_SLOT = 10
 """Counted requests, at least, for each of the N in flight."""
 _TURN_TOKENS = 24
-"""Tokens for each request in flight that an engine gives before the next engine has its turn."""
+"""Tokens that an engine generates for each request in flight before the next engine runs."""
 
 Key = TypeVar("Key", bound=Hashable)
+Asked = list[tuple[str, Request]]
+"""Requests in order, each with its prompt's id."""
 
 
-class AtStart(TypedDict):
-    """One engine in one engine start under one load."""
+def request_schedule(prompts: Sequence[tuple[str, list[int]]], in_flight: int, max_tokens: int, *, seed: int) -> Asked:
+    """The requests of one measurement.
 
-    by_prompt: dict[str, list[float]]
-    """Tokens and seconds by prompt id, over all times that the prompt was asked: tokens over seconds, each summed, is the engine's
-    response tokens per wall second, prompt processing included."""
-    first_token_seconds: float
-    """Median over the requests, from being asked to the first token. 0 where none ended."""
-    seconds_per_token: float
-    """Median over the requests, from the first token to the last (time per output token). 0 where none ended."""
-
-
-def schedule(
-    prompts: Sequence[tuple[str, list[int]]], in_flight: int, max_tokens: int, *, seed: int
-) -> list[tuple[str, Request]]:
-    """The requests of a measurement, in order, each with its prompt's id.
-
-    The first N are not counted. Their answers are cut at different lengths, so that answers of one length do not all begin and
-    end together ever after, as requests of a real load do not.
+    The first N are not counted. Their answers have different lengths, so that answers of equal length do not start and end in
+    step from then on, as under a real load they do not.
 
     Args:
-        prompts: ids and token ids; each is asked as often as every other, to within one time.
+        prompts: ids and token ids; each is asked as often as every other, give or take one.
         in_flight: N.
         max_tokens: longest answer.
-        seed: of the orders.
+        seed: for the order.
     """
     count = max(len(prompts), REQUESTS_PER_SLOT * in_flight)
     draw = random.Random(seed)
     order = list(prompts)
-    found: list[tuple[str, Request]] = []
+    found: Asked = []
     for number in range(in_flight):
         name, token_ids = prompts[number % len(prompts)]
         longest = max(1, math.ceil(max_tokens * (number + 1) / in_flight))
@@ -69,13 +56,11 @@ def schedule(
     return found
 
 
-def run_load(
-    engines: Mapping[Key, EngineHost], requests: Sequence[tuple[str, Request]], in_flight: int, name: str
-) -> dict[Key, list[Timing]]:
-    """Every engine answers the requests, N at any time, in turns.
+def run_load(engines: Mapping[Key, EngineHost], requests: Asked, in_flight: int, name: str) -> dict[Key, list[Timing]]:
+    """Every engine answers the requests, N at any time; the engines alternate.
 
     Returns:
-        By engine, what was counted of each request.
+        The counted requests' timings, by engine.
     """
     total = sum(request.max_tokens for _, request in requests)
     for engine in engines.values():
@@ -85,14 +70,14 @@ def run_load(
         while left:
             turn += 1
             tokens = turn * _TURN_TOKENS * in_flight
-            shift = turn % len(left)  # nobody is always first
+            shift = turn % len(left)  # no engine is always first
             left = [key for key in left[shift:] + left[:shift] if not engines[key].advance_load(tokens)]
             bar.update(min(tokens, total))
     return {key: engine.end_load() for key, engine in engines.items()}
 
 
-def at_start(timings: Sequence[Timing], requests: Sequence[tuple[str, Request]]) -> AtStart:
-    """What one engine's timings come to."""
+def at_start(timings: Sequence[Timing], requests: Asked) -> AtStart:
+    """The figures of one engine in one engine start."""
     by_prompt: dict[str, list[float]] = {}
     for timing in timings:
         tokens, seconds = by_prompt.get(requests[timing.request][0], (0.0, 0.0))
@@ -107,13 +92,13 @@ def at_start(timings: Sequence[Timing], requests: Sequence[tuple[str, Request]])
 
 
 def tokens_per_second(starts: Sequence[AtStart]) -> float:
-    """Of one engine, over all engine starts."""
+    """One engine's figure over all engine starts."""
     both = [values for one in starts for values in one["by_prompt"].values()]
     return sum(tokens for tokens, _ in both) / sum(seconds for _, seconds in both)
 
 
 def paired(below: Sequence[AtStart], above: Sequence[AtStart]) -> Starts:
-    """Tokens and seconds of one engine and of another, by engine start and prompt."""
+    """Tokens and seconds of two engines by engine start and prompt, the denominator's first."""
     return [
         {
             prompt: [*values, *other["by_prompt"][prompt]]
@@ -125,5 +110,5 @@ def paired(below: Sequence[AtStart], above: Sequence[AtStart]) -> Starts:
 
 
 def speedup(below: Sequence[AtStart], above: Sequence[AtStart], *, noise: Starts | None = None) -> Ratio:
-    """Tokens per second of one engine over another's, by the same engine starts and prompts (`intervals.ratio`)."""
+    """Tokens per second of one engine over another's, on the same engine starts and prompts (`statistics.ratio`)."""
     return ratio(paired(below, above), noise=noise)

@@ -1,4 +1,4 @@
-"""The MLP speculator inside vLLM: the trainer's own module, and the proposers that run it. See `serve/plugin/__init__.py`."""
+"""The MLP speculator inside vLLM: the trainer's own module and the proposers that run it. See `serve/plugin/__init__.py`."""
 
 from __future__ import annotations
 
@@ -15,31 +15,31 @@ from draftsmith.serve.plugin import require_known_vllm
 
 
 class MlpSpeculator(nn.Module):
-    """What vLLM loads for our architecture. Whole on every rank: so are the states and tokens it reads.
+    """The model that vLLM loads for the plugin's architecture. Replicated on every rank, as its inputs are.
 
     Raises:
-        RuntimeError: this vLLM is none whose proposers ours replace.
+        RuntimeError: this vLLM's proposers were not replaced.
     """
 
     def __init__(self, *, vllm_config: Any, prefix: str = "") -> None:
         super().__init__()
         require_known_vllm()
         record = vllm_config.speculative_config.draft_model_config.hf_config.to_dict()
-        # vLLM has filled it up with what a Llama has; conversion made sure of what was in the file.
-        ours = {path.partition(".")[0] for entry in MlpDrafter.vllm_layout.fields for path in entry.paths}
-        record = {name: value for name, value in record.items() if name in ours}
+        # vLLM has added a Llama's fields; conversion has checked those in the file.
+        known = {path.partition(".")[0] for entry in MlpDrafter.vllm_layout.fields for path in entry.paths}
+        record = {name: value for name, value in record.items() if name in known}
         config = MlpConfig.from_dict(MlpDrafter.vllm_layout.read(Source(record, {})))
-        # vLLM hands over states after the target's final norm.
+        # vLLM passes states after the target's final norm.
         self.drafter = MlpDrafter(config, torch.ones(config.hidden_size))
 
     @torch.inference_mode()
     def draft(self, states: torch.Tensor, tokens: torch.Tensor, steps: int) -> torch.Tensor:
-        """Guess greedily.
+        """Draft greedily.
 
         Args:
-            states: [rows, H], the target's last, after its final norm.
+            states: [rows, H], the target's final hidden states, after its final norm.
             tokens: int [rows], sampled after them.
-            steps: 0 to the `n_predict` that it was trained for.
+            steps: 0 to `n_predict`.
 
         Returns:
             int64 [rows, steps]
@@ -55,23 +55,23 @@ class MlpSpeculator(nn.Module):
         own = dict(self.drafter.named_parameters())
         loaded = set()
         for name, tensor in weights:
-            own[name].data.copy_(tensor)  # conversion has made sure that there are these and no others
+            own[name].data.copy_(tensor)  # conversion has checked that there are exactly these
             loaded.add(f"drafter.{name}")
         return loaded
 
     def forward(self, *arguments: Any, **named: Any) -> torch.Tensor:
-        raise NotImplementedError("it drafts through `draft`")
+        raise NotImplementedError("call `draft`")
 
     def embed_input_ids(self, input_ids: torch.Tensor) -> torch.Tensor:
-        """vLLM looks for it in every model of a text generator."""
-        raise NotImplementedError("it drafts through `draft`")
+        """vLLM expects it in every text generation model."""
+        raise NotImplementedError("call `draft`")
 
     def compute_logits(self, hidden_states: torch.Tensor) -> torch.Tensor:
-        raise NotImplementedError("it drafts through `draft`")
+        raise NotImplementedError("call `draft`")
 
 
 def proposer_v1(base: type[Any]) -> type[Any]:
-    """For vLLM's first model runner (vllm/v1/spec_decode/llm_base_proposer.py), which its CPU build has."""
+    """For vLLM's model runner V1 (vllm/v1/spec_decode/llm_base_proposer.py), which its CPU build uses."""
 
     class MlpProposer(base):
         model: MlpSpeculator
@@ -82,8 +82,8 @@ def proposer_v1(base: type[Any]) -> type[Any]:
             self.model = self._get_model()
 
         def initialize_attn_backend(self, kv_cache_config: Any, kernel_block_sizes: Any = None) -> None:
-            # The runner gives attention's metadata to the group of the drafter's cache alone, and drafts zeros without a word
-            # where it has none. Ours reads the metadata for where sequences end: any group's will do.
+            # The runner passes attention metadata to the drafter's cache group only, and silently drafts zeros if there is
+            # none. This proposer reads only sequence ends from the metadata, so any group's will do.
             self.kv_cache_gid = 0
 
         def validate_same_kv_cache_group(self, kv_cache_config: Any) -> None:
@@ -97,7 +97,7 @@ def proposer_v1(base: type[Any]) -> type[Any]:
             target_hidden_states: torch.Tensor, next_token_ids: torch.Tensor, token_indices_to_sample: torch.Tensor | None,
             common_attn_metadata: Any, *_: Any, **__: Any,
         ) -> torch.Tensor:  # fmt: skip
-            self._last_draft_probs = None  # a greedy guess is its own distribution
+            self._last_draft_probs = None  # a greedy draft token has probability 1
             rows = token_indices_to_sample
             if rows is None:
                 rows = common_attn_metadata.query_start_loc[1:] - 1
@@ -107,7 +107,7 @@ def proposer_v1(base: type[Any]) -> type[Any]:
 
 
 def proposer_v2(base: type[Any]) -> type[Any]:
-    """For vLLM's second model runner (vllm/v1/worker/gpu/spec_decode), which needs Triton."""
+    """For vLLM's model runner V2 (vllm/v1/worker/gpu/spec_decode), which needs Triton."""
 
     class MlpSpeculatorV2(base):
         model: MlpSpeculator
@@ -136,11 +136,11 @@ def proposer_v2(base: type[Any]) -> type[Any]:
             steps = self.num_speculative_steps if num_speculative_tokens is None else num_speculative_tokens
             rows = input_batch.query_start_loc[1 : count + 1] - 1 - num_rejected[:count]
             place = input_batch.idx_mapping[:count]
-            # A prompt that is not read to its end yet has sampled nothing: its next token is known.
-            following = torch.where(
+            # A partially prefilled prompt has sampled nothing: its next token is known.
+            next_tokens = torch.where(
                 num_sampled[:count] > 0, last_sampled.view(-1)[place], next_prefill_tokens.view(-1)[place]
             )
-            self.draft_tokens[:count, :steps] = self.model.draft(last_hidden_states[rows], following, steps)
-            return self.draft_tokens[:count]  # the runner itself marks what is beyond `steps`
+            self.draft_tokens[:count, :steps] = self.model.draft(last_hidden_states[rows], next_tokens, steps)
+            return self.draft_tokens[:count]  # the runner itself masks positions beyond `steps`
 
     return MlpSpeculatorV2

@@ -63,10 +63,10 @@ def _checkpoint(directory: Path) -> int:
     """Write the checkpoint; returns the bytes of its largest tensor."""
     import torch
 
-    from draftsmith.convert.contents import EMBEDDING, UNKNOWN_TARGET, DraftCheckpoint
     from draftsmith.convert.formats import FORMATS
-    from draftsmith.convert.weights import Weight
+    from draftsmith.drafters.checkpoint import EMBEDDING, UNKNOWN_TARGET, Checkpoint
     from draftsmith.drafters.eagle3 import Eagle3Config, Eagle3Drafter
+    from draftsmith.drafters.weights import Weight
 
     config = Eagle3Config(
         layer_ids=(2, 16, 29), hidden_size=HIDDEN, intermediate_size=INNER, num_layers=1, num_attention_heads=32,
@@ -77,8 +77,8 @@ def _checkpoint(directory: Path) -> int:
     shapes = {**Eagle3Drafter.shapes(config), EMBEDDING: (VOCAB, HIDDEN)}
     weights = {name: Weight.of(torch.randn(shape)) for name, shape in shapes.items()}
     directory.mkdir()
-    contents = DraftCheckpoint("eagle3", config.to_dict(), torch.arange(VOCAB), weights, UNKNOWN_TARGET)
-    FORMATS["vllm"].write(contents.check(), directory)
+    checkpoint = Checkpoint("eagle3", config.to_dict(), UNKNOWN_TARGET, torch.arange(VOCAB), weights)
+    FORMATS["vllm"].write(checkpoint.check(), directory)
     return max(weight.bytes for weight in weights.values())
 
 

@@ -6,9 +6,9 @@ All are of the demo's drafter on its held-out prompts, at one K, each with engin
 from __future__ import annotations
 
 import itertools
-import multiprocessing.connection
 import time
 from collections.abc import Callable, Sequence
+from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -17,12 +17,11 @@ from draftsmith.config.loading import load_recipe
 from draftsmith.config.recipe import Recipe
 from draftsmith.convert.convert import run_convert
 from draftsmith.extract.extract import run_extract
-from draftsmith.serve.evaluation import engine, evaluate
+from draftsmith.serve.evaluation import engine, lineup
 from draftsmith.serve.evaluation.compare import compare
 from draftsmith.serve.evaluation.engine import EngineHost, EngineSpec
 from draftsmith.serve.evaluation.evaluate import run_evaluate
-from draftsmith.serve.evaluation.intervals import Ratio
-from draftsmith.serve.evaluation.results import Results
+from draftsmith.serve.evaluation.schema import Ratio, Results
 from draftsmith.train.train import run_train
 from tests.benchmarks.figures import Figure, figure
 
@@ -33,8 +32,8 @@ SLOWDOWN = 0.10
 
 
 def load_noise() -> dict[str, Figure]:
-    """`evaluate.load_noise`: half the width of the speed-up's 95% interval over its value, four requests in flight; and the same
-    with one in flight, and of plain decoding over itself.
+    """`evaluate.load_noise`: half the width of the speedup's 95% interval over its value, four requests in flight; and the same
+    with one in flight, and of the baseline over itself.
 
     Makes `runs/demo` where it is not there.
     """
@@ -46,14 +45,14 @@ def load_noise() -> dict[str, Figure]:
     said = f"{STARTS} engine starts, K = {K}, {load['requests']} requests a start"
     return {
         "evaluate.load_noise": figure(
-            [_half_width(load["speedup"])], "of the speed-up", f"speed-up {_shown(load['speedup'])}, four in flight; {said}",
+            [_half_width(load["speedup"])], "of the speedup", f"speedup {_shown(load['speedup'])}, four in flight; {said}",
             direction="lower", bar=0.05,
         ),
         "evaluate.noise_of_one": figure(
-            [_half_width(one["speedup"])], "of the speed-up", f"speed-up {_shown(one['speedup'])}, one in flight"
+            [_half_width(one["speedup"])], "of the speedup", f"speedup {_shown(one['speedup'])}, one in flight"
         ),
-        "evaluate.plain_noise": figure(
-            [_half_width(load["noise"])], "of the ratio", f"plain over plain {_shown(load['noise'])}, four in flight"
+        "evaluate.baseline_noise": figure(
+            [_half_width(load["noise"])], "of the ratio", f"baseline over baseline {_shown(load['noise'])}, four in flight"
         ),
     }  # fmt: skip
 
@@ -62,7 +61,7 @@ def comparisons() -> dict[str, Figure]:
     """`evaluate.false_alarms`: of the pairs of evaluations of the same drafter, in both orders, how many `--compare` finds worse.
     `evaluate.slowdowns_found`: the share of pairs in which it finds a planted slowdown."""
     same = [_evaluated(f"eval-same-{number}") for number in range(EVALUATIONS)]
-    with mock.patch.object(evaluate, "start_engines", _start_slow_drafters):
+    with mock.patch.object(lineup, "start_engines", _start_slow_drafters):
         slow = [_evaluated(f"eval-slow-{number}") for number in range(SLOW_EVALUATIONS)]
     alarms = [_is_worse(a, b) for a, b in itertools.permutations(same, 2)]
     found = [_is_worse(a, b) for a, b in itertools.product(same, slow)]
@@ -125,7 +124,7 @@ def _start_slow_drafters(
     return [host.wait_ready() for host in hosts]
 
 
-def _slow_child(pipe: multiprocessing.connection.Connection, arguments: dict[str, Any], log: str) -> None:
+def _slow_child(pipe: Connection, arguments: dict[str, Any]) -> None:
     """An engine whose steps take longer, by as much as costs the planted share of its tokens per second."""
     from vllm.v1.engine.llm_engine import LLMEngine
 
@@ -138,4 +137,4 @@ def _slow_child(pipe: multiprocessing.connection.Connection, arguments: dict[str
         return outputs
 
     LLMEngine.step = slow_step
-    engine._child(pipe, arguments, log)
+    engine._child(pipe, arguments)

@@ -13,8 +13,12 @@ import json
 import tempfile
 import threading
 import time
+from dataclasses import replace
 from functools import partial
+from multiprocessing.connection import Connection
 from pathlib import Path
+from typing import Any
+from unittest import mock
 
 import psutil
 import torch
@@ -23,9 +27,11 @@ from draftsmith.config.loading import load_recipe
 from draftsmith.config.recipe import Recipe
 from draftsmith.data.chat_template import Renderer
 from draftsmith.data.prompts import load_prompts
-from draftsmith.extract.extract import _checked, _engine_arguments, run_extract, store_identity
+from draftsmith.extract import worker as worker_module
+from draftsmith.extract.extract import run_extract
 from draftsmith.extract.requests import ExtractRequest
-from draftsmith.extract.worker import Extracted, Job, _Worker
+from draftsmith.extract.sequences import _checked, _engine_arguments, store_identity
+from draftsmith.extract.worker import Job, _Worker
 from draftsmith.run.process import disable_malloc_trim
 from draftsmith.serve.evaluation.engine import EngineHost, EngineSpec, start_engines
 from draftsmith.store.codec import Form
@@ -48,6 +54,8 @@ CACHE_GIB = 2
 """Every engine's, a recipe's default. A finished sequence's blocks are kept until its states are written, a step or two, and with
 half a GiB extraction was slower by that (docs/log.md)."""
 MEMORY_TOKENS = 200_000
+UNCOMPRESSED = 1_000_000
+"""Sample ids from here on are of requests whose states come back uncompressed, from the same engine."""
 
 
 def extraction_ratios() -> dict[str, Figure]:
@@ -108,13 +116,16 @@ def _times_of_a_start(
                 engine_arguments=_engine_arguments(recipe, target, layer_ids),
                 generate=generate,
                 sampling={"temperature": 0.0, "detokenize": False},
+                seed=0,
+                compression="lossless",
                 window=2 * PREFILL_PROMPTS,
                 max_model_len=recipe.engine.max_model_len,
             )
             directory = Path(folder) / str(generate)
             directory.mkdir()
-            workers[generate] = _Worker(0, job, recipe.engine, 1, directory)
-            assert isinstance(workers[generate].receive(), int)  # it is ready
+            with mock.patch.object(worker_module, "_child", _child_of_two_forms):
+                workers[generate] = _Worker(0, 1, job, recipe.engine, directory, directory / "handoff")
+            assert workers[generate].receive() is None  # it is ready
 
         starts = [start_plain, partial(start_worker, False), partial(start_worker, True)]
         for start in starts if plain_first else reversed(starts):
@@ -222,16 +233,26 @@ def memory_growth() -> dict[str, Figure]:
 
 def _round(worker: _Worker, writer: StoreWriter, inputs: list[list[int]], max_tokens: int, form: Form) -> float:
     """Seconds from handing out the inputs until the store with their states is closed."""
-    requests = {str(i): ExtractRequest(i, False, ids, max_tokens) for i, ids in enumerate(inputs)}
+    first = UNCOMPRESSED if form == "none" else 0
     begun = time.perf_counter()
-    worker.give([request.ask(0, form) for request in requests.values()])
-    while requests:
-        message = worker.receive()
-        assert not isinstance(message, str), message
-        if isinstance(message, Extracted):
-            writer.append(_checked(message, requests.pop(message.name)))
+    worker.give([ExtractRequest(first + i, False, ids, max_tokens) for i, ids in enumerate(inputs)])
+    while worker.in_flight:
+        extracted = worker.receive()
+        if extracted is not None:
+            writer.append(_checked(extracted))
     writer.close()
     return time.perf_counter() - begun
+
+
+def _child_of_two_forms(pipe: Connection, job: Job, handoff: Path) -> None:
+    """A worker that returns the states of some requests uncompressed (`UNCOMPRESSED`)."""
+    sampling = worker_module._sampling
+
+    def sampling_of(job: Job, turn: Any) -> Any:
+        return sampling(replace(job, compression="none") if turn.request.sample_id >= UNCOMPRESSED else job, turn)
+
+    worker_module._sampling = sampling_of
+    worker_module._child(pipe, job, handoff)
 
 
 def _ratio(ratios: torch.Tensor, against: str, *, at_least: float) -> Figure:

@@ -39,6 +39,7 @@ from draftsmith.target.info import TargetInfo, describe_target
 from draftsmith.target.prepare import prepare_target
 from draftsmith.target.tensors import load_target_tensors
 from draftsmith.train.acceptance import count_accepted
+from draftsmith.train.packing import pack
 from draftsmith.train.train import run_train
 from tests.benchmarks.figures import Figure, figure
 from tests.benchmarks.peer_speculators import LEARNING_RATE, check_mapping, hand_over, load_peer, train_peer
@@ -175,7 +176,7 @@ def train_ours(recipe: Recipe, text: Text, run_dir: Path) -> Counts:
 
 def counts(drafter: Drafter, sequences: list[Sequence], columns: list[int], *, k: int) -> Counts:
     """What would be accepted of each sequence at K = k, and of how many drafts."""
-    return [count_accepted(drafter, [sequence], columns, k=k)[k] for sequence in sequences]
+    return [count_accepted(drafter, [pack([sequence], steps=k).with_layers(columns)], k=k)[k] for sequence in sequences]
 
 
 def _figures(recipe: Recipe, text: Text, reference: Counts, *, bar: float, against: str) -> dict[str, Figure]:

@@ -1,11 +1,11 @@
-"""How lookup guesses best: settings of n-gram and suffix decoding, on the tuning part of the store of `recipes/learn.yaml`.
+"""The best settings of lookup: n-gram and suffix decoding, on the tuning part of the store of `recipes/learn.yaml`.
 
-Greedy answers tell exactly which guesses would be accepted, so vLLM's own n-gram proposer and Arctic's suffix cache are asked
-for their guesses along the answers in the store, for every combination of settings. What a step costs by the number of tokens
-that it verifies is measured with engines, one at each K, beside a plain one; together that gives a speed-up for each
-combination, one request at a time. The best ones belong into `evaluate.methods` of recipes that compare with lookup.
+Greedy answers determine exactly which draft tokens would be accepted, so vLLM's own n-gram proposer and Arctic's suffix cache draft
+along the answers in the store, for every combination of settings. Engines, one at each K beside a baseline, give the step cost
+by the number of verified tokens; together that gives a speedup for each combination, one request at a time. The best
+settings belong into `evaluate.methods` of recipes that compare with lookup.
 
-Suffix decoding is there where `arctic-inference` is (`make suffix`).
+Suffix decoding is included if `arctic-inference` is installed (`make suffix`).
 """
 
 from __future__ import annotations
@@ -28,15 +28,15 @@ from tests.benchmarks.bench_learn import learn_recipe, learn_target, learn_text
 from tests.benchmarks.figures import Figure, figure
 
 KS, LEAST, MOST = (2, 3, 4, 5, 8), (1, 2, 3, 4), (3, 5, 8)
-"""N-gram: tokens guessed, and the fewest and the most last tokens to look for."""
+"""N-gram: draft tokens, and the fewest and the most last tokens to match."""
 SUFFIX_KS, PROBABILITIES, FACTORS = (2, 3, 4, 5, 8, 24), (0.1, 0.3, 0.5), (1.0, 2.0)
-"""Suffix: most tokens guessed, `suffix_decoding_min_token_prob` and `suffix_decoding_max_spec_factor`."""
+"""Suffix: most draft tokens, `suffix_decoding_min_token_prob` and `suffix_decoding_max_spec_factor`."""
 DEPTH = 24
 TIMED, ROUNDS, TIMED_LOOKUP = 8, 2, (1, 5)
-"""Prompts that engines are timed on, how often, and their fewest and most tokens to look for: they guess in most steps."""
+"""Prompts for timing engines, rounds, and the fewest and most tokens to match: with a draft in most steps."""
 
 Steps = list[tuple[int, int]]
-"""Of each decoding step: tokens guessed, and of these accepted."""
+"""Of each decoding step: draft tokens, and how many of them are accepted."""
 
 
 class Answer(NamedTuple):
@@ -45,9 +45,9 @@ class Answer(NamedTuple):
 
 
 def lookup_best() -> dict[str, Figure]:
-    """`lookup.ngram_speedup` and `lookup.suffix_speedup`: of the best settings, which `against` names; with `_k`, `_min`, `_max`
-    and `_min_token_prob`, `_max_spec_factor` the settings. `lookup.ngram_apart`: how far the steps that vLLM takes are from
-    those foretold, at the K where it is furthest."""
+    """`lookup.ngram_speedup` and `lookup.suffix_speedup`, with the best settings, which `against` names; `_k`, `_min`, `_max` and
+    `_min_token_prob`, `_max_spec_factor` are the settings. `lookup.ngram_apart`: the largest difference over K between the number
+    of steps in vLLM and the predicted number."""
     recipe, text = learn_recipe("eagle3"), learn_text()
     answers = [answer_of(sequence) for sequence in text.tuning]
     cost, steps = step_costs(recipe, [one.prompt.tolist() for one in answers[:TIMED]])
@@ -63,7 +63,7 @@ def lookup_best() -> dict[str, Figure]:
             found[k, least, most] = [step for one in answers for step in walk(one, propose)]
             bar.step()
     figures = _figures("ngram", found, cost, ("k", "min", "max"), NGram(method="ngram"))
-    against = f"steps foretold for {TIMED} answers, looking for {TIMED_LOOKUP[0]} to {TIMED_LOOKUP[1]} tokens"
+    against = f"steps predicted for {TIMED} answers, matching {TIMED_LOOKUP[0]} to {TIMED_LOOKUP[1]} tokens"
     figures["lookup.ngram_apart"] = figure([max(apart)], "ratio", against, direction="lower", bar=0.03)
     if find_spec("arctic_inference"):
         settings = list(product(SUFFIX_KS, PROBABILITIES, FACTORS))
@@ -87,9 +87,9 @@ def _figures(
     best = max(speedups, key=lambda one: speedups[one])
     steps = found[best]
     against = (
-        f"plain decoding; {', '.join(f'{key} {value:g}' for key, value in zip(settings, best, strict=True))}; "
-        f"{sum(hits + 1 for _, hits in steps) / len(steps):.3f} tokens a step, a guess in "
-        f"{sum(guessed > 0 for guessed, _ in steps) / len(steps):.2f} of the steps; a step of {KS[-1]} costs {cost(KS[-1]):.2f}"
+        f"the baseline; {', '.join(f'{key} {value:g}' for key, value in zip(settings, best, strict=True))}; "
+        f"{sum(hits + 1 for _, hits in steps) / len(steps):.3f} tokens per step, a draft in "
+        f"{sum(drafted > 0 for drafted, _ in steps) / len(steps):.2f} of the steps; a step of {KS[-1]} costs {cost(KS[-1]):.2f}"
     )
     if default is not None:
         usual = (default.num_speculative_tokens, default.prompt_lookup_min, default.prompt_lookup_max)
@@ -101,31 +101,29 @@ def _figures(
 
 
 def speedup(steps: Steps, cost: Callable[[int], float]) -> float:
-    """Tokens over what the steps cost, in plain steps."""
-    return sum(hits + 1 for _, hits in steps) / sum(cost(guessed) for guessed, _ in steps)
+    """Tokens over the cost of the steps, in baseline steps."""
+    return sum(hits + 1 for _, hits in steps) / sum(cost(drafted) for drafted, _ in steps)
 
 
-# ---- guesses ----
+# ---- drafts ----
 
 
 def answer_of(sequence: Sequence) -> Answer:
-    """What the target was asked and what it answered: int32, the one answer of the text."""
+    """The prompt and the one answer of a sequence, int32."""
     ids, mask = sequence.token_ids.numpy().astype(np.int32), sequence.loss_mask.numpy()
     start = int(mask.argmax())
     return Answer(ids[:start], ids[start:])
 
 
 def walk(one: Answer, propose: Callable[[np.ndarray[Any, np.dtype[np.int32]]], Iterable[int]]) -> Steps:
-    """The steps of decoding an answer greedily. The first token comes from the prompt's processing."""
+    """The steps of decoding an answer greedily. The first token comes from prefill."""
     text, at = np.concatenate(one), len(one.prompt) + 1
     steps = []
     while at < len(text):
-        guesses = list(propose(text[:at]))
-        hits = next(
-            (i for i, (guess, token) in enumerate(zip(guesses, text[at:], strict=False)) if guess != token), None
-        )
-        hits = min(len(guesses), len(text) - at) if hits is None else hits
-        steps.append((len(guesses), hits))
+        draft = list(propose(text[:at]))
+        pairs = enumerate(zip(draft, text[at:], strict=False))
+        hits = next((i for i, (drafted, token) in pairs if drafted != token), min(len(draft), len(text) - at))
+        steps.append((len(draft), hits))
         at += hits + 1
     return steps
 
@@ -133,7 +131,7 @@ def walk(one: Answer, propose: Callable[[np.ndarray[Any, np.dtype[np.int32]]], I
 def ngram_proposer(
     k: int, least: int, most: int, max_model_len: int
 ) -> Callable[[np.ndarray[Any, np.dtype[np.int32]]], Iterable[int]]:
-    """vLLM's."""
+    """vLLM's own proposer."""
     from vllm.v1.spec_decode.ngram_proposer import _find_longest_matched_ngram_and_propose_tokens
 
     def propose(text: np.ndarray[Any, np.dtype[np.int32]]) -> list[int]:
@@ -144,7 +142,7 @@ def ngram_proposer(
 
 
 def suffix_steps(answers: list[Answer], k: int, probability: float, factor: float) -> Steps:
-    """Of all answers one after the other, each remembering those before, as vLLM's proposer asks Arctic's cache."""
+    """The steps of all answers in order, each with the earlier ones in the cache, as vLLM's proposer uses Arctic's cache."""
     from arctic_inference.suffix_decoding import SuffixDecodingCache
 
     cache = SuffixDecodingCache(max_tree_depth=DEPTH, max_cached_requests=10_000)
@@ -171,9 +169,9 @@ def suffix_steps(answers: list[Answer], k: int, probability: float, factor: floa
 
 
 def step_costs(recipe: Recipe, prompts: list[list[int]]) -> tuple[Callable[[int], float], dict[int, float]]:
-    """What a step that verifies n guessed tokens costs, in plain steps: 1 for none, and else a line through what is measured at
-    every K. Steps without a guess take what the plain engine's take. Beside it, the steps that each K took in a round."""
-    totals = {k: np.zeros(3) for k in (0, *KS)}  # of each K: seconds, steps, steps with a guess
+    """The cost of a step that verifies n draft tokens, in baseline steps: 1 for none, else a line fitted to the costs at every K
+    (steps without a draft cost as much as the baseline's); and the number of steps at each K in a round."""
+    totals = {k: np.zeros(3) for k in (0, *KS)}  # of each K: seconds, steps, steps with a draft
     with tempfile.TemporaryDirectory() as folder:
         hosts = start_engines([_engine(recipe, k) for k in totals], Path(folder))
         try:
@@ -185,15 +183,15 @@ def step_costs(recipe: Recipe, prompts: list[list[int]]) -> tuple[Callable[[int]
         finally:
             for host in hosts:
                 host.close()
-    plain = totals[0][0] / totals[0][1]
+    baseline = totals[0][0] / totals[0][1]
     costs = [
-        (seconds - (steps - guessing) * plain) / guessing / plain
-        for seconds, steps, guessing in (totals[k] for k in KS)
+        (seconds - (steps - drafting) * baseline) / drafting / baseline
+        for seconds, steps, drafting in (totals[k] for k in KS)
     ]
     slope, first = np.polyfit(KS, costs, 1)
 
-    def cost(guessed: int) -> float:
-        return max(1.0, float(first + slope * guessed)) if guessed else 1.0
+    def cost(drafted: int) -> float:
+        return max(1.0, float(first + slope * drafted)) if drafted else 1.0
 
     return cost, {k: float(totals[k][1]) / ROUNDS for k in KS}
 
@@ -206,17 +204,17 @@ def _engine(recipe: Recipe, k: int) -> EngineSpec:
         prompt_lookup_max=TIMED_LOOKUP[1],
     ).keys()
     return EngineSpec(
-        name=f"ngram-{k}" if k else "plain", target=str(learn_target().path), dtype=recipe.target.dtype, engine=recipe.engine,
+        name=f"ngram-{k}" if k else "baseline", target=str(learn_target().path), dtype=recipe.target.dtype, engine=recipe.engine,
         speculative=speculative if k else None, max_num_seqs=1, memory_share=1 / (len(KS) + 1),
     )  # fmt: skip
 
 
 def _decode(host: EngineHost, prompts: list[list[int]]) -> tuple[float, int, int]:
-    """Prompts one at a time: seconds of decoding, steps, and those of them that verified guesses."""
-    seconds, steps, guessing = 0.0, 0, 0
+    """Prompts one at a time: seconds of decoding, steps, and the steps with a draft."""
+    seconds, steps, drafting = 0.0, 0, 0
     for prompt in prompts:
         ((answer,), _) = host.generate([prompt], max_tokens=128)
         seconds += answer.decode_seconds
         steps += len(answer.token_ids) - 1 - sum(answer.accepted)
-        guessing += len(answer.drafted)
-    return seconds, steps, guessing
+        drafting += len(answer.drafted)
+    return seconds, steps, drafting

@@ -33,8 +33,10 @@ from draftsmith.drafters.batch import Batch
 from draftsmith.drafters.eagle3 import Eagle3Config, Eagle3Drafter
 from draftsmith.run.process import disable_malloc_trim
 from draftsmith.store.format import Sequence
+from draftsmith.train import epochs as epoch_end
 from draftsmith.train import train
 from draftsmith.train.loss import ROWS_ASKED, ChainLoss
+from draftsmith.train.optimizers import make_optimizers
 from draftsmith.train.packing import pack
 from tests.benchmarks import bench_learn
 from tests.benchmarks.figures import Figure, figure
@@ -144,11 +146,11 @@ def _timed_training(epochs: float, text: bench_learn.Text) -> tuple[float, float
         seconds = time.perf_counter() - begun - evaluation
         return found
 
-    predict, seconds = train.predict_acceptance, 0.0
+    predict, seconds = epoch_end.predict_acceptance, 0.0
     shortened = load_recipe(bench_learn.RECIPES / "learn.yaml", [f"train.epochs={epochs}"])
     with (
         tempfile.TemporaryDirectory() as folder,
-        mock.patch.object(train, "predict_acceptance", evaluate),
+        mock.patch.object(epoch_end, "predict_acceptance", evaluate),
         mock.patch.object(bench_learn, "run_train", timed_run),
     ):
         return length(bench_learn.train_ours(shortened, text, Path(folder))), seconds
@@ -185,12 +187,12 @@ def _ours(sequences: list[Sequence]) -> tuple[Callable[[], None], float]:
         drafter, teacher_norm=torch.nn.RMSNorm(HIDDEN), teacher_head=torch.randn(DRAFT, HIDDEN) / HIDDEN**0.5,
         ttt_steps=STEPS, ttt_loss_decay=options.ttt_loss_decay, loss=options.loss, loss_vocab_size=options.loss_vocab_size,
     )  # fmt: skip
-    optimizers = train._optimizers(recipe, drafter)
+    optimizers = make_optimizers(options, drafter)
     packed = pack(sequences, steps=STEPS, prompt_weight=options.prompt_loss_weight)
-    batch, last_states = packed.with_layers(list(range(FUSED))), packed.hidden_states[:, FUSED].contiguous()
+    batch = packed.with_layers(list(range(FUSED)), FUSED)
 
     def step() -> None:
-        loss(batch, last_states).loss.backward()
+        loss(batch).loss.backward()
         torch.nn.utils.clip_grad_norm_(drafter.parameters(), options.max_grad_norm)
         for optimizer in optimizers:
             optimizer.step()

@@ -10,6 +10,7 @@ import json
 import math
 import resource
 import time
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -20,13 +21,14 @@ from draftsmith.cli.plan import Assumptions, flop_of_muon, flop_of_row, plan_tra
 from draftsmith.config.loading import load_recipe
 from draftsmith.config.recipe import Recipe
 from draftsmith.drafters import drafter_class
+from draftsmith.drafters.batch import Batch
 from draftsmith.store.format import Sequence
 from draftsmith.target.downloads import fetch
 from draftsmith.target.info import TargetInfo
 from draftsmith.target.tensors import TargetTensors
 from draftsmith.train.loss import ChainLoss
+from draftsmith.train.optimizers import make_optimizers
 from draftsmith.train.packing import pack
-from draftsmith.train.train import _optimizers
 from tests.gpu.torch_alone import device_of, matmul_rate, seconds_of, wait_for
 
 _ON_GPU = ("recipes/llama-3.1-8b-eagle3.yaml", 4096)
@@ -63,13 +65,12 @@ def _step(cpu: bool, optimizer: str) -> dict[str, str]:
     loss = make_loss(recipe, assumed, device)
     drafter, steps = loss.drafter, loss.ttt_steps
     length, prompt = round(assumed.prompt_tokens + assumed.response_tokens), round(assumed.prompt_tokens)
-    batch, last_states = make_batch(drafter, rows, length, prompt, steps)
-    optimizers = _optimizers(recipe, drafter)
+    batch = make_batch(drafter, rows, length, prompt, steps)
+    optimizers = make_optimizers(recipe.train, drafter)
 
     def step() -> torch.Tensor:
-        on_device, last = batch.to(device), last_states.to(device, non_blocking=True)
         with torch.autocast(device.type, dtype=torch.bfloat16):
-            value = loss(on_device, last).loss
+            value = loss(batch.to(device)).loss
         value.backward()
         nn.utils.clip_grad_norm_(drafter.parameters(), recipe.train.max_grad_norm)
         for one in optimizers:
@@ -122,9 +123,9 @@ def start(cpu: bool) -> dict[str, str]:
     sequences, rows, answered = 4 if cpu else 64, 0, 0
     batches = []
     for number in range(sequences):
-        batch, last_states = make_batch(drafter, length, length, prompt, steps, seed=number)
+        batch = make_batch(drafter, length, length, prompt, steps, seed=number)
         rows, answered = rows + length, answered + int(batch.loss_weights.sum(1).count_nonzero())
-        batches.append((batch.to(device), last_states.to(device)))
+        batches.append(batch.to(device))
     before = {name: value.detach().clone() for name, value in drafter.named_parameters()}
     if device.type == "cuda":
         torch.cuda.reset_peak_memory_stats(device)
@@ -195,10 +196,8 @@ def make_drafter(recipe: Recipe, target_config: Path, device: torch.device) -> t
     return drafter, tensors
 
 
-def make_batch(
-    drafter: Any, rows: int, length: int, prompt: int, steps: int, seed: int = 0
-) -> tuple[Any, torch.Tensor]:
-    """Random states on the host, as training has them: the batch, and the last layer's states [rows, hidden size]."""
+def make_batch(drafter: Any, rows: int, length: int, prompt: int, steps: int, seed: int = 0) -> Batch:
+    """Random states on the host, as in training."""
     config = drafter.config
     generator = torch.Generator().manual_seed(seed)
     sequences, left = [], rows
@@ -208,4 +207,5 @@ def make_batch(
         states = torch.randn(size, len(config.layer_ids), config.hidden_size, generator=generator)
         sequences.append(Sequence(len(sequences), False, ids, torch.arange(size + 1) >= min(prompt, size // 2), states))
         left -= size
-    return pack(sequences, steps=steps), torch.randn(rows, config.hidden_size, generator=generator)
+    last_states = torch.randn(rows, config.hidden_size, generator=generator)
+    return replace(pack(sequences, steps=steps), last_states=last_states)

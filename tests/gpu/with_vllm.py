@@ -175,9 +175,9 @@ def _demo(cpu: bool, dtype: str) -> dict[str, str]:
     predicted = found["predicted_acceptance_length"]
     figures = {
         "acceptance length, predicted and measured": ", ".join(f"K={k} {predicted[k]:.3f} {value:.3f}" for k, value in measured.items()),
-        "speed-up over the fastest plain": f"{suite['speedup_over_fastest_plain']:.2f} {_interval(suite['speedup_over_fastest_plain_interval'])}",
+        "speedup over the fastest baseline": f"{suite['speedup_over_fastest_baseline']:.2f} {_interval(suite['speedup_over_fastest_baseline_interval'])}",
         "tokens per second": ", ".join(f"{name} {one['tokens_per_second']:.0f}" for name, one in suite["throughput"]["configurations"].items()),
-        "answers": f"{suite['prompts']}, identical: {suite['identical_to_plain']}",
+        "answers": f"{suite['prompts']}, identical: {suite['identical_to_baseline']}",
     }  # fmt: skip
     print(figures)
     # The demo's own held-out set has about 4,000 tokens: two percent is three standard errors; eight prompts have none to say.
@@ -224,7 +224,7 @@ def _demo_target() -> Path:
 
 
 def tune(cpu: bool) -> dict[str, str]:
-    """K for each load, predicted and by the clock."""
+    """K for each load, estimated and wall-clock."""
     _require_vllm(cpu)
     _demo_run()
     small = ["-s", "tune.k=[1,2]", "-s", "tune.concurrency=[1,4]", *_small(cpu)] if cpu else ["--verify"]
@@ -247,7 +247,7 @@ def mlp(cpu: bool) -> dict[str, str]:
     found = json.loads(results.read_text())
     suite = next(iter(found["suites"].values()))
     lengths = ", ".join(f"K={k} {at['acceptance_length']:.3f}" for k, at in suite["at_k"].items())
-    return {"acceptance length": lengths, "answers identical": str(suite["identical_to_plain"])}
+    return {"acceptance length": lengths, "answers identical": str(suite["identical_to_baseline"])}
 
 
 def two_gpus(cpu: bool) -> dict[str, str]:

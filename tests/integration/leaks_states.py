@@ -1,7 +1,7 @@
-"""A fault planted in vLLM, for test_fidelity.py: a twentieth of the previous position's state gets into every checked token's.
+"""A fault planted in vLLM for test_fidelity.py: a twentieth of the previous position's state leaks into every verified token's.
 
-An engine whose `worker_extension_cls` names `Extension` here imports this module in its own process, and in no other. Its drafts
-are K = 3 tokens long, so the states that logits are computed from come in fours while all sequences decode.
+An engine with the `worker_extension_cls` `Extension` of this module imports it in its own process only. Its drafts have K = 3 tokens, so
+the states for logits come in fours while all sequences decode.
 """
 
 import torch
@@ -23,4 +23,4 @@ LlamaForCausalLM.compute_logits = _wrong
 
 
 class Extension:
-    """Adds nothing to the worker."""
+    """A worker extension without content; importing it plants the fault."""

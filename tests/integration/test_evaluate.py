@@ -15,10 +15,10 @@ from safetensors.torch import load_file, save_file
 
 from draftsmith.config.recipe import Recipe
 from draftsmith.run.errors import DraftsmithError, UserError
-from draftsmith.serve.evaluation import evaluate as evaluate_module
+from draftsmith.serve.evaluation import lineup
 from draftsmith.serve.evaluation.engine import EngineHost, EngineSpec
 from draftsmith.serve.evaluation.evaluate import run_evaluate
-from draftsmith.serve.evaluation.results import Results
+from draftsmith.serve.evaluation.schema import Results
 from tests.integration.conftest import TINY_HEADS, TINY_HIDDEN, TINY_VOCAB, make_target
 
 pytestmark = pytest.mark.integration
@@ -110,16 +110,16 @@ def test_evaluate(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     for name, prompts in (("held_out", 5), ("other", 3)):
         suite = results["suites"][name]
         assert suite["prompts"] == prompts
-        assert suite["identical_to_plain"], suite["differences"]
+        assert suite["identical_to_baseline"], suite["differences"]
         assert suite["at_k"]["2"]["prompts_identical"] == prompts
         assert suite["at_k"]["2"]["draft_tokens"] == 2 * suite["at_k"]["2"]["drafts"] > 0
         assert len(suite["at_k"]["2"]["acceptance_per_position"]) == 2
-        assert suite["tokens_per_second"]["speculative"] / suite["tokens_per_second"]["plain"] == pytest.approx(
+        assert suite["tokens_per_second"]["speculative"] / suite["tokens_per_second"]["baseline"] == pytest.approx(
             suite["speedup"]
         )
         assert suite["at_k"]["2"]["fidelity"]["verdict"] == "identical"
         assert suite["control"]["tokens"] > 0
-        # bfloat16 is timed too, and its answers are held against plain decoding in bfloat16.
+        # bfloat16 is timed too, and its answers are compared with the baseline in bfloat16.
         assert set(suite["throughput"]["fidelity"]) == {
             f"K = {results['num_speculative_tokens']}, {dtype}" for dtype in ("float32", "bfloat16")
         }
@@ -133,13 +133,13 @@ def test_evaluate(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def no_engine(*arguments: object, **named: object) -> None:
         raise AssertionError("an evaluation that is finished must not start engines")
 
-    monkeypatch.setattr(evaluate_module, "start_engines", no_engine)
+    monkeypatch.setattr(lineup, "start_engines", no_engine)
     assert run_evaluate(recipe, run_dir) == results
 
     # An engine that cannot start says why, from its log.
-    missing = EngineSpec(name="plain", target=str(tmp_path / "nothing"), dtype="float32", engine=recipe.engine)
+    missing = EngineSpec(name="baseline", target=str(tmp_path / "nothing"), dtype="float32", engine=recipe.engine)
     with (
-        pytest.raises(DraftsmithError, match="engine `plain` failed while starting"),
+        pytest.raises(DraftsmithError, match="engine `baseline` failed while starting"),
         EngineHost(missing, tmp_path) as host,
     ):
         host.start().wait_ready()
@@ -148,14 +148,14 @@ def test_evaluate(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 _PARENT = """
 import sys
 from pathlib import Path
-from draftsmith.config.recipe import Engine
+from draftsmith.config.recipe import EngineConfig
 from draftsmith.serve.evaluation.engine import EngineSpec, EngineHost
 
 if __name__ == "__main__":
     target, logs = sys.argv[1:]
-    config = EngineSpec(name="plain", target=target, dtype="float32", engine=Engine(max_model_len=512, kv_cache_gib=0.1))
+    config = EngineSpec(name="baseline", target=target, dtype="float32", engine=EngineConfig(max_model_len=512, kv_cache_gib=0.1))
     host = EngineHost(config, Path(logs)).start().wait_ready()
-    print(host._process.pid, flush=True)
+    print(host._process.process.pid, flush=True)
     while True:
         host.generate([[n] * 8 for n in range(32)], max_tokens=400)
 """

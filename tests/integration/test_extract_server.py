@@ -121,7 +121,7 @@ def model(smollm2: Path) -> Any:
 
 def written(server: Server, answer: dict[str, Any]) -> Path:
     """The file that an answer names, once it is there. Nothing is asked meanwhile: an idle server writes it too."""
-    path = server.handoff / answer["kv_transfer_params"]["draftsmith_spool_file"]
+    path = server.handoff / answer["kv_transfer_params"]["draftsmith_handoff_file"]
     deadline = time.monotonic() + 60
     while not path.exists():
         assert time.monotonic() < deadline, f"{path} does not appear\n{server.log()[-3000:]}"
@@ -180,8 +180,8 @@ def test_clients_choose_no_file(server: Server, model: Any) -> None:
     before = files(server.folder.parent)
     paths = {
         "hidden_states_path": f"{outside}/evil",
-        "spool_directory": str(outside),
-        "draftsmith_spool_file": "../evil",
+        "handoff_directory": str(outside),
+        "draftsmith_handoff_file": "../evil",
     }
 
     def asked(name: str) -> dict[str, Any]:
@@ -199,11 +199,11 @@ def test_clients_choose_no_file(server: Server, model: Any) -> None:
     again = server.ask(request_id="same", prompt="The sky is", kv_transfer_params=asked(f"{outside}/theirs"))
 
     answers = [first, second, chat, again]
-    names = [answer["kv_transfer_params"]["draftsmith_spool_file"] for answer in answers]
+    names = [answer["kv_transfer_params"]["draftsmith_handoff_file"] for answer in answers]
     assert len(set(names)) == 4
     assert all(re.fullmatch(r"[0-9a-f]{32}\.safetensors", name) for name in names)
     for answer in answers:
-        assert set(answer["kv_transfer_params"]) == {"draftsmith_spool_file"}
+        assert set(answer["kv_transfer_params"]) == {"draftsmith_handoff_file"}
         check_answer(server, model, answer)
     assert not list(server.handoff.iterdir()), "four files, no more"
     changed = {path for path, _ in before ^ files(server.folder.parent)}
@@ -255,7 +255,7 @@ def test_a_failed_write_ends_an_idle_server(server: Server) -> None:
     [
         (
             "mkdir -p handoff\n",
-            "handoff, and no file can be written there (No such file or directory). Make that folder",
+            "handoff, where no file can be written (No such file or directory). Create that folder",
         ),
         ("--no-enable-prefix-caching ", "Start it with --no-enable-prefix-caching."),
     ],

@@ -10,6 +10,7 @@ from transformers import AutoTokenizer
 from draftsmith.config.recipe import EngineConfig
 from draftsmith.serve.evaluation import fidelity
 from draftsmith.serve.evaluation.engine import EngineHost, EngineSpec, start_engines
+from draftsmith.serve.evaluation.schema import Control, Fidelity
 from tests.integration.conftest import demo_prompts, in_soak
 
 pytestmark = pytest.mark.integration
@@ -27,7 +28,7 @@ class _LeaksStates(EngineSpec):
 
 @in_soak
 def test_rounding_is_excused_and_a_planted_fault_is_not(smollm2: Path, tmp_path: Path, every_core: None) -> None:
-    """The target drafts for itself: nearly all guesses are right, so nearly all tokens come from checking guesses."""
+    """The target drafts for itself: nearly all draft tokens are right, so nearly all tokens come from verification."""
     tokenizer: Any = AutoTokenizer.from_pretrained(smollm2)
     prompts = [
         tokenizer.apply_chat_template(
@@ -41,21 +42,21 @@ def test_rounding_is_excused_and_a_planted_fault_is_not(smollm2: Path, tmp_path:
         "memory_share": 1 / 3,
     }  # fmt: skip
     configs = [
-        EngineSpec(name="plain", **common),
+        EngineSpec(name="baseline", **common),
         EngineSpec(name="right", speculative=speculative, **common),
         _LeaksStates(name="wrong", speculative=speculative, **common),
     ]
     names = [f"p{n}" for n in range(PROMPTS)]
     hosts = start_engines(configs, tmp_path)
     try:
-        plain, right, wrong = ([*host.generate(prompts, max_tokens=TOKENS)[0]] for host in hosts)
-        against = fidelity.control(hosts[0], prompts, plain, piece=4, batch_size=PROMPTS, max_model_len=2048)
-        verdicts = [_verdict(hosts[0], names, prompts, plain, answers, against) for answers in (right, wrong)]
+        baseline, right, wrong = ([*host.generate(prompts, max_tokens=TOKENS)[0]] for host in hosts)
+        against = fidelity.control(hosts[0], prompts, baseline, piece=4, batch_size=PROMPTS, max_model_len=2048)
+        verdicts = [_verdict(hosts[0], names, prompts, baseline, answers, against) for answers in (right, wrong)]
     finally:
         for host in hosts:
             host.close()
     print(against["tokens"], against["differing"], verdicts)
-    assert 0 < against["tokens"] <= sum(len(answer.token_ids) for answer in plain)
+    assert 0 < against["tokens"] <= sum(len(answer.token_ids) for answer in baseline)
     assert verdicts[0]["verdict"] in ("identical", "near_ties"), verdicts[0]
     assert verdicts[1]["verdict"] == "wrong", verdicts[1]
     # Most of what the fault does is near-ties, which by themselves excuse everything.
@@ -64,17 +65,17 @@ def test_rounding_is_excused_and_a_planted_fault_is_not(smollm2: Path, tmp_path:
 
 
 def _verdict(
-    plain_engine: EngineHost,
+    engine: EngineHost,
     names: list[str],
     prompts: list[list[int]],
-    plain: list[Any],
+    baseline: list[Any],
     answers: list[Any],
-    against: fidelity.Control,
-) -> fidelity.Fidelity:
-    found = fidelity.differences(names, plain, answers, k=3)
-    fidelity.look_at_margins(
-        found, dict(zip(names, prompts, strict=True)), dict(zip(names, plain, strict=True)),
-        dict(zip(names, answers, strict=True)), plain_engine.logit_margin,
+    against: Control,
+) -> Fidelity:
+    found = fidelity.differences(names, baseline, answers, k=3)
+    fidelity.add_margins(
+        found, dict(zip(names, prompts, strict=True)), dict(zip(names, baseline, strict=True)),
+        dict(zip(names, answers, strict=True)), engine.logit_margin,
         fidelity.near_tie(DTYPE, on_gpu=False),
     )  # fmt: skip
-    return fidelity.judge(found, names, plain, against)
+    return fidelity.judge(found, names, baseline, against)

@@ -12,8 +12,8 @@ from safetensors.torch import load_file, save_file
 from torch.nn import functional as F
 from transformers import LlamaConfig, LlamaForCausalLM
 
-from draftsmith.convert.contents import EMBEDDING
 from draftsmith.convert.convert import convert_checkpoint, read, recognize
+from draftsmith.drafters.checkpoint import EMBEDDING
 from draftsmith.drafters.eagle3 import Eagle3Config, Eagle3Drafter
 from draftsmith.run.errors import UserError
 from draftsmith.store.format import Sequence
@@ -69,12 +69,12 @@ def test_speculators_drafters_are_read(made: dict[str, Path], name: str) -> None
     folder = made[name]
     found = recognize(folder / "made")
     assert (found.format, found.kind) == ("speculators", "eagle3")
-    contents = read(folder / "made", found)
-    assert contents.target["name"] == str(folder.parent / "target")
-    tensors = {key: weight.tensor() for key, weight in contents.weights.items()}
-    config = contents.drafter_config()
+    checkpoint = read(folder / "made", found)
+    assert checkpoint.target["name"] == str(folder.parent / "target")
+    tensors = {key: weight.tensor() for key, weight in checkpoint.weights.items()}
+    config = checkpoint.drafter_config()
     assert isinstance(config, Eagle3Config)
-    drafter = Eagle3Drafter(config, tensors.pop(EMBEDDING), contents.draft_token_ids)
+    drafter = Eagle3Drafter(config, tensors.pop(EMBEDDING), checkpoint.draft_token_ids)
     drafter.load_state_dict(tensors)
     inputs, theirs = load_file(folder / "inputs.safetensors"), load_file(folder / "make.safetensors")["logits"]
     sequence = Sequence(0, False, inputs["token_ids"], torch.ones(ROWS + 1, dtype=torch.bool), inputs["hidden_states"])
@@ -102,6 +102,6 @@ def test_layers_that_are_not_ours_are_refused(made: dict[str, Path], tmp_path: P
     shutil.copytree(made["plain"] / "made", tmp_path / "made")
     tensors = load_file(tmp_path / "made" / "model.safetensors")
     save_file(tensors | {"layers.0.self_attn.q_norm.weight": torch.ones(8)}, tmp_path / "made" / "model.safetensors")
-    with pytest.raises(UserError, match=r"No place is known .*q_norm"):
+    with pytest.raises(UserError, match=r"has no tensors .*q_norm"):
         convert_checkpoint(tmp_path / "made", tmp_path / "out", to="vllm")
     assert not (tmp_path / "out").exists()

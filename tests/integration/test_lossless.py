@@ -1,9 +1,9 @@
-"""Speculation changes speed, not text: sampled answers follow the target's own probabilities, for every method. And as many
-guesses are accepted as `draftsmith train` predicts.
+"""Speculation changes speed, not text: sampled answers follow the target's own probabilities with every method, and as many draft tokens
+are accepted as `draftsmith train` predicts.
 
-Engines of the same tiny target draw thousands of answers, plainly and with each method, and `tests/sampling.py` holds them against
-the probabilities that transformers computes, at a level divided by the number of tests. Engines that accept guesses a little
-too readily must be found out by the same tests.
+Engines of the same tiny target sample thousands of answers, without speculation and with each method, and `tests/sampling.py` tests
+them against the probabilities that transformers computes, at a level divided by the number of tests. The same tests must find
+engines that accept draft tokens slightly too often.
 """
 
 from dataclasses import dataclass
@@ -26,6 +26,7 @@ from draftsmith.target.info import TargetInfo, describe_target
 from draftsmith.target.reference_states import states_of
 from draftsmith.target.tensors import load_target_tensors
 from draftsmith.train.acceptance import predict_sampled_acceptance
+from draftsmith.train.packing import pack
 from tests.integration.conftest import SOAKING, in_soak, load_drafter, make_mtp_target, make_target, train_drafters
 from tests.sampling import Acceptance, same_distribution, token_probabilities
 
@@ -33,23 +34,23 @@ pytestmark = pytest.mark.integration
 
 SAMPLES, TOKENS, AT_ONCE = 10_000 if SOAKING else 2_000, 16, 512
 TEMPERATURE = 0.1
-"""Of a random target's nearly even distribution it leaves a few likely tokens, so that guesses are accepted and rejected."""
+"""Sharpens a random target's nearly uniform distribution to a few likely tokens, so that some draft tokens are accepted."""
 LEVEL = 1e-3
-"""Of all tests of a run together."""
+"""The level of all tests of a run together."""
 FINDS = 1.2
-"""A bias that every drafter's answers are enough to find, with power 0.95 as computed."""
+"""A bias that the answers of every drafter suffice to find with power 0.95."""
 PLANTED = (1.02, 1.1, 1.2) if SOAKING else (1.05,)
-"""How much too readily the planted bugs accept guesses."""
+"""How much too often the planted bugs accept draft tokens."""
 K = 3
 PROMPT = "one two three one two three one two"
-"""What repeats gives n-gram lookup something to find."""
+"""Repetition, for n-gram lookup."""
 LONG, LONG_TOKENS, GROUPS = 128, 192, 16
-"""Answers whose acceptance is held against the prediction, and the parts that they are divided into for standard errors."""
+"""Answers whose acceptance is compared with the prediction, and the groups that they are divided into for standard errors."""
 
 
 @dataclass(frozen=True)
 class Methods:
-    """What is tested: vLLM's `speculative_config` by name, and the run directories of our own drafters among them."""
+    """The methods: vLLM's `speculative_config` by name, and the run directories of those with a trained drafter."""
 
     configs: dict[str, dict[str, Any]]
     runs: dict[str, Path]
@@ -85,7 +86,7 @@ def configs_of(target: TargetInfo, runs: dict[str, Path]) -> dict[str, dict[str,
 def configs_of_others(target: TargetInfo, further: list[dict[str, Any]]) -> dict[str, dict[str, Any]]:
     """The same for methods without a drafter: a draft model, n-gram lookup, and further ones."""
     configs = {}
-    # The target as its own draft model: its guesses, greedy ones, are good, and so a bug in accepting them shows.
+    # The target as its own draft model drafts well, so that a bug in acceptance shows.
     for other in (
         {"method": "draft_model", "model": str(target.path)},
         {"method": "ngram", "prompt_lookup_min": 1, "prompt_lookup_max": 3},
@@ -98,24 +99,24 @@ def configs_of_others(target: TargetInfo, further: list[dict[str, Any]]) -> dict
 
 
 @dataclass(frozen=True, kw_only=True)
-class _AcceptsWrongly(EngineSpec):
+class _BiasedSampler(EngineSpec):
     """An engine with the planted bug."""
 
     bias: float
 
     def arguments(self) -> dict[str, Any]:
-        extension = f"tests.integration.accepts_wrongly.By{round(100 * self.bias)}"
+        extension = f"tests.integration.biased_sampler.By{round(100 * self.bias)}"
         return super().arguments() | {"worker_extension_cls": extension}
 
 
 @dataclass(frozen=True)
-class Variant:
-    """What one engine answered."""
+class Answers:
+    """One engine's answers."""
 
     short: list[Generated]
     long: list[Generated]
     counters: Counters
-    """Of the long answers."""
+    """For the long answers."""
 
 
 def prompt_of(target: TargetInfo) -> list[int]:
@@ -128,31 +129,31 @@ def prompt_of(target: TargetInfo) -> list[int]:
 def draw(
     target: TargetInfo, configs: dict[str, dict[str, Any]], planted: tuple[float, ...], folder: Path, *, long: bool,
     samples: int = SAMPLES,
-) -> tuple[dict[str, Variant], EngineHost]:  # fmt: skip
-    """Answers of an engine of each method, then of one for each planted bug, with the target as its own draft model; and a plain
-    engine, still running, with its answers under "plain"."""
-    arms: dict[str, tuple[type[EngineSpec], dict[str, Any]]] = {"plain": (EngineSpec, {"speculative": None})}
-    arms |= {name: (EngineSpec, {"speculative": config}) for name, config in configs.items()}
+) -> tuple[dict[str, Answers], EngineHost]:  # fmt: skip
+    """Answers of the baseline, of an engine for each method, and of one for each planted bug, with the target as its own draft
+    model; and the baseline engine, still running."""
+    variants: dict[str, tuple[type[EngineSpec], dict[str, Any]]] = {"baseline": (EngineSpec, {"speculative": None})}
+    variants |= {name: (EngineSpec, {"speculative": config}) for name, config in configs.items()}
     for bias in planted:
-        arms[f"planted {bias}"] = (_AcceptsWrongly, {"speculative": configs["draft_model"], "bias": bias})
+        variants[f"planted {bias}"] = (_BiasedSampler, {"speculative": configs["draft_model"], "bias": bias})
     engines = [
         kind(
             name=name.replace(" ", "-"), target=str(target.path), dtype="float32",
-            engine=EngineConfig(max_model_len=256, kv_cache_gib=1.0), max_num_seqs=AT_ONCE, memory_share=1 / len(arms), **options,
+            engine=EngineConfig(max_model_len=256, kv_cache_gib=1.0), max_num_seqs=AT_ONCE, memory_share=1 / len(variants), **options,
         )
-        for name, (kind, options) in arms.items()
+        for name, (kind, options) in variants.items()
     ]  # fmt: skip
     prompt = prompt_of(target)
     hosts = start_engines(engines, folder)
     answers = {}
     try:
-        for name, host in zip(arms, hosts, strict=True):
+        for name, host in zip(variants, hosts, strict=True):
             short, _ = host.generate([prompt] * samples, max_tokens=TOKENS, temperature=TEMPERATURE)
             assert len(short) == samples
             before, longer = host.counters(), []
             if long:
                 longer, _ = host.generate([prompt] * LONG, max_tokens=LONG_TOKENS, temperature=TEMPERATURE)
-            answers[name] = Variant(short, longer, host.counters() - before)
+            answers[name] = Answers(short, longer, host.counters() - before)
     except BaseException:
         hosts[0].close()
         raise
@@ -162,54 +163,56 @@ def draw(
     return answers, hosts[0]
 
 
-def hold_against_target(target: TargetInfo, answers: dict[str, Variant]) -> dict[str, tuple[float, Acceptance]]:
-    """By arm, the smaller probability of two tests, times two (Bonferroni), and the sample of the second."""
+def compare_with_target(target: TargetInfo, answers: dict[str, Answers]) -> dict[str, tuple[float, Acceptance]]:
+    """By variant: the smaller p-value of two tests, times two (Bonferroni), and the sample of the second."""
     model = AutoModelForCausalLM.from_pretrained(target.path, dtype=torch.float32).eval()
     prompt = prompt_of(target)
     found = {}
-    for name, arm in answers.items():
-        texts, accepted = [one.token_ids for one in arm.short], [one.accepted for one in arm.short]
+    for name, one in answers.items():
+        texts, accepted = [answer.token_ids for answer in one.short], [answer.accepted for answer in one.short]
         probabilities = token_probabilities(model, prompt, texts, TEMPERATURE)
         acceptance = Acceptance.of(texts, accepted, probabilities)
         tests = same_distribution(texts, probabilities), acceptance.probability(1.1)
         print(
             f"{name}: {tests[0]:.3g} any difference, {tests[1]:.3g} acceptance; {sum(map(sum, accepted))} accepted of "
-            f"{sum(sum(one.drafted) for one in arm.short)}, {len(acceptance.p)} places, share {acceptance.share:.2f}, smallest "
+            f"{sum(sum(answer.drafted) for answer in one.short)}, {len(acceptance.p)} places, share {acceptance.share:.2f}, smallest "
             f"bias {acceptance.smallest_bias(LEVEL / 2 / len(answers)):.3f}"
         )
         found[name] = 2 * min(tests), acceptance
-        if name != "plain":
-            assert 0 < sum(map(sum, accepted)) < sum(sum(one.drafted) for one in arm.short) or "planted" in name, name
+        if name != "baseline":
+            assert (
+                0 < sum(map(sum, accepted)) < sum(sum(answer.drafted) for answer in one.short) or "planted" in name
+            ), name
     return found
 
 
 @pytest.fixture(scope="module")
-def drawn(target: TargetInfo, methods: Methods, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Variant]:
-    """Answers of all engines; the plain one's logits are checked at once."""
-    answers, plain = draw(target, methods.configs, PLANTED, tmp_path_factory.mktemp("engines"), long=True)
+def drawn(target: TargetInfo, methods: Methods, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Answers]:
+    """Answers of all engines; the baseline's logits are checked at once."""
+    answers, baseline = draw(target, methods.configs, PLANTED, tmp_path_factory.mktemp("engines"), long=True)
     prompt = prompt_of(target)
-    with plain, torch.no_grad():
+    with baseline, torch.no_grad():
         logits = LlamaForCausalLM.from_pretrained(target.path)(torch.tensor([prompt])).logits[0, -1]
         first, second = logits.topk(2).indices.tolist()
-        assert plain.logit_margin(prompt, first, second) == pytest.approx(
+        assert baseline.logit_margin(prompt, first, second) == pytest.approx(
             float(logits[first] - logits[second]), abs=1e-3
         )
-        assert plain.logit_margin(prompt, first, int(logits.argmin())) is None
+        assert baseline.logit_margin(prompt, first, int(logits.argmin())) is None
     return answers
 
 
-def test_sampled_answers_follow_the_target(target: TargetInfo, methods: Methods, drawn: dict[str, Variant]) -> None:
-    found = hold_against_target(target, drawn)
+def test_sampled_answers_follow_the_target(target: TargetInfo, methods: Methods, drawn: dict[str, Answers]) -> None:
+    found = compare_with_target(target, drawn)
     level = LEVEL / len(found)
     for bias in PLANTED:
-        # Of the engine that accepts rightly: how likely this bug was to be found by so many answers.
+        # The probability of finding this bug with so many answers, from the correct engine.
         power = found["draft_model"][1].power(bias, level / 2)
         print(f"planted {bias}: power {power:.4f}, found with {found[f'planted {bias}'][0]:.3g}")
         assert power > 0.999, "too few answers"
         assert found[f"planted {bias}"][0] < level
-    for name in ("plain", *methods.configs):
+    for name in ("baseline", *methods.configs):
         assert found[name][0] > level, (name, found[name][0])
-    for name in methods.runs:  # how much n-gram and suffix find depends on what repeats
+    for name in methods.runs:  # how much n-gram and suffix decoding find depends on repetition
         assert found[name][1].power(FINDS, level / 2) > 0.95, (name, "too few answers")
 
 
@@ -221,16 +224,16 @@ def lengths(per_part: list[float]) -> tuple[float, float]:
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_predicted_acceptance_at_a_temperature(
-    target: TargetInfo, methods: Methods, drawn: dict[str, Variant], kind: str
+    target: TargetInfo, methods: Methods, drawn: dict[str, Answers], kind: str
 ) -> None:
-    """What vLLM's counters say at this temperature is what is predicted from text that the target sampled at it, within three
-    standard errors. vLLM's guesses are the drafter's likeliest tokens (`draft_sample_method` is `greedy`)."""
-    arm = drawn[kind]
-    assert arm.counters.accepted == sum(sum(one.accepted) for one in arm.long)
-    assert arm.counters.drafts == sum(len(one.accepted) for one in arm.long)
+    """vLLM's acceptance length at this temperature equals the prediction from text that the target sampled at it, within three
+    standard errors. vLLM's draft tokens are the drafter's likeliest (`draft_sample_method` is `greedy`)."""
+    answers = drawn[kind]
+    assert answers.counters.accepted == sum(sum(one.accepted) for one in answers.long)
+    assert answers.counters.drafts == sum(len(one.accepted) for one in answers.long)
     served, error = lengths(
         [
-            1 + sum(sum(one.accepted) for one in arm.long[i::GROUPS]) / sum(len(one.accepted) for one in arm.long[i::GROUPS])
+            1 + sum(sum(one.accepted) for one in answers.long[i::GROUPS]) / sum(len(one.accepted) for one in answers.long[i::GROUPS])
             for i in range(GROUPS)
         ]
     )  # fmt: skip
@@ -240,19 +243,20 @@ def test_predicted_acceptance_at_a_temperature(
     layers = (*sorted({*drafter.config.layer_ids} - {target.num_hidden_layers}), target.num_hidden_layers)
     prompt = prompt_of(target)
     sequences = []
-    for number, answer in enumerate(drawn["plain"].long):
+    for number, answer in enumerate(drawn["baseline"].long):
         ids = torch.tensor([*prompt, *answer.token_ids], dtype=torch.int32)
         states = states_of(model, ids[:-1].long(), layers)
         sequences.append(Sequence(number, True, ids, torch.arange(len(ids)) >= len(prompt), states))
     norm = torch.nn.RMSNorm(target.hidden_size, drafter.config.rms_norm_eps)
     norm.weight.data.copy_(tensors.final_norm_weight)
+    columns = [layers.index(layer) for layer in drafter.config.layer_ids]
 
     def predicted(temperature: float) -> tuple[float, float]:
         return lengths(
             [
                 predict_sampled_acceptance(
-                    drafter, sequences[i::GROUPS], [layers.index(layer) for layer in drafter.config.layer_ids], k=K,
-                    temperature=temperature, last_column=len(layers) - 1, norm=norm, head=tensors.lm_head.float(),
+                    drafter, [pack([one], steps=K).with_layers(columns, len(layers) - 1) for one in sequences[i::GROUPS]],
+                    k=K, temperature=temperature, norm=norm, head=tensors.lm_head.float(),
                 ).greedy_drafts[K]
                 for i in range(GROUPS)
             ]
@@ -269,13 +273,13 @@ def test_predicted_acceptance_at_a_temperature(
 
 
 @in_soak
-def test_a_target_s_own_layers_are_checked_rightly(tmp_path: Path) -> None:
+def test_a_target_s_own_layers_sample_correctly(tmp_path: Path) -> None:
     """`mtp`, on a tiny target with random weights."""
     make_mtp_target(tmp_path / "target")
     target = describe_target(tmp_path / "target")
     config = method_config(Mtp(method="mtp"), target, own_drafter=Path("none"))
     assert config is not None
-    answers, plain = draw(target, {"mtp": config}, (), tmp_path, long=False)
-    plain.close()
-    found = hold_against_target(target, answers)
+    answers, baseline = draw(target, {"mtp": config}, (), tmp_path, long=False)
+    baseline.close()
+    found = compare_with_target(target, answers)
     assert min(probability for probability, _ in found.values()) > LEVEL / len(found)

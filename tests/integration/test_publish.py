@@ -21,6 +21,7 @@ from draftsmith.config.recipe import Recipe
 from draftsmith.convert.convert import run_convert
 from draftsmith.drafters.checkpoint import Checkpoint
 from draftsmith.drafters.eagle3 import Eagle3Config, Eagle3Drafter
+from draftsmith.drafters.weights import in_memory
 from draftsmith.run import stage
 from draftsmith.serve.evaluation.evaluate import run_evaluate
 from draftsmith.target.info import describe_target
@@ -46,7 +47,7 @@ def make_checkpoint(directory: Path, recipe: Recipe, target_dir: Path) -> None:
     training = {"steps": 1, "tokens": 1, "parameters_trained": 1}
     stage.claim(directory, fresh=True)
     Checkpoint(
-        kind="eagle3", config=config.to_dict(), draft_token_ids=torch.arange(64), tensors=drafter.state_dict(), training=training,
+        kind="eagle3", config=config.to_dict(), draft_token_ids=torch.arange(64), weights=in_memory(drafter.state_dict()), training=training,
         target={"name": target.name, "revision": target.revision, "config_hash": target.config_hash},
     ).save(directory)  # fmt: skip
     sections = recipe.model_dump(mode="json", include={"seed", "target", "train"})

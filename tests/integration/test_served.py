@@ -19,7 +19,8 @@ from draftsmith.run import stage
 from draftsmith.run.errors import DraftsmithError, UserError
 from draftsmith.serve.proposals import Served, compare_proposals, record
 from draftsmith.target.tensors import load_target_tensors
-from draftsmith.train.train import SNAPSHOT, run_train
+from draftsmith.train.snapshot import SNAPSHOT
+from draftsmith.train.train import run_train
 from tests.integration.conftest import SOAKING, demo_prompts, in_soak, load_drafter, write_recipe
 
 pytestmark = pytest.mark.integration
@@ -152,7 +153,7 @@ def test_interrupted_training_ends_like_an_uninterrupted_one(
     interrupted = tmp_path / "run"
     interrupted.mkdir()
     (interrupted / "store").symlink_to(whole / "store")
-    write, calls = module._write_snapshot, []
+    write, calls = module.write_snapshot, []
 
     def write_and_die(*arguments: object) -> None:
         write(*arguments)  # type: ignore[arg-type]
@@ -160,7 +161,7 @@ def test_interrupted_training_ends_like_an_uninterrupted_one(
         if len(calls) == 2:
             raise KeyboardInterrupt
 
-    monkeypatch.setattr(module, "_write_snapshot", write_and_die)
+    monkeypatch.setattr(module, "write_snapshot", write_and_die)
     with pytest.raises(KeyboardInterrupt):
         run_train(load_recipe(recipe_path), interrupted)
     assert (interrupted / "checkpoint" / SNAPSHOT).exists()
@@ -174,7 +175,7 @@ def test_interrupted_training_ends_like_an_uninterrupted_one(
     assert not (interrupted / "checkpoint" / SNAPSHOT).exists()
 
 
-STAND_IN = Path(__file__).with_name("record_on_stand_in.py")
+FAKE_KERNELS = Path(__file__).with_name("record_with_fake_kernels.py")
 
 
 def test_8_bit_weights_are_read_as_written(run: tuple[Path, Path], smollm2: Path, tmp_path: Path) -> None:
@@ -184,7 +185,7 @@ def test_8_bit_weights_are_read_as_written(run: tuple[Path, Path], smollm2: Path
         convert_checkpoint(run[1] / "checkpoint", folder, to="vllm", quantize=folder.name)
     prompts = [[*AutoTokenizer.from_pretrained(smollm2)(text).input_ids] for text in demo_prompts(8)]
     drafters = [(folder, "eagle3") for folder in folders]
-    found = record(drafters, smollm2, prompts, k=K, max_tokens=32, recorder=STAND_IN)
+    found = record(drafters, smollm2, prompts, k=K, max_tokens=32, recorder=FAKE_KERNELS)
     for folder, served in zip(folders, found, strict=True):
         held = read(folder, recognize(folder))
         compared = compare_proposals(served, drafter_of(held, load_target_tensors(smollm2)), smollm2)

@@ -150,8 +150,8 @@ def test_a_dead_server_says_why(tmp_path: Path) -> None:
 
 
 @in_soak
-def test_every_method_answers_as_plain_decoding(smollm2: Path, tmp_path: Path) -> None:
-    """The real target through the server, by every way of speculating: the same texts, and guesses were made."""
+def test_every_method_answers_as_the_baseline(smollm2: Path, tmp_path: Path) -> None:
+    """The real target through the server, by every way of speculating: the same texts, and tokens were drafted."""
     recipe_path = write_recipe(
         tmp_path, smollm2, demo_prompts(40), ["What is a comet?", "Name three rivers."],
         extract={"max_num_seqs": 42, "max_tokens": 32},
@@ -187,7 +187,7 @@ def test_every_method_answers_as_plain_decoding(smollm2: Path, tmp_path: Path) -
 
 @in_soak
 def test_a_target_s_own_layers_guess(tmp_path: Path) -> None:
-    """`mtp` through the server, on a tiny target with random weights: answers are plain decoding's, and guesses were made."""
+    """`mtp` through the server, on a tiny target with random weights: answers are the baseline's, and tokens were drafted."""
     make_mtp_target(tmp_path / "target")
     recipe = tiny_recipe(tmp_path)
     answers: dict[str, list[list[int]]] = {}
@@ -216,12 +216,12 @@ def test_rates_with_real_servers(tmp_path: Path) -> None:
     found = run_evaluate(recipe.model_copy(update={"evaluate": options}), tmp_path / "runs" / "tiny")
     assert set(found["rates"]) == {"4", "50"}
     for rate in found["rates"].values():
-        for at_rate in (rate["plain"], rate["speculative"]):
+        for at_rate in (rate["baseline"], rate["speculative"]):
             assert at_rate["seconds_per_token"] <= at_rate["seconds_per_token_p99"]
             assert 0 < at_rate["first_token_seconds"] <= at_rate["first_token_seconds_p99"]
             assert at_rate["tokens_per_second"] == pytest.approx(12 * at_rate["requests_per_second"], rel=0.5)
-    assert found["rates"]["4"]["plain"]["requests_per_second"] <= 4
-    assert "As requests come" in (tmp_path / "runs" / "tiny" / "eval" / "report.html").read_text()
+    assert found["rates"]["4"]["baseline"]["requests_per_second"] <= 4
+    assert "By request rate" in (tmp_path / "runs" / "tiny" / "eval" / "report.html").read_text()
 
 
 REQUESTS, IN_FLIGHT = 500, 500
@@ -229,7 +229,7 @@ REQUESTS, IN_FLIGHT = 500, 500
 
 @in_soak
 def test_hundreds_of_clients_of_all_manners(tmp_path: Path) -> None:
-    """500 requests at once, some cut off, some nonsense: who waits gets plain decoding's answer, and nothing grows."""
+    """500 requests at once, some cut off, some nonsense: who waits gets the baseline's answer, and nothing grows."""
     make_target(tmp_path / "target")
     make_drafter(tmp_path / "runs" / "tiny" / "vllm", tmp_path / "target")
     recipe = tiny_recipe(tmp_path)

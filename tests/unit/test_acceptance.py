@@ -1,4 +1,4 @@
-"""Acceptance at a temperature, several sequences at once, and the speed-up that follows."""
+"""Predicted acceptance: of packed sequences, at a temperature, and the speedup that follows."""
 
 import json
 from dataclasses import replace
@@ -10,7 +10,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch.nn import functional as F
 
-from draftsmith.train import acceptance
+from draftsmith.drafters.batch import Batch
+from draftsmith.store.format import Sequence
+from draftsmith.train import packing
 from draftsmith.train.acceptance import (
     _expected_walk,
     _walk,
@@ -19,6 +21,7 @@ from draftsmith.train.acceptance import (
     predict_sampled_acceptance,
     predicted_speedup,
 )
+from draftsmith.train.packing import pack, pack_in_order
 from draftsmith.train.train import run_train
 from tests.unit.test_eagle3 import HIDDEN, VOCAB, make_drafter, make_sequence
 from tests.unit.tiny_run import make_recipe, make_run
@@ -37,18 +40,22 @@ def parts():  # type: ignore[no-untyped-def]
     return drafter, sequences, norm.requires_grad_(False), torch.randn(VOCAB, HIDDEN, dtype=torch.float64)
 
 
+def batches(sequences: list[Sequence]) -> list[Batch]:
+    return [batch.with_layers([0, 1, 2], 2) for batch in pack_in_order(sequences, steps=K)]
+
+
 def test_packing_changes_nothing(parts, monkeypatch: pytest.MonkeyPatch) -> None:  # type: ignore[no-untyped-def]
     drafter, sequences, norm, head = parts
-    # Where the target has written what the drafter guesses, there is something to accept.
+    # Tokens of the draft vocabulary, so that some are accepted.
     ids = drafter.draft_token_ids
     sequences = [replace(s, token_ids=ids[s.token_ids.long() % 3].int()) for s in sequences]
     found = []
     for at_once in (4096, 60, 1):
-        monkeypatch.setattr(acceptance, "_TOKENS_AT_ONCE", at_once)
-        assert len(list(acceptance._packed(drafter, sequences, steps=K))) == {4096: 1, 60: 3, 1: 5}[at_once]
+        monkeypatch.setattr(packing, "_TOKENS_IN_BATCH", at_once)
+        assert len(batches(sequences)) == {4096: 1, 60: 3, 1: 5}[at_once]
         found.append((
-            predict_acceptance(drafter, sequences, [0, 1, 2], k=K),
-            predict_sampled_acceptance(drafter, sequences, [0, 1, 2], k=K, temperature=0.7, last_column=2, norm=norm, head=head),
+            predict_acceptance(drafter, batches(sequences), k=K),
+            predict_sampled_acceptance(drafter, batches(sequences), k=K, temperature=0.7, norm=norm, head=head),
         ))  # fmt: skip
     assert found[0][0] == found[1][0] == found[2][0]
     for _, at_temperature in found[1:]:
@@ -60,16 +67,14 @@ def test_states_of_any_dtype(parts) -> None:  # type: ignore[no-untyped-def]
     drafter, sequences, _, _ = parts
     halves = [replace(s, hidden_states=s.hidden_states.bfloat16()) for s in sequences]
     doubles = [replace(s, hidden_states=s.hidden_states.double()) for s in halves]
-    assert predict_acceptance(drafter, halves, [0, 1, 2], k=K) == predict_acceptance(drafter, doubles, [0, 1, 2], k=K)
+    assert predict_acceptance(drafter, batches(halves), k=K) == predict_acceptance(drafter, batches(doubles), k=K)
 
 
 def test_probabilities_are_the_formulas(parts) -> None:  # type: ignore[no-untyped-def]
-    """One sequence, K = 1: the walk's expectation over p(d) and over sum min(p, q), from whole distributions."""
+    """One sequence, K = 1: the expected walk with p(d) and with sum min(p, q), from whole distributions."""
     drafter, (sequence, *_), norm, head = parts
-    found = predict_sampled_acceptance(
-        drafter, [sequence], [0, 1, 2], k=1, temperature=0.6, last_column=2, norm=norm, head=head
-    )
-    (batch,) = acceptance._packed(drafter, [sequence], steps=1)
+    found = predict_sampled_acceptance(drafter, batches([sequence]), k=1, temperature=0.6, norm=norm, head=head)
+    batch = pack([sequence], steps=1)
     (step,) = drafter.chain(batch, steps=1)
     rows = batch.loss_weights[:, 0].nonzero()[:, 0]
     p = (F.linear(norm(sequence.hidden_states[:, 2]), head) / 0.6).softmax(-1)[rows + 1]
@@ -90,37 +95,35 @@ def test_probabilities_are_the_formulas(parts) -> None:  # type: ignore[no-untyp
 
 
 def test_cold_sampling_is_greedy_decoding(parts) -> None:  # type: ignore[no-untyped-def]
-    """On text that the target wrote greedily, the lengths become those of `predict_acceptance`."""
+    """On text that the target generated greedily, the lengths become those of `predict_acceptance`."""
     _, sequences, norm, head = parts
     drafter = make_drafter(draft_vocab_size=VOCAB)
     drafter.draft_token_ids = torch.arange(VOCAB)
-    head = torch.cat([5 * head[:1], head[1:]])  # so that the target often writes token 0
+    head = torch.cat([5 * head[:1], head[1:]])  # so that token 0 is frequent
     written = []
     for s in sequences:
         greedy = F.linear(norm(s.hidden_states[:, 2]), head).argmax(-1)  # at row t: the token at t + 1
         written.append(replace(s, token_ids=torch.cat([s.token_ids[:1], greedy.int()])))
     with torch.no_grad():
-        drafter.lm_head.weight.zero_()  # it always guesses token 0, the first of equal logits
-    cold = predict_sampled_acceptance(
-        drafter, written, [0, 1, 2], k=K, temperature=1e-4, last_column=2, norm=norm, head=head
-    )
-    greedy_lengths = predict_acceptance(drafter, written, [0, 1, 2], k=K)
+        drafter.lm_head.weight.zero_()  # it always drafts token 0, the first of equal logits
+    cold = predict_sampled_acceptance(drafter, batches(written), k=K, temperature=1e-4, norm=norm, head=head)
+    greedy_lengths = predict_acceptance(drafter, batches(written), k=K)
     assert greedy_lengths[K] > 1
     assert cold.greedy_drafts == pytest.approx(greedy_lengths, abs=1e-6)
 
 
-def test_processes_that_share_the_text_predict_as_one(parts) -> None:  # type: ignore[no-untyped-def]
+def test_processes_that_share_the_text_predict_like_one(parts) -> None:  # type: ignore[no-untyped-def]
     drafter, sequences, _, _ = parts
-    ids = drafter.draft_token_ids  # so that there is something to accept
+    ids = drafter.draft_token_ids  # so that some are accepted
     sequences = [replace(s, token_ids=ids[s.token_ids.long() % 3].int()) for s in sequences]
-    every_second = torch.tensor([*count_accepted(drafter, sequences[::2], [0, 1, 2], k=K).values()])
-    found = predict_acceptance(drafter, sequences[1::2], [0, 1, 2], k=K, add_up=lambda counts: counts + every_second)
-    assert found == predict_acceptance(drafter, sequences, [0, 1, 2], k=K)
+    every_second = torch.tensor([*count_accepted(drafter, batches(sequences[::2]), k=K).values()])
+    found = predict_acceptance(drafter, batches(sequences[1::2]), k=K, add_up=lambda counts: counts + every_second)
+    assert found == predict_acceptance(drafter, batches(sequences), k=K)
     assert found[K] > 1
 
 
 def test_expected_walk() -> None:
-    # From row 1 one draft in two is accepted: on to row 3 or 2; row 3 is also reached from row 2.
+    # Half of the drafts from row 1 are accepted, leading to row 3 or row 2; row 3 is also reached from row 2.
     tokens, drafts = _expected_walk([[0.5]] * 4)
     assert drafts == pytest.approx(1 + 0.5 + 0.75)
     assert tokens == pytest.approx(drafts / 2)

@@ -1,4 +1,4 @@
-"""The command line's promise for bad input: one paragraph on standard error, exit status 2, no traceback."""
+"""The command line: bad input gives one paragraph on stderr, exit status 2 and no traceback; --help loads no torch."""
 
 import subprocess
 import sys
@@ -6,8 +6,11 @@ from pathlib import Path
 
 import pytest
 import yaml
+from typer.testing import CliRunner
 
-from draftsmith.cli import main
+from draftsmith.cli import app, main
+from draftsmith.run import stage
+from draftsmith.run.errors import UserError
 
 RECIPE = {
     "name": "cli",
@@ -59,24 +62,36 @@ def test_another_s_directory_is_left_alone(recipe: Path, tmp_path: Path) -> None
     checkpoint = tmp_path / "runs" / "cli" / "vllm"
     checkpoint.mkdir(parents=True)
     (checkpoint / "thesis.txt").write_text("years of work")
-    from draftsmith.run import stage
-    from draftsmith.run.errors import UserError
-
     with pytest.raises(UserError, match="was not made by Draftsmith"):
         stage.claim(checkpoint, fresh=True)
     assert (checkpoint / "thesis.txt").read_text() == "years of work"
 
 
 def test_help_and_version() -> None:
-    for command in (
-        "--help",
-        "run --help",
-        "extract --help",
-        "train --help",
-        "evaluate --help",
-        "serve --help",
-        "publish --help",
-        "doctor --help",
-    ):
-        assert run(*command.split()).returncode == 0
+    code = """
+import sys
+from draftsmith.cli import main
+
+for command in "", "run", "extract", "train", "convert", "evaluate", "tune", "serve", "publish", "inspect", "doctor":
+    sys.argv = ["draftsmith", *command.split(), "--help"]
+    try:
+        main()
+    except SystemExit as ended:
+        assert not ended.code
+    imported = {"torch", "vllm", "transformers", "accelerate"} & set(sys.modules)
+    assert not imported, (command, imported)
+"""
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.count("Usage") == 11
     assert run("version").stdout.strip() == "0.1.0"
+
+
+def test_evaluate_takes_one_recipe_or_compares_two(recipe: Path) -> None:
+    for arguments, message in (
+        ([str(recipe)] * 2, "Name one recipe"),
+        ([str(recipe), "--compare"], "--compare takes two evaluations"),
+    ):
+        refused = CliRunner().invoke(app, ["evaluate", *arguments])
+        assert isinstance(refused.exception, UserError)
+        assert message in str(refused.exception)

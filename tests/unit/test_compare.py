@@ -1,4 +1,4 @@
-"""Intervals over prompts, and two evaluations against each other."""
+"""Confidence intervals over prompts, and comparisons of two evaluations."""
 
 import copy
 import json
@@ -12,22 +12,21 @@ from typer.testing import CliRunner
 from draftsmith.cli import app
 from draftsmith.run.errors import UserError
 from draftsmith.serve.evaluation.compare import compare, read_results
-from draftsmith.serve.evaluation.intervals import bootstrap
-from draftsmith.serve.evaluation.results import acceptance_interval, categories
+from draftsmith.serve.evaluation.statistics import acceptance_interval, bootstrap, categories
 from tests.unit.test_serve import _results
 
 PROMPTS = 40
 
 
 def _counts(rate: float, seed: int, prompts: int = PROMPTS) -> dict[str, list[int]]:
-    """Drafts and accepted tokens of prompts that differ among themselves."""
+    """Drafts and accepted tokens of prompts of different difficulty."""
     draw = np.random.default_rng(seed)
     drafts = draw.integers(20, 60, prompts)
     ease = draw.normal(0.0, 0.15, prompts)
     return {f"p{n}": [int(drafts[n]), int(drafts[n] * max(0.0, rate + ease[n]))] for n in range(prompts)}
 
 
-def test_the_interval_holds_the_truth_as_often_as_it_says() -> None:
+def test_intervals_have_their_nominal_coverage() -> None:
     truth = 1 + sum(a for _, a in _counts(0.6, 999, 20_000).values()) / sum(
         d for d, _ in _counts(0.6, 999, 20_000).values()
     )
@@ -63,11 +62,11 @@ def test_categories_hold_their_own_prompts() -> None:
 
 
 ENGINE_NOISE = 0.02
-"""Planted: standard deviation of the logarithm of an engine's speed from start to start."""
+"""Planted standard deviation between engine starts of the logarithm of an engine's speed."""
 
 
 def _evaluation(rate: float, *, speed: float = 1.3, seed: int = 0, starts: int = 3) -> dict[str, Any]:
-    """Results of an evaluation whose engines differ from start to start, under both loads."""
+    """Results whose engines differ between starts, under both loads."""
     results: dict[str, Any] = copy.deepcopy(dict(_results()))
     counts = _counts(rate, seed)
     draw = np.random.default_rng([seed, starts, int(1000 * rate), int(1000 * speed)])
@@ -91,15 +90,15 @@ def test_worse_better_and_the_same() -> None:
     a = _evaluation(0.60)
     worse = {one["figure"]: one["verdict"] for one in compare(a, _evaluation(0.55))}
     assert worse["acceptance length, K = 2"] == "worse"
-    assert worse["speed-up"] == "same"
-    assert worse["speed-up, 4 at once"] == "same"
+    assert worse["speedup"] == "same"
+    assert worse["speedup, 4 at once"] == "same"
     better = {one["figure"]: one["verdict"] for one in compare(a, _evaluation(0.65, speed=1.5))}
-    assert (better["acceptance length, K = 3"], better["speed-up"]) == ("better", "better")
+    assert (better["acceptance length, K = 3"], better["speedup"]) == ("better", "better")
     assert {one["verdict"] for one in compare(a, a)} == {"same"}
 
 
-def test_the_same_drafter_with_engines_started_anew_is_seldom_worse() -> None:
-    """Greedy decoding accepts the same; only engines differ. And a tenth slower is found."""
+def test_the_same_drafter_is_seldom_worse_and_a_slowdown_is_found() -> None:
+    """Equal acceptance and only different engines; and a slowdown by a tenth."""
     alarms = found = 0
     for number in range(40):
         a, b = _evaluation(0.6, seed=2 * number), _evaluation(0.6, seed=2 * number + 1)
@@ -117,21 +116,21 @@ def test_the_same_drafter_with_engines_started_anew_is_seldom_worse() -> None:
 def test_one_engine_start_compares_no_speeds() -> None:
     a, b = _evaluation(0.6, starts=1), _evaluation(0.6, speed=1.0, starts=3)
     verdicts = {one["figure"]: one["verdict"] for one in compare(a, b)}
-    assert verdicts["speed-up"] == verdicts["speed-up, 4 at once"] == "untested"
+    assert verdicts["speedup"] == verdicts["speedup, 4 at once"] == "untested"
     assert verdicts["acceptance length, K = 2"] == "same"
 
 
-def test_what_does_not_compare() -> None:
+def test_evaluations_that_cannot_be_compared() -> None:
     other = _evaluation(0.6) | {"target": "another"}
     with pytest.raises(UserError, match="different targets"):
         compare(_evaluation(0.6), other)
     apart = _evaluation(0.6)
     apart["suites"] = {"elsewhere": apart["suites"]["held_out"]}
-    with pytest.raises(UserError, match="no suite with the same prompts, at least 5"):
+    with pytest.raises(UserError, match=r"no suite with the same prompts in common \(at least 5\)"):
         compare(_evaluation(0.6), apart)
 
 
-def test_the_command_says_3_when_worse(tmp_path: Path) -> None:
+def test_the_command_exits_with_3_if_worse(tmp_path: Path) -> None:
     for name, rate in (("a", 0.6), ("b", 0.5)):
         (tmp_path / name / "eval").mkdir(parents=True)
         (tmp_path / name / "eval" / "results.json").write_text(json.dumps(_evaluation(rate)))
@@ -153,7 +152,7 @@ def test_the_command_says_3_when_worse(tmp_path: Path) -> None:
     with pytest.raises(UserError, match="no evaluation in"):
         read_results(tmp_path / "nothing")
     (tmp_path / "b" / "eval" / "results.json").write_text('{"suites": {"s": {}}}')
-    with pytest.raises(UserError, match="earlier version"):
+    with pytest.raises(UserError, match=r"another version of Draftsmith.*Run `draftsmith evaluate` again"):
         read_results(tmp_path / "b")
     (tmp_path / "b" / "eval" / "results.json").write_text("[]")
     with pytest.raises(UserError, match="not the results"):

@@ -13,7 +13,7 @@ import pytest
 import torch
 
 from draftsmith.extract.gpu_copy import GpuCopier, Ring
-from draftsmith.extract.handoff import HandoffWriter, take_spool_file
+from draftsmith.extract.handoff import HandoffWriter, take_handoff_file
 from draftsmith.run.errors import UserError
 
 connector = pytest.importorskip("draftsmith.extract.connector")
@@ -86,12 +86,12 @@ def test_a_gpu_s_states_are_written_and_their_room_is_free_again(form: Any, tmp_
     of = cache("a token's layers", torch.float32)
     ours = states_connector(of)
     ours._copier, cuda = gpu_copier(of)
-    ours._spool = HandoffWriter(tmp_path, writes_over=True)
+    ours._writer = HandoffWriter(tmp_path, reuse_files=True)
     for name in ("one", "two"):
         ours._start_copy(connector._Save(name, f"{name}.safetensors", [7, 8, 9], [2], form))
     for name in ("one", "two"):
         ours._running.pop(name).result()
-        tokens, states = take_spool_file(tmp_path / f"{name}.safetensors")
+        tokens, states = take_handoff_file(tmp_path / f"{name}.safetensors")
         assert tokens.tolist() == [7, 8, 9]
         assert tuple(states.shape) == (3, LAYERS, HIDDEN)
     assert cuda.said.count("synchronize") == 2
@@ -107,7 +107,7 @@ def test_a_gpu_s_states_are_written_and_their_room_is_free_again(form: Any, tmp_
 def test_a_cpu_s_states_never_come_near_cuda(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.cuda, "Stream", mock.Mock(side_effect=AssertionError))
     ours = states_connector(cache("a token's layers", torch.float32))
-    ours._spool = HandoffWriter(tmp_path, writes_over=True)
+    ours._writer = HandoffWriter(tmp_path, reuse_files=True)
     for number in range(3):
         ours._start_copy(connector._Save(str(number), f"{number}.safetensors", [7], [number], "none"))
     for writing in ours._running.values():
@@ -144,7 +144,7 @@ def test_regions_of_a_ring_never_overlap(seed: int) -> None:
         assert len(region.memory) >= size
         region.memory.fill_(number % 251)
         held.append((region, number % 251))
-    with pytest.raises(ValueError, match="bytes are asked of a buffer"):
+    with pytest.raises(ValueError, match="bytes do not fit a buffer"):
         ring.take(64 * 256 + 1)
 
 

@@ -170,7 +170,7 @@ def test_a_file_that_is_no_data_set_is_a_clear_error(tmp_path, name, data):
 
 
 def test_a_folder_without_data_is_a_clear_error(tmp_path):
-    with pytest.raises(UserError, match="without data files"):
+    with pytest.raises(UserError, match="has no data files"):
         read(tmp_path)
 
 
@@ -267,7 +267,7 @@ def test_a_wrong_row_is_counted_and_explained(tmp_path, seed):
         ('{"messages": [{"content": "x"}]}', "no 'role'"),
         ('{"messages": [{"role": "user"}]}', "no 'content'"),
         ('{"messages": [{"role": "robot", "content": "x"}]}', "unknown role 'robot'"),
-        ('{"messages": [{"role": "user", "content": 3}]}', "must be a text"),
+        ('{"messages": [{"role": "user", "content": 3}]}', "must be a string"),
         ('{"messages": [{"role": "user", "content": [{"type": "image_url"}]}]}', "parts that are not text"),
         ('{"messages": 3}', "another type"),
         ('{"messages": [], "tools": 3}', "no message has the role `user`"),
@@ -365,7 +365,7 @@ def test_a_hub_data_set_is_streamed(monkeypatch):
 @pytest.mark.parametrize(
     ("options", "said"),
     [
-        ({"dataset": "owner/name", "path": "x"}, "another source"),
+        ({"dataset": "owner/name", "path": "x"}, "does not go with"),
         ({"path": "x", "revision": "abc"}, "go with `dataset`"),
         ({"dataset": "/a/b/c"}, "Hub id"),
     ],

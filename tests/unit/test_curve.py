@@ -1,4 +1,4 @@
-"""Step costs by K, and how sure the choice of K is."""
+"""Step costs by K, and the certainty of the choice of K."""
 
 import itertools
 
@@ -7,14 +7,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from draftsmith.serve.evaluation.curve import (
-    CurvePoint,
-    fastest,
-    non_decreasing,
-    rivals,
-    speedup_curve,
-    step_cost_curve,
-)
+from draftsmith.serve.evaluation.curve import fastest, non_decreasing, rivals, speedup_curve, step_cost_curve
+from draftsmith.serve.evaluation.schema import CurvePoint
 
 
 @given(st.lists(st.floats(0.5, 3.0), min_size=1, max_size=12))
@@ -38,8 +32,7 @@ def _starts(medians: list[list[float]], spread: float) -> list[dict[int, list[fl
     return [{k + 1: [median + float(x) for x in offsets] for k, median in enumerate(one)} for one in medians]
 
 
-def test_an_impossible_order_is_smoothed_and_the_choice_says_that_it_is_a_toss_up() -> None:
-    """The audit's figures: 1.25, 1.17, 1.31, 1.23 for K = 1 to 4."""
+def test_an_impossible_order_is_smoothed_and_the_choice_is_a_toss_up() -> None:
     costs = step_cost_curve(_starts([[1.25, 1.17, 1.31, 1.23], [1.15, 1.25, 1.29, 1.37]], 0.1))
     assert [costs[k]["cost"] for k in (1, 2, 3, 4)] == sorted(costs[k]["cost"] for k in (1, 2, 3, 4))
     assert costs[4]["measured"] == pytest.approx(1.30)

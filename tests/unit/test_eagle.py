@@ -1,4 +1,4 @@
-"""EAGLE's chain, loss and gradients against the paper's formulas, its noise, its start and its conversion."""
+"""EAGLE: chain, loss and gradients against the paper's formulas; noise, initialization and conversion."""
 
 import math
 from dataclasses import replace
@@ -8,6 +8,7 @@ import torch
 
 from draftsmith.drafters.checkpoint import Checkpoint
 from draftsmith.drafters.eagle import EagleConfig, EagleDrafter, EagleOptions
+from draftsmith.drafters.weights import in_memory
 from draftsmith.run.errors import DraftsmithError
 from draftsmith.store.format import Sequence
 from draftsmith.target.tensors import TargetTensors
@@ -55,7 +56,7 @@ def rope(x: torch.Tensor, position: int) -> torch.Tensor:
 
 
 def plain_chain(weights: Weights, d: EagleDrafter, sequence: Sequence, p: int, steps: int) -> list[torch.Tensor]:
-    """The state [H] that each chain step from position p foretells, one token at a time, from the formulas."""
+    """The state [H] that each chain step from position p predicts, one token at a time, by the formulas."""
     tokens = sequence.token_ids.tolist()
     keys, values = [], []
 
@@ -64,7 +65,7 @@ def plain_chain(weights: Weights, d: EagleDrafter, sequence: Sequence, p: int, s
         return (projected + weights.get(f"layers.0.self_attn.{name}.bias", 0)).view(heads, HEAD_DIM)
 
     def read(state: torch.Tensor, position: int) -> torch.Tensor:
-        """fc's output, whose key and value are put where attention finds them."""
+        """The output of `fc`; its key and value are appended for attention."""
         x = weights["fc.weight"] @ torch.cat([d.embedding[tokens[position + 1]], state]) + weights.get("fc.bias", 0)
         keys.append(rope(project("k_proj", x, KV_HEADS), position))
         values.append(project("v_proj", x, KV_HEADS))
@@ -72,7 +73,7 @@ def plain_chain(weights: Weights, d: EagleDrafter, sequence: Sequence, p: int, s
 
     for q in range(p):
         read(rms(sequence.hidden_states[q, 0], d.final_norm), q)
-    state, foretold = rms(sequence.hidden_states[p, 0], d.final_norm), []
+    state, predicted = rms(sequence.hidden_states[p, 0], d.final_norm), []
     for k in range(steps):
         x = read(state, p + k)
         query = rope(project("q_proj", x, HEADS), p + k)
@@ -86,8 +87,8 @@ def plain_chain(weights: Weights, d: EagleDrafter, sequence: Sequence, p: int, s
         gate, up, down = (weights[f"layers.0.mlp.{name}_proj.weight"] for name in ("gate", "up", "down"))
         gated = gate @ y
         state = r + down @ (gated / (1 + (-gated).exp()) * (up @ y))
-        foretold.append(state)
-    return foretold
+        predicted.append(state)
+    return predicted
 
 
 @pytest.mark.parametrize("changes", [{}, {"fc_bias": True, "attention_bias": True}])
@@ -95,26 +96,26 @@ def test_chain_loss_and_gradients_equal_the_formulas(changes: dict) -> None:
     """SmoothL1 on the state and a tenth of the soft cross-entropy, over three steps; float64, 1e-9."""
     drafter, steps = make_drafter(**changes), 3
     documents = [make_sequence(9, 4, 1), make_sequence(12, 6, 2)]
-    batch = pack(documents, steps=steps)
+    batch = pack(documents, steps=steps).with_layers([0], 0)
     norm = torch.nn.RMSNorm(HIDDEN, eps=EPS).double()
     norm.weight.data.copy_(drafter.final_norm)
     loss = ChainLoss(
         drafter, teacher_norm=norm, teacher_head=drafter.lm_head, ttt_steps=steps, ttt_loss_decay=0.8,
         terms=drafter.loss_terms(EagleOptions()),
     )  # fmt: skip
-    found = loss(batch, batch.hidden_states[:, 0]).loss
+    found = loss(batch).loss
     found.backward()
 
     weights = {name: value.detach().clone().requires_grad_() for name, value in drafter.state_dict().items()}
     each: list[list[torch.Tensor]] = [[] for _ in range(steps)]
     for document in documents:
-        wanted = rms(document.hidden_states[:, 0], drafter.final_norm)
+        normed = rms(document.hidden_states[:, 0], drafter.final_norm)
         last = len(document.token_ids) - 1
-        for p in range(len(wanted)):
+        for p in range(len(normed)):
             reached = min(steps, last - p - 1)
             for k, state in enumerate(plain_chain(weights, drafter, document, p, reached)):
                 if document.loss_mask[p + 2 + k]:
-                    z = wanted[p + 1 + k]
+                    z = normed[p + 1 + k]
                     apart = (state - z).abs()
                     feature = torch.where(apart < 1, apart**2 / 2, apart - 0.5).mean()
                     token = -((drafter.lm_head @ z).softmax(0) * (drafter.lm_head @ state).log_softmax(0)).sum()
@@ -126,7 +127,7 @@ def test_chain_loss_and_gradients_equal_the_formulas(changes: dict) -> None:
         torch.testing.assert_close(parameter.grad, weights[name].grad, rtol=1e-9, atol=1e-9)
 
 
-def test_noise_is_the_published_one_and_only_in_training() -> None:
+def test_noise_is_as_published_and_only_in_training() -> None:
     noisy, quiet = make_drafter(noise=0.2), make_drafter()
     batch = pack([make_sequence(40, 4, 1), make_sequence(11, 4, 2)], steps=1)
     clean = quiet.first_state(batch)
@@ -137,7 +138,7 @@ def test_noise_is_the_published_one_and_only_in_training() -> None:
     assert torch.equal(noisy.eval().first_state(batch), clean)
 
 
-def test_the_start_is_the_best_linear_guess() -> None:
+def test_initialization_is_the_best_linear_prediction() -> None:
     drafter = make_drafter()
     generator = torch.Generator().manual_seed(0)
     sequence = make_sequence(300, 0, 1)
@@ -149,23 +150,24 @@ def test_the_start_is_the_best_linear_guess() -> None:
         states.append(rms(from_token @ drafter.embedding[token] + from_state @ rms(states[-1], 1), 1))
     batch = pack([replace(sequence, hidden_states=torch.stack(states)[:, None])], steps=1)
     drafter.init_from_target(
-        TargetTensors(drafter.embedding, drafter.lm_head, drafter.final_norm, {}, ""),
-        [(batch, batch.hidden_states[:, 0])],
+        TargetTensors(drafter.embedding, drafter.lm_head, drafter.final_norm, {}, ""), [batch.with_layers([0], 0)]
     )
     with torch.no_grad():
         (step,) = drafter.chain(batch, steps=1)
-    wanted = rms(torch.stack(states), 1)[1 : len(step.normed) + 1]
-    left = (step.normed - wanted).pow(2).mean() / wanted.pow(2).mean()
-    assert left < 0.3, "a linear guess of a normed linear map"
+    expected = rms(torch.stack(states), 1)[1 : len(step.normed) + 1]
+    left = (step.normed - expected).pow(2).mean() / expected.pow(2).mean()
+    assert left < 0.3, "a linear prediction of a normed linear map"
 
 
 def test_conversion_is_closed() -> None:
     drafter = make_drafter(num_layers=2)
     tensors = drafter.state_dict()
-    checkpoint = Checkpoint("eagle", drafter.config.to_dict(), {"name": "t"}, drafter.draft_token_ids, tensors)
+    checkpoint = Checkpoint(
+        "eagle", drafter.config.to_dict(), {"name": "t"}, drafter.draft_token_ids, in_memory(tensors)
+    )
     config, found = to_vllm(checkpoint, "float32")
     assert set(found) == set(tensors)
     assert not {"layers.0.input_layernorm.weight", "fc.bias", "lm_head.weight", "embed_tokens.weight"} & set(found)
     assert (config["architectures"], config["num_hidden_layers"]) == (["EagleLlamaForCausalLM"], 2)
     with pytest.raises(DraftsmithError, match="not those of the config"):
-        to_vllm(replace(checkpoint, tensors=tensors | {"fc.bias": torch.ones(HIDDEN)}), "float32")
+        to_vllm(replace(checkpoint, weights=in_memory(tensors | {"fc.bias": torch.ones(HIDDEN)})), "float32")

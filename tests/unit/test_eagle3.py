@@ -1,4 +1,4 @@
-"""EAGLE-3's chain against a plain re-computation, packing, the linear start and the loss."""
+"""EAGLE-3: the packed chain against the formulas, and what packing weights."""
 
 import math
 from dataclasses import replace
@@ -7,7 +7,7 @@ import pytest
 import torch
 from torch.nn import functional as F
 
-from draftsmith.drafters import decoder
+from draftsmith.drafters import attention
 from draftsmith.drafters.eagle3 import Eagle3Config, Eagle3Drafter
 from draftsmith.store.format import Sequence
 from draftsmith.train.packing import pack
@@ -42,7 +42,7 @@ def make_sequence(tokens: int, prompt: int, seed: int) -> Sequence:
 def plain_chain(
     d: Eagle3Drafter, sequence: Sequence, p: int, steps: int, weights: dict[str, torch.Tensor]
 ) -> list[torch.Tensor]:
-    """Logits [V] of each chain step from position p, one token at a time, from the formulas."""
+    """Logits [V] of each chain step from position p, one token at a time, by the formulas."""
     config = d.config
 
     def rms(x: torch.Tensor, name: str) -> torch.Tensor:
@@ -115,11 +115,11 @@ def plain_chain(
 )  # fmt: skip
 @pytest.mark.parametrize("small_tiles", [False, True])
 def test_packed_chain_equals_the_formulas(changes: dict, small_tiles: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Outputs, and gradients of a random function of them."""
-    if small_tiles:  # every document in several blocks, several blocks in a tile, scores computed again
-        monkeypatch.setattr(decoder, "_QUERIES_IN_BLOCK", 3)
-        monkeypatch.setattr(decoder, "_SCORES_KEPT", 0)
-        monkeypatch.setattr(decoder, "_AREA_OVER_NEEDED", 1.5)
+    """Logits, and gradients of a random function of them."""
+    if small_tiles:  # every document in several blocks, several blocks in a tile, scores recomputed
+        monkeypatch.setattr(attention, "_QUERIES_IN_BLOCK", 3)
+        monkeypatch.setattr(attention, "_SCORES_KEPT", 0)
+        monkeypatch.setattr(attention, "_AREA_OVER_NEEDED", 1.5)
     drafter = make_drafter(**changes)
     documents = [make_sequence(9, 4, 1), make_sequence(14, 6, 2), make_sequence(6, 2, 3)]
     if width := changes.get("target_hidden_size"):
@@ -147,8 +147,8 @@ def test_packed_chain_equals_the_formulas(changes: dict, small_tiles: bool, monk
         torch.testing.assert_close(parameter.grad, weights[name].grad, rtol=1e-9, atol=1e-9)
 
 
-def test_what_counts() -> None:
-    """The first response token counts at step 0 of the row two before it; nothing past the end does."""
+def test_loss_weights() -> None:
+    """The first response token has a weight at step 0 of the row two before it; nothing past the end has any."""
     batch = pack([make_sequence(7, 3, 1)], steps=2)
     assert batch.loss_weights.tolist() == [[0, 1], [1, 1], [1, 1], [1, 1], [1, 0], [0, 0]]
     tokens = make_sequence(7, 3, 1).token_ids.tolist()
@@ -156,8 +156,8 @@ def test_what_counts() -> None:
     assert batch.next_tokens[5].tolist() == [tokens[6], 0, 0]
 
 
-def test_more_layers_run_every_row() -> None:
-    """With two layers, rows that are not predicted from still reach the second layer's keys."""
+def test_two_layers_run_every_row() -> None:
+    """With two layers, rows that nothing is predicted from still give the second layer keys."""
     drafter = make_drafter(num_layers=2)
     sequence = make_sequence(12, 6, 1)
     everything = Sequence(1, False, sequence.token_ids, torch.ones(12, dtype=torch.bool), sequence.hidden_states)

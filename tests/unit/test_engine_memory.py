@@ -83,7 +83,7 @@ def test_a_whole_run_of_an_8b_target_fits_80_gb_gpus(which: str) -> None:
     for name in ("extract", "train", "evaluate"):
         needed = sum(stages[name]["memory_bytes"].values())
         assert needed <= stages[name]["memory_limit"] <= H100, f"{name} needs {needed / GIB:.1f} GiB"
-    # Plain decoding and one way of speculating are up together, at least.
+    # The baseline and one speculative engine are up together, at least.
     together = [part for part in stages["evaluate"]["memory_bytes"] if part.startswith("target, in")]
     assert int(together[0].split()[2]) >= 2
     # Extraction's cache holds the states beside the keys and values, and what a step computes with is not in the plan.

@@ -1,20 +1,22 @@
-"""The course of an evaluation, with engines that keep a clock of their own: what is measured, and what is not measured twice."""
+"""Evaluation with fake engines on a simulated clock: what is measured, and what is not measured twice."""
 
 import json
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
 from pydantic import TypeAdapter
 
 from draftsmith.config import recipe
+from draftsmith.config.evaluation import EvaluateConfig, SuiteConfig
+from draftsmith.data.turns import TurnRenderer
 from draftsmith.run import stage
+from draftsmith.run.atomic_io import write_json
 from draftsmith.run.errors import UserError
-from draftsmith.serve.evaluation import compare, evaluate
+from draftsmith.serve.evaluation import acceptance, compare, evaluate, lineup, speed
 from draftsmith.serve.evaluation.evaluate import run_evaluate
-from draftsmith.serve.evaluation.results import Results
-from tests.unit.clockwork import COSTS, Engine, make_recipe_and_run, pretend_gpu
+from draftsmith.serve.evaluation.schema import Results
+from tests.unit.fake_engine import COSTS, Engine, make_recipe_and_run, pretend_gpu
 
 
 @pytest.fixture
@@ -22,7 +24,7 @@ def run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> tuple[recipe.Recipe,
     """Two suites, one of conversations with two turns in two categories; a method beside the drafter; two batch sizes."""
     Engine.started.clear()
     monkeypatch.setattr(
-        evaluate, "start_engines", lambda configs, folder, on_ready: [Engine(config) for config in configs]
+        lineup, "start_engines", lambda configs, folder, on_ready: [Engine(config) for config in configs]
     )
     loaded, run_dir = make_recipe_and_run(tmp_path)
     rows = [
@@ -38,10 +40,10 @@ def run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> tuple[recipe.Recipe,
         "methods": {"lookup": {"method": "ngram", "num_speculative_tokens": 1}},
         "k": [1, 2, 3], "acceptance_k": 3, "concurrency": [1, 4], "acceptance_batch_size": 4, "examples": 2,
     }  # fmt: skip
-    return loaded.model_copy(update={"evaluate": recipe.EvaluateConfig.model_validate(options)}), run_dir
+    return loaded.model_copy(update={"evaluate": EvaluateConfig.model_validate(options)}), run_dir
 
 
-def test_what_is_planted_is_found(run: tuple[recipe.Recipe, Path]) -> None:
+def test_planted_figures_are_found(run: tuple[recipe.Recipe, Path]) -> None:
     found = run_evaluate(*run)
     TypeAdapter(Results).validate_python(found, strict=True)
     assert {int(k): point["step_cost"] for k, point in found["k_curve"].items()} == pytest.approx(
@@ -61,14 +63,14 @@ def test_what_is_planted_is_found(run: tuple[recipe.Recipe, Path]) -> None:
     assert set(found["load"]) == {"1", "4"}
     at_four = found["load"]["4"]
     assert (at_four["in_flight"], at_four["requests"], at_four["engine_starts"]) == (4, 40, 3)
-    assert at_four["configurations"]["plain, float32"]["seconds_per_token"] == pytest.approx(0.05)
-    assert at_four["configurations"]["plain, float32"]["tokens_per_second"] == pytest.approx(4 / 0.05)
+    assert at_four["configurations"]["baseline, float32"]["seconds_per_token"] == pytest.approx(0.05)
+    assert at_four["configurations"]["baseline, float32"]["tokens_per_second"] == pytest.approx(4 / 0.05)
     # 64 tokens: the first, then 2.25 a step at 1.3 times the cost.
     assert at_four["speedup"]["value"] == pytest.approx(64 / (1 + 63 / 2.25) / 1.3, rel=0.02)
     assert at_four["noise"]["by_start"] == pytest.approx([1, 1, 1])
     assert len(found["examples"]) == 2
     assert found["suites"]["questions"]["quality"] is None
-    assert talks["identical_to_plain"]
+    assert talks["identical_to_baseline"]
     assert {one["fidelity"]["verdict"] for one in talks["at_k"].values()} == {"identical"}
 
 
@@ -86,67 +88,57 @@ def test_answers_are_scored_and_rates_asked(run: tuple[recipe.Recipe, Path], mon
     source.write_text(
         "\n".join(json.dumps({"question": f"{n}?", ("answer", "expected")[n % 2]: f"#### {n}"}) for n in range(6, 9))
     )
-    suites["talks"] = recipe.SuiteConfig.model_validate(
+    suites["talks"] = SuiteConfig.model_validate(
         {"prompts": {"path": str(source)}, "score": "last_number", "max_tokens": 9}
     )
     options = {"suites": suites, "request_rates": (0.5,), "request_prompts": 4}
     asked: list[Any] = []
-    monkeypatch.setattr(evaluate, "at_request_rates", lambda *arguments, **named: asked.append(arguments[2:4]) or {})
-    monkeypatch.setattr(evaluate.Renderer, "text", lambda self, prompt: prompt.id)
-    texts = iter(["7", "7", "it is 7", "8", "6 or 8", "8"])  # plain and speculative, in turns
-    renderer = evaluate.Renderer.quality
-
-    def quality(self: Any, *arguments: Any) -> Any:
-        if arguments[0].score:
-            self._tokenizer = SimpleNamespace(decode=lambda ids, **named: next(texts))
-        return renderer(self, *arguments)
-
-    monkeypatch.setattr(evaluate.Renderer, "quality", quality)
+    monkeypatch.setattr(evaluate, "at_request_rates", lambda *arguments, **named: asked.append(arguments[2:4]))
+    texts = iter(["7", "7", "it is 7", "8", "6 or 8", "8"])  # baseline and speculative, in turns
+    monkeypatch.setattr(TurnRenderer, "decode", lambda self, answer: next(texts))
     found = run_evaluate(loaded.model_copy(update={"evaluate": loaded.evaluate.model_copy(update=options)}), run_dir)
     assert found["suites"]["talks"]["quality"] == {
-        "measure": "last_number", "prompts": 3, "plain": pytest.approx(2 / 3), "speculative": pytest.approx(1 / 3),
+        "measure": "last_number", "prompts": 3, "baseline": pytest.approx(2 / 3), "speculative": pytest.approx(1 / 3),
     }  # fmt: skip
     [(speculative, prompts)] = asked
     assert speculative["num_speculative_tokens"] == 2
-    assert prompts == ["12", "13", "14", "15"]
+    assert prompts == [f"question {number}" for number in (12, 13, 14, 15)]
 
 
-def test_killed_it_goes_on_after_the_last_suite(
-    run: tuple[recipe.Recipe, Path], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_killed_evaluation_resumes(run: tuple[recipe.Recipe, Path], monkeypatch: pytest.MonkeyPatch) -> None:
     whole = run_evaluate(*run)
     loaded, run_dir = run
     (run_dir / "eval" / stage.MARKER).unlink()
     stage.claim(run_dir / "eval", fresh=True)
-    in_batches = evaluate.in_batches
+    in_batches = acceptance.in_batches
     asked: list[str] = []
 
-    def dying(engines: Any, arms: Any, suite: Any, *rest: Any, **named: Any) -> Any:
+    def dying(engines: Any, compared: Any, suite: Any, *rest: Any, **named: Any) -> Any:
         asked.append(suite.name)
         if asked == ["questions", "talks"]:
             raise KeyboardInterrupt
-        return in_batches(engines, arms, suite, *rest, **named)
+        return in_batches(engines, compared, suite, *rest, **named)
 
-    monkeypatch.setattr(evaluate, "in_batches", dying)
+    monkeypatch.setattr(acceptance, "in_batches", dying)
     with pytest.raises(KeyboardInterrupt):
         run_evaluate(*run)
     assert not (run_dir / "eval" / stage.MARKER).exists()
     Engine.started.clear()
     again = run_evaluate(*run)
     assert asked == ["questions", "talks", "talks"]
-    # K = 1 is out of the running, and step costs are known; then come the three starts of the speed phase.
+    # K = 1 is not measured on the second suite, and step costs are known; then come the three starts of the speed phase.
     names = [config.name for config in Engine.started]
-    assert names[:4] == ["plain", "k2", "k3", "method-lookup"]
-    assert [name for name in names[4:] if name == "plain-float32"] == ["plain-float32"] * 3
-    assert names[4] == "plain-float32"  # and no more engines for step costs before
+    assert names[:4] == ["baseline", "k2", "k3", "method-lookup"]
+    assert [name for name in names[4:] if name == "baseline-float32"] == ["baseline-float32"] * 3
+    assert names[4] == "baseline-float32"  # and no more engines for step costs before
     for name in ("suites", "k_curve", "num_speculative_tokens", "load", "examples"):
         assert json.dumps(again[name]) == json.dumps(whole[name])  # type: ignore[literal-required]
     assert not (run_dir / "eval" / "partial.json").exists()
 
-    # Killed while speeds are measured: starts and suites that are finished are not measured again.
+    # Killed while measuring speeds: finished engine starts and suites are not measured again.
     (run_dir / "eval" / stage.MARKER).unlink()
     stage.claim(run_dir / "eval", fresh=True)
-    run_load, timed = evaluate.run_load, []
+    run_load, timed = speed.run_load, []
 
     def dying_load(engines: Any, requests: Any, in_flight: int, name: str) -> Any:
         timed.append((name, in_flight))
@@ -154,7 +146,7 @@ def test_killed_it_goes_on_after_the_last_suite(
             raise KeyboardInterrupt
         return run_load(engines, requests, in_flight, name)
 
-    monkeypatch.setattr(evaluate, "run_load", dying_load)
+    monkeypatch.setattr(speed, "run_load", dying_load)
     with pytest.raises(KeyboardInterrupt):
         run_evaluate(*run)
     again = run_evaluate(*run)
@@ -164,15 +156,15 @@ def test_killed_it_goes_on_after_the_last_suite(
     assert asked[-2:] == ["questions", "talks"]
     count = len(asked)
 
-    # Another recipe's measurements are not gone on with.
+    # Partial results of another recipe are ignored.
     (run_dir / "eval" / stage.MARKER).unlink()
-    stage.write_json(run_dir / "eval" / "partial.json", {"inputs": "another", "suites": {}})
+    write_json(run_dir / "eval" / "partial.json", {"inputs": "another", "suites": {}})
     run_evaluate(loaded, run_dir)
     assert asked[count:] == ["questions", "talks"]
 
 
 class Drifting(Engine):
-    """An engine on a machine that gets slower with every engine that was started."""
+    """An engine on a machine that gets slower with every engine start."""
 
     up: set[str] = set()  # noqa: RUF012
 
@@ -184,10 +176,10 @@ class Drifting(Engine):
         self.up.discard(self.config.name)
 
 
-def test_groups_beside_plain_decoding_find_what_all_at_once_do(
+def test_groups_give_the_same_ratios_as_all_engines_at_once(
     run: tuple[recipe.Recipe, Path], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """On a GPU that holds two engines: no more are ever up, and every ratio is of engines that were up together."""
+    """A GPU that holds two engines: never more are up, and every ratio is of engines that were up together."""
     loaded, run_dir = run
     loaded = loaded.model_copy(update={"evaluate": loaded.evaluate.model_copy(update={"dtypes": ("bfloat16",)})})
     whole = run_evaluate(loaded, run_dir)
@@ -201,29 +193,29 @@ def test_groups_beside_plain_decoding_find_what_all_at_once_do(
         assert all(config.memory_share == 0.5 and config.gpus == ("0",) for config in configs)
         return [Drifting(config) for config in configs]
 
-    monkeypatch.setattr(evaluate, "start_engines", start)
+    monkeypatch.setattr(lineup, "start_engines", start)
     found = run_evaluate(loaded, run_dir)
     assert not Drifting.up
     assert found["engine"] == {"enforce_eager": False, "tensor_parallel_size": 1, "at_once": 2}
     names = [config.name for config in Engine.started]
-    step_costs = ["plain", "k1", "k2", "k3"]
-    assert names[: 3 * len(step_costs)] == step_costs * 3, "plain decoding is started once and stays"
+    step_costs = ["baseline", "k1", "k2", "k3"]
+    assert names[: 3 * len(step_costs)] == step_costs * 3, "the baseline is started once and stays"
     for k, point in found["k_curve"].items():
         assert point["step_cost"] == pytest.approx(whole["k_curve"][k]["step_cost"])
     for key in ("num_speculative_tokens", "examples"):
         assert found[key] == whole[key]  # type: ignore[literal-required]
     for name, suite in found["suites"].items():
-        for key in ("acceptance_length", "at_k", "categories", "identical_to_plain", "control"):
+        for key in ("acceptance_length", "at_k", "categories", "identical_to_baseline", "control"):
             ours, theirs = (json.dumps(_without_seconds(one[key])) for one in (suite, whole["suites"][name]))  # type: ignore[literal-required]
             assert ours == theirs, key
-        for speed, expected in zip(_speeds(suite), _speeds(whole["suites"][name]), strict=True):
-            assert speed == pytest.approx(expected)
+        for value, expected in zip(_speeds(suite), _speeds(whole["suites"][name]), strict=True):
+            assert value == pytest.approx(expected)
     (drafter, again), (alike, noise) = (
-        compare._over_plain(one["suites"]["questions"]["throughput"]) for one in (found, whole)
+        compare._over_baseline(one["suites"]["questions"]["throughput"]) for one in (found, whole)
     )
     for ours, theirs in ((drafter, alike), (again, noise)):
         assert [_ratios(start) for start in ours] == [pytest.approx(_ratios(start)) for start in theirs]
-    assert "plain_starts" not in json.dumps(whole["suites"])
+    assert "baseline_starts" not in json.dumps(whole["suites"])
     assert found["load"]["4"]["speedup"]["value"] == pytest.approx(whole["load"]["4"]["speedup"]["value"])
     assert found["load"]["4"]["noise"]["by_start"] == pytest.approx([1, 1, 1])
 
@@ -233,8 +225,8 @@ def _speeds(suite: Any) -> list[float]:
 
 
 def _ratios(start: Any) -> dict[str, float]:
-    """By prompt: tokens per second over plain decoding's."""
-    return {prompt: above / over / (plain / spent) for prompt, (plain, spent, above, over) in start.items()}
+    """By prompt: tokens per second over the baseline's."""
+    return {prompt: above / over / (below / spent) for prompt, (below, spent, above, over) in start.items()}
 
 
 def _without_seconds(value: Any) -> Any:
@@ -243,19 +235,19 @@ def _without_seconds(value: Any) -> Any:
     return value
 
 
-def test_a_gpu_that_holds_no_two_engines_is_said_before_any_starts(
+def test_a_gpu_too_small_for_two_engines_is_an_error_before_any_starts(
     run: tuple[recipe.Recipe, Path], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     loaded, run_dir = run
     pretend_gpu(monkeypatch, run_dir.parent, gib=4)
     with pytest.raises(
-        UserError, match=r"do not fit on this machine: an engine needs about 2\.\d GiB.*evaluate\.acceptance_batch_size"
+        UserError, match=r"do not fit on this machine: an engine needs about 2\.\d GiB.*evaluate\.concurrency"
     ):
         run_evaluate(loaded, run_dir)
     assert not Engine.started
 
 
-def test_answers_that_are_not_the_target_s_have_a_status_of_their_own(
+def test_wrong_answers_have_an_exit_status_of_their_own(
     run: tuple[recipe.Recipe, Path], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def start(configs: Any, folder: Any, on_ready: Any) -> list[Engine]:
@@ -264,8 +256,8 @@ def test_answers_that_are_not_the_target_s_have_a_status_of_their_own(
             engine.token = 8 if engine.config.num_speculative_tokens == 3 else 7
         return engines
 
-    monkeypatch.setattr(evaluate, "start_engines", start)
-    for _ in range(2):  # the second time it is found finished, and is no better for it
+    monkeypatch.setattr(lineup, "start_engines", start)
+    for _ in range(2):  # the second time it is finished and still an error
         with pytest.raises(
             evaluate.WrongAnswersError, match=r"questions, K = 3: 16 of 16 answers differ, 16 of them"
         ) as raised:
@@ -279,10 +271,8 @@ def test_answers_that_are_not_the_target_s_have_a_status_of_their_own(
     assert loaded.evaluate.acceptance_k == 3
 
 
-def test_the_fastest_plain_configuration_is_what_counts(
-    run: tuple[recipe.Recipe, Path], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Plain bfloat16 is half as fast again as plain float32, and speculation gains less in it."""
+def test_the_fastest_baseline_is_what_counts(run: tuple[recipe.Recipe, Path], monkeypatch: pytest.MonkeyPatch) -> None:
+    """The baseline is half as fast again in bfloat16 as in float32, and speculation gains less in it."""
 
     def start(configs: Any, folder: Any, on_ready: Any) -> list[Engine]:
         engines = [Engine(config) for config in configs]
@@ -291,10 +281,10 @@ def test_the_fastest_plain_configuration_is_what_counts(
                 engine.factor = 1.0 if engine.config.num_speculative_tokens else 1 / 1.5
         return engines
 
-    monkeypatch.setattr(evaluate, "start_engines", start)
+    monkeypatch.setattr(lineup, "start_engines", start)
     monkeypatch.setattr("draftsmith.serve.evaluation.configurations.machine_dtypes", lambda: ["float32", "bfloat16"])
     suite = run_evaluate(*run)["suites"]["questions"]
-    speed = suite["throughput"]
-    assert (speed["fastest_plain"], speed["fastest_speculative"]) == ("plain, bfloat16", "K = 2, float32")
-    assert suite["speedup_over_fastest_plain"] == pytest.approx(suite["speedup"] / 1.5)
-    assert speed["speedups"]["K = 2, bfloat16"]["value"] == pytest.approx(suite["speedup"] / 1.5)
+    timed = suite["throughput"]
+    assert (timed["fastest_baseline"], timed["fastest_speculative"]) == ("baseline, bfloat16", "K = 2, float32")
+    assert suite["speedup_over_fastest_baseline"] == pytest.approx(suite["speedup"] / 1.5)
+    assert timed["speedups"]["K = 2, bfloat16"]["value"] == pytest.approx(suite["speedup"] / 1.5)

@@ -14,8 +14,9 @@ from draftsmith.config.recipe import Recipe
 from draftsmith.data.chat_template import Renderer
 from draftsmith.data.conversations import Conversation, RejectedRows
 from draftsmith.data.overlap import TRAINING_PROMPTS, numbers_of, read_prompts_file
-from draftsmith.extract.extract import _checked, run_extract
+from draftsmith.extract.extract import run_extract
 from draftsmith.extract.requests import ExtractRequest, Requests, tokenized
+from draftsmith.extract.sequences import _checked
 from draftsmith.extract.worker import Extracted
 from draftsmith.run import stage
 from draftsmith.run.errors import DraftsmithError, UserError
@@ -63,14 +64,14 @@ def test_requests_are_what_fits(mode: str):
     first = {reason: entry["first"] for reason, entry in skips.figures().items()}
     assert first.pop("too long: no room for an answer in engine.max_model_len tokens") == "line 2"
     assert first.pop("the chat template refuses it: System role not supported") == "line 3"
-    assert first == ({} if mode == "generate" else {"no token of it is to be learnt": "line 4"})
+    assert first == ({} if mode == "generate" else {"no token to train on": "line 4"})
 
 
 def test_the_mask_goes_into_the_store():
     def stored(request: ExtractRequest, response: list[int]):
         saved = torch.tensor([*request.prompt_token_ids, *response[:-1]], dtype=torch.int32)
         states = encode_states(torch.ones(len(saved), 1, 2), "none")
-        return _checked(Extracted("1", request.prompt_token_ids, [False] * 3, response, saved, states), request)
+        return _checked(Extracted(request, request.prompt_token_ids, [False] * 3, response, saved, states))
 
     given = stored(ExtractRequest(1, False, [4, 5, 6], 1, [False, True, True]), [])
     assert (given.token_ids.tolist(), given.loss_mask.tolist()) == ([4, 5, 6], [False, True, True])
@@ -84,8 +85,9 @@ def test_the_mask_goes_into_the_store():
 def test_states_of_other_tokens_are_refused(spoil: str):
     saved = torch.tensor([4, 5, 7 if spoil == "tokens" else 6, 8], dtype=torch.int32)
     states = encode_states(torch.ones(3 if spoil == "length" else 4, 1, 2), "none")
+    request = ExtractRequest(1, False, [4, 5, 6], 2)
     with pytest.raises(DraftsmithError, match="should have states"):
-        _checked(Extracted("1", [4, 5, 6], [False] * 3, [8, 9], saved, states), ExtractRequest(1, False, [4, 5, 6], 2))
+        _checked(Extracted(request, [4, 5, 6], [False] * 3, [8, 9], saved, states))
 
 
 def test_samples_have_ids_of_their_own_and_the_first_the_conversations():
@@ -158,23 +160,23 @@ def test_an_unfinished_store_of_other_prompts_is_not_continued(tmp_path: Path, m
         "extract": options | {"layer_ids": [1], "shard_tokens": 1},
     })  # fmt: skip
 
-    def some(recipe: Any, target: Any, layer_ids: Any, asks: Any, directory: Path, handoff: Path, stop: int = 2):
-        for number, ask in enumerate(asks):
+    def some(recipe: Any, target: Any, layer_ids: Any, requests: Any, directory: Path, handoff: Path, stop: int = 2):
+        for number, request in enumerate(requests):
             if number == stop:
                 raise DraftsmithError("the engine failed")
-            ids = torch.tensor(ask.prompt_token_ids, dtype=torch.int32)
+            ids = torch.tensor(request.prompt_token_ids, dtype=torch.int32)
             mask = [False] * len(ids)
-            states = encode_states(torch.ones(len(ids), layers, hidden), ask.compression)
-            yield Extracted(ask.name, ids.tolist(), mask, [7], ids, states)
+            states = encode_states(torch.ones(len(ids), layers, hidden), recipe.extract.compression)
+            yield Extracted(request, ids.tolist(), mask, [7], ids, states)
 
-    monkeypatch.setattr("draftsmith.extract.extract._extracted", some)
+    monkeypatch.setattr("draftsmith.extract.sequences._extracted", some)
     with pytest.raises(DraftsmithError, match="the engine failed"):
         run_extract(given, tmp_path / "run")
     (tmp_path / "prompts.jsonl").write_text("\n".join(rows[2:]))
     with pytest.raises(UserError, match="holds answers to prompts that are not in this recipe"):
         run_extract(given, tmp_path / "run")
     (tmp_path / "prompts.jsonl").write_text("\n".join(rows + rows[:1]))
-    monkeypatch.setattr("draftsmith.extract.extract._extracted", lambda *given: some(*given, stop=100))
+    monkeypatch.setattr("draftsmith.extract.sequences._extracted", lambda *given: some(*given, stop=100))
     assert run_extract(given, tmp_path / "run")["sequences"] == 4
     prompts = [texts[0].whole for texts in read_prompts_file(tmp_path / "run" / "store")]
     assert prompts == [numbers_of(f"question {i}").whole for i in range(4)], "what it was made from, each once"

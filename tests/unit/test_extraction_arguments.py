@@ -7,7 +7,8 @@ import pytest
 import torch
 
 from draftsmith.config.recipe import Recipe
-from draftsmith.extract.extract import _engine_arguments, _ran_on
+from draftsmith.extract.extract import _ran_on
+from draftsmith.extract.sequences import _engine_arguments
 from draftsmith.target.info import describe_target
 from tests.unit.tiny_run import make_run
 
@@ -69,7 +70,7 @@ def test_a_gpu_s_engine_has_vllm_s_scheduler_and_full_graphs(asked: Any, monkeyp
     monkeypatch.setattr(CpuPlatform, "support_static_graph_mode", classmethod(lambda cls: True))
     connector = KVTransferConfig(
         kv_connector="HiddenStatesConnector", kv_connector_module_path="draftsmith.extract.connector", kv_role="kv_producer",
-        kv_connector_extra_config={"spool_directory": "/nowhere"},
+        kv_connector_extra_config={"handoff_directory": "/nowhere"},
     )  # fmt: skip
     config = EngineArgs(**arguments, kv_transfer_config=connector).create_engine_config()
     assert config.use_v2_model_runner

@@ -14,9 +14,10 @@ import pytest
 
 from draftsmith.config.recipe import Recipe
 from draftsmith.extract import cluster
-from draftsmith.extract.cluster import Machine, _Machine, balance_tokens
+from draftsmith.extract.cluster import MachineActor, _Machine, balance_tokens
 from draftsmith.extract.requests import ExtractRequest
 from draftsmith.run.errors import DraftsmithError, UserError
+from draftsmith.store import writer as store_writer
 from draftsmith.store.format import CorruptStore, Sequence
 from draftsmith.store.reader import Store
 from draftsmith.store.writer import ShardMaker, StoreWriter
@@ -53,7 +54,7 @@ class FakeRay:
 
 
 class Handle:
-    def __init__(self, machine: Machine) -> None:
+    def __init__(self, machine: MachineActor) -> None:
         self.machine = machine
         self.gone = threading.Event()
         self.exchange = SimpleNamespace(remote=self._call)
@@ -107,15 +108,15 @@ def start(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., list
     ) -> Iterator[Sequence]:
         return ways[threading.get_ident()](requests)
 
-    class Faked(Machine):
+    class Faked(MachineActor):
         def _run(self) -> None:
             ways[threading.get_ident()] = self.way
             super()._run()
 
-    monkeypatch.setattr("draftsmith.extract.extract.extracted_sequences", extracted)
-    monkeypatch.setattr("draftsmith.extract.extract.store_identity", lambda *given: identity())
-    monkeypatch.setattr("draftsmith.target.prepare.prepare_target", lambda target: None)
-    monkeypatch.setattr("draftsmith.target.info.describe_target", lambda path, target: None)
+    monkeypatch.setattr(cluster, "extracted_sequences", extracted)
+    monkeypatch.setattr(cluster, "store_identity", lambda *given: identity())
+    monkeypatch.setattr(cluster, "prepare_target", lambda target: None)
+    monkeypatch.setattr(cluster, "describe_target", lambda path, target: None)
 
     def starting(*some: Answering, marked: bool = True) -> list[_Machine]:
         machines = []
@@ -213,7 +214,7 @@ def test_engines_are_heard_while_a_shard_is_written(
                 written.set()
             yield sequence
 
-    monkeypatch.setattr(cluster, "ShardMaker", Slow)
+    monkeypatch.setattr(store_writer, "ShardMaker", Slow)
     writer = open_writer(tmp_path)
     list(balance_tokens(FakeRay, start(counted), requests(20), writer))
     writer.close()
@@ -229,7 +230,7 @@ def test_a_shard_that_cannot_be_written_fails_the_machine(
         def write(self, path: Path) -> Any:
             raise DraftsmithError("There is no room.")
 
-    monkeypatch.setattr(cluster, "ShardMaker", Full)
+    monkeypatch.setattr(store_writer, "ShardMaker", Full)
     with pytest.raises(DraftsmithError, match=r"There is no room\.[^$]*No machine is left"):
         list(balance_tokens(FakeRay, start(answering), requests(2), open_writer(tmp_path)))
 
@@ -283,7 +284,7 @@ def cluster_of(*resources: dict[str, float]) -> Any:
         ([{"CPU": 4.0}, {"CPU": 64.0, "GPU": 8.0}], "all", {"1": {"num_gpus": 2}}),
         ([{"CPU": 4.0}, {"CPU": 64.0, "GPU": 8.0}], 2, "needs 2 machines with 2 GPUs .* of the 2 machines .* 1 have"),
         ([{"CPU": 64.0, "GPU": 1.0}], "all", "needs 1 machines with 2 GPUs"),
-        ([{}], "all", "a core"),
+        ([{}], "all", "at least one core"),
     ],
 )
 def test_machines_with_gpus_are_used_where_there_are_any(

@@ -17,26 +17,28 @@ import pytest
 import torch
 
 from draftsmith.config.recipe import EngineConfig
+from draftsmith.engine import process
 from draftsmith.extract import worker
-from draftsmith.extract.handoff import HandoffWriter, spool_file
-from draftsmith.extract.worker import EngineRequest, Job, run_engines
+from draftsmith.extract.handoff import HandoffWriter, handoff_file
+from draftsmith.extract.requests import ExtractRequest
+from draftsmith.extract.worker import Job, run_engines
 from draftsmith.run.errors import DraftsmithError
 from draftsmith.store.codec import encode_states
 
-JOB = Job(engine_arguments={}, generate=True, sampling={}, window=5, max_model_len=64)
+JOB = Job(engine_arguments={}, generate=True, sampling={}, seed=0, compression="lossless", window=5, max_model_len=64)
 
 
 OURS: list[Connection] = []
 """The driver's ends of all pipes."""
 
 
-def answers(pipe: Connection, job: Job, handoff: Path, log: str) -> None:
+def answers(pipe: Connection, job: Job, handoff: Path) -> None:
     """A worker that answers every prompt with its length, in random order."""
     for ours in OURS:
         ours.close()
     chooser = random.Random(os.getpid())
-    waiting: list[EngineRequest] = []
-    writer = HandoffWriter(handoff, writes_over=True)
+    waiting: list[ExtractRequest] = []
+    writer = HandoffWriter(handoff, reuse_files=True)
     pipe.send(job.window)
     while True:
         while not waiting or pipe.poll():
@@ -44,14 +46,14 @@ def answers(pipe: Connection, job: Job, handoff: Path, log: str) -> None:
                 waiting += pipe.recv()
             except (EOFError, OSError):
                 return
-        ask = waiting.pop(chooser.randrange(len(waiting)))
-        if ask.prompt_token_ids == [0]:
+        request = waiting.pop(chooser.randrange(len(waiting)))
+        if request.prompt_token_ids == [0]:
             os._exit(3)
         time.sleep(0.001)
-        file = spool_file(ask.name)
-        states = encode_states(torch.ones(len(ask.prompt_token_ids), 1, 1), ask.compression)
-        writer.write(file, ask.prompt_token_ids, states)
-        pipe.send((ask.name, file, None, None, [len(ask.prompt_token_ids)]))
+        file = handoff_file(str(request.sample_id))
+        states = encode_states(torch.ones(len(request.prompt_token_ids), 1, 1), job.compression)
+        writer.write(file, request.prompt_token_ids, states)
+        pipe.send((request.sample_id, file, None, None, [len(request.prompt_token_ids)]))
         pipe.send(1)
 
 
@@ -69,19 +71,19 @@ def workers_that_are_no_engines(monkeypatch: pytest.MonkeyPatch) -> None:
     """Forked, they start in milliseconds. A fork holds its elder siblings' pipes open, so it closes them first."""
     OURS.clear()
     monkeypatch.setattr(worker, "_child", answers)
-    monkeypatch.setattr(worker.multiprocessing, "Pipe", pipe)
-    monkeypatch.setattr(worker.environment, "engine_context", lambda: FORK)
-    monkeypatch.setattr(worker.environment, "vllm_environment", lambda options: {})
-    monkeypatch.setattr(worker.environment, "share_of_machine", lambda number, count, tensor_parallel: {})
+    monkeypatch.setattr(process.multiprocessing, "Pipe", pipe)
+    monkeypatch.setattr(process, "engine_context", lambda: FORK)
+    monkeypatch.setattr(process.environment, "vllm_environment", lambda options: {})
+    monkeypatch.setattr(worker, "share_of_machine", lambda number, count, tensor_parallel: {})
 
 
-def spool_in(folder: Path) -> Path:
+def handoff_in(folder: Path) -> Path:
     (folder / "handoff").mkdir()
     return folder / "handoff"
 
 
-def asks(count: int) -> list[EngineRequest]:
-    return [EngineRequest(f"ask {n}", [1] * (1 + n % 7), 4, n, "lossless") for n in range(count)]
+def requests(count: int) -> list[ExtractRequest]:
+    return [ExtractRequest(n, False, [1] * (1 + n % 7), 4) for n in range(count)]
 
 
 @pytest.mark.parametrize("workers", [1, 3])
@@ -89,10 +91,15 @@ def asks(count: int) -> list[EngineRequest]:
 def test_everything_is_answered_once(workers: int, count: int, tmp_path: Path) -> None:
     found = list(
         run_engines(
-            JOB, iter(asks(count)), EngineConfig(), workers=workers, directory=tmp_path, handoff=spool_in(tmp_path)
+            JOB,
+            iter(requests(count)),
+            EngineConfig(),
+            num_workers=workers,
+            directory=tmp_path,
+            handoff=handoff_in(tmp_path),
         )
     )
-    assert sorted(extracted.name for extracted in found) == sorted(ask.name for ask in asks(count))
+    assert sorted(extracted.request.sample_id for extracted in found) == list(range(count))
     for extracted in found:
         assert extracted.response_token_ids == [len(extracted.saved_token_ids)]
     assert not [path for path in (tmp_path / "handoff").rglob("*") if path.is_file()], "handoff files are taken"
@@ -103,11 +110,13 @@ def test_prompts_are_read_as_they_are_needed(tmp_path: Path) -> None:
 
     def counted():
         nonlocal read
-        for ask in asks(500):
+        for request in requests(500):
             read += 1
-            yield ask
+            yield request
 
-    running = run_engines(JOB, counted(), EngineConfig(), workers=2, directory=tmp_path, handoff=spool_in(tmp_path))
+    running = run_engines(
+        JOB, counted(), EngineConfig(), num_workers=2, directory=tmp_path, handoff=handoff_in(tmp_path)
+    )
     for _ in range(10):
         next(running)
     assert read <= 10 + 2 * (JOB.window + 1) + 10, "a data set is not read ahead of the engines"
@@ -119,41 +128,43 @@ def test_prompts_may_come_later(tmp_path: Path) -> None:
 
     def now_and_then():
         nonlocal under_way
-        for number, ask in enumerate(asks(60)):
+        for number, request in enumerate(requests(60)):
             if number % 7 == 6:
                 while under_way:
                     yield None
             under_way += 1
-            yield ask
+            yield request
 
     found = []
     for extracted in run_engines(
-        JOB, now_and_then(), EngineConfig(), workers=2, directory=tmp_path, handoff=spool_in(tmp_path)
+        JOB, now_and_then(), EngineConfig(), num_workers=2, directory=tmp_path, handoff=handoff_in(tmp_path)
     ):
         under_way -= 1
-        found.append(extracted.name)
-    assert sorted(found) == sorted(ask.name for ask in asks(60))
+        found.append(extracted.request.sample_id)
+    assert sorted(found) == list(range(60))
 
 
 @pytest.mark.parametrize("seed", range(5))
 def test_a_killed_workers_share_is_taken_over(seed: int, tmp_path: Path) -> None:
     chooser = random.Random(seed)
     running = run_engines(
-        JOB, iter(asks(120)), EngineConfig(), workers=3, directory=tmp_path, handoff=spool_in(tmp_path)
+        JOB, iter(requests(120)), EngineConfig(), num_workers=3, directory=tmp_path, handoff=handoff_in(tmp_path)
     )
     found = [next(running) for _ in range(chooser.randrange(1, 60))]
     victims = chooser.sample(multiprocessing.active_children(), 2)
     threading.Timer(chooser.uniform(0, 0.05), os.kill, (victims[1].pid, signal.SIGKILL)).start()
     os.kill(victims[0].pid, signal.SIGKILL)  # type: ignore[arg-type]
     found += running
-    assert Counter(extracted.name for extracted in found) == Counter(ask.name for ask in asks(120))
+    assert Counter(extracted.request.sample_id for extracted in found) == Counter(range(120))
 
 
 def test_when_the_last_worker_dies_the_run_stops_and_says_why(tmp_path: Path) -> None:
-    poisoned = [*asks(6), EngineRequest("poison", [0], 4, 0, "lossless"), *asks(0)]
+    poisoned = [*requests(6), ExtractRequest(6, False, [0], 4)]
     with pytest.raises(DraftsmithError, match=r"ended with status 3.*run the stage again to continue"):
         list(
-            run_engines(JOB, iter(poisoned), EngineConfig(), workers=2, directory=tmp_path, handoff=spool_in(tmp_path))
+            run_engines(
+                JOB, iter(poisoned), EngineConfig(), num_workers=2, directory=tmp_path, handoff=handoff_in(tmp_path)
+            )
         )
 
 
@@ -170,7 +181,7 @@ class Clock:
         self.now += max(seconds, 0.1)
 
 
-class SlowSpool:
+class SlowEngine:
     """An engine that answers everything in its first step and then hands over a file of states every 50 s, as far as it goes.
     With the last file the driver has nothing more to ask."""
 
@@ -181,9 +192,9 @@ class SlowSpool:
         self.due = 50.0
         self.llm_engine = self
 
-    def read(self, pipe: Connection, inbox: queue.SimpleQueue[list[EngineRequest] | None]) -> None:
+    def read(self, pipe: Connection, inbox: queue.SimpleQueue[list[ExtractRequest] | None]) -> None:
         self.inbox = inbox
-        inbox.put(asks(5))
+        inbox.put(requests(5))
 
     def get_tokenizer(self) -> None:
         pass
@@ -198,7 +209,7 @@ class SlowSpool:
             return [SimpleNamespace(request_id=name, finished=True, outputs=answer) for name in self.answered]
         if self.clock.now >= self.due and self.left:
             self.due, self.left = self.clock.now + 50, self.left - 1
-            (self.handoff / spool_file(self.answered.pop())).touch()
+            (self.handoff / handoff_file(self.answered.pop())).touch()
             if not self.answered:
                 self.inbox.put(None)
         return []
@@ -227,7 +238,7 @@ def test_the_last_states_are_waited_for_as_long_as_some_come(
 ) -> None:
     """Five take 250 s together, and 60 s without any is too long."""
     ours, theirs = FORK.Pipe()
-    slow: Any = SlowSpool(clock, tmp_path, hands_over)
+    slow: Any = SlowEngine(clock, tmp_path, hands_over)
     monkeypatch.setattr(worker, "_read", slow.read)
     if hands_over == 5:
         worker._work(slow, theirs, JOB, tmp_path)
@@ -257,8 +268,8 @@ def test_a_driver_that_takes_its_time_is_no_engine_that_hangs(
                 untaken.pop().unlink()
 
     monkeypatch.setattr(clock, "sleep", driver_too)
-    monkeypatch.setattr(worker, "_UNTAKEN", 2)
-    slow: Any = SlowSpool(clock, tmp_path, 5)
+    monkeypatch.setattr(worker, "_MAX_UNTAKEN", 2)
+    slow: Any = SlowEngine(clock, tmp_path, 5)
     monkeypatch.setattr(worker, "_read", slow.read)
     worker._work(slow, theirs, JOB, tmp_path)
     assert len(heard) + len(finished(ours)) == 5

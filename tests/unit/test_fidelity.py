@@ -1,4 +1,4 @@
-"""Differences that rounding explains, and planted faults that it does not."""
+"""Differences that rounding explains, and planted faults that it does not explain."""
 
 from typing import Any
 from unittest import mock
@@ -10,16 +10,15 @@ from hypothesis import strategies as st
 
 from draftsmith.serve.evaluation.engine import Generated
 from draftsmith.serve.evaluation.fidelity import (
-    Control,
-    Difference,
+    add_margins,
     control,
     differences,
     judge,
-    look_at_margins,
     margins_p_value,
     near_tie,
     rate_p_value,
 )
+from draftsmith.serve.evaluation.schema import Control, Difference
 
 ANSWERS, LENGTH = 45, 96
 
@@ -30,7 +29,7 @@ def planted(
     margins: tuple[float, ...] = (0.125, 0.25, 0.375),
     rounding: float = 0.0015,
 ) -> tuple[list[Difference], list[str], list[Generated], Control]:
-    """Speculative answers that differ from plain ones at `rate` a token, beside a control that does so at `rounding`.
+    """Speculative answers that differ from the baseline's at `rate` a token, beside a control that does so at `rounding`.
 
     Rates are means: half of the answers have nearly all of the near-ties.
     """
@@ -64,7 +63,7 @@ def test_rounding_is_excused_and_a_fault_is_not() -> None:
     assert {judge(*planted(draw, 0.025))["verdict"] for _ in range(50)} == {"wrong"}
 
 
-def test_larger_margins_than_rounding_s_are_a_fault() -> None:
+def test_larger_margins_than_the_control_s_are_a_fault() -> None:
     draw = np.random.default_rng(4)
     verdicts = [judge(*planted(draw, 0.01, margins=(0.5,), rounding=0.01)) for _ in range(20)]
     assert all(one["verdict"] == "wrong" for one in verdicts)
@@ -74,23 +73,23 @@ def test_larger_margins_than_rounding_s_are_a_fault() -> None:
 
 
 def test_in_float32_on_a_cpu_only_a_tie_is_excused() -> None:
-    plain = [Generated([1, 2, 3], "length", 0.0), Generated([4, 5, 6], "length", 0.0)]
+    baseline = [Generated([1, 2, 3], "length", 0.0), Generated([4, 5, 6], "length", 0.0)]
     other = [Generated([1, 2, 9], "length", 0.0), Generated([4, 5, 6], "length", 0.0)]
     none: Control = {"tokens": 6, "differing": 0, "margins": [], "piece": 4}
     asked: list[Any] = []
     for margin, verdict in ((2e-5, "near_ties"), (0.05, "wrong"), (None, "wrong")):
-        found = differences(["a", "b"], plain, other, k=3)
+        found = differences(["a", "b"], baseline, other, k=3)
 
         def answer(context: list[int], own: int, theirs: int, margin: float | None = margin) -> float | None:
             asked.append((context, own, theirs))
             return margin
 
-        by_name = dict(zip("ab", plain, strict=True)), dict(zip("ab", other, strict=True))
-        look_at_margins(found, {"a": [7], "b": [8]}, *by_name, answer, near_tie("float32", on_gpu=False))
-        said = judge(found, ["a", "b"], plain, none)
+        by_name = dict(zip("ab", baseline, strict=True)), dict(zip("ab", other, strict=True))
+        add_margins(found, {"a": [7], "b": [8]}, *by_name, answer, near_tie("float32", on_gpu=False))
+        said = judge(found, ["a", "b"], baseline, none)
         assert (said["verdict"], said["differing"], said["tokens"]) == (verdict, 1, 6)
     assert asked[0] == ([7, 1, 2], 3, 9)
-    assert judge([], ["a", "b"], plain, none)["verdict"] == "identical"
+    assert judge([], ["a", "b"], baseline, none)["verdict"] == "identical"
 
 
 @pytest.mark.parametrize(("on_gpu", "verdicts"), [
@@ -99,18 +98,18 @@ def test_in_float32_on_a_cpu_only_a_tie_is_excused() -> None:
 def test_a_gpu_s_float32_is_judged_by_its_control(on_gpu: bool, verdicts: list[str]) -> None:
     """Its attention rounds to TF32: differences at margins up to float16's are rounding, if prefill has as many."""
     names, length = [f"p{n}" for n in range(40)], 100
-    plain = [Generated([1] * length, "length", 0.0)] * len(names)
+    baseline = [Generated([1] * length, "length", 0.0)] * len(names)
     rounded = [0.004, 0.011, 0.02, 0.008, 0.015, 0.03]
     said = []
     for margins, against in ((rounded, rounded), (rounded * 3, []), ([*rounded[1:], 0.3], rounded)):
-        other = [Generated([1] * 50 + [2] * 50, "length", 0.0)] * len(margins) + plain[len(margins) :]
-        found = differences(names, plain, other, k=3)
-        look_at_margins(
-            found, {name: [7] for name in names}, dict(zip(names, plain, strict=True)), dict(zip(names, other, strict=True)),
+        other = [Generated([1] * 50 + [2] * 50, "length", 0.0)] * len(margins) + baseline[len(margins) :]
+        found = differences(names, baseline, other, k=3)
+        add_margins(
+            found, {name: [7] for name in names}, dict(zip(names, baseline, strict=True)), dict(zip(names, other, strict=True)),
             mock.Mock(side_effect=margins), near_tie("float32", on_gpu=on_gpu),
         )  # fmt: skip
         said.append(
-            judge(found, names, plain, {"tokens": 4000, "differing": len(against), "margins": against, "piece": 4})[
+            judge(found, names, baseline, {"tokens": 4000, "differing": len(against), "margins": against, "piece": 4})[
                 "verdict"
             ]
         )

@@ -1,4 +1,4 @@
-"""Published formats: there and back, their tables pinned, and what must never be believed."""
+"""Published formats: round trips, recognition, conversion, and damaged or hostile files."""
 
 from __future__ import annotations
 
@@ -23,14 +23,13 @@ from typer.testing import CliRunner
 
 from draftsmith.cli import app
 from draftsmith.config.drafters import KINDS
-from draftsmith.convert.contents import EMBEDDING, UNKNOWN_TARGET, DraftCheckpoint, read_own, write_own
 from draftsmith.convert.convert import convert_checkpoint, read, recognize
 from draftsmith.convert.formats import FORMATS
 from draftsmith.convert.verify import compare
 from draftsmith.convert.vocabulary import from_tensors, to_tensors, with_vocabulary
-from draftsmith.convert.weights import Weight, open_weights, write_safetensors
 from draftsmith.drafters import drafter_class
-from draftsmith.drafters.checkpoint import Checkpoint
+from draftsmith.drafters.checkpoint import EMBEDDING, UNKNOWN_TARGET, Checkpoint
+from draftsmith.drafters.weights import Weight, in_memory, open_weights, write_safetensors
 from draftsmith.run.errors import DraftsmithError, UserError
 
 VOCAB = 40
@@ -53,8 +52,8 @@ def layers(draw: st.DrawFn) -> dict[str, Any]:
 
 
 @st.composite
-def contents(draw: st.DrawFn) -> DraftCheckpoint:
-    """Any drafter that our kinds can be."""
+def checkpoints(draw: st.DrawFn) -> Checkpoint:
+    """Any drafter of any kind."""
     kind = draw(st.sampled_from(["eagle", "eagle3", "medusa", "mlp_speculator"]))
     flag = st.booleans()
     config: dict[str, Any]
@@ -91,12 +90,12 @@ def contents(draw: st.DrawFn) -> DraftCheckpoint:
         }  # fmt: skip
     dtype = draw(st.sampled_from([torch.float32, torch.bfloat16, torch.float16]))
     seed = draw(st.integers(0, 1000))
-    return make_contents(kind, config, dtype, seed, own_embedding=draw(flag))
+    return make_checkpoint(kind, config, dtype, seed, own_embedding=draw(flag))
 
 
-def make_contents(
+def make_checkpoint(
     kind: str, config: dict[str, Any], dtype: torch.dtype, seed: int, *, own_embedding: bool = False
-) -> DraftCheckpoint:
+) -> Checkpoint:
     generator = torch.Generator().manual_seed(seed)
     typed = drafter_class(kind).config_class.from_dict(config)
     shapes = dict(drafter_class(kind).shapes(typed))
@@ -104,7 +103,7 @@ def make_contents(
         shapes[EMBEDDING] = (VOCAB, typed.hidden_size)
     weights = {name: Weight.of(torch.randn(shape, generator=generator).to(dtype)) for name, shape in shapes.items()}
     ids = torch.randperm(VOCAB, generator=generator)[: typed.draft_vocab_size].sort().values
-    return DraftCheckpoint(kind, typed.to_dict(), ids, weights, TARGET, {"steps": 3}).check()
+    return Checkpoint(kind, typed.to_dict(), TARGET, ids, weights, {"steps": 3}).check()
 
 
 EAGLE3 = {
@@ -115,17 +114,17 @@ EAGLE3 = {
 }  # fmt: skip
 
 
-def holders(found: DraftCheckpoint) -> list[str]:
-    """The formats that can hold it."""
+def holders(found: Checkpoint) -> list[str]:
+    """The formats that can hold the checkpoint."""
     names = []
     for name, each in FORMATS.items():
         with suppress(UserError):
-            each.written(found)
+            each.to_files(found)
             names.append(name)
     return names
 
 
-def assert_equal(one: DraftCheckpoint, other: DraftCheckpoint) -> None:
+def assert_equal(one: Checkpoint, other: Checkpoint) -> None:
     assert (one.kind, one.config, one.target, one.training) == (other.kind, other.config, other.target, other.training)
     assert torch.equal(one.draft_token_ids, other.draft_token_ids)
     assert one.weights.keys() == other.weights.keys()
@@ -135,13 +134,13 @@ def assert_equal(one: DraftCheckpoint, other: DraftCheckpoint) -> None:
 
 
 @settings(deadline=None, max_examples=60, suppress_health_check=[HealthCheck.function_scoped_fixture])
-@given(contents())
-def test_there_and_back_through_every_pair(tmp_path: Path, found: DraftCheckpoint) -> None:
+@given(checkpoints())
+def test_there_and_back_through_every_pair(tmp_path: Path, found: Checkpoint) -> None:
     folder = tmp_path / "formats"
     shutil.rmtree(folder, ignore_errors=True)
     folder.mkdir()
-    write_own(found, folder)
-    assert_equal(found, read_own(folder))
+    found.save(folder)
+    assert_equal(found, Checkpoint.load(folder).check())
     names = holders(found)
     assert "vllm" in names or found.config.get("attention_bias") or found.config.get("fc_bias")
     for name in names:
@@ -171,7 +170,7 @@ def test_every_format_is_recognized(kind: str, tmp_path: Path) -> None:
                            "draft_vocab_size": VOCAB, "inner_size": 12, "n_predict": 3, "tie_weights": True,
                            "scale_input": True},
     }  # fmt: skip
-    found = make_contents(kind, configs[kind], torch.float32, 0)
+    found = make_checkpoint(kind, configs[kind], torch.float32, 0)
     for name in holders(found):
         (tmp_path / name).mkdir()
         FORMATS[name].write(found, tmp_path / name)
@@ -182,7 +181,7 @@ def test_every_format_is_recognized(kind: str, tmp_path: Path) -> None:
         if name == "vllm":  # it takes a null for a value
             written = json.loads((tmp_path / name / "config.json").read_text())
             assert None not in written.values(), written
-        # Without our own words in it, a target or the tensors say what its format leaves out.
+        # Without Draftsmith's section, the target or the tensors supply what the format leaves out.
         record = json.loads((tmp_path / name / "config.json").read_text())
         del record["draftsmith"]
         (tmp_path / name / "config.json").write_text(json.dumps(record))
@@ -202,9 +201,12 @@ def test_bytes_are_the_librarys(tmp_path: Path) -> None:
         "h": torch.randn(2).half(), "i": torch.arange(3, dtype=torch.int32), "empty": torch.empty(0, 3),
         "f": torch.randn(2, dtype=torch.float64), "u": torch.arange(3, dtype=torch.uint8),
     }  # fmt: skip
-    write_safetensors(tmp_path / "x.safetensors", {name: Weight.of(tensor) for name, tensor in tensors.items()})
+    write_safetensors(tmp_path / "x.safetensors", in_memory(tensors))
     assert (tmp_path / "x.safetensors").read_bytes() == save(tensors, metadata={"format": "pt"})
-    # Also where bytes go from file to file.
+    write_safetensors(tmp_path / "bare.safetensors", in_memory(tensors), metadata=None)
+    assert (tmp_path / "bare.safetensors").read_bytes() == save(tensors)
+    (tmp_path / "bare.safetensors").unlink()
+    # The same if the bytes are copied from file to file.
     (tmp_path / "x.safetensors").rename(tmp_path / "model.safetensors")
     write_safetensors(tmp_path / "y.safetensors", open_weights(tmp_path))
     assert (tmp_path / "y.safetensors").read_bytes() == (tmp_path / "model.safetensors").read_bytes()
@@ -247,8 +249,8 @@ def test_maps_of_the_vocabulary_are_read_as_they_are_meant(vocabulary: int, data
 
 
 def test_rows_follow_the_vocabulary(tmp_path: Path) -> None:
-    """A map in another order than ascending takes the head's rows along."""
-    found = make_contents("eagle3", EAGLE3, torch.float32, 3)
+    """An unsorted map reorders the rows of the head."""
+    found = make_checkpoint("eagle3", EAGLE3, torch.float32, 3)
     FORMATS["specforge"].write(found, tmp_path)
     tensors = load_file(tmp_path / "model.safetensors")
     order = torch.randperm(7, generator=torch.Generator().manual_seed(1))
@@ -259,8 +261,8 @@ def test_rows_follow_the_vocabulary(tmp_path: Path) -> None:
 
 
 def test_another_vocabulary() -> None:
-    """Cut and grown again it is what it was; tokens that stay keep their rows, those that come have the target's."""
-    found = make_contents("eagle3", EAGLE3, torch.bfloat16, 3)
+    """Cut and grown back, a drafter is unchanged; new tokens get the rows of the target's head."""
+    found = make_checkpoint("eagle3", EAGLE3, torch.bfloat16, 3)
     old, head = found.draft_token_ids, found.weights["lm_head.weight"].tensor()
     cut = with_vocabulary(found, old[[1, 4, 6]], None)
     assert cut.config["draft_vocab_size"] == 3
@@ -272,14 +274,14 @@ def test_another_vocabulary() -> None:
     assert torch.equal(grown.weights["lm_head.weight"].tensor(), expected)
     target_head[old] = head.float()
     assert_equal(with_vocabulary(cut, old, target_head), found)
-    with pytest.raises(UserError, match="4 of the 7 tokens wanted are not in the drafter's vocabulary"):
+    with pytest.raises(UserError, match="4 of the 7 tokens are not in the draft vocabulary yet"):
         with_vocabulary(cut, old, None)
     with pytest.raises(UserError, match="another target"):
         with_vocabulary(cut, old, target_head[:, :8])
 
 
 def test_ropes_old_and_new(tmp_path: Path) -> None:
-    found = make_contents("eagle3", EAGLE3 | {"rope_parameters": ROPES[1]}, torch.float32, 3)
+    found = make_checkpoint("eagle3", EAGLE3 | {"rope_parameters": ROPES[1]}, torch.float32, 3)
     for name in ("vllm", "specforge"):
         FORMATS[name].write(found, tmp_path)
         record = json.loads((tmp_path / "config.json").read_text())
@@ -294,7 +296,7 @@ def test_ropes_old_and_new(tmp_path: Path) -> None:
 
 
 def test_tied_heads(tmp_path: Path) -> None:
-    found = make_contents("eagle3", EAGLE3 | {"draft_vocab_size": VOCAB}, torch.float32, 3, own_embedding=True)
+    found = make_checkpoint("eagle3", EAGLE3 | {"draft_vocab_size": VOCAB}, torch.float32, 3, own_embedding=True)
     FORMATS["vllm"].write(found, tmp_path)
     tensors = load_file(tmp_path / "model.safetensors")
     del tensors["lm_head.weight"]
@@ -308,26 +310,24 @@ def test_tied_heads(tmp_path: Path) -> None:
 
 
 def test_a_conversion_appears_whole(tmp_path: Path) -> None:
-    found = make_contents("eagle3", EAGLE3, torch.float32, 3)
+    found = make_checkpoint("eagle3", EAGLE3, torch.float32, 3)
     (tmp_path / "checkpoint").mkdir()
-    write_own(found, tmp_path / "checkpoint")
+    found.save(tmp_path / "checkpoint")
     figures = convert_checkpoint(tmp_path / "checkpoint", tmp_path / "out", to="vllm", dtype="bfloat16")
     assert (figures["from"], figures["to"], figures["kind"]) == ("draftsmith", "vllm", "eagle3")
     again = read(tmp_path / "out", recognize(tmp_path / "out"))
     assert {weight.dtype for weight in again.weights.values()} == {torch.bfloat16}
     assert {path.name for path in tmp_path.iterdir()} == {"checkpoint", "out"}
-    with pytest.raises(UserError, match="is there already"):
+    with pytest.raises(UserError, match="already exists"):
         convert_checkpoint(tmp_path / "checkpoint", tmp_path / "out", to="vllm")
     with pytest.raises(UserError, match="format ibm holds drafters of the kind mlp_speculator"):
         convert_checkpoint(tmp_path / "checkpoint", tmp_path / "other", to="ibm")
     assert {path.name for path in tmp_path.iterdir()} == {"checkpoint", "out"}
-    loaded = Checkpoint.load(tmp_path / "checkpoint")  # what is written is the trainer's own
-    assert_equal(DraftCheckpoint.of(loaded), found)
 
 
 @settings(deadline=None, max_examples=25)
-@given(contents())
-def test_a_conversion_is_verified_by_what_it_computes(found: DraftCheckpoint) -> None:
+@given(checkpoints())
+def test_a_conversion_is_verified_by_what_it_computes(found: Checkpoint) -> None:
     small = {name: Weight.of(weight.tensor() * 0.2) for name, weight in found.weights.items()}  # as trained ones are
     found = replace(found, weights=small)
     assert compare(found, found) == {"relative_difference": 0, "same_first_choice": 1}
@@ -342,9 +342,9 @@ def test_a_conversion_is_verified_by_what_it_computes(found: DraftCheckpoint) ->
 
 
 def test_the_command(tmp_path: Path) -> None:
-    found = make_contents("eagle3", EAGLE3, torch.float32, 3)
+    found = make_checkpoint("eagle3", EAGLE3, torch.float32, 3)
     (tmp_path / "checkpoint").mkdir()
-    write_own(found, tmp_path / "checkpoint")
+    found.save(tmp_path / "checkpoint")
     source, out = str(tmp_path / "checkpoint"), str(tmp_path / "out")
     listed = CliRunner().invoke(app, ["convert", "--list"])
     assert all(name in listed.output for name in FORMATS)
@@ -358,14 +358,24 @@ def test_the_command(tmp_path: Path) -> None:
     )
     for arguments, message in {
         ("convert",): "Name a recipe",
-        ("convert", source, "--to", "gguf", "--out", out): "`--to gguf` is none of draftsmith, vllm",
-        ("convert", source, "--to", "vllm"): "Say with --out",
-        ("convert", out, "--to", "vllm", "--out", out + "2", "--from", "draftsmith"): "is no checkpoint of the trainer",
+        ("convert", source, "--to", "gguf", "--out", out): "`--to gguf` must be one of draftsmith, vllm",
+        ("convert", source, "--to", "vllm"): "Name the folder to write with --out",
+        (
+            "convert",
+            out,
+            "--to",
+            "vllm",
+            "--out",
+            out + "2",
+            "--from",
+            "draftsmith",
+        ): "is not a checkpoint of the trainer",
         ("convert", source, "--out", out): "--out needs --to FORMAT",
-        ("convert", source, "--to", "vllm", "--out", out): "is there already",
+        ("convert", source, "--to", "vllm", "--out", out): "already exists",
         ("convert", source, "--to", "vllm", "--out", out + "2", "--vocab", "5"): "--vocab and --store go together",
         ("convert", str(tmp_path / "none"), "--to", "vllm", "--out", out + "2"): "There is no folder",
         ("convert", source, "--quantize", "int8"): "--quantize needs --to FORMAT",
+        ("convert", source, "--verify"): "--verify needs --to FORMAT",
         (
             "convert",
             source,
@@ -375,22 +385,22 @@ def test_the_command(tmp_path: Path) -> None:
             out + "2",
             "--quantize",
             "int4",
-        ): "`--quantize int4` is none of int8, fp8",
+        ): "`--quantize int4` must be one of int8, fp8",
     }.items():
         refused = CliRunner().invoke(app, arguments)
         assert isinstance(refused.exception, UserError)
         assert message in str(refused.exception)
-    # What was not compared is said.
+    # A message says what was not compared.
     done = CliRunner().invoke(app, ["convert", source, "--to", "vllm", "--out", out + "3", "--verify"])
     assert done.exit_code == 0
     assert "without --target only logits are compared" in " ".join(done.stderr.split())
 
 
-# ---- what must never be believed ----
+# ---- damaged and hostile files ----
 
 
 class _Runs:
-    """Unpickled, it would leave a file."""
+    """Unpickling it would create a file."""
 
     def __init__(self, path: str) -> None:
         self.path = path
@@ -549,8 +559,8 @@ def _pickled(folder: Path, rng: random.Random) -> None:
         file.write_bytes(rng.randbytes(rng.randrange(200)))
 
 
-def _ours(folder: Path, rng: random.Random) -> None:
-    """What our own section of the config says."""
+def _own_section(folder: Path, rng: random.Random) -> None:
+    """Junk in Draftsmith's section of the config."""
     record = json.loads((folder / "config.json").read_text())
     junk = rng.choice([5, [1], {"a": 1}, True])
     if rng.random() < 0.5:
@@ -561,7 +571,7 @@ def _ours(folder: Path, rng: random.Random) -> None:
 
 
 def _headless(folder: Path, rng: random.Random) -> None:
-    """A map in another order than ascending, and no head whose rows could follow it."""
+    """An unsorted map without a head whose rows could be reordered."""
     tensors = load_file(folder / "model.safetensors")
     del tensors["lm_head.weight"]
     ids = tensors["d2t"] + torch.arange(7)
@@ -571,16 +581,16 @@ def _headless(folder: Path, rng: random.Random) -> None:
 
 DAMAGES = [
     _truncated, _huge_header, _offsets, _shape, _of_other_shape, _of_other_type, _swapped, _keys, _maps, _config, _unknown,
-    _not_json, _index, _pickled, _ours, _headless,
+    _not_json, _index, _pickled, _own_section, _headless,
 ]  # fmt: skip
 CASES = 1024
 
 
 def test_damaged_and_hostile_inputs(tmp_path: Path) -> None:
-    """Each is a clear error, runs nothing and leaves nothing."""
+    """Each is a clear error, runs no code and leaves no files."""
     good = tmp_path / "good"
     good.mkdir()
-    FORMATS["specforge"].write(make_contents("eagle3", EAGLE3, torch.float32, 3), good)
+    FORMATS["specforge"].write(make_checkpoint("eagle3", EAGLE3, torch.float32, 3), good)
     assert read(good, recognize(good)).kind == "eagle3"
     for case in range(CASES):
         rng = random.Random(case)

@@ -1,4 +1,4 @@
-"""Throughput under a constant load: N requests always in flight, what is counted, and that engines take turns."""
+"""Throughput under a constant load: N requests always in flight, counting, and alternating engines."""
 
 import itertools
 from types import SimpleNamespace
@@ -10,7 +10,13 @@ from hypothesis import strategies as st
 
 from draftsmith.serve.evaluation.engine import EngineSpec
 from draftsmith.serve.evaluation.in_flight import ConstantLoad, Request
-from draftsmith.serve.evaluation.throughput import REQUESTS_PER_SLOT, at_start, run_load, schedule, tokens_per_second
+from draftsmith.serve.evaluation.throughput import (
+    REQUESTS_PER_SLOT,
+    at_start,
+    request_schedule,
+    run_load,
+    tokens_per_second,
+)
 
 
 class SlowWhenFull:
@@ -88,10 +94,10 @@ def test_n_are_always_in_flight_while_the_clock_runs(in_flight: int, lengths: li
     assert all(len(one.token_ids) == requests[one.request].max_tokens for one in whole)
 
 
-def test_what_it_says_is_tokens_per_wall_second() -> None:
+def test_the_figure_is_tokens_per_wall_second() -> None:
     """Answers of 20 tokens, four at once: a step that takes in a request is half a second longer, one in five."""
     prompts = [(f"p{n}", [1]) for n in range(7)]
-    requests = schedule(prompts, 4, 20, seed=0)
+    requests = request_schedule(prompts, 4, 20, seed=0)
     assert len(requests) == 4 + 4 * REQUESTS_PER_SLOT
     found, _ = load([request for _, request in requests], 4)
     found.advance(10**6)
@@ -100,20 +106,20 @@ def test_what_it_says_is_tokens_per_wall_second() -> None:
     assert set(figures["by_prompt"]) == {name for name, _ in prompts}
 
 
-def test_requests_are_staggered_and_every_prompt_is_asked_as_often() -> None:
+def test_requests_are_staggered_and_every_prompt_is_asked_equally_often() -> None:
     prompts = [(f"p{n}", [n]) for n in range(9)]
-    requests = schedule(prompts, 4, 64, seed=3)
+    requests = request_schedule(prompts, 4, 64, seed=3)
     assert [request.max_tokens for _, request in requests[:4]] == [16, 32, 48, 64]
     assert [request.counted for _, request in requests[:5]] == [False] * 4 + [True]
     counts = [sum(name == one for one, _ in requests[4:]) for name, _ in prompts]
     assert sorted(set(counts)) == [4, 5]
-    assert requests == schedule(prompts, 4, 64, seed=3)
-    assert requests != schedule(prompts, 4, 64, seed=4)
-    assert len(schedule(prompts * 20, 4, 64, seed=3)) == 184
+    assert requests == request_schedule(prompts, 4, 64, seed=3)
+    assert requests != request_schedule(prompts, 4, 64, seed=4)
+    assert len(request_schedule(prompts * 20, 4, 64, seed=3)) == 184
 
 
-def test_engines_take_turns_and_stay_together() -> None:
-    """A slow engine and a fast one are never a turn apart, and nobody is always first."""
+def test_engines_alternate() -> None:
+    """A slow engine and a fast one are never more than a turn apart, and none is always first."""
     order: list[tuple[str, int]] = []
 
     class Host:

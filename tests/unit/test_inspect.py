@@ -1,4 +1,4 @@
-"""`draftsmith inspect`: what it says, and the exit status that scripts rely on."""
+"""`draftsmith inspect`: its report and its exit status."""
 
 import json
 import sys
@@ -11,6 +11,7 @@ from typer.testing import CliRunner
 from draftsmith.cli import app
 from draftsmith.convert.inspection import inspect, store_stats, write_plot
 from draftsmith.drafters.checkpoint import Checkpoint
+from draftsmith.drafters.weights import in_memory
 from draftsmith.run import stage
 from draftsmith.run.errors import UserError
 from draftsmith.store.format import Sequence
@@ -29,8 +30,8 @@ def test_a_good_and_a_damaged_store(tmp_path: Path) -> None:
     filled(tmp_path, form="lossless").close()
     status, said = run(str(tmp_path))
     assert status == 0
-    assert "is a store, its stage not finished" in said
-    assert "whole: every byte is as it was written" in said
+    assert "is a store, its stage unfinished" in said
+    assert "intact: every checksum matches" in said
     shard = tmp_path / "shard-00001.safetensors"
     data = bytearray(shard.read_bytes())
     data[-3] ^= 1
@@ -58,9 +59,9 @@ def test_several_places_are_counted_and_the_first_named(tmp_path: Path) -> None:
     assert f"2 places are damaged. The first: {shards[1]}" in said
 
 
-def test_what_is_not_ours(tmp_path: Path) -> None:
+def test_other_directories(tmp_path: Path) -> None:
     for path in (tmp_path, tmp_path / "nothing"):
-        with pytest.raises(UserError, match="is no store"):
+        with pytest.raises(UserError, match="is not a store"):
             inspect(path)
     (tmp_path / "store").mkdir()
     with pytest.raises(UserError, match="It is a run: inspect"):
@@ -74,7 +75,7 @@ def test_what_is_not_ours(tmp_path: Path) -> None:
 def test_checkpoint_and_drafter(tmp_path: Path) -> None:
     checkpoint = Checkpoint(
         kind="eagle3", config={}, target={"name": "tiny", "revision": "r", "config_hash": "c"},
-        draft_token_ids=torch.arange(5), tensors={"fc.weight": torch.ones(2, 3)}, training={},
+        draft_token_ids=torch.arange(5), weights=in_memory({"fc.weight": torch.ones(2, 3)}), training={},
     )  # fmt: skip
     checkpoint.save(tmp_path)
     report = inspect(tmp_path)
@@ -90,11 +91,21 @@ def test_checkpoint_and_drafter(tmp_path: Path) -> None:
     status, said = run(str(drafter))
     assert status == 0
     assert "is a drafter for vLLM\n" in said
+    record = (tmp_path / "draft.json").read_text()
+    for damaged in (record[:-5], record.replace('"kind"', '"sort"')):
+        (tmp_path / "draft.json").write_text(damaged)
+        status, said = run(str(tmp_path))
+        assert status == 1
+        assert "its description cannot be used" in said
+    (tmp_path / "draft.json").write_text(record.replace('"format_version": 1', '"format_version": 99'))
+    with pytest.raises(UserError, match="has checkpoint format 99"):
+        inspect(tmp_path)
+    (tmp_path / "draft.json").write_text(record)
     for folder, weights_file in ((tmp_path, "draft.safetensors"), (drafter, "model.safetensors")):
         (folder / weights_file).write_bytes(weights[:-1])
         status, said = run(str(folder))
         assert status == 1
-        assert f"{weights_file} and what describes it cannot be used" in said
+        assert f"{weights_file} or its description cannot be used" in said
 
 
 def store_of(directory: Path, texts: list[tuple[list[int], bool]]) -> Store:
@@ -119,7 +130,7 @@ def test_stats_are_counted_by_hand(tmp_path: Path) -> None:
     lengths = stats["lengths"]
     assert (lengths["min"], lengths["max"], lengths["mean"]) == (5, 517, 261.0)
     assert sum(row[2] for row in lengths["histogram"]) == 2
-    # The 256 most frequent: 1000 and the lowest 255 ids; all 258 hold everything but the token training never saw.
+    # The 256 most frequent: 1000 and the lowest 255 ids; all 258 cover everything but the token that is only held out.
     assert stats["coverage"] == [
         {"vocabulary": 256, "training": round((3 + 2 * 255) / 516, 4), "held_out": 0.5},
         {"vocabulary": 258, "training": 1.0, "held_out": 0.75},

@@ -1,4 +1,4 @@
-"""Intervals over prompts and engine starts hold the truth as often as they say; draws by category."""
+"""Intervals over prompts and engine starts have their nominal coverage; draws by category."""
 
 from collections import Counter
 
@@ -7,37 +7,38 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from draftsmith.serve.evaluation.intervals import between_starts, gain, ratio, stratified
+from draftsmith.serve.evaluation.statistics import between_starts, gain, ratio
+from draftsmith.serve.evaluation.suites import stratified
 
 ENGINE_NOISE = 0.04
-"""Planted: standard deviation of the logarithm of an engine's speed from start to start."""
+"""Planted standard deviation between engine starts of the logarithm of an engine's speed."""
 
 
 def measured(
     draw: np.random.Generator, speedup: float, *, starts: int = 3, prompts: int = 16, prompts_seed: int | None = None
 ) -> tuple[list[dict[str, list[float]]], list[dict[str, list[float]]]]:
-    """What an evaluation would measure: prompts differ in what speculation gains, engines in their speed.
+    """Simulated measurements: prompts differ in their speedup, engines in their speed.
 
     Returns:
-        Tokens and seconds of plain decoding and of the drafter; and of plain decoding and of a second such engine.
+        Tokens and seconds of the baseline and of the drafter; and of the baseline and of a second such engine.
     """
     ease = (draw if prompts_seed is None else np.random.default_rng(prompts_seed)).normal(0.0, 0.1, prompts)
     own, noise = [], []
     for _ in range(starts):
-        plain, again, drafter = np.exp(draw.normal(0.0, ENGINE_NOISE, 3))
+        baseline, again, drafter = np.exp(draw.normal(0.0, ENGINE_NOISE, 3))
         jitter = np.exp(draw.normal(0.0, 0.01, (prompts, 3)))
         own.append({
-            f"p{n}": [64.0, 4.0 * plain * jitter[n, 0], 64.0, 4.0 * drafter * jitter[n, 1] / (speedup * np.exp(ease[n]))]
+            f"p{n}": [64.0, 4.0 * baseline * jitter[n, 0], 64.0, 4.0 * drafter * jitter[n, 1] / (speedup * np.exp(ease[n]))]
             for n in range(prompts)
         })  # fmt: skip
         noise.append(
-            {f"p{n}": [64.0, 4.0 * plain * jitter[n, 0], 64.0, 4.0 * again * jitter[n, 2]] for n in range(prompts)}
+            {f"p{n}": [64.0, 4.0 * baseline * jitter[n, 0], 64.0, 4.0 * again * jitter[n, 2]] for n in range(prompts)}
         )
     return own, noise
 
 
 @pytest.mark.parametrize("starts", [2, 3, 5])
-def test_the_interval_holds_the_truth_as_often_as_it_says(starts: int) -> None:
+def test_intervals_have_their_nominal_coverage(starts: int) -> None:
     draw = np.random.default_rng(7)
     inside = [0, 0]
     for _ in range(300):
@@ -50,7 +51,7 @@ def test_the_interval_holds_the_truth_as_often_as_it_says(starts: int) -> None:
 
 
 def test_prompts_alone_would_be_overconfident() -> None:
-    """The interval over prompts alone, as it was, leaves the truth out many times as often as it says."""
+    """An interval over prompts alone misses the truth far more often than its level."""
     draw = np.random.default_rng(8)
     outside = 0
     for _ in range(200):

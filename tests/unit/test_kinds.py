@@ -1,4 +1,4 @@
-"""Every kind of drafter, trained and converted on a tiny store: losses do not move unnoticed, and guesses are real."""
+"""Every kind of drafter, trained and converted on a tiny store, with golden losses."""
 
 import json
 from collections.abc import Iterator
@@ -18,6 +18,7 @@ from draftsmith.run.errors import UserError
 from draftsmith.store.reader import Store
 from draftsmith.target.tensors import load_target_tensors
 from draftsmith.train.acceptance import predict_acceptance
+from draftsmith.train.packing import pack
 from draftsmith.train.train import run_train
 from tests.unit.tiny_run import make_recipe, make_run
 
@@ -35,7 +36,7 @@ CASES: dict[str, tuple[dict, list[float]]] = {
          "loss_vocab_size": 40, "lr": 1e-2}, [10.0283, 9.6926, 9.5564, 9.4332, 9.6384],
     ),
 }  # fmt: skip
-"""Options of training, and the loss of each of its epochs: 20 steps in all."""
+"""Training options, and the golden loss of each epoch; 20 steps in all."""
 
 
 @pytest.fixture(scope="module", params=[False, True], ids=["untied", "tied"])
@@ -47,7 +48,7 @@ def folder(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFact
 
 @pytest.fixture(autouse=True)
 def _one_thread() -> Iterator[None]:
-    """Sums are then always in one order."""
+    """So that the order of sums is fixed."""
     threads = torch.get_num_threads()
     torch.set_num_threads(1)
     yield
@@ -61,8 +62,8 @@ def test_every_kind_is_here() -> None:
 
 
 @pytest.mark.parametrize("name", CASES)
-def test_training_is_what_it_was(folder: Path, name: str, request: pytest.FixtureRequest) -> None:
-    """Train, convert and look at what came out; golden losses for the untied target."""
+def test_golden_losses(folder: Path, name: str, request: pytest.FixtureRequest) -> None:
+    """Train and convert, and check the result; the golden losses are for the untied target."""
     options, golden = CASES[name]
     run_dir = folder / name
     run_dir.mkdir()
@@ -84,8 +85,8 @@ def test_training_is_what_it_was(folder: Path, name: str, request: pytest.Fixtur
     store = Store(run_dir / "store")
     k = min(5, drafter.max_draft_tokens or 5)
     columns = [store.identity.layer_ids.index(layer) for layer in config.layer_ids]
-    held_out = [store[row] for row in store.rows(held_out=True)]
-    predicted = predict_acceptance(drafter, held_out, columns, k=k)
+    held_out = pack((store[row] for row in store.rows(held_out=True)), steps=k).with_layers(columns)
+    predicted = predict_acceptance(drafter, [held_out], k=k)
     assert predicted == pytest.approx(
         {int(key): v for key, v in figures["predicted_acceptance_length"].items()}, abs=1e-4
     )
@@ -99,15 +100,15 @@ def test_training_is_what_it_was(folder: Path, name: str, request: pytest.Fixtur
     assert speculative_config(run_dir / "vllm", 2)["method"] == serving.method
     card = (run_dir / "vllm" / "README.md").read_text()
     assert f'"method": "{serving.method}"' in card
-    assert ("It takes `draftsmith` installed" in card) == serving.needs_plugin
+    assert ("Install `draftsmith` in vLLM's environment" in card) == serving.needs_plugin
 
 
-def test_medusa_guesses_no_further_than_it_has_heads(folder: Path) -> None:
+def test_medusa_drafts_at_most_one_token_per_head(folder: Path) -> None:
     run_dir = folder / "ahead"
     run_dir.mkdir()
     (run_dir / "store").symlink_to(folder / "run" / "store")
     recipe = make_recipe(folder, **{**CASES["medusa"][0], "epochs": 0.1})
     run_train(recipe, run_dir)
     run_convert(recipe, run_dir)
-    with pytest.raises(UserError, match="guesses 3 tokens ahead, and 4 were asked for"):
+    with pytest.raises(UserError, match="drafts at most 3 tokens, and 4 were requested"):
         speculative_config(run_dir / "vllm", 4)

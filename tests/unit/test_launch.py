@@ -1,4 +1,4 @@
-"""`draftsmith run` trains in processes of its own: its figures, its errors, its signals, and what is left when it is killed."""
+"""`draftsmith run` trains in processes of its own: figures, errors, signals, and nothing left when it is killed."""
 
 import json
 import os
@@ -15,7 +15,7 @@ import psutil
 import pytest
 import torch
 
-from draftsmith.cli import main
+from draftsmith.cli import main, stages
 from draftsmith.run.errors import UserError
 from draftsmith.train import launch
 from draftsmith.train.launch import process_count, train_in_processes
@@ -24,7 +24,7 @@ from tests.unit.test_trainer import EAGLE3, SERVER, losses_of, require_alike, ru
 from tests.unit.tiny_run import make_recipe, make_run
 
 LONG = {**EAGLE3, "epochs": 50}
-"""200 steps: time enough to be stopped in."""
+"""200 steps: enough time to be stopped."""
 
 
 @pytest.fixture(scope="module")
@@ -36,7 +36,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(autouse=True)
 def _one_thread(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Sums are then always in one order."""
+    """So that the order of sums is fixed."""
     monkeypatch.setenv("OMP_NUM_THREADS", "1")
 
 
@@ -44,7 +44,7 @@ def refuse(*arguments: Any, **named: Any) -> None:
     raise AssertionError("not in this process")
 
 
-# ---- what comes back ----
+# ---- results ----
 
 
 def test_one_process_for_each_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -97,9 +97,9 @@ def command(folder: Path, name: str, options: dict[str, Any], processes: int = 1
         (folder / f"{name}.evaluated").touch()
         return {}
 
-    main.STAGES.update(extract=lambda *_: {}, convert=lambda *_: {}, evaluate=evaluate)
+    stages.STAGES.update(extract=lambda *_: {}, convert=lambda *_: {}, evaluate=evaluate)
     sys.argv = ["draftsmith", "run", str(recipe), "--runs", str(folder)]
-    main.main()
+    main()
 
 
 @contextmanager
@@ -127,7 +127,7 @@ def wait_for(happened: Callable[[], bool]) -> None:
 
 
 def trains(folder: Path, name: str) -> bool:
-    """Whether its first step has begun."""
+    """Whether the first step has begun."""
     return (folder / f"{name}.log").exists() and "train: 0/200 steps" in printed(folder, name)
 
 
@@ -141,7 +141,7 @@ def all_gone(session: int) -> bool:
 
 @pytest.mark.parametrize("processes", [1, 2])
 def test_a_childs_error_is_one_paragraph(folder: Path, processes: int) -> None:
-    """Of a process that is alone, and of two that meet the same mistake."""
+    """From a single process, and from two with the same error."""
     name = f"wrong-{processes}"
     run_dir(folder, name)
     wrong = {**EAGLE3, "drafter": {"kind": "eagle3", "layer_ids": [0, 1], "draft_vocab_size": 60}}
@@ -156,7 +156,7 @@ def test_a_childs_error_is_one_paragraph(folder: Path, processes: int) -> None:
 
 
 def test_sigterm_saves_and_the_same_command_goes_on(folder: Path) -> None:
-    """One process is stopped, as a scheduler does it; two go on from there, and then there is nothing to do."""
+    """One process is stopped, as by a scheduler; two resume its training, and then nothing is left to do."""
     directory = run_dir(folder, "stopped")
     with running(folder, "stopped", LONG) as parent:
         wait_for(lambda: trains(folder, "stopped"))
@@ -219,10 +219,10 @@ def test_a_launcher_must_not_start_the_whole_run(
     folder: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setenv("WORLD_SIZE", "2")
-    monkeypatch.setattr(main, "STAGES", {"extract": refuse})
+    monkeypatch.setattr(stages, "STAGES", {"extract": refuse})
     (folder / "launched.yaml").write_text(make_recipe(folder).model_dump_json())
     monkeypatch.setattr(sys, "argv", ["draftsmith", "run", str(folder / "launched.yaml"), "--runs", str(folder)])
     with pytest.raises(SystemExit) as ended:
-        main.main()
+        main()
     assert ended.value.code == 2
     assert "`accelerate launch` is for `draftsmith train`" in " ".join(capsys.readouterr().err.split())

@@ -1,4 +1,4 @@
-"""What evaluation finds in the stores of what it evaluates on."""
+"""How much of the evaluated suites is found in stores."""
 
 import json
 from pathlib import Path
@@ -55,7 +55,7 @@ def test_overlap_is_counted_over_all_stores(tmp_path):
         )
 
 
-def test_what_is_not_evaluated_is_not_counted(tmp_path):
+def test_prompts_that_are_not_evaluated_are_not_counted(tmp_path):
     mine = suite(tmp_path)
     evaluated = load_prompts(mine.prompts)[:2]
     found = overlap([store(tmp_path / "a", ASKED[1:])], {"mine": mine}, {"mine": evaluated})
@@ -63,7 +63,7 @@ def test_what_is_not_evaluated_is_not_counted(tmp_path):
     assert found["mine"]["verbatim"] == 1
 
 
-def test_held_out_prompts_are_held_against_other_stores(tmp_path):
+def test_held_out_prompts_are_compared_with_other_stores(tmp_path):
     held_out = load_prompts(suite(tmp_path).prompts)
     found = overlap(
         [store(tmp_path / "own", ["Name a fish."]), store(tmp_path / "other", ASKED[2:])],
@@ -73,7 +73,7 @@ def test_held_out_prompts_are_held_against_other_stores(tmp_path):
     assert found == {"held_out": {"prompts": 4, "verbatim": 2, "near": 0}}
 
 
-def test_a_store_that_does_not_say_is_no_proof(tmp_path):
+def test_a_store_without_recorded_prompts_gives_no_figure(tmp_path):
     mine = suite(tmp_path)
     (tmp_path / "old").mkdir()
     good = store(tmp_path / "a", ASKED)

@@ -1,4 +1,4 @@
-"""Which engines are up together: on a CPU all, on GPUs what fits, and every one beside the plain engine it is held against."""
+"""Which engines are up together: on a CPU all, on GPUs those that fit, each beside the baseline it is compared with."""
 
 import math
 from dataclasses import dataclass
@@ -28,17 +28,17 @@ def need(gib: float) -> EngineMemory:
 
 
 @given(st.lists(st.sampled_from([16, 32]), min_size=1, max_size=9), st.one_of(st.none(), st.integers(2, 5)))
-def test_every_engine_is_up_once_beside_its_plain_one(dtypes: list[int], at_once: int | None) -> None:
-    plain = {dtype: (0, dtype) for dtype in dtypes}
-    keys = [*plain.values(), *((number, dtype) for number, dtype in enumerate(dtypes, start=1))]
-    found = groups(keys, lambda key: plain[key[1]], at_once)
-    assert sorted(key for group in found for key in dict.fromkeys(group) if key[0]) == sorted(keys[len(plain) :])
+def test_every_engine_is_up_once_beside_its_baseline(dtypes: list[int], at_once: int | None) -> None:
+    baseline = {dtype: (0, dtype) for dtype in dtypes}
+    keys = [*baseline.values(), *((number, dtype) for number, dtype in enumerate(dtypes, start=1))]
+    found = groups(keys, lambda key: baseline[key[1]], at_once)
+    assert sorted(key for group in found for key in dict.fromkeys(group) if key[0]) == sorted(keys[len(baseline) :])
     if at_once is None or len(keys) <= at_once:
         assert found == [keys]
     else:
         for group in found:
             assert len(group) <= at_once
-            assert group[0] == plain[group[0][1]]
+            assert group[0] == baseline[group[0][1]]
             assert len({dtype for _, dtype in group}) == 1
 
 
@@ -59,7 +59,7 @@ def test_engines_are_placed_on_as_few_gpus_as_hold_them() -> None:
 
 
 @given(st.integers(1, 8), st.integers(1, 6), st.data())
-def test_shares_of_a_gpu_are_never_more_than_the_gpu(sets: int, on_each: int, data: Any) -> None:
+def test_shares_of_a_gpu_add_up_to_at_most_one(sets: int, on_each: int, data: Any) -> None:
     placement = Placement(tuple((str(number),) for number in range(sets)), on_each)
     count = data.draw(st.integers(1, sets * on_each))
     places = placement.places(count, start=data.draw(st.integers(0, 5)))
@@ -70,13 +70,13 @@ def test_shares_of_a_gpu_are_never_more_than_the_gpu(sets: int, on_each: int, da
     assert len({one.memory_share for one in places}) == 1, "engines that are compared have the same share"
 
 
-def test_what_does_not_fit_is_said_before_anything_starts() -> None:
+def test_what_does_not_fit_is_an_error_before_anything_starts() -> None:
     engine = recipe.EngineConfig()  # 0.85 of a GPU
     assert place(engine, gpus(1), [need(20), need(22)], target="t", smaller="x").at_once == 3
     assert place(engine, gpus(8), [need(22)], target="t", smaller="x").at_once == 24
     four = engine.model_copy(update={"tensor_parallel_size": 4})
     assert place(four, gpus(7), [need(30)], target="t", smaller="x").sets == (("GPU-0", "GPU-1", "GPU-2", "GPU-3"),)
-    with pytest.raises(UserError, match=r"t and speculation beside it.* 40\.0 GiB.*target 40\.0.*67\.1 of 79\.0 GiB on the one GPU"
+    with pytest.raises(UserError, match=r"t and an engine that speculates beside it.* 40\.0 GiB.*target 40\.0.*67\.1 of 79\.0 GiB on the one GPU"
                        r".*Lower evaluate\.acceptance_batch_size or engine\.max_model_len"):  # fmt: skip
         place(engine, gpus(1), [need(40)], target="t", smaller="evaluate.acceptance_batch_size")
     assert place(engine, gpus(2), [need(40)], target="t", smaller="x").at_once == 2
@@ -114,7 +114,7 @@ class Host:
         self.up.remove(self.config.name)
 
 
-def test_the_plain_engine_stays_and_the_others_come_and_go() -> None:
+def test_the_baseline_stays_and_the_others_come_and_go() -> None:
     up: set[str] = set()
     started: list[EngineSpec] = []
 
@@ -127,13 +127,13 @@ def test_the_plain_engine_stays_and_the_others_come_and_go() -> None:
     def config(name: str) -> EngineSpec:
         return EngineSpec(name=name, target="t", dtype="bfloat16", engine=recipe.EngineConfig())
 
-    configs = {number: config(name) for number, name in enumerate(["plain", "k1", "k2", "k3"])}
+    configs = {number: config(name) for number, name in enumerate(["baseline", "k1", "k2", "k3"])}
     lineup: Lineup[int] = Lineup(Placement((("0",), ("1",)), on_each=1), start, number=1)
     seen = [sorted(host.config.name for host in engines.values()) for engines in lineup.turns(configs, lambda key: 0)]
-    assert seen == [["k1", "plain"], ["k2", "plain"], ["k3", "plain"]]
-    assert [one.name for one in started] == ["plain", "k1", "k2", "k3"]
+    assert seen == [["baseline", "k1"], ["baseline", "k2"], ["baseline", "k3"]]
+    assert [one.name for one in started] == ["baseline", "k1", "k2", "k3"]
     assert [one.gpus for one in started] == [("1",), ("0",), ("0",), ("0",)]
-    assert up == {"plain", "k3"}, "the last group stays up"
+    assert up == {"baseline", "k3"}, "the last group stays up"
     # K = 3 is there already; of a group that needs neither of those, both make room.
     assert [sorted(engines) for engines in lineup.turns({key: configs[key] for key in (0, 3)}, lambda key: 0)] == [
         [0, 3]

@@ -12,8 +12,9 @@ import pytest
 from draftsmith.run.errors import DraftsmithError
 from draftsmith.serve.evaluation import load
 from draftsmith.serve.evaluation.lineup import Placement
+from draftsmith.serve.evaluation.partial import PartialResults
 from draftsmith.target.info import TargetInfo
-from tests.unit.clockwork import make_recipe_and_run
+from tests.unit.fake_engine import make_recipe_and_run
 
 _SAID = {
     "completed": 2, "request_throughput": 0.5, "output_throughput": 20.0, "median_ttft_ms": 250.0, "p99_ttft_ms": 900.0,
@@ -39,7 +40,7 @@ def asked(monkeypatch: pytest.MonkeyPatch) -> list[tuple[str, str]]:
             option = dict(itertools.pairwise(command))
             places.append((gpus, option.get("--gpu-memory-utilization", option.get("--kv-cache-memory-bytes"))))
             keys.add(api_key)
-            self.url = "speculative" if "--speculative-config" in command else "plain"
+            self.url = "speculative" if "--speculative-config" in command else "baseline"
 
         def wait_ready(self, stop: object) -> bool:
             return True
@@ -71,11 +72,14 @@ def ask(
     target = TargetInfo.__new__(TargetInfo)
     object.__setattr__(target, "path", folder / "target")
     object.__setattr__(target, "name", "tiny")
-    found = load.at_request_rates(
+    partial = PartialResults(folder / "partial.json", "inputs", rates=dict(known))
+    if kept is not None:
+        partial.save = lambda: kept.append(list(partial.rates))  # type: ignore[method-assign]
+    load.at_request_rates(
         recipe.model_copy(update={"evaluate": options}), target, {"method": "eagle3"}, ["one\u2028", "two"], folder,
-        placement=placement or Placement(), known=dict(known), keep=lambda found: None if kept is None else kept.append(list(found)),
+        placement=placement or Placement(), partial=partial,
     )  # fmt: skip
-    return dict(found)
+    return dict(partial.rates)
 
 
 @pytest.mark.parametrize(("placement", "expected"), [
@@ -83,7 +87,7 @@ def ask(
     (Placement((("0",), ("5",)), on_each=1), [(("0",), "0.85"), (("5",), "0.85")]),
     (Placement((("0",),), on_each=3), [(("0",), "0.425")] * 2),
 ])  # fmt: skip
-def test_each_server_has_gpus_of_its_own_where_one_holds_no_two(
+def test_each_server_has_gpus_of_its_own_if_one_cannot_hold_both(
     placement: Placement, expected: Any, asked: list[tuple[str, str]], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("torch.cuda.is_available", lambda: bool(placement.sets))
@@ -91,18 +95,18 @@ def test_each_server_has_gpus_of_its_own_where_one_holds_no_two(
     assert places == expected
 
 
-def test_servers_take_turns(asked: list[tuple[str, str]], tmp_path: Path) -> None:
+def test_servers_alternate(asked: list[tuple[str, str]], tmp_path: Path) -> None:
     kept: list[list[str]] = []
     found = ask(tmp_path, 0.5, 1.0, kept=kept)
     assert kept == [["0.5"], ["0.5", "1"]]
-    assert asked[:4] == [("speculative", "0.5"), ("plain", "0.5"), ("plain", "1.0"), ("speculative", "1.0")]
-    assert {name for name, what in asked[4:] if what == "ended"} == {"plain", "speculative"}
+    assert asked[:4] == [("speculative", "0.5"), ("baseline", "0.5"), ("baseline", "1.0"), ("speculative", "1.0")]
+    assert {name for name, what in asked[4:] if what == "ended"} == {"baseline", "speculative"}
     assert set(found) == {"0.5", "1"}
-    assert found["0.5"]["plain"]["seconds_per_token"] == 0.08
+    assert found["0.5"]["baseline"]["seconds_per_token"] == 0.08
     assert found["1"]["speculative"]["first_token_seconds_p99"] == 0.9
 
 
-def test_what_is_known_is_not_asked_again(asked: list[tuple[str, str]], tmp_path: Path) -> None:
+def test_known_rates_are_not_measured_again(asked: list[tuple[str, str]], tmp_path: Path) -> None:
     assert list(ask(tmp_path, 0.5, 1.0, known={"0.5": {}})) == ["0.5", "1"]
     assert {rate for _, rate in asked} == {"1.0", "ended"}
     asked.clear()
@@ -112,12 +116,12 @@ def test_what_is_known_is_not_asked_again(asked: list[tuple[str, str]], tmp_path
 
 
 def test_a_failed_request_is_an_error(asked: list[tuple[str, str]], tmp_path: Path) -> None:
-    with pytest.raises(DraftsmithError, match=r"1 of 2 requests fail at 3 requests a second; see .*load-client\.log"):
+    with pytest.raises(DraftsmithError, match=r"1 of 2 requests fail at 3 requests per second; see .*load-client\.log"):
         ask(tmp_path, 3.0)
-    assert [name for name, what in asked if what == "ended"] == ["speculative", "plain"]
+    assert [name for name, what in asked if what == "ended"] == ["speculative", "baseline"]
 
 
-def test_the_generator_s_end_is_told(
+def test_a_failed_generator_is_an_error(
     asked: list[tuple[str, str]], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     ended = SimpleNamespace(run=lambda command, **rest: SimpleNamespace(returncode=7), STDOUT=-2)

@@ -1,4 +1,4 @@
-"""Medusa's heads against the paper's formulas, their start, and what vLLM is given."""
+"""Medusa: heads against the paper's formulas, initialization and conversion."""
 
 from dataclasses import replace
 
@@ -7,6 +7,7 @@ import torch
 
 from draftsmith.drafters.checkpoint import Checkpoint
 from draftsmith.drafters.medusa import MedusaConfig, MedusaDrafter, MedusaOptions
+from draftsmith.drafters.weights import in_memory
 from draftsmith.run.errors import DraftsmithError
 from draftsmith.store.format import Sequence
 from draftsmith.target.tensors import TargetTensors
@@ -39,7 +40,7 @@ def make_sequence(tokens: int, prompt: int, seed: int) -> Sequence:
 
 
 def plain_logits(weights: dict[str, torch.Tensor], config: MedusaConfig, norm: torch.Tensor, h: torch.Tensor, i: int):  # type: ignore[no-untyped-def]
-    """Head i's logits [V] for one state, from the formulas."""
+    """Logits [V] of head i for one state, by the formulas."""
     y = h / (h.pow(2).mean() + config.rms_norm_eps).sqrt() * norm
     for layer in range(config.num_layers):
         z = weights[f"blocks.{i}.layers.{layer}.weight"] @ y
@@ -54,14 +55,14 @@ def test_loss_and_gradients_equal_the_formulas(changes: dict) -> None:
     """Outputs, the published loss (token cross-entropy, decayed by head) and every gradient, float64, 1e-9."""
     drafter = make_drafter(**changes)
     documents = [make_sequence(9, 4, 1), make_sequence(14, 6, 2)]
-    batch = pack(documents, steps=HEADS)
+    batch = pack(documents, steps=HEADS).with_layers([0], 0)
     norm = torch.nn.RMSNorm(HIDDEN, eps=1e-5).double()
     head = torch.randn(VOCAB, HIDDEN, dtype=torch.float64)
     loss = ChainLoss(
         drafter, teacher_norm=norm, teacher_head=head, ttt_steps=HEADS, ttt_loss_decay=0.8,
         terms=drafter.loss_terms(MedusaOptions()),
     )  # fmt: skip
-    found = loss(batch, batch.hidden_states[:, 0]).loss
+    found = loss(batch).loss
     found.backward()
 
     weights = {name: value.detach().clone().requires_grad_() for name, value in drafter.state_dict().items()}
@@ -82,8 +83,8 @@ def test_loss_and_gradients_equal_the_formulas(changes: dict) -> None:
         torch.testing.assert_close(parameter.grad, weights[name].grad, rtol=1e-9, atol=1e-9)
 
 
-def test_heads_of_their_own_start_as_the_best_linear_guess() -> None:
-    """A text whose states turn by a fixed matrix: the untrained heads foretell them."""
+def test_separate_heads_start_as_the_best_linear_prediction() -> None:
+    """On a text whose states rotate by a fixed matrix, the untrained heads predict the tokens."""
     drafter = make_drafter(shared_head=False, num_layers=1)
     generator = torch.Generator().manual_seed(0)
     turn = torch.linalg.qr(torch.randn(HIDDEN, HIDDEN, generator=generator, dtype=torch.float64)).Q
@@ -97,7 +98,7 @@ def test_heads_of_their_own_start_as_the_best_linear_guess() -> None:
     batch = pack([sequence], steps=HEADS)
     head = torch.randn(VOCAB, HIDDEN, generator=generator)
     tensors = TargetTensors(head, head, torch.ones(HIDDEN), {}, "")
-    drafter.init_from_target(tensors, [(batch, batch.hidden_states[:, 0])])
+    drafter.init_from_target(tensors, [batch.with_layers([0], 0)])
     with torch.no_grad():
         found = [step.normed @ step.head.T for step in drafter.chain(batch, steps=HEADS)]
     z = drafter._normed(torch.stack(states))
@@ -110,9 +111,14 @@ def test_heads_of_their_own_start_as_the_best_linear_guess() -> None:
 def test_conversion_is_closed() -> None:
     drafter = make_drafter()
     tensors = drafter.state_dict()
-    checkpoint = Checkpoint("medusa", drafter.config.to_dict(), {"name": "t"}, drafter.draft_token_ids, tensors)
+    checkpoint = Checkpoint(
+        "medusa", drafter.config.to_dict(), {"name": "t"}, drafter.draft_token_ids, in_memory(tensors)
+    )
     config, found = to_vllm(checkpoint, "float32")
     assert set(found) == set(tensors)
     assert (config["truncated_vocab_size"], config["vocab_size"], config["original_lm_head"]) == (VOCAB, VOCAB, True)
     with pytest.raises(DraftsmithError, match="not those of the config"):
-        to_vllm(replace(checkpoint, tensors=tensors | {"lm_heads.1.weight": torch.ones(VOCAB, HIDDEN)}), "float32")
+        to_vllm(
+            replace(checkpoint, weights=in_memory(tensors | {"lm_heads.1.weight": torch.ones(VOCAB, HIDDEN)})),
+            "float32",
+        )

@@ -1,4 +1,4 @@
-"""Ways of speculating: what a recipe may say, and what vLLM is then told."""
+"""Methods of speculation: valid recipes, and the resulting `speculative_config` of vLLM."""
 
 import json
 from pathlib import Path
@@ -55,7 +55,7 @@ def test_schedules(target: TargetInfo) -> None:
     assert found["num_speculative_tokens"] == 3
     assert _config(target, {"method": "ngram", "num_speculative_tokens_per_batch_size": [[1, 8, 0]]}) is None
     for wrong in ([[2, 4, 3]], [[1, 4, 3], [4, 8, 1]], [[1, 4, 3], [6, 8, 1]], [[1, 0, 3]], [[1, 4, -1]]):
-        with pytest.raises(ValidationError, match="ranges follow one another"):
+        with pytest.raises(ValidationError, match="ranges are contiguous"):
             METHODS.validate_python({"method": "ngram", "num_speculative_tokens_per_batch_size": wrong})
 
 
@@ -72,7 +72,7 @@ def test_schedules(target: TargetInfo) -> None:
         {"method": "eagle3", "kind": "eagle3"},
     ],
 )
-def test_what_no_recipe_may_say(wrong: dict[str, Any]) -> None:
+def test_invalid_methods(wrong: dict[str, Any]) -> None:
     with pytest.raises(ValidationError):
         METHODS.validate_python(wrong)
 
@@ -83,7 +83,7 @@ def test_draft_models_need_the_target_s_vocabulary(target: TargetInfo, tmp_path:
     assert _config(target, method) == {"method": "draft_model", "model": str(tmp_path), "num_speculative_tokens": 4}
     assert "draft_tensor_parallel_size" not in _config(target, method, tensor_parallel_size=2)
     (tmp_path / "config.json").write_text(json.dumps({"vocab_size": target.vocab_size + 1}))
-    with pytest.raises(UserError, match="cannot guess for it"):
+    with pytest.raises(UserError, match="cannot draft for it"):
         _config(target, method)
     assert _config(target, method | {"options": {"use_heterogeneous_vocab": True}})
     with pytest.raises(UserError, match="no folder"):
@@ -110,7 +110,7 @@ def test_drafters_fit_the_target_and_the_method(target: TargetInfo, tmp_path: Pa
     assert _config(target, {"method": "eagle3", "model": str(other), "num_speculative_tokens": 2}, own)["model"] == str(
         other
     )
-    with pytest.raises(UserError, match="for the method `eagle3`, and `medusa` was asked for"):
+    with pytest.raises(UserError, match="for the method `eagle3`, but the recipe's method is `medusa`"):
         _config(target, {"method": "medusa"}, own)
     for changed, said in (
         ({"vocab_size": 7}, "a vocabulary of 7"),
@@ -121,7 +121,7 @@ def test_drafters_fit_the_target_and_the_method(target: TargetInfo, tmp_path: Pa
         with pytest.raises(UserError, match=said + ".* It was made for its-own-target."):
             _config(target, {"method": "eagle3"}, _drafter(tmp_path / "wrong", target, **changed))
     medusa = _drafter(tmp_path / "medusa", target, architectures=["MedusaModel"], num_heads=2)
-    with pytest.raises(UserError, match="guesses 2 tokens ahead, and 4 were asked for"):
+    with pytest.raises(UserError, match="drafts at most 2 tokens, and 4 were requested"):
         _config(target, {"method": "medusa", "num_speculative_tokens": 4}, medusa)
     assert _config(target, {"method": "medusa"}, medusa)["num_speculative_tokens"] == 2
     by_load = {"method": "medusa", "num_speculative_tokens_per_batch_size": [[1, 4, 2], [5, 8, 0]]}
@@ -138,5 +138,5 @@ def test_sizes_of_cuda_graphs() -> None:
         {"compilation_config": full | {"cudagraph_capture_sizes": [4, 6]}},
         {"cudagraph-capture-sizes": [4, 6], "compilation-config": full},
     ):
-        with pytest.raises(UserError, match="6, no multiple of 4"):
+        with pytest.raises(UserError, match="6, not a multiple of 4"):
             check_graph_sizes(options, 3)

@@ -1,4 +1,4 @@
-"""The MLP speculator against the paper's formulas, and the published layout."""
+"""MLP speculator: steps against the paper's formulas, initialization, and the published layout."""
 
 from dataclasses import replace
 
@@ -7,6 +7,7 @@ import torch
 
 from draftsmith.drafters.checkpoint import Checkpoint
 from draftsmith.drafters.mlp_speculator import MlpConfig, MlpDrafter, MlpOptions
+from draftsmith.drafters.weights import in_memory
 from draftsmith.run.errors import DraftsmithError
 from draftsmith.store.format import Sequence
 from draftsmith.target.tensors import TargetTensors
@@ -33,7 +34,7 @@ def make_drafter(**changes: object) -> MlpDrafter:
 def plain_logits(
     weights: dict[str, torch.Tensor], config: MlpConfig, norm: torch.Tensor, h: torch.Tensor, tokens: list[int]
 ) -> list[torch.Tensor]:
-    """Logits [V] of each step that reads one of `tokens`, from the formulas."""
+    """Logits [V] of one step per token of `tokens`, by the formulas."""
     state_weight = 0.5 ** (0.5 / config.n_predict)
     token_weight = ((1 - state_weight**2) * config.inner_size / 2) ** 0.5
     s = h / (h.pow(2).mean() + config.rms_norm_eps).sqrt() * norm
@@ -57,14 +58,14 @@ def test_loss_and_gradients_equal_the_formulas(changes: dict) -> None:
     drafter = make_drafter(**changes)
     steps = drafter.config.n_predict
     documents = [make_sequence(9, 4, 1), make_sequence(14, 6, 2)]
-    batch = pack(documents, steps=steps)
+    batch = pack(documents, steps=steps).with_layers([0], 0)
     norm = torch.nn.RMSNorm(HIDDEN, eps=1e-5).double()
     head = torch.randn(VOCAB, HIDDEN, dtype=torch.float64)
     loss = ChainLoss(
         drafter, teacher_norm=norm, teacher_head=head, ttt_steps=steps, ttt_loss_decay=1.0,
         terms=drafter.loss_terms(MlpOptions()),
     )  # fmt: skip
-    found = loss(batch, batch.hidden_states[:, 0]).loss
+    found = loss(batch).loss
     found.backward()
 
     weights = {name: value.detach().clone().requires_grad_() for name, value in drafter.state_dict().items()}
@@ -83,24 +84,24 @@ def test_loss_and_gradients_equal_the_formulas(changes: dict) -> None:
         torch.testing.assert_close(parameter.grad, weights[name].grad, rtol=1e-9, atol=1e-9)
 
 
-def test_own_guesses_are_read_by_the_next_step() -> None:
+def test_autoregressive_steps_read_draft_tokens() -> None:
     drafter = make_drafter()
     batch = pack([make_sequence(12, 3, 1)], steps=STEPS)
     with torch.no_grad():
         steps = list(drafter.chain(batch, steps=STEPS, autoregressive=True))
-        guesses = [(step.normed @ step.head.T).argmax(-1) for step in steps]
+        draft_tokens = [(step.normed @ step.head.T).argmax(-1) for step in steps]
         rows = batch.loss_weights.sum(1).nonzero()[:, 0]
         for q, row in enumerate(rows.tolist()):
-            reads = [int(batch.next_tokens[row, 0]), *(int(guess[q]) for guess in guesses)][:STEPS]
+            reads = [int(batch.next_tokens[row, 0]), *(int(drafted[q]) for drafted in draft_tokens)][:STEPS]
             wanted = plain_logits(
                 dict(drafter.state_dict()), drafter.config, drafter.final_norm, batch.hidden_states[row, 0], reads
             )
-            assert [int(logits.argmax()) for logits in wanted] == [int(guess[q]) for guess in guesses]
+            assert [int(logits.argmax()) for logits in wanted] == [int(drafted[q]) for drafted in draft_tokens]
 
 
 @pytest.mark.parametrize("inner_size", [HIDDEN, 8, 20])
-def test_the_start_knows_more_than_chance(inner_size: int) -> None:
-    """A text in which every token follows from the last state: the start is far better than a random one."""
+def test_initialization_is_better_than_chance(inner_size: int) -> None:
+    """On a text in which every token follows from the last state, the untrained drafter is far better than a random one."""
     generator = torch.Generator().manual_seed(0)
     head = torch.randn(VOCAB, HIDDEN, generator=generator, dtype=torch.float64)
     turn = torch.linalg.qr(torch.randn(HIDDEN, HIDDEN, generator=generator, dtype=torch.float64)).Q
@@ -115,20 +116,20 @@ def test_the_start_knows_more_than_chance(inner_size: int) -> None:
         torch.nn.init.zeros_(ln.bias)
     drafter.final_norm.fill_(1)
     torch.nn.init.zeros_(drafter.emb[0].weight)
-    drafter.init_from_target(
-        TargetTensors(head, head, torch.ones(HIDDEN), {}, ""), [(batch, batch.hidden_states[:, 0])]
-    )
+    drafter.init_from_target(TargetTensors(head, head, torch.ones(HIDDEN), {}, ""), [batch.with_layers([0], 0)])
     with torch.no_grad():
         (step,) = drafter.chain(batch, steps=1)
-    guesses = (step.normed @ step.head.T).argmax(-1)
-    right = (guesses == batch.next_tokens[: len(guesses), 1]).double().mean()
+    draft_tokens = (step.normed @ step.head.T).argmax(-1)
+    right = (draft_tokens == batch.next_tokens[: len(draft_tokens), 1]).double().mean()
     assert right > 4 / VOCAB, "chance is 1 / VOCAB"
 
 
 def test_published_layout_and_closed_conversion() -> None:
     drafter = make_drafter(tie_weights=True)
     tensors = drafter.state_dict()
-    checkpoint = Checkpoint("mlp_speculator", drafter.config.to_dict(), {"name": "t"}, drafter.draft_token_ids, tensors)
+    checkpoint = Checkpoint(
+        "mlp_speculator", drafter.config.to_dict(), {"name": "t"}, drafter.draft_token_ids, in_memory(tensors)
+    )
     config, found = to_vllm(checkpoint, "float64", "ibm")
     parts = ("emb.{}.weight", "head.{}.weight", "proj.{}.weight", "ln.{}.weight", "ln.{}.bias")
     assert set(found) == {f"speculator.{part.format(i)}" for part in parts for i in range(STEPS)}
@@ -136,4 +137,6 @@ def test_published_layout_and_closed_conversion() -> None:
     assert torch.equal(found["speculator.head.2.weight"], tensors["head.0.weight"])
     assert (config["emb_dim"], config["inner_dim"], config["n_predict"]) == (HIDDEN, 10, STEPS)
     with pytest.raises(DraftsmithError, match="not those of the config"):
-        to_vllm(replace(checkpoint, tensors=tensors | {"proj.2.weight": torch.ones(10, 10)}), "float32", "ibm")
+        to_vllm(
+            replace(checkpoint, weights=in_memory(tensors | {"proj.2.weight": torch.ones(10, 10)})), "float32", "ibm"
+        )

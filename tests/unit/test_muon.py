@@ -1,4 +1,4 @@
-"""Muon: its products in each precision, which depends on the recipe and not on the device, against float64's."""
+"""Muon in each precision, which depends on the recipe and not on the device, against float64."""
 
 import math
 from collections.abc import Callable
@@ -13,16 +13,16 @@ from draftsmith.drafters.eagle3 import Eagle3Drafter
 from draftsmith.store.format import Sequence
 from draftsmith.train.loss import ChainLoss
 from draftsmith.train.muon import Muon, orthogonalize
+from draftsmith.train.optimizers import make_optimizers
 from draftsmith.train.packing import pack
-from draftsmith.train.train import _optimizers
 from tests.unit.test_eagle3 import make_drafter
 from tests.unit.tiny_run import make_recipe
 
 LARGEST = 1.25
-"""Singular values: Jordan's quintic takes those in (0, 1) to 1.203 at most (its maximum on a fine grid); bf16 rounds by 0.4%."""
+"""Bound of the singular values: Jordan's quintic maps (0, 1) to at most 1.203 (its maximum on a fine grid); bf16 rounds by 0.4%."""
 ALIKE = 0.99
-"""Cosine of an update in bf16 and in float64. torch.optim.Muon's, which computes in bf16: 0.9993 to 0.9999 on a spectrum of 1/i,
-0.993 to 0.9999 on these gradients, whose smallest singular values are below bf16's resolution of the matrix."""
+"""Least cosine of an update in bf16 with the one in float64. For torch.optim.Muon, which computes in bf16, it is 0.9993 to 0.9999 on a
+spectrum of 1/i, and 0.993 to 0.9999 on these gradients, whose smallest singular values are below bf16's resolution."""
 
 
 def jordan(matrix: torch.Tensor) -> torch.Tensor:
@@ -48,7 +48,7 @@ def with_spectrum(shape: tuple[int, int], of: Callable[[torch.Tensor], torch.Ten
 
 
 def assert_orthogonalized(found: torch.Tensor, matrix: torch.Tensor, *, alike: float) -> None:
-    """`found` is what float64 makes of `matrix`, to a cosine of `alike`, and as large."""
+    """`found` is `matrix` orthogonalized in float64, up to a cosine of `alike` and 5% in size."""
     found, exact = found.double(), jordan(matrix)
     assert torch.linalg.matrix_norm(found, 2) <= LARGEST
     assert F.cosine_similarity(found.flatten(), exact.flatten(), dim=0) >= alike
@@ -66,7 +66,7 @@ def test_the_iteration_is_jordans(shape: tuple[int, int]) -> None:
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("shape", [(64, 64), (64, 192), (192, 64), (24, 300), (576, 1728)])
 def test_a_wide_spectrum(shape: tuple[int, int], dtype: torch.dtype) -> None:
-    """Singular values of 1/i: of a hundred, two are above a third of the largest, and half below a fiftieth."""
+    """Singular values of 1/i: two of a hundred are above a third of the largest, and half are below a fiftieth."""
     matrix = with_spectrum(shape, lambda i: 1 / i)
     (found,) = orthogonalize([matrix], dtype)
     assert found.dtype == torch.float32
@@ -74,7 +74,7 @@ def test_a_wide_spectrum(shape: tuple[int, int], dtype: torch.dtype) -> None:
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_together_is_as_alone(dtype: torch.dtype) -> None:
+def test_a_batch_equals_single_matrices(dtype: torch.dtype) -> None:
     matrices = [with_spectrum(shape, lambda i: 1 / i) for shape in ((24, 40), (40, 24), (24, 40))]
     for found, matrix in zip(orthogonalize(matrices, dtype), matrices, strict=True):
         (alone,) = orthogonalize([matrix], dtype)
@@ -83,7 +83,7 @@ def test_together_is_as_alone(dtype: torch.dtype) -> None:
 
 
 def make_sequence(drafter: Eagle3Drafter, tokens: int, seed: int) -> Sequence:
-    """States as a target's are: most of their variance in few directions, and each like the one before."""
+    """States like a target's: most of their variance is in few directions, and each is similar to the one before."""
     generator = torch.Generator().manual_seed(seed)
     config = drafter.config
     sizes = torch.arange(1, config.hidden_size + 1) ** -0.5
@@ -111,8 +111,8 @@ def drafter() -> Eagle3Drafter:
         drafter, teacher_norm=nn.RMSNorm(hidden, 1e-5), teacher_head=torch.randn(vocab, hidden) * 0.1, ttt_steps=3,
         ttt_loss_decay=0.8,
     )  # fmt: skip
-    batch = pack([make_sequence(drafter, 100, seed) for seed in range(4)], steps=3)
-    loss(batch, batch.hidden_states[:, -1].contiguous()).loss.backward()
+    batch = pack([make_sequence(drafter, 100, seed) for seed in range(4)], steps=3).with_layers([0, 1, 2], 2)
+    loss(batch).loss.backward()
     return drafter
 
 
@@ -125,7 +125,7 @@ def test_gradients_of_a_drafter(drafter: Eagle3Drafter, dtype: torch.dtype) -> N
         assert gradient is not None
         weight = nn.Parameter(torch.zeros_like(gradient))
         weight.grad = gradient
-        # Of the first step: momentum's direction is the gradient's, and the update all that the weight holds.
+        # In the first step the momentum has the direction of the gradient, and the weight is nothing but the update.
         Muon([weight], lr=1.0, dtype=dtype).step()
         update = -weight.detach() / (0.2 * math.sqrt(max(gradient.shape)))
         assert_orthogonalized(update, gradient, alike=ALIKE if dtype == torch.bfloat16 else 0.9999)
@@ -142,8 +142,8 @@ def test_an_update_has_about_a_fifth_of_the_learning_rate(dtype: torch.dtype) ->
 
 
 @pytest.mark.parametrize("precision", ["float32", "bfloat16"])
-def test_the_recipes_precision_is_muons(tmp_path: Path, drafter: Eagle3Drafter, precision: str) -> None:
-    """On every device: what a GPU computes can be had on a CPU."""
-    muon = _optimizers(make_recipe(tmp_path, precision=precision), drafter)[-1]
+def test_muon_has_the_recipes_precision(tmp_path: Path, drafter: Eagle3Drafter, precision: str) -> None:
+    """On every device, so that a CPU can reproduce a GPU's arithmetic."""
+    muon = make_optimizers(make_recipe(tmp_path, precision=precision).train, drafter)[-1]
     assert isinstance(muon, Muon)
     assert muon._dtype == getattr(torch, precision)

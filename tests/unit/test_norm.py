@@ -1,4 +1,4 @@
-"""The norm that keeps only its input: torch's own is the reference."""
+"""The norm that keeps only its input, against torch's."""
 
 import pytest
 import torch
@@ -16,7 +16,7 @@ def make_norms(dtype: torch.dtype) -> tuple[RMSNorm, nn.RMSNorm, torch.Tensor]:
     return ours, reference, torch.randn(7, 3, 24, generator=generator, dtype=dtype, requires_grad=True)
 
 
-def test_it_is_torchs() -> None:
+def test_equals_torchs() -> None:
     for dtype in (torch.float32, torch.float64):
         ours, reference, x = make_norms(dtype)
         assert torch.equal(ours(x), reference(x))
@@ -25,14 +25,14 @@ def test_it_is_torchs() -> None:
     assert torch.autograd.gradcheck(ours, (x,))
 
 
-def test_in_another_type_than_its_weight() -> None:
+def test_input_of_another_dtype_than_the_weight() -> None:
     ours, reference, x = make_norms(torch.float32)
     x = x.detach().bfloat16()
     assert torch.equal(ours(x), reference(x))
 
 
-def test_on_another_device_it_is_torchs(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A GPU's kernel keeps no more than ours; "meta" stands for a GPU: a device that is no CPU."""
+def test_other_devices_use_torchs(monkeypatch: pytest.MonkeyPatch) -> None:
+    """torch's kernel for GPUs keeps only its input as well. The meta device stands for a GPU."""
     monkeypatch.setattr("draftsmith.drafters.norm._RMSNorm.apply", None)
     norm = RMSNorm(24, 1e-5, device="meta")
     assert norm(torch.zeros(7, 24, device="meta")).shape == (7, 24)
@@ -40,7 +40,7 @@ def test_on_another_device_it_is_torchs(monkeypatch: pytest.MonkeyPatch) -> None
         RMSNorm(24, 1e-5)(torch.zeros(7, 24))
 
 
-def test_it_keeps_its_input_alone() -> None:
+def test_keeps_only_its_input() -> None:
     ours, _, x = make_norms(torch.float32)
     kept: list[int] = []
     with torch.autograd.graph.saved_tensors_hooks(lambda t: kept.append(t.numel()) or t, lambda t: t):

@@ -1,10 +1,11 @@
-"""`draftsmith run --plan`: its arithmetic against counts made by hand, real modules, and what runs took."""
+"""`draftsmith run --plan`: its arithmetic against hand counts, real modules and measured runs."""
 
 import json
 import re
 import socket
 from collections.abc import Iterator
 from collections.abc import Sequence as Several
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, Literal
@@ -23,9 +24,8 @@ from draftsmith.cli.plan import (
     flop_of_muon,
     kept_by_row,
     make_plan,
-    report,
-    summary,
 )
+from draftsmith.cli.plan_report import report, summary
 from draftsmith.config.hardware import Hardware
 from draftsmith.config.loading import load_recipe
 from draftsmith.config.recipe import Recipe
@@ -77,7 +77,7 @@ def test_targets_have_the_parameters_they_are_known_for() -> None:
         fields = json.loads((RECIPES / "targets" / f"{name}.json").read_text())
         return target_sizes(AutoConfig.for_model(fields.pop("model_type"), **fields))
 
-    # Norms are two a layer and one at the end; Qwen3's layers have two more, a head wide.
+    # Two norms per layer and one at the end; Qwen3 has two more per layer, of head size.
     llama = sizes("llama-3.1-8b")
     assert llama.parameters == 8_030_261_248
     assert llama.multiplied == 8_030_261_248 - 128256 * 4096 - 65 * 4096
@@ -140,7 +140,7 @@ KINDS = {
 
 @pytest.mark.parametrize("name", KINDS)
 def test_products_are_those_that_the_module_does(name: str) -> None:
-    """FLOP of the chain, forward, to the last one; and what it keeps for its backward pass within a factor of two."""
+    """Exact FLOP of the forward pass of all draft steps; activations kept for the backward pass within a factor of two."""
     drafter, batch = _tiny(name, **KINDS[name])
     rows = int((batch.loss_weights.sum(1) > 0).sum())
     assert 0 < rows < len(batch.positions)
@@ -190,13 +190,13 @@ NO_PRODUCTS = {
     torch.ops.aten.linalg_cholesky_ex: _cholesky, torch.ops.aten.linalg_solve_triangular: _triangular,
     torch.ops.aten._linalg_solve_ex: _lu, torch.ops.aten._linalg_eigh: _eigenvectors, torch.ops.aten.addmm_: _added_product,
 }  # fmt: skip
-"""What torch's counter leaves out."""
+"""Operations that torch's counter leaves out."""
 STARTS = {**KINDS, "eagle3 without a free head": {}, "medusa of one head": {"shared_head": True}}
 
 
 @pytest.mark.parametrize("name", STARTS)
 def test_a_start_takes_what_its_kind_says(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """FLOP, memory and rows read of a start on a small target, of whose store it reads a part."""
+    """FLOP, memory and rows read of an initialization that reads part of a small target's store."""
     heads = {"num_key_value_heads": 8} if "free head" in name else {}
     drafter, _ = _tiny(name, hidden=128, heads=8, **heads, **STARTS[name])
     for module in (eagle, eagle3, least_squares, medusa, mlp_speculator, induction):
@@ -205,7 +205,7 @@ def test_a_start_takes_what_its_kind_says(name: str, monkeypatch: pytest.MonkeyP
                 monkeypatch.setattr(module, limit, rows)
     table = torch.randn(80, 128).bfloat16()
     tensors = SimpleNamespace(embedding=table, lm_head=table, final_norm_weight=torch.ones(128))
-    # Anew, for the rotary frequencies that its config asks for.
+    # Made again, for the rotary frequencies of its config.
     drafter = type(drafter).from_target(drafter.config, tensors, torch.arange(80))
     batches = _Counted(_texts(drafter, count=30, tokens=101))
     with FlopCounterMode(display=False, custom_mapping=NO_PRODUCTS) as counter:
@@ -225,7 +225,7 @@ def test_a_start_takes_what_its_kind_says(name: str, monkeypatch: pytest.MonkeyP
 
 
 class _Counted(list[Any]):
-    """Counts what is taken from it."""
+    """Count the items that are taken from the list."""
 
     given = 0
 
@@ -235,21 +235,21 @@ class _Counted(list[Any]):
             yield one
 
 
-def _texts(drafter: Drafter, *, count: int, tokens: int) -> list[tuple[Batch, torch.Tensor]]:
+def _texts(drafter: Drafter, *, count: int, tokens: int) -> list[Batch]:
     """Texts of random states, each a batch, with the target's last states; the second half of each is answered."""
     made = []
     for number in range(count):
         states = torch.randn(tokens - 1, len(drafter.config.layer_ids), drafter.config.hidden_size)
         ids, answer = torch.randint(0, 80, (tokens,)), torch.arange(tokens) > tokens // 2
         batch = pack([Sequence(number, False, ids, answer, states)], steps=drafter.max_draft_tokens or 1)
-        made.append((batch, states[:, -1]))
+        made.append(replace(batch, last_states=states[:, -1]))
     return made
 
 
 def _tiny(
     name: str, *, hidden: int = 32, heads: int = 4, num_key_value_heads: int = 2, **options: Any
 ) -> tuple[Drafter, Any]:
-    """A drafter of the kind, for a tiny target, and three documents, half of them prompts."""
+    """A drafter of the kind for a tiny target, and three documents whose first halves are prompts."""
     kind = name.split(",")[0].split()[0]
     recipe = Recipe.model_validate(
         {"name": "x", "target": {"model": "/x"}, "extract": {"prompts": {"path": "x"}},

@@ -148,11 +148,13 @@ def test_embeddings_handed_out_stay_as_they_are() -> None:
     st.lists(st.tuples(st.sampled_from([0.0, 0.5, 1.0]), st.integers(0, 4)), min_size=1),
     st.sampled_from([torch.float32, torch.int32]),
 )
-def test_settings_are_repeated_for_each_guess(requests: list[tuple[float, int]], dtype: torch.dtype) -> None:
+def test_settings_are_repeated_for_each_draft_token(requests: list[tuple[float, int]], dtype: torch.dtype) -> None:
     """What stands in for vLLM's kernel on CPUs, against a loop; 0 (greedy) is replaced by 1, as vLLM asks."""
     values = torch.tensor([value for value, _ in requests]).to(dtype)
     counts = torch.tensor([count for _, count in requests])
-    found = plugin._mended(values, counts.cumsum(0).to(torch.int32), int(counts.sum()), replace_from=0, replace_to=1)
+    found = plugin._expand_batch_to_tokens(
+        values, counts.cumsum(0).to(torch.int32), int(counts.sum()), replace_from=0, replace_to=1
+    )
     expected = [value or 1 for value, (_, count) in zip(values.tolist(), requests, strict=True) for _ in range(count)]
     assert found.dtype == dtype
     assert found.tolist() == expected

@@ -105,7 +105,7 @@ def test_gsm8k_in_both_spellings(tmp_path):
         ('{"text": "x"}', "line 3: not a row of the format `jsonl`: no 'prompt'"),
         ('{"prompt": 3}', "line 3: .*not empty"),
         ('{"prompt": " "}', "line 3: .*not empty"),
-        ('{"prompt": "x", "id": "00001"}', "line 3: the id '00001' is there twice"),
+        ('{"prompt": "x", "id": "00001"}', "line 3: the id '00001' occurs twice"),
         ('{"messages": []}', "line 3: .*no message has the role `user`"),
         ('{"messages": [{"role": "robot", "content": "x"}]}', "line 3: .*unknown role 'robot'"),
         ('{"messages": "hello"}', "line 3: not a row"),
@@ -121,7 +121,7 @@ def test_a_bad_row_is_named_by_its_line(tmp_path, line, message):
 def test_nothing_to_ask_is_an_error(tmp_path):
     path = tmp_path / "p.jsonl"
     path.write_text("\n")
-    with pytest.raises(UserError, match="holds no prompts"):
+    with pytest.raises(UserError, match="is empty"):
         load_prompts(Prompts(path=str(path)))
     write(path, [{"prompt": "too long"}])
     with pytest.raises(UserError, match="max_chars"):
@@ -191,7 +191,7 @@ def test_a_held_out_share_stays_held_out_when_prompts_are_added(tmp_path):
 
 def test_a_share_that_holds_nothing_out_is_an_error(tmp_path):
     path = write(tmp_path / "p.jsonl", [{"prompt": "one"}])
-    with pytest.raises(UserError, match="holds none out"):
+    with pytest.raises(UserError, match="holds out no prompt"):
         training_and_held_out(ExtractConfig(prompts=Prompts(path=str(path)), held_out_fraction=1e-9))
     training, held_out = training_and_held_out(ExtractConfig(prompts=Prompts(path=str(path)), held_out_fraction=0))
     assert (len(training), held_out) == (1, [])

@@ -1,4 +1,4 @@
-"""`draftsmith publish` against a Hub of our own: what arrives there, what is refused, and what an interruption leaves."""
+"""`draftsmith publish` against a local Hub server: uploads, refusals and interruptions."""
 
 import json
 import os
@@ -24,7 +24,9 @@ from draftsmith.convert.inspection import inspect
 from draftsmith.convert.publish import publish
 from draftsmith.drafters import drafter_class
 from draftsmith.drafters.checkpoint import Checkpoint
+from draftsmith.drafters.weights import in_memory
 from draftsmith.run import stage
+from draftsmith.run.atomic_io import sha256_of, write_bytes, write_json
 from draftsmith.run.errors import DraftsmithError, UserError
 from draftsmith.serve.evaluation.report import render
 from draftsmith.target.hub import local_directory
@@ -37,7 +39,7 @@ UPLOADED = {"README.md", "config.json", "model.safetensors", "eval/results.json"
 
 
 def make_run(folder: Path, *, seed: int = 0, quantize: str | None = None, **target: Any) -> Path:
-    """`folder/runs/tiny`, every stage finished; its drafter is random. `target` is the recipe's section."""
+    """`folder/runs/tiny` with every stage finished and a random drafter. `target` is the recipe's section."""
     recipe = Recipe.model_validate({
         "name": "tiny",
         "target": {"model": str(folder / "models" / "tiny-target"), "dtype": "float32", **target},
@@ -54,7 +56,7 @@ def make_run(folder: Path, *, seed: int = 0, quantize: str | None = None, **targ
     }  # fmt: skip
     torch.manual_seed(seed)
     shapes = kind.shapes(kind.config_class.from_dict(config))
-    # Before training, as in a run: a store that is younger was not trained on, and the card leaves it out.
+    # Finished before training, as in a run: the card leaves out a newer store, which was not trained on.
     stage.claim(run_dir / "store", fresh=True)
     counts = {"sequences": 12, "held_out_sequences": 2, "tokens": 400}
     finish(run_dir / "store", "extract", recipe, {"target", "extract"}, counts)
@@ -65,7 +67,7 @@ def make_run(folder: Path, *, seed: int = 0, quantize: str | None = None, **targ
     Checkpoint(
         kind="eagle3", config=config, target={"name": target_name(recipe.target), "revision": "weights-12ab",
         "config_hash": "c" * 64}, draft_token_ids=torch.arange(20), training=training,
-        tensors={name: torch.randn(shape) for name, shape in shapes.items()},
+        weights=in_memory({name: torch.randn(shape) for name, shape in shapes.items()}),
     ).save(run_dir / "checkpoint")  # fmt: skip
     finish(run_dir / "checkpoint", "train", recipe, {"seed", "target", "train"}, training)
     run_convert(recipe, run_dir)
@@ -81,13 +83,13 @@ def finish(
 
 
 def evaluate(run_dir: Path, recipe: Recipe) -> None:
-    """What an evaluation of the drafter leaves, its figures made up."""
+    """Write an evaluation of the drafter with made-up figures."""
     drafter, directory = run_dir / "vllm", run_dir / "eval"
     results = _results()
-    results["drafter_sha256"] = {name: stage.sha256_of(drafter / name) for name in ("config.json", "model.safetensors")}
+    results["drafter_sha256"] = {name: sha256_of(drafter / name) for name in ("config.json", "model.safetensors")}
     stage.claim(directory, fresh=True)
-    stage.write_json(directory / "results.json", results)
-    stage.write_bytes(directory / "report.html", render(results).encode())
+    write_json(directory / "results.json", results)
+    write_bytes(directory / "report.html", render(results).encode())
     eager = recipe.model_copy(update={"engine": EngineConfig(enforce_eager=True)})  # a record has what the engines took
     finish(directory, "evaluate", eager, {"engine", "evaluate"}, dict(results), "results.json", "report.html")
 
@@ -99,7 +101,7 @@ def run_dir(tmp_path: Path) -> Path:
 
 @pytest.fixture
 def hub(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[Hub]:
-    """A Hub that this process and its children take for the real one, logged in."""
+    """A server that this process and its children use as the Hub, logged in."""
     with serve_hub() as hub:
         values = {
             "HF_ENDPOINT": hub.url, "HF_TOKEN": TOKEN, "HF_HOME": str(tmp_path / "hf"), "HF_HUB_DISABLE_XET": "1",
@@ -108,7 +110,7 @@ def hub(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[Hub]:
         for name, value in values.items():
             monkeypatch.setenv(name, value)
         monkeypatch.delenv("HF_HUB_OFFLINE", raising=False)
-        # huggingface_hub reads them as it is imported; children do, this process has.
+        # huggingface_hub reads the environment on import, so this process needs patches.
         constants = "huggingface_hub.constants"
         monkeypatch.setattr(f"{constants}.ENDPOINT", hub.url)
         monkeypatch.setattr(
@@ -122,7 +124,7 @@ def hub(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[Hub]:
 
 
 def draftsmith(*arguments: str, **environment: str) -> subprocess.CompletedProcess[str]:
-    """The command as users run it: another process, the installed client, HF_ENDPOINT."""
+    """Run the command in a process of its own."""
     return subprocess.run(
         [sys.executable, "-m", "draftsmith.cli", *arguments],
         capture_output=True, text=True, check=False, env=os.environ | environment,
@@ -135,8 +137,8 @@ def said(done: subprocess.CompletedProcess[str]) -> str:
 
 
 def serve_command(card: str) -> str:
-    """The command of a card, as a reader would copy it."""
-    found = re.search(r"## Serve it\n\n```bash\n(.*?)\n```", card, re.DOTALL)
+    """The serving command on a card."""
+    found = re.search(r"## Usage\n\n```bash\n(.*?)\n```", card, re.DOTALL)
     assert found is not None
     return found[1]
 
@@ -157,7 +159,7 @@ def test_publish_and_pull(run_dir: Path, hub: Hub) -> None:
     assert repo.messages == ["Drafter, model card and evaluation"]
     assert hub.requested("PUT") == 1
 
-    # Nothing has changed: nothing is sent, and there is no other commit.
+    # Unchanged files are not sent again, and there is no second commit.
     done = draftsmith(
         "publish", str(run_dir / "vllm"), "--repo", REPO, "--license", "mit", "--base-model", "you/target", "--json"
     )
@@ -166,7 +168,7 @@ def test_publish_and_pull(run_dir: Path, hub: Hub) -> None:
     assert json.loads(done.stdout)["commit"] == repo.branches["main"]
     assert len(repo.messages) == hub.requested("PUT") == 1
 
-    # By its id, with a download that breaks off in the middle and goes on.
+    # By its id, with a download that is interrupted and resumed.
     hub.downloads_to_cut = 1
     done = draftsmith("inspect", REPO, "--json")
     assert done.returncode == 0, done.stderr
@@ -211,14 +213,14 @@ def test_card_without_measurement(run_dir: Path) -> None:
     done = publish(run_dir, REPO, evaluation=None, dry_run=True)
     assert set(done["files"]) == {"README.md", "config.json", "model.safetensors"}
     card = done["card"]
-    assert "## Predicted, not measured" in card
+    assert "## Predicted acceptance length" in card
     assert "| 2 | 1.500 |" in card
-    assert "Measured" not in card
+    assert "## Evaluation" not in card
     data = ModelCard(card).data
     assert (data.eval_results, data.base_model, data.license) == (None, None, None)
     assert "--model TARGET --dtype float32 \\" in serve_command(card)
     assert "`TARGET` is tiny-target" in card
-    # What conversion leaves is the same text.
+    # Conversion writes the same card.
     beside = ModelCard((run_dir / "vllm" / "README.md").read_text())
     assert beside.data.tags == data.tags
     assert "THIS_DIRECTORY" in serve_command(beside.content)
@@ -254,7 +256,7 @@ def test_private_and_revision(run_dir: Path, hub: Hub, tmp_path: Path, monkeypat
     publish(run_dir, REPO, private=True, revision="v2")
     assert len(repo.messages) == 1
     assert inspect(local_directory(f"{REPO}@v2"))["good"]
-    with pytest.raises(UserError, match="is no store"):
+    with pytest.raises(UserError, match="is not a store"):
         inspect(local_directory(REPO))
     monkeypatch.delenv("HF_TOKEN")
     monkeypatch.setattr("huggingface_hub.constants.HF_HUB_CACHE", str(tmp_path / "empty"))
@@ -263,12 +265,12 @@ def test_private_and_revision(run_dir: Path, hub: Hub, tmp_path: Path, monkeypat
 
     monkeypatch.setenv("HF_TOKEN", TOKEN)
     publish(run_dir, "me/public")
-    with pytest.raises(UserError, match="is public, which --private does not change"):
+    with pytest.raises(UserError, match="exists and is public, which --private does not change"):
         publish(run_dir, "me/public", private=True)
 
 
 def test_an_upload_that_breaks_off(run_dir: Path, hub: Hub) -> None:
-    # The client tries again by itself; then the storage gives up.
+    # The client retries once; then the storage refuses.
     hub.uploads_to_cut, hub.uploads_refused = 1, True
     done = draftsmith("publish", str(run_dir), "--repo", REPO)
     assert done.returncode == 1
@@ -293,7 +295,7 @@ def test_an_upload_that_breaks_off(run_dir: Path, hub: Hub) -> None:
     time.sleep(0.2)
     assert not repo.messages
 
-    # The weights arrive, the commit does not: they are not sent again.
+    # The weights arrive but not the commit: they are not sent again.
     hub.commits_to_cut = 1
     with pytest.raises(DraftsmithError, match="files that have arrived are not sent again") as error:
         publish(run_dir, REPO)
@@ -328,7 +330,7 @@ def test_other_weights_take_the_place_of_earlier_ones(run_dir: Path, hub: Hub, t
 
 
 def test_what_is_refused(run_dir: Path, hub: Hub, tmp_path: Path) -> None:
-    """Numbers that no evaluation of these weights has produced, and drafters of which nobody knows how they were made."""
+    """Figures that are not of these weights, and drafters without a record of their training."""
     evaluation = run_dir / "eval"
     kept = {file: file.read_bytes() for file in [*evaluation.iterdir(), *(run_dir / "vllm").iterdir()]}
 
@@ -346,19 +348,21 @@ def test_what_is_refused(run_dir: Path, hub: Hub, tmp_path: Path) -> None:
     (evaluation / "stage.json").unlink()
     refused("There is no finished evaluation")
     edit("results.json", num_speculative_tokens=1)
-    refused(r"results\.json is not as the evaluation wrote it")
+    refused(r"results\.json has changed since the evaluation")
     (evaluation / "report.html").write_text("ten times the speed")
-    refused(r"report\.html is not as the evaluation wrote it")
+    refused(r"report\.html has changed since the evaluation")
     edit("stage.json", figures=json.loads((evaluation / "results.json").read_text()) | {"target": "another"})
     refused("does not hold the figures of results.json")
     edit("stage.json", files={})
-    refused("an earlier version's")
+    refused("from an earlier version")
+    edit("stage.json", figures=json.loads((evaluation / "results.json").read_text()) | {"schema_version": 9})
+    refused("Another version of Draftsmith wrote")
     refused("There is no finished evaluation in .*eval-other", evaluation="eval-other")
     weights = run_dir / "vllm" / "model.safetensors"
     data = bytearray(weights.read_bytes())
     data[-1] ^= 1
     weights.write_bytes(data)
-    refused("measured another drafter")
+    refused("measured a different drafter")
     weights.write_bytes(data[:-1])
     refused("is damaged", ways_out=False)
 
@@ -370,9 +374,9 @@ def test_what_is_refused(run_dir: Path, hub: Hub, tmp_path: Path) -> None:
     (run_dir / "checkpoint" / "stage.json").unlink()
     refused("There is no finished checkpoint", ways_out=False)
     for repo in ("nobody", "a/b/c", "me/--", "me/tiny.git"):
-        with pytest.raises(UserError, match=r"`--repo .*` is no name on the Hub"):
+        with pytest.raises(UserError, match=r"`--repo .*` is not a repository id"):
             publish(run_dir, repo)
-    with pytest.raises(UserError, match=r"There is no folder .*nothing here, and it is no Hub id"):
+    with pytest.raises(UserError, match=r"There is no folder .*nothing here, and it is not a Hub id"):
         local_directory(tmp_path / "nothing")
     assert hub.requests == []
 
@@ -388,17 +392,17 @@ def test_what_the_hub_refuses(run_dir: Path, hub: Hub, monkeypatch: pytest.Monke
     assert not hub.repos
 
 
-def test_the_target_s_licence(tmp_path: Path, hub: Hub, capsys: pytest.CaptureFixture[str]) -> None:
-    def licence_of(run: Path, **options: Any) -> Any:
+def test_the_target_s_license(tmp_path: Path, hub: Hub, capsys: pytest.CaptureFixture[str]) -> None:
+    def license_of(run: Path, **options: Any) -> Any:
         return ModelCard(publish(run, REPO, **options)["card"]).data.license
 
     run = make_run(tmp_path)
-    assert licence_of(run, dry_run=True) is None
+    assert license_of(run, dry_run=True) is None
     assert "warning: the license of the target tiny-target is not known" in " ".join(capsys.readouterr().err.split())
-    assert licence_of(run, dry_run=True, license="mit") == "mit"
+    assert license_of(run, dry_run=True, license="mit") == "mit"
     assert "warning" not in capsys.readouterr().err
 
-    # A folder's card says it; a card that is none says nothing.
+    # From the card in the target's folder, if it is a valid one.
     target = tmp_path / "models" / "tiny-target"
     target.mkdir(parents=True)
     for text, known in (
@@ -407,12 +411,12 @@ def test_the_target_s_licence(tmp_path: Path, hub: Hub, capsys: pytest.CaptureFi
         ("no card", None),
     ):
         (target / "README.md").write_text(text)
-        assert licence_of(run, dry_run=True) == known
+        assert license_of(run, dry_run=True) == known
 
-    # The Hub says it, of a target that is there, when it may be asked.
+    # From the Hub, if the target is there and the Hub may be contacted.
     hub.add("you/target", {"README.md": b"---\nlicense: other\nlicense_name: ours\nlicense_link: LICENSE\n---\n"})
     run = make_run(tmp_path / "of-hub", model="you/target")
-    assert licence_of(run, dry_run=True) is None
+    assert license_of(run, dry_run=True) is None
     card = publish(run, REPO)["card"]
     data = ModelCard(card).data
     assert (data.license, data.license_name, data.license_link, data.base_model) == (
@@ -422,10 +426,10 @@ def test_the_target_s_licence(tmp_path: Path, hub: Hub, capsys: pytest.CaptureFi
         "you/target",
     )
     run = make_run(tmp_path / "nowhere", model="you/nowhere")
-    assert licence_of(run) is None
+    assert license_of(run) is None
 
 
-def test_a_gguf_s_licence(tmp_path: Path) -> None:
+def test_a_gguf_s_license(tmp_path: Path) -> None:
     gguf = pytest.importorskip("gguf")
     path = tmp_path / "tiny-Q4.gguf"
     writer = gguf.GGUFWriter(path, "llama")

@@ -1,4 +1,4 @@
-"""What counts as a right answer, and what code that a model wrote can do to the one who runs it."""
+"""Right and wrong answers, and the limits on code that a model wrote."""
 
 import time
 from pathlib import Path
@@ -58,7 +58,7 @@ def test_functions_are_run_against_their_tests(answer: str, right: bool, monkeyp
     assert unit_tests(answer, ADD) is right
 
 
-def test_what_a_model_wrote_has_limits(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_code_that_a_model_wrote_has_limits(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("A_SECRET", "of mine")
     told = tmp_path / "told"
     code = f"""    import os, subprocess, sys
@@ -82,7 +82,7 @@ def test_rows_that_cannot_be_scored_are_known() -> None:
     assert not can_score("unit_tests", ADD | {"entry_point": "subtract"})
 
 
-def test_where_no_program_runs_nothing_is_scored(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_nothing_is_scored_if_no_program_runs(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("draftsmith.serve.evaluation.quality._LIMITS", "raise SystemExit(1)\n")
-    with pytest.raises(DraftsmithError, match=r"code cannot be run here.*Leave `score: unit_tests` out"):
+    with pytest.raises(DraftsmithError, match=r"code cannot be run: .*Leave `score: unit_tests` out"):
         unit_tests("    return a + b", ADD)

@@ -1,4 +1,4 @@
-"""Recipes: what is refused and how it is said, overrides, and that every recipe shipped parses without torch."""
+"""Recipes: errors, overrides, paths, presets; and every recipe in recipes/ loads without torch."""
 
 import re
 import subprocess
@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 import yaml
 
+from draftsmith.config.hardware import PRESETS
 from draftsmith.config.loading import RENAMED, digest, load_recipe
 from draftsmith.config.recipe import Recipe
 from draftsmith.config.sources import FileSource
@@ -129,14 +130,29 @@ def test_an_unknown_key_with_nothing_near_lists_what_is_known(tmp_path):
         ("train.drafter", {"kind": "medusa", "num_heads": 3}, "asks for 4 speculative tokens"),
         ("train", {"loss": "kl", "drafter": {"kind": "medusa"}}, "needs `targets: distribution`"),
         ("train.step_costs", {0: 1.1}, "`train.step_costs.0"),
-        ("target.gguf", {"path": "x.gguf"}, "not both"),
-        ("extract.prompts", {"path": "a", "package": "b==1"}, "not both"),
-        ("extract.prompts", {}, "either `path` or `package`"),
+        ("target.gguf", {"path": "x.gguf"}, "set exactly one of"),
+        ("extract.prompts", {"path": "a", "package": "b==1"}, "set exactly one of"),
+        ("extract.prompts", {}, "set one of `path`, `package` and `dataset`"),
         ("extract.prompts", {"package": "b", "file": "f", "sha256": "0" * 64}, "pin a version"),
         ("extract.prompts", {"package": "--pre==1", "file": "f", "sha256": "0" * 64}, "pin a version"),
         ("extract.prompts", {"package": "b==1", "file": "f"}, "sha256"),
         ("extract.prompts", {"package": "b==1", "file": "f", "sha256": "abc"}, "sha256"),
         ("evaluate.only", ["mt"], "not a suite; suites: held_out"),
+        (
+            "plan",
+            {"prompt_tokens": 1, "response_tokens": 1, "hardware": "h200"},
+            "`plan.hardware`: there is no preset `h200`",
+        ),
+        (
+            "plan",
+            {"prompt_tokens": 1, "response_tokens": 1, "hardware": {"preset": "h100-80gb", "count": 0}},
+            "`plan.hardware.count`",
+        ),
+        (
+            "plan",
+            {"prompt_tokens": 1, "response_tokens": 1, "hardware": {"count": 1}},
+            "`plan.hardware.device` is missing",
+        ),
     ],
 )
 def test_a_wrong_value_is_named(tmp_path, key, value, message):
@@ -195,6 +211,17 @@ def test_paths_are_relative_to_the_recipe_and_hub_ids_are_left_alone(tmp_path):
     assert load_recipe(write(tmp_path, with_key("serve.vllm_args", free))).serve.vllm_args == free
     local = load_recipe(write(tmp_path, with_key("target.model", "./model")))
     assert local.target.model == str(tmp_path.resolve() / "model")
+
+
+def test_hardware_by_the_name_of_a_preset(tmp_path):
+    def hardware(value, *overrides):
+        plan = {"prompt_tokens": 1, "response_tokens": 1, "hardware": value}
+        return load_recipe(write(tmp_path, with_key("plan", plan)), [*overrides]).plan.hardware.model_dump()
+
+    for name, values in PRESETS.items():
+        assert hardware(name) == hardware({"preset": name}) == hardware(values)
+        changed = hardware({"preset": name, "count": 8}, "plan.hardware.start_seconds=300")
+        assert changed == hardware(values | {"count": 8, "start_seconds": 300})
 
 
 def test_digest_ignores_the_order_of_keys_and_sees_every_value():

@@ -1,4 +1,4 @@
-"""The report as a browser shows it: its numbers read back from the page, in light and dark, and nothing sticks out."""
+"""The report in a browser: numbers read back from the page, in light and dark, and no overflow."""
 
 import shutil
 from collections.abc import Iterator
@@ -57,14 +57,12 @@ def test_numbers_are_read_back(browser: Any, tmp_path: Path, scheme: str, backgr
             assert read[f"{name}, {method}", "3"] == (other["tokens_per_step"], f"{other['speedup']:.3f}")
     for rate, at in results["rates"].items():
         row = page.locator(
-            f"h2:text-is('As requests come') ~ .scroll tbody tr:has(td:text-is('{rate}')) td"
+            f"h2:text-is('By request rate') ~ .scroll tbody tr:has(td:text-is('{rate}')) td"
         ).all_inner_texts()
         assert (row[7], row[8]) == (
-            f"{at['plain']['seconds_per_token']:.3f}", f"{at['speculative']['seconds_per_token']:.3f}"
+            f"{at['baseline']['seconds_per_token']:.3f}", f"{at['speculative']['seconds_per_token']:.3f}"
         )  # fmt: skip
-    right = (
-        page.locator("h2:text-is('Answers that are right') + .scroll tbody tr").first.locator("td").all_inner_texts()
-    )
+    right = page.locator("h2:text-is('Correct answers') + .scroll tbody tr").first.locator("td").all_inner_texts()
     assert right[1:] == ["last number", "5", "40.0%", "20.0%"]
     assert page.locator(".answer b").all_inner_texts() == [" is", " <late>"]
     assert page.inner_text(".answer") == "It is <late>."

@@ -1,4 +1,4 @@
-"""Evaluation's own arithmetic, its report, and what happens when an engine dies. No vLLM."""
+"""Evaluation's arithmetic and report, engine configurations, the server, and engines that die. No vLLM."""
 
 import copy
 import json
@@ -6,6 +6,7 @@ import multiprocessing
 import os
 import re
 import shlex
+import threading
 import time
 from html.parser import HTMLParser
 from pathlib import Path
@@ -15,13 +16,15 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from draftsmith.config import recipe
-from draftsmith.engine import environment
+from draftsmith.config.evaluation import RESULTS_VERSION
+from draftsmith.engine import environment, process
 from draftsmith.engine.speculation import speculative_config
 from draftsmith.run.errors import DraftsmithError, UserError
 from draftsmith.serve import server, vllm_server
-from draftsmith.serve.evaluation import configurations, report, results, throughput
+from draftsmith.serve.evaluation import charts, report, schema, statistics
 from draftsmith.serve.evaluation import engine as engine_module
 from draftsmith.serve.evaluation.engine import Counters, EngineHost, EngineSpec, Generated
+from draftsmith.serve.evaluation.machine import describe_engines
 
 # --- results from counters ---
 
@@ -29,7 +32,7 @@ from draftsmith.serve.evaluation.engine import Counters, EngineHost, EngineSpec,
 def test_acceptance_from_a_difference_of_counters() -> None:
     before = Counters(drafts=10, draft_tokens=30, accepted=4, accepted_per_position=(3, 1, 0))
     after = Counters(drafts=110, draft_tokens=330, accepted=84, accepted_per_position=(53, 26, 5))
-    found = results.acceptance(after - before)
+    found = statistics.acceptance(after - before)
     assert found["acceptance_length"] == 1.8
     assert found["acceptance_per_position"] == [0.5, 0.25, 0.05]
     assert found["acceptance_per_position_conditional"] == [0.5, 0.5, 0.2]
@@ -40,8 +43,8 @@ def test_first_counters_may_have_no_positions_yet() -> None:
     assert (Counters(5, 5, 2, (2,)) - Counters()).accepted_per_position == (2,)
 
 
-def test_nothing_drafted_is_plain_decoding() -> None:
-    assert results.acceptance(Counters())["acceptance_length"] == 1.0
+def test_nothing_drafted_is_the_baseline() -> None:
+    assert statistics.acceptance(Counters())["acceptance_length"] == 1.0
 
 
 @given(st.integers(1, 1000), st.lists(st.floats(0, 1), min_size=1, max_size=6))
@@ -49,7 +52,7 @@ def test_per_position_shares_add_up_to_the_acceptance_length(drafts: int, shares
     counts: list[int] = []
     for share in shares:
         counts.append(int((counts[-1] if counts else drafts) * share))
-    found = results.acceptance(Counters(drafts, drafts * len(counts), sum(counts), tuple(counts)))
+    found = statistics.acceptance(Counters(drafts, drafts * len(counts), sum(counts), tuple(counts)))
     assert found["acceptance_length"] == pytest.approx(1 + sum(found["acceptance_per_position"]))
     product = 1.0
     for whole, conditional in zip(
@@ -62,26 +65,28 @@ def test_per_position_shares_add_up_to_the_acceptance_length(drafts: int, shares
 # --- report ---
 
 
-def _point(speedup: float) -> results.CurvePoint:
+def _point(speedup: float) -> schema.CurvePoint:
     return {
         "acceptance_length": 1.5, "step_cost": 1.5 / speedup, "step_cost_measured": 1.5 / speedup, "step_cost_error": 0.01,
         "speedup": speedup, "speedup_interval": [speedup - 0.1, speedup + 0.1], "fastest_share": 0.5,
     }  # fmt: skip
 
 
-def _fidelity(verdict: str) -> results.Fidelity:
+def _fidelity(verdict: str) -> schema.Fidelity:
     return {
         "answers": 5, "differing": 0, "tokens": 300, "mismatches": 0, "rate_p_value": 1.0, "margins_p_value": None,
         "verdict": verdict,
     }  # fmt: skip
 
 
-def _throughput(in_flight: int, rates: dict[str, float]) -> results.Throughput:
-    """Of configurations whose engines gave so many tokens per second, in two engine starts of which the second is slower."""
-    measured: dict[str, configurations.Measured] = {}
+def _throughput(in_flight: int, rates: dict[str, float]) -> schema.Throughput:
+    """A throughput with these tokens per second, in two engine starts of which the second is slower."""
+    measured: dict[str, schema.Measured] = {}
     for name, rate in rates.items():
-        speculation = int(name[4]) if name.startswith("K = ") else 0 if name.startswith("plain") else name.split(",")[0]
-        starts: list[throughput.AtStart] = [
+        speculation = (
+            int(name[4]) if name.startswith("K = ") else 0 if name.startswith("baseline") else name.split(",")[0]
+        )
+        starts: list[schema.AtStart] = [
             {
                 "by_prompt": {f"p{n}": [64.0, factor * 64 / rate] for n in range(5)}, "first_token_seconds": 0.25,
                 "seconds_per_token": 0.0875,
@@ -92,20 +97,20 @@ def _throughput(in_flight: int, rates: dict[str, float]) -> results.Throughput:
             "speculation": speculation, "dtype": name.split(", ")[1], "tokens_per_second": rate, "first_token_seconds": 0.25,
             "seconds_per_token": 0.0875, "starts": starts,
         }  # fmt: skip
-    ratio: results.Ratio = {"value": 1.2889, "interval": [1.21, 1.37], "by_start": [1.3, 1.28], "median": 1.29}
+    ratio: schema.Ratio = {"value": 1.2889, "interval": [1.21, 1.37], "by_start": [1.3, 1.28], "median": 1.29}
     return {
         "in_flight": in_flight, "requests": 40, "engine_starts": 2, "configurations": measured, "speedup": ratio,
-        "speedups": {name: ratio for name in rates if not name.startswith("plain")}, "fastest_plain": "plain, bfloat16",
-        "fastest_speculative": "K = 2, float32", "speedup_over_fastest_plain": ratio | {"value": 1.1234},
+        "speedups": {name: ratio for name in rates if not name.startswith("baseline")}, "fastest_baseline": "baseline, bfloat16",
+        "fastest_speculative": "K = 2, float32", "speedup_over_fastest_baseline": ratio | {"value": 1.1234},
         "noise": ratio | {"value": 1.0, "interval": [0.96, 1.04]}, "fidelity": {},
     }  # fmt: skip
 
 
-def _results(target: str = "a target") -> results.Results:
-    at_k: dict[str, results.SuiteAtK] = {}
+def _results(target: str = "a target") -> schema.Results:
+    at_k: dict[str, schema.SuiteAtK] = {}
     for k, counters in (("2", Counters(100, 200, 70, (50, 20))), ("3", Counters(90, 270, 81, (45, 27, 9)))):
         at_k[k] = {
-            **results.acceptance(counters),
+            **statistics.acceptance(counters),
             "acceptance_length_interval": [1.65, 1.75],
             "by_prompt": {"p1": [counters.drafts, counters.accepted]},
             "prompts_identical": 5,
@@ -113,23 +118,23 @@ def _results(target: str = "a target") -> results.Results:
             "seconds": 12.5,
         }
     rates = {
-        "plain, float32": 11.25, "plain, float32, again": 11.25, "K = 2, float32": 14.5, "plain, bfloat16": 12.9,
+        "baseline, float32": 11.25, "baseline, float32, again": 11.25, "K = 2, float32": 14.5, "baseline, bfloat16": 12.9,
         "lookup, float32": 12.75,
     }  # fmt: skip
-    at_rate: results.AtRate = {
+    at_rate: schema.AtRate = {
         "requests_per_second": 0.4, "tokens_per_second": 20.0, "first_token_seconds": 0.25, "first_token_seconds_p99": 0.9,
         "seconds_per_token": 0.08, "seconds_per_token_p99": 0.095,
     }  # fmt: skip
-    suite: results.Suite = {
-        **results.acceptance(Counters(100, 200, 70, (50, 20))),
+    suite: schema.Suite = {
+        **statistics.acceptance(Counters(100, 200, 70, (50, 20))),
         "prompts": 5,
         "prompts_sha256": "2",
         "max_tokens": 64,
-        "tokens_per_second": {"plain": 11.25, "speculative": 14.5},
+        "tokens_per_second": {"baseline": 11.25, "speculative": 14.5},
         "speedup": 1.2889,
         "speedup_interval": [1.21, 1.37],
-        "speedup_over_fastest_plain": 1.1234,
-        "speedup_over_fastest_plain_interval": [1.05, 1.2],
+        "speedup_over_fastest_baseline": 1.1234,
+        "speedup_over_fastest_baseline_interval": [1.05, 1.2],
         "throughput": _throughput(1, rates),
         "acceptance_length_interval": [1.65, 1.75],
         "categories": {
@@ -147,14 +152,15 @@ def _results(target: str = "a target") -> results.Results:
             }
         },
         "timed_prompts": 4,
-        "identical_to_plain": True,
+        "identical_to_baseline": True,
         "control": {"tokens": 300, "differing": 0, "margins": [], "piece": 4},
         "differences": [],
-        "quality": {"measure": "last_number", "prompts": 5, "plain": 0.4, "speculative": 0.2},
+        "quality": {"measure": "last_number", "prompts": 5, "baseline": 0.4, "speculative": 0.2},
         "at_k": at_k,
-        "plain_seconds": 20.0,
+        "baseline_seconds": 20.0,
     }
     return {
+        "schema_version": RESULTS_VERSION,
         "target": target,
         "drafter": "LlamaForCausalLMEagle3 (demo)",
         "drafter_sha256": {"config.json": "0", "model.safetensors": "1"},
@@ -166,7 +172,7 @@ def _results(target: str = "a target") -> results.Results:
         "predicted_acceptance_length": {"2": 1.678, "3": 1.9},
         "predicted_speedup": {"2": 1.456, "3": 1.2},
         "load": {"4": _throughput(4, rates | {"K = 2, float32": 44.0})},
-        "rates": {"0.5": {"plain": at_rate, "speculative": at_rate | {"seconds_per_token": 0.0625}}},
+        "rates": {"0.5": {"baseline": at_rate, "speculative": at_rate | {"seconds_per_token": 0.0625}}},
         "examples": [
             {"prompt": "p1", "question": "Why <now>?", "tokens": [["It", 0], [" is", 1], [" <late>", 2], [".", 0]]}
         ],
@@ -178,7 +184,7 @@ def _results(target: str = "a target") -> results.Results:
 
 
 class _Page(HTMLParser):
-    """Text, tags and addresses of a page; checks that tags close in order."""
+    """Text and tags of a page; checks that tags close in order and nothing is loaded."""
 
     def __init__(self, html: str) -> None:
         super().__init__()
@@ -227,14 +233,14 @@ def test_report_shows_the_figures_and_loads_nothing() -> None:
         "writing",
         "1.625",
         "44.00",
-        "plain, bfloat16",
+        "baseline, bfloat16",
         "K = 3 may be as fast",
         "2 engine starts",
         "Why <now>?",
     ):
         assert figure in text, figure
     assert "identical" in text
-    assert 'data-draft="2" title="guess 2 of a step"> &lt;late&gt;</b>' in html
+    assert 'data-draft="2" title="draft token 2"> &lt;late&gt;</b>' in html
     assert not re.search(r"https?://|@import|url\(", html)
     assert "prefers-color-scheme: dark" in html
 
@@ -246,11 +252,11 @@ def test_report_escapes_what_it_did_not_write() -> None:
     assert '</title><script>alert("1")</script>' in "".join(_Page(html).text)
 
 
-def test_report_says_where_answers_differ() -> None:
+def test_report_shows_differing_answers() -> None:
     found = _results()
     for verdict, said in (("near_ties", "each where the target itself was undecided"), ("wrong", "changes the text")):
         differing = copy.deepcopy(found["suites"]["held_out"])
-        differing["identical_to_plain"] = False
+        differing["identical_to_baseline"] = False
         differing["at_k"]["2"]["fidelity"] = _fidelity(verdict) | {"differing": 2}
         found["suites"] = {"held_out": differing}
         html = report.render(found)
@@ -258,19 +264,19 @@ def test_report_says_where_answers_differ() -> None:
         assert said in html
 
 
-def test_tokens_are_told_apart_by_who_gave_them() -> None:
-    # The target's first token; a step with one guess accepted, one with none, one cut short by the answer's end.
+def test_draft_tokens_are_told_from_the_target_s_own() -> None:
+    # The target's first token; a step with one draft token accepted, one with none, one cut off by the answer's end.
     answer = Generated([5, 6, 7, 8, 9, 10], "length", 0.0, drafted=(3, 3, 3), accepted=(1, 0, 3))
-    assert results.draft_position(answer) == [0, 1, 0, 0, 1, 2]
-    assert results.draft_position(Generated([5, 6], "length", 0.0)) == [0, 0]
-    # Five tokens in three steps, of which the last was cut; one token in one; and two steps with guesses among four.
+    assert statistics.draft_position(answer) == [0, 1, 0, 0, 1, 2]
+    assert statistics.draft_position(Generated([5, 6], "length", 0.0)) == [0, 0]
+    # Five tokens in three steps, of which the last was cut off; one token in one; and two steps with drafts among four.
     lookup = Generated([1, 2, 3, 4, 5, 6], "length", 0.0, drafted=(2, 2), accepted=(1, 0))
-    assert results.tokens_per_step([answer]) == 5 / 3
-    assert results.tokens_per_step([answer, Generated([5, 6], "length", 0.0), lookup]) == (5 + 1 + 5) / (3 + 1 + 4)
+    assert statistics.tokens_per_step([answer]) == 5 / 3
+    assert statistics.tokens_per_step([answer, Generated([5, 6], "length", 0.0), lookup]) == (5 + 1 + 5) / (3 + 1 + 4)
 
 
 def test_chart_heights_are_proportional_to_values() -> None:
-    svg = report.bar_chart(["x"], {"plain": [10.0], "speculative": [20.0]})
+    svg = charts.bar_chart(["x"], {"baseline": [10.0], "speculative": [20.0]})
     heights = [float(h) for h in re.findall(r'height="([\d.]+)"><title>', svg)]
     assert heights[1] == pytest.approx(2 * heights[0], abs=0.2)
 
@@ -293,15 +299,15 @@ def test_memory_is_shared_and_not_rounded_to_whole_gib(monkeypatch: pytest.Monke
 def test_cuda_graphs_are_a_gpu_s_default(
     on_gpu: bool, asked: bool | None, eager: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """In every engine that a stage starts, and in what its record says."""
+    """In every engine that a stage starts, and in its record."""
     monkeypatch.setattr("torch.cuda.is_available", lambda: on_gpu)
     engine = recipe.EngineConfig(enforce_eager=asked)
-    config = EngineSpec(name="plain", target="t", dtype="float32", engine=engine)
+    config = EngineSpec(name="baseline", target="t", dtype="float32", engine=engine)
     assert config.arguments()["enforce_eager"] is eager
     loaded = _recipe().model_copy(update={"engine": engine})
     command = vllm_server.server_command(loaded, Path("/t"), None, name="n", host="127.0.0.1", port=1)
     assert ("--enforce-eager" in command) == eager
-    assert results.engines(engine, 2) == {"enforce_eager": eager, "tensor_parallel_size": 1, "at_once": 2}
+    assert describe_engines(engine, 2) == {"enforce_eager": eager, "tensor_parallel_size": 1, "at_once": 2}
 
 
 def test_environment_keeps_a_preload_that_the_user_chose(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
@@ -323,14 +329,14 @@ def test_environment_keeps_a_heap_that_the_user_tuned(monkeypatch: pytest.Monkey
 
 
 def test_engines_differ_in_speculation_only() -> None:
-    plain = EngineSpec(name="plain", target="t", dtype="float32", engine=recipe.EngineConfig())
+    baseline = EngineSpec(name="baseline", target="t", dtype="float32", engine=recipe.EngineConfig())
     speculative = EngineSpec(
         name="k2", target="t", dtype="float32", engine=recipe.EngineConfig(), speculative={"method": "eagle3"}
     )
     arguments = speculative.arguments()
     assert arguments.pop("speculative_config") == {"method": "eagle3"}
     assert arguments.pop("per_request_spec_decode_metrics") == "detailed"  # which vLLM has with speculation alone
-    assert arguments == plain.arguments()
+    assert arguments == baseline.arguments()
     assert arguments["enable_prefix_caching"] is False
 
 
@@ -372,7 +378,7 @@ def test_the_server_takes_the_k_that_evaluation_chose(tmp_path: Path) -> None:
         ([], "it printed nothing"),
     ],
 )  # fmt: skip
-def test_a_server_s_death_has_the_reason_that_it_printed(lines: list[str], said: str) -> None:
+def test_a_failed_server_s_reason_is_found_in_its_log(lines: list[str], said: str) -> None:
     assert vllm_server.failure_reason(lines) == said
 
 
@@ -406,21 +412,21 @@ def fake_child(monkeypatch: pytest.MonkeyPatch):
     """Puts a function in the place of the engine's process, so that only the parent's side is under test."""
 
     def use(child):
-        monkeypatch.setattr(environment, "engine_context", lambda: multiprocessing.get_context("fork"))
+        monkeypatch.setattr(process, "engine_context", lambda: multiprocessing.get_context("fork"))
         monkeypatch.setattr(engine_module, "_child", child)
-        monkeypatch.setattr(engine_module, "_SECONDS_TO_CLOSE", 0.5)  # a fake child does not listen
+        monkeypatch.setattr(process, "_SECONDS_TO_CLOSE", 0.5)  # a fake child does not listen
 
     return use
 
 
-_CONFIG = EngineSpec(name="plain", target="t", dtype="float32", engine=recipe.EngineConfig())
+_CONFIG = EngineSpec(name="baseline", target="t", dtype="float32", engine=recipe.EngineConfig())
 
 
 def test_an_engine_that_dies_shows_the_end_of_its_log(fake_child, tmp_path: Path) -> None:
-    def child(pipe, arguments, log):
-        pipe.send(("ok", None))
+    def child(pipe, arguments):
+        pipe.send(None)
         pipe.recv()
-        Path(log).write_text("".join(f"line {n}\n" for n in range(100)) + "the reason\n")
+        os.write(2, b"".join(b"line %d\n" % n for n in range(100)) + b"the reason\n")
         os._exit(7)
 
     fake_child(child)
@@ -436,28 +442,28 @@ def test_an_engine_that_dies_shows_the_end_of_its_log(fake_child, tmp_path: Path
 
 
 def test_an_engine_that_reports_an_error_is_ended(fake_child, tmp_path: Path) -> None:
-    def child(pipe, arguments, log):
-        pipe.send(("error", "ValueError: no such model"))
-        time.sleep(60)
+    def child(pipe, arguments):
+        threading.Thread(target=time.sleep, args=(60,)).start()  # it does not end by itself
+        raise ValueError("no such model")
 
     fake_child(child)
     host = EngineHost(_CONFIG, tmp_path).start()
-    process = host._process
+    started = host._process
     with pytest.raises(DraftsmithError, match="while starting: ValueError: no such model"):
         host.wait_ready()
-    assert process is not None
-    assert not process.is_alive()
+    assert started is not None
+    assert not started.process.is_alive()
 
 
 def test_one_failing_engine_ends_the_others(fake_child, tmp_path: Path) -> None:
     pids = tmp_path / "pids"
 
-    def child(pipe, arguments, log):
+    def child(pipe, arguments):
         with pids.open("a") as file:
             file.write(f"{os.getpid()}\n")
         if "speculative_config" in arguments:
             os._exit(1)
-        pipe.send(("ok", None))
+        pipe.send(None)
         time.sleep(60)
 
     fake_child(child)

@@ -1,11 +1,13 @@
-"""Stage directories: finished, unfinished, somebody else's."""
+"""Stage directories: finished, unfinished, and those that are not Draftsmith's."""
 
 import time
 
 import pytest
 
 from draftsmith.run import stage
+from draftsmith.run.atomic_io import sha256_of, write_json
 from draftsmith.run.errors import UserError
+from draftsmith.run.stage import StageRun
 
 
 def finish(directory, inputs="abc"):
@@ -23,6 +25,22 @@ def test_finished_only_for_the_same_inputs(tmp_path):
     record = stage.read(directory)
     assert record["figures"] == {"tokens": 3}
     assert record["versions"]["draftsmith"]
+
+
+def test_a_run_from_claim_to_finish(tmp_path, capsys):
+    run = StageRun("convert", tmp_path / "vllm", started=time.time() - 100)
+    assert run.finished("abc") is None
+    run.claim(fresh=True)
+    (run.directory / "model").write_text("weights")
+    assert run.finish("abc", {"bytes": 7}, recipe={"dtype": "float32"}, files=("model",)) == {"bytes": 7}
+    record = stage.read(run.directory)
+    assert (record["stage"], record["inputs"], record["recipe"]) == ("convert", "abc", {"dtype": "float32"})
+    assert record["files"] == {"model": sha256_of(run.directory / "model")}
+    assert record["wall_seconds"] >= 100
+    assert run.finished("other") is None
+    assert capsys.readouterr().err == ""
+    assert run.finished("abc") == {"bytes": 7}
+    assert f"convert: {run.directory} is up to date" in capsys.readouterr().err.replace("\n", "")
 
 
 def test_claiming_unfinishes_and_keeps_or_clears(tmp_path):
@@ -56,8 +74,8 @@ def test_a_foreign_stage_record_is_refused(tmp_path, text):
 
 def test_writing_replaces_in_one_step(tmp_path):
     path = tmp_path / "a.json"
-    stage.write_json(path, {"a": 1})
-    stage.write_json(path, {"a": 2})
+    write_json(path, {"a": 1})
+    write_json(path, {"a": 2})
     assert path.read_text() == '{\n  "a": 2\n}\n'
     assert [file.name for file in tmp_path.iterdir()] == ["a.json"]
-    assert stage.sha256_of(path) == "c34a422b9e2e50de25cd966dc034dff66d56e60ce9a4fe18e554580455cdd1c6"
+    assert sha256_of(path) == "c34a422b9e2e50de25cd966dc034dff66d56e60ce9a4fe18e554580455cdd1c6"

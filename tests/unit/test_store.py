@@ -21,7 +21,7 @@ from safetensors import safe_open
 
 from draftsmith.config.recipe import Recipe
 from draftsmith.convert.inspection import inspect
-from draftsmith.extract.extract import _most_bytes, _require_room
+from draftsmith.extract.extract import _most_bytes, _require_free_space
 from draftsmith.extract.requests import ExtractRequest
 from draftsmith.run.errors import DraftsmithError, UserError
 from draftsmith.run.prefetch import prefetched
@@ -160,7 +160,7 @@ def filled(directory: Path, sample_ids: range = range(6), form: Form = "none") -
 
 
 def test_an_interrupted_store_is_continued(tmp_path: Path) -> None:
-    filled(tmp_path)  # never closed: shards of two sequences, all six are in
+    filled(tmp_path)._lock.close()  # killed: shards of two sequences, all six are in
     (tmp_path / "shard-00003.safetensors.tmp").write_bytes(b"half")
     writer = open_writer(tmp_path, "lossless")  # shards of both forms read as one store
     assert writer.sample_ids == set(range(6))
@@ -408,8 +408,8 @@ def test_the_estimate_is_no_less_than_the_store(tmp_path: Path, form: Form) -> N
 
 def test_what_does_not_fit_is_not_started(tmp_path: Path) -> None:
     require_free_space(tmp_path, 1000, way_out="")
-    with pytest.raises(UserError, match=r"needs up to 1000000000.00 GB in .* GB are free. EngineRequest for less."):
-        require_free_space(tmp_path, 10**18, way_out="EngineRequest for less.")
+    with pytest.raises(UserError, match=r"needs up to 1000000000.00 GB in .* GB are free. Ask for less."):
+        require_free_space(tmp_path, 10**18, way_out="Ask for less.")
 
 
 def test_extraction_counts_the_longest_answers_before_it_starts(
@@ -428,10 +428,10 @@ def test_extraction_counts_the_longest_answers_before_it_starts(
     monkeypatch.setattr(shutil, "disk_usage", lambda _: types.SimpleNamespace(free=12 * states + 40_000))
     store, handoff = _most_bytes(recipe, about, todo)
     assert (store // states, handoff // states) == (10, 2)
-    _require_room(tmp_path, store + handoff)
+    _require_free_space(tmp_path, store + handoff)
     monkeypatch.setattr(shutil, "disk_usage", lambda _: types.SimpleNamespace(free=12 * states - 1))
     with pytest.raises(UserError, match=r"needs up to 0\.01 GB in .*extract\.check_free_space=false"):
-        _require_room(tmp_path, store + handoff)
+        _require_free_space(tmp_path, store + handoff)
 
 
 # ---- what is refused on the way in ----
@@ -477,10 +477,11 @@ def test_states_in_another_form_are_refused(tmp_path: Path) -> None:
 
 def test_wrong_lengths_and_dtypes_are_refused(tmp_path: Path) -> None:
     good = make_sequence(1, 3, 3, last_has_state=False)
+    writer = open_writer(tmp_path)
     with pytest.raises(ValueError, match="do not go together"):
-        open_writer(tmp_path).append(replace(good, hidden_states=good.hidden_states[:-1]))
+        writer.append(replace(good, hidden_states=good.hidden_states[:-1]))
     with pytest.raises(ValueError, match="the store is of float32"):
-        open_writer(tmp_path).append(replace(good, hidden_states=good.hidden_states.half()))
+        writer.append(replace(good, hidden_states=good.hidden_states.half()))
 
 
 # ---- reading ----
@@ -546,7 +547,7 @@ def test_prefetched_reading_from_threads_is_exact(tmp_path: Path) -> None:
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="threads have priorities of their own on Linux alone")
-def test_writing_steps_back_and_nobody_else_does(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_only_the_writing_thread_has_the_lowest_priority(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Shards are written at the lowest priority; the thread that appends keeps its own."""
     seen: list[int] = []
     write = store_writer.shard_head

@@ -160,7 +160,7 @@ def test_hub_targets_that_are_not_there(monkeypatch):
     monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
     with pytest.raises(UserError, match="Could not download the model owner/no-such-model"):
         prepare_target(TargetConfig(model="owner/no-such-model"))
-    with pytest.raises(UserError, match="is no Hub id"):
+    with pytest.raises(UserError, match="is not a Hub id"):
         prepare_target(TargetConfig(model="not a name"))
 
 

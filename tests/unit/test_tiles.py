@@ -1,4 +1,4 @@
-"""Attention's tiles: every query meets its keys once, with little padding, and long documents in linear memory."""
+"""Attention in tiles: every query meets its keys once, with little padding, in memory linear in the length of a document."""
 
 from dataclasses import replace
 
@@ -6,8 +6,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from draftsmith.drafters import decoder
-from draftsmith.drafters.decoder import _blocks, _side_by_side, _Tiles
+from draftsmith.drafters import attention
+from draftsmith.drafters.attention import Tiles, _blocks, _side_by_side
 from draftsmith.train.packing import pack
 from tests.unit.test_eagle3 import HEADS, make_drafter, make_sequence
 from tests.unit.test_loss import LargestTensor
@@ -24,7 +24,7 @@ def test_every_query_is_in_one_block_with_the_keys_it_sees(documents: list[list[
     starts = [sum(lengths[:i]) for i in range(len(lengths))]
     for block in blocks:
         rows = queries[block.first_query : block.end_query]
-        assert len(rows) <= decoder._QUERIES_IN_BLOCK
+        assert len(rows) <= attention._QUERIES_IN_BLOCK
         assert block.end_key == rows[-1] + 1
         assert (
             block.first_key
@@ -36,31 +36,31 @@ def test_every_query_is_in_one_block_with_the_keys_it_sees(documents: list[list[
     for group in groups:
         area = len(group) * max(b.queries for b in group) * max(b.keys for b in group)
         assert len(group) == 1 or area <= most_area
-        assert area <= decoder._AREA_OVER_NEEDED * sum(b.queries * b.keys for b in group)
+        assert area <= attention._AREA_OVER_NEEDED * sum(b.queries * b.keys for b in group)
 
 
-def test_tiles_show_each_query_its_documents_keys_up_to_itself() -> None:
+def test_tiles_give_each_query_the_keys_of_its_document_up_to_itself() -> None:
     batch = pack([make_sequence(400, 150, 1), make_sequence(30, 9, 2), make_sequence(33, 10, 3)], steps=2)
     queries = (batch.loss_weights.sum(1) > 0).nonzero()[:, 0]
-    tiles = _Tiles(batch, queries, HEADS)
+    tiles = Tiles(batch, queries, HEADS)
     assert len(tiles.tiles) == 3, "two blocks of one document, of different lengths, and two documents side by side"
     seen: dict[int, list[int]] = {}
     for tile in tiles.tiles:
-        blocks, rows, _, _ = tile.hidden.shape
+        blocks, rows, _, _ = tile.masked.shape
         keys = tile.keys.view(blocks, -1)
         for s in range(blocks):
             for b in range(rows):
                 query = int(queries[tile.queries[s * rows + b]])
-                shown = keys[s][~tile.hidden[s, b, 0]].tolist()
+                shown = keys[s][~tile.masked[s, b, 0]].tolist()
                 assert seen.setdefault(query, shown) == shown
     for query in queries.tolist():
         same = (batch.documents == batch.documents[query]).nonzero()[:, 0]
         assert seen[query] == same[same <= query].tolist()
 
 
-def test_a_long_document_takes_memory_in_proportion_to_its_length(monkeypatch: pytest.MonkeyPatch) -> None:
-    """One document of 16k tokens: the largest tensor is one block's scores."""
-    monkeypatch.setattr(decoder, "_SCORES_IN_TILE", 1 << 16)
+def test_memory_is_linear_in_the_length_of_a_document(monkeypatch: pytest.MonkeyPatch) -> None:
+    """In one document of 16k tokens, the largest tensor holds the scores of one block."""
+    monkeypatch.setattr(attention, "_SCORES_IN_TILE", 1 << 16)
     drafter = make_drafter(
         num_attention_heads=1, num_key_value_heads=1, head_dim=2, max_position_embeddings=1 << 14
     ).float()

@@ -1,4 +1,4 @@
-"""The trainer's parts: plan, optimizer, loss, prediction, linear start, conversion."""
+"""Parts of training: steps, learning rate, predicted acceptance, least squares, and the conversion of the result."""
 
 import ctypes
 import subprocess
@@ -13,14 +13,15 @@ from hypothesis import strategies as st
 
 from draftsmith.drafters import eagle3
 from draftsmith.drafters.checkpoint import Checkpoint
-from draftsmith.drafters.eagle3 import _FusedStates, _look_at_own_position, _reduced_rank_fit
+from draftsmith.drafters.eagle3 import _attend_to_own_position, _FusedStates, _reduced_rank_fit
 from draftsmith.drafters.init import induction
 from draftsmith.drafters.init.least_squares import RIDGE, factor, solve, unit_rms
 from draftsmith.drafters.vocabulary import choose_draft_vocabulary
+from draftsmith.drafters.weights import in_memory
 from draftsmith.run.errors import DraftsmithError
 from draftsmith.train.acceptance import _walk, predict_acceptance
+from draftsmith.train.optimizers import learning_rate_factor
 from draftsmith.train.packing import balance_tokens, pack, pack_epoch
-from draftsmith.train.train import learning_rate_factor
 from tests.unit.converting import to_vllm
 from tests.unit.test_eagle3 import DRAFT, HIDDEN, VOCAB, make_drafter, make_sequence
 
@@ -34,7 +35,7 @@ def test_every_sequence_once_within_the_budget(lengths: list[int], budget: int, 
 
 
 @given(st.lists(st.integers(1, 50), min_size=1, max_size=60), st.integers(1, 8))
-def test_shares_of_a_step_are_about_as_long(lengths: list[int], count: int) -> None:
+def test_shares_of_a_step_are_balanced(lengths: list[int], count: int) -> None:
     shares = balance_tokens(lengths, count)
     assert len(shares) == count
     assert sorted(i for share in shares for i in share) == list(range(len(lengths)))
@@ -52,8 +53,8 @@ def test_learning_rate() -> None:
     assert 0 < factors[-1] < 0.01
 
 
-def test_walk_moves_by_what_is_accepted() -> None:
-    # Row 0's token comes from prefill. From row 1 two drafts hold and the target adds a third token: on to row 4.
+def test_walk_advances_by_accepted_tokens() -> None:
+    # The token of row 0 comes from prefill. From row 1 two draft tokens are accepted and the target adds one: on to row 4.
     assert list(_walk([9, 2, 8, 8, 0, 0, 1, 8])) == [2, 0, 0, 1]
     assert list(_walk([0, 1, 5, 0])) == [1, 0]
     assert list(_walk([3])) == []
@@ -66,9 +67,9 @@ def test_predicted_acceptance_of_a_drafter_that_is_always_right() -> None:
     with torch.no_grad():
         drafter.lm_head.weight.zero_()  # the argmax of equal logits is token 0
     zeros = replace(sequence, token_ids=torch.zeros(30, dtype=torch.int32))
-    # 26 response tokens, the first from prefill: 25 rows to draft from. K = 1: 12 drafts of two tokens, and a last
-    # one, from row 25, of one. K = 3: from rows 1, 5, ... 21 three each, from row 25 one: its text ends there.
-    found = predict_acceptance(drafter, [zeros], [0, 1, 2], k=3)
+    # 26 response tokens, the first from prefill: 25 rows to draft from. K = 1: 12 drafts gain two tokens each, and a last one,
+    # from row 25, gains one. K = 3: drafts from rows 1, 5, ... 21 have three tokens accepted, from row 25 one: the text ends.
+    found = predict_acceptance(drafter, [pack([zeros], steps=3)], k=3)
     assert found[1] == pytest.approx(1 + 13 / 13)
     assert found[3] == pytest.approx(1 + (6 * 3 + 1) / 7)
 
@@ -81,8 +82,8 @@ def test_predicted_acceptance_walks_each_answer_of_a_conversation() -> None:
     places = torch.arange(30)
     answers = ((places >= 4) & (places < 13)) | (places >= 20)  # of 9 and of 10 tokens
     zeros = replace(make_sequence(30, 4, 1), token_ids=torch.zeros(30, dtype=torch.int32), loss_mask=answers)
-    # K = 3: in the first answer from its tokens 2 and 6, three each, which ends it; in the second three, three and one.
-    assert predict_acceptance(drafter, [zeros], [0, 1, 2], k=3)[3] == pytest.approx(1 + (6 + 7) / (2 + 3))
+    # K = 3: in the first answer three each from its tokens 2 and 6, which end it; in the second three, three and one.
+    assert predict_acceptance(drafter, [pack([zeros], steps=3)], k=3)[3] == pytest.approx(1 + (6 + 7) / (2 + 3))
 
 
 def test_draft_vocabulary() -> None:
@@ -92,8 +93,8 @@ def test_draft_vocabulary() -> None:
     assert choose_draft_vocabulary(counts, None).tolist() == list(range(6))
 
 
-def test_a_ridge_that_rounding_eats_grows() -> None:
-    """A Gram matrix with an eigenvalue below zero by more than the ridge, as rounding leaves of 40,000 columns."""
+def test_the_ridge_grows_with_rounding_errors() -> None:
+    """A Gram matrix whose lowest eigenvalue is below zero by more than the ridge, as rounding makes it for 40,000 columns."""
     vectors = torch.linalg.qr(torch.randn(20, 20, generator=torch.Generator().manual_seed(0), dtype=torch.float64)).Q
     for lowest, ridge in ((0.0, RIDGE), (-2 * RIDGE, 10 * RIDGE), (-20 * RIDGE, 100 * RIDGE)):
         values = torch.ones(20, dtype=torch.float64)
@@ -108,19 +109,19 @@ def test_a_ridge_that_rounding_eats_grows() -> None:
         factor(torch.full((3, 3), torch.nan))
 
 
-def test_rows_enter_a_start_some_at_a_time(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The start does not depend on how many, beyond the order of sums."""
+def test_initialization_does_not_depend_on_rows_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Beyond the order of sums."""
     torch.manual_seed(0)
     tensors = SimpleNamespace(
         embedding=torch.randn(VOCAB, HIDDEN).double(), lm_head=torch.randn(VOCAB, HIDDEN).double(), final_norm_weight=torch.ones(HIDDEN)
     )  # fmt: skip
-    batches = [(pack([s], steps=1), s.hidden_states[:, -1]) for s in (make_sequence(40, 5, n) for n in range(8))]
+    batches = [pack([make_sequence(40, 5, n)], steps=1).with_layers([0, 1, 2], 2) for n in range(8)]
     whole, pieces = make_drafter(), make_drafter()
     whole.init_from_target(tensors, batches)
     for module in (eagle3, induction):
         monkeypatch.setattr(module, "ROWS_AT_ONCE", 7)
     pieces.init_from_target(tensors, batches)
-    batch = batches[0][0]
+    batch = batches[0]
     for found, expected in zip(pieces.chain(batch, steps=1), whole.chain(batch, steps=1), strict=True):
         torch.testing.assert_close(found.normed, expected.normed)
 
@@ -140,33 +141,29 @@ def test_reduced_rank_fit_recovers_what_is_there() -> None:
     torch.testing.assert_close(found_b @ found_c, b @ c, rtol=0, atol=0.05)
 
 
-def test_first_heads_look_at_their_own_position() -> None:
+def test_first_heads_attend_to_their_own_position() -> None:
     drafter = make_drafter(
         rope_parameters={"rope_type": "default", "rope_theta": 10000.0}, head_dim=16, max_position_embeddings=512
     )
     generator = torch.Generator().manual_seed(0)
-    states = (
-        torch.randn(400, HIDDEN, generator=generator, dtype=torch.float64) * 0.3 + 1.0
-    )  # all have something in common
+    states = torch.randn(400, HIDDEN, generator=generator, dtype=torch.float64) * 0.3 + 1.0  # with a common component
     with torch.no_grad():
         drafter.layers[0].hidden_norm.weight.fill_(1)
         unit = unit_rms(states)
-        _look_at_own_position(drafter, _FusedStates(torch.ones(()), unit.T @ unit, unit.sum(0)))
+        _attend_to_own_position(drafter, _FusedStates(torch.ones(()), unit.T @ unit, unit.sum(0)))
         x = torch.cat([torch.randn(400, HIDDEN, dtype=torch.float64), drafter.layers[0].hidden_norm(states)], dim=1)
         attention = drafter.layers[0].self_attn
         rope = drafter._rope(torch.arange(400), states)
         q, (k, _) = attention.queries(x, rope), attention.keys_values(x, rope)
     scores = torch.einsum("qc,kc->qk", q[:, 0], k[:, 0]) / 4
     weights = scores.masked_fill(torch.ones(400, 400).triu(1).bool(), -torch.inf).softmax(-1)
-    assert weights.diagonal().median() > 0.5, (
-        "most of the attention is on the row itself, 400 positions notwithstanding"
-    )
+    assert weights.diagonal().median() > 0.5, "most of the attention is on the row itself, even at position 400"
 
 
 def test_conversion_is_closed() -> None:
     drafter = make_drafter()
     checkpoint = Checkpoint(
-        "eagle3", drafter.config.to_dict(), {"name": "t"}, drafter.draft_token_ids, drafter.state_dict()
+        "eagle3", drafter.config.to_dict(), {"name": "t"}, drafter.draft_token_ids, in_memory(drafter.state_dict())
     )
     config, tensors = to_vllm(checkpoint, "float32")
     assert torch.equal(torch.arange(DRAFT) + tensors["d2t"], drafter.draft_token_ids)
@@ -175,15 +172,15 @@ def test_conversion_is_closed() -> None:
     assert config["eagle_config"]["eagle_aux_hidden_state_layer_ids"] == [1, 2, 3]
     for change in ({"extra.weight": torch.ones(1)}, {"norm.weight": torch.ones(HIDDEN + 1)}):
         with pytest.raises(DraftsmithError, match="not those of the config"):
-            to_vllm(replace(checkpoint, tensors={**checkpoint.tensors, **change}), "float32")
+            to_vllm(replace(checkpoint, weights=in_memory({**checkpoint.tensors, **change})), "float32")
     missing = {name: value for name, value in checkpoint.tensors.items() if name != "fc.weight"}
     with pytest.raises(DraftsmithError, match=r"fc\.weight"):
-        to_vllm(replace(checkpoint, tensors=missing), "float32")
+        to_vllm(replace(checkpoint, weights=in_memory(missing)), "float32")
 
 
 @pytest.mark.skipif(not hasattr(ctypes.CDLL(None), "mallinfo2"), reason="only glibc 2.33 and later counts so")
 def test_freed_memory_is_kept() -> None:
-    """Tensors of 24 MiB come from the heap, not from the system, and the heap does not shrink when they go."""
+    """Tensors of 24 MiB are allocated on the heap, which does not shrink when they are freed."""
     code = """
 import ctypes, sys, torch
 from draftsmith.run.process import disable_malloc_trim

@@ -1,4 +1,4 @@
-"""Tuning: what is planted in engines that keep a clock of their own is found, and the schedule follows from it."""
+"""Tuning with fake engines on a simulated clock: planted figures are found, and the schedule follows from them."""
 
 import itertools
 import json
@@ -11,22 +11,27 @@ from hypothesis import strategies as st
 from pydantic import TypeAdapter
 
 from draftsmith.config import recipe
+from draftsmith.config.evaluation import EvaluateConfig, TuneConfig
 from draftsmith.config.methods import AnyMethod
 from draftsmith.run import stage
 from draftsmith.run.errors import UserError
-from draftsmith.serve import server, tune
-from draftsmith.serve.tune import Tuned, make_schedule, run_tune, schedule_of
-from tests.unit.clockwork import COSTS, Engine, make_recipe_and_run, pretend_gpu
+from draftsmith.serve import server
+from draftsmith.serve.evaluation import lineup
+from draftsmith.serve.schedule import make_schedule, schedule_of
+from draftsmith.serve.tune import Tuned, run_tune
+from tests.unit.fake_engine import COSTS, Engine, make_recipe_and_run, pretend_gpu
 
 
 @pytest.fixture
 def run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> tuple[recipe.Recipe, Path]:
     Engine.started.clear()
-    monkeypatch.setattr(tune, "start_engines", lambda configs, folder, on_ready: [Engine(config) for config in configs])
+    monkeypatch.setattr(
+        lineup, "start_engines", lambda configs, folder, on_ready: [Engine(config) for config in configs]
+    )
     return make_recipe_and_run(tmp_path)
 
 
-def test_what_is_planted_is_found(run: tuple[recipe.Recipe, Path]) -> None:
+def test_planted_figures_are_found(run: tuple[recipe.Recipe, Path]) -> None:
     found = run_tune(*run, verify=True)
     TypeAdapter(Tuned).validate_python(found, strict=True)
     assert found["acceptance_per_position"] == [0.75, 0.5, 0.25]
@@ -47,7 +52,7 @@ def test_what_is_planted_is_found(run: tuple[recipe.Recipe, Path]) -> None:
     assert found["schedule_measured"]["8"]["value"] == pytest.approx(1 / 1.02)
     assert found["schedule_measured"]["4"]["value"] == pytest.approx(found["measured"]["4"]["2"]["value"])
 
-    # Finished: no engine is started again. And serving goes by it, until another drafter is there.
+    # Once finished, no engine is started again, and serving uses the schedule until the drafter changes.
     count = len(Engine.started)
     assert run_tune(*run, verify=True) == found
     assert len(Engine.started) == count
@@ -60,18 +65,20 @@ def test_what_is_planted_is_found(run: tuple[recipe.Recipe, Path]) -> None:
     assert server._method(loaded, run_dir, None).num_speculative_tokens == loaded.evaluate.acceptance_k
 
 
-def test_groups_beside_plain_decoding_find_what_all_at_once_do(
+def test_groups_give_the_same_ratios_as_all_engines_at_once(
     run: tuple[recipe.Recipe, Path], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """On a GPU that holds three of the six engines."""
+    """A GPU that holds three of the six engines."""
     whole = run_tune(*run, verify=True)
     pretend_gpu(monkeypatch, run[1].parent, gib=8)
-    monkeypatch.setattr(tune, "start_engines", lambda configs, folder, on_ready: [Engine(config) for config in configs])
+    monkeypatch.setattr(
+        lineup, "start_engines", lambda configs, folder, on_ready: [Engine(config) for config in configs]
+    )
     Engine.started.clear()
     found = run_tune(*run, verify=True)
     assert found["engine"] == {"enforce_eager": False, "tensor_parallel_size": 1, "at_once": 3}
     assert [config.name for config in Engine.started] == [
-        "plain", "k1", "k2", "k3", "reads-along", "plain", "k1", "k2", "k3", "schedule",
+        "baseline", "k1", "k2", "k3", "idle-drafter", "baseline", "k1", "k2", "k3", "schedule",
     ]  # fmt: skip
     assert {config.memory_share for config in Engine.started} == {1 / 3}
     for key in ("step_cost", "schedule", "acceptance_length"):
@@ -81,7 +88,7 @@ def test_groups_beside_plain_decoding_find_what_all_at_once_do(
 
 
 def test_roofline_is_bytes_or_flop(run: tuple[recipe.Recipe, Path]) -> None:
-    """At 1 MB/s and 1 MFLOP/s: whichever takes longer, by hand."""
+    """At 1 MB/s and 1 MFLOP/s: whichever takes longer, computed by hand."""
     from draftsmith.engine import step_cost
     from draftsmith.target.info import describe_target
 
@@ -100,12 +107,12 @@ def test_roofline_is_bytes_or_flop(run: tuple[recipe.Recipe, Path]) -> None:
     assert found["roofline"]["1"]["2"] == pytest.approx(expected, rel=0.05)
 
 
-def test_too_few_prompts_are_said(run: tuple[recipe.Recipe, Path]) -> None:
+def test_too_few_prompts_are_an_error(run: tuple[recipe.Recipe, Path]) -> None:
     loaded, run_dir = run
     with pytest.raises(UserError, match="has 16 prompts, too few for 17 at once"):
-        run_tune(loaded.model_copy(update={"tune": recipe.TuneConfig(concurrency=(17,))}), run_dir)
+        run_tune(loaded.model_copy(update={"tune": TuneConfig(concurrency=(17,))}), run_dir)
     assert not (run_dir / "tune" / stage.MARKER).exists()
-    nothing = recipe.EvaluateConfig(suites={})
+    nothing = EvaluateConfig(suites={})
     with pytest.raises(UserError, match=r"no prompts to tune on: `evaluate\.suites` is empty"):
         run_tune(run[0].model_copy(update={"evaluate": nothing}), run[1])
 
@@ -114,12 +121,12 @@ def test_too_few_prompts_are_said(run: tuple[recipe.Recipe, Path]) -> None:
     st.dictionaries(
         st.integers(1, 64),
         st.dictionaries(st.integers(1, 8), st.floats(0.2, 3.0), min_size=1).flatmap(
-            lambda guessing: st.sampled_from([guessing, guessing | {0: 0.9}, guessing | {0: 1.0}])
+            lambda drafting: st.sampled_from([drafting, drafting | {0: 0.9}, drafting | {0: 1.0}])
         ),
         min_size=1,
     )
 )
-def test_schedules_are_vllm_s_and_hold_the_best(speedups: dict[int, dict[int, float]]) -> None:
+def test_schedules_are_valid_for_vllm_and_have_the_best_k(speedups: dict[int, dict[int, float]]) -> None:
     schedule = make_schedule(speedups, most=64)
     method: Any = TypeAdapter(AnyMethod).validate_python(
         {"method": "ngram", "num_speculative_tokens_per_batch_size": schedule}
@@ -134,6 +141,6 @@ def test_schedules_are_vllm_s_and_hold_the_best(speedups: dict[int, dict[int, fl
             assert of_batch.get(k, 1.0) == max(of_batch.get(0, 1.0), *of_batch.values())
 
 
-def test_a_drafter_that_reads_along_costs_more_than_one_that_guesses_little() -> None:
+def test_an_idle_drafter_can_cost_more_than_short_drafts() -> None:
     assert make_schedule({1: {0: 0.98, 1: 1.2}, 8: {0: 0.94, 1: 0.97}}, most=16) == [[1, 16, 1]]
     assert make_schedule({1: {0: 0.98, 1: 0.99}, 8: {0: 0.94, 1: 0.97}}, most=16) == [[1, 16, 0]]  # without a drafter

@@ -1,4 +1,4 @@
-"""Speculation changes speed, not text, on the second runner: greedy answers are plain decoding's, sampled ones follow the target's
+"""Speculation changes speed, not text, on the second runner: greedy answers are the baseline's, sampled ones follow the target's
 probabilities, with every method that vLLM gives to this runner."""
 
 from pathlib import Path
@@ -13,11 +13,11 @@ from draftsmith.engine.speculation import method_config
 from draftsmith.serve.evaluation.engine import EngineSpec, start_engines
 from draftsmith.target.info import TargetInfo, describe_target
 from tests.integration.conftest import demo_prompts, make_mtp_target
-from tests.integration.test_lossless import PROMPT, configs_of, configs_of_others, draw, hold_against_target
+from tests.integration.test_lossless import PROMPT, compare_with_target, configs_of, configs_of_others, draw
 
 SAMPLES = 128
 PLANTED = 1.5
-"""How much too readily the planted bug accepts guesses: so few answers find no smaller one."""
+"""How much too readily the planted bug accepts draft tokens: so few answers find no smaller one."""
 LEVEL = 1e-3
 SCHEDULE = [[1, 2, 3], [3, 4, 1], [5, 8, 0]]
 """K by the sequences that run: falling to none and rising again as answers end."""
@@ -28,14 +28,14 @@ def configs(target: TargetInfo, drafters: dict[str, Path]) -> dict[str, dict[str
     return configs_of(target, drafters) | configs_of_others(target, [])
 
 
-def same_as_plain(target: TargetInfo, configs: dict[str, dict[str, Any]], folder: Path) -> None:
-    """Greedy answers of an engine of each method are a plain engine's, with guesses accepted and rejected."""
+def same_as_baseline(target: TargetInfo, configs: dict[str, dict[str, Any]], folder: Path) -> None:
+    """Greedy answers of an engine of each method are the baseline's, with draft tokens accepted and rejected."""
     engines = [
         EngineSpec(
             name=name, target=str(target.path), dtype="float32", engine=EngineConfig(max_model_len=256, kv_cache_gib=0.1),
             speculative=config, max_num_seqs=8,
         )
-        for name, config in ({"plain": None} | configs).items()
+        for name, config in ({"baseline": None} | configs).items()
     ]  # fmt: skip
     tokenizer = AutoTokenizer.from_pretrained(target.path)
     prompts = [tokenizer(text[:40]).input_ids for text in (PROMPT, *demo_prompts(9))]
@@ -55,11 +55,11 @@ def same_as_plain(target: TargetInfo, configs: dict[str, dict[str, Any]], folder
             host.close()
 
 
-def test_greedy_answers_are_plain_decoding_s(
+def test_greedy_answers_are_the_baseline_s(
     target: TargetInfo, configs: dict[str, dict[str, Any]], tmp_path: Path
 ) -> None:
     by_load = configs["mlp_speculator"] | {"num_speculative_tokens_per_batch_size": SCHEDULE}
-    same_as_plain(target, configs | {"mlp_speculator-by-load": by_load}, tmp_path)
+    same_as_baseline(target, configs | {"mlp_speculator-by-load": by_load}, tmp_path)
 
 
 def test_a_target_s_own_layers(tmp_path: Path) -> None:
@@ -68,17 +68,17 @@ def test_a_target_s_own_layers(tmp_path: Path) -> None:
     target = describe_target(tmp_path / "target")
     config = method_config(Mtp(method="mtp"), target, own_drafter=Path("none"))
     assert config is not None
-    same_as_plain(target, {"mtp": config}, tmp_path)
+    same_as_baseline(target, {"mtp": config}, tmp_path)
 
 
 def test_sampled_answers_follow_the_target(
     target: TargetInfo, configs: dict[str, dict[str, Any]], tmp_path: Path
 ) -> None:
-    answers, plain = draw(target, configs, (PLANTED,), tmp_path, long=False, samples=SAMPLES)
-    plain.close()
-    found = hold_against_target(target, answers)
+    answers, baseline = draw(target, configs, (PLANTED,), tmp_path, long=False, samples=SAMPLES)
+    baseline.close()
+    found = compare_with_target(target, answers)
     level = LEVEL / len(found)
     assert found["draft_model"][1].power(PLANTED, level / 2) > 0.999, "too few answers"
     assert found[f"planted {PLANTED}"][0] < level
-    for name in ("plain", *configs):
+    for name in ("baseline", *configs):
         assert found[name][0] > level, (name, found[name][0])

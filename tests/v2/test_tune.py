@@ -1,4 +1,4 @@
-"""Tuning an MLP speculator on the second runner: engines at every K, one whose drafter guesses nothing, and the schedule."""
+"""Tuning an MLP speculator on the second runner: engines at every K, one with an idle drafter, and the schedule."""
 
 from pathlib import Path
 
@@ -18,6 +18,6 @@ def test_tune(target: TargetInfo, drafters: dict[str, Path], tmp_path: Path) -> 
     assert found["acceptance_length"].keys() == {"0", "1", "3"}
     assert found["measured"] is not None
     for batch in ("1", "2"):
-        # "0": a drafter that reads along and guesses nothing.
+        # "0": an idle drafter.
         assert found["step_cost"][batch].keys() == {"0", "1", "3"}
         assert found["measured"][batch].keys() == {"1", "3"}

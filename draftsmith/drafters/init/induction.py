@@ -1,21 +1,22 @@
-"""Attention heads that look up what followed when the same was said before: part of EAGLE-3's start.
+"""Induction heads (Olsson et al. 2022, arXiv 2209.11895) for EAGLE-3's initialization: they find an earlier occurrence of the
+current context and copy what followed it.
 
-Models repeat themselves and their prompts, and a drafter of one layer does not learn from a small store to make use of
-it. On SmolLM2's answers to ShareGPT prompts, a trained drafter's first guess was right for 36% of held-out tokens, what
-followed the place that is found here for 34%, and one or the other for 57% (docs/log.md).
+Models repeat themselves and their prompts, and a drafter of one layer does not learn from a small store to exploit that. On
+SmolLM2's answers to ShareGPT prompts, the first draft token of a trained drafter was right for 36% of held-out tokens, the
+token that followed the occurrence found here for 34%, and one or the other for 57% (docs/log.md).
 
-At position p such a head wants the earlier row i where the text stood as it will stand at p+1, and the token that followed.
-Its key at row i is what the target's state h_i says; its query, what h_{p+1} can be expected to say, from the states h_p and
-the embedding e_{p+1}; its value is of the embedding e_{i+1}, which row i holds. Which linear codes a of (h_p, e_{p+1}) and b
-of h_{p+1} foretell each other best, canonical correlation analysis tells (Hotelling 1936); with correlations r, the score
-is the sum of r / (1 - r^2) a b, the bilinear part of the pointwise mutual information of Gaussians, times `_SHARPNESS`.
-Nothing is centred: layers have no bias to do it with. The first pair of codes is then what is nearly constant, and is
-left out; the others are orthogonal to it, so their means are near zero.
+At position p such a head looks for the earlier row i whose context resembles the one at p+1, and copies the token that
+followed. Its key at row i is a code of the target's state h_i; its query, a code of the expected h_{p+1}, from the states h_p
+and the embedding e_{p+1}; its value, the embedding e_{i+1}, which row i holds. Canonical correlation analysis (Hotelling 1936)
+gives the linear codes a of (h_p, e_{p+1}) and b of h_{p+1} that predict each other best; with correlations r, the score is
+the sum of r / (1 - r^2) a b, the bilinear part of the pointwise mutual information of Gaussians, times `_SHARPNESS`.
+Nothing is centered, since layers have no bias. The first pair of codes is then the nearly constant one, and is left out; the
+others are orthogonal to it, so their means are near zero.
 
-Attention reads the fused state f, not the states. The codes travel in those directions of f that matter least to the
-head, which f gives up for them. RoPE turns queries and keys: only pairs that turn slowly are used.
+Attention reads the fused state f, not the target's states. The codes are put into those directions of f that matter least to
+the vocabulary head. RoPE rotates queries and keys, so only rotary pairs that turn slowly are used.
 
-Shape legend: S the width of all states that `fc` reads, H hidden size, C components of a code.
+Shape legend: S width of all states that `fc` reads, H hidden size, C components of a code.
 """
 
 from __future__ import annotations
@@ -33,33 +34,33 @@ if TYPE_CHECKING:
     from draftsmith.drafters.eagle3 import Eagle3Drafter
 
 ROWS_TO_LOOK_UP = 32_768
-"""Rows that codes and outputs are fitted on."""
+"""Rows to fit codes and outputs on."""
 _SLOW = 0.003
-"""Radians a position; rotary pairs that turn less hold codes: at a distance of 300, by 0.9 of a radian at most."""
+"""Radians per position: rotary pairs that turn less hold codes. Over 300 positions they turn by at most 0.9 radians."""
 _SHARPNESS = 0.05
-"""Tokens are not Gaussian: the whole score is nearly certain of whatever is best, and right in two of five cases. Of 0.1,
-0.03, 0.01 and 0.004 on SmolLM2, 0.03 and 0.1 explained most of what the target says next."""
+"""Tokens are not Gaussian: with the full score, attention is nearly all on the best row, which is right in two of five cases. Of
+0.1, 0.03, 0.01 and 0.004 on SmolLM2, 0.03 and 0.1 explained most of the target's next state."""
 _LARGEST_CORRELATION = 0.98
 _CODE_SCALE = 0.5
-"""Standard deviation of a code's components in f, about that of its other directions."""
+"""Standard deviation of a code's components in f; about that of the other directions of f."""
 
 
 @dataclass(frozen=True)
 class Codes:
-    """The score of a row is the sum over components of weights * (x @ expected) * (h @ found)."""
+    """Linear codes; the score of a row is the sum over components of weights * (x @ expected) * (h @ found)."""
 
     expected: torch.Tensor
-    """[S + H, C]: of the states at p and the embedding at p+1."""
+    """[S + H, C]: code of the states at p and the embedding at p+1."""
     found: torch.Tensor
-    """[S, C]: of the states at a row."""
+    """[S, C]: code of the states at a row."""
     weights: torch.Tensor
     """[C]"""
     directions: torch.Tensor
-    """[H, 2 C], orthonormal: where f gives way to them."""
+    """[H, 2 C], orthonormal: the directions of f that hold both codes."""
 
 
-def fit_codes(drafter: Eagle3Drafter, batches: Iterable[tuple[Batch, torch.Tensor]]) -> Codes | None:
-    """Codes for as many components as slow rotary pairs hold; None where no head is free or no pair is slow."""
+def fit_codes(drafter: Eagle3Drafter, batches: Iterable[Batch]) -> Codes | None:
+    """Codes with as many components as slow rotary pairs hold; None where no head is free or no pair is slow."""
     config = drafter.config
     size = min(2 * len(_slow_pairs(drafter)), config.hidden_size // 8)
     if size == 0 or config.num_attention_heads == config.num_key_value_heads:
@@ -67,12 +68,12 @@ def fit_codes(drafter: Eagle3Drafter, batches: Iterable[tuple[Batch, torch.Tenso
     width = (len(config.layer_ids) + 1) * config.hidden_size
     new_zeros = drafter.fc.weight.new_zeros
     gram, cross, rows = new_zeros(width, width), new_zeros(width, config.hidden_size), 0
-    seen = new_zeros(config.vocab_size) + 1  # how often each token is answered, one more
-    # The middle state says best what stands here: with 30 components, what followed the place that is found was right for
-    # 31% of tokens with SmolLM2's state 15, 26% with state 2 and 13% with the last.
+    seen = new_zeros(config.vocab_size) + 1  # count of each response token, plus one
+    # The middle state identifies the context best: with 30 components, the token after the found row was right for 31% of
+    # tokens with SmolLM2's state 15, 26% with state 2 and 13% with the last.
     middle = (len(config.layer_ids) - 1) // 2 * config.hidden_size
     key = slice(middle, middle + config.hidden_size)
-    for batch, _ in batches:
+    for batch in batches:
         for here in torch.arange(len(batch.positions) - 1).split(ROWS_AT_ONCE):
             x = drafter.reads(batch, slice(int(here[0]), int(here[-1]) + 2))  # and the row after
             gram.addmm_(x[:-1].T, x[:-1])
@@ -82,15 +83,17 @@ def fit_codes(drafter: Eagle3Drafter, batches: Iterable[tuple[Batch, torch.Tenso
         if rows >= ROWS_TO_LOOK_UP:
             break
     if not (gram.isfinite().all() and cross.isfinite().all()):
-        return None  # the first step of training says which samples are broken
+        return None  # the first training step reports which samples are broken
     of_expected = factor(gram)
-    of_found = torch.linalg.cholesky(gram[key, key])  # a part of what has a factor has one
+    of_found = torch.linalg.cholesky(
+        gram[key, key]
+    )  # as a principal submatrix of a positive definite matrix it has one
     whitened = torch.linalg.solve_triangular(of_expected, cross, upper=False)
     whitened = torch.linalg.solve_triangular(of_found, whitened.T, upper=False).T  # singular values: the correlations
     squares, right = torch.linalg.eigh(whitened.T @ whitened)
     best = slice(-size - 1, -1)
     correlations, right = squares[best].clamp(min=1e-6).sqrt(), right[:, best]
-    # Whitened by sums over rows: the square root of their number makes components of size one.
+    # Whitening used sums over rows: their square root makes the components of size one.
     expected = torch.linalg.solve_triangular(of_expected.T, whitened @ right / correlations, upper=True) * rows**0.5
     found = new_zeros(width - config.hidden_size, size)
     found[key] = torch.linalg.solve_triangular(of_found.T, right, upper=True) * rows**0.5
@@ -107,12 +110,12 @@ def fit_codes(drafter: Eagle3Drafter, batches: Iterable[tuple[Batch, torch.Tenso
     )
 
 
-def make_room(drafter: Eagle3Drafter, codes: Codes) -> None:
-    """Have `fc` put both codes into f, in directions that nothing else is written to.
+def write_codes(drafter: Eagle3Drafter, codes: Codes) -> None:
+    """Make `fc` write both codes into f, in directions that nothing else writes to.
 
     Args:
-        drafter: its `fc` foretells the next state, and its own-position heads write to it.
-        codes: of `fit_codes`.
+        drafter: whose `fc` and own-position heads are fitted.
+        codes: from `fit_codes`.
     """
     attention = drafter.decoder_layers()[0].self_attn
     aside = codes.directions @ codes.directions.T
@@ -123,12 +126,12 @@ def make_room(drafter: Eagle3Drafter, codes: Codes) -> None:
 
 
 def attend_by_codes(drafter: Eagle3Drafter, codes: Codes, *, size: torch.Tensor) -> None:
-    """Have the second head of every key/value group attend by the codes in f.
+    """Make the second head of every key/value group attend by the codes in f.
 
     Args:
-        drafter: with `make_room`'s `fc`.
-        codes: of `fit_codes`.
-        size: mean RMS of f, by which `hidden_norm` divides, about.
+        drafter: with `write_codes`'s `fc`.
+        codes: from `fit_codes`.
+        size: mean RMS of f, which `hidden_norm` divides by, approximately.
     """
     config, attention = drafter.config, drafter.decoder_layers()[0].self_attn
     hidden, head_dim, components = config.hidden_size, config.head_dim, len(codes.weights)
@@ -145,10 +148,11 @@ def attend_by_codes(drafter: Eagle3Drafter, codes: Codes, *, size: torch.Tensor)
     k[:, dimensions, hidden:] = scale * read_found
 
 
-def fit_outputs(drafter: Eagle3Drafter, codes: Codes, batches: Iterable[tuple[Batch, torch.Tensor]]) -> None:
-    """Add to `o_proj` what the first two heads of every group say of the next state beyond what is said, by least squares.
+def fit_outputs(drafter: Eagle3Drafter, codes: Codes, batches: Iterable[Batch]) -> None:
+    """Fit the output projection of the first two heads of every group, by least squares, to what is left of the next state, and add
+    it to `o_proj`.
 
-    Where f carries codes nothing is written: later chain steps read them.
+    Nothing is written to the directions that hold codes: later chain steps read them.
     """
     config, layer = drafter.config, drafter.decoder_layers()[0]
     width = config.head_dim
@@ -158,21 +162,22 @@ def fit_outputs(drafter: Eagle3Drafter, codes: Codes, batches: Iterable[tuple[Ba
     caught: dict[str, torch.Tensor] = {}
     hooks = [
         layer.self_attn.o_proj.register_forward_pre_hook(lambda _, inputs: caught.update(mixed=inputs[0])),
-        layer.post_attention_layernorm.register_forward_pre_hook(lambda _, inputs: caught.update(said=inputs[0])),
+        layer.post_attention_layernorm.register_forward_pre_hook(lambda _, inputs: caught.update(residual=inputs[0])),
     ]
     gram = codes.directions.new_zeros(len(columns), len(columns))
     cross = codes.directions.new_zeros(len(columns), config.hidden_size)
     rows = 0
-    for batch, last_states in batches:
+    for batch in batches:
+        assert batch.last_states is not None
         for _ in drafter.chain(batch, steps=1):
             pass
         counted = (batch.loss_weights[:, 0] > 0).nonzero()[:, 0]
-        mixed, said = caught["mixed"], caught["said"]
-        if len(mixed) != len(counted):  # with another layer above, the first one works on every row
-            mixed, said = mixed[counted], said[counted]
+        mixed, residual = caught["mixed"], caught["residual"]
+        if len(mixed) != len(counted):  # in a drafter of several layers the first one runs on every row
+            mixed, residual = mixed[counted], residual[counted]
         mixed = mixed[:, columns]
         gram.addmm_(mixed.T, mixed)
-        cross.addmm_(mixed.T, unit_rms(last_states[counted + 1]) - said)
+        cross.addmm_(mixed.T, unit_rms(batch.last_states[counted + 1]) - residual)
         rows += len(counted)
         if rows >= ROWS_TO_LOOK_UP:
             break
@@ -184,5 +189,5 @@ def fit_outputs(drafter: Eagle3Drafter, codes: Codes, batches: Iterable[tuple[Ba
 
 
 def _slow_pairs(drafter: Eagle3Drafter) -> list[int]:
-    """Rotary pairs that hold codes, slowest first."""
+    """Rotary pairs that can hold codes, slowest first."""
     return (drafter.inverse_frequencies() < _SLOW).nonzero()[:, 0].flip(0).tolist()

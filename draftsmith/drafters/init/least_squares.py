@@ -1,7 +1,7 @@
-"""Least squares on the target's states: what a drafter is before it is trained.
+"""Least squares on the target's hidden states, for the initialization of drafters.
 
-All of it runs where the drafter is. Rows enter by their products' sums, some at a time, so that memory is that of a few
-square matrices, however many rows there are.
+It runs on the drafter's device. Rows only enter sums of products, some at a time, so memory is that of a few square
+matrices, regardless of the number of rows.
 """
 
 from __future__ import annotations
@@ -14,11 +14,11 @@ from draftsmith.drafters.batch import Batch
 from draftsmith.run.errors import DraftsmithError
 
 ROWS_TO_FIT = 65_536
-"""Rows that a start is fitted on; on small stores every row still helps."""
+"""Rows to fit on; up to here more rows still help."""
 ROWS_AT_ONCE = 2048
-"""Rows that are multiplied at once."""
+"""Rows to multiply at once."""
 RIDGE = 3e-3
-"""Ridge of the least squares, relative to the mean diagonal."""
+"""Ridge, relative to the mean of the diagonal."""
 _RIDGES = (RIDGE, 10 * RIDGE, 100 * RIDGE)
 
 
@@ -28,13 +28,13 @@ def unit_rms(x: torch.Tensor) -> torch.Tensor:
 
 
 def factor(gram: torch.Tensor) -> torch.Tensor:
-    """Cholesky factor L [n, n], lower, of a Gram matrix, to which the ridge is added in place.
+    """Lower Cholesky factor L [n, n] of a Gram matrix, to which the ridge is added in place.
 
-    Rounding takes from the smallest eigenvalues what is small beside the largest one, and at n = 40,000 that may be more than
-    the ridge: it is then ten times as large, or a hundred times.
+    Rounding errors of the smallest eigenvalues are relative to the largest one, and at n = 40,000 they may exceed the ridge,
+    which is then made ten or a hundred times as large.
 
     Raises:
-        DraftsmithError: no ridge helps, as where a number is not finite.
+        DraftsmithError: no ridge is enough, for instance where a value is not finite.
     """
     mean, added = gram.diagonal().mean(), 0.0
     for ridge in _RIDGES:
@@ -44,14 +44,14 @@ def factor(gram: torch.Tensor) -> torch.Tensor:
             return lower
         added = ridge
     raise DraftsmithError(
-        "The start of training fits the drafter to the target's states by least squares, and these states do not allow it: some "
-        "are not finite, or so large that their products are not. `draftsmith inspect` says whether the store is damaged."
+        "The drafter is initialized by least squares on the target's hidden states, and these states do not allow it: some "
+        "are not finite, or so large that their products are not. `draftsmith inspect` tells whether the store is damaged."
     )
 
 
-def solve(lower: torch.Tensor, wanted: torch.Tensor) -> torch.Tensor:
-    """X [n, m] with L L^T X = `wanted`."""
-    half = torch.linalg.solve_triangular(lower, wanted, upper=False)
+def solve(lower: torch.Tensor, right_side: torch.Tensor) -> torch.Tensor:
+    """X [n, m] with L L^T X = `right_side`."""
+    half = torch.linalg.solve_triangular(lower, right_side, upper=False)
     return torch.linalg.solve_triangular(lower.T, half, upper=True)
 
 
@@ -61,33 +61,34 @@ def flop_of_solve(n: int, m: int) -> float:
 
 
 def flop_of_eigenvectors(n: int) -> float:
-    """FLOP of all eigenvectors of a symmetric matrix [n, n], about."""
+    """Approximate FLOP of all eigenvectors of a symmetric matrix [n, n]."""
     return 9.0 * n**3
 
 
-def fit_ahead(
-    norm: Callable[[torch.Tensor], torch.Tensor], batches: Iterable[tuple[Batch, torch.Tensor]], *, steps: int
+def fit_next_states(
+    norm: Callable[[torch.Tensor], torch.Tensor], batches: Iterable[Batch], *, steps: int
 ) -> list[torch.Tensor]:
-    """Ridge regression of the normed last state at p+1+k on that at p, for each k.
+    """Ridge regression of the normed last state at p+1+k on that at p, for k from 0 to `steps` - 1.
 
     Args:
         norm: the target's final norm.
-        batches: packed rows of the store, with counts for `steps` steps, and the target's last states [T, H].
-        steps: matrices wanted.
+        batches: of the store, with `last_states` and loss weights of `steps` steps.
+        steps: number of matrices.
 
     Returns:
-        A_k [H, H] with z_{p+1+k} ~ A_k z_p; the identity for a k that no sequence reaches.
+        A_k [H, H] with z_{p+1+k} ~ A_k z_p; the identity where no sequence is long enough.
     """
     grams: list[torch.Tensor] = []
     crosses: list[torch.Tensor] = []
     used = 0
-    for batch, last_states in batches:
-        states = norm(last_states)
+    for batch in batches:
+        assert batch.last_states is not None
+        states = norm(batch.last_states)
         if not grams:
             size = states.shape[1]
             grams, crosses = ([states.new_zeros(size, size) for _ in range(steps)] for _ in range(2))
         for k in range(steps):
-            # x_{p+2+k} is predicted from row p, so row p+1+k, which the target predicts it from, is in the batch.
+            # Where x_{p+2+k} is predicted from row p, row p+1+k, which the target predicts it from, is in the batch.
             for rows in (batch.loss_weights[:, k] > 0).nonzero()[:, 0].split(ROWS_AT_ONCE):
                 grams[k].addmm_(states[rows].T, states[rows])
                 crosses[k].addmm_(states[rows].T, states[rows + 1 + k])
@@ -101,12 +102,12 @@ def fit_ahead(
 
 
 def rows_until(wanted: int, *, rows: int, answered: int) -> int:
-    """Rows to read for so many that a token is predicted from, where `answered` of `rows` are such."""
+    """Rows to read to get `wanted` rows that a token is predicted from, if `answered` of `rows` are such."""
     return round(min(wanted, answered) * rows / max(answered, 1))
 
 
-def cost_of_fit_ahead(hidden: int, *, answered: int, steps: int) -> tuple[float, int]:
-    """FLOP of `fit_ahead`, and numbers that it holds at once."""
+def cost_of_fit_next_states(hidden: int, *, answered: int, steps: int) -> tuple[float, int]:
+    """FLOP of `fit_next_states`, and the number of values that it holds at once."""
     rows = min(answered, ROWS_TO_FIT)
     flop = steps * (4.0 * rows * hidden**2 + flop_of_solve(hidden, hidden))
     return flop, (3 * steps + 2) * hidden**2 + 3 * min(rows, ROWS_AT_ONCE) * hidden

@@ -1,7 +1,7 @@
-"""`serve/record_proposals.py` in a vLLM that has kernels for 8-bit weights alone on CPUs, which it has on GPUs only.
+"""`serve/record_proposals.py` with slow CPU kernels for weight-only 8-bit quantization, which vLLM supports on GPUs only.
 
-The stand-ins compute what those compute, slowly: the weight back in floating point, then a product. Everything before them is
-vLLM's own: reading `quantization_config`, the scheme of each layer, loading and splitting tensors.
+The kernels convert the weights back to floating point and multiply. Everything before them is vLLM's own: reading
+`quantization_config`, choosing each layer's scheme, loading and splitting tensors.
 """
 
 import runpy

@@ -1,4 +1,4 @@
-"""8-bit weights: what the files hold, that they are read back, and what is refused."""
+"""8-bit weights: the files, reading them back, and refusals."""
 
 import json
 import shutil
@@ -13,32 +13,32 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from safetensors.torch import load_file, save_file
 
-from draftsmith.convert.contents import UNKNOWN_TARGET, DraftCheckpoint, write_own
 from draftsmith.convert.convert import convert_checkpoint, read, recognize
 from draftsmith.convert.formats import FORMATS
 from draftsmith.convert.inspection import inspect
 from draftsmith.convert.quantize import SCHEMES
-from draftsmith.convert.weights import Weight
+from draftsmith.drafters.checkpoint import UNKNOWN_TARGET, Checkpoint
+from draftsmith.drafters.weights import Weight
 from draftsmith.engine.speculation import speculative_config
 from draftsmith.run.errors import UserError
-from tests.unit.test_formats import EAGLE3, contents, holders, make_contents
+from tests.unit.test_formats import EAGLE3, checkpoints, holders, make_checkpoint
 
 LINEAR = ("fc.weight", "_proj.weight", "lm_head.weight")
 
 
-def drafter(dtype: torch.dtype = torch.bfloat16) -> DraftCheckpoint:
-    return make_contents("eagle3", EAGLE3 | {"fc_norm": True}, dtype, 3)
+def drafter(dtype: torch.dtype = torch.bfloat16) -> Checkpoint:
+    return make_checkpoint("eagle3", EAGLE3 | {"fc_norm": True}, dtype, 3)
 
 
 @settings(deadline=None, max_examples=30, suppress_health_check=[HealthCheck.function_scoped_fixture])
-@given(contents(), st.sampled_from(sorted(SCHEMES)))
-def test_quantized_and_read_back(tmp_path: Path, found: DraftCheckpoint, scheme: str) -> None:
+@given(checkpoints(), st.sampled_from(sorted(SCHEMES)))
+def test_quantized_and_read_back(tmp_path: Path, found: Checkpoint, scheme: str) -> None:
     folder = tmp_path / "quantized"
     shutil.rmtree(folder, ignore_errors=True)
     folder.mkdir()
     able = FORMATS["vllm"].layouts[found.kind].quantizes
     if not able or "vllm" not in holders(found):
-        with pytest.raises(UserError, match=r"Leave --quantize out|no words for"):
+        with pytest.raises(UserError, match=r"Leave --quantize out|cannot express"):
             FORMATS["vllm"].write(found, folder, quantize=scheme)
         return
     FORMATS["vllm"].write(found, folder, quantize=scheme)
@@ -55,14 +55,14 @@ def test_quantized_and_read_back(tmp_path: Path, found: DraftCheckpoint, scheme:
         assert not torch.equal(after, before), name
         before, after = before.double(), after.double()
         largest = before.abs().amax(1, keepdim=True)
-        # Half a step of 255, or of E4M3's 4 significant bits and its smallest step; and what the type of the scale rounds.
+        # Half of one of 255 steps, or of E4M3's precision; plus the rounding of the scale's dtype.
         step = largest / 127 if scheme != "fp8" else torch.maximum(before.abs() / 8, largest / 448 / 512)
         rounding = largest * torch.finfo(weight.dtype).eps
         assert bool(((before - after).abs() <= 0.51 * step + 2 * rounding).all()), name
 
 
 def test_what_the_files_hold(tmp_path: Path) -> None:
-    """Golden: integers four to a word, lowest first, 128 more than they are; scales of 255 steps from end to end."""
+    """Golden: four integers per word, lowest first, offset by 128; scales of 255 steps over the range."""
     weight = torch.tensor([[1.0, -1.0, 0.5, 0.0, 0.25, -0.125]]).repeat(7, 1)
     made = drafter(torch.float32)
     wide = torch.zeros(7, 16)
@@ -83,7 +83,7 @@ def test_what_the_files_hold(tmp_path: Path) -> None:
 
 
 def test_into_other_formats_and_back(tmp_path: Path) -> None:
-    write_own(drafter(), tmp_path)
+    drafter().save(tmp_path)
     with pytest.raises(UserError, match="--quantize goes with --to vllm"):
         convert_checkpoint(tmp_path, tmp_path / "own", to="draftsmith", quantize="int8")
     with pytest.raises(UserError, match="or write the format vllm"):
@@ -96,7 +96,7 @@ def test_into_other_formats_and_back(tmp_path: Path) -> None:
     assert figures["parameters"] == plain["parameters"]
     assert "8-bit integers" in (tmp_path / "small" / "README.md").read_text()
     assert inspect(tmp_path / "small")["good"]
-    # Back: exactly what the quantized checkpoint holds, in floating point again.
+    # Converted back: exactly the values of the quantized checkpoint, in floating point.
     convert_checkpoint(tmp_path / "small", tmp_path / "back", to="draftsmith", verify=True)
     held = read(tmp_path / "small", recognize(tmp_path / "small"))
     for name, weight in read(tmp_path / "back", recognize(tmp_path / "back")).weights.items():
@@ -104,13 +104,13 @@ def test_into_other_formats_and_back(tmp_path: Path) -> None:
 
 
 def test_floats_are_inspected(tmp_path: Path) -> None:
-    write_own(drafter(), tmp_path)
+    drafter().save(tmp_path)
     convert_checkpoint(tmp_path, tmp_path / "small", to="vllm", quantize="fp8")
     assert inspect(tmp_path / "small")["good"]
 
 
 def test_served_where_there_is_a_kernel(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    write_own(drafter(), tmp_path)
+    drafter().save(tmp_path)
     for scheme in SCHEMES:
         convert_checkpoint(tmp_path, tmp_path / scheme, to="vllm", quantize=scheme)
     monkeypatch.setattr("draftsmith.engine.environment.is_cpu", lambda: True)
@@ -143,23 +143,23 @@ def _tensors(change: Callable[[dict[str, torch.Tensor]], object]) -> Callable[[P
 @pytest.mark.parametrize(
     ("damage", "message"),
     [
-        (_section(lambda s: s.update(format=[])), "quantized in a way that is not read here"),
-        (_section(lambda s: s.update(quant_method="gptq")), "quantized in a way that is not read here"),
-        (_section(lambda s: s.update(format="nvfp4-pack-quantized")), "quantized in a way that is not read here"),
-        (_section(lambda s: s.update(kv_cache_scheme={"num_bits": 8})), "quantized in a way that is not read here"),
-        (_section(lambda s: s["config_groups"].update(more={})), "quantized in a way that is not read here"),
+        (_section(lambda s: s.update(format=[])), "quantized in an unsupported way"),
+        (_section(lambda s: s.update(quant_method="gptq")), "quantized in an unsupported way"),
+        (_section(lambda s: s.update(format="nvfp4-pack-quantized")), "quantized in an unsupported way"),
+        (_section(lambda s: s.update(kv_cache_scheme={"num_bits": 8})), "quantized in an unsupported way"),
+        (_section(lambda s: s["config_groups"].update(more={})), "quantized in an unsupported way"),
         (_section(lambda s: s["config_groups"]["group_0"]["weights"].update(num_bits=4)), "asks for .*'num_bits': 4"),
         (_section(lambda s: s["config_groups"]["group_0"]["weights"].update(symmetric=False)), "asks for"),
-        (_section(lambda s: s["config_groups"]["group_0"].update(weights={"num_bits": "many"})), "is not compressed-tensors'"),
-        (_section(lambda s: s["config_groups"].update(group_0=[])), "asks for|is not compressed-tensors'"),
-        (_tensors(lambda t: t.pop("fc.weight_packed")), "fc has a scale, and not the weight"),
-        (_tensors(lambda t: t.pop("fc.weight_shape")), "fc has a scale, and not the weight"),
-        (_tensors(lambda t: t.pop("fc.weight_scale")), "No place is known .* fc.weight_packed"),
-        (_tensors(lambda t: t.update({"fc.weight_shape": torch.tensor([16, 4000])})), "One is damaged"),
-        (_tensors(lambda t: t.update({"fc.weight_shape": torch.tensor([16.0, 48.0])})), "One is damaged"),
+        (_section(lambda s: s["config_groups"]["group_0"].update(weights={"num_bits": "many"})), "is not valid for compressed-tensors"),
+        (_section(lambda s: s["config_groups"].update(group_0=[])), "asks for|is not valid for compressed-tensors"),
+        (_tensors(lambda t: t.pop("fc.weight_packed")), "fc has a scale but no weight"),
+        (_tensors(lambda t: t.pop("fc.weight_shape")), "fc has a scale but no weight"),
+        (_tensors(lambda t: t.pop("fc.weight_scale")), "has no tensors .*fc.weight_packed"),
+        (_tensors(lambda t: t.update({"fc.weight_shape": torch.tensor([16, 4000])})), "One of them is damaged"),
+        (_tensors(lambda t: t.update({"fc.weight_shape": torch.tensor([16.0, 48.0])})), "One of them is damaged"),
         (_tensors(lambda t: t.update({"fc.weight_scale": torch.ones(3, 1)})), "fc: the weight is"),
         (_tensors(lambda t: t.update({"fc.weight_packed": t["fc.weight_packed"].long()})), "fc: the weight is"),
-        (_tensors(lambda t: t.update({"fc.weight_zero_point": torch.ones(16, 1)})), "No place is known"),
+        (_tensors(lambda t: t.update({"fc.weight_zero_point": torch.ones(16, 1)})), "has no tensors"),
     ],
 )  # fmt: skip
 def test_damaged(damage: Callable[[Path], None], message: str, tmp_path: Path) -> None:

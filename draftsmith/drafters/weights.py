@@ -1,8 +1,8 @@
-"""Tensors of a checkpoint without reading them: where they lie, their shapes, and a stream of their elements.
+"""Tensors of a checkpoint without reading them: their shapes, their place in a file, and a stream of their elements.
 
-A conversion of 70 GB must not take 70 GB of memory, and moves most bytes unchanged. So a `Weight` is a promise: its elements
-come in parts of a few megabytes, and where they already lie in a file as they are to be written, it knows the place, and the
-writer copies bytes from file to file. Limit of a conversion: the disk, as of a copy.
+Converting 70 GB must not take 70 GB of memory, and most bytes do not change. So a `Weight` yields its elements in parts of a
+few megabytes, and if they are in a file exactly as they will be written, it knows where, and the writer copies the bytes from
+file to file. A conversion is then as fast as a copy.
 """
 
 from __future__ import annotations
@@ -10,7 +10,6 @@ from __future__ import annotations
 import json
 import os
 import pickle
-import struct
 import sys
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
@@ -22,24 +21,17 @@ from safetensors import SafetensorError, safe_open
 
 from draftsmith.run.atomic_io import new_file
 from draftsmith.run.errors import UserError
+from draftsmith.run.safetensors_io import DTYPE_NAMES, DTYPES, header_bytes, read_header
 
 _AT_ONCE = 16 << 20
 """Bytes of a tensor in memory at a time."""
-_MOST_HEADER = 100_000_000
-"""Bytes of a safetensors header: the format's own limit."""
-
-DTYPES: dict[str, torch.dtype] = {
-    "I64": torch.int64, "F64": torch.float64, "F32": torch.float32, "I32": torch.int32, "BF16": torch.bfloat16,
-    "F16": torch.float16, "I16": torch.int16, "F8_E4M3": torch.float8_e4m3fn, "F8_E5M2": torch.float8_e5m2,
-    "I8": torch.int8, "U8": torch.uint8, "BOOL": torch.bool,
-}  # fmt: skip
-"""By the format's names, in the order in which the library writes tensors: so all are aligned."""
-_NAMES = {dtype: name for name, dtype in DTYPES.items()}
+_METADATA = {"format": "pt"}
+"""Metadata that transformers expects in the header of a model's file."""
 
 
 @dataclass(frozen=True)
 class Span:
-    """Bytes of a file, a tensor's elements in order."""
+    """A range of bytes in a file that holds a tensor's elements in order."""
 
     path: Path
     start: int
@@ -48,14 +40,14 @@ class Span:
 
 @dataclass(frozen=True)
 class Weight:
-    """A tensor that is not in memory, or a small one that is."""
+    """A tensor that need not be in memory."""
 
     shape: tuple[int, ...]
     dtype: torch.dtype
     parts: Callable[[], Iterator[torch.Tensor]]
-    """Its elements in order, flat, a part at a time; may be called again."""
+    """Yields its elements in order, as flat parts; may be called again."""
     span: Span | None = None
-    """Where its bytes lie, if they lie as they are."""
+    """The place of its bytes, if they are in a file unchanged."""
 
     @property
     def count(self) -> int:
@@ -67,11 +59,11 @@ class Weight:
 
     @classmethod
     def of(cls, tensor: torch.Tensor) -> Weight:
-        """Of a tensor in memory."""
+        """The weight of a tensor in memory."""
         return cls(tuple(tensor.shape), tensor.dtype, lambda: iter(_pieces(tensor.detach().cpu())))
 
     def tensor(self) -> torch.Tensor:
-        """All of it, in memory, its own."""
+        """Read the whole tensor into memory of its own."""
         whole = torch.empty(self.count, dtype=self.dtype)
         start = 0
         for part in self.parts():
@@ -80,13 +72,13 @@ class Weight:
         return whole.view(self.shape)
 
     def to(self, dtype: torch.dtype) -> Weight:
-        """Floating-point tensors in another type; others, and those that have it, as they are."""
+        """Convert floating-point elements to another dtype; others stay as they are."""
         if dtype == self.dtype or not self.dtype.is_floating_point:
             return self
         return Weight(self.shape, dtype, lambda: (part.to(dtype) for part in self.parts()))
 
     def rows(self, index: torch.Tensor, others: torch.Tensor | None = None) -> Weight:
-        """The rows `index` (int64) of the first dimension; where it is negative, the same row of `others`."""
+        """Select rows `index` (int64) of the first dimension; for a negative index, the row of `others` at its position."""
 
         def parts() -> Iterator[torch.Tensor]:
             whole = self.tensor()
@@ -99,6 +91,11 @@ class Weight:
                 yield found.flatten()
 
         return Weight((len(index), *self.shape[1:]), self.dtype, parts)
+
+
+def in_memory(tensors: Mapping[str, torch.Tensor]) -> dict[str, Weight]:
+    """Weights of a state dict."""
+    return {name: Weight.of(tensor) for name, tensor in tensors.items()}
 
 
 def _count(shape: tuple[int, ...]) -> int:
@@ -117,10 +114,10 @@ def _pieces(tensor: torch.Tensor) -> tuple[torch.Tensor, ...]:
 
 
 def open_weights(directory: Path) -> dict[str, Weight]:
-    """Every tensor of a checkpoint's files: safetensors, or PyTorch's of which nothing but tensors is read; one or sharded.
+    """Open all tensors of a checkpoint: safetensors or PyTorch files, sharded or not. Pickled code never runs.
 
     Raises:
-        UserError: there are none, a shard is missing or lies elsewhere, or a file is damaged or holds what is no tensor.
+        UserError: there are none, a shard is missing or outside the folder, or a file is damaged or holds other objects.
     """
     for single, opened in (("model.safetensors", open_safetensors), ("pytorch_model.bin", _open_pickle)):
         index = directory / f"{single}.index.json"
@@ -131,9 +128,9 @@ def open_weights(directory: Path) -> dict[str, Weight]:
     named = sorted(path for pattern in ("*.safetensors", "*.bin", "*.pt") for path in directory.glob(pattern))
     if len(named) == 1:
         return (open_safetensors if named[0].suffix == ".safetensors" else _open_pickle)(named[0])
-    found = f"several and no index that says which belong together ({', '.join(p.name for p in named[:5])})"
+    found = f"several without an index ({', '.join(p.name for p in named[:5])})"
     raise UserError(
-        f"A checkpoint needs its tensors in model.safetensors or pytorch_model.bin; {directory} has "
+        f"A checkpoint has its tensors in model.safetensors or pytorch_model.bin; {directory} has "
         f"{found if named else 'neither'}. Name the folder that has them."
     )
 
@@ -147,8 +144,8 @@ def _open_shards(index: Path, opened: Callable[[Path], dict[str, Weight]]) -> di
     for file in files:
         if Path(file).name != file or file in ("", ".", ".."):
             raise UserError(
-                f"{index} sends its reader to `{file}`, outside of its folder. A checkpoint's shards lie beside their "
-                "index; do not trust this one."
+                f"{index} refers to `{file}` outside its folder. A checkpoint's shards are beside their index; do not trust this "
+                "checkpoint."
             )
     if missing := [file for file in files if not (index.parent / file).is_file()]:
         raise UserError(
@@ -167,24 +164,16 @@ def _open_shards(index: Path, opened: Callable[[Path], dict[str, Weight]]) -> di
 
 def open_safetensors(path: Path) -> dict[str, Weight]:
     try:
-        with safe_open(
-            path, framework="pt"
-        ):  # its checks: sizes, types, that the tensors fill the file without overlap
-            pass
-        with path.open("rb") as file:
-            (length,) = struct.unpack("<Q", file.read(8))
-            header = json.loads(file.read(min(length, _MOST_HEADER)))
-    except (SafetensorError, struct.error, ValueError, OSError) as error:
-        raise UserError(f"{path} is no whole safetensors file ({error}). Get it again.") from None
-    header.pop("__metadata__", None)
+        with safe_open(path, framework="pt"):  # checks sizes, types, and that tensors fill the file without overlap
+            header = read_header(path)
+    except (SafetensorError, ValueError, OSError) as error:
+        raise UserError(f"{path} is not a whole safetensors file ({error}). Get it again.") from None
     weights = {}
-    for name, entry in header.items():
-        if entry["dtype"] not in DTYPES:
-            raise UserError(f"{path}: the tensor {name} has the type {entry['dtype']}, which is not known here.")
-        start, end = entry["data_offsets"]
-        weights[name] = _on_disk(
-            Span(path, 8 + length + start, end - start), tuple(entry["shape"]), DTYPES[entry["dtype"]]
-        )
+    for name, entry in header.tensors.items():
+        if entry.dtype not in DTYPES:
+            raise UserError(f"{path}: the tensor {name} has the type {entry.dtype}, which is not known here.")
+        span = Span(path, entry.start, entry.end - entry.start)
+        weights[name] = _on_disk(span, entry.shape, DTYPES[entry.dtype])
     return weights
 
 
@@ -208,28 +197,28 @@ def _on_disk(span: Span, shape: tuple[int, ...], dtype: torch.dtype) -> Weight:
 
 
 def _open_pickle(path: Path) -> dict[str, Weight]:
-    """Of a file of torch.save. Unpickled is nothing but tensors: no code of the file runs."""
+    """Open a file of torch.save. Only tensors are unpickled, so no code in the file runs."""
     try:
         try:
             record = torch.load(path, map_location="cpu", weights_only=True, mmap=True)
         except RuntimeError as error:
             if "mmap" not in str(error):
                 raise
-            record = torch.load(path, map_location="cpu", weights_only=True)  # as torch before 1.6 wrote them
+            record = torch.load(path, map_location="cpu", weights_only=True)  # written by torch before 1.6
     except pickle.UnpicklingError:
         raise UserError(
-            f"{path} holds more than tensors, and unpickling that could run code of its author. It was not read. If you "
-            "trust it, load it where it was made and save the tensors alone, best as safetensors."
+            f"{path} holds more than tensors, and unpickling it could run its author's code, so it was not read. If you trust it, "
+            "load it where it was made and save only the tensors, preferably as safetensors."
         ) from None
-    except Exception as error:  # of the many that a damaged archive causes
+    except Exception as error:  # a damaged archive can raise anything
         text = str(error).splitlines() or [""]
         raise UserError(f"{path} cannot be read ({type(error).__name__}: {text[0][:200]}). Get it again.") from None
     if not isinstance(record, dict) or not all(
         isinstance(name, str) and isinstance(value, torch.Tensor) for name, value in record.items()
     ):
-        raise UserError(f"{path} is not a dictionary from names to tensors, as a checkpoint's weights are.")
+        raise UserError(f"{path} is not a dictionary from names to tensors, as a checkpoint should be.")
     for name, value in record.items():
-        if value.layout != torch.strided or value.dtype not in _NAMES or value.device.type != "cpu":
+        if value.layout != torch.strided or value.dtype not in DTYPE_NAMES or value.device.type != "cpu":
             raise UserError(f"{path}: {name} is not a plain tensor ({value.layout}, {value.dtype}, {value.device}).")
         if value.nbytes > value.untyped_storage().nbytes():
             raise UserError(f"{path}: {name} claims {value.nbytes} bytes, more than the file holds for it.")
@@ -237,10 +226,10 @@ def _open_pickle(path: Path) -> dict[str, Weight]:
 
 
 def read_json(path: Path) -> dict[str, Any]:
-    """A file that holds a JSON object.
+    """Read a file that holds a JSON object.
 
     Raises:
-        UserError: there is no such file, or something else in it.
+        UserError: the file is missing or holds something else.
     """
     try:
         record = json.loads(path.read_bytes())
@@ -249,7 +238,7 @@ def read_json(path: Path) -> dict[str, Any]:
     except (OSError, ValueError, RecursionError) as error:
         raise UserError(f"{path} is not JSON ({error}). Get it again.") from None
     if not isinstance(record, dict):
-        raise UserError(f"{path} holds a {type(record).__name__}, where an object with fields should be.")
+        raise UserError(f"{path} holds a {type(record).__name__}, but should hold an object.")
     return record
 
 
@@ -261,36 +250,31 @@ def listed(names: list[str], most: int = 6) -> str:
 # ---- writing ----
 
 
-def write_safetensors(path: Path, weights: Mapping[str, Weight]) -> int:
-    """One safetensors file, atomically, the same bytes as the library's own writer; returns how many.
+def write_safetensors(
+    path: Path, weights: Mapping[str, Weight], *, metadata: Mapping[str, str] | None = _METADATA
+) -> int:
+    """Write a safetensors file atomically, byte for byte as the library does; returns its size in bytes.
 
     Raises:
-        DraftsmithError: there is no room; nothing is left.
+        DraftsmithError: the disk is full; nothing is left behind.
     """
     rank = {dtype: place for place, dtype in enumerate(DTYPES.values())}
     ordered = sorted(weights.items(), key=lambda item: (rank[item[1].dtype], item[0]))
-    header: dict[str, Any] = {"__metadata__": {"format": "pt"}}
-    end = 0
-    for name, weight in ordered:
-        header[name] = {
-            "dtype": _NAMES[weight.dtype], "shape": list(weight.shape), "data_offsets": [end, end + weight.bytes],
-        }  # fmt: skip
-        end += weight.bytes
-    text = json.dumps(header, separators=(",", ":"), ensure_ascii=False).encode()
-    text += b" " * (-len(text) % 8)
-    with new_file(path, size=8 + len(text) + end) as file:
-        file.write(struct.pack("<Q", len(text)) + text)
+    header = header_bytes({name: (weight.dtype, weight.shape) for name, weight in ordered}, metadata=metadata)
+    size = len(header) + sum(weight.bytes for _, weight in ordered)
+    with new_file(path, size=size) as file:
+        file.write(header)
         for _, weight in ordered:
             if weight.span is not None and sys.platform == "linux":  # elsewhere sendfile writes to sockets alone
                 _copy(weight.span, file)
             else:
                 for part in weight.parts():
                     file.write(part.contiguous().view(torch.uint8).numpy().data)
-    return 8 + len(text) + end
+    return size
 
 
 def _copy(span: Span, to: BinaryIO) -> None:
-    """Bytes from file to file, in the kernel where it can."""
+    """Copy bytes from file to file in the kernel."""
     to.flush()
     with span.path.open("rb") as file:
         start, left = span.start, span.length

@@ -1,4 +1,4 @@
-"""Engines that keep a clock of their own: every step takes a planted time and accepts what is planted."""
+"""Fake engines on a simulated clock: every step takes a planted time and accepts a planted number of tokens."""
 
 import json
 from collections.abc import Sequence
@@ -18,13 +18,13 @@ from tests.unit.tiny_run import make_run
 COSTS = {
     1: {0: 1.0, 1: 1.1, 2: 1.2, 3: 1.5}, 4: {0: 1.05, 1: 1.2, 2: 1.3, 3: 2.0}, 8: {0: 1.02, 1: 1.9, 2: 2.5, 3: 3.0},
 }  # fmt: skip
-"""Planted, by sequences at once and K; 0: with a drafter that reads along."""
+"""Planted step cost by sequences at once and K; 0: with an idle drafter."""
 ACCEPTED = [3, 1, 0, 2]
-"""Planted: guesses accepted in each step, of three; cut at K."""
+"""Planted: draft tokens accepted in each step, of three; cut at K."""
 
 
 START_FACTORS: list[float] = []
-"""Planted, taken in turn by engines as they start: how much slower each is than it should be; none: all are alike."""
+"""Planted, for engines in the order of starting: how much slower each is than it should be; empty: all are alike."""
 
 
 class Engine:
@@ -128,7 +128,7 @@ class SteppedEngine:
 def pretend_gpu(monkeypatch: pytest.MonkeyPatch, folder: Path, *, gib: float) -> None:
     """A GPU of so much memory in place of the CPU, for a run of `make_recipe_and_run`, whose engines take 2 GiB and little more."""
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
-    monkeypatch.setattr(torch.cuda, "is_bf16_supported", lambda: True)
+    monkeypatch.setattr(torch.cuda, "is_bf16_supported", lambda including_emulation: True)
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda index: "a pretended GPU")
     properties = SimpleNamespace(total_memory=int(gib * 2**30))

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from safetensors.torch import load_file
 
 from draftsmith.extract import handoff
-from draftsmith.extract.handoff import HandoffWriter, spool_file, take_spool_file
+from draftsmith.extract.handoff import HandoffWriter, handoff_file, take_handoff_file
 from draftsmith.store.codec import EncodedStates, Form, checksum_of, encode_states
 
 
@@ -32,7 +32,7 @@ def same(found: EncodedStates, expected: EncodedStates) -> None:
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
 def test_others_read_it_as_safetensors(tmp_path: Path, dtype: torch.dtype) -> None:
-    HandoffWriter(tmp_path, writes_over=True).write("one.safetensors", [3, 1, 2], states_of(3, dtype))
+    HandoffWriter(tmp_path, reuse_files=True).write("one.safetensors", [3, 1, 2], states_of(3, dtype))
     tensors = load_file(tmp_path / "one.safetensors")
     assert set(tensors) == {"token_ids", "hidden_states"}
     assert tensors["token_ids"].dtype == torch.int32
@@ -45,11 +45,11 @@ def test_others_read_it_as_safetensors(tmp_path: Path, dtype: torch.dtype) -> No
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
 def test_encoded_states_arrive(tmp_path: Path, dtype: torch.dtype, form: Form) -> None:
     written = encode_states(states_of(5, dtype), form)
-    HandoffWriter(tmp_path, writes_over=True).write("one.safetensors", [3, 1, 2, 7, 7], written)
+    HandoffWriter(tmp_path, reuse_files=True).write("one.safetensors", [3, 1, 2, 7, 7], written)
     assert set(load_file(tmp_path / "one.safetensors")) == {"token_ids", "encoded"}, (
         "the format is safetensors here too"
     )
-    token_ids, found = take_spool_file(tmp_path / "one.safetensors")
+    token_ids, found = take_handoff_file(tmp_path / "one.safetensors")
     assert token_ids.dtype == torch.int32
     assert token_ids.tolist() == [3, 1, 2, 7, 7]
     same(found, written)
@@ -63,15 +63,15 @@ def test_what_is_written_over_is_whole(
 ) -> None:
     """Longer over shorter and shorter over longer, with some files not taken yet; never more files than that."""
     directory = tmp_path_factory.mktemp("handoff")
-    writer = HandoffWriter(directory, writes_over=True)
+    writer = HandoffWriter(directory, reuse_files=True)
 
     def take(number: int) -> None:
-        token_ids, states = take_spool_file(directory / spool_file(str(number)))
+        token_ids, states = take_handoff_file(directory / handoff_file(str(number)))
         assert token_ids.tolist() == [number] * lengths[number]
         same(states, encoded(lengths[number]))
 
     for number, length in enumerate(lengths):
-        writer.write(spool_file(str(number)), [number] * length, encoded(length))
+        writer.write(handoff_file(str(number)), [number] * length, encoded(length))
         if number >= behind:
             take(number - behind)
         assert len(list(directory.iterdir())) <= behind + 1
@@ -80,36 +80,36 @@ def test_what_is_written_over_is_whole(
 
 
 def test_what_was_taken_does_not_change(tmp_path: Path) -> None:
-    writer = HandoffWriter(tmp_path, writes_over=True)
+    writer = HandoffWriter(tmp_path, reuse_files=True)
     writer.write("a.safetensors", [1] * 5, encoded(5, "none"))
-    _, states = take_spool_file(tmp_path / "a.safetensors")
+    _, states = take_handoff_file(tmp_path / "a.safetensors")
     writer.write("b.safetensors", [2] * 5, encode_states(states_of(5) + 1, "none"))
     assert [path.name for path in tmp_path.iterdir()] == ["b.safetensors"], "it was written over the first"
     same(states, encoded(5, "none"))
 
 
 def test_large_files_are_deleted(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(handoff, "_LARGEST_LEFT", 100)
-    HandoffWriter(tmp_path, writes_over=True).write("a.safetensors", [1] * 5, encoded(5))
-    _, states = take_spool_file(tmp_path / "a.safetensors")
+    monkeypatch.setattr(handoff, "_MAX_KEPT_BYTES", 100)
+    HandoffWriter(tmp_path, reuse_files=True).write("a.safetensors", [1] * 5, encoded(5))
+    _, states = take_handoff_file(tmp_path / "a.safetensors")
     assert not list(tmp_path.iterdir())
     same(states, encoded(5))
 
 
 def test_a_step_that_finishes_hundreds_leaves_no_more_files_than_that(tmp_path: Path) -> None:
-    writer = HandoffWriter(tmp_path, writes_over=True)
+    writer = HandoffWriter(tmp_path, reuse_files=True)
     for step in range(4):
-        names = [spool_file(f"{step}-{number}") for number in range(256)]
+        names = [handoff_file(f"{step}-{number}") for number in range(256)]
         for name in names:
             writer.write(name, [step] * 3, encoded(3))
         for name in names:
-            assert take_spool_file(tmp_path / name)[0].tolist() == [step] * 3
+            assert take_handoff_file(tmp_path / name)[0].tolist() == [step] * 3
         assert len(list(tmp_path.iterdir())) == 256
 
 
 def test_files_that_others_delete_or_keep_are_not_touched(tmp_path: Path) -> None:
     """A server's clients read and delete files in any order, or never."""
-    writer = HandoffWriter(tmp_path, writes_over=False)
+    writer = HandoffWriter(tmp_path, reuse_files=False)
     for number in range(200):
         writer.write(f"{number}.safetensors", [number], states_of(1))
         if number % 3 == 0:
@@ -122,10 +122,10 @@ def test_files_that_others_delete_or_keep_are_not_touched(tmp_path: Path) -> Non
 
 
 def test_several_threads(tmp_path: Path) -> None:
-    writer = HandoffWriter(tmp_path, writes_over=True)
+    writer = HandoffWriter(tmp_path, reuse_files=True)
 
     def write(number: int) -> int:
-        writer.write(spool_file(str(number)), [number] * (1 + number % 9), encoded(1 + number % 9))
+        writer.write(handoff_file(str(number)), [number] * (1 + number % 9), encoded(1 + number % 9))
         return number
 
     def written() -> Iterator[int]:
@@ -133,6 +133,6 @@ def test_several_threads(tmp_path: Path) -> None:
             yield from threads.map(write, range(400))
 
     for number in written():
-        token_ids, states = take_spool_file(tmp_path / spool_file(str(number)))
+        token_ids, states = take_handoff_file(tmp_path / handoff_file(str(number)))
         assert token_ids.tolist() == [number] * (1 + number % 9)
         same(states, encoded(1 + number % 9))

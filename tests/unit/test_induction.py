@@ -1,5 +1,6 @@
-"""A drafter's start looks up what followed when the same was said before."""
+"""EAGLE-3's induction heads copy what followed an earlier occurrence of the context."""
 
+from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
 
@@ -28,8 +29,8 @@ def make_drafter(embedding: torch.Tensor, *, heads: int = HEADS, theta: float = 
     return Eagle3Drafter(config, embedding, torch.arange(VOCAB))
 
 
-def texts(tensors: Any, count: int, seed: int) -> list[tuple[Batch, torch.Tensor]]:
-    """Random tokens, then the same again. A target's states say which token stands there, and its last one which is next."""
+def texts(tensors: Any, count: int, seed: int) -> list[Batch]:
+    """Random tokens, twice. The target's states encode the current token, and its last state the next one."""
     generator = torch.Generator().manual_seed(seed)
     made = []
     for number in range(count):
@@ -39,18 +40,18 @@ def texts(tensors: Any, count: int, seed: int) -> list[tuple[Batch, torch.Tensor
         states = torch.stack([stands, stands.roll(1, dims=1), next_], dim=1)
         states = states + 0.1 * torch.randn(states.shape, generator=generator) + 0.5
         batch = pack([Sequence(number, False, ids, torch.arange(len(ids)) > 0, states)], steps=1)
-        made.append((batch, next_))
+        made.append(replace(batch, last_states=next_))
     return made
 
 
-def right_in_second_half(drafter: Eagle3Drafter, batches: list[tuple[Batch, torch.Tensor]]) -> float:
-    """Share of right first guesses where the text repeats itself."""
+def right_in_second_half(drafter: Eagle3Drafter, batches: list[Batch]) -> float:
+    """Share of right first draft tokens where the text repeats itself."""
     right = []
-    for batch, _ in batches:
+    for batch in batches:
         (step,) = drafter.chain(batch, steps=1)
         rows = batch.loss_weights[:, 0].nonzero()[:, 0]
-        guesses = F.linear(step.normed, step.head).argmax(-1)
-        right.append((guesses == batch.next_tokens[rows, 1])[rows >= HALF])
+        draft_tokens = F.linear(step.normed, step.head).argmax(-1)
+        right.append((draft_tokens == batch.next_tokens[rows, 1])[rows >= HALF])
     return torch.cat(right).float().mean().item()
 
 
@@ -61,8 +62,8 @@ def tensors() -> Any:
     return SimpleNamespace(embedding=embedding, lm_head=head, final_norm_weight=torch.ones(HIDDEN))
 
 
-def test_what_was_said_before_is_guessed(tensors: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The tokens are random, one of 60: nothing but looking them up foretells the second one ahead."""
+def test_repeated_text_is_drafted(tensors: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The tokens are random, one of 60: only copying can predict the one after the next."""
     known, unseen = texts(tensors, 100, seed=2), texts(tensors, 10, seed=3)
     drafter = make_drafter(tensors.embedding)
     drafter.init_from_target(tensors, known)
@@ -75,8 +76,8 @@ def test_what_was_said_before_is_guessed(tensors: Any, monkeypatch: pytest.Monke
 
 
 @pytest.mark.parametrize("changes", [{"heads": KV_HEADS}, {"theta": 10.0}], ids=["no free head", "no slow pair"])
-def test_where_nothing_can_look_it_up(tensors: Any, changes: dict, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The start is then the linear one."""
+def test_without_induction_heads(tensors: Any, changes: dict, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The initialization is then the linear one."""
     known = texts(tensors, 8, seed=2)
     drafter, linear = (make_drafter(tensors.embedding, **changes) for _ in range(2))
     drafter.init_from_target(tensors, known)

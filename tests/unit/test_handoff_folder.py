@@ -21,7 +21,7 @@ def memory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return folder
 
 
-def test_the_spool_is_in_memory_where_there_is_room(tmp_path: Path, memory: Path) -> None:
+def test_the_folder_is_in_memory_where_there_is_room(tmp_path: Path, memory: Path) -> None:
     run = tmp_path / "run"
     (run / "handoff").mkdir(parents=True)
     (run / "handoff" / "left by one that was killed").touch()
@@ -40,7 +40,7 @@ def test_the_spool_is_in_memory_where_there_is_room(tmp_path: Path, memory: Path
         assert not folder.exists()
 
 
-def test_spools_of_killed_runs_are_removed_and_those_of_living_ones_are_not(tmp_path: Path, memory: Path) -> None:
+def test_folders_of_killed_runs_are_removed_and_those_of_living_ones_are_not(tmp_path: Path, memory: Path) -> None:
     killed = memory / "draftsmith-handoff-killed"
     killed.mkdir()
     (killed / "lock").touch()

@@ -1,0 +1,420 @@
+"""The checks of `draftsmith doctor`, one function each. None imports vLLM, uses the network or changes anything."""
+
+from __future__ import annotations
+
+import importlib
+import importlib.metadata
+import importlib.util
+import os
+import shutil
+import sys
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, Literal
+
+import torch
+
+from draftsmith import __version__
+from draftsmith.config.drafters import KINDS
+from draftsmith.config.target import EngineConfig
+from draftsmith.run import cuda
+from draftsmith.run.errors import UserError
+
+_GIB = 1024**3
+_TESTED_VLLM = "0.32.0"
+"""The version that the extras `cpu` and `cuda` install and that the tests run."""
+_OLDEST_TORCH = (2, 10)
+_OLDEST_CAPABILITY = (7, 5)
+"""Lowest compute capability that vLLM's kernels are built for."""
+_ONLY_V1 = ("suffix", *(kind for kind, options in KINDS.items() if not options.serving.runner_v2))
+"""Methods that vLLM 0.32's model runner V2 lacks (vllm/config/vllm.py)."""
+_METHODS = ("extraction", *KINDS, "ngram", "draft_model", "mtp", "suffix")
+_PLUGIN = "draftsmith"
+"""Name of our entry point in the group `vllm.general_plugins` (pyproject.toml)."""
+_LITTLE_DISK = 20 * _GIB
+_NODES = Path("/sys/devices/system/node")
+_CGROUP = Path("/sys/fs/cgroup")
+
+
+@dataclass(frozen=True)
+class Finding:
+    """The result of one check."""
+
+    name: str
+    """What was checked."""
+    found: str
+    """What is there, in one line."""
+    status: Literal["good", "note", "wrong"] = "good"
+    """`note`: worth knowing, everything works. `wrong`: some stage of a run would fail or give wrong results."""
+    advice: str = ""
+    """What to do about it."""
+    figures: dict[str, Any] = field(default_factory=dict)
+    """`found` in machine-readable form."""
+
+
+def run_checks(runs: Path) -> list[Finding]:
+    """All findings, in the order in which they are printed.
+
+    Args:
+        runs: the folder that holds all runs; it need not exist.
+    """
+    checks: list[Callable[[], Finding]] = [
+        python, packages, torch_build, driver, gpus, vllm, plugin, runners, kernels, compiler, extensions, cores, bfloat16,
+        memory, lambda: disk(runs), hub,
+    ]  # fmt: skip
+    return [check() for check in checks]
+
+
+# ---- software ----
+
+
+def python() -> Finding:
+    version = sys.version_info
+    found = f"{version[0]}.{version[1]}.{version[2]}, {sys.executable}"
+    if (version[0], version[1]) < (3, 11):
+        return Finding("Python", found, "wrong", "Draftsmith needs Python 3.11 or later.")
+    return Finding("Python", found)
+
+
+def packages() -> Finding:
+    """Draftsmith and the packages that it depends on, against the versions that it requires."""
+    from packaging.requirements import Requirement
+
+    try:
+        required = [Requirement(text) for text in importlib.metadata.requires("draftsmith") or ()]
+    except importlib.metadata.PackageNotFoundError:
+        advice = "Install it, so that its dependencies and its plugin for vLLM are found: pip install -e '.[cpu]' or '.[cuda]'."
+        return Finding(
+            "packages", f"draftsmith {__version__}, not installed", "wrong", advice, {"draftsmith": __version__}
+        )
+    figures: dict[str, Any] = {"draftsmith": __version__}
+    problems = []
+    for one in required:
+        if one.marker is not None and not one.marker.evaluate({"extra": ""}):
+            continue
+        figures[one.name] = version = _version(one.name)
+        if version is None or not one.specifier.contains(version, prereleases=True):
+            problems.append(f"{one.name}{one.specifier} (here: {version or 'not installed'})")
+    found = ", ".join(
+        f"{name} {figures.get(name)}" for name in ("draftsmith", "transformers", "accelerate", "safetensors")
+    )
+    if problems:
+        return Finding(
+            "packages", found, "wrong", f"Draftsmith needs {', '.join(problems)}: install it again.", figures
+        )
+    return Finding("packages", found, figures=figures)
+
+
+def torch_build() -> Finding:
+    hip = getattr(torch.version, "hip", None)
+    build = f"CUDA {torch.version.cuda}" if torch.version.cuda else f"ROCm {hip}" if hip else "CPU"
+    found = f"{torch.__version__}, built for {build}"
+    figures = {"version": torch.__version__, "cuda": torch.version.cuda}
+    major, minor = torch.__version__.split(".")[:2]
+    if (int(major), int(minor)) < _OLDEST_TORCH:
+        wanted = ".".join(map(str, _OLDEST_TORCH))
+        return Finding("torch", found, "wrong", f"Draftsmith needs torch {wanted} or later.", figures)
+    if hip:
+        return Finding("torch", found, "note", "Draftsmith is not tested on AMD GPUs.", figures)
+    return Finding("torch", found, figures=figures)
+
+
+def driver() -> Finding:
+    """The NVIDIA driver, and whether this torch can use it."""
+    loaded, supports, on_bus = cuda.driver_version(), cuda.driver_supports(), cuda.gpus_on_the_bus()
+    figures = {"version": loaded, "cuda": supports, "gpus_on_the_bus": on_bus}
+    found = f"{loaded or 'unknown version'}{f', CUDA up to {supports}' if supports else ''}"
+    found = found if loaded or supports else "none"
+    try:
+        cuda.require_usable_gpus()
+    except UserError as error:
+        return Finding("driver", found, "wrong", str(error), figures)
+    if torch.version.cuda is None and (loaded or on_bus):
+        advice = "This machine has an NVIDIA GPU, but torch is a CPU build. To use it, create an environment with `make venv EXTRA=cuda`."
+        return Finding("driver", found, "note", advice, figures)
+    return Finding("driver", found, figures=figures)
+
+
+def gpus() -> Finding:
+    """Each GPU with its memory, free memory and compute capability."""
+    if not torch.cuda.is_available():
+        hidden = " (hidden by CUDA_VISIBLE_DEVICES)" if cuda.hidden() else ""
+        return Finding("GPUs", f"none{hidden}: everything runs on the CPU", figures={"gpus": []})
+    listed, full, old = [], [], []
+    share = EngineConfig().gpu_memory_utilization
+    for index in range(torch.cuda.device_count()):
+        about = torch.cuda.get_device_properties(index)
+        free, total = torch.cuda.mem_get_info(index)
+        listed.append({
+            "name": about.name, "memory_gib": round(total / _GIB, 1), "free_gib": round(free / _GIB, 1),
+            "capability": f"{about.major}.{about.minor}",
+        })  # fmt: skip
+        if free < share * total:
+            full.append(index)
+        if (about.major, about.minor) < _OLDEST_CAPABILITY:
+            old.append(index)
+    found = "; ".join(
+        f"{index}: {one['name']}, {one['memory_gib']} GiB, {one['free_gib']} free, compute capability {one['capability']}"
+        for index, one in enumerate(listed)
+    )
+    figures = {"gpus": listed}
+    if old:
+        wanted = ".".join(map(str, _OLDEST_CAPABILITY))
+        advice = (
+            f"GPU {_numbers(old)}: vLLM needs compute capability {wanted}. Select other GPUs with CUDA_VISIBLE_DEVICES."
+        )
+        return Finding("GPUs", found, "wrong", advice, figures)
+    if full:
+        advice = (
+            f"GPU {_numbers(full)}: less memory is free than the {share:.0%} that engines take by default. nvidia-smi shows which "
+            "processes use it. Select other GPUs with CUDA_VISIBLE_DEVICES, or lower engine.gpu_memory_utilization."
+        )
+        return Finding("GPUs", found, "wrong", advice, figures)
+    return Finding("GPUs", found, figures=figures)
+
+
+def vllm() -> Finding:
+    """vLLM's version, its build, and the platform that its engines run on."""
+    installed = cuda.vllm_build()
+    if installed is None:
+        advice = (
+            "Extraction and evaluation need it: pip install 'draftsmith[cuda]', or 'draftsmith[cpu]' without a GPU."
+        )
+        return Finding("vLLM", "not installed", "wrong", advice, {"version": None, "build": None, "platform": None})
+    version, build = installed
+    platform = "cpu" if build == "cpu" else "cuda" if torch.cuda.is_available() else None
+    found = f"{version}, {'CUDA' if build == 'cuda' else 'CPU'} build, platform {platform or 'unspecified'}"
+    figures = {"version": version, "build": build, "platform": platform}
+    try:
+        cuda.require_gpus_for_vllm()
+    except UserError as error:
+        return Finding("vLLM", found, "wrong", str(error), figures)
+    if version.split("+")[0] != _TESTED_VLLM:
+        advice = (
+            f"Draftsmith is tested with vLLM {_TESTED_VLLM}; its plugin serves MLP speculators with no other version."
+        )
+        return Finding("vLLM", found, "note", advice, figures)
+    if build == "cpu" and torch.cuda.is_available():
+        advice = "This vLLM does not use the GPUs. Create an environment with `make venv EXTRA=cuda`."
+        return Finding("vLLM", found, "wrong", advice, figures)
+    return Finding("vLLM", found, figures=figures)
+
+
+def plugin() -> Finding:
+    """Whether vLLM finds Draftsmith's plugin. Draftsmith's own engines load it regardless of VLLM_PLUGINS."""
+    there = any(entry.name == _PLUGIN for entry in importlib.metadata.entry_points(group="vllm.general_plugins"))
+    allowed = os.environ.get("VLLM_PLUGINS")
+    loaded = there and (allowed is None or _PLUGIN in allowed.split(","))
+    figures = {"found": there, "loaded": loaded}
+    without = "Without the plugin vLLM cannot serve MLP speculators, and on a CPU it samples wrongly while speculating."
+    if not there:
+        advice = f"{without} Install Draftsmith again in this environment."
+        return Finding("vLLM plugin", "not found among the installed packages' entry points", "wrong", advice, figures)
+    if not loaded:
+        advice = f"A vLLM server that you start yourself does not load it. {without} Add {_PLUGIN} to VLLM_PLUGINS, or unset it."
+        return Finding("vLLM plugin", f"found, but VLLM_PLUGINS={allowed} excludes it", "note", advice, figures)
+    return Finding("vLLM plugin", "found", figures=figures)
+
+
+def runners() -> Finding:
+    """Which of vLLM's two model runners serves which method, by the rules of the tested version."""
+    installed = cuda.vllm_build()
+    if installed is None or installed[0].split("+")[0] != _TESTED_VLLM:
+        return Finding("model runner", f"known only for vLLM {_TESTED_VLLM}", figures={"runners": None})
+    asked = os.environ.get("VLLM_USE_V2_MODEL_RUNNER")
+    can = torch.cuda.is_available() and importlib.util.find_spec("triton") is not None
+    if asked is not None:
+        taken = dict.fromkeys(_METHODS, "V2" if asked not in ("", "0") else "V1")
+    else:
+        taken = {method: "V2" if can and method not in _ONLY_V1 else "V1" for method in _METHODS}
+    by_runner = {name: [method for method in _METHODS if taken[method] == name] for name in ("V1", "V2")}
+    found = "; ".join(f"{name} for {', '.join(methods)}" for name, methods in by_runner.items() if methods)
+    figures = {"runners": taken}
+    if asked is not None:
+        advice = f"VLLM_USE_V2_MODEL_RUNNER={asked} forces this; unset it to let vLLM choose by method."
+        return Finding("model runner", found, "note", advice, figures)
+    return Finding("model runner", found, figures=figures)
+
+
+def kernels() -> Finding:
+    """Whether FlashInfer's compiled kernels are installed; if not, vLLM's CUDA build compiles them at startup."""
+    if not torch.cuda.is_available():
+        return Finding("FlashInfer", "not used on a CPU", figures={"missing": []})
+    flashinfer = _version("flashinfer-python")
+    if flashinfer is None:
+        advice = "vLLM's CUDA build requires it and falls back to slower kernels: install `draftsmith[cuda]` again."
+        return Finding("FlashInfer", "not installed", "note", advice, {"version": None, "missing": []})
+    wanted = ["flashinfer-cubin"]
+    if torch.version.cuda and tuple(map(int, torch.version.cuda.split(".")[:2])) >= (12, 9):
+        wanted.append("flashinfer-jit-cache")
+    missing = [name for name in wanted if (_version(name) or "").split("+")[0] != flashinfer.split("+")[0]]
+    figures = {"version": flashinfer, "missing": missing}
+    if missing:
+        advice = (
+            "vLLM compiles kernels for minutes whenever an engine starts, or does without them. Run `vllm download-kernels` once in "
+            "this environment."
+        )
+        return Finding("FlashInfer", f"{flashinfer}, without {' and '.join(missing)}", "note", advice, figures)
+    return Finding("FlashInfer", f"{flashinfer}, kernels downloaded", figures=figures)
+
+
+def compiler() -> Finding:
+    """The C compiler that Triton and torch.compile need."""
+    named = os.environ.get("CC")
+    path = next((found for name in (named, "gcc", "cc", "clang") if name and (found := shutil.which(name))), None)
+    figures = {"path": path}
+    if path is None:
+        advice = "Triton and torch.compile need one (on a GPU always, on a CPU with `engine.enforce_eager: false`): install gcc."
+        return Finding("C compiler", "none", "wrong" if torch.cuda.is_available() else "note", advice, figures)
+    return Finding("C compiler", path, figures=figures)
+
+
+def extensions() -> Finding:
+    """torchvision and similar packages, which nothing here needs but which break transformers if built for another torch."""
+    broken = {}
+    present = [name for name in ("torchvision", "torchaudio", "torchcodec") if importlib.util.find_spec(name)]
+    for name in present:
+        try:
+            importlib.import_module(name)
+        except Exception as error:  # a mismatched binary can raise anything
+            broken[name] = f"{type(error).__name__}: {error}".splitlines()[0]
+    if broken:
+        advice = (
+            "They are built for another torch, and transformers fails to import its models while they are installed. Nothing here "
+            f"needs them: pip uninstall {' '.join(broken)}."
+        )
+        found = f"{', '.join(broken)} cannot be imported"
+        return Finding("torch's extensions", found, "wrong", advice, {"broken": broken})
+    return Finding("torch's extensions", ", ".join(present) or "none, and none is needed", figures={"broken": {}})
+
+
+# ---- hardware ----
+
+
+def cores() -> Finding:
+    """The CPU cores that this process may use, and a container's quota of CPU time."""
+    everywhere = os.cpu_count() or 1
+    usable = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else everywhere
+    quota = _cgroup_cores()
+    found = f"{usable} usable of {everywhere}"
+    figures = {"usable": usable, "cores": everywhere, "quota": quota}
+    if quota is not None and quota < usable:
+        advice = (
+            f"The container gets the time of {quota:g} cores, but engines start a thread on each of the {usable} that they see, and "
+            "the threads then wait for one another. Restrict the cores instead, as in `docker run --cpuset-cpus` or `taskset`."
+        )
+        return Finding("cores", f"{found}, a quota of {quota:g}", "note", advice, figures)
+    return Finding("cores", found, figures=figures)
+
+
+def bfloat16() -> Finding:
+    """Whether the hardware computes in bfloat16 or emulates it."""
+    if cuda.native_bfloat16():
+        return Finding("bfloat16", "in hardware", figures={"native": True})
+    if torch.cuda.is_available():
+        advice = "These GPUs emulate it: set `target.dtype: float16` and `train.precision: float32`."
+    else:
+        advice = "This processor emulates it, at half the speed of float32: set `target.dtype: float32`."
+    return Finding("bfloat16", "emulated", "note", advice, {"native": False})
+
+
+def memory() -> Finding:
+    """Memory as vLLM's CPU build counts it: of one NUMA node, within the container's limit."""
+    nodes = [*_memory_nodes()]
+    if not nodes:
+        return Finding("memory", "unknown: this system does not report it by NUMA node", figures={"nodes": []})
+    figures = {"nodes": [{"total_gib": round(t / _GIB, 1), "available_gib": round(a / _GIB, 1)} for t, a in nodes]}
+    found = "; ".join(
+        f"NUMA node {index}: {total / _GIB:.1f} GiB, {available / _GIB:.1f} available"
+        for index, (total, available) in enumerate(nodes)
+    )
+    wanted = EngineConfig().kv_cache_gib
+    if not torch.cuda.is_available() and nodes[0][1] < wanted * _GIB:
+        advice = (
+            "On a CPU vLLM refuses to start if the first NUMA node has less memory available than the KV cache takes "
+            f"(engine.kv_cache_gib, {wanted:g} by default). Free memory, or raise the container's limit."
+        )
+        return Finding("memory", found, "wrong", advice, figures)
+    return Finding("memory", found, figures=figures)
+
+
+def disk(runs: Path) -> Finding:
+    """Free space where runs are written."""
+    there = next(folder for folder in (runs.absolute(), *runs.absolute().parents) if folder.exists())
+    free = shutil.disk_usage(there).free
+    found, figures = f"{free / _GIB:.1f} GiB free at {there}", {"path": str(there), "free_gib": round(free / _GIB, 1)}
+    if not os.access(there, os.W_OK):
+        return Finding("disk", found, "wrong", "This folder is not writable: choose another one with --runs.", figures)
+    if free < _LITTLE_DISK:
+        advice = (
+            "A store takes gigabytes; `draftsmith run RECIPE --plan` estimates how many. --runs selects another disk."
+        )
+        return Finding("disk", found, "note", advice, figures)
+    return Finding("disk", found, figures=figures)
+
+
+def hub() -> Finding:
+    """The settings used to reach the Hugging Face Hub, which is not contacted."""
+    from huggingface_hub import constants, get_token
+
+    token = get_token() is not None
+    figures = {"offline": constants.HF_HUB_OFFLINE, "token": token, "endpoint": constants.ENDPOINT}
+    known = "a token" if token else "no token"
+    if constants.HF_HUB_OFFLINE:
+        advice = "HF_HUB_OFFLINE is set: models and data sets must be in the cache or in local folders."
+        return Finding("Hub", f"offline, {known}", "note", advice, figures)
+    found = f"{known}, {constants.ENDPOINT}"
+    if not token:
+        advice = "Gated models such as Llama, and publishing, need one: `hf auth login`, or HF_TOKEN."
+        return Finding("Hub", found, "note", advice, figures)
+    return Finding("Hub", found, figures=figures)
+
+
+# ---- helpers ----
+
+
+def _memory_nodes() -> Iterator[tuple[int, int]]:
+    """Total and available bytes of each NUMA node, counted as in vllm/utils/cpu_resource_utils.py."""
+    limit, used = _cgroup_bytes("memory.max"), _cgroup_bytes("memory.current") or 0
+    for folder in sorted(_NODES.glob("node[0-9]*"), key=lambda folder: int(folder.name.removeprefix("node"))):
+        values = {}
+        for line in (folder / "meminfo").read_text().splitlines():
+            _, _, name, value, *_ = line.split()
+            values[name.rstrip(":")] = int(value) * 1024
+        total = values["MemTotal"]
+        available = sum(values[name] for name in ("MemFree", "Active(file)", "Inactive(file)", "SReclaimable"))
+        if limit is not None and limit < total:
+            total, available = limit, min(available, max(0, limit - used))
+        yield total, available
+
+
+def _cgroup(name: str) -> str:
+    """A file of the container's control group; empty if there is none."""
+    try:
+        return (_CGROUP / name).read_text().strip()
+    except OSError:
+        return ""
+
+
+def _cgroup_bytes(name: str) -> int | None:
+    """A memory figure of the container; None without a limit."""
+    text = _cgroup(name)
+    return int(text) if text.isdigit() else None
+
+
+def _cgroup_cores() -> float | None:
+    """The container's quota of CPU time, in cores; None without one."""
+    quota, _, period = _cgroup("cpu.max").partition(" ")
+    return int(quota) / int(period) if quota.isdigit() and period.isdigit() else None
+
+
+def _version(package: str) -> str | None:
+    try:
+        return importlib.metadata.version(package)
+    except importlib.metadata.PackageNotFoundError:
+        return None
+
+
+def _numbers(indices: list[int]) -> str:
+    return ", ".join(map(str, indices))

@@ -1,0 +1,167 @@
+"""Commands that run stages of a recipe: `run`, `extract`, `train`, `tune`, `serve`."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+
+from draftsmith.cli.common import AsJson, Overrides, RecipePath, RunsDir, print_json
+from draftsmith.config.loading import load_recipe
+from draftsmith.config.recipe import Recipe
+from draftsmith.run.errors import UserError
+
+Stage = Callable[[Recipe, Path], dict[str, Any]]
+"""Takes a recipe and `RUNS/NAME`; returns the figures of `stage.json`."""
+
+
+def extract_stage(recipe: Recipe, run_dir: Path) -> dict[str, Any]:
+    from draftsmith.extract.extract import run_extract
+
+    return run_extract(recipe, run_dir)
+
+
+def train_in_this_process(recipe: Recipe, run_dir: Path) -> dict[str, Any]:
+    from draftsmith.train.train import run_train
+
+    return run_train(recipe, run_dir)
+
+
+def train_stage(recipe: Recipe, run_dir: Path) -> dict[str, Any]:
+    from draftsmith.train.launch import train_in_processes
+
+    return train_in_processes(recipe, run_dir)
+
+
+def convert_stage(recipe: Recipe, run_dir: Path) -> dict[str, Any]:
+    from draftsmith.convert.convert import run_convert
+
+    return run_convert(recipe, run_dir)
+
+
+def evaluate_stage(recipe: Recipe, run_dir: Path) -> dict[str, Any]:
+    from draftsmith.serve.evaluation.evaluate import run_evaluate
+
+    return dict(run_evaluate(recipe, run_dir))
+
+
+STAGES: dict[str, Stage] = {
+    "extract": extract_stage,
+    "train": train_stage,
+    "convert": convert_stage,
+    "evaluate": evaluate_stage,
+}
+"""The stages of `draftsmith run`, in order. None may leave memory in use that the next one needs."""
+
+
+def run_stage(stage: Stage, recipe_path: Path, overrides: list[str] | None, runs: Path, as_json: bool) -> None:
+    recipe = load_recipe(recipe_path, overrides)
+    figures = stage(recipe, runs / recipe.name)
+    if as_json:
+        print_json(figures)
+
+
+def _all_stages(recipe: Recipe, run_dir: Path) -> dict[str, Any]:
+    if int(os.environ.get("WORLD_SIZE", "1")) > 1:
+        raise UserError(
+            "A launcher started several processes of `draftsmith run`, which starts one training process per GPU itself. Start "
+            "`draftsmith run` without a launcher; `accelerate launch` is for `draftsmith train`."
+        )
+    return {name: stage(recipe, run_dir) for name, stage in STAGES.items()}
+
+
+def run(
+    recipe: RecipePath,
+    overrides: Overrides = None,
+    runs: RunsDir = Path("runs"),
+    as_json: AsJson = False,
+    plan: Annotated[
+        bool,
+        typer.Option(
+            "--plan", help="Only estimate the cost: tokens, disk, memory, hours. Runs nothing, loads no model."
+        ),
+    ] = False,
+) -> None:
+    """Run every stage in order. Finished stages with unchanged inputs are skipped; training uses all visible GPUs.
+
+    With --plan nothing runs: the tokens, disk space, memory, FLOP and hours of each stage are estimated from the target's
+    config and the recipe's `plan` section (text lengths, hardware), and printed with their assumptions.
+    """
+    if not plan:
+        run_stage(_all_stages, recipe, overrides, runs, as_json)
+        return
+    from draftsmith.cli.plan import make_plan
+    from draftsmith.cli.plan_report import report
+
+    planned = make_plan(load_recipe(recipe, overrides))
+    if as_json:
+        print_json(planned)
+    else:
+        print("\n".join(report(planned)))
+
+
+def extract(
+    recipe: RecipePath, overrides: Overrides = None, runs: RunsDir = Path("runs"), as_json: AsJson = False
+) -> None:
+    """Prompts to RUNS/NAME/store: generate the target's responses and save its hidden states along the way."""
+    run_stage(extract_stage, recipe, overrides, runs, as_json)
+
+
+def train(
+    recipe: RecipePath, overrides: Overrides = None, runs: RunsDir = Path("runs"), as_json: AsJson = False
+) -> None:
+    """Store to RUNS/NAME/checkpoint: train the drafter and predict its acceptance length on held-out text."""
+    run_stage(train_in_this_process, recipe, overrides, runs, as_json)
+
+
+def tune(
+    recipe: RecipePath,
+    overrides: Overrides = None,
+    runs: RunsDir = Path("runs"),
+    as_json: AsJson = False,
+    verify: Annotated[
+        bool, typer.Option("--verify", help="Also measure wall-clock speedups, of every K and of the schedule.")
+    ] = False,
+) -> None:
+    """Find the best K at every load and write it to RUNS/NAME/tune, which `draftsmith serve` uses.
+
+    Measures the step cost at each concurrency and K, and the acceptance length. The best K at every concurrency becomes vLLM's
+    schedule num_speculative_tokens_per_batch_size; K is 0 where speculation does not pay.
+    """
+    from draftsmith.serve.tune import run_tune
+
+    loaded = load_recipe(recipe, overrides)
+    figures = run_tune(loaded, runs / loaded.name, verify=verify)
+    if as_json:
+        print_json(figures)
+
+
+def serve(
+    recipe: RecipePath,
+    overrides: Overrides = None,
+    runs: RunsDir = Path("runs"),
+    host: Annotated[str, typer.Option(help="Address to listen on.")] = "127.0.0.1",
+    port: Annotated[int, typer.Option(help="Port to listen on.")] = 8000,
+    k: Annotated[
+        int | None,
+        typer.Option("-k", min=1, help="Number of speculative tokens. Default: what tuning or the evaluation chose."),
+    ] = None,
+    api_key: Annotated[
+        str | None,
+        typer.Option(envvar="VLLM_API_KEY", help="API key that clients must send.", show_default=False),
+    ] = None,
+) -> None:
+    """Run vLLM's OpenAI-compatible server with the target and the run's drafter until interrupted.
+
+    The recipe's `serve.method` selects another method of speculation (ngram, suffix, draft_model, mtp, another drafter, or
+    none); `serve.vllm_args` holds further options of vLLM's server.
+
+    draftsmith serve recipes/demo.yaml -s 'serve.method={method: ngram}' -s serve.vllm_args.max_num_seqs=64
+    """
+    from draftsmith.serve.server import serve as serve_forever
+
+    loaded = load_recipe(recipe, overrides)
+    serve_forever(loaded, runs / loaded.name, host=host, port=port, k=k, api_key=api_key)

@@ -1,0 +1,85 @@
+"""Multi-turn conversations that the target answers itself: each user turn in order, after its own earlier answers.
+
+Extraction and evaluation both render prompts here, so that acceptance is measured on prompts like those trained on.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+from draftsmith.data.chat_template import Renderer, Unrenderable
+from draftsmith.data.conversations import Conversation
+
+TURN = "/turn-"
+"""Separates a conversation's id from the number of a later turn."""
+
+
+@dataclass(frozen=True)
+class Turn:
+    """One user turn, ready for the target to answer."""
+
+    conversation: Conversation
+    """The messages up to this turn, earlier answers included."""
+    token_ids: list[int]
+    """`conversation` in the target's chat template, with the generation prompt at the end."""
+    later: Sequence[list[dict[str, Any]]] = ()
+    """Messages to add after each further answer (`Conversation.user_turns`)."""
+    number: int = 0
+    """0 for the first."""
+
+    @property
+    def id(self) -> str:
+        """The conversation's id; later turns add `/turn-2`, `/turn-3` and so on."""
+        return f"{self.conversation.id}{TURN}{self.number + 1}" if self.number else self.conversation.id
+
+
+class TurnRenderer:
+    """Renders the user turns of conversations, with tools, as the target is asked them.
+
+    Args:
+        tokenizer: the target's.
+        max_model_len: tokens of the longest sequence that the engine takes, answer included.
+    """
+
+    def __init__(self, tokenizer: Any, max_model_len: int) -> None:
+        self.tokenizer, self.max_model_len = tokenizer, max_model_len
+        self.renderer = Renderer(tokenizer)
+
+    def first(self, conversation: Conversation) -> Turn:
+        """The first user turn.
+
+        Raises:
+            Unrenderable: the chat template refuses the conversation, or leaves out its tools.
+        """
+        opening, later = conversation.opening()
+        return Turn(opening, self.renderer.prompt(opening), later)
+
+    def next(self, turn: Turn, answer: Sequence[int], *, max_tokens: int) -> Turn | None:
+        """The turn after an answered one; None if there is none, the chat template refuses it, or it leaves no room.
+
+        Args:
+            answer: token ids of the target's answer to `turn`.
+            max_tokens: room to leave for the next answer.
+        """
+        if not turn.later:
+            return None
+        asked = self.with_answer(turn.conversation, answer)
+        asked = replace(asked, messages=[*asked.messages, *turn.later[0]])
+        try:
+            ids = self.renderer.prompt(asked)
+        except Unrenderable:
+            return None
+        if len(ids) + max_tokens > self.max_model_len:
+            return None
+        return Turn(asked, ids, turn.later[1:], turn.number + 1)
+
+    def with_answer(self, conversation: Conversation, answer: Sequence[int]) -> Conversation:
+        """The conversation with the target's answer (token ids) as its last message."""
+        message = {"role": "assistant", "content": self.decode(answer)}
+        return replace(conversation, messages=[*conversation.messages, message])
+
+    def decode(self, answer: Sequence[int]) -> str:
+        """The text of an answer, without special tokens."""
+        return str(self.tokenizer.decode(answer, skip_special_tokens=True))

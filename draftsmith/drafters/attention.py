@@ -1,0 +1,242 @@
+"""Attention of a draft chain over packed documents, in tiles of bounded size.
+
+A query attends to the step-0 keys of its document up to its own position, and to the keys of its own chain. Scores are
+computed tile by tile, so memory grows linearly with the length of a document.
+
+Shape legend: T packed rows, Q rows that are predicted from (queries), N heads, M key/value heads, G = N / M, C head size,
+k chain steps after the first. A tile has S blocks of B queries and E keys.
+"""
+
+from __future__ import annotations
+
+import math
+from bisect import bisect_left
+from dataclasses import dataclass
+from itertools import pairwise
+
+import torch
+from torch import nn
+from torch.utils.checkpoint import checkpoint
+
+from draftsmith.drafters.batch import Batch
+
+_QUERIES_IN_BLOCK = 128
+"""A block computes the scores of all keys up to its last query: shorter blocks compute fewer that are masked."""
+_SCORES_IN_TILE = 1 << 21
+"""Scores computed at once, where blocks are small enough: 8 MiB in float32."""
+_SCORES_KEPT = 1 << 24
+"""Scores that one attention keeps for the backward pass; where there are more, they are recomputed."""
+_AREA_OVER_NEEDED = 1.1
+"""Padding may add a tenth to the scores of a tile."""
+
+CosSin = tuple[torch.Tensor, torch.Tensor]
+"""RoPE's cosines and sines, [rows, C] each."""
+KeysValues = tuple[torch.Tensor, torch.Tensor]
+
+
+class Attention(nn.Module):
+    """Projections of grouped-query attention with RoPE; `attend` does the rest.
+
+    Args:
+        input_size: width of what queries, keys and values are projected from.
+        output_size: H.
+        heads: N.
+        kv_heads: M.
+        head_dim: C.
+        bias: queries, keys and values have one.
+    """
+
+    def __init__(
+        self, input_size: int, output_size: int, *, heads: int, kv_heads: int, head_dim: int, bias: bool
+    ) -> None:
+        super().__init__()
+        self.heads, self.kv_heads, self.head_dim = heads, kv_heads, head_dim
+        self.q_proj = nn.Linear(input_size, heads * head_dim, bias=bias)
+        self.k_proj = nn.Linear(input_size, kv_heads * head_dim, bias=bias)
+        self.v_proj = nn.Linear(input_size, kv_heads * head_dim, bias=bias)
+        self.o_proj = nn.Linear(heads * head_dim, output_size, bias=False)
+
+    def queries(self, x: torch.Tensor, rope: CosSin) -> torch.Tensor:
+        """[Q, N, C]"""
+        return _rotate(self.q_proj(x).unflatten(-1, (self.heads, self.head_dim)), rope)
+
+    def keys_values(self, x: torch.Tensor, rope: CosSin) -> KeysValues:
+        """[T, M, C] each"""
+        keys = _rotate(self.k_proj(x).unflatten(-1, (self.kv_heads, self.head_dim)), rope)
+        return keys, self.v_proj(x).unflatten(-1, (self.kv_heads, self.head_dim))
+
+
+def _rotate(x: torch.Tensor, rope: CosSin) -> torch.Tensor:
+    """RoPE on [rows, heads, C]."""
+    from transformers.models.llama.modeling_llama import rotate_half
+
+    cos, sin = rope
+    return x * cos[:, None] + rotate_half(x) * sin[:, None]
+
+
+def attend(queries: torch.Tensor, context: KeysValues, own: list[KeysValues], tiles: Tiles) -> torch.Tensor:
+    """Attention over the document's step-0 keys up to the row's position, and over the row's own chain.
+
+    Args:
+        queries: [Q, N, C].
+        context: keys and values of step 0, [M, T, C].
+        own: keys and values [Q, M, C] of each later chain step so far; a row sees only its own.
+        tiles: which of the T rows each of the Q sees.
+
+    Returns:
+        [Q, N * C]
+    """
+    if not len(queries):
+        return queries.flatten(1)
+    kv_heads = context[0].shape[0]
+    grouped = queries.unflatten(1, (kv_heads, -1)) / math.sqrt(queries.shape[-1])  # [Q, M, G, C]
+    own_scores = [(grouped * keys[:, :, None]).sum(-1) for keys, _ in own]  # [Q, M, G] each
+    by_head = grouped.transpose(0, 1).contiguous()
+    own_by_head = torch.stack(own_scores, dim=-1).transpose(0, 1).contiguous() if own else None
+    arguments = (by_head, own_by_head, *context)
+    if tiles.recompute and torch.is_grad_enabled():
+        parts = [
+            checkpoint(_attend_tile, tile, *arguments, use_reentrant=False, preserve_rng_state=False)
+            for tile in tiles.tiles
+        ]
+    else:
+        parts = [_attend_tile(tile, *arguments) for tile in tiles.tiles]
+    mixed = tiles.join([mixed for mixed, _ in parts])  # [Q, M, G, C]
+    if own:
+        own_weights = tiles.join([weights for _, weights in parts])  # [Q, M, G, k]
+        mixed = mixed + sum(own_weights[..., j, None] * values[:, :, None] for j, (_, values) in enumerate(own))
+    return mixed.flatten(1)
+
+
+def _attend_tile(
+    tile: _Tile, queries: torch.Tensor, own_scores: torch.Tensor | None, keys: torch.Tensor, values: torch.Tensor
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """A tile's part of `attend`: the softmax over all scores, and the values of the shared keys.
+
+    Args:
+        tile: S blocks of B queries and E keys.
+        queries: [M, Q, G, C], scaled.
+        own_scores: [M, Q, G, k], or None at the first step.
+        keys: [M, T, C].
+        values: [M, T, C].
+
+    Returns:
+        Mixed values [M, S * B, G, C], and the attention weights of the row's own chain [M, S * B, G, k].
+    """
+    kv_heads, _, group, size = queries.shape
+    blocks, rows, _, length = tile.masked.shape
+    q = queries.index_select(1, tile.queries).view(kv_heads * blocks, rows * group, size)
+    k = keys.index_select(1, tile.keys).view(kv_heads * blocks, length, size)
+    v = values.index_select(1, tile.keys).view(kv_heads * blocks, length, size)
+    scores = (q @ k.transpose(1, 2)).view(kv_heads, blocks, rows, group, length).masked_fill(tile.masked, -torch.inf)
+    if own_scores is not None:
+        own = own_scores.index_select(1, tile.queries).view(kv_heads, blocks, rows, group, -1)
+        scores = torch.cat([scores, own], dim=-1)
+    weights = scores.softmax(-1, dtype=torch.promote_types(scores.dtype, torch.float32)).to(scores.dtype).flatten(2, 3)
+    mixed = weights[..., :length].flatten(0, 1) @ v
+    return mixed.view(kv_heads, blocks * rows, group, size), weights[..., length:].reshape(
+        kv_heads, blocks * rows, group, -1
+    )
+
+
+@dataclass
+class _Block:
+    """Consecutive queries of a document with the keys that they see, as half-open ranges."""
+
+    first_query: int
+    end_query: int
+    first_key: int
+    end_key: int
+
+    @property
+    def queries(self) -> int:
+        return self.end_query - self.first_query
+
+    @property
+    def keys(self) -> int:
+        return self.end_key - self.first_key
+
+
+@dataclass
+class _Tile:
+    """S blocks side by side, of B queries and E keys each, padded."""
+
+    queries: torch.Tensor
+    """int64 [S * B], among the Q queries."""
+    keys: torch.Tensor
+    """int64 [S * E], among the T rows."""
+    masked: torch.Tensor
+    """bool [S, B, 1, E]: keys that a query does not see."""
+
+
+class Tiles:
+    """Which rows see which, as tiles that together hold every query once.
+
+    A document of L rows needs no [L, L] tensor, and documents of different lengths need little padding.
+
+    Args:
+        batch: the packed documents.
+        queries: int64 [Q] ascending, rows of the batch.
+        heads: N.
+    """
+
+    def __init__(self, batch: Batch, queries: torch.Tensor, heads: int) -> None:
+        self.queries = queries
+        rows, lengths = queries.tolist(), torch.bincount(batch.documents).tolist()
+        groups = _side_by_side(_blocks(rows, lengths), most_area=_SCORES_IN_TILE // heads)
+        self.tiles = [self._tile(group, len(batch.documents)) for group in groups]
+        self.recompute = heads * sum(tile.masked.numel() for tile in self.tiles) > _SCORES_KEPT
+        cells = torch.cat([queries[:0], *(tile.queries for tile in self.tiles)])
+        # Padding repeats a block's last query. All of its cells hold the same, so it does not matter which is written last.
+        self._cell = torch.empty_like(queries).index_copy(0, cells, torch.arange(len(cells), device=cells.device))
+
+    def _tile(self, blocks: list[_Block], rows: int) -> _Tile:
+        device = self.queries.device
+        ends = [(b.first_query, b.end_query - 1, b.first_key) for b in blocks]
+        first_query, last_query, first_key = torch.tensor(ends, device=device)[:, :, None].unbind(1)  # [S, 1] each
+        queries = first_query + torch.arange(max(b.queries for b in blocks), device=device)
+        queries = queries.minimum(last_query)  # [S, B]
+        keys = first_key + torch.arange(max(b.keys for b in blocks), device=device)  # [S, E]
+        # Rows of a document are in the order of their positions, and the padding of its keys comes after all of its queries.
+        masked = keys[:, None] > self.queries[queries][:, :, None]
+        return _Tile(queries.flatten(), keys.flatten().clamp(max=rows - 1), masked[:, :, None])
+
+    def join(self, parts: list[torch.Tensor]) -> torch.Tensor:
+        """Each tile's [M, S * B, ...] to [Q, M, ...]"""
+        return torch.cat(parts, dim=1).index_select(1, self._cell).transpose(0, 1)
+
+
+def _blocks(queries: list[int], lengths: list[int]) -> list[_Block]:
+    """Cut each document's queries into blocks of about equal size.
+
+    Args:
+        queries: rows that are predicted from, ascending.
+        lengths: rows of each document.
+    """
+    blocks = []
+    first_key, place = 0, 0
+    for length in lengths:
+        end_place = bisect_left(queries, first_key + length, lo=place)
+        count = math.ceil((end_place - place) / _QUERIES_IN_BLOCK)
+        cuts = [place + (end_place - place) * i // count for i in range(count + 1)] if count else []
+        blocks += [_Block(start, end, first_key, queries[end - 1] + 1) for start, end in pairwise(cuts)]
+        first_key, place = first_key + length, end_place
+    return blocks
+
+
+def _side_by_side(blocks: list[_Block], *, most_area: int) -> list[list[_Block]]:
+    """Group blocks of about the same shape; the padded area of a group is at most `most_area`, or it is a single block."""
+    groups: list[list[_Block]] = []
+    needed = 0
+    for block in sorted(blocks, key=lambda block: (block.keys, block.queries), reverse=True):
+        area = block.queries * block.keys
+        if groups:
+            together = [*groups[-1], block]
+            padded = len(together) * max(b.queries for b in together) * together[0].keys
+            if padded <= min(most_area, _AREA_OVER_NEEDED * (needed + area)):
+                groups[-1] = together
+                needed += area
+                continue
+        groups.append([block])
+        needed = area
+    return groups

@@ -1,0 +1,247 @@
+"""Phase b: acceptance and fidelity on all prompts, in batches beside the baseline."""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+
+from draftsmith.config.loading import digest
+from draftsmith.config.recipe import Recipe
+from draftsmith.data.turns import Turn, TurnRenderer
+from draftsmith.run.progress import Bar, console
+from draftsmith.serve.evaluation import fidelity
+from draftsmith.serve.evaluation.answers import examples, quality
+from draftsmith.serve.evaluation.curve import speedup_curve, step_cost_curve
+from draftsmith.serve.evaluation.engine import Counters, EngineHost, Generated
+from draftsmith.serve.evaluation.lineup import Lineup
+from draftsmith.serve.evaluation.partial import MeasuredSuite, PartialResults, timed_prompts
+from draftsmith.serve.evaluation.schema import Acceptance, Control, CurvePoint, Difference, SuiteAtK, Variant
+from draftsmith.serve.evaluation.statistics import acceptance, acceptance_interval, categories, tokens_per_step
+from draftsmith.serve.evaluation.suites import SuiteInput, draw
+from draftsmith.serve.evaluation.throughput import REQUESTS_PER_SLOT
+from draftsmith.serve.evaluation.variants import Variants
+
+
+def measure_acceptance(
+    lineup: Lineup[Variant],
+    variants: Variants,
+    suites: Sequence[SuiteInput],
+    renderer: TurnRenderer,
+    recipe: Recipe,
+    partial: PartialResults,
+) -> None:
+    """Measure the suites that are left. The first gives the K curve; others run at the best K and at `acceptance_k`."""
+    options = recipe.evaluate
+    if partial.suites:
+        console.print(f"evaluate: {', '.join(partial.suites)} measured before", highlight=False, soft_wrap=True)
+    for suite in suites:
+        if suite.name in partial.suites:
+            continue
+        first = suite is suites[0]
+        ks = variants.ks if first else sorted({partial.best_k(options.k), options.acceptance_k})
+        compared: list[Variant] = [*ks, *options.methods]
+        found = in_batches(
+            lineup.turns(variants.engines_in_batches(ks, methods=True), lambda variant: 0), compared, suite, renderer,
+            piece=1 + max(map(variants.num_speculative_tokens, compared)), batch_size=options.acceptance_batch_size,
+            max_model_len=recipe.engine.max_model_len,
+        )  # fmt: skip
+        if first:
+            partial.k_curve = _k_curve(found, options.k, partial.step_costs)
+            most = REQUESTS_PER_SLOT * max(options.concurrency, default=0)
+            partial.load_prompts = timed_prompts(draw(found.turns, most, seed=recipe.seed))
+            answers = found.answers[partial.best_k(options.k)]
+            partial.examples = examples(renderer, found.turns, answers, options.examples)
+        partial.timed[suite.name] = timed_prompts(draw(found.turns, options.timing_prompts, seed=recipe.seed))
+        partial.suites[suite.name] = _measured(found, suite, ks, partial.best_k(options.k), variants, renderer, recipe)
+        partial.save()
+
+
+@dataclass
+class InBatches:
+    """One suite, all variants."""
+
+    turns: list[Turn]
+    """Every turn, in the order of asking."""
+    at: dict[Variant, SuiteAtK]
+    answers: dict[Variant, list[Generated]]
+    """The baseline's included."""
+    baseline_seconds: float
+    different: list[Difference]
+    control: Control
+
+
+@dataclass
+class _Batch:
+    """Turns that are asked together, and the baseline's answers."""
+
+    turns: list[Turn]
+    baseline: list[Generated]
+    seconds: float
+
+
+def in_batches(
+    groups: Iterable[Mapping[Variant, EngineHost]],
+    compared: Sequence[Variant],
+    suite: SuiteInput,
+    renderer: TurnRenderer,
+    *,
+    piece: int,
+    batch_size: int,
+    max_model_len: int,
+) -> InBatches:
+    """Every prompt of a suite on every engine, in batches; later turns follow the baseline's answers.
+
+    Args:
+        groups: engines that are up together, the baseline and others, until each of `compared` was in one. With several groups the
+            baseline answers in the first, and its answers stand for all.
+        compared: the variants that speculate.
+        piece: of the control (`fidelity.control`): one more than the longest draft of any of them.
+    """
+    identical = dict.fromkeys(compared, 0)
+    seconds: dict[Variant, float] = dict.fromkeys(compared, 0.0)
+    answers: dict[Variant, list[Generated]] = {variant: [] for variant in compared}
+    counted: dict[Variant, Counters] = {}
+    different: list[Difference] = []
+    batches: list[_Batch] = []
+    control: Control | None = None
+    most = sum(1 + len(turn.later) for turn in suite.prompts)
+    for engines in groups:
+        here = [variant for variant in compared if variant in engines]
+        before = {variant: engines[variant].counters() for variant in here}
+        first = control is None
+        with Bar(f"{suite.name}: acceptance", total=most * (len(here) + first), unit="answers") as bar:
+            done = 0
+            for batch in _baseline_answers(engines[0], suite, renderer, batch_size, batches) if first else batches:
+                done += first * len(batch.turns)
+                bar.update(done)
+                for variant in here:
+                    found, spent = engines[variant].generate(
+                        [turn.token_ids for turn in batch.turns], max_tokens=suite.max_tokens
+                    )
+                    seconds[variant] += spent
+                    answers[variant] += found
+                    differing = fidelity.differences_with_margins(
+                        engines[0], {turn.id: turn.token_ids for turn in batch.turns}, batch.baseline, found,
+                        engines[variant].config, variant if isinstance(variant, str) else None,
+                    )  # fmt: skip
+                    identical[variant] += len(batch.turns) - len(differing)
+                    different += differing
+                    done += len(batch.turns)
+                    bar.update(done)
+        counted |= {variant: engines[variant].counters() - before[variant] for variant in here}
+        if control is None:
+            control = _control(engines[0], suite, batches, piece, batch_size, max_model_len)
+    assert control is not None
+    asked = [turn for batch in batches for turn in batch.turns]
+    baseline = [answer for batch in batches for answer in batch.baseline]
+    at: dict[Variant, SuiteAtK] = {}
+    for variant in compared:
+        counts = {
+            turn.id: [len(answer.drafted), sum(answer.accepted)]
+            for turn, answer in zip(asked, answers[variant], strict=True)
+        }
+        own = [one for one in different if _is_of(one, variant)]
+        at[variant] = {
+            **acceptance(counted[variant]),
+            "acceptance_length_interval": acceptance_interval(counts),
+            "by_prompt": counts,
+            "prompts_identical": identical[variant],
+            "fidelity": fidelity.judge(own, [turn.id for turn in asked], baseline, control),
+            "seconds": seconds[variant],
+        }
+    baseline_seconds = sum(batch.seconds for batch in batches)
+    return InBatches(asked, at, {0: baseline, **answers}, baseline_seconds, different, control)
+
+
+def _baseline_answers(
+    engine: EngineHost, suite: SuiteInput, renderer: TurnRenderer, batch_size: int, batches: list[_Batch]
+) -> Iterator[_Batch]:
+    """Batches of the suite's turns with the baseline's answers; also appended to `batches`."""
+    waiting = deque(suite.prompts)
+    while waiting:
+        turns = [waiting.popleft() for _ in range(min(batch_size, len(waiting)))]
+        found, spent = engine.generate([turn.token_ids for turn in turns], max_tokens=suite.max_tokens)
+        batches.append(_Batch(turns, found, spent))
+        yield batches[-1]
+        following = [
+            renderer.next(turn, answer.token_ids, max_tokens=suite.max_tokens)
+            for turn, answer in zip(turns, found, strict=True)
+        ]
+        waiting.extendleft(reversed([turn for turn in following if turn is not None]))
+
+
+def _control(
+    engine: EngineHost, suite: SuiteInput, batches: Sequence[_Batch], piece: int, batch_size: int, max_model_len: int
+) -> Control:
+    """The effect of rounding alone on the baseline's answers, read again in pieces."""
+    asked = [turn for batch in batches for turn in batch.turns]
+    if left_out := sum(1 + len(turn.later) for turn in suite.prompts) - len(asked):
+        console.print(
+            f"evaluate: {left_out} later turns of the suite `{suite.name}` are left out: after the answers before them they do not "
+            "fit into engine.max_model_len, or the chat template refuses them", highlight=False, soft_wrap=True,
+        )  # fmt: skip
+    with Bar(f"{suite.name}: control", total=len(asked), unit="answers") as bar:
+        return fidelity.control(
+            engine, [turn.token_ids for turn in asked], [answer for batch in batches for answer in batch.baseline],
+            piece=piece, batch_size=batch_size, max_model_len=max_model_len, on_batch=bar.update,
+        )  # fmt: skip
+
+
+def _is_of(difference: Difference, variant: Variant) -> bool:
+    if isinstance(variant, str):
+        return difference["method"] == variant
+    return difference["method"] is None and difference["num_speculative_tokens"] == variant
+
+
+def _k_curve(
+    found: InBatches, choices: Sequence[int], step_costs: Sequence[Mapping[str, Sequence[float]]]
+) -> dict[str, CurvePoint]:
+    costs = step_cost_curve([{int(k): ratios for k, ratios in one.items()} for one in step_costs])
+    by_prompt = {k: found.at[k]["by_prompt"] for k in costs}
+    return {str(k): one for k, one in speedup_curve(costs, by_prompt, choices).items()}
+
+
+def _measured(
+    found: InBatches,
+    suite: SuiteInput,
+    ks: Sequence[int],
+    best: int,
+    variants: Variants,
+    renderer: TurnRenderer,
+    recipe: Recipe,
+) -> MeasuredSuite:
+    """One suite's part of the results."""
+    at_best = found.at[best]
+    at_best_acceptance: Acceptance = {
+        "acceptance_length": at_best["acceptance_length"],
+        "acceptance_per_position": at_best["acceptance_per_position"],
+        "acceptance_per_position_conditional": at_best["acceptance_per_position_conditional"],
+        "drafts": at_best["drafts"],
+        "draft_tokens": at_best["draft_tokens"],
+        "accepted": at_best["accepted"],
+    }
+    category_of = {turn.id: turn.conversation.category for turn in found.turns if turn.conversation.category}
+    return {
+        **at_best_acceptance,
+        "prompts": len(found.turns),
+        "prompts_sha256": digest([turn.token_ids for turn in suite.prompts]),
+        "max_tokens": suite.max_tokens,
+        "acceptance_length_interval": at_best["acceptance_length_interval"],
+        "categories": categories(at_best["by_prompt"], category_of),
+        "identical_to_baseline": not any(one["method"] is None for one in found.different),
+        "control": {**found.control, "margins": found.control["margins"][: fidelity.DIFFERENCES_KEPT]},
+        "differences": found.different[: fidelity.DIFFERENCES_KEPT],
+        "at_k": {str(k): found.at[k] for k in ks},
+        "baseline_seconds": found.baseline_seconds,
+        "methods": {
+            name: {
+                **found.at[name],
+                "method": method.method,
+                "num_speculative_tokens": variants.num_speculative_tokens(name),
+                "tokens_per_step": tokens_per_step(found.answers[name]),
+            }
+            for name, method in recipe.evaluate.methods.items()
+        },
+        "quality": quality(suite, renderer, found.turns, found.answers[0], found.answers[best]),
+    }

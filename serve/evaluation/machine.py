@@ -1,0 +1,38 @@
+"""The machine that figures were measured on, and how vLLM ran there."""
+
+from __future__ import annotations
+
+import os
+import platform
+from pathlib import Path
+
+import torch
+
+from draftsmith.config.recipe import EngineConfig
+from draftsmith.engine.environment import resolved
+from draftsmith.serve.evaluation.schema import Engines, Machine
+
+
+def describe_machine() -> Machine:
+    processor = platform.processor() or platform.machine()
+    cpu_info = Path("/proc/cpuinfo")
+    if cpu_info.is_file():
+        for line in cpu_info.read_text().splitlines():
+            if line.startswith("model name"):
+                processor = line.partition(":")[2].strip()
+                break
+    memory = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+    return {
+        "processor": processor,
+        "cores": len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1,
+        "memory_gib": memory / 1024**3,
+        "gpus": [torch.cuda.get_device_name(index) for index in range(torch.cuda.device_count())],
+        "system": f"{platform.system()} {platform.machine()}, Python {platform.python_version()}",
+    }
+
+
+def describe_engines(engine: EngineConfig, at_once: int | None) -> Engines:
+    """How vLLM runs here with the recipe's `engine`; `at_once` is `Placement.at_once`."""
+    eager = resolved(engine).enforce_eager
+    assert eager is not None
+    return {"enforce_eager": eager, "tensor_parallel_size": engine.tensor_parallel_size, "at_once": at_once}

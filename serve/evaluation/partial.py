@@ -1,0 +1,87 @@
+"""What an evaluation has measured so far, in `partial.json`: a stopped evaluation resumes from it."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from draftsmith.data.turns import Turn
+from draftsmith.run.atomic_io import write_json
+from draftsmith.serve.evaluation.curve import fastest
+from draftsmith.serve.evaluation.schema import (
+    AtStart,
+    CurvePoint,
+    Example,
+    Fidelity,
+    MethodAcceptance,
+    Rate,
+    SuiteAcceptance,
+)
+
+TimedPrompt = tuple[str, list[int]]
+"""A prompt's id and token ids."""
+
+
+class MeasuredSuite(SuiteAcceptance):
+    """A suite without its speeds."""
+
+    methods: dict[str, MethodAcceptance]
+    """By their names in the recipe."""
+
+
+@dataclass
+class PartialResults:
+    """The figures of all phases so far. Keys that are numbers are strings, as in JSON."""
+
+    path: Path
+    """Of `partial.json`."""
+    inputs: str
+    """Digest of what the evaluation depends on."""
+    step_costs: list[dict[str, list[float]]] = field(default_factory=list)
+    """By engine start, then K: step time over the baseline's, on each prompt."""
+    k_curve: dict[str, CurvePoint] = field(default_factory=dict)
+    suites: dict[str, MeasuredSuite] = field(default_factory=dict)
+    examples: list[Example] = field(default_factory=list)
+    timed: dict[str, list[TimedPrompt]] = field(default_factory=dict)
+    """By suite: the prompts drawn for timing."""
+    load_prompts: list[TimedPrompt] = field(default_factory=list)
+    """Those of the first suite for several requests in flight."""
+    load_k: dict[str, int] = field(default_factory=dict)
+    """The drafter's K by requests in flight; kept so that tuning in the meantime changes nothing."""
+    speeds: list[dict[str, dict[str, AtStart]]] = field(default_factory=list)
+    """By engine start, then load (`speed.Load.key`), then configuration."""
+    fidelity: dict[str, dict[str, Fidelity]] = field(default_factory=dict)
+    """By load with one request in flight, then configuration."""
+    rates: dict[str, Rate] = field(default_factory=dict)
+
+    @classmethod
+    def read(cls, path: Path, inputs: str) -> PartialResults | None:
+        """What a stopped evaluation of the same inputs left; None if there is nothing."""
+        try:
+            found = json.loads(path.read_text())
+        except (OSError, ValueError):
+            return None
+        if not isinstance(found, dict) or found.get("inputs") != inputs:
+            return None
+        partial = cls(path=path, **found)
+        partial.timed = {name: _pairs(prompts) for name, prompts in partial.timed.items()}
+        partial.load_prompts = _pairs(partial.load_prompts)
+        return partial
+
+    def save(self) -> None:
+        write_json(self.path, {name: value for name, value in vars(self).items() if name != "path"})
+
+    def best_k(self, choices: Iterable[int]) -> int:
+        """The K with the highest estimated speedup."""
+        return fastest({k: self.k_curve[str(k)] for k in choices})
+
+
+def timed_prompts(turns: Sequence[Turn]) -> list[TimedPrompt]:
+    return [(turn.id, turn.token_ids) for turn in turns]
+
+
+def _pairs(prompts: Sequence[Sequence[Any]]) -> list[TimedPrompt]:
+    return [(name, token_ids) for name, token_ids in prompts]

@@ -1,0 +1,126 @@
+"""Phase c: wall-clock speed of every configuration under several loads, and the fidelity of the timed answers."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from contextlib import closing
+from dataclasses import dataclass
+
+from draftsmith.config.recipe import Recipe
+from draftsmith.serve.evaluation import fidelity
+from draftsmith.serve.evaluation.configurations import Configuration, beside_baseline, configurations, throughput
+from draftsmith.serve.evaluation.engine import EngineHost, Generated
+from draftsmith.serve.evaluation.in_flight import Timing
+from draftsmith.serve.evaluation.partial import PartialResults, TimedPrompt
+from draftsmith.serve.evaluation.schema import AtStart, Fidelity, Throughput
+from draftsmith.serve.evaluation.throughput import REQUESTS_PER_SLOT, Asked, at_start, request_schedule, run_load
+from draftsmith.serve.evaluation.variants import Variants
+
+
+@dataclass(frozen=True)
+class Load:
+    """A constant number of requests in flight."""
+
+    key: str
+    """In `PartialResults.speeds`."""
+    title: str
+    """For the progress bar."""
+    prompts: list[TimedPrompt]
+    in_flight: int
+    k: int
+    """The drafter's."""
+
+    def configurations(self, recipe: Recipe) -> list[Configuration]:
+        return configurations(recipe, self.k, in_flight=self.in_flight)
+
+    def requests(self, recipe: Recipe) -> Asked:
+        options = recipe.evaluate
+        prompts = self.prompts[: max(REQUESTS_PER_SLOT * self.in_flight, options.timing_prompts)]
+        return request_schedule(prompts, self.in_flight, options.timing_tokens, seed=recipe.seed)
+
+
+def suite_load(name: str, partial: PartialResults, k: int) -> Load:
+    """One request at a time on one suite."""
+    return Load(name, name, partial.timed[name], 1, k)
+
+
+def concurrent_load(in_flight: int, partial: PartialResults, k: int) -> Load:
+    """Several requests in flight on the first suite."""
+    return Load(f"{in_flight} at once", "load", partial.load_prompts, in_flight, k)
+
+
+def measure_speeds(variants: Variants, loads: Sequence[Load], recipe: Recipe, partial: PartialResults) -> None:
+    """Measure the loads that are left, with engines started anew `engine_starts` times."""
+    for number in range(recipe.evaluate.engine_starts):
+        if number == len(partial.speeds):
+            partial.speeds.append({})
+        left = [load for load in loads if load.key not in partial.speeds[number]]
+        if left:
+            _measure_start(variants, left, number, recipe, partial)
+
+
+def _measure_start(
+    variants: Variants, loads: Sequence[Load], number: int, recipe: Recipe, partial: PartialResults
+) -> None:
+    """One engine start: every load on each group of engines."""
+    specs = variants.timed_engines(dict.fromkeys(one for load in loads for one in load.configurations(recipe)))
+    measured: dict[str, dict[str, AtStart]] = {load.key: {} for load in loads}
+    with closing(variants.lineup(number)) as lineup:
+        for engines in lineup.turns(specs, lambda one: one.baseline):
+            for load in loads:
+                here = {one: engines[one] for one in load.configurations(recipe) if one in engines}
+                if len(here) < 2:  # the others come in another group
+                    continue
+                requests = load.requests(recipe)
+                timings = run_load(here, requests, load.in_flight, load.title)
+                if number == 0 and load.in_flight == 1:
+                    judged = _judged(here, timings, dict(load.prompts), requests, recipe)
+                    partial.fidelity[load.key] = partial.fidelity.get(load.key, {}) | judged
+                at = {one: at_start(timing, requests) for one, timing in timings.items()}
+                measured[load.key] = beside_baseline(at) | measured[load.key]  # the baseline as in its first group
+                if len(engines) == len(specs):  # all are up: no other group follows
+                    partial.speeds[number][load.key] = measured[load.key]
+                    partial.save()
+        partial.speeds[number] |= measured
+        partial.save()
+
+
+def _judged(
+    engines: Mapping[Configuration, EngineHost],
+    timings: Mapping[Configuration, Sequence[Timing]],
+    contexts: Mapping[str, list[int]],
+    requests: Asked,
+    recipe: Recipe,
+) -> dict[str, Fidelity]:
+    """Answers of every speculative configuration against those of the baseline in the same dtype."""
+    answers = {
+        one: {requests[timing.request][0]: Generated(timing.token_ids, None, 0.0) for timing in found}
+        for one, found in timings.items()
+    }
+    judged: dict[str, Fidelity] = {}
+    for baseline in [one for one in engines if one == one.baseline]:
+        speculative = [one for one in engines if one.speculation != 0 and one.dtype == baseline.dtype]
+        if not speculative:
+            continue
+        own = answers[baseline]
+        asked = {name: contexts[name] for name in own}
+        control = fidelity.control(
+            engines[baseline], list(asked.values()), list(own.values()),
+            piece=1 + max(engines[one].config.num_speculative_tokens for one in speculative),
+            batch_size=recipe.evaluate.acceptance_batch_size, max_model_len=recipe.engine.max_model_len,
+        )  # fmt: skip
+        for one in speculative:
+            differing = fidelity.differences_with_margins(
+                engines[baseline], asked, list(own.values()), [answers[one][name] for name in own], engines[one].config,
+                one.speculation if isinstance(one.speculation, str) else None,
+            )  # fmt: skip
+            judged[one.name] = fidelity.judge(differing, list(own), list(own.values()), control)
+    return judged
+
+
+def combined(load: Load, recipe: Recipe, partial: PartialResults) -> Throughput:
+    """A load's figures over all engine starts."""
+    return throughput(
+        [start[load.key] for start in partial.speeds], load.configurations(recipe), in_flight=load.in_flight,
+        requests=len(load.requests(recipe)) - load.in_flight, fidelity=partial.fidelity.get(load.key, {}),
+    )  # fmt: skip

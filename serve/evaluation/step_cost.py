@@ -1,0 +1,71 @@
+"""Phase a: the time of a decoding step at each K over that of a baseline step."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+
+from draftsmith.config.recipe import Recipe
+from draftsmith.run.errors import UserError
+from draftsmith.run.progress import Bar
+from draftsmith.serve.evaluation.engine import EngineHost
+from draftsmith.serve.evaluation.lineup import Lineup
+from draftsmith.serve.evaluation.partial import PartialResults
+from draftsmith.serve.evaluation.schema import Variant
+from draftsmith.serve.evaluation.suites import SuiteInput, draw
+from draftsmith.serve.evaluation.variants import Variants
+
+_COST_TOKENS = 16
+"""Response tokens of an answer whose steps are timed."""
+
+
+def measure_step_costs(
+    lineup: Lineup[Variant], variants: Variants, suite: SuiteInput, recipe: Recipe, partial: PartialResults
+) -> None:
+    """Measure step costs at each K, with engines started anew each time; the last ones stay up for phase b."""
+    starts = recipe.evaluate.engine_starts
+    while (number := len(partial.step_costs)) < starts:
+        lineup.restart(number)
+        last = number + 1 == starts
+        specs = variants.engines_in_batches(variants.ks, methods=last and variants.fit_together)
+        found: dict[str, list[float]] = {}
+        for engines in lineup.turns(specs, lambda variant: 0):
+            ks = [k for k in variants.ks if k in engines]
+            found |= {str(k): ratios for k, ratios in step_costs(engines, ks, suite, recipe).items()}
+        partial.step_costs.append(found)
+        partial.save()
+
+
+def step_costs(
+    engines: Mapping[Variant, EngineHost], ks: Sequence[int], suite: SuiteInput, recipe: Recipe
+) -> dict[int, list[float]]:
+    """Seconds of a decoding step over those of a baseline step, by K, for each of a few prompts.
+
+    Answers are short and every prompt goes to every engine in turn, so a disturbance of a second or two spoils one ratio of many,
+    which a median ignores.
+
+    Raises:
+        UserError: the answers are too short.
+    """
+    order = [0, *ks]
+    ratios: dict[int, list[float]] = {k: [] for k in ks}
+    prompts = draw(suite.prompts, recipe.evaluate.step_cost_prompts, seed=recipe.seed)
+    with Bar("step cost", total=len(prompts) * len(order), unit="answers") as bar:
+        for index, prompt in enumerate(prompts):
+            seconds: dict[int, float] = {}
+            shift = index % len(order)  # no engine is always first
+            for k in order[shift:] + order[:shift]:
+                before = engines[k].counters()
+                (answer,), _ = engines[k].generate([prompt.token_ids], max_tokens=_COST_TOKENS)
+                # Prefill gives the first token; after that every step of a speculative engine verifies a draft.
+                steps = (engines[k].counters() - before).drafts if k else len(answer.token_ids) - 1
+                seconds[k] = answer.decode_seconds / steps if steps else 0.0
+                bar.step()
+            for k in ks:
+                if seconds[0] and seconds[k]:
+                    ratios[k].append(seconds[k] / seconds[0])
+    if not all(ratios.values()):
+        raise UserError(
+            f"The answers to {len(prompts)} prompts of the suite `{suite.name}` are a single token long, too short to time a step. "
+            "Raise evaluate.step_cost_prompts, or put a suite with longer answers first."
+        )
+    return ratios

@@ -1,0 +1,46 @@
+"""Speedups by arithmetic: steps that take as long as their bytes or FLOP (Williams et al., 2009), whichever is more."""
+
+from __future__ import annotations
+
+import statistics
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+
+import torch
+
+from draftsmith.config.recipe import Recipe
+from draftsmith.data.turns import Turn
+from draftsmith.engine.speculation import serving_spec
+from draftsmith.engine.step_cost import EngineStep, target_sizes
+from draftsmith.target.info import TargetInfo
+
+
+def roofline(
+    recipe: Recipe, target: TargetInfo, drafter_dir: Path, prompts: Sequence[Turn], lengths: Mapping[int, float]
+) -> dict[int, dict[int, float]] | None:
+    """Speedup by batch size and K on the hardware of the recipe's `plan`; None if it names none.
+
+    Args:
+        lengths: acceptance length by K.
+    """
+    hardware = recipe.plan.hardware if recipe.plan else None
+    if hardware is None:
+        return None
+    sizes = target_sizes(target.config)
+    number = getattr(torch, recipe.target.dtype).itemsize
+    context = statistics.mean(len(turn.token_ids) for turn in prompts) + recipe.tune.tokens / 2
+    weights = (drafter_dir / "model.safetensors").stat().st_size / (hardware.memory_gb_per_second * 1e9)
+    # One head for each position: all are read once. One module for all positions is read at every step of the draft.
+    single_pass = serving_spec(drafter_dir).single_pass
+
+    def seconds(batch: int, tokens: int) -> float:
+        step = EngineStep(sizes, number, recipe.engine.tensor_parallel_size, batch, context, tokens=tokens)
+        return step.seconds(hardware)
+
+    def drafting(k: int) -> float:
+        return (1 if single_pass else k) * weights / hardware.decode_utilization
+
+    return {
+        batch: {k: length * seconds(batch, 1) / (seconds(batch, 1 + k) + drafting(k)) for k, length in lengths.items()}
+        for batch in recipe.tune.concurrency
+    }

@@ -1,0 +1,81 @@
+"""Extraction and evaluation ask the target the same tokens, tools included, in the first turn and in later ones."""
+
+from typing import Any
+
+import pytest
+
+from draftsmith.config.recipe import Recipe
+from draftsmith.data.chat_template import Renderer
+from draftsmith.data.conversations import Conversation, RejectedRows
+from draftsmith.data.turns import TurnRenderer
+from draftsmith.extract import worker
+from draftsmith.extract.requests import tokenized
+from draftsmith.run.errors import UserError
+from draftsmith.serve.evaluation.suites import render_suite
+from tests.unit.test_rendering import BOS, EOS, SPECIAL, TEMPLATES, make_tokenizer
+
+TOOLS = [{"type": "function", "function": {"name": "look_up", "parameters": {"type": "object"}}}]
+TALK = Conversation(
+    "talk",
+    [
+        {"role": "user", "content": "what is said"},
+        {"role": "assistant", "content": "of old"},
+        {"role": "user", "content": "and then"},
+    ],
+    tools=TOOLS,
+)
+RECIPE = Recipe.model_validate(
+    {
+        "name": "r", "target": {"model": "owner/name"}, "engine": {"max_model_len": 600},
+        "extract": {"prompts": {"path": "p"}, "turns": "all", "max_tokens": 10},
+    }
+)  # fmt: skip
+
+
+def tokenizer_of(kind: str) -> Any:
+    return make_tokenizer(TEMPLATES[kind], SPECIAL[kind], BOS.get(kind), EOS[kind])
+
+
+@pytest.mark.parametrize("kind", ["llama3", "qwen3", "mistral"])
+def test_a_conversation_with_tools_is_the_same_tokens_in_extraction_and_evaluation(kind: str) -> None:
+    tokenizer = tokenizer_of(kind)
+    (request,) = tokenized(RECIPE, Renderer(tokenizer), TALK, RejectedRows(), held_out=False)
+    turns = TurnRenderer(tokenizer, 600)
+    suite = render_suite(turns, "talks", [TALK], max_tokens=10)
+    (asked,) = suite.prompts
+    assert "look_up" in tokenizer.decode(asked.token_ids)
+    assert asked.token_ids == request.prompt_token_ids
+
+    answer = tokenizer("the answer is 12")["input_ids"] + [tokenizer.eos_token_id]
+    extracted = worker._Turn(request, 0, request.prompt_token_ids, request.conversation, answer)
+    extracted_next = worker._Conversations(tokenizer, 600).next_turn(extracted)
+    asked_next = turns.next(asked, answer, max_tokens=suite.max_tokens)
+    assert extracted_next is not None
+    assert asked_next is not None
+    assert asked_next.token_ids == extracted_next.prompt_token_ids
+    text = tokenizer.decode(asked_next.token_ids)
+    assert "look_up" in text
+    assert "the answer is 12" in text
+    assert "of old" not in text, "the target reads its own answers"
+    assert (asked.id, asked_next.id) == ("talk", "talk/turn-2")
+    assert turns.next(asked_next, answer, max_tokens=10) is None, "there is no third turn"
+
+
+def test_a_turn_that_does_not_fit_ends_the_conversation() -> None:
+    tokenizer = tokenizer_of("qwen3")
+    first = TurnRenderer(tokenizer, 600).first(TALK)
+    room = len(first.token_ids) + 20
+    assert TurnRenderer(tokenizer, room).next(first, [5] * 10, max_tokens=10) is None
+
+
+def test_prompts_whose_tools_the_template_drops_are_left_out(capsys: pytest.CaptureFixture[str]) -> None:
+    turns = TurnRenderer(tokenizer_of("gemma"), 600)
+    without = Conversation("plain", TALK.messages)
+    assert [turn.id for turn in render_suite(turns, "talks", [TALK, without], max_tokens=10).prompts] == ["plain"]
+    assert "left out of the suite `talks`: 1 x the chat template has no place for tools (first: talk)" in "".join(
+        capsys.readouterr()
+    )
+    with pytest.raises(
+        UserError, match=r"No prompt of the suite `talks` can be used: 1 x the chat template has no place"
+    ):
+        render_suite(turns, "talks", [TALK], max_tokens=10)

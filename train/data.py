@@ -1,0 +1,138 @@
+"""The store as training reads it: the schedule of steps, micro-batches, and batches for initialization and prediction."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass, replace
+from typing import NamedTuple, TypeVar
+
+import torch
+from accelerate import Accelerator
+
+from draftsmith.config.recipe import Recipe
+from draftsmith.drafters.batch import Batch
+from draftsmith.run.prefetch import prefetched
+from draftsmith.store.reader import Store
+from draftsmith.train.packing import balance_tokens, pack, pack_epoch, pack_in_order
+
+Item = TypeVar("Item")
+Loaded = TypeVar("Loaded")
+
+
+class ScheduledStep(NamedTuple):
+    """An optimizer step, of all processes together."""
+
+    epoch: int
+    """From 0."""
+    rows: list[int]
+    """The sequences to train on, by their numbers in the store."""
+
+
+class MicroBatch(NamedTuple):
+    """What one process runs forward and backward at once, on the CPU."""
+
+    batch: Batch
+    idle: bool
+    """The step has fewer sequences than micro-batches: this one repeats a sequence and counts for nothing. It is there because
+    every process must take part in collective operations."""
+
+
+@dataclass(frozen=True)
+class TrainingData:
+    """A store's sequences as one drafter reads them.
+
+    Iterating gives the training sequences one by one, packed and on the device, for `Drafter.init_from_target`; each iteration
+    reads them again, since together they may be larger than memory.
+    """
+
+    recipe: Recipe
+    accelerator: Accelerator
+    store: Store
+    columns: list[int]
+    """Which of the store's states the drafter reads."""
+    last_column: int
+    """Which of the store's states is the target's last, for the teacher."""
+    ttt_steps: int
+    """K, the number of chain steps to train."""
+
+    def __iter__(self) -> Iterator[Batch]:
+        for batch in self.in_order(lambda row: self.batch([row]), self.store.rows(held_out=False)):
+            yield batch.to(self.accelerator.device)
+
+    def schedule(self) -> list[ScheduledStep]:
+        """Every optimizer step of the run."""
+        options = self.recipe.train
+        rows = self.store.rows(held_out=False)
+        lengths = [self.store.length(row) for row in rows]
+        schedule = []
+        for epoch in range(math.ceil(options.epochs)):
+            steps = pack_epoch(lengths, tokens_per_step=options.tokens_per_step, seed=self.recipe.seed, epoch=epoch)
+            share = min(1.0, options.epochs - epoch)
+            schedule += [
+                ScheduledStep(epoch, [rows[i] for i in step]) for step in steps[: math.ceil(len(steps) * share)]
+            ]
+        return schedule
+
+    def micro_batches(self, number: int, rows: list[int]) -> list[MicroBatch]:
+        """This process's part of the step `number`, which trains on `rows`."""
+        options, accelerator = self.recipe.train, self.accelerator
+        accumulation = options.gradient_accumulation_steps
+        shares = balance_tokens([self.store.length(row) for row in rows], accelerator.num_processes * accumulation)
+        first = accelerator.process_index * accumulation
+        loaded = []
+        for share in shares[first : first + accumulation]:
+            share_rows = [rows[i] for i in share] or [min(rows, key=self.store.length)]
+            batch = self.batch(share_rows, prompt_weight=options.prompt_loss_weight)
+            if options.state_dropout:
+                states = batch.hidden_states.split([self.store.length(row) for row in share_rows])
+                dropped = [
+                    _dropout(of_row, options.state_dropout, step_seed(self.recipe.seed, number, row))
+                    for row, of_row in zip(share_rows, states, strict=True)
+                ]
+                batch = replace(batch, hidden_states=torch.cat(dropped))
+            loaded.append(MicroBatch(batch, idle=not share))
+        return loaded
+
+    def batch(self, rows: list[int], *, prompt_weight: float = 0.0) -> Batch:
+        """Store rows packed, in float32 on the CPU, with the target's last states."""
+        packed = pack(self.store.read(rows), steps=self.ttt_steps, prompt_weight=prompt_weight)
+        return packed.to_dtype(torch.float32).with_layers(self.columns, self.last_column)
+
+    def held_out(self, *, steps: int, part: int = 0, parts: int = 1) -> Iterator[Batch]:
+        """Held-out sequences, a few in a batch, for the prediction of acceptance; each is read when it is due.
+
+        Args:
+            steps: K.
+            part: number of the first sequence, for the processes that divide them.
+            parts: take every so many-th sequence.
+        """
+        rows = self.store.rows(held_out=True)[part::parts]
+        for batch in pack_in_order(self.in_order(self.store.__getitem__, rows), steps=steps):
+            yield batch.with_layers(self.columns, self.last_column)
+
+    def in_order(self, load: Callable[[Item], Loaded], items: Iterable[Item]) -> Iterator[Loaded]:
+        """`load(item)` of each item, some of them early in background threads where that leaves the cores to training."""
+        return prefetched(load, items) if _loads_ahead(self.accelerator.device) else map(load, items)
+
+
+def step_seed(seed: int, step: int, part: int) -> int:
+    """Seed of a step's randomness: it depends on the step's number, so that a resumed run draws what an uninterrupted one does.
+
+    Args:
+        seed: the recipe's.
+        step: number of the step.
+        part: what in the step draws: a store row or a micro-batch.
+    """
+    return (seed * 1_000_003 + step) * 4099 + part
+
+
+def _dropout(states: torch.Tensor, share: float, seed: int) -> torch.Tensor:
+    """Dropout that depends on the sequence and the step, not on the process that computes it."""
+    kept = torch.rand(states.shape, generator=torch.Generator().manual_seed(seed)) >= share
+    return states * kept / (1 - share)
+
+
+def _loads_ahead(device: torch.device) -> bool:
+    """Whether to read, decompress and pack the next steps during this one; on a CPU that would take cores from training."""
+    return device.type != "cpu"

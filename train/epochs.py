@@ -1,0 +1,122 @@
+"""What an epoch leaves: its predicted acceptance length, its weights in a folder, and whether they are kept and published."""
+
+from __future__ import annotations
+
+import math
+import shutil
+from pathlib import Path
+from typing import Any
+
+import torch
+from accelerate.utils import broadcast_object_list
+
+from draftsmith.drafters import drafter_class
+from draftsmith.drafters.checkpoint import Checkpoint
+from draftsmith.drafters.weights import in_memory
+from draftsmith.target.tensors import load_target_tensors
+from draftsmith.train import distributed
+from draftsmith.train.acceptance import predict_acceptance, predict_sampled_acceptance, predicted_speedup
+from draftsmith.train.setup import Run, final_norm
+
+Figures = dict[str, Any]
+"""Of an epoch: `epoch` (from 1), `loss` (its mean), `predicted` ({K: acceptance length}, empty without held-out text)."""
+
+
+def finish_epoch(run: Run, epoch: int) -> None:
+    """Predict acceptance on held-out text, save the weights, and add the figures to the run's progress.
+
+    Both are of the averaged weights, where `train.ema` asks for an average.
+    """
+    drafter, accelerator, options = run.loss.drafter, run.accelerator, run.recipe.train
+    k = min(options.predict_positions, drafter.max_draft_tokens or options.predict_positions)
+    losses = [loss for step, loss in zip(run.schedule, run.progress.losses, strict=False) if step.epoch == epoch]
+    figures: Figures = {"epoch": epoch + 1, "loss": round(sum(losses) / len(losses), 4), "predicted": {}}
+    with run.average.applied():
+        tensors = distributed.gather(drafter.state_dict(), keep=accelerator.is_main_process)
+        if run.data.store.rows(held_out=True):
+            with distributed.unsharded(run.model):
+                # Each process predicts its part. The counts are integers: their sums do not depend on who counted.
+                batches = run.data.held_out(steps=k, part=accelerator.process_index, parts=accelerator.num_processes)
+                predicted = predict_acceptance(drafter, batches, k=k, add_up=accelerator.reduce)
+                figures["predicted"] = _rounded(predicted)
+        if accelerator.is_main_process:
+            folder = epoch_folder(run.directory, figures)
+            folder.mkdir(exist_ok=True)
+            target = {"name": run.target.name, "revision": run.target.revision, "config_hash": run.target.config_hash}
+            Checkpoint(
+                kind=options.drafter.kind,
+                config=drafter.config.to_dict(),
+                target=target,
+                draft_token_ids=drafter.draft_token_ids,
+                weights=in_memory(tensors),
+                training=figures,
+            ).save(folder)
+    run.progress.epochs += broadcast_object_list([figures])
+
+
+def longest_prediction(epoch: Figures) -> float | None:
+    """An epoch's predicted acceptance length at the largest K; None without held-out text."""
+    lengths: list[float] = list(epoch["predicted"].values())
+    return lengths[-1] if lengths else None
+
+
+def best_epoch(epochs: list[Figures]) -> Figures:
+    """The epoch with the longest predicted acceptance; the later one of equals, the last where nothing is predicted."""
+    return max(epochs, key=lambda epoch: (longest_prediction(epoch) or 0.0, epoch["epoch"]))
+
+
+def epoch_folder(directory: Path, epoch: Figures) -> Path:
+    """Where an epoch's weights are, in the checkpoint's folder."""
+    return directory / f"epoch-{epoch['epoch']}"
+
+
+def remove_epochs(directory: Path, *, keep: list[Figures]) -> None:
+    """Remove the folders of all other epochs."""
+    kept = [epoch_folder(directory, epoch) for epoch in keep]
+    for folder in directory.glob("epoch-*"):
+        if folder not in kept:
+            shutil.rmtree(folder)
+
+
+def requested_predictions(run: Run, published: Figures) -> Figures:
+    """Figures of the published epoch that the recipe asks for: acceptance at a temperature, and the speedup that step costs
+    imply."""
+    options = run.recipe.train
+    figures: Figures = {}
+    lengths = {int(k): length for k, length in published["predicted"].items()}
+    if options.step_costs:
+        figures["predicted_speedup"] = _rounded(predicted_speedup(lengths, options.step_costs))
+    if options.predict_temperature and lengths:
+        device = run.accelerator.device
+        tensors = load_target_tensors(run.target.path)
+        saved = Checkpoint.load(epoch_folder(run.directory, published))
+        kind = drafter_class(saved.kind)
+        drafter = kind.from_target(kind.config_class.from_dict(saved.config), tensors, saved.draft_token_ids)
+        drafter.load_state_dict(saved.tensors)
+        found = predict_sampled_acceptance(
+            drafter.to(device),
+            run.data.held_out(steps=max(lengths)),
+            k=max(lengths),
+            temperature=options.predict_temperature,
+            norm=final_norm(drafter.config, tensors).to(device),
+            head=tensors.lm_head.float().to(device),
+        )
+        figures["predicted_at_temperature"] = {
+            "temperature": options.predict_temperature,
+            "greedy_drafts": _rounded(found.greedy_drafts),
+            "sampled_drafts": _rounded(found.sampled_drafts),
+        }
+    return figures
+
+
+def draft_vocabulary_coverage(run: Run) -> float:
+    """Share of the held-out response tokens that the drafter can propose."""
+    drafter = run.loss.drafter
+    known = torch.zeros(drafter.config.vocab_size, dtype=torch.bool)
+    known[drafter.draft_token_ids.cpu()] = True
+    tokens = run.data.store.response_tokens(held_out=True)
+    return round(known[tokens].float().mean().item(), 4) if len(tokens) else math.nan
+
+
+def _rounded(by_k: dict[int, float]) -> dict[str, float]:
+    return {str(k): round(value, 4) for k, value in by_k.items()}

@@ -1,0 +1,178 @@
+"""What a training run needs before its first step: processes, drafter, loss, data and optimizers, restored from a snapshot."""
+
+from __future__ import annotations
+
+import functools
+from dataclasses import dataclass, field
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+import torch
+from accelerate import Accelerator
+from accelerate.utils import DistributedDataParallelKwargs, InitProcessGroupKwargs
+from torch import nn
+from torch.utils.checkpoint import checkpoint
+
+from draftsmith.config.recipe import Recipe
+from draftsmith.drafters import drafter_class
+from draftsmith.drafters.base import DrafterConfig
+from draftsmith.drafters.vocabulary import choose_draft_vocabulary
+from draftsmith.run.errors import UserError
+from draftsmith.store.reader import Store
+from draftsmith.target.info import TargetInfo
+from draftsmith.target.tensors import TargetTensors, load_target_tensors
+from draftsmith.train import distributed
+from draftsmith.train.data import ScheduledStep, TrainingData
+from draftsmith.train.loss import ChainLoss
+from draftsmith.train.optimizers import MovingAverage, make_optimizers
+from draftsmith.train.tracking import require_tracker
+
+_PROCESS_TIMEOUT = timedelta(hours=6)
+"""How long a process waits for one that downloads the target, initializes the drafter or predicts alone: NCCL's own limit is ten
+minutes. A process that ends does not leave others waiting so long: what launched them ends them."""
+
+
+@dataclass
+class Progress:
+    """How far a run is; beside the tensors, all that a snapshot holds."""
+
+    step: int = 0
+    """Steps done: the position in the schedule."""
+    tokens: int = 0
+    seconds: float = 0.0
+    losses: list[float] = field(default_factory=list)
+    """Of every step."""
+    epochs: list[dict[str, Any]] = field(default_factory=list)
+    """Figures of every finished epoch."""
+
+
+@dataclass
+class Run:
+    """What the training loop works with."""
+
+    recipe: Recipe
+    """With `train.precision` set."""
+    directory: Path
+    """The checkpoint's folder."""
+    inputs: str
+    """Digest of all that the checkpoint depends on."""
+    accelerator: Accelerator
+    target: TargetInfo
+    data: TrainingData
+    schedule: list[ScheduledStep]
+    loss: ChainLoss
+    model: nn.Module
+    """`loss` as this process runs it."""
+    optimizers: list[torch.optim.Optimizer]
+    average: MovingAverage
+    progress: Progress
+
+
+def make_accelerator(recipe: Recipe, run_dir: Path) -> Accelerator:
+    """The processes and the tracker.
+
+    Raises:
+        UserError: the tracker is not installed.
+    """
+    require_tracker(recipe.train.tracker)
+    # The buffers are the target's and never change: no need to broadcast them in every step.
+    ddp = DistributedDataParallelKwargs(broadcast_buffers=False, gradient_as_bucket_view=True)
+    return Accelerator(
+        log_with=recipe.train.tracker,
+        project_dir=run_dir,
+        mixed_precision="no",  # whatever the launcher says: the training step uses autocast as the recipe asks
+        kwargs_handlers=[ddp, InitProcessGroupKwargs(timeout=_PROCESS_TIMEOUT)],
+    )
+
+
+def set_up(
+    recipe: Recipe,
+    accelerator: Accelerator,
+    target: TargetInfo,
+    store: Store,
+    snapshot: dict[str, Any] | None,
+    *,
+    directory: Path,
+    inputs: str,
+) -> Run:
+    """Build the run, initializing the drafter from the target or restoring everything from `snapshot`.
+
+    Raises:
+        UserError: the store lacks hidden states that the drafter or its teacher reads, or has no training sequences.
+    """
+    options = recipe.train
+    kind = drafter_class(options.drafter.kind)
+    saved = store.identity.layer_ids
+    layer_ids = kind.layer_ids(options.drafter, saved, target.num_hidden_layers)
+    missing = sorted({*layer_ids, target.num_hidden_layers} - {*saved})
+    if missing:
+        raise UserError(
+            f"Training needs hidden states of layers {missing}, and the store at {store.directory} holds {list(saved)}. "
+            "A drafter's `train.drafter.layer_ids` must be a subset of these, and the store must hold the last layer's output "
+            f"for the teacher (extract.layer_ids with {target.num_hidden_layers})."
+        )
+    if not store.rows(held_out=False):
+        raise UserError(f"The store at {store.directory} has no training sequences; lower extract.held_out_fraction.")
+    tensors = load_target_tensors(target.path)
+    draft_token_ids = choose_draft_vocabulary(store.token_counts(target.vocab_size), options.drafter.draft_vocab_size)
+    config = kind.make_config(options.drafter, target, layer_ids, len(draft_token_ids))
+    drafter = kind.from_target(config, tensors, draft_token_ids).to(accelerator.device)
+    data = TrainingData(
+        recipe=recipe,
+        accelerator=accelerator,
+        store=store,
+        columns=[saved.index(layer) for layer in layer_ids],
+        last_column=saved.index(target.num_hidden_layers),
+        ttt_steps=drafter.max_draft_tokens or options.ttt_steps,
+    )
+    if snapshot:
+        drafter.load_state_dict(snapshot["drafter"])
+    elif accelerator.is_main_process:  # the others get its weights
+        drafter.init_from_target(tensors, data)
+    for head in drafter.head_parameters():
+        head.requires_grad_(options.train_lm_head)
+    if options.activation_checkpointing:
+        for module in drafter.recompute_modules():
+            module.forward = functools.partial(
+                checkpoint, module.forward, use_reentrant=False, preserve_rng_state=False
+            )
+    loss = ChainLoss(
+        drafter,
+        teacher_norm=final_norm(config, tensors),
+        teacher_head=tensors.lm_head[draft_token_ids].float(),
+        ttt_steps=data.ttt_steps,
+        ttt_loss_decay=options.ttt_loss_decay,
+        loss=options.loss,
+        loss_vocab_size=options.loss_vocab_size,
+        terms=drafter.loss_terms(options.drafter),
+    ).to(accelerator.device)
+    model = distributed.prepare(accelerator, loss, shard=options.fsdp)
+    optimizers = make_optimizers(options, drafter)
+    average = MovingAverage(drafter, options.ema)
+    if snapshot:
+        for optimizer, state in zip(optimizers, snapshot["optimizers"], strict=True):
+            distributed.load_optimizer(optimizer, state)
+        for name, value in snapshot["average"].items():
+            average.weights[name].copy_(distributed.shard_like(value, average.weights[name]))
+    return Run(
+        recipe=recipe,
+        directory=directory,
+        inputs=inputs,
+        accelerator=accelerator,
+        target=target,
+        data=data,
+        schedule=data.schedule(),
+        loss=loss,
+        model=model,
+        optimizers=optimizers,
+        average=average,
+        progress=Progress(**snapshot["progress"]) if snapshot else Progress(),
+    )
+
+
+def final_norm(config: DrafterConfig, tensors: TargetTensors) -> nn.RMSNorm:
+    """The target's norm before its head."""
+    norm = nn.RMSNorm(config.hidden_size, config.rms_norm_eps)
+    norm.weight.data.copy_(tensors.final_norm_weight)
+    return norm
