@@ -233,8 +233,10 @@ def _command(name: str, command: Any) -> Iterator[str]:
     for parameter in shown:
         if parameter.param_type_name == "option":
             value = "" if parameter.is_flag else f" {parameter.metavar or parameter.name.upper()}"
-            rows.append((", ".join(f"`{option}{value}`" for option in parameter.opts), parameter))
-    table = ["| | |", "|---|---|"]
+            rows.append(
+                (", ".join(f"`{option}`" for option in [*parameter.opts[:-1], parameter.opts[-1] + value]), parameter)
+            )
+    table = ["| argument | meaning |", "|---|---|"]
     for names, parameter in rows:
         notes = [prose(getattr(parameter, "help", None))]
         if (
