@@ -105,6 +105,12 @@ def test_the_readme_is_short_and_its_recipe_is_one() -> None:
     assert Recipe.model_validate(yaml.safe_load(block)).name == "my-run"
 
 
+def test_the_changelog_lists_renamed_keys() -> None:
+    text = (ROOT / "CHANGELOG.md").read_text()
+    for old, new in RENAMED.items():
+        assert f"| `{old}` | `{new}` |" in text
+
+
 def test_every_page_is_in_the_navigation() -> None:
     site = tomllib.loads((ROOT / "zensical.toml").read_text())["project"]
     listed = set(re.findall(r"'([\w/-]+\.md)'", str(site["nav"])))
