@@ -38,6 +38,14 @@ class DrafterConfig:
         return cls(**{**fields, "layer_ids": tuple(fields["layer_ids"])})
 
 
+def fields_from_target(target: TargetInfo, layer_ids: tuple[int, ...], draft_vocab_size: int) -> dict[str, Any]:
+    """The fields of `DrafterConfig`, for a new drafter of this target."""
+    return {
+        "layer_ids": layer_ids, "hidden_size": target.hidden_size, "rms_norm_eps": target.config.rms_norm_eps,
+        "vocab_size": target.vocab_size, "draft_vocab_size": draft_vocab_size,
+    }  # fmt: skip
+
+
 @dataclass(frozen=True)
 class LossTerms:
     """What a kind learns, and with which weights."""
