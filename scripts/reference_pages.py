@@ -274,10 +274,8 @@ def results_page() -> str:
         name = waiting.pop(0)
         node = classes[name]
         bases = [base.id for base in node.bases if isinstance(base, ast.Name) and base.id in classes]
-        lines += [
-            f"## {'`results.json`' if name == 'Results' else name} {{#{name.lower()}}}",
-            prose(ast.get_docstring(node)),
-        ]
+        title, text = (name, prose(ast.get_docstring(node))) if name != "Results" else ("Top level", "The whole file.")
+        lines += [f"## {title} {{#{name.lower()}}}", text]
         if bases:
             lines.append(f"Has the keys of {', '.join(f'[{base}](#{base.lower()})' for base in bases)}, and:")
         for key, annotation, text in _attributes(node):
