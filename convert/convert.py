@@ -52,7 +52,6 @@ def run_convert(recipe: Recipe, run_dir: Path) -> dict[str, Any]:
     dtype = recipe.convert.dtype or recipe.target.dtype
     inputs = converted_from(source, dtype, quantized)
     if (finished := run.finished(inputs)) is not None:
-        console.print(f"convert: {run.directory} is up to date")
         return finished
 
     checkpoint = Checkpoint.load(source).check()

@@ -7,7 +7,7 @@
 #   scripts/gpu_check.sh b states      one check (some: several names)
 #   scripts/gpu_check.sh a --cpu       the same code at a small size, on a CPU
 #
-# Takes the environment that `make venv EXTRA=cuda` made, or else the Python named in PYTHON (python3), which need not have
+# Takes the environment that `make install EXTRA=cuda` made, or else the Python named in PYTHON (python3), which need not have
 # Draftsmith installed. Exit status 0: nothing failed; 1: something did; 3: nothing failed, but something could not run.
 set -euo pipefail
 cd "$(dirname "$0")/.."

@@ -232,9 +232,11 @@ def _command(name: str, command: Any) -> Iterator[str]:
         rows.append((f"`{word}`", parameter))
     for parameter in shown:
         if parameter.param_type_name == "option":
-            value = "" if parameter.is_flag else f" {parameter.metavar or parameter.type.name.upper()}"
-            rows.append((", ".join(f"`{option}{value}`" for option in parameter.opts), parameter))
-    table = ["| | |", "|---|---|"]
+            value = "" if parameter.is_flag else f" {parameter.metavar or parameter.name.upper()}"
+            rows.append(
+                (", ".join(f"`{option}`" for option in [*parameter.opts[:-1], parameter.opts[-1] + value]), parameter)
+            )
+    table = ["| argument | meaning |", "|---|---|"]
     for names, parameter in rows:
         notes = [prose(getattr(parameter, "help", None))]
         if (
@@ -272,10 +274,8 @@ def results_page() -> str:
         name = waiting.pop(0)
         node = classes[name]
         bases = [base.id for base in node.bases if isinstance(base, ast.Name) and base.id in classes]
-        lines += [
-            f"## {'`results.json`' if name == 'Results' else name} {{#{name.lower()}}}",
-            prose(ast.get_docstring(node)),
-        ]
+        title, text = (name, prose(ast.get_docstring(node))) if name != "Results" else ("Top level", "The whole file.")
+        lines += [f"## {title} {{#{name.lower()}}}", text]
         if bases:
             lines.append(f"Has the keys of {', '.join(f'[{base}](#{base.lower()})' for base in bases)}, and:")
         for key, annotation, text in _attributes(node):

@@ -65,10 +65,11 @@ def finished_training(recipe: Recipe, run_dir: Path) -> dict[str, Any] | None:
     Raises:
         UserError: no finished store.
     """
-    directory = run_dir / "checkpoint"
-    if not stage.finished(directory, _inputs(recipe, run_dir)):
-        return None
-    return stage.read(directory)["figures"]  # type: ignore[index]
+    return _stage(run_dir).finished(_inputs(recipe, run_dir))
+
+
+def _stage(run_dir: Path) -> stage.StageRun:
+    return stage.StageRun("train", run_dir / "checkpoint")
 
 
 def _store_dirs(recipe: Recipe, run_dir: Path) -> list[Path]:
@@ -101,16 +102,15 @@ def run_train(recipe: Recipe, run_dir: Path) -> dict[str, Any]:
         DraftsmithError: the loss or the gradient is no longer finite; a GPU's memory is used up.
         Stopped: SIGTERM came; a snapshot is written.
     """
-    started = time.time()
-    directory = run_dir / "checkpoint"
-    if (done := finished_training(recipe, run_dir)) is not None:
+    this_stage, inputs = _stage(run_dir), _inputs(recipe, run_dir)
+    directory = this_stage.directory
+    if (done := this_stage.finished(inputs)) is not None:
         console.print(f"train: {directory} is up to date")
         return done
 
     require_usable_gpus()
     disable_malloc_trim()
     accelerator = make_accelerator(recipe, run_dir)
-    inputs = _inputs(recipe, run_dir)
     precision = recipe.train.precision_on(accelerator.device.type)
     recipe = recipe.model_copy(update={"train": recipe.train.model_copy(update={"precision": precision})})
     with accelerator.local_main_process_first():  # one process downloads or prepares it
@@ -131,7 +131,7 @@ def run_train(recipe: Recipe, run_dir: Path) -> dict[str, Any]:
     with _explain_full_memory(recipe, accelerator):
         run = set_up(recipe, accelerator, target, store, snapshot, directory=directory, inputs=inputs)
     if accelerator.is_main_process:  # only now: a recipe that does not fit must not cost a checkpoint
-        stage.claim(directory, fresh=snapshot is None)
+        this_stage.claim(fresh=snapshot is None)
     accelerator.wait_for_everyone()
     del snapshot
     start_tracker(recipe, accelerator, run_dir)
@@ -156,7 +156,7 @@ def run_train(recipe: Recipe, run_dir: Path) -> dict[str, Any]:
         replace(Checkpoint.load(epoch_folder(directory, published)), training=figures).save(directory)
         write_json(directory / LOSSES, progress.losses)
         sections = recipe.model_dump(mode="json", include={"seed", "target", "train"})
-        stage.finish(directory, stage="train", inputs=inputs, recipe=sections, figures=figures, started=started)
+        this_stage.finish(inputs, figures, recipe=sections)
         (directory / SNAPSHOT).unlink(missing_ok=True)
         remove_epochs(directory, keep=progress.epochs[len(progress.epochs) - recipe.train.keep_last_epochs :])
     [figures] = broadcast_object_list([figures])

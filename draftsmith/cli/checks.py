@@ -131,7 +131,7 @@ def driver() -> Finding:
     except UserError as error:
         return Finding("driver", found, "wrong", str(error), figures)
     if torch.version.cuda is None and (loaded or on_bus):
-        advice = "This machine has an NVIDIA GPU, but torch is a CPU build. To use it, create an environment with `make venv EXTRA=cuda`."
+        advice = "This machine has an NVIDIA GPU, but torch is a CPU build. To use it, create an environment with `make install EXTRA=cuda`."
         return Finding("driver", found, "note", advice, figures)
     return Finding("driver", found, figures=figures)
 
@@ -196,7 +196,7 @@ def vllm() -> Finding:
         )
         return Finding("vLLM", found, "note", advice, figures)
     if build == "cpu" and torch.cuda.is_available():
-        advice = "This vLLM does not use the GPUs. Create an environment with `make venv EXTRA=cuda`."
+        advice = "This vLLM does not use the GPUs. Create an environment with `make install EXTRA=cuda`."
         return Finding("vLLM", found, "wrong", advice, figures)
     return Finding("vLLM", found, figures=figures)
 

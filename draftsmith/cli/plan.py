@@ -15,8 +15,6 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
-import torch
-
 from draftsmith.config.hardware import Assumptions, Hardware
 from draftsmith.config.recipe import Recipe
 from draftsmith.drafters import drafter_class
@@ -29,7 +27,6 @@ from draftsmith.target.downloads import fetch
 from draftsmith.target.info import TargetInfo
 from draftsmith.target.layer_ids import default_layer_ids
 from draftsmith.target.prepare import read_config, target_name
-from draftsmith.target.tensors import TargetTensors
 
 if TYPE_CHECKING:
     from transformers import PretrainedConfig
@@ -485,11 +482,7 @@ def _drafter(recipe: Recipe, config: PretrainedConfig, layer_ids: tuple[int, ...
         num_hidden_layers=last, hidden_size=config.hidden_size, vocab_size=vocabulary, config=config,
     )  # fmt: skip
     draft_vocabulary = min(options.draft_vocab_size or vocabulary, vocabulary)
-    with torch.device("meta"):
-        table, norm = torch.empty(vocabulary, config.hidden_size), torch.empty(config.hidden_size)
-        tensors = TargetTensors(table, table, norm, {}, "")
-        shape = kind.make_config(options, target, kind.layer_ids(options, layer_ids, last), draft_vocabulary)
-        return kind.from_target(shape, tensors, torch.arange(draft_vocabulary))
+    return kind.on_meta(kind.make_config(options, target, kind.layer_ids(options, layer_ids, last), draft_vocabulary))
 
 
 def _number(count: int, what: str) -> str:

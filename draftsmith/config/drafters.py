@@ -167,6 +167,12 @@ KINDS: dict[str, type[DrafterOptions]] = {options.model_fields["kind"].default: 
 """The options of every kind, by its name."""
 
 
+def method_of(kind: str) -> str:
+    """The method that serves a kind, as recipes name it: vLLM's, or the kind itself where it needs the plugin."""
+    serving = KINDS[kind].serving
+    return kind if serving.needs_plugin else serving.method
+
+
 def kind_of_architecture(architecture: str) -> str | None:
     """The kind of an architecture in a drafter's `config.json`, of Draftsmith or another library; None if unknown."""
     for kind, options in KINDS.items():

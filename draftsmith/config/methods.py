@@ -6,11 +6,17 @@ Imports neither torch nor vLLM. What depends on the target, a drafter's files or
 
 from __future__ import annotations
 
-from typing import Annotated, Any, Literal
+from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 from pydantic import Field, model_validator
 
+from draftsmith.config.drafters import KINDS, method_of
 from draftsmith.config.section import ModelName, Section
+
+if TYPE_CHECKING:
+    DrafterMethod = str
+else:
+    DrafterMethod = Literal[tuple(dict.fromkeys(map(method_of, KINDS)))]
 
 
 class Method(Section):
@@ -105,7 +111,7 @@ class DraftModel(Method):
 class Drafter(Method):
     """A trained drafter: the run's own, or another."""
 
-    method: Literal["eagle", "eagle3", "medusa", "mlp_speculator"]
+    method: DrafterMethod
     model: ModelName | None = None
     """Hub id or folder of a drafter that vLLM loads (`draftsmith convert --to vllm`). Default: the run's own."""
     revision: str | None = None

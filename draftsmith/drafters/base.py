@@ -38,6 +38,14 @@ class DrafterConfig:
         return cls(**{**fields, "layer_ids": tuple(fields["layer_ids"])})
 
 
+def fields_from_target(target: TargetInfo, layer_ids: tuple[int, ...], draft_vocab_size: int) -> dict[str, Any]:
+    """The fields of `DrafterConfig`, for a new drafter of this target."""
+    return {
+        "layer_ids": layer_ids, "hidden_size": target.hidden_size, "rms_norm_eps": target.config.rms_norm_eps,
+        "vocab_size": target.vocab_size, "draft_vocab_size": draft_vocab_size,
+    }  # fmt: skip
+
+
 @dataclass(frozen=True)
 class LossTerms:
     """What a kind learns, and with which weights."""
@@ -77,12 +85,8 @@ class InitCost:
 
 @functools.lru_cache(maxsize=64)
 def _shapes(kind: type[Drafter], config: DrafterConfig) -> dict[str, tuple[int, ...]]:
-    """See `Drafter.shapes`; from a module without memory for its tensors (torch's meta device)."""
-    with torch.device("meta"):
-        table = torch.empty(config.vocab_size, config.hidden_size)
-        tensors = TargetTensors(table, table, torch.empty(config.hidden_size), {}, "")
-        drafter = kind.from_target(config, tensors, torch.arange(config.draft_vocab_size))
-    return {name: tuple(value.shape) for name, value in drafter.state_dict().items()}
+    """See `Drafter.shapes`."""
+    return {name: tuple(value.shape) for name, value in kind.on_meta(config).state_dict().items()}
 
 
 class Drafter(nn.Module, ABC):
@@ -127,6 +131,14 @@ class Drafter(nn.Module, ABC):
     @abstractmethod
     def from_target(cls, config: Any, tensors: TargetTensors, draft_token_ids: torch.Tensor) -> Self:
         """Build the module in float32 on the CPU, with the tensors that it shares with the target."""
+
+    @classmethod
+    def on_meta(cls, config: DrafterConfig) -> Self:
+        """Build the module on torch's meta device, without memory for its tensors."""
+        with torch.device("meta"):
+            table = torch.empty(config.vocab_size, config.hidden_size)
+            tensors = TargetTensors(table, table, torch.empty(config.hidden_size), {}, "")
+            return cls.from_target(config, tensors, torch.arange(config.draft_vocab_size))
 
     @abstractmethod
     def init_from_target(self, tensors: TargetTensors, batches: Iterable[Batch]) -> None:

@@ -23,7 +23,7 @@ from torch import nn
 from torch.nn import functional as F
 
 from draftsmith.config.drafters import MedusaOptions
-from draftsmith.drafters.base import ChainStep, Drafter, DrafterConfig, InitCost, LossTerms
+from draftsmith.drafters.base import ChainStep, Drafter, DrafterConfig, InitCost, LossTerms, fields_from_target
 from draftsmith.drafters.batch import Batch
 from draftsmith.drafters.init.least_squares import ROWS_TO_FIT, cost_of_fit_next_states, fit_next_states, rows_until
 from draftsmith.drafters.layout import Entry, Layout, same_names, target_fields
@@ -103,11 +103,7 @@ class MedusaDrafter(Drafter):
         cls, options: MedusaOptions, target: TargetInfo, layer_ids: tuple[int, ...], draft_vocab_size: int
     ) -> MedusaConfig:
         return MedusaConfig(
-            layer_ids=layer_ids,
-            hidden_size=target.hidden_size,
-            rms_norm_eps=target.config.rms_norm_eps,
-            vocab_size=target.vocab_size,
-            draft_vocab_size=draft_vocab_size,
+            **fields_from_target(target, layer_ids, draft_vocab_size),
             num_heads=options.num_heads,
             num_layers=options.num_layers,
             bias=options.bias,

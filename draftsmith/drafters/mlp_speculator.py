@@ -27,7 +27,7 @@ from torch import nn
 from torch.nn import functional as F
 
 from draftsmith.config.drafters import MlpOptions
-from draftsmith.drafters.base import ChainStep, Drafter, DrafterConfig, InitCost, LossTerms
+from draftsmith.drafters.base import ChainStep, Drafter, DrafterConfig, InitCost, LossTerms, fields_from_target
 from draftsmith.drafters.batch import Batch
 from draftsmith.drafters.decoder import LLAMA_IRRELEVANT
 from draftsmith.drafters.init.least_squares import (
@@ -161,11 +161,7 @@ class MlpDrafter(Drafter):
         cls, options: MlpOptions, target: TargetInfo, layer_ids: tuple[int, ...], draft_vocab_size: int
     ) -> MlpConfig:
         return MlpConfig(
-            layer_ids=layer_ids,
-            hidden_size=target.hidden_size,
-            rms_norm_eps=target.config.rms_norm_eps,
-            vocab_size=target.vocab_size,
-            draft_vocab_size=draft_vocab_size,
+            **fields_from_target(target, layer_ids, draft_vocab_size),
             inner_size=options.inner_size or target.hidden_size,
             n_predict=options.n_predict,
             tie_weights=options.tie_weights,

@@ -12,7 +12,7 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
-from draftsmith.config.drafters import KINDS, ServingSpec, kind_of_architecture
+from draftsmith.config.drafters import KINDS, ServingSpec, kind_of_architecture, method_of
 from draftsmith.config.methods import Drafter, DraftModel, Method, Mtp, NoSpeculation, Suffix
 from draftsmith.engine import environment
 from draftsmith.run.atomic_io import sha256_of
@@ -80,7 +80,7 @@ def method_config(
     elif isinstance(method, Drafter):
         directory = local_directory(method.model, revision=method.revision) if method.model else own_drafter
         found = speculative_config(directory, config.get("num_speculative_tokens", _usual_k(directory)))
-        expected = _method(directory)
+        expected = method_of(_kind(directory))
         if expected != method.method:
             raise UserError(
                 f"{directory} holds a drafter for the method `{expected}`, but the recipe's method is `{method.method}`."
@@ -108,14 +108,7 @@ def _longest_draft(drafter_dir: Path) -> int | None:
 
 def own_drafter(drafter_dir: Path) -> Drafter:
     """The recipe's method that serves the drafter in a folder."""
-    return Drafter.model_validate({"method": _method(drafter_dir)})
-
-
-def _method(drafter_dir: Path) -> str:
-    """The recipe's name of the method that serves a drafter; for kinds that the plugin serves, the kind."""
-    kind = _kind(drafter_dir)
-    spec = KINDS[kind].serving
-    return kind if spec.needs_plugin else spec.method
+    return Drafter.model_validate({"method": method_of(_kind(drafter_dir))})
 
 
 def check_target(drafter_dir: Path, target: TargetInfo) -> None:

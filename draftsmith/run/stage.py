@@ -19,6 +19,7 @@ from typing import Any
 from draftsmith import __version__
 from draftsmith.run.atomic_io import sha256_of, write_json
 from draftsmith.run.errors import UserError
+from draftsmith.run.progress import console
 
 MARKER = "stage.json"
 OWNER = ".draftsmith"
@@ -150,9 +151,13 @@ class StageRun:
     """`time.time()` at its start."""
 
     def finished(self, inputs: str) -> dict[str, Any] | None:
-        """Return the figures if the directory is finished for exactly these inputs, otherwise None."""
+        """Return the figures if the directory is finished for exactly these inputs, and say so; otherwise None."""
         record = read(self.directory)
-        return record["figures"] if record is not None and record["inputs"] == inputs else None
+        if record is None or record["inputs"] != inputs:
+            return None
+        console.print(f"{self.stage}: {self.directory} is up to date", highlight=False, soft_wrap=True)
+        figures: dict[str, Any] = record["figures"]
+        return figures
 
     def claim(self, *, fresh: bool) -> None:
         """See `claim`."""

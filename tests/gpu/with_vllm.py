@@ -27,7 +27,7 @@ DEMO = "recipes/demo.yaml"
 def _require_vllm(cpu: bool) -> torch.device:
     device = device_of(cpu)
     if importlib.util.find_spec("vllm") is None:
-        raise Missing("vLLM is not installed: make venv EXTRA=cuda")
+        raise Missing("vLLM is not installed: make install EXTRA=cuda")
     return device
 
 

@@ -27,7 +27,7 @@ def test_finished_only_for_the_same_inputs(tmp_path):
     assert record["versions"]["draftsmith"]
 
 
-def test_a_run_from_claim_to_finish(tmp_path):
+def test_a_run_from_claim_to_finish(tmp_path, capsys):
     run = StageRun("convert", tmp_path / "vllm", started=time.time() - 100)
     assert run.finished("abc") is None
     run.claim(fresh=True)
@@ -38,7 +38,9 @@ def test_a_run_from_claim_to_finish(tmp_path):
     assert record["files"] == {"model": sha256_of(run.directory / "model")}
     assert record["wall_seconds"] >= 100
     assert run.finished("other") is None
+    assert capsys.readouterr().err == ""
     assert run.finished("abc") == {"bytes": 7}
+    assert f"convert: {run.directory} is up to date" in capsys.readouterr().err.replace("\n", "")
 
 
 def test_claiming_unfinishes_and_keeps_or_clears(tmp_path):

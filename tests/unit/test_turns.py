@@ -47,7 +47,7 @@ def test_a_conversation_with_tools_is_the_same_tokens_in_extraction_and_evaluati
     assert asked.token_ids == request.prompt_token_ids
 
     answer = tokenizer("the answer is 12")["input_ids"] + [tokenizer.eos_token_id]
-    extracted = worker._Turn(request.ask(0, "none"), 0, request.prompt_token_ids, request.conversation, answer)
+    extracted = worker._Turn(request, 0, request.prompt_token_ids, request.conversation, answer)
     extracted_next = worker._Conversations(tokenizer, 600).next_turn(extracted)
     asked_next = turns.next(asked, answer, max_tokens=suite.max_tokens)
     assert extracted_next is not None
