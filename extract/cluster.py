@@ -1,9 +1,8 @@
 """Extraction on the machines of a Ray cluster. The only module that imports Ray.
 
-On each machine one actor runs the engines (`sequences.extracted_sequences`) and writes shard files into the store's directory,
-which all machines mount. The driver hands out requests in batches, receives a report for each finished shard, and alone
-publishes the manifest: a shard counts once the driver has adopted it. States pass neither through the driver nor through
-Ray.
+On each machine one actor runs the engines (`worker.run_engines`), which write shard files into the store's directory, a folder
+that all machines mount. The driver hands out requests in batches, receives a report for each finished shard, and alone
+publishes the manifest: a shard counts once the driver has adopted it.
 
 A machine is dead when Ray says so or when all its engines have failed. Its requests that are in no adopted shard go to the
 others. If it is still alive somewhere and keeps writing, its files are never adopted and are removed in the end.
@@ -25,13 +24,13 @@ from typing import Any
 
 from draftsmith.config.recipe import Recipe
 from draftsmith.extract.handoff_folder import handoff_folder, locked_folder
+from draftsmith.extract.job import engine_job, max_handoff_sequences, store_identity
 from draftsmith.extract.requests import ExtractRequest
-from draftsmith.extract.sequences import extracted_sequences, max_handoff_sequences, store_identity
+from draftsmith.extract.worker import run_engines
 from draftsmith.run.errors import DraftsmithError, UserError
-from draftsmith.run.process import disable_malloc_trim
 from draftsmith.run.progress import console
 from draftsmith.store.format import CorruptStore, Shard, StoreIdentity
-from draftsmith.store.writer import BackgroundShards, ShardMaker, StoreWriter, most_bytes
+from draftsmith.store.writer import StoreWriter, most_bytes
 from draftsmith.target.info import describe_target
 from draftsmith.target.prepare import prepare_target
 
@@ -57,7 +56,7 @@ class Report:
 
 
 class MachineActor:
-    """The actor: one machine's engines, and the shards that they fill."""
+    """The actor: one machine's engines."""
 
     def __init__(self, recipe: Recipe, identity: StoreIdentity, directory: Path, name: str) -> None:
         self._recipe, self._identity, self._directory, self._name = recipe, identity, directory, name
@@ -65,12 +64,9 @@ class MachineActor:
         self._capacity = max_handoff_sequences(recipe.extract) * 3 // 2
         self._inbox: queue.SimpleQueue[ExtractRequest | None] = queue.SimpleQueue()
         self._finished_shards: queue.SimpleQueue[Shard] = queue.SimpleQueue()
-        self._unwritten = BackgroundShards(
-            identity, recipe.extract.compression, shard_tokens=recipe.extract.shard_tokens, write=self._write_shard
-        )
-        self._shards_written = 0
-        # Requests received from the driver, passed on to the engines, and finished.
-        self._given = self._passed_on = self._finished = 0
+        # Requests received from the driver, passed on to the engines, and in shards.
+        self._given = self._passed_on = self._written = 0
+        self._unwritten = (0, 0)  # sequences that are finished and in no shard yet, and their tokens
         self._failure: str | None = None
         self._users_mistake = False
         self._news = threading.Event()
@@ -87,8 +83,7 @@ class MachineActor:
         self._news.clear()
         failure, users_mistake = self._failure, self._users_mistake  # first: the report then has all shards before it
         shards = [self._finished_shards.get() for _ in range(self._finished_shards.qsize())]
-        room = max(0, self._capacity - (self._given - self._finished))
-        return Report(shards, *self._unwritten.unwritten(), room, failure, users_mistake)
+        return Report(shards, *self._unwritten, max(0, self._room()), failure, users_mistake)
 
     def stop(self) -> None:
         """End the engines, after all requests are finished."""
@@ -123,32 +118,34 @@ class MachineActor:
             tokens=at_once * self._recipe.engine.max_model_len,
             sequences=at_once,
         )
-        disable_malloc_trim()
         with (
-            _local_folder() as folder,
-            handoff_folder(folder, handoff_bytes) as handoff,
-            closing(self._unwritten),
+            _local_folder() as logs,
+            handoff_folder(logs, handoff_bytes) as handoff,
             closing(
-                extracted_sequences(self._recipe, target, self._identity, self._requests(), folder, handoff)
-            ) as sequences,
+                run_engines(
+                    engine_job(self._recipe, target, self._identity),
+                    self._requests(),
+                    self._recipe.engine,
+                    num_workers=self._recipe.extract.workers,
+                    logs=logs,
+                    handoff=handoff,
+                    store=self._directory,
+                )
+            ) as progress,
         ):
-            for sequence in sequences:
-                self._unwritten.add(sequence)
-                self._finished += 1
-                if self._given - self._finished <= self._capacity * 3 // 4:
+            for shard, sequences, tokens in progress:
+                self._unwritten = sequences, tokens
+                if shard is not None:
+                    self._written += shard.sequences
+                    self._finished_shards.put(shard)
+                if shard is not None or self._room() >= self._capacity // 4:
                     self._news.set()
-            self._unwritten.wait()
 
     def _requests(self) -> Iterator[ExtractRequest | None]:
-        """The driver's requests, for the engines. When they run dry, the open shard is written: there may be no more."""
+        """The driver's requests, for the engines; None while there are none and engines have something to report."""
         while True:
-            idle = self._passed_on == self._finished
-            if idle:
-                if self._inbox.empty():
-                    self._unwritten.flush()
-                self._unwritten.wait()  # raises here what would otherwise go unnoticed
             try:
-                request = self._inbox.get(block=idle)
+                request = self._inbox.get(block=self._passed_on == self._written)
             except queue.Empty:
                 yield None
                 continue
@@ -157,11 +154,10 @@ class MachineActor:
             self._passed_on += 1
             yield request
 
-    def _write_shard(self, full: ShardMaker) -> None:
-        path = self._directory / f"shard-{self._name}-{self._shards_written:05d}.safetensors"
-        self._finished_shards.put(full.write(path))
-        self._shards_written += 1
-        self._news.set()
+    def _room(self) -> int:
+        """Requests that the engines could take now."""
+        finished = self._written + self._unwritten[0]
+        return self._capacity - (self._given - finished)
 
 
 @contextmanager

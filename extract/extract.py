@@ -21,11 +21,12 @@ from draftsmith.data.conversations import RejectedRows
 from draftsmith.data.overlap import TRAINING_PROMPTS, PromptsFile
 from draftsmith.engine.environment import is_cpu, resolved
 from draftsmith.extract.handoff_folder import handoff_folder
+from draftsmith.extract.job import engine_job, max_handoff_sequences, store_identity
 from draftsmith.extract.requests import ExtractRequest, Requests, requests_of
-from draftsmith.extract.sequences import extracted_sequences, max_handoff_sequences, store_identity
+from draftsmith.extract.sequences import checked
+from draftsmith.extract.worker import run_engines
 from draftsmith.run import stage
 from draftsmith.run.errors import UserError
-from draftsmith.run.process import disable_malloc_trim, trim_malloc
 from draftsmith.run.progress import Bar, console
 from draftsmith.run.stage import StageRun
 from draftsmith.store.format import StoreIdentity
@@ -128,24 +129,42 @@ def _extract_here(
 ) -> Iterator[tuple[int, int]]:
     """Extract on this machine; after each sequence yield how many there are, and how many tokens they have.
 
+    Both decrease when an engine dies.
+
     Args:
         handoff_bytes: what handoff files take at most.
     """
-    tokens, threads = 0, torch.get_num_threads()
-    disable_malloc_trim()
-    torch.set_num_threads(1)  # an engine's threads wait for one another: a core taken from one stops them all
-    try:
-        with (
-            handoff_folder(directory, handoff_bytes) as handoff,
-            closing(extracted_sequences(recipe, target, identity, requests, directory, handoff)) as sequences,
-        ):
-            for count, sequence in enumerate(sequences, 1):
-                writer.append(sequence)
-                tokens += sequence.states.shape[0]
-                yield count, tokens
-    finally:
-        torch.set_num_threads(threads)
-        trim_malloc()
+    sequences = tokens = 0  # in shards
+    if recipe.extract.backend == "transformers":
+        from draftsmith.extract.transformers_backend import run_transformers
+
+        for extracted in run_transformers(recipe, target.path, identity.layer_ids, requests):
+            writer.append(checked(extracted))
+            sequences += 1
+            tokens += extracted.states.shape[0]
+            yield sequences, tokens
+        return
+    with (
+        handoff_folder(directory, handoff_bytes) as handoff,
+        closing(
+            run_engines(
+                engine_job(recipe, target, identity),
+                requests,
+                recipe.engine,
+                num_workers=recipe.extract.workers,
+                logs=directory,
+                handoff=handoff,
+                store=directory,
+            )
+        ) as progress,
+    ):
+        for shard, unwritten_sequences, unwritten_tokens in progress:
+            if shard is not None:
+                writer.adopt(shard)
+                sequences += shard.sequences
+                tokens += shard.tokens
+            else:
+                yield sequences + unwritten_sequences, tokens + unwritten_tokens
 
 
 def _most_bytes(recipe: Recipe, identity: StoreIdentity, requests: Iterable[ExtractRequest]) -> tuple[int, int]:

@@ -14,7 +14,7 @@ from transformers import AutoModelForCausalLM, GenerationConfig
 
 from draftsmith.config.recipe import ExtractConfig, Recipe
 from draftsmith.extract.requests import ExtractRequest
-from draftsmith.extract.worker import Extracted
+from draftsmith.extract.sequences import Extracted
 from draftsmith.store.codec import encode_states
 from draftsmith.target.reference_states import states_of
 

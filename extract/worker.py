@@ -1,41 +1,45 @@
-"""Extraction workers: vLLM engines in child processes that take requests and hand over their states in files.
+"""Extraction workers: vLLM engines in child processes that take requests and write shards of the store.
 
 Child processes, because an engine's environment (OpenMP, its cores or GPUs) has to be set as its process starts, and
 because an engine that dies must not take the driver with it. Inside a child the engine runs in-process: vLLM's own engine
 process would occupy a CPU core for scheduling.
 
-The driver hands out requests as workers ask for more, so that the data set is never in memory as a whole, a fast worker
-gets more, and a dead worker's requests go to the others. Back-pressure: a worker stops stepping while the driver has too
-many of its handoff files left to read.
+The driver hands out requests as workers ask for more, so that the data set is never in memory as a whole, and a fast worker
+gets more. A worker moves finished requests' states from handoff files into shards, and reports each shard that it has
+written. A dead worker's requests that are in no such shard go to the others.
 """
 
 from __future__ import annotations
 
 import os
 import queue
+import secrets
 import shutil
 import threading
 import time
 from collections import deque
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Generator, Iterable
+from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import closing
 from dataclasses import dataclass, field
 from multiprocessing.connection import Connection, wait
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
-import torch
-
-from draftsmith.config import recipe
+from draftsmith.config.recipe import EngineConfig
 from draftsmith.data.chat_template import Unrenderable
 from draftsmith.data.conversations import Conversation
 from draftsmith.data.turns import Turn, TurnRenderer
 from draftsmith.engine.environment import share_of_machine
 from draftsmith.engine.process import EngineFailed, EngineProcess
 from draftsmith.extract.handoff import handoff_file, take_handoff_file
+from draftsmith.extract.job import Job
 from draftsmith.extract.requests import ExtractRequest
-from draftsmith.run.process import disable_malloc_trim
+from draftsmith.extract.sequences import Extracted, checked
+from draftsmith.run.process import disable_malloc_trim, lower_priority
 from draftsmith.run.progress import console
-from draftsmith.store.codec import EncodedStates, Form
+from draftsmith.store.format import Shard
+from draftsmith.store.writer import BackgroundShards, ShardMaker
 
 if TYPE_CHECKING:
     from vllm import LLM
@@ -44,64 +48,61 @@ _FLUSH_SECONDS = 60.0
 """How long the last requests' states may take to arrive, with no other file arriving meanwhile."""
 _POLL_SECONDS = 1.0
 """Time between two looks for new requests after there were none, even if no worker reports anything."""
-_MAX_UNTAKEN = 64
-"""Handoff files that a worker leaves for the driver before it stops stepping."""
+_IDLE_SECONDS = 0.05
+"""Time without a request in flight after which the open shard is written: there may be no more."""
+_MAX_UNSTORED = 64
+"""Handoff files that wait to be moved into a shard before the engine waits too."""
 
 
-@dataclass(frozen=True)
-class Extracted:
-    """A finished request with its states."""
+class Progress(NamedTuple):
+    """What has become of a machine's requests."""
 
-    request: ExtractRequest
-    prompt_token_ids: list[int]
-    """The request's; with later turns, the prompt of the last turn answered, earlier answers included."""
-    prompt_loss_mask: list[bool]
-    """True at earlier answers in the prompt."""
-    response_token_ids: list[int]
-    """Empty where the prompt was only prefilled."""
-    saved_token_ids: torch.Tensor
-    """int32 [M]: the tokens that the states belong to, as the engine saved them."""
-    states: EncodedStates
-    """[M, L, H]"""
+    shard: Shard | None
+    """A shard that has just been written; None where a request has just finished."""
+    unwritten_sequences: int
+    """Finished requests that are in no shard yet. They go back to being unfinished if their worker dies."""
+    unwritten_tokens: int
 
 
-@dataclass(frozen=True, kw_only=True)
-class Job:
-    """What all requests of a run share. Driver to worker, once."""
+class _Room(NamedTuple):
+    """Requests that the worker has room for, in addition. Worker to driver."""
 
-    engine_arguments: dict[str, Any]
-    """Keyword arguments of `vllm.LLM`, without the connector's."""
-    generate: bool
-    """Answer the prompts, or only prefill them."""
-    sampling: dict[str, Any]
-    """Keyword arguments of `vllm.SamplingParams`."""
-    seed: int
-    """The run's; see `ExtractRequest.sampling_seed`."""
-    compression: Form
-    """How states are encoded. Each engine encodes its own, so that many engines share the work."""
-    window: int
-    """Requests in an engine at once, waiting ones included."""
-    max_model_len: int
-    """Longest sequence, in tokens: a turn that would not fit ends its conversation."""
+    requests: int
+
+
+class _Finished(NamedTuple):
+    """A request is finished and checked. Worker to driver."""
+
+    tokens: int
+    """With states."""
+
+
+class _Written(NamedTuple):
+    """A shard is written. Worker to driver."""
+
+    shard: Shard
+    sample_ids: list[int]
 
 
 def run_engines(
     job: Job,
     requests: Iterable[ExtractRequest | None],
-    engine: recipe.EngineConfig,
+    engine: EngineConfig,
     *,
     num_workers: int,
-    directory: Path,
+    logs: Path,
     handoff: Path,
-) -> Iterator[Extracted]:
-    """Run a job on several engines of this machine and yield each request as it finishes, in no particular order.
+    store: Path,
+) -> Generator[Progress, None, None]:
+    """Run a job on several engines of this machine. Ends when all requests are in shards, which the caller has to adopt.
 
     Args:
-        requests: read as engines have room. None means that there are none at the moment; it must not come while no request
-            is in flight: the iterator then has to wait for the next request, or end.
+        requests: read as engines have room. None means that there are none at the moment; it must not come while every
+            request is in a shard: the iterator then has to wait for the next request, or end.
         num_workers: engines. A CPU's cores and a machine's GPUs are divided among them.
-        directory: for logs.
+        logs: a folder.
         handoff: an empty folder for handoff files.
+        store: the store's folder. Shard files have names of their own in it.
 
     Raises:
         EngineFailed: every engine failed; with the end of the last one's log.
@@ -109,7 +110,7 @@ def run_engines(
     pending = iter(requests)
     returned: deque[ExtractRequest] = deque()  # of workers that died
     workers = [
-        _Worker(number, num_workers, job, engine, directory, handoff / str(number)) for number in range(num_workers)
+        _Worker(number, num_workers, job, engine, logs, handoff / str(number), store) for number in range(num_workers)
     ]
 
     def hand_out(worker: _Worker) -> None:
@@ -126,7 +127,7 @@ def run_engines(
             for pipe in wait([worker.process.pipe for worker in workers], timeout=_POLL_SECONDS):
                 (worker,) = (one for one in workers if one.process.pipe is pipe)
                 try:
-                    extracted = worker.receive()
+                    message = worker.receive()
                 except EngineFailed as error:
                     workers.remove(worker)
                     worker.close()
@@ -135,8 +136,12 @@ def run_engines(
                     returned.extend(worker.in_flight.values())
                     console.print(f"extract: {error}\nThe other engines take over.", style="yellow", markup=False)
                     continue
-                if extracted is not None:
-                    yield extracted
+                if not isinstance(message, _Room):
+                    yield Progress(
+                        message.shard if isinstance(message, _Written) else None,
+                        sum(one.unwritten_sequences for one in workers),
+                        sum(one.unwritten_tokens for one in workers),
+                    )
             for worker in workers:
                 hand_out(worker)
             if all(worker.room and not worker.in_flight for worker in workers):
@@ -150,20 +155,22 @@ class _Worker:
     """The driver's side of one engine."""
 
     def __init__(
-        self, number: int, num_workers: int, job: Job, engine: recipe.EngineConfig, directory: Path, handoff: Path
+        self, number: int, num_workers: int, job: Job, engine: EngineConfig, logs: Path, handoff: Path, store: Path
     ) -> None:
         self.room = 0
         """Requests that it could take now."""
         self.in_flight: dict[int, ExtractRequest] = {}
-        """By sample id."""
+        """By sample id: its requests that are in no shard."""
+        self.unwritten_sequences = self.unwritten_tokens = 0
+        """Those of them that are finished."""
         self._handoff = handoff
         handoff.mkdir()
         self.process = EngineProcess(
             _child,
-            (job, handoff),
+            (job, handoff, store),
             name=f"extraction-{number}",
             engine=engine,
-            log=directory / (f"engine-{number}.log" if num_workers > 1 else "engine.log"),
+            log=logs / (f"engine-{number}.log" if num_workers > 1 else "engine.log"),
             variables=share_of_machine(number, num_workers, engine.tensor_parallel_size),
             advice="What was extracted so far is kept; run the stage again to continue.",
         )
@@ -174,22 +181,24 @@ class _Worker:
             self.room -= len(requests)
             self.process.send(requests)
 
-    def receive(self) -> Extracted | None:
-        """Wait for the worker's next message: a finished request, or None where it has room for more.
+    def receive(self) -> _Room | _Finished | _Written:
+        """Wait for the worker's next message.
 
         Raises:
             EngineFailed: the worker reported an error or ended.
         """
-        message = self.process.receive()
-        if isinstance(message, int):
-            self.room += message
-            return None
-        sample_id, file, prompt, mask, response = message
-        request = self.in_flight.pop(sample_id)
-        saved, states = take_handoff_file(self._handoff / file)
-        prompt = request.prompt_token_ids if prompt is None else prompt
-        mask = [False] * len(prompt) if mask is None else mask
-        return Extracted(request, prompt, mask, response, saved, states)
+        message: _Room | _Finished | _Written = self.process.receive()
+        if isinstance(message, _Room):
+            self.room += message.requests
+        elif isinstance(message, _Finished):
+            self.unwritten_sequences += 1
+            self.unwritten_tokens += message.tokens
+        else:
+            for sample_id in message.sample_ids:
+                del self.in_flight[sample_id]
+            self.unwritten_sequences -= message.shard.sequences
+            self.unwritten_tokens -= message.shard.tokens
+        return message
 
     def close(self) -> None:
         self.process.close()
@@ -199,7 +208,7 @@ class _Worker:
 # --- the child's side ---
 
 
-def _child(pipe: Connection, job: Job, handoff: Path) -> None:
+def _child(pipe: Connection, job: Job, handoff: Path, store: Path) -> None:
     disable_malloc_trim()  # what encoding a sequence frees, encoding the next one needs
     from vllm import LLM
 
@@ -209,7 +218,7 @@ def _child(pipe: Connection, job: Job, handoff: Path) -> None:
         "kv_role": "kv_producer",
         "kv_connector_extra_config": {"handoff_directory": str(handoff.resolve()), "names_from_requests": True},
     }
-    _work(LLM(**job.engine_arguments, kv_transfer_config=connector), pipe, job, handoff)
+    _work(LLM(**job.engine_arguments, kv_transfer_config=connector), pipe, job, handoff, store)
 
 
 @dataclass
@@ -232,69 +241,140 @@ class _Turn:
         return handoff_file(self.request_id)
 
 
-def _work(llm: LLM, pipe: Connection, job: Job, handoff: Path) -> None:
-    """Keep the engine full; tell the driver about each finished request whose states are in a handoff file."""
+class _Storage:
+    """Moves finished requests' states from handoff files into shards, in background threads.
+
+    Args:
+        send: sends a message to the driver, from any thread.
+        fail: called with what a background thread raised.
+    """
+
+    def __init__(
+        self, job: Job, handoff: Path, store: Path, send: Callable[[Any], None], fail: Callable[[BaseException], None]
+    ) -> None:
+        self._handoff, self._send, self._fail = handoff, send, fail
+        self._path = store / f"shard-{secrets.token_hex(4)}"  # unique, also among workers of earlier drivers
+        self._shards_written = 0
+        self._shards = BackgroundShards(
+            job.identity, job.compression, shard_tokens=job.shard_tokens, write=self._write_shard
+        )
+        self._thread = ThreadPoolExecutor(1, thread_name_prefix="draftsmith-store", initializer=lower_priority)
+        self._slots = threading.BoundedSemaphore(_MAX_UNSTORED)
+
+    def store(self, turn: _Turn, prompt_loss_mask: list[bool]) -> None:
+        """Take an answered turn's handoff file and add its sequence to the open shard. Waits while too many are waiting."""
+        self._slots.acquire()
+        self._submit(self._store, turn, prompt_loss_mask).add_done_callback(lambda _: self._slots.release())
+
+    def flush(self) -> None:
+        """Have all that was given written: there may be no more."""
+        self._submit(self._flush)
+
+    def close(self) -> None:
+        """Finish the shard that is being written and drop the open one."""
+        self._thread.shutdown(cancel_futures=True)
+        self._shards.close()
+
+    def _submit(self, work: Callable[..., None], *arguments: Any) -> Future[None]:
+        future = self._thread.submit(work, *arguments)
+        future.add_done_callback(self._report)
+        return future
+
+    def _report(self, future: Future[None]) -> None:
+        if not future.cancelled() and (error := future.exception()) is not None:
+            self._fail(error)
+
+    def _store(self, turn: _Turn, prompt_loss_mask: list[bool]) -> None:
+        saved, states = take_handoff_file(self._handoff / turn.file)
+        sequence = checked(
+            Extracted(turn.request, turn.prompt_token_ids, prompt_loss_mask, turn.response, saved, states)
+        )
+        self._send(_Finished(states.shape[0]))
+        self._shards.add(sequence)
+
+    def _flush(self) -> None:
+        self._shards.flush()
+        self._shards.wait()
+
+    def _write_shard(self, full: ShardMaker) -> None:
+        sample_ids = full.sample_ids
+        path = self._path.with_name(f"{self._path.name}-{self._shards_written:05d}.safetensors")
+        self._shards_written += 1
+        self._send(_Written(full.write(path), sample_ids))
+
+
+def _work(llm: LLM, pipe: Connection, job: Job, handoff: Path, store: Path) -> None:
+    """Keep the engine full, and have finished requests stored."""
     engine = llm.llm_engine
     conversations = _Conversations(llm.get_tokenizer(), job.max_model_len)
-    inbox: queue.SimpleQueue[list[ExtractRequest] | None] = queue.SimpleQueue()
+    inbox: queue.SimpleQueue[list[ExtractRequest] | BaseException | None] = queue.SimpleQueue()
     # Always reading, so that driver and worker never both wait to send.
     threading.Thread(target=_read, args=(pipe, inbox), daemon=True).start()
+    send = _sender(pipe)
     running: dict[str, _Turn] = {}  # by request id
     unsaved: list[_Turn] = []  # answered, states not in a file yet
-    untaken: deque[Path] = deque()  # files that the driver has not taken yet
     expected = job.window
-    pipe.send(expected)
+    send(_Room(expected))
     flush_by = 0.0
 
     def begin(turn: _Turn) -> None:
         running[turn.request_id] = turn
         engine.add_request(turn.request_id, {"prompt_token_ids": turn.prompt_token_ids}, _sampling(job, turn))
 
-    while True:
-        while inbox.qsize() or not (running or unsaved):
-            requests = inbox.get()
-            if requests is None:
-                return
-            expected -= len(requests)
-            for request in requests:
-                begin(_Turn(request, 0, request.prompt_token_ids, request.conversation))
-        while len(untaken) >= _MAX_UNTAKEN:
-            while untaken and not untaken[0].exists():
-                untaken.popleft()
-            if len(untaken) >= _MAX_UNTAKEN:
-                time.sleep(0.002)
-                flush_by = time.monotonic() + _FLUSH_SECONDS  # the delay is the driver's
-        if running:
-            flush_by = time.monotonic() + _FLUSH_SECONDS
-            for output in engine.step():
-                if output.finished and output.request_id in running:
-                    turn = running.pop(output.request_id)
-                    turn.response = list(output.outputs[0].token_ids) if job.generate else []
-                    unsaved.append(turn)
-        else:  # the last requests' states are handed over in the engine's next steps, so keep stepping
-            if time.monotonic() > flush_by:
-                raise TimeoutError(
-                    f"vLLM has yet to hand over the states of {len(unsaved)} requests, and none came in {_FLUSH_SECONDS} s"
-                )
-            engine.step()
-            time.sleep(0.002)  # for the writing threads
-        for turn in [turn for turn in unsaved if (handoff / turn.file).exists()]:
-            unsaved.remove(turn)
-            flush_by = time.monotonic() + _FLUSH_SECONDS  # many long answers together take longer than that
-            next_turn = conversations.next_turn(turn)
-            if next_turn is not None:
-                (handoff / turn.file).unlink()
-                begin(next_turn)
-                continue
-            is_later = turn.number > 0  # the driver knows the first turn's prompt
-            prompt = turn.prompt_token_ids if is_later else None
-            mask = conversations.answers_in_prompt(turn) if is_later else None
-            pipe.send((turn.request.sample_id, turn.file, prompt, mask, turn.response))
-            untaken.append(handoff / turn.file)
-        room = job.window - len(running) - expected
-        if room >= max(1, job.window // 8):
-            pipe.send(room)
-            expected += room
+    with closing(_Storage(job, handoff, store, send, inbox.put)) as storage:
+        while True:
+            while inbox.qsize() or not (running or unsaved):
+                try:
+                    given = inbox.get(timeout=_IDLE_SECONDS)
+                except queue.Empty:
+                    storage.flush()
+                    given = inbox.get()
+                if given is None:
+                    return
+                if isinstance(given, BaseException):
+                    raise given
+                expected -= len(given)
+                for request in given:
+                    begin(_Turn(request, 0, request.prompt_token_ids, request.conversation))
+            if running:
+                flush_by = time.monotonic() + _FLUSH_SECONDS
+                for output in engine.step():
+                    if output.finished and output.request_id in running:
+                        turn = running.pop(output.request_id)
+                        turn.response = list(output.outputs[0].token_ids) if job.generate else []
+                        unsaved.append(turn)
+            else:  # the last requests' states are handed over in the engine's next steps, so keep stepping
+                if time.monotonic() > flush_by:
+                    raise TimeoutError(
+                        f"vLLM has yet to hand over the states of {len(unsaved)} requests, and none came in "
+                        f"{_FLUSH_SECONDS} s"
+                    )
+                engine.step()
+                time.sleep(0.002)  # for the writing threads
+            for turn in [turn for turn in unsaved if (handoff / turn.file).exists()]:
+                unsaved.remove(turn)
+                next_turn = conversations.next_turn(turn)
+                if next_turn is not None:
+                    (handoff / turn.file).unlink()
+                    begin(next_turn)
+                else:
+                    storage.store(turn, conversations.answers_in_prompt(turn))
+                flush_by = time.monotonic() + _FLUSH_SECONDS  # many long answers together take longer than that
+            room = job.window - len(running) - expected
+            if room >= max(1, job.window // 8):
+                send(_Room(room))
+                expected += room
+
+
+def _sender(pipe: Connection) -> Callable[[Any], None]:
+    """Sends to the driver from any thread. If the driver is gone, so is this process soon."""
+    lock = threading.Lock()
+
+    def send(message: Any) -> None:
+        with lock:
+            pipe.send(message)
+
+    return send
 
 
 class _Conversations:
@@ -314,13 +394,15 @@ class _Conversations:
         return _Turn(turn.request, following.number, following.token_ids, following.conversation)
 
     def answers_in_prompt(self, turn: _Turn) -> list[bool]:
-        """Loss mask of a later turn's prompt: True at earlier answers.
+        """Loss mask of a turn's prompt: True at earlier answers.
 
         Found by rendering the whole conversation. If its tokens do not begin with the prompt's (an answer may be tokenized
         differently when it is read back), earlier answers count as context only.
         """
-        assert turn.conversation is not None
         count = len(turn.prompt_token_ids)
+        if turn.number == 0:
+            return [False] * count
+        assert turn.conversation is not None
         try:
             rendered = self._turns.renderer.text(self._turns.with_answer(turn.conversation, turn.response))
         except Unrenderable:
@@ -330,7 +412,7 @@ class _Conversations:
         return rendered.loss_mask[:count]
 
 
-def _read(pipe: Connection, inbox: queue.SimpleQueue[list[ExtractRequest] | None]) -> None:
+def _read(pipe: Connection, inbox: queue.SimpleQueue[list[ExtractRequest] | BaseException | None]) -> None:
     try:
         while True:
             inbox.put(pipe.recv())

@@ -193,4 +193,5 @@ def _run(
         traceback.print_exc()
         sys.stderr.flush()  # the parent reads the log once it has the message
         with suppress(OSError):
-            pipe.send(_Failure(f"{type(error).__name__}: {str(error).strip()[:500]}"))
+            message = str(error).strip()[:500].removesuffix(".")
+            pipe.send(_Failure(message if isinstance(error, DraftsmithError) else f"{type(error).__name__}: {message}"))

@@ -29,12 +29,6 @@ def malloc_environment() -> dict[str, str]:
     return {name: os.environ.get(name, str(value)) for name, value in values.items()}
 
 
-def trim_malloc() -> None:
-    """Return the memory that `disable_malloc_trim` kept to the system."""
-    with suppress(OSError, AttributeError):
-        ctypes.CDLL("libc.so.6").malloc_trim(0)
-
-
 def lower_priority() -> None:
     """Run this thread at nice 19.
 

@@ -97,7 +97,7 @@ class BackgroundShards:
     ) -> None:
         self._new_shard = partial(ShardMaker, identity, compression)
         self._shard_tokens, self._write = shard_tokens, write
-        self._open = self._full = self._new_shard()  # filling, and being written
+        self._open = self._new_shard()
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="draftsmith-store", initializer=lower_priority)
         self._writing: Future[None] | None = None
 
@@ -115,18 +115,13 @@ class BackgroundShards:
         """
         self.wait()
         if self._open.tokens:
-            self._full, self._open = self._open, self._new_shard()
-            self._writing = self._thread.submit(self._write, self._full)
+            full, self._open = self._open, self._new_shard()
+            self._writing = self._thread.submit(self._write, full)
 
     def wait(self) -> None:
         """Wait for the shard being written; raises as `flush`."""
         if self._writing is not None:
             self._writing.result()
-
-    def unwritten(self) -> tuple[int, int]:
-        """Sequences and tokens that are in no file yet."""
-        makers = {id(maker): maker for maker in (self._full, self._open)}.values()
-        return sum(len(one.sample_ids) for one in makers), sum(one.tokens for one in makers)
 
     def close(self) -> None:
         """Finish the shard being written and drop the open one."""

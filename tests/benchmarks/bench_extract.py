@@ -29,9 +29,9 @@ from draftsmith.data.chat_template import Renderer
 from draftsmith.data.prompts import load_prompts
 from draftsmith.extract import worker as worker_module
 from draftsmith.extract.extract import run_extract
+from draftsmith.extract.job import Job, engine_job, store_identity
 from draftsmith.extract.requests import ExtractRequest
-from draftsmith.extract.sequences import _checked, _engine_arguments, store_identity
-from draftsmith.extract.worker import Job, _Worker
+from draftsmith.extract.worker import _Storage, _Worker, _Written
 from draftsmith.run.process import disable_malloc_trim
 from draftsmith.serve.evaluation.engine import EngineHost, EngineSpec, start_engines
 from draftsmith.store.codec import Form
@@ -108,24 +108,29 @@ def _times_of_a_start(
         started: list[EngineHost] = []
         workers: dict[bool, _Worker] = {}
 
+        def store_of(generate: bool) -> Path:
+            return Path(folder) / str(generate) / "store"
+
         def start_plain() -> None:
             started.extend(start_engines([config], Path(folder)))
 
         def start_worker(generate: bool) -> None:
-            job = Job(
-                engine_arguments=_engine_arguments(recipe, target, layer_ids),
+            job = replace(
+                engine_job(recipe, target, identity),
                 generate=generate,
                 sampling={"temperature": 0.0, "detokenize": False},
                 seed=0,
                 compression="lossless",
                 window=2 * PREFILL_PROMPTS,
-                max_model_len=recipe.engine.max_model_len,
+                shard_tokens=SHARD_TOKENS,
             )
             directory = Path(folder) / str(generate)
-            directory.mkdir()
+            store_of(generate).mkdir(parents=True)
             with mock.patch.object(worker_module, "_child", _child_of_two_forms):
-                workers[generate] = _Worker(0, 1, job, recipe.engine, directory, directory / "handoff")
-            assert workers[generate].receive() is None  # it is ready
+                workers[generate] = _Worker(
+                    0, 1, job, recipe.engine, directory, directory / "handoff", store_of(generate)
+                )
+            workers[generate].receive()  # it is ready
 
         starts = [start_plain, partial(start_worker, False), partial(start_worker, True)]
         for start in starts if plain_first else reversed(starts):
@@ -137,9 +142,10 @@ def _times_of_a_start(
             texts = [ids + answer.token_ids for ids, answer in zip(asked, answers, strict=True)]
 
             def extracting(generate: bool, inputs: list[list[int]], form: Form) -> float:
-                with tempfile.TemporaryDirectory(dir=folder) as store:
-                    writer = StoreWriter(Path(store), identity, shard_tokens=SHARD_TOKENS, compression=form)
-                    return _round(workers[generate], writer, inputs, ANSWER if generate else 1, form)
+                for left in store_of(generate).iterdir():
+                    left.unlink()
+                writer = StoreWriter(store_of(generate), identity, shard_tokens=SHARD_TOKENS, compression=form)
+                return _round(workers[generate], writer, inputs, ANSWER if generate else 1, form)
 
             arms = {
                 "plain": lambda: plain.generate(prompts, max_tokens=1)[1],
@@ -237,22 +243,44 @@ def _round(worker: _Worker, writer: StoreWriter, inputs: list[list[int]], max_to
     begun = time.perf_counter()
     worker.give([ExtractRequest(first + i, False, ids, max_tokens) for i, ids in enumerate(inputs)])
     while worker.in_flight:
-        extracted = worker.receive()
-        if extracted is not None:
-            writer.append(_checked(extracted))
+        message = worker.receive()
+        if isinstance(message, _Written):
+            writer.adopt(message.shard)
     writer.close()
     return time.perf_counter() - begun
 
 
-def _child_of_two_forms(pipe: Connection, job: Job, handoff: Path) -> None:
+def _child_of_two_forms(pipe: Connection, job: Job, handoff: Path, store: Path) -> None:
     """A worker that returns the states of some requests uncompressed (`UNCOMPRESSED`)."""
     sampling = worker_module._sampling
 
     def sampling_of(job: Job, turn: Any) -> Any:
-        return sampling(replace(job, compression="none") if turn.request.sample_id >= UNCOMPRESSED else job, turn)
+        return sampling(replace(job, compression=_form(turn)), turn)
 
     worker_module._sampling = sampling_of
-    worker_module._child(pipe, job, handoff)
+    worker_module._Storage = _StorageOfTwoForms
+    worker_module._child(pipe, job, handoff, store)
+
+
+def _form(turn: Any) -> Form:
+    return "none" if turn.request.sample_id >= UNCOMPRESSED else "lossless"
+
+
+class _StorageOfTwoForms:
+    def __init__(self, job: Job, *given: Any) -> None:
+        forms: tuple[Form, ...] = ("lossless", "none")
+        self._by_form = {form: _Storage(replace(job, compression=form), *given) for form in forms}
+
+    def store(self, turn: Any, prompt_loss_mask: list[bool]) -> None:
+        self._by_form[_form(turn)].store(turn, prompt_loss_mask)
+
+    def flush(self) -> None:
+        for one in self._by_form.values():
+            one.flush()
+
+    def close(self) -> None:
+        for one in self._by_form.values():
+            one.close()
 
 
 def _ratio(ratios: torch.Tensor, against: str, *, at_least: float) -> Figure:

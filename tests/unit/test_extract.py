@@ -1,6 +1,8 @@
 """What the engine is asked, and what goes into the store with its answer."""
 
 import json
+import secrets
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -16,11 +18,12 @@ from draftsmith.data.conversations import Conversation, RejectedRows
 from draftsmith.data.overlap import TRAINING_PROMPTS, numbers_of, read_prompts_file
 from draftsmith.extract.extract import run_extract
 from draftsmith.extract.requests import ExtractRequest, Requests, tokenized
-from draftsmith.extract.sequences import _checked
-from draftsmith.extract.worker import Extracted
+from draftsmith.extract.sequences import Extracted, checked
+from draftsmith.extract.worker import Progress
 from draftsmith.run import stage
 from draftsmith.run.errors import DraftsmithError, UserError
 from draftsmith.store.codec import encode_states
+from draftsmith.store.writer import ShardMaker
 from tests.unit.chat_templates import GEMMA
 from tests.unit.test_rendering import chat, make_tokenizer
 
@@ -71,7 +74,7 @@ def test_the_mask_goes_into_the_store():
     def stored(request: ExtractRequest, response: list[int]):
         saved = torch.tensor([*request.prompt_token_ids, *response[:-1]], dtype=torch.int32)
         states = encode_states(torch.ones(len(saved), 1, 2), "none")
-        return _checked(Extracted(request, request.prompt_token_ids, [False] * 3, response, saved, states))
+        return checked(Extracted(request, request.prompt_token_ids, [False] * 3, response, saved, states))
 
     given = stored(ExtractRequest(1, False, [4, 5, 6], 1, [False, True, True]), [])
     assert (given.token_ids.tolist(), given.loss_mask.tolist()) == ([4, 5, 6], [False, True, True])
@@ -87,7 +90,7 @@ def test_states_of_other_tokens_are_refused(spoil: str):
     states = encode_states(torch.ones(3 if spoil == "length" else 4, 1, 2), "none")
     request = ExtractRequest(1, False, [4, 5, 6], 2)
     with pytest.raises(DraftsmithError, match="should have states"):
-        _checked(Extracted(request, [4, 5, 6], [False] * 3, [8, 9], saved, states))
+        checked(Extracted(request, [4, 5, 6], [False] * 3, [8, 9], saved, states))
 
 
 def test_samples_have_ids_of_their_own_and_the_first_the_conversations():
@@ -150,8 +153,8 @@ def test_an_unfinished_store_of_other_prompts_is_not_continued(tmp_path: Path, m
     rows = [json.dumps({"prompt": f"question {i}"}) for i in range(4)]
     (tmp_path / "prompts.jsonl").write_text("\n".join(rows))
     options = {"prompts": {"path": str(tmp_path / "prompts.jsonl")}, "held_out_fraction": 0.0}
-    layers, hidden, target = 1, 32, tmp_path / "target"
-    LlamaConfig(hidden_size=hidden, num_hidden_layers=2, num_attention_heads=2).save_pretrained(target)
+    target = tmp_path / "target"
+    LlamaConfig(hidden_size=32, num_hidden_layers=2, num_attention_heads=2).save_pretrained(target)
     make_tokenizer(GEMMA, ["<bos>", "<start_of_turn>", "<end_of_turn>"], "<bos>", "<end_of_turn>").save_pretrained(
         target
     )
@@ -160,23 +163,28 @@ def test_an_unfinished_store_of_other_prompts_is_not_continued(tmp_path: Path, m
         "extract": options | {"layer_ids": [1], "shard_tokens": 1},
     })  # fmt: skip
 
-    def some(recipe: Any, target: Any, layer_ids: Any, requests: Any, directory: Path, handoff: Path, stop: int = 2):
+    def some(
+        job: Any, requests: Any, engine: Any, *, num_workers: int, logs: Path, handoff: Path, store: Path, stop: int = 2
+    ):
         for number, request in enumerate(requests):
             if number == stop:
                 raise DraftsmithError("the engine failed")
             ids = torch.tensor(request.prompt_token_ids, dtype=torch.int32)
             mask = [False] * len(ids)
-            states = encode_states(torch.ones(len(ids), layers, hidden), recipe.extract.compression)
-            yield Extracted(request, ids.tolist(), mask, [7], ids, states)
+            states = encode_states(torch.ones(len(ids), 1, 32), job.compression)
+            maker = ShardMaker(job.identity, job.compression)
+            maker.add(checked(Extracted(request, ids.tolist(), mask, [7], ids, states)))
+            yield Progress(None, 1, len(ids))
+            yield Progress(maker.write(store / f"shard-{secrets.token_hex(4)}.safetensors"), 0, 0)
 
-    monkeypatch.setattr("draftsmith.extract.sequences._extracted", some)
+    monkeypatch.setattr("draftsmith.extract.extract.run_engines", some)
     with pytest.raises(DraftsmithError, match="the engine failed"):
         run_extract(given, tmp_path / "run")
     (tmp_path / "prompts.jsonl").write_text("\n".join(rows[2:]))
     with pytest.raises(UserError, match="holds answers to prompts that are not in this recipe"):
         run_extract(given, tmp_path / "run")
     (tmp_path / "prompts.jsonl").write_text("\n".join(rows + rows[:1]))
-    monkeypatch.setattr("draftsmith.extract.sequences._extracted", lambda *given: some(*given, stop=100))
+    monkeypatch.setattr("draftsmith.extract.extract.run_engines", partial(some, stop=100))
     assert run_extract(given, tmp_path / "run")["sequences"] == 4
     prompts = [texts[0].whole for texts in read_prompts_file(tmp_path / "run" / "store")]
     assert prompts == [numbers_of(f"question {i}").whole for i in range(4)], "what it was made from, each once"

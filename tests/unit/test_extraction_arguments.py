@@ -8,7 +8,7 @@ import torch
 
 from draftsmith.config.recipe import Recipe
 from draftsmith.extract.extract import _ran_on
-from draftsmith.extract.sequences import _engine_arguments
+from draftsmith.extract.job import _engine_arguments
 from draftsmith.target.info import describe_target
 from tests.unit.tiny_run import make_run
 

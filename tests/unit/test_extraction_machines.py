@@ -16,8 +16,8 @@ from draftsmith.config.recipe import Recipe
 from draftsmith.extract import cluster
 from draftsmith.extract.cluster import MachineActor, _Machine, balance_tokens
 from draftsmith.extract.requests import ExtractRequest
+from draftsmith.extract.worker import Progress
 from draftsmith.run.errors import DraftsmithError, UserError
-from draftsmith.store import writer as store_writer
 from draftsmith.store.format import CorruptStore, Sequence
 from draftsmith.store.reader import Store
 from draftsmith.store.writer import ShardMaker, StoreWriter
@@ -77,23 +77,35 @@ def expected(request: ExtractRequest) -> Sequence:
     return make_sequence(request.sample_id, 3, 3, last_has_state=False)
 
 
-Answering = Callable[[Iterable[ExtractRequest | None]], Iterator[Sequence]]
+Answering = Callable[[Iterable[ExtractRequest | None]], Iterator[Sequence | None]]
 
 
-def answering(requests: Iterable[ExtractRequest | None]) -> Iterator[Sequence]:
-    """As `run_engines` does: up to four at once, in any order."""
+def answering(requests: Iterable[ExtractRequest | None]) -> Iterator[Sequence | None]:
+    """As engines do: up to four at once, in any order. None: they have run dry."""
     chooser, under_way = random.Random(threading.get_ident()), []
-    pending = iter(requests)
+    pending, end = iter(requests), object()
     while True:
-        while len(under_way) < 4:
-            request = next(pending, None)
-            if request is None:
-                break
+        request: Any = None
+        while len(under_way) < 4 and (request := next(pending, end)) not in (None, end):
             under_way.append(request)
-        if not under_way:
+        if under_way:
+            time.sleep(0.001)
+            yield expected(under_way.pop(chooser.randrange(len(under_way))))
+        elif request is end:
             return
-        time.sleep(0.001)
-        yield expected(under_way.pop(chooser.randrange(len(under_way))))
+        else:
+            yield None
+
+
+def shards_of(sequences: Iterator[Sequence | None], store: Path) -> Iterator[Progress]:
+    """As workers write them."""
+    maker = ShardMaker(identity(), "none")
+    for sequence in sequences:
+        if sequence is not None:
+            maker.add(sequence)
+            yield Progress(None, len(maker.sample_ids), maker.tokens)
+        if maker.tokens >= 20 or (sequence is None and maker.tokens):
+            yield Progress(maker.write(store / f"shard-{secrets.token_hex(4)}.safetensors"), 0, 0)
 
 
 @pytest.fixture
@@ -103,17 +115,16 @@ def start(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., list
     (tmp_path / "local").mkdir()
     monkeypatch.setattr(cluster.tempfile, "tempdir", str(tmp_path / "local"))
 
-    def extracted(
-        recipe: object, target: object, identity: object, requests: Any, directory: Path, handoff: Path
-    ) -> Iterator[Sequence]:
-        return ways[threading.get_ident()](requests)
+    def run_engines(job: object, requests: Any, engine: object, *, store: Path, **_: object) -> Iterator[Progress]:
+        return shards_of(ways[threading.get_ident()](requests), store)
 
     class Faked(MachineActor):
         def _run(self) -> None:
             ways[threading.get_ident()] = self.way
             super()._run()
 
-    monkeypatch.setattr(cluster, "extracted_sequences", extracted)
+    monkeypatch.setattr(cluster, "run_engines", run_engines)
+    monkeypatch.setattr(cluster, "engine_job", lambda *given: None)
     monkeypatch.setattr(cluster, "store_identity", lambda *given: identity())
     monkeypatch.setattr(cluster, "prepare_target", lambda target: None)
     monkeypatch.setattr(cluster, "describe_target", lambda path, target: None)
@@ -196,46 +207,7 @@ def test_a_dead_machines_share_is_taken_over_and_its_ghost_changes_nothing(
     assert len(list(tmp_path.glob("shard-*"))) < len(files), "what nobody adopted is removed"
 
 
-def test_engines_are_heard_while_a_shard_is_written(
-    start: Callable, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    written = threading.Event()
-    heard: list[int] = []
-
-    class Slow(ShardMaker):
-        def write(self, path: Path) -> Any:
-            assert written.wait(60)
-            return super().write(path)
-
-    def counted(requests: Iterable[ExtractRequest | None]) -> Iterator[Sequence]:
-        for sequence in answering(requests):
-            heard.append(sequence.sample_id)
-            if len(heard) == 7:  # the first shard was full after four
-                written.set()
-            yield sequence
-
-    monkeypatch.setattr(store_writer, "ShardMaker", Slow)
-    writer = open_writer(tmp_path)
-    list(balance_tokens(FakeRay, start(counted), requests(20), writer))
-    writer.close()
-    whole(tmp_path, 20)
-
-
-def test_a_shard_that_cannot_be_written_fails_the_machine(
-    start: Callable, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """The last one too, when no engine has anything more to say."""
-
-    class Full(ShardMaker):
-        def write(self, path: Path) -> Any:
-            raise DraftsmithError("There is no room.")
-
-    monkeypatch.setattr(store_writer, "ShardMaker", Full)
-    with pytest.raises(DraftsmithError, match=r"There is no room\.[^$]*No machine is left"):
-        list(balance_tokens(FakeRay, start(answering), requests(2), open_writer(tmp_path)))
-
-
-def failing(requests: Iterable[ExtractRequest | None]) -> Iterator[Sequence]:
+def failing(requests: Iterable[ExtractRequest | None]) -> Iterator[Sequence | None]:
     for number, sequence in enumerate(answering(requests)):
         if number == 6:
             raise DraftsmithError("The vLLM engine failed: no reason.")

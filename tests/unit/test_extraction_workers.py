@@ -7,11 +7,12 @@ import random
 import signal
 import threading
 import time
-from collections import Counter
+from collections.abc import Iterable, Iterator
 from multiprocessing.connection import Connection
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -20,41 +21,58 @@ from draftsmith.config.recipe import EngineConfig
 from draftsmith.engine import process
 from draftsmith.extract import worker
 from draftsmith.extract.handoff import HandoffWriter, handoff_file
+from draftsmith.extract.job import Job
 from draftsmith.extract.requests import ExtractRequest
-from draftsmith.extract.worker import Job, run_engines
+from draftsmith.extract.worker import Progress, run_engines
 from draftsmith.run.errors import DraftsmithError
+from draftsmith.store import writer as store_writer
 from draftsmith.store.codec import encode_states
+from draftsmith.store.reader import Store
+from draftsmith.store.writer import StoreWriter
+from tests.unit.test_store import identity
 
-JOB = Job(engine_arguments={}, generate=True, sampling={}, seed=0, compression="lossless", window=5, max_model_len=64)
+JOB = Job(
+    engine_arguments={}, generate=True, sampling={}, seed=0, window=5, max_model_len=64,
+    identity=identity(layer_ids=(1,), hidden_size=1), compression="lossless", shard_tokens=20,
+)  # fmt: skip
 
 
 OURS: list[Connection] = []
 """The driver's ends of all pipes."""
 
 
-def answers(pipe: Connection, job: Job, handoff: Path) -> None:
-    """A worker that answers every prompt with its length, in random order."""
+def answers(pipe: Connection, job: Job, handoff: Path, store: Path) -> None:
+    """A worker that answers every prompt with its length, in random order, and stores that as workers do."""
     for ours in OURS:
         ours.close()
     chooser = random.Random(os.getpid())
     waiting: list[ExtractRequest] = []
+    failures: list[BaseException] = []
+    send = worker._sender(pipe)
+    storage = worker._Storage(job, handoff, store, send, failures.append)
     writer = HandoffWriter(handoff, reuse_files=True)
-    pipe.send(job.window)
+    send(worker._Room(job.window))
     while True:
         while not waiting or pipe.poll():
+            if not waiting:
+                storage.flush()
+                while not pipe.poll(0.01):
+                    if failures:
+                        raise failures[0]
             try:
                 waiting += pipe.recv()
             except (EOFError, OSError):
+                storage.close()
                 return
         request = waiting.pop(chooser.randrange(len(waiting)))
-        if request.prompt_token_ids == [0]:
+        prompt = request.prompt_token_ids
+        if prompt == [0]:
             os._exit(3)
         time.sleep(0.001)
-        file = handoff_file(str(request.sample_id))
-        states = encode_states(torch.ones(len(request.prompt_token_ids), 1, 1), job.compression)
-        writer.write(file, request.prompt_token_ids, states)
-        pipe.send((request.sample_id, file, None, None, [len(request.prompt_token_ids)]))
-        pipe.send(1)
+        turn = worker._Turn(request, 0, prompt, None, [len(prompt)])
+        writer.write(turn.file, prompt, encode_states(torch.ones(len(prompt), 1, 1), job.compression))
+        storage.store(turn, [False] * len(prompt))
+        send(worker._Room(1))
 
 
 FORK = multiprocessing.get_context("fork")
@@ -77,31 +95,39 @@ def workers_that_are_no_engines(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(worker, "share_of_machine", lambda number, count, tensor_parallel: {})
 
 
-def handoff_in(folder: Path) -> Path:
-    (folder / "handoff").mkdir()
-    return folder / "handoff"
-
-
 def requests(count: int) -> list[ExtractRequest]:
     return [ExtractRequest(n, False, [1] * (1 + n % 7), 4) for n in range(count)]
 
 
+def run(asked: Iterable[ExtractRequest | None], folder: Path, *, num_workers: int) -> Iterator[Progress]:
+    for name in ("handoff", "store"):
+        (folder / name).mkdir(exist_ok=True)
+    return run_engines(
+        JOB, asked, EngineConfig(), num_workers=num_workers, logs=folder, handoff=folder / "handoff", store=folder / "store"
+    )  # fmt: skip
+
+
+def stored(progress: Iterable[Progress], folder: Path) -> list[int]:
+    """Sample ids of the store that adopts the shards, after looking at each sequence."""
+    (folder / "store").mkdir(exist_ok=True)
+    writer = StoreWriter(folder / "store", JOB.identity, shard_tokens=JOB.shard_tokens, compression=JOB.compression)
+    for shard, sequences, tokens in progress:
+        assert min(sequences, tokens) >= 0
+        if shard is not None:
+            writer.adopt(shard)
+    writer.close()
+    found = []
+    for sequence in Store(folder / "store"):
+        assert sequence.token_ids.tolist() == [1] * (1 + sequence.sample_id % 7) + [1 + sequence.sample_id % 7]
+        assert sequence.loss_mask.tolist() == [False] * (1 + sequence.sample_id % 7) + [True]
+        found.append(sequence.sample_id)
+    return found
+
+
 @pytest.mark.parametrize("workers", [1, 3])
 @pytest.mark.parametrize("count", [0, 1, 4, 60])
-def test_everything_is_answered_once(workers: int, count: int, tmp_path: Path) -> None:
-    found = list(
-        run_engines(
-            JOB,
-            iter(requests(count)),
-            EngineConfig(),
-            num_workers=workers,
-            directory=tmp_path,
-            handoff=handoff_in(tmp_path),
-        )
-    )
-    assert sorted(extracted.request.sample_id for extracted in found) == list(range(count))
-    for extracted in found:
-        assert extracted.response_token_ids == [len(extracted.saved_token_ids)]
+def test_everything_is_stored_once(workers: int, count: int, tmp_path: Path) -> None:
+    assert stored(run(iter(requests(count)), tmp_path, num_workers=workers), tmp_path) == list(range(count))
     assert not [path for path in (tmp_path / "handoff").rglob("*") if path.is_file()], "handoff files are taken"
 
 
@@ -114,12 +140,11 @@ def test_prompts_are_read_as_they_are_needed(tmp_path: Path) -> None:
             read += 1
             yield request
 
-    running = run_engines(
-        JOB, counted(), EngineConfig(), num_workers=2, directory=tmp_path, handoff=handoff_in(tmp_path)
-    )
+    running = run(counted(), tmp_path, num_workers=2)
     for _ in range(10):
         next(running)
-    assert read <= 10 + 2 * (JOB.window + 1) + 10, "a data set is not read ahead of the engines"
+    most = 10 + 2 * (JOB.window + 1 + worker._MAX_UNSTORED) + 10
+    assert read <= most < 500, "a data set is not read ahead of the engines"
     running.close()
 
 
@@ -135,37 +160,48 @@ def test_prompts_may_come_later(tmp_path: Path) -> None:
             under_way += 1
             yield request
 
-    found = []
-    for extracted in run_engines(
-        JOB, now_and_then(), EngineConfig(), num_workers=2, directory=tmp_path, handoff=handoff_in(tmp_path)
-    ):
-        under_way -= 1
-        found.append(extracted.request.sample_id)
-    assert sorted(found) == list(range(60))
+    def counted() -> Iterator[Progress]:
+        nonlocal under_way
+        for progress in run(now_and_then(), tmp_path, num_workers=2):
+            if progress.shard is not None:
+                under_way -= progress.shard.sequences
+            yield progress
+
+    assert stored(counted(), tmp_path) == list(range(60))
 
 
 @pytest.mark.parametrize("seed", range(5))
 def test_a_killed_workers_share_is_taken_over(seed: int, tmp_path: Path) -> None:
     chooser = random.Random(seed)
-    running = run_engines(
-        JOB, iter(requests(120)), EngineConfig(), num_workers=3, directory=tmp_path, handoff=handoff_in(tmp_path)
-    )
-    found = [next(running) for _ in range(chooser.randrange(1, 60))]
-    victims = chooser.sample(multiprocessing.active_children(), 2)
-    threading.Timer(chooser.uniform(0, 0.05), os.kill, (victims[1].pid, signal.SIGKILL)).start()
-    os.kill(victims[0].pid, signal.SIGKILL)  # type: ignore[arg-type]
-    found += running
-    assert Counter(extracted.request.sample_id for extracted in found) == Counter(range(120))
+
+    def with_deaths() -> Iterator[Progress]:
+        running = run(iter(requests(120)), tmp_path, num_workers=3)
+        for _ in range(chooser.randrange(1, 60)):
+            yield next(running)
+        victims = chooser.sample(multiprocessing.active_children(), 2)
+        threading.Timer(chooser.uniform(0, 0.05), os.kill, (victims[1].pid, signal.SIGKILL)).start()
+        os.kill(victims[0].pid, signal.SIGKILL)  # type: ignore[arg-type]
+        yield from running
+
+    assert stored(with_deaths(), tmp_path) == list(range(120))
+    assert len(list((tmp_path / "store").glob("shard-*"))) == len(Store(tmp_path / "store")._shards), "no leftovers"
 
 
 def test_when_the_last_worker_dies_the_run_stops_and_says_why(tmp_path: Path) -> None:
     poisoned = [*requests(6), ExtractRequest(6, False, [0], 4)]
     with pytest.raises(DraftsmithError, match=r"ended with status 3.*run the stage again to continue"):
-        list(
-            run_engines(
-                JOB, iter(poisoned), EngineConfig(), num_workers=2, directory=tmp_path, handoff=handoff_in(tmp_path)
-            )
-        )
+        list(run(iter(poisoned), tmp_path, num_workers=2))
+
+
+def test_a_shard_that_cannot_be_written_fails_the_worker(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The last one too, when nothing is asked any more."""
+
+    def no_room(path: Path, *parts: bytes) -> None:
+        raise DraftsmithError("There is no room.")
+
+    monkeypatch.setattr(store_writer, "write_bytes", no_room)
+    with pytest.raises(DraftsmithError, match=r"failed: There is no room\. What was extracted so far is kept"):
+        list(run(iter(requests(2)), tmp_path, num_workers=1))
 
 
 class Clock:
@@ -219,17 +255,9 @@ class SlowEngine:
 def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
     clock = Clock()
     monkeypatch.setattr(worker, "time", clock)
-    monkeypatch.setattr(worker, "_Conversations", lambda *given: SimpleNamespace(next_turn=lambda turn: None))
+    monkeypatch.setattr(worker, "_Conversations", lambda *given: mock.Mock(next_turn=lambda turn: None))
     monkeypatch.setattr(worker, "_sampling", lambda *given: None)
     return clock
-
-
-def finished(pipe: Connection) -> list[Any]:
-    """What a worker said of requests, so far."""
-    said = []
-    while pipe.poll():
-        said.append(pipe.recv())
-    return [one for one in said if isinstance(one, tuple)]
 
 
 @pytest.mark.parametrize("hands_over", [5, 3])
@@ -237,40 +265,33 @@ def test_the_last_states_are_waited_for_as_long_as_some_come(
     hands_over: int, clock: Clock, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Five take 250 s together, and 60 s without any is too long."""
-    ours, theirs = FORK.Pipe()
+    _, theirs = FORK.Pipe()
     slow: Any = SlowEngine(clock, tmp_path, hands_over)
+    storage = mock.Mock()
+    monkeypatch.setattr(worker, "_Storage", lambda *given: storage)
     monkeypatch.setattr(worker, "_read", slow.read)
     if hands_over == 5:
-        worker._work(slow, theirs, JOB, tmp_path)
+        worker._work(slow, theirs, JOB, tmp_path, tmp_path)
         assert clock.now > 4 * 50
     else:
         with pytest.raises(TimeoutError, match=r"states of 2 requests, and none came in 60\.0 s"):
-            worker._work(slow, theirs, JOB, tmp_path)
-    assert len(finished(ours)) == hands_over
+            worker._work(slow, theirs, JOB, tmp_path, tmp_path)
+    assert storage.store.call_count == hands_over
 
 
-def test_a_driver_that_takes_its_time_is_no_engine_that_hangs(
+def test_storing_that_takes_its_time_is_no_engine_that_hangs(
     clock: Clock, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """It takes two files every 500 s, and the engine steps only when there are fewer."""
-    ours, theirs = FORK.Pipe()
-    heard: list[Any] = []
-    untaken: list[Path] = []
+    """500 s for each file."""
+    _, theirs = FORK.Pipe()
 
-    def driver_too(seconds: float) -> None:
-        clock.now += max(seconds, 0.1)
-        new = finished(ours)
-        heard.extend(new)
-        untaken.extend(tmp_path / file for _, file, *_ in new)
-        if len(untaken) == 2:
-            clock.now += 500
-            while untaken:
-                untaken.pop().unlink()
+    def store(*given: object) -> None:
+        clock.now += 500
 
-    monkeypatch.setattr(clock, "sleep", driver_too)
-    monkeypatch.setattr(worker, "_MAX_UNTAKEN", 2)
+    storage = mock.Mock(store=mock.Mock(side_effect=store))
+    monkeypatch.setattr(worker, "_Storage", lambda *given: storage)
     slow: Any = SlowEngine(clock, tmp_path, 5)
     monkeypatch.setattr(worker, "_read", slow.read)
-    worker._work(slow, theirs, JOB, tmp_path)
-    assert len(heard) + len(finished(ours)) == 5
-    assert clock.now > 1000
+    worker._work(slow, theirs, JOB, tmp_path, tmp_path)
+    assert storage.store.call_count == 5
+    assert clock.now > 2500

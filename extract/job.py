@@ -1,0 +1,118 @@
+"""What an extraction's engines are asked to do, and what its store is made from."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+from typing import Any
+
+from draftsmith.config.recipe import ExtractConfig, Recipe
+from draftsmith.engine.environment import is_cpu, memory_arguments, resolved
+from draftsmith.store.codec import Form
+from draftsmith.store.format import StoreIdentity
+from draftsmith.target.info import TargetInfo
+
+
+@dataclass(frozen=True, kw_only=True)
+class Job:
+    """What all requests of a run share. Driver to worker, once."""
+
+    engine_arguments: dict[str, Any]
+    """Keyword arguments of `vllm.LLM`, without the connector's."""
+    generate: bool
+    """Answer the prompts, or only prefill them."""
+    sampling: dict[str, Any]
+    """Keyword arguments of `vllm.SamplingParams`."""
+    seed: int
+    """The run's; see `ExtractRequest.sampling_seed`."""
+    window: int
+    """Requests in an engine at once, waiting ones included."""
+    max_model_len: int
+    """Longest sequence, in tokens: a turn that would not fit ends its conversation."""
+    identity: StoreIdentity
+    compression: Form
+    """How states are encoded. Each engine encodes its own, so that many engines share the work."""
+    shard_tokens: int
+    """Tokens that fill a shard."""
+
+
+def store_identity(recipe: Recipe, target: TargetInfo, layer_ids: Iterable[int]) -> StoreIdentity:
+    """What the recipe's store is made from.
+
+    Args:
+        layer_ids: the recipe's, or the default ones.
+    """
+    options = recipe.extract
+    fields = {"mode", "temperature", "top_p", "top_k", "stop", "samples", "turns", "max_tokens", "held_out_max_tokens"}
+    sampling = options.model_dump(mode="json", include=fields)
+    return StoreIdentity(
+        target=target.name,
+        target_revision=target.revision,
+        target_config_hash=target.config_hash,
+        tokenizer_hash=target.tokenizer_hash,
+        chat_template_hash=target.chat_template_hash,
+        layer_ids=tuple(layer_ids),
+        hidden_size=target.hidden_size,
+        dtype=recipe.target.dtype,
+        sampling=sampling | ({"seed": recipe.seed} if options.temperature > 0 else {}),
+        states="int8" if options.compression == "int8" else "exact",
+    )
+
+
+def max_handoff_sequences(options: ExtractConfig) -> int:
+    """The most sequences whose states lie in one machine's handoff folder at once (`Job.window` for each engine)."""
+    return 2 * options.max_num_seqs * options.workers
+
+
+def engine_job(recipe: Recipe, target: TargetInfo, identity: StoreIdentity) -> Job:
+    """The recipe's job for vLLM's engines."""
+    options = recipe.extract
+    return Job(
+        engine_arguments=_engine_arguments(recipe, target, identity.layer_ids),
+        generate=options.mode == "generate",
+        sampling={
+            "temperature": options.temperature,
+            "top_p": options.top_p,
+            "top_k": options.top_k or 0,
+            "stop": list(options.stop),
+            "detokenize": bool(options.stop),
+        },
+        seed=recipe.seed,
+        window=2 * options.max_num_seqs,  # enough to keep the engine full, whatever the size of the data set
+        max_model_len=recipe.engine.max_model_len,
+        identity=identity,
+        compression=options.compression,
+        shard_tokens=options.shard_tokens,
+    )
+
+
+def _engine_arguments(recipe: Recipe, target: TargetInfo, layer_ids: Iterable[int]) -> dict[str, Any]:
+    """vLLM's `extract_hidden_states` method; the worker adds our connector."""
+    options = recipe.extract
+    speculative: dict[str, Any] = {
+        "method": "extract_hidden_states",
+        "num_speculative_tokens": 1,
+        "draft_model_config": {"hf_config": {"eagle_aux_hidden_state_layer_ids": list(layer_ids)}},
+    }
+    scheduling: dict[str, Any] = {}
+    if is_cpu():
+        scheduling = {"scheduler_cls": "draftsmith.extract.scheduler.ExtractionScheduler", "async_scheduling": False}
+    else:
+        # vLLM's own scheduler runs one step ahead of the GPU and is told to drop the drafts. A decoding sequence then has one
+        # row in every step, which is what full CUDA graphs are captured for. vLLM caches the states all the same (model
+        # runner V2).
+        speculative["num_speculative_tokens_per_batch_size"] = [[1, options.max_num_seqs, 0]]
+    return {
+        "model": str(target.path),
+        "dtype": recipe.target.dtype,
+        "max_model_len": recipe.engine.max_model_len,
+        "enforce_eager": resolved(recipe.engine).enforce_eager,
+        "tensor_parallel_size": recipe.engine.tensor_parallel_size,
+        "max_num_seqs": options.max_num_seqs,
+        "max_num_batched_tokens": options.max_num_batched_tokens,
+        "enable_prefix_caching": False,  # cached prefixes have no states of their own (reported length mismatches)
+        "seed": recipe.seed,
+        "speculative_config": speculative,
+        **scheduling,
+        **memory_arguments(recipe.engine, share=1 / options.workers if is_cpu() else 1.0),
+    }
