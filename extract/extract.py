@@ -61,7 +61,6 @@ def run_extract(recipe: Recipe, run_dir: Path) -> dict[str, Any]:
         console.print(f"extract: not used: {line}", highlight=False, markup=False, soft_wrap=True)
     inputs = digest([vars(identity), recipe.seed, requests.digest])
     if (finished := run.finished(inputs)) is not None:
-        console.print(f"extract: {directory} is up to date")
         return finished
     if stage.read(directory) is not None:
         raise UserError(_why_inputs_differ(directory, identity))
