@@ -64,6 +64,7 @@ typecheck: venv-dev  ## mypy
 docs: venv-dev  ## The documentation site, into build/docs; fails on a broken link
 	$(BIN)/python scripts/reference_pages.py docs/reference
 	$(BIN)/zensical build --clean --strict
+	@echo "Open build/docs/index.html; for the search: python3 -m http.server --directory build/docs"
 
 clean:  ## Remove build products and caches (runs/ and .venv/ stay)
 	rm -rf build dist docs/reference *.egg-info .cache .pytest_cache .mypy_cache .ruff_cache .hypothesis .import_linter_cache
