@@ -112,7 +112,7 @@ def requests_of(
     whole = options.mode == "prefill" or options.turns == "all"
     renderer = Renderer(AutoTokenizer.from_pretrained(target_dir))
     any_training = False
-    for conversation, held_out in split(options, whole=whole, skips=rejected, apart_from=recipe.evaluate.suites):
+    for conversation, held_out in split(options, whole=whole, rejected=rejected, apart_from=recipe.evaluate.suites):
         made = tokenized(recipe, renderer, conversation, rejected, held_out=held_out)
         if made and not held_out:
             any_training = True

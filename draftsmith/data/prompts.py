@@ -31,7 +31,7 @@ def load_prompts(source: Prompts, *, whole: bool = False) -> list[Prompt]:
     Raises:
         UserError: the file is missing, a row is invalid (its line is named), or nothing is left.
     """
-    return list(read_conversations(source, whole=whole, skips=None))
+    return list(read_conversations(source, whole=whole, rejected=None))
 
 
 def training_and_held_out(extract: ExtractConfig) -> tuple[list[Prompt], list[Prompt]]:
@@ -40,12 +40,12 @@ def training_and_held_out(extract: ExtractConfig) -> tuple[list[Prompt], list[Pr
     Raises:
         UserError: either set cannot be read, or is empty although the recipe asks for it.
     """
-    prompts = list(split(extract, whole=False, skips=RejectedRows()))
+    prompts = list(split(extract, whole=False, rejected=RejectedRows()))
     return [one for one, held_out in prompts if not held_out], [one for one, held_out in prompts if held_out]
 
 
 def split(
-    extract: ExtractConfig, *, whole: bool, skips: RejectedRows, apart_from: Mapping[str, SuiteConfig] | None = None
+    extract: ExtractConfig, *, whole: bool, rejected: RejectedRows, apart_from: Mapping[str, SuiteConfig] | None = None
 ) -> Iterator[tuple[Conversation, bool]]:
     """Yield the conversations of a run one at a time, each with whether it is held out.
 
@@ -55,7 +55,7 @@ def split(
 
     Args:
         whole: conversations with all their turns; otherwise up to the first user turn.
-        skips: collects rejected rows; complete when the iterator is exhausted.
+        rejected: collects rejected rows; complete when the iterator is exhausted.
         apart_from: evaluation suites. No row of their sources is trained on, drawn or not.
 
     Raises:
@@ -82,7 +82,7 @@ def split(
             if _uniform(other) >= fraction:
                 mine.count([numbers_of(text) for text in other.asked])
     some = False
-    for conversation in _distinct(extract.prompts, whole, skips):
+    for conversation in _distinct(extract.prompts, whole, rejected):
         if _uniform(conversation) < fraction:
             yield conversation, True
             continue
@@ -90,7 +90,7 @@ def split(
         found = next((found for one in known if (found := one.find(texts))), None)
         if found is not None:
             label, kind = next(iter(found.items()))
-            skips.add(f"{'as' if kind == 'verbatim' else 'nearly as'} in {label}", conversation.where)
+            rejected.add(f"{'as' if kind == 'verbatim' else 'nearly as'} in {label}", conversation.where)
         else:
             some = True
             yield conversation, False
@@ -100,7 +100,7 @@ def split(
             "different files."
         )
     if extract.held_out is not None:
-        for conversation in _distinct(extract.held_out, whole, skips):
+        for conversation in _distinct(extract.held_out, whole, rejected):
             yield conversation, True
 
 
@@ -114,7 +114,7 @@ def whole_suite(suite: SuiteConfig) -> Iterator[Conversation]:
     """
     if suite.prompts != "held_out":
         source = suite.prompts.model_copy(update={"limit": None, "max_chars": None})
-        yield from read_conversations(source, whole=suite.turns == "all", skips=None)
+        yield from read_conversations(source, whole=suite.turns == "all", rejected=None)
 
 
 def known_of(conversations: Iterable[Conversation], *, label: str | None = None, of_a_kind: bool = False) -> Known:
@@ -132,31 +132,31 @@ def known_of(conversations: Iterable[Conversation], *, label: str | None = None,
     return known
 
 
-def read_conversations(source: Prompts, *, whole: bool, skips: RejectedRows | None) -> Iterator[Conversation]:
+def read_conversations(source: Prompts, *, whole: bool, rejected: RejectedRows | None) -> Iterator[Conversation]:
     """Yield the conversations of `source` in order, one at a time; `limit` draws as in `load_prompts`.
 
     Args:
         whole: all turns; otherwise up to the first user turn.
-        skips: collects unusable rows. Without it they are errors, except those that a published format is known to contain.
+        rejected: collects unusable rows. Without it they are errors, except those that a published format is known to contain.
 
     Raises:
         UserError: the source is missing or is not a data set, or nothing in it can be used.
     """
     if source.limit is None:
-        yield from _usable(source, whole, skips)
+        yield from _usable(source, whole, rejected)
     elif source.dataset is not None:  # already shuffled; the rest is not downloaded
-        yield from islice(_usable(source, whole, skips), source.limit)
+        yield from islice(_usable(source, whole, rejected), source.limit)
     else:
-        total = sum(1 for _ in _usable(source, whole, None if skips is None else RejectedRows()))
+        total = sum(1 for _ in _usable(source, whole, None if rejected is None else RejectedRows()))
         drawn = set(range(total))
         if source.limit < total:
             drawn = set(random.Random(source.seed).sample(range(total), source.limit))
-        yield from (found for i, found in enumerate(_usable(source, whole, skips)) if i in drawn)
+        yield from (found for i, found in enumerate(_usable(source, whole, rejected)) if i in drawn)
 
 
-def _usable(source: Prompts, whole: bool, skips: RejectedRows | None) -> Iterator[Conversation]:
-    """Yield every row that is a conversation; others are counted in `skips`, or errors without it."""
-    strict, skips = skips is None, RejectedRows() if skips is None else skips
+def _usable(source: Prompts, whole: bool, rejected: RejectedRows | None) -> Iterator[Conversation]:
+    """Yield every row that is a conversation; others are counted in `rejected`, or errors without it."""
+    strict, rejected = rejected is None, RejectedRows() if rejected is None else rejected
     format: str | None = None if source.format == "auto" else source.format
     ids: set[int] = set()
     rows = parsed = usable = 0
@@ -170,33 +170,33 @@ def _usable(source: Prompts, whole: bool, skips: RejectedRows | None) -> Iterato
                 raise ValueError("its keys match no known format")
             conversation = parse(row, format or "jsonl", where=where, fallback_id=f"{parsed + 1:05d}", whole=whole)
         except Skip as reason:
-            skips.add(str(reason), where)
+            rejected.add(str(reason), where)
             continue
         except ValueError as error:
             cut_off = format == "sharegpt" and isinstance(row, Unreadable)  # as in one published copy of ShareGPT
             if strict and not cut_off:
                 raise UserError(_bad_row(source, where, row, format or "jsonl", error)) from None
-            skips.add(str(error), where)
+            rejected.add(str(error), where)
             continue
         if hash(conversation.id) in ids:
             if strict and format != "sharegpt":  # ShareGPT itself has some conversations twice
                 raise UserError(
                     f"{name_of(source)}, {where}: the id {conversation.id!a} occurs twice. Ids must be unique; or leave them out."
                 )
-            skips.add("its id occurs twice", where)
+            rejected.add("its id occurs twice", where)
             continue
         ids.add(hash(conversation.id))
         parsed += 1
         chars = len(conversation.document or "") + sum(len(message["content"]) for message in conversation.messages)
         if source.max_chars is not None and chars > source.max_chars:
-            skips.add("longer than `max_chars`", where)
+            rejected.add("longer than `max_chars`", where)
             continue
         usable += 1
         yield conversation
     if not rows:
         raise UserError(f"{name_of(source)} is empty. {EXPECTED['jsonl']}")
     if not usable:
-        why = "; ".join(skips.lines()[:3])
+        why = "; ".join(rejected.lines()[:3])
         raise UserError(
             f"{name_of(source)} has no prompts that match `format` and `max_chars`. Rejected: {why}. "
             f"{EXPECTED[format or 'jsonl']}"
@@ -209,13 +209,13 @@ def _bad_row(source: Prompts, where: str, row: object, format: str, error: Value
     return f"{name_of(source)}, {where}: {error}."
 
 
-def _distinct(source: Prompts, whole: bool, skips: RejectedRows) -> Iterator[Conversation]:
+def _distinct(source: Prompts, whole: bool, rejected: RejectedRows) -> Iterator[Conversation]:
     """Drop duplicates: prompts with the same words up to case and white space, or equal whole conversations."""
     seen: set[int] = set()
-    for conversation in read_conversations(source, whole=whole, skips=skips):
+    for conversation in read_conversations(source, whole=whole, rejected=rejected):
         key = conversation.sample_id if whole else hash(_normalized(conversation))
         if key in seen:
-            skips.add("the same conversation occurs twice", conversation.where)
+            rejected.add("the same conversation occurs twice", conversation.where)
             continue
         seen.add(key)
         yield conversation

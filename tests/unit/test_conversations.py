@@ -30,12 +30,12 @@ def write(path: Path, rows: list) -> Path:
 
 
 def read(path: Path, *, whole: bool = True, **options) -> tuple[list[Conversation], RejectedRows]:
-    skips = RejectedRows()
-    return list(read_conversations(Prompts(path=str(path), **options), whole=whole, skips=skips)), skips
+    rejected = RejectedRows()
+    return list(read_conversations(Prompts(path=str(path), **options), whole=whole, rejected=rejected)), rejected
 
 
-def reasons(skips: RejectedRows) -> dict[str, int]:
-    return {reason: entry["rows"] for reason, entry in skips.figures().items()}
+def reasons(rejected: RejectedRows) -> dict[str, int]:
+    return {reason: entry["rows"] for reason, entry in rejected.figures().items()}
 
 
 # ---- layouts ----
@@ -70,8 +70,8 @@ ANSWERED = [*ASKED, {"role": "assistant", "content": "So."}]
 )  # fmt: skip
 def test_layouts(tmp_path, row, messages):
     path = write(tmp_path / "a.jsonl", [row])
-    (found,), skips = read(path)
-    assert (found.messages, len(skips)) == (messages, 0)
+    (found,), rejected = read(path)
+    assert (found.messages, len(rejected)) == (messages, 0)
     (prompt,), _ = read(path, whole=False)
     first = next(i for i, m in enumerate(messages) if m["role"] == "user")
     assert prompt.messages == messages[: first + 1]
@@ -149,8 +149,8 @@ def test_the_same_from_every_kind_of_file(tmp_path, kind):
          "id": f"id{i}", "tools": [{"type": "function", "function": {"name": f"f{i}", **({"a": 1} if i else {"b": 2})}}]}
         for i in range(30)
     ]  # fmt: skip
-    found, skips = read(as_file(kind, tmp_path, rows))
-    assert len(skips) == 0
+    found, rejected = read(as_file(kind, tmp_path, rows))
+    assert len(rejected) == 0
     assert [(c.id, c.messages, c.tools) for c in found] == [(r["id"], r["messages"], r["tools"]) for r in rows]
 
 
@@ -184,13 +184,13 @@ def test_long_arrays_come_in_pieces(tmp_path):
     path = tmp_path / "rows.json"
     for ascii in (True, False):
         path.write_text(json.dumps(rows, ensure_ascii=ascii), encoding="utf-8")
-        found, skips = read(path)
+        found, rejected = read(path)
         assert [c.text for c in found] == [row["prompt"] for row in rows]
-        assert len(skips) == 0
+        assert len(rejected) == 0
     path.write_text(json.dumps(rows)[:-30] + "\n")
-    found, skips = read(path)
+    found, rejected = read(path)
     assert len(found) == len(rows) - 1
-    assert len(skips) == 1
+    assert len(rejected) == 1
     path.write_text(json.dumps(rows) + " more")
     assert list(reasons(read(path)[1])) == ["text after the end of the JSON array"]
 
@@ -242,22 +242,24 @@ def test_a_wrong_row_is_counted_and_explained(tmp_path, seed):
     path = tmp_path / "rows.jsonl"
     path.write_bytes(b"\n".join([json.dumps(GOOD).encode(), *lines]))
     for format in ("auto", "jsonl", "sharegpt", "text", "tokens"):
-        skips = RejectedRows()
+        rejected = RejectedRows()
         found = []
         with suppress(UserError):  # where no row is left
-            for conversation in read_conversations(Prompts(path=str(path), format=format), whole=True, skips=skips):
+            for conversation in read_conversations(
+                Prompts(path=str(path), format=format), whole=True, rejected=rejected
+            ):
                 found.append(conversation)
-        assert len(found) + len(skips) == len(lines) + 1, "a row is a conversation or is counted"
+        assert len(found) + len(rejected) == len(lines) + 1, "a row is a conversation or is counted"
         for conversation in found:
             assert conversation.sample_id >= 0
             json.dumps([conversation.messages, conversation.tools, conversation.document], ensure_ascii=False).encode()
             assert all(isinstance(m["content"], str) for m in conversation.messages)
-        for line in skips.lines():
+        for line in rejected.lines():
             assert line.encode()
             assert "(first: line " in line
-    found, skips = read(path)
+    found, rejected = read(path)
     assert found[0].messages == CHAT
-    assert len(skips) > 40
+    assert len(rejected) > 40
 
 
 @pytest.mark.parametrize(
@@ -279,9 +281,9 @@ def test_a_wrong_row_is_counted_and_explained(tmp_path, seed):
 def test_reasons_name_the_cause(tmp_path, line, reason):
     path = tmp_path / "rows.jsonl"
     path.write_text(f"{json.dumps(GOOD)}\n\n{line}\n{line}\n")
-    found, skips = read(path)
+    found, rejected = read(path)
     assert len(found) == 1
-    ((said, entry),) = skips.figures().items()
+    ((said, entry),) = rejected.figures().items()
     assert reason in said
     assert entry == {"rows": 2, "first": "line 3"}
 
@@ -290,17 +292,17 @@ def test_a_line_without_end_is_not_read_into_memory(tmp_path, monkeypatch):
     monkeypatch.setattr(rows_module, "_MAX_ROW_BYTES", 1 << 20)
     path = tmp_path / "rows.jsonl"
     path.write_bytes(b"x" * (3 << 20) + b"\n" + json.dumps(GOOD).encode())
-    found, skips = read(path)
+    found, rejected = read(path)
     assert len(found) == 1
-    assert reasons(skips) == {"longer than 1 MiB": 1}
+    assert reasons(rejected) == {"longer than 1 MiB": 1}
 
 
 def test_reasons_do_not_grow_without_end():
-    skips = RejectedRows()
+    rejected = RejectedRows()
     for i in range(1000):
-        skips.add(f"reason {i}", f"line {i}")
-    assert len(skips) == 1000
-    assert len(skips.figures()) == 51
+        rejected.add(f"reason {i}", f"line {i}")
+    assert len(rejected) == 1000
+    assert len(rejected.figures()) == 51
 
 
 # ---- drawing and splitting ----
@@ -311,26 +313,26 @@ def test_the_split_counts_what_it_leaves_out(tmp_path):
     rows = [{"prompt": question, "response": answer} for question, answer in turns]
     path = write(tmp_path / "rows.jsonl", [*rows, {"nothing": 1}])
     for whole in (True, False):
-        skips = RejectedRows()
+        rejected = RejectedRows()
         found = list(
-            split(ExtractConfig(prompts=Prompts(path=str(path)), held_out_fraction=0.2), whole=whole, skips=skips)
+            split(ExtractConfig(prompts=Prompts(path=str(path)), held_out_fraction=0.2), whole=whole, rejected=rejected)
         )
         kept, held_out = ([c for c, held in found if held == part] for part in (False, True))
         assert held_out
         assert not {c.text for c in kept} & {c.text for c in held_out}, "the same question is never in both"
         ids = {c.sample_id for c in [*kept, *held_out]}
         assert len(ids) == len(kept) + len(held_out) == (95 if whole else 90)
-        assert len(ids) + len(skips) == 101
-        assert reasons(skips)["no 'prompt'"] == 1
+        assert len(ids) + len(rejected) == 101
+        assert reasons(rejected)["no 'prompt'"] == 1
 
 
 def test_a_draw_of_a_file_with_wrong_rows(tmp_path):
     path = tmp_path / "rows.jsonl"
     lines = [json.dumps({"prompt": f"number {i:03d}"}) if i % 3 else "{" for i in range(90)]
     path.write_text("\n".join(lines))
-    found, skips = read(path, limit=10)
+    found, rejected = read(path, limit=10)
     assert len(found) == 10
-    assert list(reasons(skips).values()) == [30]
+    assert list(reasons(rejected).values()) == [30]
     assert found == read(path, limit=10)[0]
 
 
@@ -346,20 +348,20 @@ def test_a_hub_data_set_is_streamed(monkeypatch):
 
     monkeypatch.setattr(datasets, "load_dataset", load_dataset)
     source = Prompts(dataset="owner/name", config="main", split="test", revision="abc")
-    assert len(list(read_conversations(source, whole=True, skips=RejectedRows()))) == 50
+    assert len(list(read_conversations(source, whole=True, rejected=RejectedRows()))) == 50
     assert asked == [(("owner/name", "main"), {"split": "test", "revision": "abc", "streaming": True})]
     for streaming in (True, False):
         drawn = source.model_copy(update={"limit": 5, "streaming": streaming})
-        found = [c.text for c in read_conversations(drawn, whole=True, skips=RejectedRows())]
+        found = [c.text for c in read_conversations(drawn, whole=True, rejected=RejectedRows())]
         assert len(set(found)) == 5
-        assert found == [c.text for c in read_conversations(drawn, whole=True, skips=RejectedRows())]
+        assert found == [c.text for c in read_conversations(drawn, whole=True, rejected=RejectedRows())]
 
     def fails(*arguments, **options):
         raise ConnectionError("no route\nto host")
 
     monkeypatch.setattr(datasets, "load_dataset", fails)
     with pytest.raises(UserError, match=r"Cannot read the data set owner/name .* no route"):
-        list(read_conversations(source, whole=True, skips=RejectedRows()))
+        list(read_conversations(source, whole=True, rejected=RejectedRows()))
 
 
 @pytest.mark.parametrize(

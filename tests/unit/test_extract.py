@@ -35,10 +35,10 @@ def recipe(mode: str, **options: object) -> Recipe:
 
 
 def requests_for(
-    of: Recipe, tokenizer: Any, conversations: list[Conversation], skips: RejectedRows, *, held_out: bool = False
+    of: Recipe, tokenizer: Any, conversations: list[Conversation], rejected: RejectedRows, *, held_out: bool = False
 ) -> list[ExtractRequest]:
     renderer = Renderer(tokenizer)
-    return [one for talk in conversations for one in tokenized(of, renderer, talk, skips, held_out=held_out)]
+    return [one for talk in conversations for one in tokenized(of, renderer, talk, rejected, held_out=held_out)]
 
 
 @pytest.mark.parametrize("mode", ["generate", "prefill"])
@@ -52,8 +52,8 @@ def test_requests_are_what_fits(mode: str):
     ]
     if mode == "generate":
         conversations = [Conversation(c.id, c.messages[:-1], where=c.where) for c in conversations[:3]]
-    skips = RejectedRows()
-    (found,) = requests_for(recipe(mode), tokenizer, conversations, skips, held_out=True)
+    rejected = RejectedRows()
+    (found,) = requests_for(recipe(mode), tokenizer, conversations, rejected, held_out=True)
     assert (found.sample_id, found.held_out) == (conversations[0].sample_id, True)
     text = tokenizer.decode(found.prompt_token_ids)
     if mode == "generate":
@@ -64,7 +64,7 @@ def test_requests_are_what_fits(mode: str):
         learnt = [i for i, learn in zip(found.prompt_token_ids, found.loss_mask, strict=True) if learn]
         assert tokenizer.decode(learnt) == "the answer<end_of_turn>"
         assert found.max_tokens == 1
-    first = {reason: entry["first"] for reason, entry in skips.figures().items()}
+    first = {reason: entry["first"] for reason, entry in rejected.figures().items()}
     assert first.pop("too long: no room for an answer in engine.max_model_len tokens") == "line 2"
     assert first.pop("the chat template refuses it: System role not supported") == "line 3"
     assert first == ({} if mode == "generate" else {"no token to train on": "line 4"})

@@ -46,10 +46,10 @@ def kind(a_known: Known, text: str) -> str | None:
 
 
 def parts(extract: ExtractConfig, **suites: SuiteConfig) -> tuple[list[str], list[str], dict[str, int]]:
-    skips = RejectedRows()
-    found = list(split(extract, whole=False, skips=skips, apart_from=suites))
+    rejected = RejectedRows()
+    found = list(split(extract, whole=False, rejected=rejected, apart_from=suites))
     kept, held_out = ([one.text for one, held in found if held == part] for part in (False, True))
-    return kept, held_out, {reason: entry["rows"] for reason, entry in skips.figures().items()}
+    return kept, held_out, {reason: entry["rows"] for reason, entry in rejected.figures().items()}
 
 
 # ---- one text and another ----
