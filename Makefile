@@ -29,8 +29,8 @@ test: venv-dev  ## Unit and integration tests
 	$(BIN)/python -m pytest --numprocesses 2 --dist loadfile --no-loadscope-reorder
 
 # vLLM takes another model runner on GPUs. Triton's interpreter runs that one on a CPU: see tests/v2/README.md.
-test-v2: $(INTERPRETER)/installed  ## Tests with the model runner that vLLM takes on GPUs, on a CPU; slow
-	PYTHONPATH="$(CURDIR)/$(INTERPRETER)" TRITON_INTERPRET=1 VLLM_USE_V2_MODEL_RUNNER=1 $(BIN)/python -m pytest tests/v2
+test-v2: $(INTERPRETER)/installed  ## Tests with the model runner that vLLM takes on GPUs, on a CPU; slow (some: TESTS=tests/v2/test_states.py)
+	PYTHONPATH="$(CURDIR)/$(INTERPRETER)" TRITON_INTERPRET=1 VLLM_USE_V2_MODEL_RUNNER=1 $(BIN)/python -m pytest $(or $(TESTS),tests/v2)
 
 # A folder in front of .venv's packages: with this Triton in .venv itself, vLLM would take other paths in all other tests.
 $(INTERPRETER)/installed: $(wildcard tests/v2/interpreter/*.toml tests/v2/interpreter/*/*.py) | venv-dev
