@@ -70,7 +70,7 @@ CHECKS = [
     ),
     Check("b", "demo-bfloat16", "the same in bfloat16", "with_vllm.demo_bfloat16", 3600),
     Check("b", "verify", "vLLM proposes what the trained module proposes", "with_vllm.verify", 900),
-    Check("b", "tune", "K for each load, predicted and by the clock", "with_vllm.tune", 3600),
+    Check("b", "tune", "K for each concurrency, predicted and by wall-clock", "with_vllm.tune", 3600),
     Check("b", "mlp", "an MLP speculator, through the plugin", "with_vllm.mlp", 3600),
     Check("b", "two-gpus", "two engines, and one over two GPUs", "with_vllm.two_gpus", 1800),
     Check("b", "extraction", "what extraction costs the engine", "with_vllm.extraction", 3600),
