@@ -15,7 +15,7 @@ help:  ## Show this list
 venv:
 	@PYTHON="$(PYTHON)" scripts/bootstrap.sh "$(EXTRA),demo"
 
-venv-dev:
+venv-dev:  ## Install Draftsmith with the packages that tests and checks need
 	@PYTHON="$(PYTHON)" scripts/bootstrap.sh "$(EXTRA),demo,dev"
 
 install: venv  ## Install Draftsmith into .venv, and no more
@@ -42,9 +42,9 @@ $(INTERPRETER)/installed: $(wildcard tests/v2/interpreter/*.toml tests/v2/interp
 suffix: venv-dev  ## Build the package that suffix decoding needs (a minute)
 	@$(BIN)/python -c "import arctic_inference" 2>/dev/null || { $(BIN)/python -m pip install --quiet nanobind==2.9.2 cmake ninja wheel && PATH="$(CURDIR)/$(BIN):$$PATH" $(BIN)/python -m pip install --quiet --no-deps --no-build-isolation arctic-inference==0.3.0; }
 
-soak: suffix  ## The tests that take longer: writers killed 200 times and trainings too, a machine of a Ray cluster killed, servers started wrongly or with hundreds of clients, every method served and sampled, and `test-v2`
-	DRAFTSMITH_KILL_CASES=100 $(BIN)/python -m pytest tests/unit/test_store.py tests/unit/test_trainer.py -k killed
-	DRAFTSMITH_SOAK=1 $(BIN)/python -m pytest tests/integration/test_extract_on_ray.py tests/integration/test_extract_server.py tests/integration/test_served.py tests/integration/test_server.py tests/integration/test_lossless.py tests/integration/test_fidelity.py
+soak: suffix  ## The tests that take longer: writers killed 200 times and trainings too, a machine of a Ray cluster killed, servers started wrongly or with hundreds of clients, every method served and sampled, every family of targets, and `test-v2`
+	DRAFTSMITH_SOAK=1 DRAFTSMITH_KILL_CASES=100 $(BIN)/python -m pytest tests/unit/test_store.py tests/unit/test_trainer.py -k "killed or timeout"
+	DRAFTSMITH_SOAK=1 $(BIN)/python -m pytest tests/integration/test_extract_on_ray.py tests/integration/test_extract_server.py tests/integration/test_served.py tests/integration/test_server.py tests/integration/test_lossless.py tests/integration/test_fidelity.py tests/integration/test_families.py
 	$(MAKE) test-v2
 
 bench: venv-dev  ## Measure; writes runs/bench/results.json, fails where a bar is missed (some: ONLY="store_costs training_step")

@@ -22,12 +22,12 @@ from draftsmith.drafters import drafter_class
 from draftsmith.drafters.base import Drafter
 from draftsmith.drafters.checkpoint import RECORD, UNKNOWN_TARGET, WEIGHTS, Checkpoint
 from draftsmith.drafters.vocabulary import choose_draft_vocabulary
-from draftsmith.drafters.weights import open_weights, read_json
 from draftsmith.run import stage
-from draftsmith.run.atomic_io import sha256_of, write_bytes
+from draftsmith.run.atomic_io import read_json, sha256_of, write_bytes
 from draftsmith.run.errors import UserError
 from draftsmith.run.progress import console
 from draftsmith.run.stage import StageRun
+from draftsmith.run.weights import open_weights
 from draftsmith.store.reader import Store
 from draftsmith.target.info import TargetInfo
 from draftsmith.target.tensors import load_target_tensors
@@ -186,7 +186,7 @@ def convert_checkpoint(
         console.print(f"convert: its weights are quantized ({scheme}) and are read as floating-point numbers")
     tensors = None
     if target is not None and (verify or vocabulary is not None):  # otherwise only the target's config is needed
-        tensors = load_target_tensors(target.path)
+        tensors = load_target_tensors(target.path, trust_remote_code=target.trust_remote_code)
     if vocabulary is not None:
         assert store is not None
         counts = Store(store).token_counts(checkpoint.config["vocab_size"])

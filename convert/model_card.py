@@ -177,7 +177,7 @@ def _measured(evaluate: Mapping[str, Any]) -> str:
     best = str(results["num_speculative_tokens"])
     rows = []
     for name, suite in results["suites"].items():
-        speeds = suite["tokens_per_second"]
+        speeds, noise = suite["tokens_per_second"], suite["throughput"]["noise"]
         for k, at_k in sorted(suite["at_k"].items(), key=lambda item: int(item[0])):
             chosen = k == best
             rows.append(
@@ -187,7 +187,7 @@ def _measured(evaluate: Mapping[str, Any]) -> str:
                     f"{speeds['baseline']:.1f}" if chosen else "", f"{speeds['speculative']:.1f}" if chosen else "",
                     f"{suite['speedup']:.2f} ({_ends(suite['speedup_interval'])})" if chosen else "",
                     f"{suite['speedup_over_fastest_baseline']:.2f}" if chosen else "",
-                    _ends(suite["throughput"]["noise"]["interval"]) if chosen else "", f"{at_k['prompts_identical']} of {suite['prompts']}",
+                    _ends(noise["interval"]) if chosen else "", f"{at_k['prompts_identical']} of {suite['prompts']}",
                 ]
             )  # fmt: skip
     headings = ("suite", "K", "acceptance length", "acceptance by position", "baseline tok/s", "speculative tok/s",

@@ -24,9 +24,8 @@ from draftsmith.convert.inspection import inspect
 from draftsmith.convert.model_card import hub_id, render
 from draftsmith.convert.quantize import scheme_of
 from draftsmith.drafters.checkpoint import Checkpoint
-from draftsmith.drafters.weights import read_json
 from draftsmith.run import stage
-from draftsmith.run.atomic_io import sha256_of
+from draftsmith.run.atomic_io import read_json, sha256_of
 from draftsmith.run.errors import DraftsmithError, UserError
 from draftsmith.run.progress import console
 from draftsmith.target.downloads import place_of

@@ -13,8 +13,8 @@ from typing import Any
 
 import torch
 
-from draftsmith.drafters.weights import Weight, listed
 from draftsmith.run.errors import UserError
+from draftsmith.run.weights import Weight, listed
 
 SECTION = "quantization_config"
 _METHOD = "compressed-tensors"

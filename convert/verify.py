@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import torch
 from torch.nn import functional as F
 
@@ -41,7 +43,7 @@ def compare(
     config = source.drafter_config()
     if target is None:
         table = torch.randn(config.vocab_size, config.hidden_size, generator=generator)
-        target = TargetTensors(table, table, torch.ones(config.hidden_size), {}, "")
+        target = TargetTensors(table, table, torch.ones(config.hidden_size))
     width = getattr(config, "target_hidden_size", None) or config.hidden_size
     tokens = torch.randint(0, config.vocab_size, (_ROWS + _STEPS + 1,), generator=generator)
     batch = Batch(
@@ -71,7 +73,7 @@ def drafter_of(checkpoint: Checkpoint, target: TargetTensors) -> Drafter:
     tensors = {name: weight.tensor().float() for name, weight in checkpoint.weights.items()}
     embedding = tensors.pop(EMBEDDING, None)
     if embedding is not None:
-        target = TargetTensors(embedding, target.lm_head, target.final_norm_weight, {}, "")
+        target = replace(target, embedding=embedding)
     drafter = drafter_class(checkpoint.kind).from_target(
         checkpoint.drafter_config(), target, checkpoint.draft_token_ids
     )

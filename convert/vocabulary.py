@@ -9,8 +9,8 @@ import torch
 
 from draftsmith.drafters import drafter_class
 from draftsmith.drafters.checkpoint import Checkpoint
-from draftsmith.drafters.weights import Weight
 from draftsmith.run.errors import UserError
+from draftsmith.run.weights import Weight
 
 MAPS = ("d2t", "t2d")
 """d2t, int64 [V]: of each draft token, its target id minus its draft id, or the target id itself. t2d, bool [vocab]: which of

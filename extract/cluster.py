@@ -24,13 +24,13 @@ from typing import Any
 
 from draftsmith.config.recipe import Recipe
 from draftsmith.extract.handoff_folder import handoff_folder, locked_folder
-from draftsmith.extract.job import engine_job, max_handoff_sequences, store_identity
+from draftsmith.extract.job import engine_job, handoff_bytes, sequences_in_a_step, store_identity
 from draftsmith.extract.requests import ExtractRequest
 from draftsmith.extract.worker import run_engines
 from draftsmith.run.errors import DraftsmithError, UserError
 from draftsmith.run.progress import console
 from draftsmith.store.format import CorruptStore, Shard, StoreIdentity
-from draftsmith.store.writer import StoreWriter, most_bytes
+from draftsmith.store.writer import StoreWriter
 from draftsmith.target.info import describe_target
 from draftsmith.target.prepare import prepare_target
 
@@ -60,8 +60,8 @@ class MachineActor:
 
     def __init__(self, recipe: Recipe, identity: StoreIdentity, directory: Path, name: str) -> None:
         self._recipe, self._identity, self._directory, self._name = recipe, identity, directory, name
-        # What the engines take, and half as many more to keep them busy until the driver's next answer.
-        self._capacity = max_handoff_sequences(recipe.extract) * 3 // 2
+        # What the engines take (`Job.window`), and half as many more to keep them busy until the driver's next answer.
+        self._capacity = 3 * sequences_in_a_step(recipe.extract)
         self._inbox: queue.SimpleQueue[ExtractRequest | None] = queue.SimpleQueue()
         self._finished_shards: queue.SimpleQueue[Shard] = queue.SimpleQueue()
         # Requests received from the driver, passed on to the engines, and in shards.
@@ -111,19 +111,14 @@ class MachineActor:
             self._directory,
             way_out="All machines need the same target: pin `target.revision`, or put its directory on a shared file system.",
         )
-        at_once = max_handoff_sequences(self._recipe.extract)
-        handoff_bytes = most_bytes(
-            self._identity,
-            self._recipe.extract.compression,
-            tokens=at_once * self._recipe.engine.max_model_len,
-            sequences=at_once,
-        )
+        tokens = sequences_in_a_step(self._recipe.extract) * self._recipe.engine.max_model_len
+        room = handoff_bytes(self._recipe, self._identity, tokens=tokens)
         with (
             _local_folder() as logs,
-            handoff_folder(logs, handoff_bytes) as handoff,
+            handoff_folder(logs, room) as handoff,
             closing(
                 run_engines(
-                    engine_job(self._recipe, target, self._identity),
+                    engine_job(self._recipe, target, self._identity, room),
                     self._requests(),
                     self._recipe.engine,
                     num_workers=self._recipe.extract.workers,

@@ -23,7 +23,6 @@ from __future__ import annotations
 
 import secrets
 import tempfile
-import threading
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -41,6 +40,7 @@ from vllm.distributed.parallel_state import get_tensor_model_parallel_rank
 from vllm.platforms import current_platform
 from vllm.v1.request import RequestStatus
 
+from draftsmith.extract.byte_limit import ByteLimit
 from draftsmith.extract.gpu_copy import Copy, GpuCopier
 from draftsmith.extract.handoff import HandoffWriter, handoff_file
 from draftsmith.run.errors import UserError
@@ -66,9 +66,9 @@ DISCARD_KEY = "draftsmith_discard"
 PROMPT_ONLY_KEY = "draftsmith_prompt_only"
 """Save only the states of the prompt."""
 
-_MAX_WRITES_IN_FLIGHT = 64
-"""On a CPU: requests whose states may wait in memory for the disk before the engine waits too. On a GPU, `gpu_copy` limits the
-bytes instead."""
+_MAX_UNWRITTEN_BYTES = 1 << 30
+"""On a CPU: bytes of states, before they are encoded, that may wait in memory for the disk before the engine waits too. On a GPU,
+`gpu_copy` limits them."""
 
 
 @dataclass
@@ -125,7 +125,7 @@ class HiddenStatesConnector(KVConnectorBase_V1, SupportsHMA):
             thread_name_prefix="draftsmith-handoff",
             initializer=lower_priority if current_platform.is_cpu() else None,
         )
-        self._slots = threading.BoundedSemaphore(_MAX_WRITES_IN_FLIGHT)
+        self._unwritten = ByteLimit(_MAX_UNWRITTEN_BYTES)
 
     # Scheduler side.
 
@@ -217,11 +217,13 @@ class HiddenStatesConnector(KVConnectorBase_V1, SupportsHMA):
             copy = self._copier.start(save.block_ids, len(save.token_ids))
             writing = self._threads.submit(self._encode_and_write, save, copy)
         else:
-            self._slots.acquire()
+            assert self._cache is not None
+            size = len(save.token_ids) * self._cache[0, :, 0].nbytes
+            self._unwritten.take(size)
             # Encoded at once, between two steps: in a thread beside the engine's it takes half as long again and stalls all of
             # them (docs/log.md).
             writing = self._threads.submit(self._write, save, _encoded(save, self._on_cpu(save)))
-            writing.add_done_callback(lambda _: self._slots.release())
+            writing.add_done_callback(lambda _: self._unwritten.give_back(size))
         self._running[save.request_id] = writing
 
     def _on_cpu(self, save: _Save) -> torch.Tensor:

@@ -19,9 +19,13 @@ from draftsmith.config.loading import digest
 from draftsmith.config.recipe import Recipe
 from draftsmith.data.conversations import RejectedRows
 from draftsmith.data.overlap import TRAINING_PROMPTS, PromptsFile
-from draftsmith.engine.environment import is_cpu, resolved
+from draftsmith.drafters import layer_ids_to_read
+from draftsmith.engine.environment import is_cpu, resolved, states_arguments
+from draftsmith.engine.fit import require_extraction
+from draftsmith.engine.memory import weight_bytes
+from draftsmith.engine.options import check_options, say_overruled
 from draftsmith.extract.handoff_folder import handoff_folder
-from draftsmith.extract.job import engine_job, max_handoff_sequences, store_identity
+from draftsmith.extract.job import engine_arguments, engine_job, handoff_bytes, sequences_in_a_step, store_identity
 from draftsmith.extract.requests import ExtractRequest, Requests, requests_of
 from draftsmith.extract.sequences import checked
 from draftsmith.extract.worker import run_engines
@@ -34,24 +38,45 @@ from draftsmith.store.reader import Store
 from draftsmith.store.writer import StoreWriter, most_bytes, require_free_space
 from draftsmith.target.info import TargetInfo, describe_target
 from draftsmith.target.layer_ids import check_layer_ids, default_layer_ids
-from draftsmith.target.prepare import prepare_target
+from draftsmith.target.prepare import Weights, prepare_target
 
 
-def run_extract(recipe: Recipe, run_dir: Path) -> dict[str, Any]:
+def run_extract(recipe: Recipe, run_dir: Path, *, training_follows: bool = False) -> dict[str, Any]:
     """Make `run_dir/store`, or continue an unfinished one. A store finished for the same inputs is left as it is.
+
+    Args:
+        training_follows: refuse at once what the recipe's training could not use; else only say so.
 
     Returns:
         The figures of `stage.json`.
 
     Raises:
-        UserError: prompts, target or an existing store do not fit the recipe.
+        UserError: prompts, target or an existing store do not fit the recipe, training will need what the store lacks, or the
+            engines do not fit into memory.
         DraftsmithError: every engine failed, or one returned other states than were asked for.
     """
+    check_options(recipe.engine)
     run = StageRun("extract", run_dir / "store")
     options, directory = recipe.extract, run.directory
-    target = describe_target(prepare_target(recipe.target), recipe.target)
+    weights: Weights = "all" if options.machines is None else "none"  # the machines download them
+    target = describe_target(prepare_target(recipe.target, weights=weights), recipe.target)
     layer_ids = options.layer_ids or default_layer_ids(target.num_hidden_layers)
     check_layer_ids(layer_ids, target.num_hidden_layers)
+    try:
+        layer_ids_to_read(recipe.train.drafter, target, layer_ids, where="this recipe's store")
+        if (target.facts.sliding_window or recipe.engine.max_model_len) < recipe.engine.max_model_len:
+            console.print(
+                f"extract: every layer of this target attends to the last {target.facts.sliding_window} tokens, and vLLM limits its drafters "
+                "likewise. They are trained without the limit: in texts longer than that, drafts will be worse than predicted.",
+                highlight=False,
+                soft_wrap=True,
+            )
+    except UserError as error:
+        if training_follows:
+            raise
+        console.print(f"extract: not enough for this recipe's training: {error}", highlight=False, soft_wrap=True)
+    if options.backend == "vllm":
+        states_arguments(target.config, recipe.engine.options)  # raises where vLLM hands out no states
     identity = store_identity(recipe, target, layer_ids)
     rejected = RejectedRows()
     run_dir.mkdir(parents=True, exist_ok=True)
@@ -59,12 +84,17 @@ def run_extract(recipe: Recipe, run_dir: Path) -> dict[str, Any]:
     requests = Requests(run_dir, requests_of(recipe, target.path, rejected, prompts))
     for line in rejected.lines():
         console.print(f"extract: not used: {line}", highlight=False, markup=False, soft_wrap=True)
-    inputs = digest([vars(identity), recipe.seed, requests.digest])
+    inputs = digest([identity.recorded(), recipe.seed, requests.digest])
     if (finished := run.finished(inputs)) is not None:
         return finished
     if stage.read(directory) is not None:
         raise UserError(_why_inputs_differ(directory, identity))
 
+    if options.backend == "vllm" and options.machines is None:
+        require_extraction(
+            recipe.engine, options, target.config, target=target.name,
+            target_bytes=weight_bytes(target.path, recipe.target.dtype), dtype=recipe.target.dtype, layers=len(layer_ids),
+        )  # fmt: skip
     run.claim(fresh=False)
     # The writer comes first: it refuses a second process, whose start would remove the first one's handoff folder.
     new_tokens, seconds = 0, 0.0
@@ -81,6 +111,7 @@ def run_extract(recipe: Recipe, run_dir: Path) -> dict[str, Any]:
         if done:
             console.print(f"extract: continuing {directory}: {len(done)} of {len(requests)} sequences are done")
         if len(done) < len(requests):
+            _say_options(recipe, target, identity)
             remaining = (request for request in requests if request.sample_id not in done)
             console.print(f"extract: starting {options.backend}", highlight=False)
             with Bar("extract", total=len(requests), unit="prompts", done=len(done)) as bar:
@@ -108,6 +139,15 @@ def run_extract(recipe: Recipe, run_dir: Path) -> dict[str, Any]:
     return run.finish(inputs, figures, recipe=sections, files=(TRAINING_PROMPTS,))
 
 
+def _say_options(recipe: Recipe, target: TargetInfo, identity: StoreIdentity) -> None:
+    """Print which of `engine.options` extraction does not use."""
+    if recipe.extract.backend == "vllm":
+        arguments = engine_arguments(recipe, target, identity.layer_ids)
+        say_overruled("extract", recipe.engine, arguments | {"kv_transfer_config": {}})
+    elif recipe.engine.options:
+        console.print("extract: engine.options are not used by `backend: transformers`", highlight=False)
+
+
 def _ran_on(recipe: Recipe) -> dict[str, Any]:
     """What the recipe left to this machine: its GPUs, and how vLLM ran. Engines of a Ray cluster decide for themselves."""
     return {
@@ -124,14 +164,14 @@ def _extract_here(
     requests: Iterable[ExtractRequest],
     writer: StoreWriter,
     directory: Path,
-    handoff_bytes: int,
+    room: int,
 ) -> Iterator[tuple[int, int]]:
     """Extract on this machine; after each sequence yield how many there are, and how many tokens they have.
 
     Both decrease when an engine dies.
 
     Args:
-        handoff_bytes: what handoff files take at most.
+        room: bytes that handoff files take at most.
     """
     sequences = tokens = 0  # in shards
     if recipe.extract.backend == "transformers":
@@ -144,10 +184,10 @@ def _extract_here(
             yield sequences, tokens
         return
     with (
-        handoff_folder(directory, handoff_bytes) as handoff,
+        handoff_folder(directory, room) as handoff,
         closing(
             run_engines(
-                engine_job(recipe, target, identity),
+                engine_job(recipe, target, identity, room),
                 requests,
                 recipe.engine,
                 num_workers=recipe.extract.workers,
@@ -167,9 +207,9 @@ def _extract_here(
 
 
 def _most_bytes(recipe: Recipe, identity: StoreIdentity, requests: Iterable[ExtractRequest]) -> tuple[int, int]:
-    """Bytes of the store and of a full handoff folder, if every answer is as long as allowed."""
+    """Bytes of the store and of all handoff files at once, if every answer is as long as allowed."""
     options = recipe.extract
-    at_once = max_handoff_sequences(options)
+    at_once = sequences_in_a_step(options)
     longest: list[int] = []  # tokens of the longest requests, a heap
     tokens = sequences = 0
     for request in requests:
@@ -181,7 +221,7 @@ def _most_bytes(recipe: Recipe, identity: StoreIdentity, requests: Iterable[Extr
         else:
             heapq.heappushpop(longest, length)
     store = most_bytes(identity, options.compression, tokens=tokens, sequences=sequences)
-    return store, most_bytes(identity, options.compression, tokens=sum(longest), sequences=len(longest))
+    return store, handoff_bytes(recipe, identity, tokens=sum(longest))
 
 
 def _require_free_space(directory: Path, needed: int) -> None:

@@ -1,7 +1,8 @@
 """Copy finished requests' states out of a GPU's cache while the model goes on computing.
 
 Pinned memory is never given back to the system, and hundreds of requests may finish in one engine step. So there is one
-ring buffer of a fixed size: a copy that finds no room waits until the oldest copies have been written.
+ring buffer of a fixed size: a copy that finds no room waits until the oldest copies have been written. States are gathered on the
+GPU in pieces: vLLM's budget leaves little memory there.
 """
 
 from __future__ import annotations
@@ -18,6 +19,8 @@ _MIN_BUFFER = 1 << 30
 """Bytes of the buffer: about 50 answers of 650 tokens with the default layers of an 8B target."""
 _ALIGNMENT = 256
 """Regions begin at multiples of this many bytes."""
+_GATHERED_AT_ONCE = 64 << 20
+"""Bytes on the GPU; one token's may be more."""
 
 
 class Ring:
@@ -132,7 +135,9 @@ class GpuCopier:
         self._stream.wait_stream(self._cuda.current_stream(self._cache.device))
         with self._cuda.stream(self._stream):
             on_gpu = slots.to(self._cache.device, non_blocking=True)
-            states.copy_(self._cache[on_gpu // size, :, on_gpu % size], non_blocking=True)
+            at_once = max(1, _GATHERED_AT_ONCE // self._token_bytes())
+            for some, to in zip(on_gpu.split(at_once), states.split(at_once), strict=True):
+                to.copy_(self._cache[some // size, :, some % size], non_blocking=True)
             # Waiting for a blocking event sleeps instead of spinning: the engine's thread needs the interpreter.
             copied = self._cuda.Event(blocking=True)
             copied.record()

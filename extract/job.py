@@ -7,10 +7,15 @@ from dataclasses import dataclass
 from typing import Any
 
 from draftsmith.config.recipe import ExtractConfig, Recipe
-from draftsmith.engine.environment import is_cpu, memory_arguments, resolved
+from draftsmith.engine.environment import is_cpu, memory_arguments, resolved, states_arguments
 from draftsmith.store.codec import Form
 from draftsmith.store.format import StoreIdentity
+from draftsmith.store.writer import most_bytes
 from draftsmith.target.info import TargetInfo
+
+_MAX_UNSTORED_BYTES = 1 << 30
+"""Largest `Job.max_unstored_bytes`: about 50 answers of 650 tokens with the default layers of an 8B target, before compression.
+Storing keeps up with an engine except while a disk is slow, and more would not make it faster."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -34,6 +39,8 @@ class Job:
     """How states are encoded. Each engine encodes its own, so that many engines share the work."""
     shard_tokens: int
     """Tokens that fill a shard."""
+    max_unstored_bytes: int
+    """Bytes of handoff files that wait to be moved into a shard before the engine waits too. A single file may be larger."""
 
 
 def store_identity(recipe: Recipe, target: TargetInfo, layer_ids: Iterable[int]) -> StoreIdentity:
@@ -56,19 +63,42 @@ def store_identity(recipe: Recipe, target: TargetInfo, layer_ids: Iterable[int])
         dtype=recipe.target.dtype,
         sampling=sampling | ({"seed": recipe.seed} if options.temperature > 0 else {}),
         states="int8" if options.compression == "int8" else "exact",
+        engine_options=recipe.engine.options,
     )
 
 
-def max_handoff_sequences(options: ExtractConfig) -> int:
-    """The most sequences whose states lie in one machine's handoff folder at once (`Job.window` for each engine)."""
-    return 2 * options.max_num_seqs * options.workers
+def sequences_in_a_step(options: ExtractConfig) -> int:
+    """The most sequences that a machine's engines finish in one step of each."""
+    return options.max_num_seqs * options.workers
 
 
-def engine_job(recipe: Recipe, target: TargetInfo, identity: StoreIdentity) -> Job:
-    """The recipe's job for vLLM's engines."""
+def handoff_bytes(recipe: Recipe, identity: StoreIdentity, *, tokens: int) -> int:
+    """The most bytes of a machine's handoff files: those of one step of each engine, and those that wait to be stored.
+
+    Args:
+        tokens: of the longest `sequences_in_a_step` sequences together.
+    """
+    options = recipe.extract
+    step = most_bytes(identity, options.compression, tokens=tokens, sequences=sequences_in_a_step(options))
+    return step + min(options.workers * _MAX_UNSTORED_BYTES, step)
+
+
+def max_unstored_bytes(recipe: Recipe, room: int) -> int:
+    """`Job.max_unstored_bytes`, where handoff files have `room` bytes on a machine (`handoff_bytes`)."""
+    return min(_MAX_UNSTORED_BYTES, room // (2 * recipe.extract.workers))
+
+
+def engine_job(recipe: Recipe, target: TargetInfo, identity: StoreIdentity, room: int) -> Job:
+    """The recipe's job for vLLM's engines.
+
+    Args:
+        target: the recipe's.
+        identity: of the store.
+        room: `handoff_bytes` of the recipe.
+    """
     options = recipe.extract
     return Job(
-        engine_arguments=_engine_arguments(recipe, target, identity.layer_ids),
+        engine_arguments=engine_arguments(recipe, target, identity.layer_ids),
         generate=options.mode == "generate",
         sampling={
             "temperature": options.temperature,
@@ -83,10 +113,11 @@ def engine_job(recipe: Recipe, target: TargetInfo, identity: StoreIdentity) -> J
         identity=identity,
         compression=options.compression,
         shard_tokens=options.shard_tokens,
+        max_unstored_bytes=max_unstored_bytes(recipe, room),
     )
 
 
-def _engine_arguments(recipe: Recipe, target: TargetInfo, layer_ids: Iterable[int]) -> dict[str, Any]:
+def engine_arguments(recipe: Recipe, target: TargetInfo, layer_ids: Iterable[int]) -> dict[str, Any]:
     """vLLM's `extract_hidden_states` method; the worker adds our connector."""
     options = recipe.extract
     speculative: dict[str, Any] = {
@@ -102,8 +133,9 @@ def _engine_arguments(recipe: Recipe, target: TargetInfo, layer_ids: Iterable[in
         # row in every step, which is what full CUDA graphs are captured for. vLLM caches the states all the same (model
         # runner V2).
         speculative["num_speculative_tokens_per_batch_size"] = [[1, options.max_num_seqs, 0]]
-    return {
+    return recipe.engine.options | {
         "model": str(target.path),
+        "trust_remote_code": target.trust_remote_code,
         "dtype": recipe.target.dtype,
         "max_model_len": recipe.engine.max_model_len,
         "enforce_eager": resolved(recipe.engine).enforce_eager,
@@ -111,8 +143,10 @@ def _engine_arguments(recipe: Recipe, target: TargetInfo, layer_ids: Iterable[in
         "max_num_seqs": options.max_num_seqs,
         "max_num_batched_tokens": options.max_num_batched_tokens,
         "enable_prefix_caching": False,  # cached prefixes have no states of their own (reported length mismatches)
+        "kv_sharing_fast_prefill": False,  # leaves layers out at prompt tokens
         "seed": recipe.seed,
         "speculative_config": speculative,
         **scheduling,
+        **states_arguments(target.config, recipe.engine.options),
         **memory_arguments(recipe.engine, share=1 / options.workers if is_cpu() else 1.0),
     }

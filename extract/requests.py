@@ -20,6 +20,7 @@ from draftsmith.data.conversations import Conversation, RejectedRows
 from draftsmith.data.overlap import PromptsFile
 from draftsmith.data.prompts import split
 from draftsmith.run.errors import UserError
+from draftsmith.target.pretrained import tokenizer_of
 
 
 @dataclass(frozen=True)
@@ -106,11 +107,9 @@ def requests_of(
     Raises:
         UserError: no training conversation can be used.
     """
-    from transformers import AutoTokenizer
-
     options = recipe.extract
     whole = options.mode == "prefill" or options.turns == "all"
-    renderer = Renderer(AutoTokenizer.from_pretrained(target_dir))
+    renderer = Renderer(tokenizer_of(target_dir, trust_remote_code=recipe.target.trust_remote_code))
     any_training = False
     for conversation, held_out in split(options, whole=whole, rejected=rejected, apart_from=recipe.evaluate.suites):
         made = tokenized(recipe, renderer, conversation, rejected, held_out=held_out)

@@ -10,13 +10,13 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from transformers import AutoModelForCausalLM, GenerationConfig
+from transformers import GenerationConfig
 
 from draftsmith.config.recipe import ExtractConfig, Recipe
 from draftsmith.extract.requests import ExtractRequest
 from draftsmith.extract.sequences import Extracted
 from draftsmith.store.codec import encode_states
-from draftsmith.target.reference_states import states_of
+from draftsmith.target.reference_states import reference_model, states_of
 
 
 def run_transformers(
@@ -34,7 +34,7 @@ def run_transformers(
     options = recipe.extract
     device = "cuda" if torch.cuda.is_available() else "cpu"
     dtype = getattr(torch, recipe.target.dtype)
-    model: Any = AutoModelForCausalLM.from_pretrained(target_dir, dtype=dtype).eval().to(device)
+    model = reference_model(target_dir, dtype, trust_remote_code=recipe.target.trust_remote_code).to(device)
     settings = _generation(model, options)
     model.generation_config = settings  # what the settings leave open is otherwise taken from the model's own
     for request in requests:

@@ -32,6 +32,7 @@ from draftsmith.data.conversations import Conversation
 from draftsmith.data.turns import Turn, TurnRenderer
 from draftsmith.engine.environment import share_of_machine
 from draftsmith.engine.process import EngineFailed, EngineProcess
+from draftsmith.extract.byte_limit import ByteLimit
 from draftsmith.extract.handoff import handoff_file, take_handoff_file
 from draftsmith.extract.job import Job
 from draftsmith.extract.requests import ExtractRequest
@@ -50,8 +51,6 @@ _POLL_SECONDS = 1.0
 """Time between two looks for new requests after there were none, even if no worker reports anything."""
 _IDLE_SECONDS = 0.05
 """Time without a request in flight after which the open shard is written: there may be no more."""
-_MAX_UNSTORED = 64
-"""Handoff files that wait to be moved into a shard before the engine waits too."""
 
 
 class Progress(NamedTuple):
@@ -218,7 +217,7 @@ def _child(pipe: Connection, job: Job, handoff: Path, store: Path) -> None:
         "kv_role": "kv_producer",
         "kv_connector_extra_config": {"handoff_directory": str(handoff.resolve()), "names_from_requests": True},
     }
-    _work(LLM(**job.engine_arguments, kv_transfer_config=connector), pipe, job, handoff, store)
+    _work(LLM(**job.engine_arguments | {"kv_transfer_config": connector}), pipe, job, handoff, store)
 
 
 @dataclass
@@ -259,12 +258,13 @@ class _Storage:
             job.identity, job.compression, shard_tokens=job.shard_tokens, write=self._write_shard
         )
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="draftsmith-store", initializer=lower_priority)
-        self._slots = threading.BoundedSemaphore(_MAX_UNSTORED)
+        self._unstored = ByteLimit(job.max_unstored_bytes)
 
     def store(self, turn: _Turn, prompt_loss_mask: list[bool]) -> None:
         """Take an answered turn's handoff file and add its sequence to the open shard. Waits while too many are waiting."""
-        self._slots.acquire()
-        self._submit(self._store, turn, prompt_loss_mask).add_done_callback(lambda _: self._slots.release())
+        size = (self._handoff / turn.file).stat().st_size
+        self._unstored.take(size)
+        self._submit(self._store, turn, prompt_loss_mask).add_done_callback(lambda _: self._unstored.give_back(size))
 
     def flush(self) -> None:
         """Have all that was given written: there may be no more."""

@@ -291,7 +291,14 @@ def results_page() -> str:
 
 
 def _json_type(annotation: ast.expr, classes: dict[str, ast.ClassDef], aliases: dict[str, str]) -> str:
-    words = {"str": "text", "int": "integer", "float": "number", "bool": "true or false", "None": "null"}
+    words = {
+        "str": "text",
+        "int": "integer",
+        "float": "number",
+        "bool": "true or false",
+        "None": "null",
+        "Any": "anything",
+    }
     if isinstance(annotation, ast.Subscript):
         inner = annotation.slice.elts if isinstance(annotation.slice, ast.Tuple) else [annotation.slice]
         parts = [_json_type(part, classes, aliases) for part in inner]

@@ -18,17 +18,23 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from draftsmith.config.recipe import EngineConfig
 from draftsmith.drafters.base import Drafter
 from draftsmith.drafters.batch import Batch
 from draftsmith.engine import environment
 from draftsmith.engine.process import log_tail
-from draftsmith.engine.speculation import needs_plugin, reads_embeddings, rounds_inputs, speculative_config
+from draftsmith.engine.speculation import (
+    needs_plugin,
+    reads_embeddings,
+    rounds_inputs,
+    speculative_config,
+    target_arguments,
+)
 from draftsmith.run.errors import DraftsmithError, UserError
 from draftsmith.run.progress import console
-from draftsmith.target.reference_states import states_of
+from draftsmith.target.pretrained import tokenizer_of
+from draftsmith.target.reference_states import reference_model, states_of
 
 NEAR_TIE = 1e-3
 """Difference of logits: float32 sums in another order differ by less, different modules by far more."""
@@ -61,7 +67,7 @@ RECORDER = Path(__file__).with_name("record_proposals.py")
 
 def record(
     drafters: Sequence[tuple[Path, str]], target_dir: Path, prompts: Sequence[Sequence[int]], *, k: int, max_tokens: int,
-    recorder: Path = RECORDER,
+    recorder: Path = RECORDER, trust_remote_code: bool = False,
 ) -> list[Served]:  # fmt: skip
     """Have stock vLLM answer prompts greedily in float32 and record every chain that it proposes.
 
@@ -71,6 +77,7 @@ def record(
         k: number of speculative tokens.
         max_tokens: longest answer.
         recorder: the program to run.
+        trust_remote_code: whether the target's own Python code may run.
 
     Raises:
         DraftsmithError: vLLM did not load or serve one; with the end of its log.
@@ -79,7 +86,12 @@ def record(
     job = {
         "target": str(target_dir), "drafters": [{"path": str(path), "method": method} for path, method in drafters], "k": k,
         "max_tokens": max_tokens, "longest": max(len(ids) for ids in prompts) + max_tokens + 32,
-        "prompts": [list(ids) for ids in prompts], "stock": not any(needs_plugin(path) or reads_embeddings(path) for path, _ in drafters),
+        "trust_remote_code": trust_remote_code, "prompts": [list(ids) for ids in prompts],
+        "stock": not any(needs_plugin(path) or reads_embeddings(path) for path, _ in drafters),
+        "arguments": {
+            name: value for _, method in drafters
+            for name, value in target_arguments(target_dir, {"method": method}, trust_remote_code=trust_remote_code).items()
+        },
     }  # fmt: skip
     with tempfile.TemporaryDirectory() as folder:
         asked, answered, log = (Path(folder) / name for name in ("job.json", "out.json", "log"))
@@ -101,12 +113,15 @@ def record(
         return [Served(**found) for found in json.loads(answered.read_text())]
 
 
-def compare_proposals(served: Served, drafter: Drafter, target_dir: Path) -> list[int]:
+def compare_proposals(
+    served: Served, drafter: Drafter, target_dir: Path, *, trust_remote_code: bool = False
+) -> list[int]:
     """Compare every proposal with the module's own first choice for that context.
 
     Args:
         drafter: in float32, as trained or as read back.
         target_dir: a Hugging Face directory.
+        trust_remote_code: whether the target's own Python code may run.
 
     Returns:
         The number of tokens compared, by draft position.
@@ -115,7 +130,7 @@ def compare_proposals(served: Served, drafter: Drafter, target_dir: Path) -> lis
         DraftsmithError: one differs although the module's logits of the two are not nearly equal; or more than one in 200 are
             near-ties.
     """
-    chains = _chains(served, drafter, target_dir)
+    chains = _chains(served, drafter, reference_model(target_dir, torch.float32, trust_remote_code=trust_remote_code))
     steps = max((len(proposal["draft"]) for proposal in served.proposals), default=0)
     compared, different = [0] * steps, [0] * steps
     for proposal in served.proposals:
@@ -148,9 +163,8 @@ _Step = tuple[torch.Tensor, torch.Tensor, torch.Tensor]
 
 
 @torch.no_grad()
-def _chains(served: Served, drafter: Drafter, target_dir: Path) -> dict[str, list[_Step]]:
+def _chains(served: Served, drafter: Drafter, model: Any) -> dict[str, list[_Step]]:
     """By request: the module's chains after each of its tokens."""
-    model = AutoModelForCausalLM.from_pretrained(target_dir, dtype=torch.float32).eval()
     longest: dict[str, list[int]] = {}  # the longest context of a request begins with all shorter ones
     for proposal in served.proposals:
         if len(proposal["context"]) > len(longest.get(proposal["request"], [])):
@@ -175,11 +189,14 @@ def _chains(served: Served, drafter: Drafter, target_dir: Path) -> dict[str, lis
     return chains
 
 
-def verify_served(drafter_dir: Path, drafter: Drafter, target_dir: Path) -> dict[str, Any]:
+def verify_served(
+    drafter_dir: Path, drafter: Drafter, target_dir: Path, *, trust_remote_code: bool = False
+) -> dict[str, Any]:
     """Serve a drafter's directory with stock vLLM and compare its draft tokens for a few prompts.
 
     Args:
         drafter: the module that the directory was made from, in float32.
+        trust_remote_code: whether the target's own Python code may run.
 
     Returns:
         `proposals` compared by draft position (not if inputs are rounded too: draft tokens may differ then), and how many of
@@ -199,17 +216,24 @@ def verify_served(drafter_dir: Path, drafter: Drafter, target_dir: Path) -> dict
             "verify: the drafter reads the target's embeddings (layer id 0); on GPUs, vLLM's eager mode (--enforce-eager) passes wrong "
             "ones unless Draftsmith is installed"
         )
-    tokenizer = AutoTokenizer.from_pretrained(target_dir)
+    tokenizer = tokenizer_of(target_dir, trust_remote_code=trust_remote_code)
     prompts = [_prompt(tokenizer, text) for text in _PROMPTS]
     steps = min(_K, drafter.max_draft_tokens or _K)
-    (served,) = record([(drafter_dir, method)], target_dir, prompts, k=steps, max_tokens=_MAX_TOKENS)
+    (served,) = record(
+        [(drafter_dir, method)],
+        target_dir,
+        prompts,
+        k=steps,
+        max_tokens=_MAX_TOKENS,
+        trust_remote_code=trust_remote_code,
+    )
     counted = {name: served.counters[f"vllm:spec_decode_num_{name}"] for name in ("draft_tokens", "accepted_tokens")}
     accepted = f"the target accepted {counted['accepted_tokens']:.0f} of {counted['draft_tokens']:.0f} tokens"
     figures: dict[str, Any] = {"drafted": counted["draft_tokens"], "accepted": counted["accepted_tokens"]}
     if rounds_inputs(drafter_dir):
         console.print(f"verified: vLLM serves it, and {accepted}; with quantized inputs its draft tokens may differ")
         return figures
-    compared = compare_proposals(served, drafter, target_dir)
+    compared = compare_proposals(served, drafter, target_dir, trust_remote_code=trust_remote_code)
     console.print(f"verified: vLLM proposed the drafter's own tokens, {sum(compared)} compared; {accepted}")
     return figures | {"proposals": compared}
 

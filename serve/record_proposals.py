@@ -1,8 +1,9 @@
 """Run stock vLLM with drafters, one after another, and record every chain that it proposes, with its context.
 
 Run as a program: record_proposals.py JOB.json OUT.json. JOB has `target`, `drafters` (list of `path` and vLLM's `method`), `k`,
-`max_tokens`, `longest` (tokens of the longest prompt with its answer), `prompts` (lists of token ids) and `stock`: if true,
-`draftsmith` cannot be imported in this process, so a drafter that loads here loads where Draftsmith is not installed.
+`max_tokens`, `longest` (tokens of the longest prompt with its answer), `prompts` (lists of token ids), `arguments` (further ones of
+`vllm.LLM`), `trust_remote_code` and `stock`: if true, `draftsmith` cannot be imported in this process, so a drafter that loads here loads where
+Draftsmith is not installed.
 
 Importing vLLM takes longer than starting an engine: it is imported once, and each drafter runs in a fork of the process.
 """
@@ -57,7 +58,9 @@ def record(job: dict[str, Any], drafter: dict[str, str]) -> dict[str, Any]:
         model=job["target"], dtype="float32", max_model_len=job["longest"], enforce_eager=True, max_num_seqs=32, seed=0,
         enable_prefix_caching=False, disable_log_stats=False, kv_cache_memory_bytes=1 << 30,
         async_scheduling=False,  # otherwise proposals stay in the worker
+        trust_remote_code=job["trust_remote_code"],
         speculative_config={"method": drafter["method"], "model": drafter["path"], "num_speculative_tokens": job["k"]},
+        **job["arguments"],
     )  # fmt: skip
     core: Any = llm.llm_engine.engine_core.engine_core
     scheduler = core.scheduler

@@ -12,13 +12,15 @@ from draftsmith.config.recipe import Recipe
 from draftsmith.data.turns import Turn
 from draftsmith.engine.speculation import serving_spec
 from draftsmith.engine.step_cost import EngineStep, target_sizes
+from draftsmith.run.errors import UserError
+from draftsmith.run.progress import console
 from draftsmith.target.info import TargetInfo
 
 
 def roofline(
     recipe: Recipe, target: TargetInfo, drafter_dir: Path, prompts: Sequence[Turn], lengths: Mapping[int, float]
 ) -> dict[int, dict[int, float]] | None:
-    """Speedup by batch size and K on the hardware of the recipe's `plan`; None if it names none.
+    """Speedup by batch size and K on the hardware of the recipe's `plan`; None if it names none, or the target's size is unknown.
 
     Args:
         lengths: acceptance length by K.
@@ -26,7 +28,11 @@ def roofline(
     hardware = recipe.plan.hardware if recipe.plan else None
     if hardware is None:
         return None
-    sizes = target_sizes(target.config)
+    try:
+        sizes = target_sizes(target.config, trust_remote_code=target.trust_remote_code)
+    except UserError as reason:  # what was measured is not lost for it
+        console.print(f"tune: no roofline: {reason}", highlight=False, soft_wrap=True)
+        return None
     number = getattr(torch, recipe.target.dtype).itemsize
     context = statistics.mean(len(turn.token_ids) for turn in prompts) + recipe.tune.tokens / 2
     weights = (drafter_dir / "model.safetensors").stat().st_size / (hardware.memory_gb_per_second * 1e9)

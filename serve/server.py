@@ -12,6 +12,7 @@ from typing import Any
 
 from draftsmith.config.methods import Drafter, Method
 from draftsmith.config.recipe import Recipe
+from draftsmith.engine.options import check_options
 from draftsmith.engine.speculation import check_graph_sizes, method_config, own_drafter
 from draftsmith.run.errors import UserError
 from draftsmith.run.progress import console
@@ -48,12 +49,14 @@ def serve(
         UserError: the method cannot serve this target, or there is no drafter.
         DraftsmithError: the server ended by itself; with the reason from its log.
     """
+    check_options(recipe.engine)
     target = describe_target(prepare_target(recipe.target), recipe.target)
     method = _method(recipe, run_dir, k)
     speculative = method_config(
         method, target, own_drafter=run_dir / "vllm", tensor_parallel_size=recipe.engine.tensor_parallel_size
     )
-    check_graph_sizes(recipe.serve.vllm_args, speculative["num_speculative_tokens"] if speculative else 0)
+    options = recipe.engine.options | recipe.serve.vllm_args
+    check_graph_sizes(options, speculative["num_speculative_tokens"] if speculative else 0)
     command = server_command(recipe, target.path, speculative, name=target.name, host=host, port=port)
     scheme = "https" if recipe.serve.vllm_args.get("ssl_certfile") else "http"
     url = f"{scheme}://{'127.0.0.1' if host in ('0.0.0.0', '::', '') else host}:{port}"

@@ -16,6 +16,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping
+from contextlib import closing
 from pathlib import Path
 from typing import Any, cast
 
@@ -27,12 +28,14 @@ from draftsmith.config.loading import digest
 from draftsmith.config.recipe import Recipe
 from draftsmith.data.turns import Turn
 from draftsmith.engine.environment import resolved
+from draftsmith.engine.options import check_options
 from draftsmith.engine.speculation import drafter_sha256
 from draftsmith.run import stage
 from draftsmith.run.atomic_io import write_json
 from draftsmith.run.errors import UserError
 from draftsmith.run.progress import console
 from draftsmith.run.stage import StageRun
+from draftsmith.serve.evaluation.engine import say_options
 from draftsmith.serve.evaluation.machine import describe_engines, describe_machine
 from draftsmith.serve.evaluation.schema import Engines, Machine, Ratio
 from draftsmith.serve.evaluation.suites import draw, load_suite, render_suite, turn_renderer
@@ -42,7 +45,7 @@ from draftsmith.serve.tune_measure import TuneEngines, measure_speedups, measure
 from draftsmith.target.info import TargetInfo, describe_target
 from draftsmith.target.prepare import prepare_target
 
-_VERSION = 5
+_VERSION = 6
 
 ByBatch = dict[str, dict[str, float]]
 """By number of sequences at once, then by K; both as strings."""
@@ -92,6 +95,7 @@ def run_tune(recipe: Recipe, run_dir: Path, *, verify: bool = False) -> Tuned:
         UserError: there is no drafter, or the suite has too few prompts.
         DraftsmithError: an engine failed.
     """
+    check_options(recipe.engine)
     run = StageRun("tune", run_dir / recipe.tune.output)
     target = describe_target(prepare_target(recipe.target), recipe.target)
     drafter_dir, output = run_dir / "vllm", run.directory
@@ -113,23 +117,25 @@ def run_tune(recipe: Recipe, run_dir: Path, *, verify: bool = False) -> Tuned:
         print_tuned(cast("Tuned", figures))
         return cast("Tuned", figures)
     run.claim(fresh=True)
+    say_options("tune", recipe.engine)
 
     engines = TuneEngines(recipe, target, drafter_dir, every, output)
-    costs, shares = measure_steps(engines, prompts, recipe)
-    lengths = {k: 1 + sum(shares[:k]) for k in (0, *sorted(recipe.tune.k))}
-    speedups = {
-        batch: {k: lengths[k] / cost for k, cost in sorted(of_batch.items())} for batch, of_batch in costs.items()
-    }
-    # A method with a fixed K is tuned for the smallest load.
-    loads = {min(speedups): speedups[min(speedups)]} if engines.fixed_k else speedups
-    schedule = make_schedule(loads, most=recipe.extract.max_num_seqs)
-    pays = any(k for _, _, k in schedule)
-    measured: dict[int, dict[int, Ratio]] = {}
-    schedule_measured: dict[int, Ratio] = {}
-    if verify:
-        shuffled = draw(every, len(every), seed=recipe.seed)
-        measured, schedule_measured = measure_speedups(engines, schedule if pays else None, shuffled, recipe)
-    by_arithmetic = roofline(recipe, target, drafter_dir, prompts, {k: lengths[k] for k in sorted(recipe.tune.k)})
+    with closing(engines.lineup):
+        costs, shares = measure_steps(engines, prompts, recipe)
+        lengths = {k: 1 + sum(shares[:k]) for k in (0, *engines.ks)}
+        speedups = {
+            batch: {k: lengths[k] / cost for k, cost in sorted(of_batch.items())} for batch, of_batch in costs.items()
+        }
+        # A method with a fixed K is tuned for the smallest load.
+        loads = {min(speedups): speedups[min(speedups)]} if engines.fixed_k else speedups
+        schedule = make_schedule(loads, most=recipe.extract.max_num_seqs)
+        pays = any(k for _, _, k in schedule)
+        measured: dict[int, dict[int, Ratio]] = {}
+        schedule_measured: dict[int, Ratio] = {}
+        if verify:
+            shuffled = draw(every, len(every), seed=recipe.seed)
+            measured, schedule_measured = measure_speedups(engines, schedule if pays else None, shuffled, recipe)
+    by_arithmetic = roofline(recipe, target, drafter_dir, prompts, {k: lengths[k] for k in engines.ks})
     found: Tuned = {
         "target": target.name,
         "drafter_sha256": drafter_hashes,
@@ -146,7 +152,7 @@ def run_tune(recipe: Recipe, run_dir: Path, *, verify: bool = False) -> Tuned:
         "dtype": recipe.target.dtype,
         "versions": stage.versions(),
         "machine": describe_machine(),
-        "engine": describe_engines(recipe.engine, engines.placement.at_once),
+        "engine": describe_engines(recipe.engine, engines.lineup.peak),
     }
     write_json(output / "tune.json", found)
     run.finish(inputs, dict(found), recipe=sections, files=("tune.json",))

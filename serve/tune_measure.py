@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import math
 import statistics
-from collections.abc import Generator, Mapping, Sequence
-from contextlib import closing
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +16,7 @@ from draftsmith.run.errors import UserError
 from draftsmith.run.progress import Bar
 from draftsmith.serve.evaluation.curve import non_decreasing
 from draftsmith.serve.evaluation.engine import EngineHost, EngineSpec, Generated
-from draftsmith.serve.evaluation.lineup import Lineup, engine_starter, find_placement
+from draftsmith.serve.evaluation.lineup import Lineup, engine_starter, find_placement, serves_every_k
 from draftsmith.serve.evaluation.schema import AtStart, Ratio
 from draftsmith.serve.evaluation.statistics import acceptance
 from draftsmith.serve.evaluation.throughput import REQUESTS_PER_SLOT, at_start, request_schedule, run_load, speedup
@@ -27,11 +27,14 @@ _COST_TOKENS = 24
 _COST_ANSWERS = 12
 """At least so many answers are timed at every batch size, in rounds of a batch; at least three rounds."""
 _IDLE_DRAFTER, _BY_SCHEDULE = -1, -2
-"""Keys of engines, beside K and 0 for the baseline: one whose drafter proposes nothing, and one that follows the schedule."""
+"""Keys of variants, beside K and 0 for the baseline: a drafter that proposes nothing, and one that follows the schedule."""
+
+Ranges = tuple[tuple[int, int, int], ...]
+"""From, to, K, as vLLM's `num_speculative_tokens_per_batch_size`."""
 
 
 class TuneEngines:
-    """The engines that tuning compares: the baseline, the drafter at each K, and an idle drafter."""
+    """What tuning compares: the baseline, the drafter at each K, and an idle drafter."""
 
     def __init__(
         self, recipe: Recipe, target: TargetInfo, drafter_dir: Path, prompts: Sequence[Turn], log_dir: Path
@@ -40,44 +43,53 @@ class TuneEngines:
         self._method = own_drafter(drafter_dir)
         self.fixed_k = self._method.method in FIXED_K
         """Whether vLLM drafts the same number of tokens at every load."""
-        options, most = recipe.tune, max(recipe.tune.concurrency)
-        self.configs: dict[int, dict[str, Any] | None] = {0: None}
-        """vLLM's `speculative_config` by K."""
-        for k in sorted(options.k):
-            self.configs[k] = self.speculative_config(num_speculative_tokens=k)
-        self.idle_drafter: dict[int, dict[str, Any] | None] = {}
-        """The same of the idle drafter; empty for a method with a fixed K."""
-        if not self.fixed_k:
-            ranges = ((1, most, 0), (most + 1, most + 1, 1))
-            self.idle_drafter[_IDLE_DRAFTER] = self.speculative_config(num_speculative_tokens_per_batch_size=ranges)
-        tokens = most * (max(len(turn.token_ids) for turn in prompts) + max(options.tokens, _COST_TOKENS))
-        self.placement = find_placement(
-            recipe.engine, target, [*self.configs.values(), *self.idle_drafter.values()], dtypes=[recipe.target.dtype],
-            tokens=tokens, at_least=tokens, smaller="tune.concurrency",
+        options, self._most = recipe.tune, max(recipe.tune.concurrency)
+        self.ks = sorted({*options.k})
+        self._one_for_every_k = serves_every_k(self._method, recipe.engine)
+        tokens = self._most * (max(len(turn.token_ids) for turn in prompts) + max(options.tokens, _COST_TOKENS))
+        placement = find_placement(
+            recipe.engine, target, [self.spec(k).speculative for k in (0, *self.ks)], dtypes=[recipe.target.dtype], tokens=tokens,
+            at_least=tokens, smaller="tune.concurrency",
         )  # fmt: skip
-        self._start = engine_starter(log_dir)
+        self.lineup: Lineup[int] = Lineup(placement, engine_starter(log_dir))
 
-    def speculative_config(self, **changes: Any) -> dict[str, Any] | None:
-        return method_config(
-            self._method.model_copy(update=changes), self._target, own_drafter=self._drafter_dir,
-            tensor_parallel_size=self._recipe.engine.tensor_parallel_size,
+    def spec(self, key: int, schedule: Ranges = ()) -> EngineSpec:
+        """The engine of a variant.
+
+        Args:
+            key: K, 0 for the baseline, `_IDLE_DRAFTER` or `_BY_SCHEDULE`.
+            schedule: of `_BY_SCHEDULE`.
+        """
+        if key == 0:
+            return self._spec("baseline")
+        if self._one_for_every_k:
+            shared = self._spec("drafter", num_speculative_tokens_per_batch_size=((1, self._most, self.ks[-1]),))
+            return replace(shared, k_by_load=schedule or ((1, self._most, max(key, 0)),))
+        if key == _BY_SCHEDULE:
+            return self._spec("schedule", num_speculative_tokens_per_batch_size=schedule)
+        if key == _IDLE_DRAFTER:
+            never = ((1, self._most, 0), (self._most + 1, self._most + 1, 1))
+            return self._spec("idle-drafter", num_speculative_tokens_per_batch_size=never)
+        return self._spec(f"k{key}", num_speculative_tokens=key)
+
+    def _spec(self, name: str, **changes: Any) -> EngineSpec:
+        """An engine; with the drafter if any of its options changes."""
+        speculative = None
+        if changes:
+            speculative = method_config(
+                self._method.model_copy(update=changes), self._target, own_drafter=self._drafter_dir,
+                tensor_parallel_size=self._recipe.engine.tensor_parallel_size,
+            )  # fmt: skip
+        return EngineSpec(
+            name=name, target=str(self._target.path), dtype=self._recipe.target.dtype, engine=self._recipe.engine,
+            trust_remote_code=self._target.trust_remote_code, speculative=speculative, max_num_seqs=self._most,
         )  # fmt: skip
 
-    def turns(
-        self, configs: Mapping[int, dict[str, Any] | None], number: int = 0
-    ) -> Generator[dict[int, EngineHost], None, None]:
-        """Groups of engines that are up together, each with the baseline, in one engine start."""
-        names = {0: "baseline", _IDLE_DRAFTER: "idle-drafter", _BY_SCHEDULE: "schedule"}
-        specs = {
-            k: EngineSpec(
-                name=names.get(k, f"k{k}"), target=str(self._target.path), dtype=self._recipe.target.dtype, engine=self._recipe.engine,
-                speculative=config, max_num_seqs=max(self._recipe.tune.concurrency),
-            )
-            for k, config in configs.items()
-        }  # fmt: skip
-        lineup: Lineup[int] = Lineup(self.placement, self._start, number)
-        with closing(lineup):
-            yield from lineup.turns(specs, lambda k: 0)
+    def turns(self, keys: Sequence[int], schedule: Ranges = ()) -> Iterator[dict[int, EngineHost]]:
+        """Groups of variants that are asked together, each with the baseline."""
+        return self.lineup.turns(
+            {key: self.spec(key, schedule if key == _BY_SCHEDULE else ()) for key in keys}, lambda k: 0
+        )
 
 
 def measure_steps(
@@ -87,12 +99,11 @@ def measure_steps(
     options = recipe.tune
     costs: dict[int, dict[int, float]] = {batch: {} for batch in sorted(options.concurrency)}
     shares: list[float] = []
-    with closing(engines.turns(engines.configs | engines.idle_drafter)) as turns:
-        for group in turns:
-            for batch, of_group in _step_costs(group, prompts, options.concurrency).items():
-                costs[batch] |= of_group
-            if max(options.k) in group:
-                shares = _acceptance(group[max(options.k)], prompts, options.tokens)
+    for group in engines.turns([0, *engines.ks, *([] if engines.fixed_k else [_IDLE_DRAFTER])]):
+        for batch, of_group in _step_costs(group, prompts, options.concurrency).items():
+            costs[batch] |= of_group
+        if max(options.k) in group:
+            shares = _acceptance(group[max(options.k)], prompts, options.tokens)
     for of_batch in costs.values():
         if _IDLE_DRAFTER in of_batch:
             of_batch[0] = max(1.0, of_batch.pop(_IDLE_DRAFTER))
@@ -163,25 +174,24 @@ def measure_speedups(
         By requests in flight and K; and of the schedule, by requests in flight, empty if there is none.
     """
     options = recipe.tune
-    configs = dict(engines.configs)
-    if schedule is not None:
-        ranges = tuple(map(tuple, schedule))
-        configs[_BY_SCHEDULE] = engines.speculative_config(num_speculative_tokens_per_batch_size=ranges)
+    keys = list(engines.ks) if schedule is None else [*engines.ks, _BY_SCHEDULE]
+    ranges = tuple((first, last, k) for first, last, k in schedule or ())
     # By requests in flight and K, in every engine start: the baseline as it ran beside it, and itself.
     starts: dict[int, dict[int, list[tuple[AtStart, AtStart]]]] = {
-        in_flight: {k: [] for k in configs if k != 0} for in_flight in sorted(options.concurrency)
+        in_flight: {k: [] for k in keys} for in_flight in sorted(options.concurrency)
     }
     for number in range(options.engine_starts):
-        with closing(engines.turns(configs, number)) as turns:
-            for group in turns:
+        if number:  # the first goes on with the engines that step costs were measured with
+            engines.lineup.restart(number)
+        for group in engines.turns([0, *keys], ranges):
+            for k in [k for k in group if k != 0]:
                 for in_flight, found in starts.items():
                     asked = prompts[: max(REQUESTS_PER_SLOT * in_flight, options.prompts)]
                     ids = [(turn.id, turn.token_ids) for turn in asked]
                     requests = request_schedule(ids, in_flight, options.tokens, seed=recipe.seed)
-                    timings = run_load(group, requests, in_flight, "measured")
+                    timings = run_load({0: group[0], k: group[k]}, requests, in_flight, "measured")
                     at = {k: at_start(timing, requests) for k, timing in timings.items()}
-                    for k in [k for k in group if k != 0]:
-                        found[k].append((at[0], at[k]))
+                    found[k].append((at[0], at[k]))
     speedups = {
         in_flight: {
             k: speedup([baseline for baseline, _ in both], [own for _, own in both]) for k, both in found.items()

@@ -20,6 +20,7 @@ from typing import Any
 
 from draftsmith.config.recipe import EngineConfig, Recipe
 from draftsmith.engine import environment
+from draftsmith.engine.speculation import target_arguments
 from draftsmith.run.errors import DraftsmithError, UserError
 from draftsmith.run.progress import console
 
@@ -31,8 +32,9 @@ _ERROR = re.compile(r"\b\w*(Error|Exception)\b: .*\S")
 _SET_ELSEWHERE = {
     "model": "by the recipe's `target`", "served-model-name": "by the recipe's `target`", "dtype": "by `target.dtype`",
     "max-model-len": "by `engine.max_model_len`", "tensor-parallel-size": "by `engine.tensor_parallel_size`",
-    "enforce-eager": "by `engine.enforce_eager`", "speculative-config": "by `serve.method`", "host": "with --host",
-    "port": "with --port", "api-key": "with --api-key, or VLLM_API_KEY in the environment",
+    "enforce-eager": "by `engine.enforce_eager`", "trust-remote-code": "by `target.trust_remote_code`",
+    "speculative-config": "by `serve.method`", "host": "with --host", "port": "with --port",
+    "api-key": "with --api-key, or VLLM_API_KEY in the environment",
 }  # fmt: skip
 """Options of vLLM's server that Draftsmith sets, and where users set them."""
 _AS_JSON = {"allowed-origins", "allowed-methods", "allowed-headers"}
@@ -140,7 +142,7 @@ def server_command(
     """The command line of vLLM's server, in a process that ends with this one.
 
     Args:
-        recipe: `target`, `engine` and `serve.vllm_args` are read.
+        recipe: `target`, `engine` and `serve.vllm_args`, which comes before `engine.options`, are read.
         target_dir: the target's directory.
         speculative: vLLM's `speculative_config`; None for the baseline.
         name: the model's name for clients.
@@ -159,11 +161,19 @@ def server_command(
     ]  # fmt: skip
     if speculative is not None:
         command += ["--speculative-config", json.dumps(speculative)]
-    for key, value in environment.memory_arguments(recipe.engine, share=memory_share).items():
-        command += [f"--{key.replace('_', '-')}", str(value)]
+    arguments = environment.memory_arguments(recipe.engine, share=memory_share) | target_arguments(
+        target_dir, speculative, options=recipe.engine.options, trust_remote_code=recipe.target.trust_remote_code
+    )
+    for key, value in arguments.items():
+        command += [f"--{key.replace('_', '-')}", json.dumps(value) if isinstance(value, dict) else str(value)]
     if environment.resolved(recipe.engine).enforce_eager:
         command.append("--enforce-eager")
-    return command + _flags(recipe.serve.vllm_args)
+    if recipe.target.trust_remote_code:
+        command.append("--trust-remote-code")
+    replaced = {_flag(key) for key in recipe.serve.vllm_args}
+    given = {_flag(key) for key in arguments}
+    shared = {key: value for key, value in recipe.engine.options.items() if _flag(key) not in replaced | given}
+    return command + _flags(shared) + _flags(recipe.serve.vllm_args)
 
 
 def failure_reason(lines: Sequence[str]) -> str:
@@ -187,7 +197,7 @@ def _flags(options: Mapping[str, Any]) -> list[str]:
     """
     flags: list[str] = []
     for key, value in options.items():
-        name = key.replace("_", "-").removeprefix("--")
+        name = _flag(key)
         if name in _SET_ELSEWHERE:
             raise UserError(f"`serve.vllm_args.{key}` is set elsewhere: {_SET_ELSEWHERE[name]}.")
         if isinstance(value, bool):
@@ -199,6 +209,10 @@ def _flags(options: Mapping[str, Any]) -> list[str]:
         elif value is not None:
             flags += [f"--{name}", json.dumps(value) if isinstance(value, dict) else str(value)]
     return flags
+
+
+def _flag(key: str) -> str:
+    return key.replace("_", "-").removeprefix("--")
 
 
 def _healthy(url: str) -> bool:

@@ -17,10 +17,13 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
 from typing import Any, ClassVar
 from urllib.parse import parse_qs, unquote, urlsplit
 
+import pytest
 import yaml
+from huggingface_hub.utils import close_session
 
 TOKEN, READ_TOKEN = "hf_writes", "hf_reads"
 LICENCES = ("apache-2.0", "mit", "llama3.1", "other")
@@ -400,3 +403,31 @@ def serve_hub() -> Iterator[Hub]:
         finally:
             hub.hold_uploads.set()
             server.shutdown()
+
+
+@contextmanager
+def use_hub(monkeypatch: pytest.MonkeyPatch, home: Path) -> Iterator[Hub]:
+    """A server that this process and its children use as the Hub, logged in.
+
+    Args:
+        home: folder for the client's cache.
+    """
+    with serve_hub() as hub:
+        values = {
+            "HF_ENDPOINT": hub.url, "HF_TOKEN": TOKEN, "HF_HOME": str(home), "HF_HUB_DISABLE_XET": "1",
+            "NO_PROXY": "127.0.0.1", "HF_HUB_DISABLE_TELEMETRY": "1",
+        }  # fmt: skip
+        for name, value in values.items():
+            monkeypatch.setenv(name, value)
+        monkeypatch.delenv("HF_HUB_OFFLINE", raising=False)
+        # huggingface_hub reads the environment on import, so this process needs patches.
+        constants = "huggingface_hub.constants"
+        monkeypatch.setattr(f"{constants}.ENDPOINT", hub.url)
+        monkeypatch.setattr(
+            f"{constants}.HUGGINGFACE_CO_URL_TEMPLATE", hub.url + "/{repo_id}/resolve/{revision}/{filename}"
+        )
+        monkeypatch.setattr(f"{constants}.HF_HUB_DISABLE_XET", True)
+        monkeypatch.setattr(f"{constants}.HF_HUB_CACHE", str(home / "hub"))
+        close_session()
+        yield hub
+        close_session()

@@ -20,7 +20,7 @@ from torch.nn import functional as F
 
 from draftsmith.drafters.base import ChainStep, Drafter
 from draftsmith.drafters.batch import Batch
-from draftsmith.train.loss import row_chunks
+from draftsmith.train.loss import capped, row_chunks
 
 
 def predict_acceptance(
@@ -93,8 +93,9 @@ def predict_sampled_acceptance(
     *,
     k: int,
     temperature: float,
-    norm: nn.RMSNorm,
+    norm: nn.Module,
     head: torch.Tensor,
+    soft_cap: float | None = None,
 ) -> SampledAcceptance:
     """Predicted acceptance length at a temperature.
 
@@ -114,7 +115,8 @@ def predict_sampled_acceptance(
         k: longest chain.
         temperature: above 0.
         norm: the target's final norm.
-        head: [vocab, H], the target's whole head.
+        head: [vocab, H], the target's whole head, times its scale of logits.
+        soft_cap: of the target's logits.
     """
     training = drafter.training
     drafter.eval()
@@ -126,7 +128,7 @@ def predict_sampled_acceptance(
         states = norm(batch.last_states)
         accept = states.new_zeros(2, len(rows), k)  # of greedy and of sampled drafts
         for part in row_chunks(len(states), len(head), states.device.type):
-            p = (F.linear(states[part], head) / temperature).softmax(-1)[:, drafter.draft_token_ids]
+            p = (capped(F.linear(states[part], head), soft_cap) / temperature).softmax(-1)[:, drafter.draft_token_ids]
             for j, step in enumerate(steps):
                 teacher = rows + 1 + j - part.start
                 here = ((teacher >= 0) & (teacher < len(p)) & (step.loss_weights > 0)).nonzero()[:, 0]

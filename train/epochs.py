@@ -12,11 +12,12 @@ from accelerate.utils import broadcast_object_list
 
 from draftsmith.drafters import drafter_class
 from draftsmith.drafters.checkpoint import Checkpoint
-from draftsmith.drafters.weights import in_memory
+from draftsmith.drafters.norm import FinalNorm
+from draftsmith.run.weights import in_memory
 from draftsmith.target.tensors import load_target_tensors
 from draftsmith.train import distributed
 from draftsmith.train.acceptance import predict_acceptance, predict_sampled_acceptance, predicted_speedup
-from draftsmith.train.setup import Run, final_norm
+from draftsmith.train.setup import Run
 
 Figures = dict[str, Any]
 """Of an epoch: `epoch` (from 1), `loss` (its mean), `predicted` ({K: acceptance length}, empty without held-out text)."""
@@ -88,7 +89,7 @@ def requested_predictions(run: Run, published: Figures) -> Figures:
         figures["predicted_speedup"] = _rounded(predicted_speedup(lengths, options.step_costs))
     if options.predict_temperature and lengths:
         device = run.accelerator.device
-        tensors = load_target_tensors(run.target.path)
+        tensors = load_target_tensors(run.target.path, trust_remote_code=run.target.trust_remote_code)
         saved = Checkpoint.load(epoch_folder(run.directory, published))
         kind = drafter_class(saved.kind)
         drafter = kind.from_target(kind.config_class.from_dict(saved.config), tensors, saved.draft_token_ids)
@@ -98,8 +99,9 @@ def requested_predictions(run: Run, published: Figures) -> Figures:
             run.data.held_out(steps=max(lengths)),
             k=max(lengths),
             temperature=options.predict_temperature,
-            norm=final_norm(drafter.config, tensors).to(device),
+            norm=FinalNorm.of(tensors, run.target.facts.norm_eps).to(device),
             head=tensors.lm_head.float().to(device),
+            soft_cap=tensors.logit_soft_cap,
         )
         figures["predicted_at_temperature"] = {
             "temperature": options.predict_temperature,

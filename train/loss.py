@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Literal
 
 import torch
@@ -79,14 +79,15 @@ class ChainLoss(nn.Module):
     """The drafter's distribution against the target's, over the draft vocabulary.
 
     For the row at p and chain step k, the teacher is the target at position p+1+k, whose last state is in the same
-    batch: its logits are `lm_head(norm(h))` restricted to the draft vocabulary. Rows whose true token is outside
-    the draft vocabulary are left out: no draft token would be right there. A kind may learn the target's tokens instead of
-    its distribution, and the target's normed state as well (`terms`).
+    batch: its logits are `lm_head(norm(h))`, under its soft cap, restricted to the draft vocabulary. Rows whose true token is
+    outside the draft vocabulary are left out: no draft token would be right there. A kind may learn the target's tokens instead
+    of its distribution, and the target's normed state as well (`terms`).
 
     Args:
         drafter: the module to train.
         teacher_norm: the target's final norm.
-        teacher_head: [V, H], the target's head rows for the draft vocabulary.
+        teacher_head: [V, H], the target's head rows for the draft vocabulary, times its scale of logits.
+        teacher_soft_cap: c, where the target's logits become c * tanh(logits / c).
         ttt_steps: K.
         ttt_loss_decay: weight of step k is ttt_loss_decay**k (EAGLE-3's reference code: 0.8).
         loss: distance of the drafter's distribution q from the target's p. `cross_entropy`: -sum p log q. `kl`: the same
@@ -101,8 +102,9 @@ class ChainLoss(nn.Module):
         self,
         drafter: Drafter,
         *,
-        teacher_norm: nn.RMSNorm,
+        teacher_norm: nn.Module,
         teacher_head: torch.Tensor,
+        teacher_soft_cap: float | None = None,
         ttt_steps: int,
         ttt_loss_decay: float,
         loss: LossName = "cross_entropy",
@@ -112,7 +114,7 @@ class ChainLoss(nn.Module):
         super().__init__()
         self.drafter = drafter
         self.ttt_steps, self.ttt_loss_decay, self.loss_vocab_size = ttt_steps, ttt_loss_decay, loss_vocab_size
-        self.loss, self.terms = loss, terms or LossTerms()
+        self.loss, self.terms, self.teacher_soft_cap = loss, terms or LossTerms(), teacher_soft_cap
         self.teacher_norm = teacher_norm.requires_grad_(False)
         self.register_buffer("teacher_head", teacher_head, persistent=False)
         ids = drafter.draft_token_ids
@@ -155,9 +157,9 @@ class ChainLoss(nn.Module):
                 teacher_head[subset.columns],
             )
             heads = [head[subset.columns] for head in heads]
-        targets = _LossTargets(
-            labels, subset, *((states, teacher_head) if self.terms.targets == "distribution" else (None, None))
-        )
+        targets = _LossTargets(labels, subset)
+        if self.terms.targets == "distribution":
+            targets = replace(targets, states=states, head=teacher_head, soft_cap=self.teacher_soft_cap)
         total, right = _HeadLoss.apply(self.loss, targets, weights * self.terms.token_weight, head_of, *normed, *heads)
         if self.terms.feature_weight:
             for each, weight in zip(normed, weights, strict=True):
@@ -208,13 +210,13 @@ class ChainLoss(nn.Module):
         if self.loss_vocab_size is None or self.loss_vocab_size >= vocab:
             return None
         mass = states.new_zeros(vocab, dtype=_sum_dtype(states.dtype))
-        asked = [(states[:: math.ceil(len(states) / ROWS_ASKED) or 1], self.teacher_head)]
+        asked = [(states[:: math.ceil(len(states) / ROWS_ASKED) or 1], self.teacher_head, self.teacher_soft_cap)]
         for x, head, weights in zip(normed, heads, alignment.weights, strict=True):
             there = weights.nonzero()[:, 0]
-            asked.append((x[there[:: math.ceil(len(there) * len(normed) / ROWS_ASKED) or 1]], head))
-        for x, head in asked:
+            asked.append((x[there[:: math.ceil(len(there) * len(normed) / ROWS_ASKED) or 1]], head, None))
+        for x, head, soft_cap in asked:
             for rows in row_chunks(len(x), vocab, x.device.type):
-                mass += F.linear(x[rows], head).softmax(-1, dtype=mass.dtype).sum(0)
+                mass += capped(F.linear(x[rows], head), soft_cap).softmax(-1, dtype=mass.dtype).sum(0)
         mass[alignment.labels] = torch.inf
         drawn = self.loss_vocab_size // _DRAWN
         kept = max(self.loss_vocab_size - drawn, int(mass.isinf().sum()))
@@ -249,10 +251,11 @@ class _LossTargets:
     """int64 [N]: the target's tokens."""
     subset: _VocabularySubset | None
     """The tokens of the heads' rows; None for the whole draft vocabulary."""
-    states: torch.Tensor | None
+    states: torch.Tensor | None = None
     """[N, H], the target's normed states; None where only the labels are learned."""
-    head: torch.Tensor | None
-    """[V, H], the target's head; with `states`, its distribution."""
+    head: torch.Tensor | None = None
+    """[V, H], the target's head; with `states` and `soft_cap`, its distribution."""
+    soft_cap: float | None = None
 
 
 class _HeadLoss(torch.autograd.Function):
@@ -305,7 +308,7 @@ class _HeadLoss(torch.autograd.Function):
         with torch.autocast(device, enabled=False):
             for rows in row_chunks(weights.shape[1], len(heads[0]), device):
                 labels = targets.labels[rows]
-                taught = _logits(teacher[0][rows], teacher[1], log_weights) if teacher else None
+                taught = _logits(teacher[0][rows], teacher[1], log_weights, targets.soft_cap) if teacher else None
                 p = None if taught is None else taught.softmax(-1)
                 constant: torch.Tensor | float = 0.0  # in what is trained
                 if loss == "kl" and taught is not None and p is not None:
@@ -350,10 +353,21 @@ class _HeadLoss(torch.autograd.Function):
         return None, None, None, None, *(g if g is None else g.mul_(grads[0]) for g in gradients)
 
 
-def _logits(x: torch.Tensor, head: torch.Tensor, log_weights: torch.Tensor | None) -> torch.Tensor:
+def capped(logits: torch.Tensor, soft_cap: float | None) -> torch.Tensor:
+    """Logits under a target's soft cap; None for none."""
+    return logits if soft_cap is None else soft_cap * (logits / soft_cap).tanh()
+
+
+def _logits(
+    x: torch.Tensor, head: torch.Tensor, log_weights: torch.Tensor | None, soft_cap: float | None = None
+) -> torch.Tensor:
     """[R, V], in float32 at least."""
-    logits = F.linear(x, head, log_weights)
-    return logits.to(_sum_dtype(logits.dtype))
+    if soft_cap is None:
+        logits = F.linear(x, head, log_weights)
+        return logits.to(_sum_dtype(logits.dtype))
+    logits = F.linear(x, head)
+    logits = capped(logits.to(_sum_dtype(logits.dtype)), soft_cap)
+    return logits if log_weights is None else logits + log_weights
 
 
 def _sum_dtype(dtype: torch.dtype) -> torch.dtype:

@@ -15,13 +15,13 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 from draftsmith.config.recipe import Recipe
-from draftsmith.drafters import drafter_class
-from draftsmith.drafters.base import DrafterConfig
+from draftsmith.drafters import drafter_class, layer_ids_to_read
+from draftsmith.drafters.norm import FinalNorm
 from draftsmith.drafters.vocabulary import choose_draft_vocabulary
 from draftsmith.run.errors import UserError
 from draftsmith.store.reader import Store
 from draftsmith.target.info import TargetInfo
-from draftsmith.target.tensors import TargetTensors, load_target_tensors
+from draftsmith.target.tensors import load_target_tensors
 from draftsmith.train import distributed
 from draftsmith.train.data import ScheduledStep, TrainingData
 from draftsmith.train.loss import ChainLoss
@@ -104,17 +104,10 @@ def set_up(
     options = recipe.train
     kind = drafter_class(options.drafter.kind)
     saved = store.identity.layer_ids
-    layer_ids = kind.layer_ids(options.drafter, saved, target.num_hidden_layers)
-    missing = sorted({*layer_ids, target.num_hidden_layers} - {*saved})
-    if missing:
-        raise UserError(
-            f"Training needs hidden states of layers {missing}, and the store at {store.directory} holds {list(saved)}. "
-            "A drafter's `train.drafter.layer_ids` must be a subset of these, and the store must hold the last layer's output "
-            f"for the teacher (extract.layer_ids with {target.num_hidden_layers})."
-        )
+    layer_ids = layer_ids_to_read(options.drafter, target, saved, where=f"the store at {store.directory}")
     if not store.rows(held_out=False):
         raise UserError(f"The store at {store.directory} has no training sequences; lower extract.held_out_fraction.")
-    tensors = load_target_tensors(target.path)
+    tensors = load_target_tensors(target.path, trust_remote_code=target.trust_remote_code)
     draft_token_ids = choose_draft_vocabulary(store.token_counts(target.vocab_size), options.drafter.draft_vocab_size)
     config = kind.make_config(options.drafter, target, layer_ids, len(draft_token_ids))
     drafter = kind.from_target(config, tensors, draft_token_ids).to(accelerator.device)
@@ -139,8 +132,9 @@ def set_up(
             )
     loss = ChainLoss(
         drafter,
-        teacher_norm=final_norm(config, tensors),
+        teacher_norm=FinalNorm.of(tensors, target.facts.norm_eps),
         teacher_head=tensors.lm_head[draft_token_ids].float(),
+        teacher_soft_cap=tensors.logit_soft_cap,
         ttt_steps=data.ttt_steps,
         ttt_loss_decay=options.ttt_loss_decay,
         loss=options.loss,
@@ -169,10 +163,3 @@ def set_up(
         average=average,
         progress=Progress(**snapshot["progress"]) if snapshot else Progress(),
     )
-
-
-def final_norm(config: DrafterConfig, tensors: TargetTensors) -> nn.RMSNorm:
-    """The target's norm before its head."""
-    norm = nn.RMSNorm(config.hidden_size, config.rms_norm_eps)
-    norm.weight.data.copy_(tensors.final_norm_weight)
-    return norm

@@ -114,7 +114,7 @@ def run_train(recipe: Recipe, run_dir: Path) -> dict[str, Any]:
     precision = recipe.train.precision_on(accelerator.device.type)
     recipe = recipe.model_copy(update={"train": recipe.train.model_copy(update={"precision": precision})})
     with accelerator.local_main_process_first():  # one process downloads or prepares it
-        target = describe_target(prepare_target(recipe.target), recipe.target)
+        target = describe_target(prepare_target(recipe.target, weights="shared"), recipe.target)
     store = Store(*_store_dirs(recipe, run_dir))
     store.identity.require_fields(
         {

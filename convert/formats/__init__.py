@@ -8,7 +8,8 @@ from draftsmith.convert.formats.base import Format
 FORMATS: dict[str, Format] = {
     each.name: each
     for each in (
-        vllm.FORMAT, eagle.FORMAT, eagle3.FORMAT, specforge.FORMAT, speculators.FORMAT, ibm.FORMAT, medusa.FORMAT,
+        medusa.FORMAT, vllm.FORMAT, eagle.FORMAT, eagle3.FORMAT, specforge.FORMAT, speculators.FORMAT, ibm.FORMAT,
     )
 }  # fmt: skip
-"""By name. The trainer's own checkpoint (`NATIVE`) is not a published format."""
+"""By name, in the order in which a checkpoint is recognized: Medusa's authors give their files the architecture of vLLM's format. The
+trainer's own checkpoint (`NATIVE`) is not a published format."""

@@ -14,9 +14,9 @@ from draftsmith.convert.vocabulary import MAPS, from_tensors, to_tensors
 from draftsmith.drafters import drafter_class
 from draftsmith.drafters.checkpoint import EMBEDDING, UNKNOWN_TARGET, Checkpoint
 from draftsmith.drafters.layout import EXTRA, Layout, Source, look_up, put
-from draftsmith.drafters.weights import Weight, listed, open_weights, read_json, write_safetensors
-from draftsmith.run.atomic_io import write_json
+from draftsmith.run.atomic_io import read_json, write_json
 from draftsmith.run.errors import UserError
+from draftsmith.run.weights import Weight, listed, open_weights, write_safetensors
 
 
 @dataclass(frozen=True)

@@ -33,11 +33,7 @@ def _recognize(record: Mapping[str, Any], names: Collection[str]) -> tuple[str, 
     if named == ["Eagle3LlamaForCausalLM"]:  # vLLM's name for EAGLE-3's LlamaForCausalLM
         return "eagle3", "its architecture is Eagle3LlamaForCausalLM"
     fitting = [kind for kind, options in KINDS.items() if named == [options.serving.architecture]]
-    if (
-        not fitting
-        or not isinstance(named, list)
-        or ("medusa" in fitting and not any(n.startswith("blocks.") for n in names))
-    ):
+    if not fitting or not isinstance(named, list):
         return None
     stated = look_up(record, f"{EXTRA}.kind")
     return stated if stated in fitting else fitting[0], f"its architecture is {named[0]}"

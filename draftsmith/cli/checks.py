@@ -8,7 +8,7 @@ import importlib.util
 import os
 import shutil
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal
@@ -20,6 +20,7 @@ from draftsmith.config.drafters import KINDS
 from draftsmith.config.target import EngineConfig
 from draftsmith.run import cuda
 from draftsmith.run.errors import UserError
+from draftsmith.run.machine_memory import cgroup, memory_nodes
 
 _GIB = 1024**3
 _TESTED_VLLM = "0.32.0"
@@ -33,8 +34,6 @@ _METHODS = ("extraction", *KINDS, "ngram", "draft_model", "mtp", "suffix")
 _PLUGIN = "draftsmith"
 """Name of our entry point in the group `vllm.general_plugins` (pyproject.toml)."""
 _LITTLE_DISK = 20 * _GIB
-_NODES = Path("/sys/devices/system/node")
-_CGROUP = Path("/sys/fs/cgroup")
 
 
 @dataclass(frozen=True)
@@ -321,7 +320,7 @@ def bfloat16() -> Finding:
 
 def memory() -> Finding:
     """Memory as vLLM's CPU build counts it: of one NUMA node, within the container's limit."""
-    nodes = [*_memory_nodes()]
+    nodes = [*memory_nodes()]
     if not nodes:
         return Finding("memory", "unknown: this system does not report it by NUMA node", figures={"nodes": []})
     figures = {"nodes": [{"total_gib": round(t / _GIB, 1), "available_gib": round(a / _GIB, 1)} for t, a in nodes]}
@@ -374,38 +373,9 @@ def hub() -> Finding:
 # ---- helpers ----
 
 
-def _memory_nodes() -> Iterator[tuple[int, int]]:
-    """Total and available bytes of each NUMA node, counted as in vllm/utils/cpu_resource_utils.py."""
-    limit, used = _cgroup_bytes("memory.max"), _cgroup_bytes("memory.current") or 0
-    for folder in sorted(_NODES.glob("node[0-9]*"), key=lambda folder: int(folder.name.removeprefix("node"))):
-        values = {}
-        for line in (folder / "meminfo").read_text().splitlines():
-            _, _, name, value, *_ = line.split()
-            values[name.rstrip(":")] = int(value) * 1024
-        total = values["MemTotal"]
-        available = sum(values[name] for name in ("MemFree", "Active(file)", "Inactive(file)", "SReclaimable"))
-        if limit is not None and limit < total:
-            total, available = limit, min(available, max(0, limit - used))
-        yield total, available
-
-
-def _cgroup(name: str) -> str:
-    """A file of the container's control group; empty if there is none."""
-    try:
-        return (_CGROUP / name).read_text().strip()
-    except OSError:
-        return ""
-
-
-def _cgroup_bytes(name: str) -> int | None:
-    """A memory figure of the container; None without a limit."""
-    text = _cgroup(name)
-    return int(text) if text.isdigit() else None
-
-
 def _cgroup_cores() -> float | None:
     """The container's quota of CPU time, in cores; None without one."""
-    quota, _, period = _cgroup("cpu.max").partition(" ")
+    quota, _, period = cgroup("cpu.max").partition(" ")
     return int(quota) / int(period) if quota.isdigit() and period.isdigit() else None
 
 

@@ -18,6 +18,7 @@ from draftsmith.run.progress import console
 if TYPE_CHECKING:
     from draftsmith.drafters.base import Drafter
     from draftsmith.target.info import TargetInfo
+    from draftsmith.target.prepare import Weights
 
 
 def convert(
@@ -41,6 +42,9 @@ def convert(
             show_default=False,
         ),
     ] = None,
+    trust_remote_code: Annotated[
+        bool, typer.Option("--trust-remote-code", help="With --target: run Python code that comes with the target.")
+    ] = False,
     dtype: Annotated[
         str | None, typer.Option(help="float32, bfloat16 or float16. Default: the source's.", show_default=False)
     ] = None,
@@ -81,15 +85,15 @@ def convert(
         raise UserError("Name a recipe, or a drafter's folder and --to FORMAT; --list prints the formats.")
     elif to is not None:
         figures = _convert_drafter(
-            source, to, out, named=named, target=target, dtype=dtype, vocabulary=vocabulary, store=store, quantize=quantize,
-            verify=verify,
+            source, to, out, named=named, target=target, trust_remote_code=trust_remote_code, dtype=dtype, vocabulary=vocabulary,
+            store=store, quantize=quantize, verify=verify,
         )  # fmt: skip
         if as_json:
             print_json(figures)
     else:
         with_to = {
             "--out": out, "--from": named, "--target": target, "--dtype": dtype, "--vocab": vocabulary, "--store": store,
-            "--quantize": quantize, "--verify": verify or None,
+            "--quantize": quantize, "--verify": verify or None, "--trust-remote-code": trust_remote_code or None,
         }  # fmt: skip
         if given := [name for name, value in with_to.items() if value is not None]:
             raise UserError(f"{', '.join(given)} needs --to FORMAT, the format to write; --list prints the formats.")
@@ -103,6 +107,7 @@ def _convert_drafter(
     *,
     named: str | None,
     target: str | None,
+    trust_remote_code: bool,
     dtype: str | None,
     vocabulary: int | None,
     store: Path | None,
@@ -131,21 +136,24 @@ def _convert_drafter(
     if out is None:
         raise UserError("Name the folder to write with --out.")
     source = local_directory(source)
-    info = _describe(target) if target is not None else None
+    served = verify and to == "vllm" and find_spec("vllm") is not None
+    weights: Weights = "all" if served else "shared" if verify or vocabulary is not None else "none"
+    info = _describe(target, weights, trust_remote_code) if target is not None else None
     return convert_checkpoint(
         source, out, to=to, named=named, target=info, dtype=dtype, vocabulary=vocabulary, store=store, quantize=quantize,
         verify=verify, served=_compare_with_vllm(info) if verify and to == "vllm" else None,
     )  # fmt: skip
 
 
-def _describe(target: str) -> TargetInfo:
+def _describe(target: str, weights: Weights, trust_remote_code: bool) -> TargetInfo:
     from draftsmith.config.target import TargetConfig
     from draftsmith.target.info import describe_target
     from draftsmith.target.prepare import prepare_target
 
     local = Path(target).expanduser()
-    model = TargetConfig(model=str(local.resolve()) if local.is_dir() else target)
-    return describe_target(prepare_target(model), model)
+    place = str(local.resolve()) if local.is_dir() else target
+    model = TargetConfig(model=place, trust_remote_code=trust_remote_code)
+    return describe_target(prepare_target(model, weights=weights), model)
 
 
 def _compare_with_vllm(target: TargetInfo | None) -> Callable[[Path, Drafter], dict[str, Any]] | None:
@@ -156,7 +164,7 @@ def _compare_with_vllm(target: TargetInfo | None) -> Callable[[Path, Drafter], d
         return None
     from draftsmith.serve.proposals import verify_served
 
-    return partial(verify_served, target_dir=target.path)
+    return partial(verify_served, target_dir=target.path, trust_remote_code=target.trust_remote_code)
 
 
 def _print_formats() -> None:

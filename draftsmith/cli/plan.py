@@ -9,7 +9,6 @@ Not counted: downloads, predicting acceptance length between epochs, and attenti
 
 from __future__ import annotations
 
-import json
 import math
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
@@ -17,16 +16,18 @@ from typing import TYPE_CHECKING, Any, Literal
 
 from draftsmith.config.hardware import Assumptions, Hardware
 from draftsmith.config.recipe import Recipe
-from draftsmith.drafters import drafter_class
+from draftsmith.drafters import drafter_class, layer_ids_to_read
 from draftsmith.drafters.base import Drafter
-from draftsmith.engine.memory import engine_memory, side_by_side
+from draftsmith.engine.memory import cpu_engine_memory, engine_memory, side_by_side
+from draftsmith.run.atomic_io import read_json
 from draftsmith.run.errors import UserError
 from draftsmith.store.format import StoreIdentity
 from draftsmith.store.writer import most_bytes
 from draftsmith.target.downloads import fetch
 from draftsmith.target.info import TargetInfo
-from draftsmith.target.layer_ids import default_layer_ids
+from draftsmith.target.layer_ids import check_layer_ids, default_layer_ids
 from draftsmith.target.prepare import read_config, target_name
+from draftsmith.target.pretrained import language_config
 
 if TYPE_CHECKING:
     from transformers import PretrainedConfig
@@ -222,7 +223,7 @@ def plan_evaluate(
 ) -> StagePlan:
     """Estimate an upper bound of evaluation, as if no draft token were accepted.
 
-    Baseline and speculative engines run side by side, as many as a GPU holds (serve/evaluation/lineup.py). Memory is that of
+    The baseline and one other engine run side by side, on one GPU if it holds both (serve/evaluation/lineup.py). Memory is that of
     one GPU.
 
     Counted are all responses of the first suite at every K, of the others at two, and with every other method; then timing at
@@ -248,6 +249,12 @@ def plan_evaluate(
             rate = recipe.engine.tensor_parallel_size * hardware.matmul_tflops * 1e12
             answering += reading / (rate * hardware.prefill_utilization) + steps * step.seconds(hardware)
 
+    starts = options.engine_starts
+    # Lookup methods draft any number of tokens, few on average.
+    methods = [method.num_speculative_tokens or ks[-1] for method in options.methods.values()]
+    # Each beside the baseline: the drafter, a second baseline, the drafter in every further dtype that the recipe names.
+    further = sum(dtype != recipe.target.dtype for dtype in options.dtypes or ())
+    pairs = [ks[-1], *([0] if starts > 1 else []), *(further * [ks[-1]])]
     for name in names:
         suite = options.suites[name]
         prompts = assumed.suite_prompts
@@ -260,52 +267,52 @@ def plan_evaluate(
         longest = suite.max_tokens or recipe.extract.response_tokens(held_out=True)
         answer_tokens = max(answer_tokens, longest)
         first = name == names[0]
-        # Lookup methods draft any number of tokens, few on average.
-        methods = [method.num_speculative_tokens or ks[-1] for method in options.methods.values()]
         for k in (0, *(ks if first else ks[-2:]), *methods):
             answer(prompts, longest, k=k, at_once=options.acceptance_batch_size)
-        starts = options.engine_starts
         for k in (0, *ks) if first else ():
             answer(starts * min(prompts, options.step_cost_prompts), _COST_TOKENS, k=k, at_once=1)
-        # The baseline twice and the drafter; both again in every further dtype that the recipe names.
-        further = sum(dtype != recipe.target.dtype for dtype in options.dtypes or ())
-        timed = (0, 0, ks[-1], *(further * (0, ks[-1])))
-        for k in (*timed, *methods):
-            answer(
-                starts * (1 + max(_REQUESTS, min(prompts, options.timing_prompts))),
-                options.timing_tokens,
-                k=k,
-                at_once=1,
-            )
-        for k in timed if first else ():
+        for k in (*pairs, *methods):
+            for one in (0, k):
+                requests = starts * (1 + max(_REQUESTS, min(prompts, options.timing_prompts)))
+                answer(requests, options.timing_tokens, k=one, at_once=1)
+        for k in pairs if first else ():
             for size in options.concurrency:
-                answer(starts * (1 + _REQUESTS) * size, options.timing_tokens, k=k, at_once=size)
-    engines = len(ks) + len(options.methods) + 1
+                for one in (0, k):
+                    answer(starts * (1 + _REQUESTS) * size, options.timing_tokens, k=one, at_once=size)
     length = min(recipe.engine.max_model_len, math.ceil(assumed.prompt_tokens + answer_tokens))
-    need = engine_memory(
-        config, target_bytes=sizes.parameters * number, drafter_bytes=of_drafter, dtype=recipe.target.dtype,
-        tokens=max(recipe.engine.max_model_len, max(options.acceptance_batch_size, *options.concurrency, 1) * length),
-        gpus=recipe.engine.tensor_parallel_size,
-    )  # fmt: skip
-    together, gpus = engines, recipe.engine.tensor_parallel_size
+    if hardware is not None and hardware.memory_gib is None:
+        need = cpu_engine_memory(
+            config, target_bytes=sizes.parameters * number, drafter_bytes=of_drafter, dtype=recipe.target.dtype,
+            kv_cache_bytes=recipe.engine.kv_cache_gib * _GIB / 2,
+        )  # fmt: skip
+    else:
+        need = engine_memory(
+            config, target_bytes=sizes.parameters * number, drafter_bytes=of_drafter, dtype=recipe.target.dtype,
+            tokens=max(recipe.engine.max_model_len, max(options.acceptance_batch_size, *options.concurrency, 1) * length),
+            gpus=recipe.engine.tensor_parallel_size,
+        )  # fmt: skip
+    engines, gpus = 2, recipe.engine.tensor_parallel_size
     if hardware and hardware.memory_gib:
-        memory, utilization = int(hardware.memory_gib * _GIB), recipe.engine.gpu_memory_utilization
-        on_each = max(1, side_by_side([need], memory, utilization))
-        together = min(engines, on_each * max(1, hardware.count // gpus))
-        gpus *= math.ceil(together / on_each)
-        engines = min(engines, on_each)
+        memory = int(hardware.memory_gib * _GIB)
+        engines = min(2, max(1, side_by_side([need], memory, recipe.engine.gpu_memory_utilization)))
+        gpus *= 2 // engines
     seconds = {}
-    if hardware:  # engines are restarted for step costs and for speeds
-        starting = 2 * options.engine_starts * hardware.start_seconds
-        seconds = {"answers without an accepted draft": answering, "starting": starting}
+    if hardware:
+        # At each start step costs, then all but the drafter's pair, whose engines stay up the first time; methods for each suite.
+        waves = 2 * starts - 1 + starts * (len(pairs) - 1 + len(methods)) + len(names) * len(methods)
+        if (
+            hardware.memory_gib
+        ):  # CUDA graphs are captured for one K: an engine for each, for step costs and for acceptance
+            waves += (starts + 1) * (len(ks) - 1)
+        seconds = {"answers without an accepted draft": answering, "starting": waves * hardware.start_seconds}
     if hardware and options.request_rates:
         seconds["requests at their rates"] = sum(2 * options.request_prompts / rate for rate in options.request_rates)
     return StagePlan(
         tokens=tokens,
         disk_bytes=0,
         memory_bytes={
-            f"target, in {engines} engines": engines * need.target,
-            f"drafter, in {engines - 1} of them": (engines - 1) * need.drafter,
+            f"target, in {_number(engines, 'engine')}": engines * need.target,
+            "drafter": need.drafter,
             "KV caches": engines * need.kv_cache,
             "working memory": engines * need.working,
         },
@@ -313,7 +320,7 @@ def plan_evaluate(
         flop=flop,
         seconds=seconds,
         hours=_hours(hardware, seconds),
-        more=_devices(hardware, f"{_number(together, 'engine')} at a time", gpus),
+        more=_devices(hardware, "2 engines at a time", gpus),
     )
 
 
@@ -437,11 +444,11 @@ def make_plan(recipe: Recipe) -> dict[str, Any]:
             "A plan needs the mean lengths of texts: add `plan: { prompt_tokens: 100, response_tokens: 200 }` with your own to the "
             "recipe, and `plan.hardware` for hours. The recipes that come with Draftsmith have both."
         )
-    config = _config_of_target(recipe, assumed)
-    sizes = target_sizes(config)
-    last = config.num_hidden_layers
-    layer_ids = recipe.extract.layer_ids or default_layer_ids(last)
-    drafter = _drafter(recipe, config, layer_ids)
+    config = config_of_target(recipe, assumed)
+    sizes = target_sizes(config, trust_remote_code=recipe.target.trust_remote_code)
+    layer_ids = recipe.extract.layer_ids or default_layer_ids(config.num_hidden_layers)
+    check_layer_ids(layer_ids, config.num_hidden_layers)
+    drafter = drafter_on_meta(recipe, config, layer_ids)
     stages = {
         "extract": plan_extract(recipe, assumed, sizes, layer_ids, config.hidden_size),
         "train": plan_train(recipe, assumed, drafter, layers=len(layer_ids)),
@@ -458,7 +465,7 @@ def make_plan(recipe: Recipe) -> dict[str, Any]:
     }
 
 
-def _config_of_target(recipe: Recipe, assumed: Assumptions) -> PretrainedConfig:
+def config_of_target(recipe: Recipe, assumed: Assumptions) -> PretrainedConfig:
     """`plan.target_config`, which needs no network, or the target's own config."""
     if assumed.target_config is None:
         return read_config(recipe.target)
@@ -466,13 +473,14 @@ def _config_of_target(recipe: Recipe, assumed: Assumptions) -> PretrainedConfig:
 
     path = fetch(assumed.target_config)
     try:
-        fields = json.loads(path.read_text())
-        return AutoConfig.for_model(fields.pop("model_type"), **fields).get_text_config()
-    except (OSError, ValueError, KeyError, AttributeError) as error:
+        fields = read_json(path)
+        config: PretrainedConfig = AutoConfig.for_model(fields.pop("model_type"), **fields)
+    except Exception as error:  # what a wrong value breaks depends on the config's class
         raise UserError(f"`plan.target_config`: {path} is not the config.json of a model: {error}.") from None
+    return language_config(config)
 
 
-def _drafter(recipe: Recipe, config: PretrainedConfig, layer_ids: tuple[int, ...]) -> Drafter:
+def drafter_on_meta(recipe: Recipe, config: PretrainedConfig, layer_ids: tuple[int, ...]) -> Drafter:
     """The recipe's drafter on torch's meta device, without memory for its tensors."""
     options = recipe.train.drafter
     kind = drafter_class(options.kind)
@@ -482,7 +490,8 @@ def _drafter(recipe: Recipe, config: PretrainedConfig, layer_ids: tuple[int, ...
         num_hidden_layers=last, hidden_size=config.hidden_size, vocab_size=vocabulary, config=config,
     )  # fmt: skip
     draft_vocabulary = min(options.draft_vocab_size or vocabulary, vocabulary)
-    return kind.on_meta(kind.make_config(options, target, kind.layer_ids(options, layer_ids, last), draft_vocabulary))
+    reads = layer_ids_to_read(options, target, layer_ids, where="this recipe's store")
+    return kind.on_meta(kind.make_config(options, target, reads, draft_vocabulary))
 
 
 def _number(count: int, what: str) -> str:

@@ -41,6 +41,8 @@ def report(plan: dict[str, Any]) -> Iterable[str]:
         yield from (f"  {part}: {_duration(seconds / 3600)}" for part, seconds in stage["seconds"].items())
         if start := stage["more"].get("start"):
             yield f"  the start, on one process: {start['flop']:.2g} FLOP; memory {_memory(start['memory_bytes'], limit)}"
+    if problem := plan.get("misfit"):
+        yield f"this machine: {problem}"
     yield "assumed (section `plan` of the recipe):"
     for key, value in plan["assumptions"].items():
         if key not in ("hardware", "target_config") and value is not None:

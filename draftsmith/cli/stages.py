@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import os
 from collections.abc import Callable
 from pathlib import Path
@@ -18,10 +19,10 @@ Stage = Callable[[Recipe, Path], dict[str, Any]]
 """Takes a recipe and `RUNS/NAME`; returns the figures of `stage.json`."""
 
 
-def extract_stage(recipe: Recipe, run_dir: Path) -> dict[str, Any]:
+def extract_stage(recipe: Recipe, run_dir: Path, *, training_follows: bool = False) -> dict[str, Any]:
     from draftsmith.extract.extract import run_extract
 
-    return run_extract(recipe, run_dir)
+    return run_extract(recipe, run_dir, training_follows=training_follows)
 
 
 def train_in_this_process(recipe: Recipe, run_dir: Path) -> dict[str, Any]:
@@ -49,7 +50,7 @@ def evaluate_stage(recipe: Recipe, run_dir: Path) -> dict[str, Any]:
 
 
 STAGES: dict[str, Stage] = {
-    "extract": extract_stage,
+    "extract": functools.partial(extract_stage, training_follows=True),
     "train": train_stage,
     "convert": convert_stage,
     "evaluate": evaluate_stage,
@@ -70,6 +71,9 @@ def _all_stages(recipe: Recipe, run_dir: Path) -> dict[str, Any]:
             "A launcher started several processes of `draftsmith run`, which starts one training process per GPU itself. Start "
             "`draftsmith run` without a launcher; `accelerate launch` is for `draftsmith train`."
         )
+    from draftsmith.cli.fit import check_run_fits
+
+    check_run_fits(recipe, run_dir)
     return {name: stage(recipe, run_dir) for name, stage in STAGES.items()}
 
 
@@ -93,10 +97,12 @@ def run(
     if not plan:
         run_stage(_all_stages, recipe, overrides, runs, as_json)
         return
+    from draftsmith.cli.fit import misfit
     from draftsmith.cli.plan import make_plan
     from draftsmith.cli.plan_report import report
 
-    planned = make_plan(load_recipe(recipe, overrides))
+    loaded = load_recipe(recipe, overrides)
+    planned = make_plan(loaded) | {"misfit": misfit(loaded)}
     if as_json:
         print_json(planned)
     else:

@@ -10,7 +10,7 @@ from typing import Annotated, Any, ClassVar, Literal, get_args
 
 from pydantic import BeforeValidator, Field, model_validator
 
-from draftsmith.config.section import Section
+from draftsmith.config.section import LayerIds, Section
 
 
 @dataclass(frozen=True)
@@ -72,8 +72,8 @@ class Eagle3Options(DrafterOptions):
     serving: ClassVar = ServingSpec(method="eagle3", architecture="LlamaForCausalLMEagle3")
 
     kind: Literal["eagle3"] = "eagle3"
-    layer_ids: tuple[int, ...] | None = None
-    """Layer ids of the hidden states that `fc` fuses, a subset of the store's. Absent: all of the store's."""
+    layer_ids: LayerIds | None = None
+    """Layer ids of the hidden states that `fc` fuses, a subset of the store's, in any order. Absent: all of the store's."""
     num_layers: int = Field(1, ge=1)
     """Decoder layers in the drafter."""
     draft_vocab_size: int | None = Field(8192, ge=16)
@@ -85,7 +85,8 @@ class Eagle3Options(DrafterOptions):
     norm_output: bool = False
     """Feed the normed output to the next draft step instead of the raw one."""
     intermediate_size: int | None = Field(None, ge=1)
-    """Width of the MLP. Absent: the target's."""
+    """Width of the MLP. Absent: the target's; with experts, that of all that a token goes through, within two to four times the hidden
+    size."""
 
 
 class MedusaOptions(DrafterOptions):

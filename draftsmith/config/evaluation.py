@@ -10,7 +10,7 @@ from draftsmith.config.methods import AnyMethod
 from draftsmith.config.section import Section
 from draftsmith.config.sources import Prompts
 
-RESULTS_VERSION = 10
+RESULTS_VERSION = 11
 """`schema_version` of `results.json`: counted up when results or report change, so that evaluations of before run again."""
 
 
@@ -70,7 +70,7 @@ class EvaluateConfig(Section):
     examples: int = Field(3, ge=0)
     """Answers that the report shows token by token."""
     methods: dict[str, AnyMethod] = Field(default_factory=dict)
-    """Other methods, measured beside the run's drafter on every suite, each with an engine of its own."""
+    """Other methods, measured on every suite as the run's drafter is. Two engines are up at a time, whatever is compared."""
     output: str = "eval"
     """Folder of the results inside the run."""
 
@@ -79,7 +79,7 @@ class TuneConfig(Section):
     """What `draftsmith tune` measures."""
 
     k: tuple[Annotated[int, Field(ge=1)], ...] = Field((1, 2, 3, 4, 5), min_length=1)
-    """Numbers of speculative tokens, each with an engine of its own."""
+    """Numbers of speculative tokens."""
     concurrency: tuple[Annotated[int, Field(ge=1)], ...] = Field((1, 4, 16), min_length=1)
     """Batch sizes, in sequences."""
     suite: str | None = None

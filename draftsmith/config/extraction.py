@@ -6,7 +6,7 @@ from typing import Annotated, Literal
 
 from pydantic import Field, model_validator
 
-from draftsmith.config.section import Section
+from draftsmith.config.section import LayerIds, Section
 from draftsmith.config.sources import Prompts
 
 
@@ -19,9 +19,10 @@ class ExtractConfig(Section):
     """Held-out prompts, never trained on. Absent: `held_out_fraction` of `prompts` is held out."""
     held_out_fraction: float = Field(0.05, ge=0, lt=1)
     """Share of conversations that is held out if `held_out` is absent, selected by a hash of their text."""
-    layer_ids: tuple[int, ...] | None = None
+    layer_ids: LayerIds | None = None
     """Hidden states to save, in vLLM's numbering: id i is the input of decoder layer i, and id `num_hidden_layers` is the output
-    of the last layer before the final norm. Absent: 2, n//2, n-3 and n."""
+    of the last layer before the final norm. Their order does not matter. Absent: 2, n//2, n-3
+    and n."""
     mode: Literal["generate", "prefill"] = "generate"
     """`generate`: the target responds, and the hidden states of prompt and response are saved in one pass. `prefill`: the
     hidden states of the given conversations are saved, with the loss on the assistant's turns; prompts without a response are

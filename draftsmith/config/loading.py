@@ -109,10 +109,16 @@ def _explain(error: ValidationError, path: Path) -> str:
             known = [tag.strip("' ") for tag in context["expected_tags"].split(",")]
             name = context["discriminator"].strip("'")
             problems.append(f"`{where}.{name}` is `{context['tag']}` ({_hint(context['tag'], 'known', known)})")
+        elif item["type"] == "none_required":
+            section = ".".join(location[:-1])
+            problems.append(
+                f"`{where}` must be left out here. To replace the whole section: `-s '{section}={{kind: ...}}'`"
+            )
         elif item["type"] == "missing":
             problems.append(f"`{where}` is missing")
         else:
-            problems.append(f"`{where}`: {item['msg'].removeprefix('Value error, ')} (got {item['input']!r:.80})")
+            given = "" if isinstance(item["input"], dict) else f" (got {item['input']!r:.80})"
+            problems.append(f"`{where}`: {item['msg'].removeprefix('Value error, ')}{given}")
     return f"{path} is not a valid recipe: {'; '.join(problems)}."
 
 

@@ -57,6 +57,16 @@ class Recipe(Section):
         return self
 
     @model_validator(mode="after")
+    def _states_in_the_targets_dtype(self) -> Recipe:
+        kept_in = self.engine.options.get("kv_cache_dtype")
+        if kept_in in ("bfloat16", "float16") and kept_in != self.target.dtype:
+            raise ValueError(
+                f"`engine.options.kv_cache_dtype: {kept_in}` also sets how vLLM keeps hidden states, which are {self.target.dtype} here; "
+                "leave it out, or choose an 8-bit type, which vLLM uses for keys and values alone"
+            )
+        return self
+
+    @model_validator(mode="after")
     def _tuned_on_a_suite(self) -> Recipe:
         if self.tune.suite is not None and self.tune.suite not in self.evaluate.suites:
             known = ", ".join(self.evaluate.suites)

@@ -27,3 +27,5 @@ LocalPath = Annotated[str, AfterValidator(_absolute)]
 """A path, relative to the recipe's folder unless absolute."""
 ModelName = Annotated[str, AfterValidator(_absolute_if_local)]
 """A Hub id, or a folder whose path begins with `.`, `~` or `/`, relative to the recipe's folder unless absolute."""
+LayerIds = Annotated[tuple[int, ...], AfterValidator(lambda ids: tuple(sorted(ids)))]
+"""Layer ids in any order. vLLM hands out states in ascending order whatever it is asked, so that is the order everywhere."""

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from typing import Literal
+from typing import Any, Literal
 
-from pydantic import Field, model_validator
+from pydantic import Field, SerializerFunctionWrapHandler, field_validator, model_serializer, model_validator
 
+from draftsmith.config.engine_options import refusal
 from draftsmith.config.section import ModelName, Section
 from draftsmith.config.sources import FileSource
 
@@ -22,6 +23,9 @@ class TargetConfig(Section):
     dtype: Literal["float32", "bfloat16", "float16"] = "bfloat16"
     """Data type that the target computes in and the store holds. Use float32 for exact comparisons, and on CPUs without
     bfloat16 arithmetic."""
+    trust_remote_code: bool = False
+    """Whether transformers and vLLM may run Python code that comes with the target, for models that they do not have themselves.
+    It runs with your rights in every stage: read it first, and pin `revision`."""
 
     @model_validator(mode="after")
     def _one_origin(self) -> TargetConfig:
@@ -31,7 +35,7 @@ class TargetConfig(Section):
 
 
 class EngineConfig(Section):
-    """How vLLM runs the target, in extraction and in evaluation alike."""
+    """How vLLM runs the target, in extraction, evaluation, tuning and serving alike."""
 
     max_model_len: int = Field(2048, ge=16)
     """Longest sequence, prompt and response together, in tokens."""
@@ -45,3 +49,21 @@ class EngineConfig(Section):
     """GPU only: share of a GPU's memory for the engines on it."""
     tensor_parallel_size: int = Field(1, ge=1)
     """Number of GPUs that the target is split across."""
+    options: dict[str, Any] = Field(default_factory=dict)
+    """Any other of vLLM's engine arguments by name, as in `{ kv_cache_dtype: fp8, enable_expert_parallel: true }`, for every engine of
+    every stage. Names are checked against the installed vLLM before anything loads. A stage that needs another value says so and
+    uses its own. They are part of what results are recorded for: a store or an evaluation made with others is not continued."""
+
+    @field_validator("options")
+    @classmethod
+    def _no_other_key_s(cls, options: dict[str, Any]) -> dict[str, Any]:
+        if (reason := refusal(options)) is not None:
+            raise ValueError(reason)
+        return options
+
+    @model_serializer(mode="wrap")
+    def _recorded(self, handler: SerializerFunctionWrapHandler) -> dict[str, Any]:
+        fields: dict[str, Any] = handler(self)
+        if not self.options:
+            fields.pop("options", None)  # digests of runs without options are those of before there were any
+        return fields

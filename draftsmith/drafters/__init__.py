@@ -10,11 +10,12 @@ import difflib
 import importlib
 from typing import TYPE_CHECKING
 
-from draftsmith.config.drafters import KINDS
+from draftsmith.config.drafters import KINDS, DrafterOptions
 from draftsmith.run.errors import UserError
 
 if TYPE_CHECKING:
     from draftsmith.drafters.base import Drafter
+    from draftsmith.target.info import TargetInfo
 
 
 def drafter_class(kind: str) -> type[Drafter]:
@@ -31,3 +32,48 @@ def drafter_class(kind: str) -> type[Drafter]:
         )
     drafter: type[Drafter] = importlib.import_module(f"{__name__}.{kind}").DRAFTER
     return drafter
+
+
+def layer_ids_to_read(
+    options: DrafterOptions, target: TargetInfo, saved: tuple[int, ...], *, where: str
+) -> tuple[int, ...]:
+    """The layer ids that a new drafter reads, ascending, as vLLM hands their states out.
+
+    Args:
+        options: the recipe's `train.drafter`.
+        target: what it drafts for.
+        saved: layer ids of the store, or of the one to be made.
+        where: names that store, in messages.
+
+    Raises:
+        UserError: no drafter can be trained: the target's family is not known, or states that the drafter or its teacher reads
+            are not saved.
+    """
+    lowest, last = target.facts.family.lowest_layer_id, target.num_hidden_layers
+    if min(saved) < lowest:
+        raise UserError(
+            f"vLLM hands out states of {target.name} from layer id {lowest} on, and {where} has {list(saved)}. Leave the others out of "
+            "`extract.layer_ids`."
+        )
+    if list(saved) != sorted(saved):
+        raise UserError(
+            f"The layers of {where} are listed as {list(saved)}. vLLM hands out states in ascending order, and earlier versions wrote "
+            "them under ids in the order of the recipe, so nobody can tell which state is which. Extract again."
+        )
+    serving = options.serving
+    if serving.method in ("eagle", "eagle3") and not serving.needs_plugin and not target.facts.family.serves_eagle:
+        raise UserError(
+            f"vLLM cannot serve {target.name} (type `{target.config.model_type}`) with drafters of the kind `{options.kind}`. "
+            "Choose a kind that reads the last state alone (`train.drafter.kind`: medusa or mlp_speculator)."
+        )
+    ids = drafter_class(options.kind).layer_ids(options, saved, last)
+    if len({*ids}) < len(ids):
+        raise UserError(
+            f"`train.drafter.layer_ids` names a layer more than once: {list(ids)}. vLLM passes each state once."
+        )
+    if missing := sorted({*ids, last} - {*saved}):
+        raise UserError(
+            f"Training needs hidden states of layers {missing}, and {where} has {list(saved)}. A drafter's `train.drafter.layer_ids` must "
+            f"be a subset of these, and the last layer's output is for the teacher (`extract.layer_ids` with {last})."
+        )
+    return ids

@@ -30,7 +30,7 @@ _AREA_OVER_NEEDED = 1.1
 """Padding may add a tenth to the scores of a tile."""
 
 CosSin = tuple[torch.Tensor, torch.Tensor]
-"""RoPE's cosines and sines, [rows, C] each."""
+"""RoPE's cosines and sines, [rows, C] each, or narrower where it turns part of each head."""
 KeysValues = tuple[torch.Tensor, torch.Tensor]
 
 
@@ -67,11 +67,13 @@ class Attention(nn.Module):
 
 
 def _rotate(x: torch.Tensor, rope: CosSin) -> torch.Tensor:
-    """RoPE on [rows, heads, C]."""
+    """RoPE on [rows, heads, C]; where it turns part of each head, the rest stays."""
     from transformers.models.llama.modeling_llama import rotate_half
 
     cos, sin = rope
-    return x * cos[:, None] + rotate_half(x) * sin[:, None]
+    turned, rest = x.split([cos.shape[-1], x.shape[-1] - cos.shape[-1]], dim=-1)
+    turned = turned * cos[:, None] + rotate_half(turned) * sin[:, None]
+    return torch.cat([turned, rest], dim=-1) if rest.shape[-1] else turned
 
 
 def attend(queries: torch.Tensor, context: KeysValues, own: list[KeysValues], tiles: Tiles) -> torch.Tensor:

@@ -41,7 +41,7 @@ class DrafterConfig:
 def fields_from_target(target: TargetInfo, layer_ids: tuple[int, ...], draft_vocab_size: int) -> dict[str, Any]:
     """The fields of `DrafterConfig`, for a new drafter of this target."""
     return {
-        "layer_ids": layer_ids, "hidden_size": target.hidden_size, "rms_norm_eps": target.config.rms_norm_eps,
+        "layer_ids": layer_ids, "hidden_size": target.hidden_size, "rms_norm_eps": target.facts.norm_eps,
         "vocab_size": target.vocab_size, "draft_vocab_size": draft_vocab_size,
     }  # fmt: skip
 
@@ -118,7 +118,7 @@ class Drafter(nn.Module, ABC):
     @classmethod
     def config_defaults(cls, target: TargetInfo) -> dict[str, Any]:
         """Config fields to take from the target where a published checkpoint does not have them."""
-        return {"layer_ids": (target.num_hidden_layers,), "rms_norm_eps": target.config.rms_norm_eps}
+        return {"layer_ids": (target.num_hidden_layers,), "rms_norm_eps": target.facts.norm_eps}
 
     @classmethod
     @abstractmethod
@@ -137,7 +137,7 @@ class Drafter(nn.Module, ABC):
         """Build the module on torch's meta device, without memory for its tensors."""
         with torch.device("meta"):
             table = torch.empty(config.vocab_size, config.hidden_size)
-            tensors = TargetTensors(table, table, torch.empty(config.hidden_size), {}, "")
+            tensors = TargetTensors(table, table, torch.empty(config.hidden_size))
             return cls.from_target(config, tensors, torch.arange(config.draft_vocab_size))
 
     @abstractmethod

@@ -14,9 +14,9 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from draftsmith.drafters import drafter_class
-from draftsmith.drafters.weights import Weight, listed, open_safetensors, read_json, write_safetensors
-from draftsmith.run.atomic_io import write_json
+from draftsmith.run.atomic_io import read_json, write_json
 from draftsmith.run.errors import UserError
+from draftsmith.run.weights import Weight, listed, open_safetensors, write_safetensors
 
 if TYPE_CHECKING:
     from draftsmith.drafters.base import DrafterConfig

@@ -13,7 +13,7 @@ from __future__ import annotations
 
 from abc import abstractmethod
 from collections.abc import Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -120,26 +120,28 @@ LLAMA_FIXED = {"mlp_bias": False, "use_sliding_window": False, "sliding_window":
 
 
 def rotary_embedding(config: DecoderConfig) -> LlamaRotaryEmbedding:
-    """RoPE with the scaling that the config asks for."""
+    """RoPE with the scaling that the config asks for, of the first `partial_rotary_factor` of each head, as in vLLM's `get_rope`.
+    transformers' Llama ignores that factor without scaling."""
     from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
 
-    return LlamaRotaryEmbedding(config.llama())
+    rope = dict(config.rope_parameters)
+    rotated = int(config.head_dim * rope.pop("partial_rotary_factor", 1.0))
+    return LlamaRotaryEmbedding(replace(config, head_dim=rotated, rope_parameters=rope).llama())
 
 
 def shape_of_target(target: TargetInfo) -> dict[str, Any]:
-    """Fields of `DecoderConfig` with the values of the target's own layers."""
-    text = target.config
-    heads = text.num_attention_heads
+    """Fields of `DecoderConfig` for a new drafter, after the target's own layers (see `TargetFacts`)."""
+    facts = target.facts
     return {
-        "hidden_size": text.hidden_size,
-        "intermediate_size": text.intermediate_size,
-        "num_attention_heads": heads,
-        "num_key_value_heads": getattr(text, "num_key_value_heads", None) or heads,
-        "head_dim": getattr(text, "head_dim", None) or text.hidden_size // heads,
+        "hidden_size": target.hidden_size,
+        "intermediate_size": facts.intermediate_size,
+        "num_attention_heads": facts.num_attention_heads,
+        "num_key_value_heads": facts.num_key_value_heads,
+        "head_dim": facts.head_dim,
         "hidden_act": "silu",
-        "rms_norm_eps": text.rms_norm_eps,
-        "rope_parameters": dict(text.rope_parameters),
-        "max_position_embeddings": text.max_position_embeddings,
+        "rms_norm_eps": facts.norm_eps,
+        "rope_parameters": dict(facts.rope_parameters),
+        "max_position_embeddings": facts.max_position_embeddings,
         "vocab_size": target.vocab_size,
     }
 
@@ -261,7 +263,7 @@ class DecoderDrafter(Drafter):
                 tokens = batch.next_tokens[queries, k + 1]
 
     def inverse_frequencies(self) -> torch.Tensor:
-        """[C / 2]: radians that each rotary pair turns per position."""
+        """[C / 2], or fewer where RoPE turns part of each head: radians that each rotary pair turns per position."""
         return torch.as_tensor(self._rotary.inv_freq)
 
     def _rope(self, positions: torch.Tensor, like: torch.Tensor) -> CosSin:

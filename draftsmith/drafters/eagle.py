@@ -39,6 +39,7 @@ from draftsmith.drafters.decoder import (
 )
 from draftsmith.drafters.init.least_squares import RIDGE, ROWS_AT_ONCE, ROWS_TO_FIT, rows_until
 from draftsmith.drafters.layout import EXTRA, Entry, Layout, same_names
+from draftsmith.drafters.norm import FinalNorm
 from draftsmith.target.info import TargetInfo
 from draftsmith.target.tensors import TargetTensors
 
@@ -81,7 +82,7 @@ class EagleDrafter(DecoderDrafter):
     Args:
         config: shapes.
         embedding: float [vocab, H], the target's.
-        final_norm: float [H], the weight of the target's final norm.
+        final_norm: the target's.
         lm_head: float [vocab, H], the target's.
     """
 
@@ -89,11 +90,11 @@ class EagleDrafter(DecoderDrafter):
     vllm_layout: ClassVar = _VLLM
     has_embedding: ClassVar = True
     config: EagleConfig
-    final_norm: torch.Tensor
+    final_norm: FinalNorm
     lm_head: torch.Tensor
 
     def __init__(
-        self, config: EagleConfig, embedding: torch.Tensor, final_norm: torch.Tensor, lm_head: torch.Tensor
+        self, config: EagleConfig, embedding: torch.Tensor, final_norm: FinalNorm, lm_head: torch.Tensor
     ) -> None:
         super().__init__()
         hidden = config.hidden_size
@@ -104,7 +105,7 @@ class EagleDrafter(DecoderDrafter):
         )
         self._rotary = rotary_embedding(config)
         self.register_buffer("embedding", embedding, persistent=False)
-        self.register_buffer("final_norm", final_norm, persistent=False)
+        self.final_norm = final_norm
         self.register_buffer("lm_head", lm_head, persistent=False)
         self.register_buffer("draft_token_ids", torch.arange(config.vocab_size), persistent=False)
 
@@ -122,7 +123,9 @@ class EagleDrafter(DecoderDrafter):
 
     @classmethod
     def from_target(cls, config: EagleConfig, tensors: TargetTensors, draft_token_ids: torch.Tensor) -> Self:
-        return cls(config, tensors.embedding.float(), tensors.final_norm_weight.float(), tensors.lm_head.float())
+        return cls(
+            config, tensors.embedding.float(), FinalNorm.of(tensors, config.rms_norm_eps), tensors.lm_head.float()
+        )
 
     @torch.no_grad()
     def init_from_target(self, tensors: TargetTensors, batches: Iterable[Batch]) -> None:
@@ -137,7 +140,7 @@ class EagleDrafter(DecoderDrafter):
         for batch in batches:
             assert batch.last_states is not None
             # Where a token is predicted from row p, row p + 1 is in the batch.
-            states = self._normed(batch.last_states)
+            states = self.final_norm(batch.last_states)
             for rows in (batch.loss_weights[:, 0] > 0).nonzero()[:, 0].split(ROWS_AT_ONCE):
                 reads = torch.cat([F.embedding(batch.next_tokens[rows, 0], self.embedding), states[rows]], dim=1)
                 gram.addmm_(reads.T, reads)
@@ -166,7 +169,7 @@ class EagleDrafter(DecoderDrafter):
         return []
 
     def first_state(self, batch: Batch) -> torch.Tensor:
-        state = self._normed(batch.hidden_states[:, 0])
+        state = self.final_norm(batch.hidden_states[:, 0])
         if self.training and self.config.noise:
             lengths = torch.bincount(batch.documents)[batch.documents, None]
             state = state + (torch.rand_like(state) - 0.5) * self.config.noise * 512 / lengths
@@ -185,10 +188,6 @@ class EagleDrafter(DecoderDrafter):
 
     def head(self) -> torch.Tensor:
         return self.lm_head
-
-    def _normed(self, states: torch.Tensor) -> torch.Tensor:
-        """States after the target's final norm."""
-        return F.rms_norm(states, states.shape[-1:], self.final_norm, self.config.rms_norm_eps)
 
     @staticmethod
     def matmul_counts(config: EagleConfig, steps: int) -> dict[str, tuple[int, int]]:

@@ -261,7 +261,9 @@ class Eagle3Drafter(DecoderDrafter):
             layer.mlp.down_proj.weight.zero_()
 
         rank = min(config.num_key_value_heads * config.head_dim, config.hidden_size)
-        from_states, to_values, from_values = _reduced_rank_fit(*_regression(self, batches), rank=rank)
+        from_states, to_values, from_values = _reduced_rank_fit(
+            *_regression(self, batches, tensors.centered_norm), rank=rank
+        )
         self.fc.weight.copy_(from_states.T)
         attention = self.decoder_layers()[0].self_attn
         attention.v_proj.weight.zero_()
@@ -279,20 +281,20 @@ class Eagle3Drafter(DecoderDrafter):
             attend_by_codes(self, codes, size=fused.size)
         _attend_to_own_position(self, fused)
         if codes is not None:
-            fit_outputs(self, codes, batches)
+            fit_outputs(self, codes, batches, tensors.centered_norm)
 
     @staticmethod
     def init_cost(config: Eagle3Config, *, rows: int, answered: int) -> InitCost:
         hidden, states, vocabulary = config.hidden_size, config.fused_size, config.draft_vocab_size
         width, rank = states + hidden, min(config.num_key_value_heads * config.head_dim, hidden)
         fitted = min(answered, ROWS_TO_FIT)
-        at_once = 4 * min(fitted, ROWS_AT_ONCE) * width
+        sums = width**2 + width * hidden + 4 * min(fitted, ROWS_AT_ONCE) * width
         flop = 2.0 * fitted * width * (width + hidden)  # `_regression`
         flop += flop_of_solve(width, hidden) + 2.0 * states**2 * hidden  # `_reduced_rank_fit`
         flop += 4.0 * hidden**3 + flop_of_eigenvectors(hidden) + 2.0 * hidden * rank * (hidden + 2 * states)
         flop += fitted * (2.0 * hidden * (states + 2 * rank) + 4.0 * hidden**2)  # `_fused_states`
         flop += flop_of_solve(hidden, 1)  # `_attend_to_own_position`
-        held = 2 * width**2 + states**2 + 2 * width * hidden + 3 * states * hidden
+        held = max(sums, 2 * width**2 + 2 * width * hidden + 5 * hidden**2)
         rows_read = 2 * rows_until(ROWS_TO_FIT, rows=rows, answered=answered)
         if config.num_attention_heads > config.num_key_value_heads:
             looked_up, answers = min(rows, ROWS_TO_LOOK_UP), min(answered, ROWS_TO_LOOK_UP)
@@ -305,8 +307,8 @@ class Eagle3Drafter(DecoderDrafter):
             flop += 2.0 * answers * mixed * (mixed + hidden) + flop_of_solve(mixed, hidden)
             rows_read += looked_up + rows_until(ROWS_TO_LOOK_UP, rows=rows, answered=answered)
             kept = states * hidden + 2 * rank * hidden  # of the regression
-            held = max(held, kept + 2 * width**2 + 3 * width * hidden + 3 * vocabulary * hidden)
-        return InitCost(flop, 4 * (held + at_once), rows_read)
+            held = max(held, kept + sums, kept + 3 * vocabulary * hidden + 2 * hidden**2)
+        return InitCost(flop, 4 * held, rows_read)
 
     def head_parameters(self) -> list[nn.Parameter]:
         return [*self.lm_head.parameters()]
@@ -361,16 +363,16 @@ def _rows_to_fit(batches: Iterable[Batch]) -> Iterator[tuple[Batch, torch.Tensor
             break
 
 
-def _regression(drafter: Eagle3Drafter, batches: Iterable[Batch]) -> tuple[torch.Tensor, torch.Tensor]:
+def _regression(drafter: Eagle3Drafter, batches: Iterable[Batch], centered: bool) -> tuple[torch.Tensor, torch.Tensor]:
     """Sums over rows of the outer products of the drafter's inputs, [n*H + H, n*H + H], and of the inputs with the target's
-    next last state, [n*H + H, H]."""
+    next last state, [n*H + H, H]. `centered`: see `unit_rms`."""
     width, hidden = drafter.config.fused_size + drafter.config.hidden_size, drafter.config.hidden_size
     gram, cross = drafter.fc.weight.new_zeros(width, width), drafter.fc.weight.new_zeros(width, hidden)
     for batch, rows in _rows_to_fit(batches):
         assert batch.last_states is not None
         reads = drafter.reads(batch, rows)
         gram.addmm_(reads.T, reads)
-        cross.addmm_(reads.T, unit_rms(batch.last_states[rows + 1]))
+        cross.addmm_(reads.T, unit_rms(batch.last_states[rows + 1], centered=centered))
     return gram, cross
 
 
@@ -380,7 +382,7 @@ def _reduced_rank_fit(
     """Ridge regression of W [rows, H] on R [rows, n*H + H], with the rank of the part of R's last H columns limited to `rank`.
 
     Args:
-        gram: R^T R; overwritten.
+        gram: R^T R, contiguous; overwritten.
         cross: R^T W.
         rank: at most H.
 
@@ -395,7 +397,12 @@ def _reduced_rank_fit(
     explained = lower[split:, split:].T @ full[split:]
     kept = torch.linalg.eigh(explained.T @ explained).eigenvectors[:, -rank:].T
     to_values = full[split:] @ kept.T
-    from_states = solve(lower[:split, :split], cross[:split] - gram[:split, split:] @ to_values @ kept)
+    del full
+    unexplained = cross[:split] - gram[:split, split:] @ to_values @ kept
+    # A solver copies a factor that is part of a matrix; so does this, into the Gram matrix, which is not needed any more.
+    of_states = gram.view(-1)[: split**2].view(split, split).T
+    half = torch.linalg.solve_triangular(of_states.copy_(lower[:split, :split]), unexplained, upper=False)
+    from_states = torch.linalg.solve_triangular(of_states.copy_(lower[:split, :split].T), half, upper=True, out=half)
     return from_states, to_values, kept
 
 
@@ -455,7 +462,7 @@ def _attend_to_own_position(drafter: Eagle3Drafter, fused: _FusedStates) -> None
     k = attention.k_proj.weight.unflatten(0, (config.num_key_value_heads, config.head_dim))  # [M, C, 2H]
     q[:, 0] = 0  # the first head of the group reads only the constant
     for pair in fast.tolist():
-        for dimension in (pair, pair + config.head_dim // 2):  # no other head uses the pair
+        for dimension in (pair, pair + len(frequencies)):  # no other head uses the pair
             q[:, :, dimension] = 0
             k[:, dimension] = 0
         q[:, 0, pair, hidden:] = scale * constant

@@ -27,6 +27,7 @@ from draftsmith.drafters.base import ChainStep, Drafter, DrafterConfig, InitCost
 from draftsmith.drafters.batch import Batch
 from draftsmith.drafters.init.least_squares import ROWS_TO_FIT, cost_of_fit_next_states, fit_next_states, rows_until
 from draftsmith.drafters.layout import Entry, Layout, same_names, target_fields
+from draftsmith.drafters.norm import FinalNorm
 from draftsmith.target.info import TargetInfo
 from draftsmith.target.tensors import TargetTensors
 
@@ -79,15 +80,15 @@ class MedusaDrafter(Drafter):
 
     Args:
         config: shapes.
-        final_norm: float [H], the weight of the target's final norm.
+        final_norm: the target's.
     """
 
     config_class: ClassVar = MedusaConfig
     vllm_layout: ClassVar = _VLLM
     config: MedusaConfig
-    final_norm: torch.Tensor
+    final_norm: FinalNorm
 
-    def __init__(self, config: MedusaConfig, final_norm: torch.Tensor) -> None:
+    def __init__(self, config: MedusaConfig, final_norm: FinalNorm) -> None:
         super().__init__()
         self.config, self.max_draft_tokens = config, config.num_heads
         self.blocks = nn.ModuleList(_Block(config) for _ in range(config.num_heads))
@@ -95,7 +96,7 @@ class MedusaDrafter(Drafter):
         self.lm_heads = nn.ModuleList(
             nn.Linear(config.hidden_size, config.vocab_size, bias=False) for _ in range(heads)
         )
-        self.register_buffer("final_norm", final_norm, persistent=False)
+        self.final_norm = final_norm
         self.register_buffer("draft_token_ids", torch.arange(config.vocab_size), persistent=False)
 
     @classmethod
@@ -112,7 +113,7 @@ class MedusaDrafter(Drafter):
 
     @classmethod
     def from_target(cls, config: MedusaConfig, tensors: TargetTensors, draft_token_ids: torch.Tensor) -> Self:
-        return cls(config, tensors.final_norm_weight.float())
+        return cls(config, FinalNorm.of(tensors, config.rms_norm_eps))
 
     @torch.no_grad()
     def init_from_target(self, tensors: TargetTensors, batches: Iterable[Batch]) -> None:
@@ -127,7 +128,7 @@ class MedusaDrafter(Drafter):
         if self.config.shared_head:
             self._head(0).copy_(target_head)
             return
-        for i, ahead in enumerate(fit_next_states(self._normed, batches, steps=self.config.num_heads)):
+        for i, ahead in enumerate(fit_next_states(self.final_norm, batches, steps=self.config.num_heads)):
             self._head(i).copy_(target_head @ ahead)
 
     @staticmethod
@@ -155,13 +156,9 @@ class MedusaDrafter(Drafter):
     def chain(self, batch: Batch, *, steps: int, autoregressive: bool = False) -> Iterator[ChainStep]:
         """See `Drafter.chain`; `autoregressive` changes nothing, as no head reads draft tokens."""
         rows = batch.loss_weights[:, :steps].sum(1).nonzero()[:, 0]
-        state = self._normed(batch.hidden_states[rows, 0])
+        state = self.final_norm(batch.hidden_states[rows, 0])
         for k in range(steps):
             yield ChainStep(self.blocks[k](state), self._head(k), batch.loss_weights[rows, k])
-
-    def _normed(self, states: torch.Tensor) -> torch.Tensor:
-        """States after the target's final norm."""
-        return F.rms_norm(states, states.shape[-1:], self.final_norm, self.config.rms_norm_eps)
 
     def _head(self, i: int) -> torch.Tensor:
         """[V, H]"""

@@ -39,6 +39,7 @@ from draftsmith.drafters.init.least_squares import (
     unit_rms,
 )
 from draftsmith.drafters.layout import EXTRA, Entry, Layout, same_names, target_fields
+from draftsmith.drafters.norm import FinalNorm
 from draftsmith.target.info import TargetInfo
 from draftsmith.target.tensors import TargetTensors
 
@@ -131,15 +132,15 @@ class MlpDrafter(Drafter):
 
     Args:
         config: shapes.
-        final_norm: float [H], the weight of the target's final norm.
+        final_norm: the target's.
     """
 
     config_class: ClassVar = MlpConfig
     vllm_layout: ClassVar = _SERVED
     config: MlpConfig
-    final_norm: torch.Tensor
+    final_norm: FinalNorm
 
-    def __init__(self, config: MlpConfig, final_norm: torch.Tensor) -> None:
+    def __init__(self, config: MlpConfig, final_norm: FinalNorm) -> None:
         super().__init__()
         size, steps = config.inner_size, config.n_predict
         self.config, self.max_draft_tokens = config, steps
@@ -153,7 +154,7 @@ class MlpDrafter(Drafter):
             assert isinstance(table, nn.Linear | nn.Embedding)
             nn.init.normal_(table.weight, std=size**-0.5)
         self._token_weight = math.sqrt((1 - 0.5 ** (1 / steps)) * size / 2) / 0.5 ** (0.5 / steps)  # w_e / w_s
-        self.register_buffer("final_norm", final_norm, persistent=False)
+        self.final_norm = final_norm
         self.register_buffer("draft_token_ids", torch.arange(config.vocab_size), persistent=False)
 
     @classmethod
@@ -170,7 +171,7 @@ class MlpDrafter(Drafter):
 
     @classmethod
     def from_target(cls, config: MlpConfig, tensors: TargetTensors, draft_token_ids: torch.Tensor) -> Self:
-        return cls(config, tensors.final_norm_weight.float())
+        return cls(config, FinalNorm.of(tensors, config.rms_norm_eps))
 
     @torch.no_grad()
     def init_from_target(self, tensors: TargetTensors, batches: Iterable[Batch]) -> None:
@@ -180,10 +181,10 @@ class MlpDrafter(Drafter):
         directions of the next state, predicted from h_p by least squares. With an inner size above H the further columns
         stay random, as do the embeddings and the other projections (as in the paper: N(0, 1/D)).
         """
-        head = tensors.lm_head.to(self.final_norm)
+        head = tensors.lm_head.to(self.final_norm.weight)
         kept = min(self.config.inner_size, self.config.hidden_size)
         directions = torch.linalg.eigh(head.T @ head).eigenvectors[:, -kept:]  # [H, D], ascending
-        (ahead,) = fit_next_states(self._normed, batches, steps=1)
+        (ahead,) = fit_next_states(self.final_norm, batches, steps=1)
         for step in range(len(self.head)):
             self._head(step)[:, :kept] = head @ directions
         first = self.proj[0]
@@ -210,7 +211,7 @@ class MlpDrafter(Drafter):
 
     def chain(self, batch: Batch, *, steps: int, autoregressive: bool = False) -> Iterator[ChainStep]:
         rows = batch.loss_weights[:, :steps].sum(1).nonzero()[:, 0]
-        state, tokens = self.first_state(self._normed(batch.hidden_states[rows, 0])), batch.next_tokens[rows, 0]
+        state, tokens = self.first_state(self.final_norm(batch.hidden_states[rows, 0])), batch.next_tokens[rows, 0]
         for k in range(steps):
             state, head = self.step(k, state, tokens)
             yield ChainStep(state, head, batch.loss_weights[rows, k])
@@ -226,10 +227,6 @@ class MlpDrafter(Drafter):
         projected = self.proj[min(k, len(self.proj) - 1)](state)
         state = F.gelu(self.ln[shared](projected + self._token_weight * self.emb[shared](tokens)))
         return state, self._head(shared)
-
-    def _normed(self, states: torch.Tensor) -> torch.Tensor:
-        """States after the target's final norm."""
-        return F.rms_norm(states, states.shape[-1:], self.final_norm, self.config.rms_norm_eps)
 
     def _head(self, i: int) -> torch.Tensor:
         """[V, D]"""

@@ -1,4 +1,4 @@
-"""RMSNorm that keeps only its input for the backward pass.
+"""RMSNorm that keeps only its input for the backward pass, and the target's norm before its head.
 
 On a CPU torch composes the norm of elementwise operations, each of which keeps a tensor as large as the input; on a GPU it
 has a fused kernel, which is used there.
@@ -6,10 +6,13 @@ has a fused kernel, which is used there.
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, Self
 
 import torch
 from torch import nn
+from torch.nn import functional as F
+
+from draftsmith.target.tensors import TargetTensors
 
 
 class RMSNorm(nn.RMSNorm):
@@ -44,3 +47,36 @@ class _RMSNorm(torch.autograd.Function):
             along = torch.linalg.vecdot(weighted, unit).div_(x.shape[-1])[..., None]
             d_x = weighted.sub_(unit.mul_(along)).mul_(scale)
         return d_x, d_weight, None
+
+
+class FinalNorm(nn.Module):
+    """The target's norm before its head, frozen. Not part of state dicts.
+
+    Args:
+        weight: [H], the factor of the normalized state.
+        eps: epsilon.
+        bias: [H], or None.
+        centered: LayerNorm, which subtracts the mean; else RMSNorm.
+    """
+
+    def __init__(
+        self, weight: torch.Tensor, *, eps: float, bias: torch.Tensor | None = None, centered: bool = False
+    ) -> None:
+        super().__init__()
+        self.eps, self.centered = eps, centered
+        self.register_buffer("weight", weight, persistent=False)
+        self.register_buffer("bias", bias, persistent=False)
+
+    weight: torch.Tensor
+    bias: torch.Tensor | None
+
+    @classmethod
+    def of(cls, tensors: TargetTensors, eps: float) -> Self:
+        """The norm of the target with these tensors."""
+        bias = None if tensors.final_norm_bias is None else tensors.final_norm_bias.float()
+        return cls(tensors.final_norm_weight.float(), eps=eps, bias=bias, centered=tensors.centered_norm)
+
+    def forward(self, states: torch.Tensor) -> torch.Tensor:
+        if self.centered:
+            return F.layer_norm(states, states.shape[-1:], self.weight, self.bias, self.eps)
+        return F.rms_norm(states, states.shape[-1:], self.weight, self.eps)

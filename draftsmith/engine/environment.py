@@ -8,14 +8,18 @@ from __future__ import annotations
 
 import os
 import sys
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from draftsmith.config.recipe import EngineConfig
 from draftsmith.run.errors import UserError
 from draftsmith.run.process import malloc_environment
+from draftsmith.target.family import FAMILIES, has_experts
+
+if TYPE_CHECKING:
+    from transformers import PretrainedConfig
 
 _GIB = 1024**3
 
@@ -60,7 +64,7 @@ def vllm_environment(engine: EngineConfig) -> dict[str, str]:
         "VLLM_LOGGING_LEVEL": os.environ.get("VLLM_LOGGING_LEVEL", "WARNING"),
         "VLLM_NO_USAGE_STATS": os.environ.get("VLLM_NO_USAGE_STATS", "1"),
     }
-    if engine.tensor_parallel_size > 1:
+    if engine.tensor_parallel_size > 1 or "distributed_executor_backend" in engine.options:
         values["VLLM_WORKER_MULTIPROC_METHOD"] = os.environ.get("VLLM_WORKER_MULTIPROC_METHOD", "spawn")
     if is_cpu():
         values |= openmp_environment() | malloc_environment()
@@ -127,6 +131,32 @@ def share_of_machine(number: int, count: int, tensor_parallel_size: int) -> dict
             f"extract.workers is {count} with {tensor_parallel_size} GPUs each, and {len(devices)} GPUs are visible; use fewer."
         )
     return only_these_gpus(devices[number * tensor_parallel_size : (number + 1) * tensor_parallel_size])
+
+
+def states_arguments(config: PretrainedConfig, options: Mapping[str, Any]) -> dict[str, Any]:
+    """Arguments of `vllm.LLM` for an engine that must hand out hidden states: where vLLM's own model of a family does not, vLLM's
+    transformers backend does.
+
+    With `model_impl: transformers`, vLLM 0.32 looks for the drafter among transformers' models too, and fails.
+
+    Args:
+        config: the target's language model's.
+        options: the recipe's `engine.options`, whose `hf_overrides` stay.
+
+    Raises:
+        UserError: neither does.
+    """
+    states = FAMILIES[config.model_type].states if config.model_type in FAMILIES else "own"
+    if states == "own":
+        return {}
+    if states == "none":
+        raise UserError(
+            f"vLLM 0.32 hands out no hidden states of {config.name_or_path} (type `{config.model_type}`). Extract with "
+            "`extract.backend: transformers`, which is slow, and train a drafter that vLLM serves from its last state alone "
+            "(`train.drafter.kind`: medusa or mlp_speculator)."
+        )
+    backend = f"Transformers{'MoE' if has_experts(config) else ''}ForCausalLM"
+    return {"hf_overrides": {**options.get("hf_overrides", {}), "architectures": [backend]}}
 
 
 def memory_arguments(engine: EngineConfig, *, share: float = 1.0) -> dict[str, Any]:

@@ -1,6 +1,6 @@
-"""Estimates of a vLLM engine's GPU memory, and of how many engines fit side by side. Pure arithmetic: no GPU, no vLLM.
+"""Estimates of a vLLM engine's memory, and of how many engines fit side by side. Pure arithmetic: no GPU, no vLLM.
 
-As it starts, vLLM measures what it needs and uses the rest of its share for the KV cache. These estimates tell before any
+On a GPU vLLM measures what it needs as it starts, and uses the rest of its share for the KV cache. These estimates tell before any
 engine starts whether that will be enough, so they err on the safe side.
 """
 
@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING
 
 from draftsmith.run.errors import UserError
 from draftsmith.run.safetensors_io import read_header
+from draftsmith.run.weights import open_pickle
 
 if TYPE_CHECKING:
     from transformers import PretrainedConfig
@@ -24,19 +25,23 @@ _FLOATS = ("F32", "F16", "BF16", "F64")
 """Types, by their safetensors names, that vLLM casts to the engine's dtype as it loads."""
 _FIXED = 2 * GIB
 """CUDA's context, workspaces of kernels and NCCL, and captured CUDA graphs: a guess, not measured."""
+_ON_CPU = GIB // 2
+"""What an engine's process takes on a CPU beside weights, KV cache and activations."""
+_CPU_STEP_TOKENS = 4096
+"""Tokens of a prefill step on a CPU: vLLM's default for `LLM`."""
 _STEP_TOKENS = 16384
 """Tokens of a prefill step: vLLM's default for `LLM` on GPUs of 70 GiB and more, the largest of its defaults."""
 
 
 @dataclass(frozen=True)
 class EngineMemory:
-    """Bytes on each of an engine's GPUs."""
+    """Bytes on each of an engine's GPUs; on a CPU, of the whole engine."""
 
     target: int
     drafter: int
     kv_cache: int
     working: int
-    """Activations of a step, and what CUDA takes."""
+    """Activations of a step, and what the process and CUDA take."""
 
     @property
     def total(self) -> int:
@@ -53,9 +58,16 @@ class EngineMemory:
 
 
 def engine_memory(
-    config: PretrainedConfig, *, target_bytes: int, drafter_bytes: int, dtype: str, tokens: int, gpus: int
+    config: PretrainedConfig,
+    *,
+    target_bytes: int,
+    drafter_bytes: int,
+    dtype: str,
+    tokens: int,
+    gpus: int,
+    state_values: int = 0,
 ) -> EngineMemory:
-    """Estimate one engine's memory.
+    """Estimate one engine's memory on GPUs.
 
     Args:
         config: of the target's language model.
@@ -64,19 +76,50 @@ def engine_memory(
         dtype: of the computation.
         tokens: in the KV cache: concurrent sequences times their length.
         gpus: that the target is split over. Each holds the whole drafter.
+        state_values: values of a token's hidden states, which extraction caches beside keys and values.
     """
     number = BYTES[dtype]
     # The drafter has keys and values too, about as many in proportion to its size as the target.
-    kv = tokens * kv_values(config) * number * (1 + drafter_bytes / target_bytes)
-    intermediate = getattr(config, "intermediate_size", None) or 4 * config.hidden_size
-    # In a layer: states and residuals, queries, keys and values, and the two halves of the MLP and their product.
-    step = _STEP_TOKENS * (6 * config.hidden_size + 3 * intermediate) * number
+    kv = tokens * (kv_values(config) * (1 + drafter_bytes / max(1, target_bytes)) + state_values) * number
     return EngineMemory(
         target=math.ceil(target_bytes / gpus),
         drafter=drafter_bytes,
         kv_cache=math.ceil(kv / gpus),
-        working=_FIXED + math.ceil(step / gpus),
+        working=_FIXED + math.ceil(_step_bytes(config, _STEP_TOKENS, number) / gpus),
     )
+
+
+def cpu_engine_memory(
+    config: PretrainedConfig,
+    *,
+    target_bytes: int,
+    drafter_bytes: int,
+    dtype: str,
+    kv_cache_bytes: float,
+    step_tokens: int = _CPU_STEP_TOKENS,
+) -> EngineMemory:
+    """Estimate one engine's memory on a CPU, where the recipe gives the size of the KV cache.
+
+    Args:
+        config: of the target's language model.
+        target_bytes: of the target's weights, as they are served.
+        drafter_bytes: of the drafter's weights; 0 for the baseline.
+        dtype: of the computation.
+        kv_cache_bytes: this engine's part of `engine.kv_cache_gib`.
+        step_tokens: tokens of a prefill step.
+    """
+    return EngineMemory(
+        target=target_bytes,
+        drafter=drafter_bytes,
+        kv_cache=math.ceil(kv_cache_bytes),
+        working=_ON_CPU + _step_bytes(config, step_tokens, BYTES[dtype]),
+    )
+
+
+def _step_bytes(config: PretrainedConfig, tokens: int, number: int) -> int:
+    """Activations of a step in a layer: states and residuals, queries, keys and values, and the MLP's two halves and their product."""
+    intermediate = getattr(config, "intermediate_size", None) or 4 * config.hidden_size
+    return tokens * (6 * int(config.hidden_size) + 3 * int(intermediate)) * number
 
 
 def kv_values(config: PretrainedConfig) -> int:
@@ -96,10 +139,18 @@ def weight_bytes(directory: Path, dtype: str) -> int:
     """Bytes of a model's weights in an engine that computes in `dtype`, from its files' headers. 8-bit weights stay 8-bit.
 
     Raises:
-        UserError: a file is not a safetensors file.
+        UserError: a file is damaged.
     """
     total = 0
-    for path in sorted(directory.glob("*.safetensors")):
+    files = sorted(directory.glob("*.safetensors"))
+    for path in () if files else sorted(directory.glob("pytorch_model*.bin")):
+        for weight in open_pickle(path).values():
+            total += (
+                weight.count * BYTES[dtype]
+                if weight.dtype.itemsize > 1 and weight.dtype.is_floating_point
+                else weight.bytes
+            )
+    for path in files:
         try:
             for entry in read_header(path).tensors.values():
                 is_float = entry.dtype in _FLOATS

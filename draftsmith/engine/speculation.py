@@ -19,6 +19,7 @@ from draftsmith.run.atomic_io import sha256_of
 from draftsmith.run.errors import UserError
 from draftsmith.target.hub import local_directory
 from draftsmith.target.info import TargetInfo
+from draftsmith.target.pretrained import config_of, language_config
 
 _FILES = ("config.json", "model.safetensors")
 _USUAL_K = 3
@@ -191,6 +192,28 @@ def speculative_config(drafter_dir: Path, k: int) -> dict[str, Any]:
     return {"method": spec.method, "model": str(drafter_dir), "num_speculative_tokens": k}
 
 
+def target_arguments(
+    target: Path,
+    speculative: Mapping[str, Any] | None,
+    *,
+    options: Mapping[str, Any] = {},
+    trust_remote_code: bool = False,
+) -> dict[str, Any]:
+    """Arguments of `vllm.LLM` with which the target hands out the hidden states that a method reads (`states_arguments`).
+
+    Args:
+        target: the target's directory.
+        speculative: vLLM's `speculative_config`; None for the baseline.
+        options: the recipe's `engine.options`.
+        trust_remote_code: whether the target's own code may run, which its config may need.
+    """
+    if speculative is None or speculative.get("method") != "eagle3" or not (target / "config.json").is_file():
+        return {}
+    return environment.states_arguments(
+        language_config(config_of(target, trust_remote_code=trust_remote_code)), options
+    )
+
+
 def drafter_sha256(drafter_dir: Path) -> dict[str, str]:
     """SHA-256 of the drafter's config and weights, by file name.
 
@@ -200,7 +223,8 @@ def drafter_sha256(drafter_dir: Path) -> dict[str, str]:
     for name in _FILES:
         if not (drafter_dir / name).is_file():
             raise UserError(
-                f"There is no drafter in {drafter_dir} ({name} is missing). Run `draftsmith convert` first."
+                f"There is no drafter in {drafter_dir} ({name} is missing). `draftsmith run RECIPE` makes it; if it is trained already, "
+                "`draftsmith convert RECIPE` is enough."
             )
     return {name: sha256_of(drafter_dir / name) for name in _FILES}
 
@@ -255,6 +279,6 @@ def _config(directory: Path, what: str = "a drafter") -> dict[str, Any]:
     if not isinstance(config, dict):
         raise UserError(
             f"There is no readable config.json in {directory}, which should hold {what} that vLLM can load. For the run's own "
-            "drafter, run `draftsmith convert` first."
+            "drafter, `draftsmith run RECIPE` makes it; if it is trained already, `draftsmith convert RECIPE` is enough."
         )
     return config

@@ -12,6 +12,7 @@ import torch
 
 from draftsmith.config.hardware import Hardware
 from draftsmith.engine.memory import kv_values
+from draftsmith.run.errors import UserError
 
 if TYPE_CHECKING:
     from transformers import PretrainedConfig
@@ -30,12 +31,24 @@ class TargetSizes:
     """Values per token in the KV cache (`memory.kv_values`)."""
 
 
-def target_sizes(config: PretrainedConfig) -> TargetSizes:
-    """Sizes of a causal language model, counted on torch's meta device."""
+def target_sizes(config: PretrainedConfig, *, trust_remote_code: bool = False) -> TargetSizes:
+    """Sizes of a causal language model, counted on torch's meta device.
+
+    Args:
+        trust_remote_code: whether the target's own code may run.
+
+    Raises:
+        UserError: transformers has no such model, or none without the target's own code.
+    """
     from transformers import AutoModelForCausalLM
 
-    with torch.device("meta"):
-        model = AutoModelForCausalLM.from_config(config)
+    try:
+        with torch.device("meta"):
+            model = AutoModelForCausalLM.from_config(config, trust_remote_code=trust_remote_code)
+    except ValueError as error:
+        raise UserError(
+            f"transformers cannot count the parameters of a model of the type `{config.model_type}`: {str(error).splitlines()[0][:200]}"
+        ) from error
     table = model.get_input_embeddings().weight
     sent_to = getattr(config, "num_experts_per_tok", None)
     multiplied = 0

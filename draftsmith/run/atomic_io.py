@@ -11,10 +11,27 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, BinaryIO
 
-from draftsmith.run.errors import DraftsmithError
+from draftsmith.run.errors import DraftsmithError, UserError
 
 _NO_SPACE = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 """Error numbers of a full disk, quota or file."""
+
+
+def read_json(path: Path) -> dict[str, Any]:
+    """Read a file that holds a JSON object.
+
+    Raises:
+        UserError: the file is missing or holds something else.
+    """
+    try:
+        record = json.loads(path.read_bytes())
+    except FileNotFoundError:
+        raise UserError(f"There is no {path.name} in {path.parent}.") from None
+    except (OSError, ValueError, RecursionError) as error:
+        raise UserError(f"{path} is not JSON ({error}). Get it again.") from None
+    if not isinstance(record, dict):
+        raise UserError(f"{path} holds a {type(record).__name__}, but should hold an object.")
+    return record
 
 
 def write_json(path: Path, value: Any) -> None:

@@ -36,7 +36,7 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -95,6 +95,13 @@ class EncodedSequence:
     states: EncodedStates
 
 
+def _flat(fields: dict[str, Any]) -> dict[str, Any]:
+    """The fields, with those of inner objects by a dotted name."""
+    inner = {name: value for name, value in fields.items() if isinstance(value, dict)}
+    found = {name: value for name, value in fields.items() if name not in inner}
+    return found | {f"{name}.{key}": value for name, values in inner.items() for key, value in values.items()}
+
+
 @dataclass(frozen=True)
 class StoreIdentity:
     """What a store was made from. Stores of equal identity can be mixed."""
@@ -110,6 +117,15 @@ class StoreIdentity:
     sampling: dict[str, Any]
     states: str = "exact"
     """`exact`, or `int8` if they were rounded to 8 bits."""
+    engine_options: dict[str, Any] = field(default_factory=dict)
+    """The recipe's `engine.options`."""
+
+    def recorded(self) -> dict[str, Any]:
+        """JSON values by name; without engine options if there are none, as when stores did not have them."""
+        fields = vars(self) | {"layer_ids": list(self.layer_ids)}
+        if not self.engine_options:
+            fields.pop("engine_options")
+        return fields
 
     def require(self, wanted: StoreIdentity, where: Path) -> None:
         """
@@ -120,10 +136,12 @@ class StoreIdentity:
 
     def require_fields(self, wanted: dict[str, Any], where: Path, *, way_out: str) -> None:
         """As `require`, for some fields, with other advice."""
+        there = _flat({name: getattr(self, name) for name in wanted})
+        here = _flat(wanted)
         differences = [
-            f"{name} is {getattr(self, name)!r} there and {value!r} in this run"
-            for name, value in wanted.items()
-            if getattr(self, name) != value
+            f"{name} is {there.get(name)!r} there and {here.get(name)!r} in this run"
+            for name in {**there, **here}
+            if there.get(name) != here.get(name)
         ]
         if differences:
             raise UserError(f"The store at {where} was made for something else: {'; '.join(differences)}. {way_out}")
@@ -205,7 +223,7 @@ def manifest_bytes(identity: StoreIdentity, shards: list[Shard]) -> bytes:
     """The content of `manifest.json`."""
     manifest = {
         "schema_version": SCHEMA_VERSION,
-        "identity": vars(identity) | {"layer_ids": list(identity.layer_ids)},
+        "identity": identity.recorded(),
         "layer_id_meaning": LAYER_ID_MEANING,
         "counts": counts_of(shards),
         "shards": [vars(shard) for shard in shards],

@@ -1,1 +1,1 @@
-"""The target: where it comes from, what identifies it, its weights and reference hidden states."""
+"""The target: where it comes from, what identifies it, its family's facts, its weights and reference hidden states."""

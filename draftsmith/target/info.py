@@ -3,17 +3,19 @@
 from __future__ import annotations
 
 import hashlib
-import json
 from dataclasses import dataclass
+from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from draftsmith.config.loading import digest
 from draftsmith.config.recipe import TargetConfig
-from draftsmith.run.atomic_io import sha256_of
+from draftsmith.run.atomic_io import read_json, sha256_of
 from draftsmith.run.errors import UserError
+from draftsmith.target.family import TargetFacts, size_of, target_facts
 from draftsmith.target.hub import is_snapshot
 from draftsmith.target.prepare import target_name
+from draftsmith.target.pretrained import config_of, language_config
 
 if TYPE_CHECKING:
     from transformers import PretrainedConfig
@@ -41,6 +43,17 @@ class TargetInfo:
     """Rows of the embedding; there may be more than the tokenizer has tokens."""
     config: PretrainedConfig
     """The parsed config; the language model's if the target holds several models."""
+    trust_remote_code: bool = False
+    """Whether its own Python code may run."""
+
+    @cached_property
+    def facts(self) -> TargetFacts:
+        """What training takes from the config.
+
+        Raises:
+            UserError: the target's family is not known, or its config makes no sense.
+        """
+        return target_facts(self.config)
 
 
 def describe_target(path: Path, target: TargetConfig | None = None, *, name: str | None = None) -> TargetInfo:
@@ -49,27 +62,25 @@ def describe_target(path: Path, target: TargetConfig | None = None, *, name: str
     Its name is `name`, or the recipe's name for `target`, or the directory's.
 
     Raises:
-        UserError: the config or the tokenizer is missing or unreadable.
+        UserError: the config or the tokenizer is missing or unreadable, or it is not a causal language model, or the target's own
+            code would have to run to read it.
     """
-    from transformers import AutoConfig
-
-    try:
-        raw = json.loads((path / "config.json").read_text())
-        config = AutoConfig.from_pretrained(path).get_text_config()
-    except (OSError, ValueError, KeyError) as error:
-        raise UserError(f"Cannot read the target's config in {path}: {error}.") from error
+    trusted = target is not None and target.trust_remote_code
+    raw = read_json(path / "config.json")
+    config = language_config(config_of(path, trust_remote_code=trusted))
     raw.pop("transformers_version", None)
     return TargetInfo(
         path=path,
         name=name or (target_name(target) if target else path.name),
-        revision=path.name if is_snapshot(path) else f"weights-{_weights_sample(path)}",
+        revision=path.name if is_snapshot(path) else f"weights-{_weights_sample(path, with_code=trusted)}",
         config_hash=digest(raw),
         tokenizer_hash=_tokenizer_hash(path),
         chat_template_hash=_chat_template_hash(path),
-        num_hidden_layers=config.num_hidden_layers,
-        hidden_size=config.hidden_size,
-        vocab_size=config.vocab_size,
+        num_hidden_layers=size_of(config, "num_hidden_layers"),
+        hidden_size=size_of(config, "hidden_size"),
+        vocab_size=size_of(config, "vocab_size"),
         config=config,
+        trust_remote_code=trusted,
     )
 
 
@@ -83,16 +94,27 @@ def _tokenizer_hash(path: Path) -> str:
 def _chat_template_hash(path: Path) -> str | None:
     template: Any = None
     if (path / "chat_template.jinja").is_file():
-        template = (path / "chat_template.jinja").read_text()
+        try:
+            template = (path / "chat_template.jinja").read_text(encoding="utf-8")
+        except ValueError:
+            raise UserError(
+                f"{path / 'chat_template.jinja'} is not text in UTF-8. Get the target's tokenizer again."
+            ) from None
     elif (path / "tokenizer_config.json").is_file():
-        template = json.loads((path / "tokenizer_config.json").read_text()).get("chat_template")
+        template = read_json(path / "tokenizer_config.json").get("chat_template")
     return None if template is None else digest(template)
 
 
-def _weights_sample(path: Path, sample_bytes: int = 1 << 20) -> str:
-    """Tells fine-tunes of an architecture apart without reading all weights: the size of each file and three samples of it."""
+def _weights_sample(path: Path, *, with_code: bool, sample_bytes: int = 1 << 20) -> str:
+    """Tells fine-tunes of an architecture apart without reading all weights: the size of each file and three samples of it.
+
+    Args:
+        with_code: also the target's own code, which then decides what it computes.
+    """
     found = hashlib.sha256()
-    for file in sorted(path.glob("*.safetensors")):
+    files = sorted(path.glob("*.safetensors")) or sorted(path.glob("pytorch_model*.bin"))
+    files += sorted(path.glob("*.py")) if with_code else []
+    for file in filter(Path.is_file, files):
         size = file.stat().st_size
         found.update(f"{file.name} {size}\n".encode())
         with file.open("rb") as opened:

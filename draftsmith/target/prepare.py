@@ -6,7 +6,7 @@ import importlib.util
 import shutil
 import tempfile
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Literal
 
 from draftsmith.config.recipe import TargetConfig
 from draftsmith.run.atomic_io import sha256_of
@@ -14,19 +14,29 @@ from draftsmith.run.errors import UserError
 from draftsmith.run.progress import console
 from draftsmith.target.downloads import cache_dir, fetch
 from draftsmith.target.hub import download
+from draftsmith.target.pretrained import config_of, language_config
+from draftsmith.target.shards import FILES, require_all_shards, shared_files
 
 if TYPE_CHECKING:
     from transformers import PretrainedConfig
 
+Weights = Literal["all", "shared", "none"]
+"""Which of the target's weights a stage reads: engines all, training the files of those that drafters share with the target."""
+_WITHOUT_WEIGHTS = ("*.json", "*.jinja", "*.txt", "tokenizer*", "*.model")
+"""Config, tokenizer, and the index of the weights."""
 
-def prepare_target(target: TargetConfig) -> Path:
-    """The target as a local Hugging Face directory: config, safetensors, tokenizer.
 
-    A local directory is used in place, a Hub model is downloaded into the Hub's own cache, and a GGUF file is dequantized
-    once into Draftsmith's cache, in `target.dtype`.
+def prepare_target(target: TargetConfig, *, weights: Weights = "all") -> Path:
+    """The target as a local Hugging Face directory: config, tokenizer, and weights (PyTorch's files only if there are no safetensors).
+
+    A local directory is used in place, a Hub model is downloaded into the Hub's own cache as far as it is not there, and a GGUF
+    file is dequantized once into Draftsmith's cache, in `target.dtype`.
+
+    Args:
+        weights: what to download of a Hub model's weights; other files may be there, and need not.
 
     Raises:
-        UserError: the directory, model, revision or file does not exist or cannot be read.
+        UserError: the directory, model, revision or file does not exist or cannot be read; of all weights, a shard is missing.
     """
     if target.gguf is not None:
         gguf = fetch(target.gguf)
@@ -35,18 +45,35 @@ def prepare_target(target: TargetConfig) -> Path:
     if Path(target.model).is_absolute():  # recipes resolve ./, ~ and / to absolute paths; anything else is a Hub id
         path = Path(target.model)
         if not (path / "config.json").is_file():
+            if path.is_file():
+                raise UserError(
+                    f"The target {path} is a file. A GGUF file is `target: {{ gguf: {{ path: {path.name} }} }}`."
+                )
             what = "has no config.json" if path.is_dir() else "does not exist"
             raise UserError(
                 f"The target {path} {what}. `target.model` takes a Hugging Face model directory (config.json, "
                 "safetensors, tokenizer), its path relative to the recipe, or a Hub id such as owner/name."
             )
-        return path
-    return download(
-        target.model,
-        revision=target.revision,
-        allow=["*.safetensors", "*.json", "*.jinja", "*.txt", "tokenizer*", "*.model"],
-        ignore=["original/*", "consolidated*"],
-    )
+    else:
+        path = _from_hub(target, weights)
+    if weights == "all":
+        require_all_shards(path)
+    return path
+
+
+def _from_hub(target: TargetConfig, weights: Weights) -> Path:
+    """The commit's folder in the Hub's cache, with at least the files that are asked for."""
+    assert target.model is not None
+    code = ("*.py",) if target.trust_remote_code else ()
+    path = download(target.model, revision=target.revision, allow=[*_WITHOUT_WEIGHTS, *code], ignore=["original/*"])
+    for whole in FILES if weights != "none" else ():  # PyTorch's files only if there are no safetensors
+        every = "*.safetensors" if whole.endswith(".safetensors") else "pytorch_model*.bin"
+        wanted = [every] if weights == "all" else shared_files(path, whole)
+        # Of the same commit, whatever the branch is by now.
+        download(target.model, revision=path.name, allow=wanted, ignore=["original/*", "consolidated*"])
+        if any(path.glob(every)):
+            break
+    return path
 
 
 def target_name(target: TargetConfig) -> str:
@@ -108,17 +135,15 @@ def read_config(target: TargetConfig) -> PretrainedConfig:
     Raises:
         UserError: it is not available without preparing the target.
     """
-    from transformers import AutoConfig
-
     where: str | Path = target.model or ""
     if target.gguf is not None:
         where = _prepared_gguf(target.gguf.sha256 or sha256_of(fetch(target.gguf)), target.dtype)
     try:
-        if target.gguf is not None and not where.is_dir():  # type: ignore[union-attr]
-            raise OSError("the GGUF file has not been prepared here yet")
-        return AutoConfig.from_pretrained(where, revision=target.revision).get_text_config()
-    except (OSError, ValueError, KeyError) as error:
+        if isinstance(where, Path) and not where.is_dir():
+            raise UserError("The GGUF file has not been prepared here yet.")
+        return language_config(config_of(where, revision=target.revision, trust_remote_code=target.trust_remote_code))
+    except UserError as error:
         raise UserError(
-            f"The config of the target {target_name(target)} is not available here ({type(error).__name__}: {error}). Put a "
-            "copy of its config.json beside the recipe and name it: `plan: { target_config: { path: config.json } }`."
+            f"The config of the target {target_name(target)} is not available here: {str(error).rstrip('.')}. Put a copy of its "
+            "config.json beside the recipe and name it: `plan: { target_config: { path: config.json } }`."
         ) from None

@@ -2,9 +2,22 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 import torch
+
+from draftsmith.target.pretrained import config_of, language_config, model_of
+
+
+def reference_model(path: Path, dtype: torch.dtype, *, trust_remote_code: bool = False) -> Any:
+    """The target as transformers has it, on the CPU (`pretrained.model_of`).
+
+    torch's fused attention leaves out the soft cap of attention scores (Gemma 2), without an error.
+    """
+    config = language_config(config_of(path, trust_remote_code=trust_remote_code))
+    attention = "eager" if getattr(config, "attn_logit_softcapping", None) else None
+    return model_of(path, dtype, trust_remote_code=trust_remote_code, attention=attention)
 
 
 @torch.no_grad()

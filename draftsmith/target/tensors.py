@@ -2,108 +2,142 @@
 
 from __future__ import annotations
 
-import json
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from draftsmith.run.errors import UserError
+from draftsmith.target.family import target_facts
+from draftsmith.target.pretrained import config_of, language_config
+from draftsmith.target.shards import FILES, shards
+from draftsmith.target.weight_files import names_in, read_weight, refuse_quantized
 
 if TYPE_CHECKING:
     import torch
 
-_NORMS_MINUS_ONE = ("gemma", "gemma2", "gemma3_text", "qwen3_next")
-"""Models whose RMSNorm multiplies by 1 + weight."""
+_HEADS = ("lm_head.weight", "embed_out.weight")
+"""Names of heads; the second is GPT-NeoX's."""
 
 
 @dataclass(frozen=True)
 class TargetTensors:
-    """The target's weights that drafters share or are initialized from, in the dtype of its files."""
+    """The target's weights that drafters share or are initialized from, in the dtype of its files; 8-bit ones in float32."""
 
     embedding: torch.Tensor
     """[vocab_size, hidden_size]"""
     lm_head: torch.Tensor
-    """[vocab_size, hidden_size]; the same tensor as `embedding` if the target ties them."""
+    """[vocab_size, hidden_size], times the target's scale of logits; the same tensor as `embedding` if the target ties them and
+    has no scale."""
     final_norm_weight: torch.Tensor
     """[hidden_size]; the factor of the normalized state. Gemma's files hold it minus 1; here the 1 is added."""
-    _files: dict[str, Path]
-    """The file of each tensor, by name."""
-    _prefix: str
-    """Precedes `embed_tokens`, `layers` and `norm` in tensor names; usually `model.`."""
-
-    def layer(self, index: int) -> dict[str, torch.Tensor]:
-        """Read decoder layer `index`; tensors are named as inside the layer (`self_attn.q_proj.weight`).
-
-        Raises:
-            UserError: there is no such layer.
-        """
-        prefix = f"{self._prefix}layers.{index}."
-        names = [name for name in self._files if name.startswith(prefix)]
-        if not names:
-            raise UserError(f"The target's files hold no tensors named {prefix}*, its decoder layer {index}.")
-        return {name.removeprefix(prefix): _read_tensor(self._files, name) for name in names}
+    final_norm_bias: torch.Tensor | None = None
+    """[hidden_size], of a LayerNorm with a bias."""
+    centered_norm: bool = False
+    """The final norm is a LayerNorm, which subtracts the mean; else an RMSNorm."""
+    logit_soft_cap: float | None = None
+    """c, where the target's logits become c * tanh(logits / c)."""
 
 
-def load_target_tensors(path: Path) -> TargetTensors:
-    """Read embedding, head and final norm from a Hugging Face directory; other tensors stay on disk.
+def load_target_tensors(path: Path, *, trust_remote_code: bool = False) -> TargetTensors:
+    """Read embedding, head and final norm from a Hugging Face directory; other tensors stay on disk, and their shards need not
+    be there.
+
+    Args:
+        trust_remote_code: whether the target's own code may run, which its config may need.
 
     Raises:
-        UserError: the directory has no safetensors files, or not the tensors of a causal language model.
+        UserError: the directory has no weights, or not the tensors of a causal language model of a known family; or they are
+            quantized in a way that is not read, missing, damaged or not finite.
     """
-    from transformers import AutoConfig
-
+    whole = config_of(path, trust_remote_code=trust_remote_code)
+    config = language_config(whole)
+    facts = target_facts(config)
     files = _tensor_files(path)
-    embeddings = [name for name in files if name.endswith("embed_tokens.weight")]
-    if len(embeddings) != 1:
-        found = ", ".join(embeddings) or "none"
-        raise UserError(f"The target in {path} must have one tensor named *embed_tokens.weight; found: {found}.")
-    prefix = embeddings[0].removesuffix("embed_tokens.weight")
-    if f"{prefix}norm.weight" not in files:
-        raise UserError(f"The target in {path} has no tensor {prefix}norm.weight, its final norm.")
+    prefix = _prefix(path, files, facts.family.embedding, f"layers.{config.num_hidden_layers - 1}.")
+    norm = f"{prefix}{facts.family.final_norm}"
+    if f"{norm}.weight" not in files:
+        raise UserError(f"The target in {path} has no tensor {norm}.weight, its final norm.")
+    tied = any(getattr(each, "tie_word_embeddings", False) for each in (whole, config))
+    head = None if tied else _head(path, files)
 
-    config = AutoConfig.from_pretrained(path)
-    tied = config.tie_word_embeddings or config.get_text_config().tie_word_embeddings
-    heads = [name for name in files if name == "lm_head.weight" or name.endswith(".lm_head.weight")]
-    if not tied and len(heads) != 1:
-        raise UserError(
-            f"The target in {path} does not tie its head to its embedding, and has no tensor lm_head.weight."
-        )
-
-    embedding = _read_tensor(files, embeddings[0])
-    final_norm_weight = _read_tensor(files, f"{prefix}norm.weight")
-    if config.get_text_config().model_type in _NORMS_MINUS_ONE:
-        final_norm_weight = 1 + final_norm_weight.float()
+    table, row = (config.vocab_size, config.hidden_size), (config.hidden_size,)
+    embedding = _read_tensor(files, f"{prefix}{facts.family.embedding}.weight", table)
+    lm_head = embedding if head is None else _read_tensor(files, head, table)
+    weight = _read_tensor(files, f"{norm}.weight", row)
     return TargetTensors(
         embedding=embedding,
-        lm_head=embedding if tied else _read_tensor(files, heads[0]),
-        final_norm_weight=final_norm_weight,
-        _files=files,
-        _prefix=prefix,
+        lm_head=lm_head if facts.logit_scale == 1 else lm_head * facts.logit_scale,
+        final_norm_weight=1 + weight.float() if facts.family.norm_plus_one else weight,
+        final_norm_bias=_read_tensor(files, f"{norm}.bias", row) if f"{norm}.bias" in files else None,
+        centered_norm=facts.family.norm == "layer",
+        logit_soft_cap=facts.logit_soft_cap,
     )
+
+
+def _prefix(path: Path, files: Mapping[str, Path], embedding: str, last_layer: str) -> str:
+    """What the names of the language model's tensors begin with; usually `model.`.
+
+    Layers for multi-token prediction are stored beside it, some with a copy of its embedding.
+    """
+    ending = f"{embedding}.weight"
+    found = [name for name in files if name == ending or name.endswith(f".{ending}")]
+    prefixes = [name.removesuffix(ending) for name in found]
+    prefixes = [prefix for prefix in prefixes if any(name.startswith(prefix + last_layer) for name in files)]
+    if len(prefixes) == 1:
+        return prefixes[0]
+    if not found:
+        refuse_quantized(files, embedding)
+    raise UserError(
+        f"The target in {path} must have one tensor named *{ending} with a layer *{last_layer}* beside it; found: "
+        f"{', '.join(found) or 'none'}. Save it with transformers' save_pretrained, or get it again."
+    )
+
+
+def _head(path: Path, files: Mapping[str, Path]) -> str:
+    heads = [name for name in files if name.endswith(_HEADS) and ".layers." not in name]
+    if not heads:
+        refuse_quantized(files, "lm_head")
+    if len(heads) != 1:
+        found = ", ".join(heads) or "none"
+        raise UserError(
+            f"The target in {path} does not tie its head to its embedding, and must have one tensor lm_head.weight; found: {found}."
+        )
+    bias = heads[0].removesuffix("weight") + "bias"
+    if bias in files:
+        raise UserError(f"The head of the target in {path} has a bias ({bias}), which drafters' heads cannot express.")
+    return heads[0]
 
 
 def _tensor_files(path: Path) -> dict[str, Path]:
     """The file of each tensor, by name, for single and sharded checkpoints."""
-    from safetensors import SafetensorError, safe_open
-
-    index, single = path / "model.safetensors.index.json", path / "model.safetensors"
-    if index.is_file():
-        files = {name: path / file for name, file in json.loads(index.read_text())["weight_map"].items()}
-        missing = sorted({file.name for file in files.values() if not file.is_file()})
-        if missing:
-            raise UserError(f"The target in {path} is incomplete: {', '.join(missing)} of its shards are missing.")
-        return files
-    if not single.is_file():
-        raise UserError(f"The target in {path} has no model.safetensors. Save it with transformers' save_pretrained.")
-    try:
-        with safe_open(single, framework="pt") as opened:
-            return dict.fromkeys(opened.keys(), single)
-    except SafetensorError as error:
-        raise UserError(f"{single} is damaged: {error}. Download or save the model again.") from None
+    for whole in FILES:
+        if (places := shards(path, whole)) is not None:
+            return {name: path / file for name, file in places.items()}
+        if (path / whole).is_file():
+            return dict.fromkeys(names_in(path / whole), path / whole)
+    raise UserError(
+        f"The target in {path} has no {' and no '.join(FILES)}. Save it with transformers' save_pretrained."
+    )
 
 
-def _read_tensor(files: dict[str, Path], name: str) -> torch.Tensor:
-    from safetensors import safe_open
+def _read_tensor(files: dict[str, Path], name: str, shape: tuple[int, ...]) -> torch.Tensor:
+    import torch
 
-    with safe_open(files[name], framework="pt") as opened:
-        return opened.get_tensor(name)
+    file = files[name]
+    if not file.is_file():
+        raise UserError(
+            f"The target in {file.parent} is incomplete: {file.name}, the shard with {name}, is missing. Download or copy it."
+        )
+    tensor = read_weight(files, name)
+    if tuple(tensor.shape) != shape:
+        raise UserError(
+            f"{name} in {file} is {list(tensor.shape)}, and the target's config says {list(shape)}. The files do not belong "
+            "together: download or save the model again."
+        )
+    if not torch.stack(tensor.aminmax()).isfinite().all():  # a NaN is both, and nothing is copied
+        raise UserError(
+            f"{name} in {file} has values that are not finite. The file is damaged, or its training has diverged: download "
+            "the model again, or use another."
+        )
+    return tensor

@@ -42,7 +42,7 @@ def measure_acceptance(
         ks = variants.ks if first else sorted({partial.best_k(options.k), options.acceptance_k})
         compared: list[Variant] = [*ks, *options.methods]
         found = in_batches(
-            lineup.turns(variants.engines_in_batches(ks, methods=True), lambda variant: 0), compared, suite, renderer,
+            lineup.turns(variants.engines([0, *compared]), lambda variant: 0), compared, suite, renderer,
             piece=1 + max(map(variants.num_speculative_tokens, compared)), batch_size=options.acceptance_batch_size,
             max_model_len=recipe.engine.max_model_len,
         )  # fmt: skip
@@ -68,7 +68,7 @@ class InBatches:
     """The baseline's included."""
     baseline_seconds: float
     different: list[Difference]
-    control: Control
+    control: Control | None
 
 
 @dataclass
@@ -90,10 +90,10 @@ def in_batches(
     batch_size: int,
     max_model_len: int,
 ) -> InBatches:
-    """Every prompt of a suite on every engine, in batches; later turns follow the baseline's answers.
+    """Every prompt of a suite at every variant, in batches; later turns follow the baseline's answers.
 
     Args:
-        groups: engines that are up together, the baseline and others, until each of `compared` was in one. With several groups the
+        groups: what is asked together, the baseline and others, until each of `compared` was in one. With several groups the
             baseline answers in the first, and its answers stand for all.
         compared: the variants that speculate.
         piece: of the control (`fidelity.control`): one more than the longest draft of any of them.
@@ -109,7 +109,7 @@ def in_batches(
     for engines in groups:
         here = [variant for variant in compared if variant in engines]
         before = {variant: engines[variant].counters() for variant in here}
-        first = control is None
+        first = not batches
         with Bar(f"{suite.name}: acceptance", total=most * (len(here) + first), unit="answers") as bar:
             done = 0
             for batch in _baseline_answers(engines[0], suite, renderer, batch_size, batches) if first else batches:
@@ -130,9 +130,10 @@ def in_batches(
                     done += len(batch.turns)
                     bar.update(done)
         counted |= {variant: engines[variant].counters() - before[variant] for variant in here}
-        if control is None:
+        if first:
+            _say_left_out(suite, batches)
+        if different and control is None:
             control = _control(engines[0], suite, batches, piece, batch_size, max_model_len)
-    assert control is not None
     asked = [turn for batch in batches for turn in batch.turns]
     baseline = [answer for batch in batches for answer in batch.baseline]
     at: dict[Variant, SuiteAtK] = {}
@@ -171,16 +172,21 @@ def _baseline_answers(
         waiting.extendleft(reversed([turn for turn in following if turn is not None]))
 
 
+def _say_left_out(suite: SuiteInput, batches: Sequence[_Batch]) -> None:
+    """Report later turns that were not asked."""
+    asked = sum(len(batch.turns) for batch in batches)
+    if left_out := sum(1 + len(turn.later) for turn in suite.prompts) - asked:
+        console.print(
+            f"evaluate: {left_out} later turns of the suite `{suite.name}` are left out: after the answers before them they do not "
+            "fit into engine.max_model_len, or the chat template refuses them", highlight=False, soft_wrap=True,
+        )  # fmt: skip
+
+
 def _control(
     engine: EngineHost, suite: SuiteInput, batches: Sequence[_Batch], piece: int, batch_size: int, max_model_len: int
 ) -> Control:
     """The effect of rounding alone on the baseline's answers, read again in pieces."""
     asked = [turn for batch in batches for turn in batch.turns]
-    if left_out := sum(1 + len(turn.later) for turn in suite.prompts) - len(asked):
-        console.print(
-            f"evaluate: {left_out} later turns of the suite `{suite.name}` are left out: after the answers before them they do not "
-            "fit into engine.max_model_len, or the chat template refuses them", highlight=False, soft_wrap=True,
-        )  # fmt: skip
     with Bar(f"{suite.name}: control", total=len(asked), unit="answers") as bar:
         return fidelity.control(
             engine, [turn.token_ids for turn in asked], [answer for batch in batches for answer in batch.baseline],
@@ -230,7 +236,8 @@ def _measured(
         "acceptance_length_interval": at_best["acceptance_length_interval"],
         "categories": categories(at_best["by_prompt"], category_of),
         "identical_to_baseline": not any(one["method"] is None for one in found.different),
-        "control": {**found.control, "margins": found.control["margins"][: fidelity.DIFFERENCES_KEPT]},
+        "control": found.control
+        and {**found.control, "margins": found.control["margins"][: fidelity.DIFFERENCES_KEPT]},
         "differences": found.different[: fidelity.DIFFERENCES_KEPT],
         "at_k": {str(k): found.at[k] for k in ks},
         "baseline_seconds": found.baseline_seconds,

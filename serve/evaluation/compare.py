@@ -123,7 +123,7 @@ def _starts(of: Mapping[str, Any]) -> list[list[AtStart]]:
 
 
 def _over_baseline(of: Mapping[str, Any]) -> tuple[Starts, Starts]:
-    """The drafter, and the second baseline engine, each over the baseline as it ran beside it."""
+    """The drafter, and the second baseline engine, each over the baseline as it ran beside it, in several engine starts."""
     baseline, again, drafter = baseline_again_drafter(of)
     of_drafter, of_again = (
         paired(one.get("baseline_starts", baseline["starts"]), one["starts"]) for one in (drafter, again)

@@ -14,14 +14,16 @@ from typing import Any
 from draftsmith.config.recipe import Recipe
 from draftsmith.engine.environment import is_cpu
 from draftsmith.run.cuda import native_bfloat16
-from draftsmith.serve.evaluation.schema import AtStart, Fidelity, Measured, Throughput, Variant
+from draftsmith.serve.evaluation.schema import AtStart, Fidelity, Measured, Ratio, Throughput, Variant
 from draftsmith.serve.evaluation.throughput import paired, speedup, tokens_per_second
 
 AGAIN = ", again"
 """Suffix of the name of a second, identical engine."""
 BESIDE = ", beside it"
-"""Suffix of the name under which an engine start has the baseline as it ran beside the configuration of the rest of the name, if
-not all engines fit at once (`lineup.py`)."""
+"""Suffix of the name under which an engine start has the baseline as it ran beside the configuration of the rest of the name: only two
+engines are up at a time (`lineup.py`)."""
+SIDE_BY_SIDE = ", side by side"
+"""Suffix of the names of two configurations of different dtypes as they ran beside each other."""
 
 
 @dataclass(frozen=True)
@@ -48,6 +50,11 @@ class Configuration:
         )
 
     @property
+    def is_drafter(self) -> bool:
+        """Whether the run's drafter speculates."""
+        return isinstance(self.speculation, int) and self.speculation != 0
+
+    @property
     def baseline(self) -> Configuration:
         """What it is compared with."""
         return Configuration(0, self.dtype)
@@ -62,7 +69,7 @@ def machine_dtypes() -> list[str]:
 
 
 def configurations(recipe: Recipe, k: int, *, in_flight: int = 1) -> list[Configuration]:
-    """The baseline twice in the recipe's dtype and once in the others, the drafter in each, then other methods.
+    """The baseline, twice, and the drafter in the recipe's dtype, both once in other dtypes, then other methods.
 
     Other methods are only measured with one request in flight.
     """
@@ -77,13 +84,28 @@ def configurations(recipe: Recipe, k: int, *, in_flight: int = 1) -> list[Config
     ]
 
 
-def beside_baseline(measured: Mapping[Configuration, AtStart]) -> dict[str, AtStart]:
-    """The figures of engines that ran together, by name: each with the baseline of its dtype as it ran beside it."""
+def with_baselines(known: Mapping[str, AtStart], measured: Mapping[Configuration, AtStart]) -> dict[str, AtStart]:
+    """Add the figures of engines that ran together, by name: each with the baseline of its dtype as it ran beside it.
+
+    The baseline's own are those beside the run's drafter.
+    """
     found = {one.name: at for one, at in measured.items()}
     for one in measured:
         if one != one.baseline:
             found[one.name + BESIDE] = measured[one.baseline]
-    return found
+    return {**known, **found} if any(one.is_drafter for one in measured) else {**found, **known}
+
+
+def fastest(
+    starts: Sequence[Mapping[str, AtStart]], of: Sequence[Configuration]
+) -> tuple[Configuration, Configuration]:
+    """The baseline with the most tokens per second over all engine starts, and so the configuration of the run's drafter."""
+
+    def rate(one: Configuration) -> float:
+        return tokens_per_second([start[one.name] for start in starts])
+
+    own = [one for one in of if one.is_drafter]
+    return max([one for one in of if one == one.baseline], key=rate), max(own, key=rate)
 
 
 def throughput(
@@ -97,7 +119,8 @@ def throughput(
     """Combine the figures of all engine starts.
 
     Args:
-        starts: by engine start, then name of the configuration.
+        starts: by engine start, then name of the configuration. With the suffix `SIDE_BY_SIDE` also the fastest two, if their
+            dtypes differ.
         of: the configurations, in the order of `configurations`.
         in_flight: requests in flight.
         requests: counted in each start.
@@ -105,21 +128,25 @@ def throughput(
     """
     by_name = {one.name: [start[one.name] for start in starts] for one in of}
     beside = {one.name: [start[one.name + BESIDE] for start in starts] for one in of if one != one.baseline}
-    rates = {name: tokens_per_second(measured) for name, measured in by_name.items()}
-    _, again, drafter = of[:3]
-    baselines = {one.dtype: one.name for one in of if one.speculation == 0 and not one.again}
-    fastest_baseline = max(baselines.values(), key=lambda name: rates[name])
-    # Other methods are compared, not offered.
-    noise = paired(beside[again.name], by_name[again.name])
-    own = [one.name for one in of if isinstance(one.speculation, int) and one.speculation]
-    fastest_speculative = max(own, key=lambda name: rates[name])
-    same_dtype = fastest_baseline in [baselines[one.dtype] for one in of if one.name == fastest_speculative]
-    below = beside[fastest_speculative] if same_dtype else by_name[fastest_baseline]
+    again = next(one.name for one in of if one.again)
+    noise = paired(beside[again], by_name[again])
+
+    def over_baseline(name: str) -> Ratio:
+        return speedup(beside[name], by_name[name], noise=noise)
+
+    drafter = next(one for one in of if one.is_drafter and one.dtype == of[0].dtype)
+    fastest_baseline, fastest_speculative = fastest(starts, of)
+    over_fastest = over_baseline(fastest_speculative.name)
+    if fastest_baseline.dtype != fastest_speculative.dtype:
+        below, above = (
+            [start[one.name + SIDE_BY_SIDE] for start in starts] for one in (fastest_baseline, fastest_speculative)
+        )
+        over_fastest = speedup(below, above, noise=noise)
     found: dict[str, Measured] = {
         one.name: {
             "speculation": one.speculation,
             "dtype": one.dtype,
-            "tokens_per_second": rates[one.name],
+            "tokens_per_second": tokens_per_second(by_name[one.name]),
             "first_token_seconds": statistics.median([start["first_token_seconds"] for start in by_name[one.name]]),
             "seconds_per_token": statistics.median([start["seconds_per_token"] for start in by_name[one.name]]),
             "starts": by_name[one.name],
@@ -127,33 +154,29 @@ def throughput(
         for one in of
     }
     for one in of:
-        if beside.get(one.name, by_name[baselines[one.dtype]]) != by_name[baselines[one.dtype]]:
+        if beside.get(one.name, by_name[one.baseline.name]) != by_name[one.baseline.name]:
             found[one.name]["baseline_starts"] = beside[one.name]
     return {
         "in_flight": in_flight,
         "requests": requests,
         "engine_starts": len(starts),
         "configurations": found,
-        "speedup": speedup(beside[drafter.name], by_name[drafter.name], noise=noise),
-        "speedups": {
-            one.name: speedup(beside[one.name], by_name[one.name], noise=noise) for one in of if one.speculation != 0
-        },
-        "fastest_baseline": fastest_baseline,
-        "fastest_speculative": fastest_speculative,
-        "speedup_over_fastest_baseline": speedup(below, by_name[fastest_speculative], noise=noise),
-        "noise": speedup(beside[again.name], by_name[again.name]),
-        "fidelity": dict(fidelity),
+        "speedup": over_baseline(drafter.name),
+        "speedups": {one.name: over_baseline(one.name) for one in of if one.speculation != 0},
+        "fastest_baseline": fastest_baseline.name,
+        "fastest_speculative": fastest_speculative.name,
+        "speedup_over_fastest_baseline": over_fastest,
+        "noise": speedup(beside[again], by_name[again]),
+        "fidelity": {one.name: fidelity[one.name] for one in of if one.name in fidelity},
     }
 
 
-def baseline_again_drafter(of: Mapping[str, Any]) -> list[Measured]:
-    """Of a `Throughput`, in the recipe's dtype: the baseline, the second, identical engine, and the drafter."""
-    every: dict[str, Measured] = of["configurations"]
-    again = next(name for name in every if name.endswith(AGAIN))
-    baseline = every[again.removesuffix(AGAIN)]
+def baseline_again_drafter(of: Mapping[str, Any]) -> tuple[Measured, Measured, Measured]:
+    """Of a `Throughput`: the baseline, a second, identical engine, and the run's drafter, in the recipe's dtype."""
+    baseline, again, *others = of["configurations"].values()
     drafter = next(
         one
-        for one in every.values()
+        for one in others
         if isinstance(one["speculation"], int) and one["speculation"] and one["dtype"] == baseline["dtype"]
     )
-    return [baseline, every[again], drafter]
+    return baseline, again, drafter

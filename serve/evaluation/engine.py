@@ -6,27 +6,26 @@ Several engines can be alive at once: start them all, then wait.
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
-from dataclasses import dataclass
-from multiprocessing.connection import Connection
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
 from types import TracebackType
 from typing import Any
 
 from draftsmith.config import recipe
 from draftsmith.engine import environment
+from draftsmith.engine.options import say_overruled
 from draftsmith.engine.process import EngineProcess
+from draftsmith.engine.speculation import target_arguments
 from draftsmith.run.errors import DraftsmithError
-from draftsmith.serve.evaluation.in_flight import ConstantLoad, Request, Timing
-
-_LIKELIEST = 10
-"""Tokens whose logits are compared where two answers diverge."""
+from draftsmith.serve.evaluation.engine_child import LIKELIEST
+from draftsmith.serve.evaluation.engine_child import child as _child
+from draftsmith.serve.evaluation.in_flight import Request, Timing
 
 
 @dataclass(frozen=True, kw_only=True)
 class EngineSpec:
-    """One engine: everything that decides what it computes and how fast."""
+    """One engine: everything that decides what it computes and how fast. Variants that share an engine have one name."""
 
     name: str
     """For people: names the log file and appears in errors."""
@@ -35,6 +34,8 @@ class EngineSpec:
     dtype: str
     """The target's."""
     engine: recipe.EngineConfig
+    trust_remote_code: bool = False
+    """Whether the target's own Python code may run."""
     speculative: dict[str, Any] | None = None
     """vLLM's `speculative_config`; None for the baseline."""
     max_num_seqs: int = 32
@@ -43,16 +44,21 @@ class EngineSpec:
     """This engine's part of `engine.kv_cache_gib` (CPU) or `engine.gpu_memory_utilization` (GPU)."""
     gpus: tuple[str, ...] = ()
     """The GPUs to run on, as in CUDA_VISIBLE_DEVICES; empty for those that this process sees."""
+    k_by_load: tuple[tuple[int, int, int], ...] | None = None
+    """From, to, K: the tokens that it drafts by the number of sequences, set whenever it is asked. None: as it was started."""
 
     @property
     def num_speculative_tokens(self) -> int:
         """0 for the baseline."""
+        if self.k_by_load is not None:
+            return max(k for _, _, k in self.k_by_load)
         return int(self.speculative["num_speculative_tokens"]) if self.speculative else 0
 
     def arguments(self) -> dict[str, Any]:
         """Keyword arguments of `vllm.LLM`. The baseline differs from speculative engines only in `speculative_config`."""
-        arguments: dict[str, Any] = {
+        arguments = self.engine.options | {
             "model": self.target,
+            "trust_remote_code": self.trust_remote_code,
             "dtype": self.dtype,
             "max_model_len": self.engine.max_model_len,
             "max_num_seqs": self.max_num_seqs,
@@ -60,14 +66,26 @@ class EngineSpec:
             "tensor_parallel_size": self.engine.tensor_parallel_size,
             "enable_prefix_caching": False,  # a repeated prompt must cost what a new one costs
             "disable_log_stats": False,  # the speculative decoding counters come from there
+            "logprobs_mode": "raw_logprobs",  # from which differences of logits are read
+            "max_logprobs": LIKELIEST,
             "seed": 0,
             "use_tqdm_on_load": False,  # its output goes to a log here, and its lock would outlive the process
         }
         arguments |= environment.memory_arguments(self.engine, share=self.memory_share)
+        arguments |= target_arguments(
+            Path(self.target), self.speculative, options=self.engine.options, trust_remote_code=self.trust_remote_code
+        )
         if self.speculative is not None:
             arguments["speculative_config"] = self.speculative
             arguments["per_request_spec_decode_metrics"] = "detailed"
         return arguments
+
+
+def say_options(stage: str, engine: recipe.EngineConfig) -> None:
+    """Print which of `engine.options` the engines of a measurement do not use."""
+    any_drafter = {"num_speculative_tokens": 1}
+    spec = EngineSpec(name="", target="", dtype="float32", engine=engine, speculative=any_drafter)
+    say_overruled(stage, engine, spec.arguments())
 
 
 @dataclass(frozen=True)
@@ -100,6 +118,15 @@ class Counters:
     accepted: int = 0
     accepted_per_position: tuple[int, ...] = ()
     """Drafts whose token at this position was accepted, position 0 first."""
+
+    def __add__(self, later: Counters) -> Counters:
+        before = self.accepted_per_position or (0,) * len(later.accepted_per_position)
+        return Counters(
+            self.drafts + later.drafts,
+            self.draft_tokens + later.draft_tokens,
+            self.accepted + later.accepted,
+            tuple(then + now for then, now in zip(before, later.accepted_per_position, strict=True)),
+        )
 
     def __sub__(self, earlier: Counters) -> Counters:
         before = earlier.accepted_per_position or (0,) * len(self.accepted_per_position)
@@ -166,6 +193,14 @@ class EngineHost:
         """
         answers, seconds = self._call("generate", [list(ids) for ids in prompts], max_tokens, temperature)
         return [Generated(*answer) for answer in answers], seconds
+
+    def draft_by_load(self, ranges: Sequence[Sequence[int]]) -> None:
+        """Draft other numbers of tokens than before, up to the engine's own. No request may be running.
+
+        Args:
+            ranges: from, to, K, as vLLM's `num_speculative_tokens_per_batch_size`.
+        """
+        self._call("draft_by_load", [list(one) for one in ranges])
 
     def begin_load(self, requests: Sequence[Request], in_flight: int) -> None:
         """Prepare a load of `in_flight` concurrent requests, without starting it (`in_flight.ConstantLoad`)."""
@@ -245,6 +280,50 @@ class EngineHost:
             raise
 
 
+class SharedEngine(EngineHost):
+    """One of the variants that share an engine: sets its K before every call, and counts what its own calls drafted.
+
+    In every step vLLM's scheduler tells the drafter how many tokens to draft, and it stops there. So an engine does at each K what
+    one started with that K does, and its steps cost the same.
+
+    Args:
+        engine: up already; its owner closes it.
+        spec: of the variant, with `k_by_load`.
+    """
+
+    def __init__(self, engine: EngineHost, spec: EngineSpec) -> None:
+        super().__init__(spec, engine.log.parent)
+        self._engine = engine
+        self._counted = Counters()
+
+    def generate(
+        self, prompts: Sequence[Sequence[int]], *, max_tokens: int, temperature: float = 0.0
+    ) -> tuple[list[Generated], float]:
+        self._set_k()
+        before = self._engine.counters()
+        found = self._engine.generate(prompts, max_tokens=max_tokens, temperature=temperature)
+        self._counted += self._engine.counters() - before
+        return found
+
+    def begin_load(self, requests: Sequence[Request], in_flight: int) -> None:
+        self._set_k()
+        self._engine.begin_load(requests, in_flight)
+
+    def advance_load(self, tokens: int) -> bool:
+        return self._engine.advance_load(tokens)
+
+    def end_load(self) -> list[Timing]:
+        return self._engine.end_load()
+
+    def counters(self) -> Counters:
+        k = self.config.num_speculative_tokens
+        return replace(self._counted, accepted_per_position=self._counted.accepted_per_position[:k])
+
+    def _set_k(self) -> None:
+        assert self.config.k_by_load is not None
+        self._engine.draft_by_load(self.config.k_by_load)
+
+
 def start_engines(
     configs: Sequence[EngineSpec], log_directory: Path, on_ready: Callable[[int], None] = lambda ready: None
 ) -> list[EngineHost]:
@@ -285,127 +364,3 @@ def _one_on_each_gpu(hosts: Sequence[EngineHost]) -> list[list[EngineHost]]:
         else:
             wave.append(host)
     return waves
-
-
-# --- the child's side ---
-
-
-def _child(pipe: Connection, arguments: dict[str, Any]) -> None:
-    """Load the model, report that it is loaded, then answer calls until the pipe ends."""
-    engine = _Engine(arguments)
-    pipe.send(None)
-    while True:
-        try:
-            method, values = pipe.recv()
-        except EOFError:
-            return  # the parent is done
-        pipe.send(getattr(engine, method)(*values))
-
-
-class _Engine:
-    """The calls that the parent can make."""
-
-    def __init__(self, arguments: dict[str, Any]) -> None:
-        from vllm import LLM
-
-        self._llm = LLM(**arguments)
-
-    def generate(
-        self, prompts: list[list[int]], max_tokens: int, temperature: float
-    ) -> tuple[list[tuple[Any, ...]], float]:
-        from vllm import SamplingParams
-
-        sampling = SamplingParams(temperature=temperature, max_tokens=max_tokens, detokenize=False)
-        inputs: list[Any] = [{"prompt_token_ids": ids} for ids in prompts]
-        started = time.perf_counter()
-        outputs = self._llm.generate(inputs, sampling, use_tqdm=False)
-        seconds = time.perf_counter() - started
-        answers = []
-        for output in outputs:
-            stats, (answer,) = output.metrics, output.outputs
-            decode_seconds = stats.last_token_ts - stats.first_token_ts
-            steps = answer.spec_decode_metrics
-            drafted, accepted = (steps.per_step_drafted, steps.per_step_accepted) if steps else ([], [])
-            answers.append(
-                (
-                    list(answer.token_ids), answer.finish_reason, decode_seconds, stats.first_token_latency,
-                    tuple(drafted), tuple(accepted),
-                )
-            )  # fmt: skip
-        return answers, seconds
-
-    def begin_load(self, requests: list[tuple[Any, ...]], in_flight: int) -> None:
-        from vllm import SamplingParams
-
-        def sampling(max_tokens: int) -> SamplingParams:
-            return SamplingParams(temperature=0.0, max_tokens=max_tokens, detokenize=False)
-
-        self._load = ConstantLoad(
-            self._llm.llm_engine, [Request(*request) for request in requests], in_flight, sampling
-        )
-
-    def advance_load(self, tokens: int) -> bool:
-        return self._load.advance(tokens)
-
-    def end_load(self) -> list[tuple[Any, ...]]:
-        return [tuple(timing) for timing in self._load.timings()]
-
-    def margins_read_again(
-        self, prompts: list[list[int]], answers: list[list[int]], piece: int
-    ) -> list[list[float | None]]:
-        from vllm import SamplingParams
-
-        sampling = SamplingParams(temperature=0.0, max_tokens=1, prompt_logprobs=2, detokenize=False)
-        inputs: list[Any] = [
-            {"prompt_token_ids": prompt + answer} for prompt, answer in zip(prompts, answers, strict=True)
-        ]
-        with self._pieces_of(piece):
-            outputs = self._llm.generate(inputs, sampling, use_tqdm=False)
-        found = []
-        for prompt, answer, output in zip(prompts, answers, outputs, strict=True):
-            margins: list[float | None] = []
-            for token, logprobs in zip(answer, (output.prompt_logprobs or [])[len(prompt) :], strict=True):
-                values = {one: said.logprob for one, said in (logprobs or {}).items()}
-                best = max(
-                    values, key=lambda one: (values[one], -one)
-                )  # among equals, greedy decoding takes the lower id
-                margins.append(None if best == token else values[best] - values[token])
-            found.append(margins)
-        return found
-
-    @contextmanager
-    def _pieces_of(self, tokens: int) -> Iterator[None]:
-        """Prefill so many tokens a step meanwhile. vLLM still prefills a prompt whole if no other request is waiting."""
-        scheduler: Any = self._llm.llm_engine.engine_core.engine_core.scheduler
-        config = scheduler.scheduler_config
-        before = config.long_prefill_token_threshold, scheduler.adaptive_long_prefill_threshold
-        config.long_prefill_token_threshold, scheduler.adaptive_long_prefill_threshold = tokens, False
-        try:
-            yield
-        finally:
-            config.long_prefill_token_threshold, scheduler.adaptive_long_prefill_threshold = before
-
-    def logit_margin(self, context: list[int], token: int, other: int) -> float | None:
-        from vllm import SamplingParams
-
-        sampling = SamplingParams(temperature=0.0, max_tokens=1, logprobs=_LIKELIEST, detokenize=False)
-        inputs: list[Any] = [{"prompt_token_ids": context}]
-        (output,) = self._llm.generate(inputs, sampling, use_tqdm=False)
-        logprobs = (output.outputs[0].logprobs or [{}])[0]
-        if token not in logprobs or other not in logprobs:
-            return None
-        return float(logprobs[token].logprob - logprobs[other].logprob)
-
-    def counters(self) -> tuple[int, int, int, tuple[int, ...]]:
-        values: dict[str, Any] = {}
-        for metric in self._llm.get_metrics():
-            if metric.name.startswith("vllm:spec_decode_num_"):
-                values[metric.name.removeprefix("vllm:spec_decode_num_")] = (
-                    getattr(metric, "values", None) or metric.value
-                )
-        return (
-            values.get("drafts", 0),
-            values.get("draft_tokens", 0),
-            values.get("accepted_tokens", 0),
-            tuple(values.get("accepted_tokens_per_pos", ())),
-        )

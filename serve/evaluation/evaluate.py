@@ -1,7 +1,7 @@
 """The evaluate stage: the baseline against speculative decoding, in one run.
 
-Engines that are compared are up side by side, differ only in what is compared, and alternate, so that disturbances of the machine
-hit all of them; GPUs that do not hold all of them hold groups, each with a baseline (`lineup.py`). Three phases:
+What is compared is up side by side, differs only in what is compared, and alternates, so that disturbances of the machine hit both.
+Two engines are up at a time: the baseline and one other, which drafts at every K (`lineup.py`). Three phases:
 
 a. Step cost (`step_cost.py`, `curve.py`): a few prompts of the first suite, one at a time, baseline and every K. The time of an
    engine step hardly depends on the prompt, so a few suffice.
@@ -13,7 +13,8 @@ c. Speed (`speed.py`, `throughput.py`, `configurations.py`): wall-clock, on some
    the chosen K in each, and other methods (`evaluate.methods`).
 
 Identical engines differ by several percent from start to start, so a and c run `evaluate.engine_starts` times with engines started
-anew. Last, if asked for, two servers are measured at request rates (`evaluate.request_rates`).
+anew; b and the first of c go on with the last ones of a. After that, if asked for, two servers are measured at request rates
+(`evaluate.request_rates`).
 
 Acceptance varies between prompts far more than step cost does. Choosing K by wall-clock speed alone would take hundreds of prompts,
 one at a time, on every engine.
@@ -35,6 +36,7 @@ from draftsmith.config.recipe import Recipe
 from draftsmith.data.prompts import Prompt
 from draftsmith.data.turns import TurnRenderer
 from draftsmith.engine.environment import resolved
+from draftsmith.engine.options import check_options
 from draftsmith.engine.speculation import check_graph_sizes, drafter_name, drafter_sha256
 from draftsmith.run import stage
 from draftsmith.run.atomic_io import write_bytes, write_json
@@ -44,6 +46,7 @@ from draftsmith.run.stage import StageRun
 from draftsmith.serve.evaluation.acceptance import measure_acceptance
 from draftsmith.serve.evaluation.configurations import Configuration, machine_dtypes
 from draftsmith.serve.evaluation.curve import predicted_speedup, rivals
+from draftsmith.serve.evaluation.engine import say_options
 from draftsmith.serve.evaluation.leakage import overlap
 from draftsmith.serve.evaluation.load import at_request_rates
 from draftsmith.serve.evaluation.machine import describe_engines, describe_machine
@@ -84,6 +87,7 @@ def run_evaluate(recipe: Recipe, run_dir: Path) -> Results:
         WrongAnswersError: speculative decoding changes the text.
         DraftsmithError: an engine failed.
     """
+    check_options(recipe.engine)
     run = StageRun("evaluate", run_dir / recipe.evaluate.output)
     target = describe_target(prepare_target(recipe.target), recipe.target)
     drafter_dir, output = run_dir / "vllm", run.directory
@@ -116,6 +120,7 @@ def run_evaluate(recipe: Recipe, run_dir: Path) -> Results:
     partial = PartialResults.read(output / "partial.json", inputs)
     run.claim(fresh=partial is None)
     partial = partial or PartialResults(output / "partial.json", inputs)
+    say_options("evaluate", recipe.engine)
     renderer = turn_renderer(target, recipe.engine.max_model_len)
     suites = [_rendered(recipe, renderer, name, items) for name, items in prompts.items()]
     k_by_load = schedule_of(run_dir, recipe.tune.output) if recipe.evaluate.concurrency else None
@@ -156,16 +161,16 @@ def evaluate(
         log_dir: folder for the logs of engines and servers.
     """
     options = recipe.evaluate
-    variants = Variants(recipe, target, drafter_dir, suites, log_dir)
+    load_k = partial.load_k or {str(n): k_at(k_by_load, n) for n in options.concurrency}
+    variants = Variants(recipe, target, drafter_dir, suites, log_dir, load_k.values())
     with closing(variants.lineup()) as lineup:
         measure_step_costs(lineup, variants, suites[0], recipe, partial)
         measure_acceptance(lineup, variants, suites, renderer, recipe, partial)
-    best = partial.best_k(options.k)
-    if not partial.load_k:
-        partial.load_k = {str(n): k_at(k_by_load, n) or best for n in options.concurrency}
-    by_suite = {suite.name: suite_load(suite.name, partial, best) for suite in suites}
-    by_load = {n: concurrent_load(int(n), partial, k) for n, k in partial.load_k.items()}
-    measure_speeds(variants, [*by_suite.values(), *by_load.values()], recipe, partial)
+        best = partial.best_k(options.k)
+        partial.load_k = {n: k or best for n, k in load_k.items()}
+        by_suite = {suite.name: suite_load(suite.name, partial, best) for suite in suites}
+        by_load = {n: concurrent_load(int(n), partial, k) for n, k in partial.load_k.items()}
+        measure_speeds(lineup, variants, [*by_suite.values(), *by_load.values()], recipe, partial)
     if options.request_rates:
         _measure_rates(variants, best, suites[0], renderer, recipe, target, log_dir, partial)
     return {
@@ -189,7 +194,7 @@ def evaluate(
         "dtype": recipe.target.dtype,
         "versions": stage.versions(),
         "machine": describe_machine(),
-        "engine": describe_engines(recipe.engine, variants.placement.at_once),
+        "engine": describe_engines(recipe.engine, lineup.peak),
     }
 
 
@@ -233,7 +238,7 @@ def _measure_rates(
     """Two servers at every request rate, with the last prompts of the suite."""
     speculative = variants.speculative_config(k)
     assert speculative is not None
-    check_graph_sizes(recipe.serve.vllm_args, k)
+    check_graph_sizes(recipe.engine.options | recipe.serve.vllm_args, k)
     wanted = recipe.evaluate.request_prompts
     asked = [renderer.renderer.prompt_text(turn.conversation) for turn in suite.prompts[-wanted:]]
     if len(asked) < wanted:

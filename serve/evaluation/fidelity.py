@@ -2,10 +2,10 @@
 
 Greedy decoding gives the same answer with and without speculation, except for rounding: verifying K draft tokens is the same
 computation in another shape, sums are added in another order, and where the target's two likeliest tokens are nearly equal, the
-other one may win. A control measures how often that happens and with which margins: the baseline engine reads its own answers
-again in pieces of the size that speculation verifies. Correct speculation differs no more often than that, nor at larger margins.
-(Reading in one prefill is not such a control: with bfloat16 on a CPU with AMX it differs from decoding a third as often as
-verification does; docs/log.md.)
+other one may win. Where answers differ, a control measures how often that happens and with which margins: the baseline engine reads
+its own answers again in pieces of the size that speculation verifies. Correct speculation differs no more often than that, nor at
+larger margins. (Reading in one prefill is not such a control: with bfloat16 on a CPU with AMX it differs from decoding a third as
+often as verification does; docs/log.md.)
 """
 
 from __future__ import annotations
@@ -158,7 +158,7 @@ def control(
 
 
 def judge(
-    found: Sequence[Difference], prompt_ids: Sequence[str], baseline: Sequence[Generated], against: Control
+    found: Sequence[Difference], prompt_ids: Sequence[str], baseline: Sequence[Generated], against: Control | None
 ) -> Fidelity:
     """The verdict on one variant.
 
@@ -166,15 +166,19 @@ def judge(
         found: its differences, with margins.
         prompt_ids: of all prompts.
         baseline: the baseline's answers to them.
-        against: the control over the same answers.
+        against: the control over the same answers; None, not measured, only if nothing differs.
     """
     differing = {one["prompt"]: one["position"] + 1 for one in found}
     tokens = sum(
         differing.get(prompt, len(answer.token_ids)) for prompt, answer in zip(prompt_ids, baseline, strict=True)
     )
     mismatches = sum(not one["near_tie"] for one in found)
-    rate = rate_p_value(len(found), tokens, against["differing"], against["tokens"])
-    margins = margins_p_value([abs(one["margin"]) for one in found if one["margin"] is not None], against["margins"])
+    rate, margins = 1.0, None
+    if found:
+        assert against is not None
+        rate = rate_p_value(len(found), tokens, against["differing"], against["tokens"])
+        own = [abs(one["margin"]) for one in found if one["margin"] is not None]
+        margins = margins_p_value(own, against["margins"])
     wrong = mismatches > 0 or rate < LEVEL or (margins is not None and margins < LEVEL)
     return {
         "answers": len(baseline),

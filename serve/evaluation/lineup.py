@@ -1,30 +1,36 @@
-"""Which engines are up together, and on which GPUs.
+"""Which engines are up together, and where: the baseline and one other at a time.
 
-Engines that are compared alternate, so they should all be up at once. On a CPU they are; on GPUs if they fit. Otherwise they come in
-groups, the baseline always up and as many others beside it as there is room for, so that every ratio over the baseline is still of
-engines that alternated.
+What is compared alternates, so it has to be up at once, and every engine holds the target's weights and a KV cache of its own. Two
+engines, whatever a recipe compares, are what a machine must hold: the baseline stays up and the others come and go beside it, so that
+every ratio over the baseline is of engines that alternated. The drafter at every K is one engine where vLLM can change K without
+a change of what a step costs (`serves_every_k`).
 """
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Generic, TypeVar
 
 from draftsmith.config import recipe
+from draftsmith.config.methods import Method
 from draftsmith.engine import environment
 from draftsmith.engine.environment import Gpu
+from draftsmith.engine.fit import require_two_engines
 from draftsmith.engine.memory import GIB, EngineMemory, engine_memory, side_by_side, weight_bytes
+from draftsmith.engine.speculation import FIXED_K
 from draftsmith.run.errors import UserError
 from draftsmith.run.progress import Bar
-from draftsmith.serve.evaluation.engine import EngineHost, EngineSpec, start_engines
+from draftsmith.serve.evaluation.engine import EngineHost, EngineSpec, SharedEngine, start_engines
 from draftsmith.target.info import TargetInfo
 
 _WARM_UP_TOKENS = 8
 
 Key = TypeVar("Key", bound=Hashable)
+
+
+# ---- where ----
 
 
 @dataclass(frozen=True)
@@ -39,32 +45,27 @@ class Place:
 
 @dataclass(frozen=True)
 class Placement:
-    """The room that this machine has for engines that are compared."""
+    """The room that this machine has for two engines."""
 
     sets: tuple[tuple[str, ...], ...] = ()
     """Sets of GPUs, each of the size that an engine is split over; empty on a CPU."""
-    on_each: int = 0
-    """Engines that fit side by side on each set."""
+    together: bool = True
+    """Whether a set holds both."""
 
-    @property
-    def at_once(self) -> int | None:
-        """Engines that can be up together; None if any number can."""
-        return len(self.sets) * self.on_each if self.sets else None
-
-    def places(self, count: int, start: int = 0) -> list[Place]:
-        """Places for `count` engines that are up together, on as few GPUs as hold them.
+    def places(self, start: int = 0) -> list[Place]:
+        """Places for two engines that are up together, on as few GPUs as hold them.
 
         Engines that are compared share a chip if they fit; if not, each moves to another chip at every engine start, so that a GPU
         that is faster than its neighbor shows as noise, not as a speedup.
 
         Args:
-            count: no more than `at_once`.
             start: number of the engine start, from 0.
         """
         if not self.sets:
-            return [Place((), 1 / count)] * count
-        beside = math.ceil(count / math.ceil(count / self.on_each))  # on each of as few as hold them
-        return [Place(self.sets[(slot // beside + start) % len(self.sets)], 1 / beside) for slot in range(count)]
+            return [Place((), 0.5)] * 2
+        if self.together:
+            return [Place(self.sets[start % len(self.sets)], 0.5)] * 2
+        return [Place(self.sets[(slot + start) % len(self.sets)], 1.0) for slot in range(2)]
 
 
 def find_placement(
@@ -77,32 +78,38 @@ def find_placement(
     at_least: int,
     smaller: str,
 ) -> Placement:
-    """The room for engines of one target: any number on a CPU; on GPUs by the memory that an engine needs.
+    """The room for the baseline of a target and one other engine.
 
     Args:
         engine: how the recipe runs vLLM.
         target: what all of them serve.
-        speculative: vLLM's `speculative_config` of each; None for the baseline.
+        speculative: vLLM's `speculative_config` of each engine; None for the baseline.
         dtypes: what they compute in.
-        tokens: room that each gets in its KV cache.
+        tokens: room that each gets in its KV cache, on a GPU.
         at_least: room that each must have if two do not fit otherwise; in a larger batch some answers then wait for others.
         smaller: the recipe's key that lowers it, for the error.
 
     Raises:
         UserError: there are too few GPUs for one engine, or too little memory for two.
     """
+    drafters = {dtype: max(_drafter_bytes(one, dtype) for one in speculative) for dtype in dtypes}
+    targets = {dtype: weight_bytes(target.path, dtype) for dtype in dtypes}
     found = environment.gpus()
     if not found:
+        for dtype in dtypes:
+            require_two_engines(
+                engine, target.config, target=target.name, target_bytes=targets[dtype], drafter_bytes=drafters[dtype],
+                dtype=dtype,
+            )  # fmt: skip
         return Placement()
 
     def needs(tokens: int) -> list[EngineMemory]:
         return [
             engine_memory(
-                target.config, target_bytes=weight_bytes(target.path, dtype), drafter_bytes=_drafter_bytes(one, dtype),
-                dtype=dtype, tokens=max(tokens, engine.max_model_len), gpus=engine.tensor_parallel_size,
+                target.config, target_bytes=targets[dtype], drafter_bytes=drafters[dtype], dtype=dtype,
+                tokens=max(tokens, engine.max_model_len), gpus=engine.tensor_parallel_size,
             )
             for dtype in dtypes
-            for one in speculative
         ]  # fmt: skip
 
     try:
@@ -114,7 +121,7 @@ def find_placement(
 def place(
     engine: recipe.EngineConfig, gpus: Sequence[Gpu], needs: Sequence[EngineMemory], *, target: str, smaller: str
 ) -> Placement:
-    """The room on these GPUs for engines with these needs.
+    """The room on these GPUs for two engines with these needs.
 
     Raises:
         UserError: as in `find_placement`.
@@ -128,8 +135,8 @@ def place(
     names = [gpu.name for gpu in gpus]
     sets = tuple(tuple(names[first : first + split]) for first in range(0, len(names) - split + 1, split))
     smallest = min(gpu.memory_bytes for gpu in gpus)
-    found = Placement(sets, side_by_side(needs, smallest, grants))
-    if (found.at_once or 0) < 2:
+    on_each = side_by_side(needs, smallest, grants)
+    if on_each * len(sets) < 2:
         largest = max(needs, key=lambda need: need.total)
         raise UserError(
             f"The baseline of {target} and an engine that speculates beside it do not fit on this machine: an "
@@ -139,7 +146,7 @@ def place(
             "engine.max_model_len, which the KV cache follows, split the target over more GPUs (engine.tensor_parallel_size), or "
             "make more of them visible (CUDA_VISIBLE_DEVICES)."
         )
-    return found
+    return Placement(sets, together=on_each >= 2)
 
 
 def _drafter_bytes(speculative: Mapping[str, Any] | None, dtype: str) -> int:
@@ -147,22 +154,30 @@ def _drafter_bytes(speculative: Mapping[str, Any] | None, dtype: str) -> int:
     return weight_bytes(Path(speculative["model"]), dtype) if speculative and "model" in speculative else 0
 
 
-def groups(keys: Sequence[Key], baseline_of: Callable[[Key], Key], at_once: int | None) -> list[list[Key]]:
-    """Engines that are up together, each group's baseline first.
+# ---- which ----
+
+
+def serves_every_k(method: Method, engine: recipe.EngineConfig) -> bool:
+    """Whether an engine that drafts K tokens can also draft fewer, as one that was started with fewer does.
+
+    Some methods have a fixed K. CUDA graphs are captured for the batches of one K; with other numbers of tokens a step is padded
+    to a larger graph, or runs without one.
+    """
+    return method.method not in FIXED_K and (environment.is_cpu() or bool(environment.resolved(engine).enforce_eager))
+
+
+def groups(specs: Mapping[Key, EngineSpec], baseline_of: Callable[[Key], Key]) -> list[list[Key]]:
+    """What is asked together: a baseline, and the variants of one other engine.
 
     Args:
-        keys: of all engines that are compared.
+        specs: of all that is compared; each baseline with at least one other.
         baseline_of: the baseline of each; of a baseline, itself.
-        at_once: engines that can be up together, two or more; None if any number can.
     """
-    if at_once is None or len(keys) <= at_once:
-        return [list(keys)]
-    found: list[list[Key]] = []
-    for baseline in dict.fromkeys(baseline_of(key) for key in keys):
-        others = [key for key in keys if key != baseline and baseline_of(key) == baseline]
-        firsts = range(0, max(1, len(others)), at_once - 1)
-        found += [[baseline, *others[first : first + at_once - 1]] for first in firsts]
-    return found
+    found: dict[tuple[Key, str], list[Key]] = {}
+    for key, spec in specs.items():
+        if (baseline := baseline_of(key)) != key:
+            found.setdefault((baseline, spec.name), [baseline]).append(key)
+    return list(found.values())
 
 
 def engine_starter(
@@ -193,46 +208,54 @@ def engine_starter(
 
 
 class Lineup(Generic[Key]):
-    """The engines of one engine start; `close` ends them.
+    """The engines that are up, two at most; `close` ends them.
 
     Args:
         placement: the machine's room for them.
         start: starts engines and returns them ready, in order (`engine_starter`).
-        number: of the engine start, from 0.
     """
 
-    def __init__(
-        self, placement: Placement, start: Callable[[list[EngineSpec]], Sequence[EngineHost]], number: int = 0
-    ) -> None:
-        self._placement, self._start, self._number = placement, start, number
-        self._up: dict[Key, tuple[int, EngineHost]] = {}  # with its slot, its place among those that are up together
+    def __init__(self, placement: Placement, start: Callable[[list[EngineSpec]], Sequence[EngineHost]]) -> None:
+        self._placement, self._start, self._number = placement, start, 0
+        self._up: dict[str, tuple[int, EngineHost]] = {}  # by name, with the index of its place
+        self.peak = 0
+        """Most engines that were up at a time."""
 
     def turns(
         self, specs: Mapping[Key, EngineSpec], baseline_of: Callable[[Key], Key]
     ) -> Iterator[dict[Key, EngineHost]]:
-        """Groups of engines that are up together, until each was in one. The last group stays up.
+        """Groups of what is asked together, until each was in one. The engines of the last group stay up.
 
-        Engines that are up already, also from an earlier call, are not started again; those outside the next group end before it
-        starts.
+        Engines that are up already, also from an earlier call, are not started again: what they serve comes first, and a baseline's groups
+        follow one another. Engines outside the next group end before its start.
 
         Args:
             specs: by key; where each runs is decided here.
             baseline_of: as in `groups`.
         """
-        every = groups(list(specs), baseline_of, self._placement.at_once)
-        places = self._placement.places(max(map(len, every)), self._number)
+        every = groups(specs, baseline_of)
+        order = list(dict.fromkeys(group[0] for group in every))
+
+        def rank(group: list[Key]) -> tuple[bool, int, bool]:
+            baseline, other, *_ = (specs[key].name in self._up for key in group)
+            return not baseline, order.index(group[0]), not other
+
+        every.sort(key=rank)
+        places = self._placement.places(self._number)
         for group in every:
-            for key in [key for key in self._up if key not in group]:
-                self._up.pop(key)[1].close()
+            wanted = {specs[key].name: specs[key] for key in group}
+            for name in [name for name in self._up if name not in wanted]:
+                self._up.pop(name)[1].close()
             taken = {slot for slot, _ in self._up.values()}
-            free = [slot for slot in range(len(group) + len(taken)) if slot not in taken]
-            new = dict(zip([key for key in group if key not in self._up], free, strict=False))
-            hosts = self._start([_placed(specs[key], places[slot % len(places)]) for key, slot in new.items()])
-            self._up |= {key: (new[key], host) for key, host in zip(new, hosts, strict=True)}
-            yield {key: self._up[key][1] for key in group}
+            free = [slot for slot in range(len(places)) if slot not in taken]
+            new = dict(zip(free, [spec for name, spec in wanted.items() if name not in self._up], strict=False))
+            hosts = self._start([_placed(spec, places[slot]) for slot, spec in new.items()]) if new else []
+            self._up |= {spec.name: (slot, host) for (slot, spec), host in zip(new.items(), hosts, strict=True)}
+            self.peak = max(self.peak, len(self._up))
+            yield {key: _asked(self._up[specs[key].name][1], specs[key]) for key in group}
 
     def restart(self, number: int) -> None:
-        """End the engines; those of `turns` from here on are of engine start `number`."""
+        """End the engines; those of `turns` from here on are of engine start `number`, from 0."""
         self.close()
         self._number = number
 
@@ -243,4 +266,8 @@ class Lineup(Generic[Key]):
 
 
 def _placed(spec: EngineSpec, where: Place) -> EngineSpec:
-    return replace(spec, gpus=where.gpus, memory_share=where.memory_share)
+    return replace(spec, gpus=where.gpus, memory_share=where.memory_share, k_by_load=None)  # K is set when it is asked
+
+
+def _asked(host: EngineHost, spec: EngineSpec) -> EngineHost:
+    return SharedEngine(host, spec) if spec.k_by_load is not None else host

@@ -92,7 +92,7 @@ def _start(
     servers: dict[str, VllmServer] = {}
     with Bar("start servers", total=2, unit="servers") as bar:
         for (name, config), port, place in zip(
-            {"baseline": None, "speculative": speculative}.items(), _free_ports(2), placement.places(2), strict=True
+            {"baseline": None, "speculative": speculative}.items(), _free_ports(2), placement.places(), strict=True
         ):
             command = server_command(
                 without_tls, target.path, config, name=target.name, host="127.0.0.1", port=port,
@@ -124,6 +124,7 @@ def _client(url: str, rate: float, count: int, target: TargetInfo, max_tokens: i
         "--request-rate", str(rate), "--seed", "0", "--num-warmups", str(_WARM_UPS), "--temperature", "0",
         "--percentile-metrics", "ttft,tpot", "--metric-percentiles", "99", "--disable-tqdm",
         "--save-result", "--result-dir", str(folder), "--result-filename", "result.json",
+        *(["--trust-remote-code"] if target.trust_remote_code else []),
     ]  # fmt: skip
 
 

@@ -31,8 +31,9 @@ def describe_machine() -> Machine:
     }
 
 
-def describe_engines(engine: EngineConfig, at_once: int | None) -> Engines:
-    """How vLLM runs here with the recipe's `engine`; `at_once` is `Placement.at_once`."""
+def describe_engines(engine: EngineConfig, peak: int) -> Engines:
+    """How vLLM runs here with the recipe's `engine`; `peak` is `Lineup.peak`."""
     eager = resolved(engine).enforce_eager
     assert eager is not None
-    return {"enforce_eager": eager, "tensor_parallel_size": engine.tensor_parallel_size, "at_once": at_once}
+    found: Engines = {"enforce_eager": eager, "tensor_parallel_size": engine.tensor_parallel_size, "peak_engines": peak}
+    return {**found, "options": engine.options} if engine.options else found

@@ -6,7 +6,7 @@ people. Figures are as measured: nothing is rounded, no outlier is removed.
 
 from __future__ import annotations
 
-from typing import NotRequired
+from typing import Any, NotRequired
 
 from typing_extensions import TypedDict  # pydantic accepts this one on every Python; typing's only from 3.12
 
@@ -161,8 +161,8 @@ class Measured(TypedDict):
     """Time per output token after the first, likewise."""
     starts: list[AtStart]
     baseline_starts: NotRequired[list[AtStart]]
-    """The baseline of the same dtype as it ran beside this configuration, if not all engines fit at once. Ratios are over that;
-    the baseline's own figures are those of its first group."""
+    """The baseline of the same dtype as it ran beside this configuration: two engines are up at a time. Ratios are over that. Absent for
+    the run's drafter, beside which the baseline's own figures were measured."""
 
 
 class Throughput(TypedDict):
@@ -183,7 +183,7 @@ class Throughput(TypedDict):
     fastest_speculative: str
     """The configuration of the run's drafter with the most."""
     speedup_over_fastest_baseline: Ratio
-    """The latter over the former."""
+    """The latter over the former; as they ran side by side once more, if their dtypes differ."""
     noise: Ratio
     """A second baseline engine over the first, both in the recipe's dtype: how far identical engines are apart."""
     fidelity: dict[str, Fidelity]
@@ -293,8 +293,8 @@ class SuiteAcceptance(Acceptance):
     """Empty if the data set has none."""
     identical_to_baseline: bool
     """Every answer of the run's drafter on this suite, at every K in `at_k`, equals the baseline's."""
-    control: Control
-    """With the first few `margins`."""
+    control: Control | None
+    """With the first few `margins`. None if every answer equals the baseline's, of other methods too: then there is nothing to explain."""
     differences: list[Difference]
     """The first few, of the run's drafter and of other methods."""
     at_k: dict[str, SuiteAtK]
@@ -354,9 +354,10 @@ class Engines(TypedDict):
     enforce_eager: bool
     """Without compilation and CUDA graphs."""
     tensor_parallel_size: int
-    at_once: int | None
-    """Engines that the GPUs hold at a time; more than that were compared in groups, each beside the baseline. None if any number fits
-    (on a CPU)."""
+    peak_engines: int
+    """Most engines that were up at a time: the baseline and one other (`lineup.py`)."""
+    options: NotRequired[dict[str, Any]]
+    """The recipe's `engine.options`; absent if there are none."""
 
 
 class Results(TypedDict):

@@ -3,14 +3,22 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from contextlib import closing
 from dataclasses import dataclass
+from typing import Any
 
 from draftsmith.config.recipe import Recipe
 from draftsmith.serve.evaluation import fidelity
-from draftsmith.serve.evaluation.configurations import Configuration, beside_baseline, configurations, throughput
+from draftsmith.serve.evaluation.configurations import (
+    SIDE_BY_SIDE,
+    Configuration,
+    configurations,
+    fastest,
+    throughput,
+    with_baselines,
+)
 from draftsmith.serve.evaluation.engine import EngineHost, Generated
 from draftsmith.serve.evaluation.in_flight import Timing
+from draftsmith.serve.evaluation.lineup import Lineup
 from draftsmith.serve.evaluation.partial import PartialResults, TimedPrompt
 from draftsmith.serve.evaluation.schema import AtStart, Fidelity, Throughput
 from draftsmith.serve.evaluation.throughput import REQUESTS_PER_SLOT, Asked, at_start, request_schedule, run_load
@@ -49,39 +57,82 @@ def concurrent_load(in_flight: int, partial: PartialResults, k: int) -> Load:
     return Load(f"{in_flight} at once", "load", partial.load_prompts, in_flight, k)
 
 
-def measure_speeds(variants: Variants, loads: Sequence[Load], recipe: Recipe, partial: PartialResults) -> None:
-    """Measure the loads that are left, with engines started anew `engine_starts` times."""
-    for number in range(recipe.evaluate.engine_starts):
+def measure_speeds(
+    lineup: Lineup[Any], variants: Variants, loads: Sequence[Load], recipe: Recipe, partial: PartialResults
+) -> None:
+    """Measure the loads that are left, with engines started anew `engine_starts` times: the first time, those that are up."""
+    starts = recipe.evaluate.engine_starts
+    for number in range(starts):
         if number == len(partial.speeds):
             partial.speeds.append({})
         left = [load for load in loads if load.key not in partial.speeds[number]]
         if left:
-            _measure_start(variants, left, number, recipe, partial)
+            _restart(lineup, number, starts)
+            _measure_start(lineup, variants, left, number, recipe, partial)
+    for number in range(starts):
+        apart = [
+            load for load in loads if _fastest_apart(load, recipe, partial) and not _has_pair(load, number, partial)
+        ]
+        if apart:
+            _restart(lineup, number, starts)
+            for load in apart:
+                _measure_pair(lineup, variants, load, number, recipe, partial)
+
+
+def _restart(lineup: Lineup[Any], number: int, starts: int) -> None:
+    if number:
+        lineup.restart(starts - 1 + number)
 
 
 def _measure_start(
-    variants: Variants, loads: Sequence[Load], number: int, recipe: Recipe, partial: PartialResults
+    lineup: Lineup[Any],
+    variants: Variants,
+    loads: Sequence[Load],
+    number: int,
+    recipe: Recipe,
+    partial: PartialResults,
 ) -> None:
     """One engine start: every load on each group of engines."""
-    specs = variants.timed_engines(dict.fromkeys(one for load in loads for one in load.configurations(recipe)))
+    every = dict.fromkeys(one for load in loads for one in load.configurations(recipe))
     measured: dict[str, dict[str, AtStart]] = {load.key: {} for load in loads}
-    with closing(variants.lineup(number)) as lineup:
-        for engines in lineup.turns(specs, lambda one: one.baseline):
-            for load in loads:
-                here = {one: engines[one] for one in load.configurations(recipe) if one in engines}
-                if len(here) < 2:  # the others come in another group
-                    continue
-                requests = load.requests(recipe)
-                timings = run_load(here, requests, load.in_flight, load.title)
-                if number == 0 and load.in_flight == 1:
-                    judged = _judged(here, timings, dict(load.prompts), requests, recipe)
-                    partial.fidelity[load.key] = partial.fidelity.get(load.key, {}) | judged
-                at = {one: at_start(timing, requests) for one, timing in timings.items()}
-                measured[load.key] = beside_baseline(at) | measured[load.key]  # the baseline as in its first group
-                if len(engines) == len(specs):  # all are up: no other group follows
-                    partial.speeds[number][load.key] = measured[load.key]
-                    partial.save()
-        partial.speeds[number] |= measured
+    for engines in lineup.turns({one: variants.engine(one) for one in every}, lambda one: one.baseline):
+        for load in loads:
+            wanted = load.configurations(recipe)
+            here = {one: engines[one] for one in wanted if one in engines}
+            if len(here) < 2:  # the others come in another group
+                continue
+            requests = load.requests(recipe)
+            timings = run_load(here, requests, load.in_flight, load.title)
+            if number == 0 and load.in_flight == 1:
+                judged = _judged(here, timings, dict(load.prompts), requests, recipe)
+                partial.fidelity[load.key] = partial.fidelity.get(load.key, {}) | judged
+            at = {one: at_start(timing, requests) for one, timing in timings.items()}
+            measured[load.key] = with_baselines(measured[load.key], at)
+            if all(one.name in measured[load.key] for one in wanted):
+                partial.speeds[number][load.key] = measured[load.key]
+                partial.save()
+
+
+def _fastest_apart(load: Load, recipe: Recipe, partial: PartialResults) -> bool:
+    """Whether the fastest baseline and the fastest speculative configuration were in different groups: their dtypes differ."""
+    baseline, speculative = fastest([start[load.key] for start in partial.speeds], load.configurations(recipe))
+    return baseline.dtype != speculative.dtype
+
+
+def _has_pair(load: Load, number: int, partial: PartialResults) -> bool:
+    return any(name.endswith(SIDE_BY_SIDE) for name in partial.speeds[number][load.key])
+
+
+def _measure_pair(
+    lineup: Lineup[Any], variants: Variants, load: Load, number: int, recipe: Recipe, partial: PartialResults
+) -> None:
+    """The fastest baseline and the fastest speculative configuration of a load side by side, in one engine start."""
+    pair = fastest([start[load.key] for start in partial.speeds], load.configurations(recipe))
+    for engines in lineup.turns({one: variants.engine(one) for one in pair}, lambda one: pair[0]):
+        requests = load.requests(recipe)
+        timings = run_load(engines, requests, load.in_flight, load.title)
+        found = {one.name + SIDE_BY_SIDE: at_start(timing, requests) for one, timing in timings.items()}
+        partial.speeds[number][load.key] = partial.speeds[number][load.key] | found
         partial.save()
 
 
@@ -92,29 +143,27 @@ def _judged(
     requests: Asked,
     recipe: Recipe,
 ) -> dict[str, Fidelity]:
-    """Answers of every speculative configuration against those of the baseline in the same dtype."""
+    """Answers of speculative configurations against those of the baseline that they ran beside, of the same dtype."""
     answers = {
         one: {requests[timing.request][0]: Generated(timing.token_ids, None, 0.0) for timing in found}
         for one, found in timings.items()
     }
+    baseline = next(one for one in engines if one == one.baseline)
+    own = answers[baseline]
+    asked = {name: contexts[name] for name in own}
     judged: dict[str, Fidelity] = {}
-    for baseline in [one for one in engines if one == one.baseline]:
-        speculative = [one for one in engines if one.speculation != 0 and one.dtype == baseline.dtype]
-        if not speculative:
-            continue
-        own = answers[baseline]
-        asked = {name: contexts[name] for name in own}
-        control = fidelity.control(
-            engines[baseline], list(asked.values()), list(own.values()),
-            piece=1 + max(engines[one].config.num_speculative_tokens for one in speculative),
-            batch_size=recipe.evaluate.acceptance_batch_size, max_model_len=recipe.engine.max_model_len,
+    for one in [one for one in engines if one.speculation != 0]:
+        differing = fidelity.differences_with_margins(
+            engines[baseline], asked, list(own.values()), [answers[one][name] for name in own], engines[one].config,
+            one.speculation if isinstance(one.speculation, str) else None,
         )  # fmt: skip
-        for one in speculative:
-            differing = fidelity.differences_with_margins(
-                engines[baseline], asked, list(own.values()), [answers[one][name] for name in own], engines[one].config,
-                one.speculation if isinstance(one.speculation, str) else None,
+        control = None
+        if differing:
+            control = fidelity.control(
+                engines[baseline], list(asked.values()), list(own.values()), piece=1 + engines[one].config.num_speculative_tokens,
+                batch_size=recipe.evaluate.acceptance_batch_size, max_model_len=recipe.engine.max_model_len,
             )  # fmt: skip
-            judged[one.name] = fidelity.judge(differing, list(own), list(own.values()), control)
+        judged[one.name] = fidelity.judge(differing, list(own), list(own.values()), control)
     return judged
 
 

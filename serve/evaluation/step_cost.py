@@ -25,10 +25,8 @@ def measure_step_costs(
     starts = recipe.evaluate.engine_starts
     while (number := len(partial.step_costs)) < starts:
         lineup.restart(number)
-        last = number + 1 == starts
-        specs = variants.engines_in_batches(variants.ks, methods=last and variants.fit_together)
         found: dict[str, list[float]] = {}
-        for engines in lineup.turns(specs, lambda variant: 0):
+        for engines in lineup.turns(variants.engines([0, *variants.ks]), lambda variant: 0):
             ks = [k for k in variants.ks if k in engines]
             found |= {str(k): ratios for k, ratios in step_costs(engines, ks, suite, recipe).items()}
         partial.step_costs.append(found)

@@ -16,6 +16,7 @@ from draftsmith.run.errors import UserError
 from draftsmith.run.progress import console
 from draftsmith.serve.evaluation.quality import NEEDS, can_score
 from draftsmith.target.info import TargetInfo
+from draftsmith.target.pretrained import tokenizer_of
 
 
 @dataclass(frozen=True)
@@ -33,9 +34,7 @@ class SuiteInput:
 
 def turn_renderer(target: TargetInfo, max_model_len: int) -> TurnRenderer:
     """A renderer with the target's tokenizer."""
-    from transformers import AutoTokenizer
-
-    return TurnRenderer(AutoTokenizer.from_pretrained(target.path), max_model_len)
+    return TurnRenderer(tokenizer_of(target.path, trust_remote_code=target.trust_remote_code), max_model_len)
 
 
 def load_suite(recipe: Recipe, name: str) -> list[Prompt]:

@@ -9,12 +9,9 @@ from draftsmith.run.progress import console
 from draftsmith.serve.evaluation.leakage import trained_on
 from draftsmith.serve.evaluation.schema import Interval, Ratio, Results, Throughput
 
-_POSITIONS_SHOWN = 4
-"""Of methods with long drafts."""
-
 
 def print_table(results: Results) -> None:
-    """Print the results."""
+    """Print the results, in a table that fits into 80 columns."""
     best = results["num_speculative_tokens"]
     starts = results["engine_starts"]
     over = f"prompts and {starts} engine starts" if starts > 1 else "prompts, of one engine start"
@@ -23,9 +20,10 @@ def print_table(results: Results) -> None:
         caption="length: acceptance length (other methods: tokens per step); tok/s: baseline to speculative, one request at a time; "
         f"fastest: over the fastest baseline configuration; same: answers equal to the baseline's; +-: half of a 95% interval over {over}",
         box=SIMPLE_HEAD,
+        pad_edge=False,
     )
-    table.add_column("suite")
-    for heading in ("K", "length", "by position", "tok/s", "speedup", "fastest", "same"):
+    table.add_column("suite", overflow="fold")
+    for heading in ("K", "length", "tok/s", "speedup", "fastest", "same"):
         table.add_column(heading, justify="right", no_wrap=True)
     for name, suite in results["suites"].items():
         speeds = suite["tokens_per_second"]
@@ -35,7 +33,6 @@ def print_table(results: Results) -> None:
                 name if chosen else "",
                 k,
                 _plus_minus(at_k["acceptance_length"], at_k["acceptance_length_interval"]),
-                " ".join(f"{share:.2f}" for share in at_k["acceptance_per_position"]),
                 f"{speeds['baseline']:.1f} to {speeds['speculative']:.1f}" if chosen else "",
                 _plus_minus(suite["speedup"], suite["speedup_interval"]) if chosen else "",
                 _plus_minus(suite["speedup_over_fastest_baseline"], suite["speedup_over_fastest_baseline_interval"])
@@ -48,7 +45,6 @@ def print_table(results: Results) -> None:
                 f"  {method}",
                 str(other["num_speculative_tokens"]),
                 f"{other['tokens_per_step']:.2f}",
-                " ".join(f"{share:.2f}" for share in other["acceptance_per_position"][:_POSITIONS_SHOWN]),
                 f"{speeds['baseline']:.1f} to {other['tokens_per_second']:.1f}",
                 _plus_minus(other["speedup"], other["speedup_interval"]),
                 "",

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any
@@ -12,7 +11,7 @@ from draftsmith.config.recipe import Recipe
 from draftsmith.engine.speculation import method_config, own_drafter
 from draftsmith.serve.evaluation.configurations import Configuration, configurations
 from draftsmith.serve.evaluation.engine import EngineSpec
-from draftsmith.serve.evaluation.lineup import Lineup, engine_starter, find_placement
+from draftsmith.serve.evaluation.lineup import Lineup, engine_starter, find_placement, serves_every_k
 from draftsmith.serve.evaluation.schema import Variant
 from draftsmith.serve.evaluation.suites import SuiteInput
 from draftsmith.target.info import TargetInfo
@@ -21,20 +20,39 @@ from draftsmith.target.info import TargetInfo
 class Variants:
     """The baseline, the run's drafter at each K, and the recipe's other methods.
 
+    Args:
+        further_ks: other K than the recipe's at which the drafter is timed; 0 counts for none.
+
     Raises:
         UserError: a method cannot serve the target, or two engines do not fit on this machine.
     """
 
     def __init__(
-        self, recipe: Recipe, target: TargetInfo, drafter_dir: Path, suites: Sequence[SuiteInput], log_dir: Path
+        self,
+        recipe: Recipe,
+        target: TargetInfo,
+        drafter_dir: Path,
+        suites: Sequence[SuiteInput],
+        log_dir: Path,
+        further_ks: Iterable[int],
     ) -> None:
         options = recipe.evaluate
         self._recipe, self._target, self._drafter_dir = recipe, target, drafter_dir
+        self._drafter = own_drafter(drafter_dir)
         self._configs: dict[Variant, dict[str, Any] | None] = {0: None}
         self.ks = sorted({*options.k, options.acceptance_k})
         """Each K that is measured on the first suite."""
-        every: list[Variant] = [0, *self.ks, *options.methods]
         in_flight, longest = max((1, *options.concurrency)), max(map(_longest, suites))
+        self._max_num_seqs = max(options.acceptance_batch_size, in_flight)
+        self._for_every_k: dict[str, Any] | None = None
+        """`speculative_config` of the engine that drafts at every K; None if each K has its own."""
+        if serves_every_k(self._drafter, recipe.engine):
+            self._for_every_k = self._config(
+                self._drafter.model_copy(
+                    update={"num_speculative_tokens_per_batch_size": self._at_every_load(max([*self.ks, *further_ks]))}
+                )
+            )
+        every: list[Variant] = [0, *self.ks, *options.methods]
         self.placement = find_placement(
             recipe.engine, target, [self.speculative_config(one) for one in every],
             dtypes=sorted({one.dtype for one in configurations(recipe, self.ks[-1])}),
@@ -43,23 +61,14 @@ class Variants:
         )  # fmt: skip
         self._start = engine_starter(log_dir, warm_up=suites[0].prompts[0].token_ids)
 
-    @property
-    def fit_together(self) -> bool:
-        """Whether the engines of all variants can be up at once, in one dtype."""
-        at_once = self.placement.at_once
-        return at_once is None or at_once >= 1 + len(self.ks) + len(self._recipe.evaluate.methods)
-
     def speculative_config(self, variant: Variant) -> dict[str, Any] | None:
         """vLLM's `speculative_config`; None for the baseline."""
         if variant not in self._configs:
             if isinstance(variant, str):
                 method: Method = self._recipe.evaluate.methods[variant]
             else:
-                method = own_drafter(self._drafter_dir).model_copy(update={"num_speculative_tokens": variant})
-            self._configs[variant] = method_config(
-                method, self._target, own_drafter=self._drafter_dir,
-                tensor_parallel_size=self._recipe.engine.tensor_parallel_size,
-            )  # fmt: skip
+                method = self._drafter.model_copy(update={"num_speculative_tokens": variant})
+            self._configs[variant] = self._config(method)
         return self._configs[variant]
 
     def num_speculative_tokens(self, variant: Variant) -> int:
@@ -67,32 +76,32 @@ class Variants:
         config = self.speculative_config(variant)
         return int(config["num_speculative_tokens"]) if config else 0
 
-    def lineup(self, number: int = 0) -> Lineup[Any]:
-        """The engines of one engine start; none is started yet."""
-        return Lineup(self.placement, self._start, number)
+    def lineup(self) -> Lineup[Any]:
+        """The engines that are up; none is started yet."""
+        return Lineup(self.placement, self._start)
 
-    def engines_in_batches(self, ks: Iterable[int], *, methods: bool) -> dict[Variant, EngineSpec]:
-        """Engines of the baseline, of the drafter at each K and of the other methods, in the recipe's dtype."""
-        options = self._recipe.evaluate
-        names: dict[Variant, str] = {0: "baseline"}
-        for k in ks:
-            names[k] = f"k{k}"
-        for name in options.methods if methods else ():
-            names[name] = "method-" + re.sub(r"[^\w.-]", "_", name)
-        return {
-            variant: self._spec(name, variant, self._recipe.target.dtype, options.acceptance_batch_size)
-            for variant, name in names.items()
-        }
+    def engines(self, variants: Iterable[Variant]) -> dict[Variant, EngineSpec]:
+        """The engines of these variants in the recipe's dtype."""
+        return {variant: self.engine(Configuration(variant, self._recipe.target.dtype)) for variant in variants}
 
-    def timed_engines(self, of: Iterable[Configuration]) -> dict[Configuration, EngineSpec]:
-        """The engines of these configurations."""
-        most = max((1, *self._recipe.evaluate.concurrency))
-        return {one: self._spec(one.file_name, one.speculation, one.dtype, most) for one in of}
-
-    def _spec(self, name: str, variant: Variant, dtype: str, max_num_seqs: int) -> EngineSpec:
+    def engine(self, of: Configuration) -> EngineSpec:
+        """The engine of a configuration."""
+        name, config, k_by_load = of.file_name, self.speculative_config(of.speculation), None
+        if isinstance(of.speculation, int) and of.speculation and self._for_every_k is not None:
+            name, config = f"drafter-{of.dtype}", self._for_every_k
+            k_by_load = self._at_every_load(of.speculation)
         return EngineSpec(
-            name=name, target=str(self._target.path), dtype=dtype, engine=self._recipe.engine,
-            speculative=self.speculative_config(variant), max_num_seqs=max_num_seqs,
+            name=name, target=str(self._target.path), dtype=of.dtype, engine=self._recipe.engine,
+            trust_remote_code=self._target.trust_remote_code, speculative=config, max_num_seqs=self._max_num_seqs, k_by_load=k_by_load,
+        )  # fmt: skip
+
+    def _at_every_load(self, k: int) -> tuple[tuple[int, int, int], ...]:
+        return ((1, self._max_num_seqs, k),)
+
+    def _config(self, method: Method) -> dict[str, Any] | None:
+        return method_config(
+            method, self._target, own_drafter=self._drafter_dir,
+            tensor_parallel_size=self._recipe.engine.tensor_parallel_size,
         )  # fmt: skip
 
 

@@ -11,6 +11,7 @@ from torch.nn import functional as F
 
 from draftsmith.drafters.layout import Source
 from draftsmith.drafters.mlp_speculator import MlpConfig, MlpDrafter
+from draftsmith.drafters.norm import FinalNorm
 from draftsmith.serve.plugin import require_known_vllm
 
 
@@ -30,7 +31,7 @@ class MlpSpeculator(nn.Module):
         record = {name: value for name, value in record.items() if name in known}
         config = MlpConfig.from_dict(MlpDrafter.vllm_layout.read(Source(record, {})))
         # vLLM passes states after the target's final norm.
-        self.drafter = MlpDrafter(config, torch.ones(config.hidden_size))
+        self.drafter = MlpDrafter(config, FinalNorm(torch.ones(config.hidden_size), eps=config.rms_norm_eps))
 
     @torch.inference_mode()
     def draft(self, states: torch.Tensor, tokens: torch.Tensor, steps: int) -> torch.Tensor:

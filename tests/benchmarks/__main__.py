@@ -15,7 +15,7 @@ from draftsmith.run.atomic_io import write_json
 from draftsmith.run.errors import UserError
 from draftsmith.run.progress import console
 from tests.benchmarks.bench_convert import convert_costs
-from tests.benchmarks.bench_evaluate import comparisons, load_noise
+from tests.benchmarks.bench_evaluate import comparisons, load_noise, shared_engine
 from tests.benchmarks.bench_extract import extraction_ratios, memory_growth
 from tests.benchmarks.bench_int8 import int8_acceptance
 from tests.benchmarks.bench_learn import learning_eagle, learning_eagle3, learning_medusa, learning_mlp
@@ -30,7 +30,7 @@ Benchmark = Callable[[], dict[str, Figure]]
 BENCHMARKS: tuple[Benchmark, ...] = (
     extraction_ratios, memory_growth, store_costs, int8_acceptance, training_step, time_to_peer, learning_eagle3,
     learning_eagle, learning_medusa, learning_mlp, lookup_best, step_memory, convert_costs, quantized_drafters,
-    load_noise, comparisons,
+    load_noise, comparisons, shared_engine,
 )  # fmt: skip
 OUTPUT = Path("runs/bench/results.json")
 

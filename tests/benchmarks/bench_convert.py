@@ -66,7 +66,7 @@ def _checkpoint(directory: Path) -> int:
     from draftsmith.convert.formats import FORMATS
     from draftsmith.drafters.checkpoint import EMBEDDING, UNKNOWN_TARGET, Checkpoint
     from draftsmith.drafters.eagle3 import Eagle3Config, Eagle3Drafter
-    from draftsmith.drafters.weights import Weight
+    from draftsmith.run.weights import Weight
 
     config = Eagle3Config(
         layer_ids=(2, 16, 29), hidden_size=HIDDEN, intermediate_size=INNER, num_layers=1, num_attention_heads=32,

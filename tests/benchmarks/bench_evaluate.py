@@ -6,8 +6,10 @@ All are of the demo's drafter on its held-out prompts, at one K, each with engin
 from __future__ import annotations
 
 import itertools
+import statistics
 import time
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
@@ -16,12 +18,17 @@ from unittest import mock
 from draftsmith.config.loading import load_recipe
 from draftsmith.config.recipe import Recipe
 from draftsmith.convert.convert import run_convert
+from draftsmith.engine.speculation import method_config, own_drafter
 from draftsmith.extract.extract import run_extract
 from draftsmith.serve.evaluation import engine, lineup
 from draftsmith.serve.evaluation.compare import compare
-from draftsmith.serve.evaluation.engine import EngineHost, EngineSpec
+from draftsmith.serve.evaluation.engine import EngineHost, EngineSpec, SharedEngine
 from draftsmith.serve.evaluation.evaluate import run_evaluate
 from draftsmith.serve.evaluation.schema import Ratio, Results
+from draftsmith.serve.evaluation.step_cost import step_costs
+from draftsmith.serve.evaluation.suites import load_suite, render_suite, turn_renderer
+from draftsmith.target.info import describe_target
+from draftsmith.target.prepare import prepare_target
 from draftsmith.train.train import run_train
 from tests.benchmarks.figures import Figure, figure
 
@@ -53,6 +60,59 @@ def load_noise() -> dict[str, Figure]:
         ),
         "evaluate.baseline_noise": figure(
             [_half_width(load["noise"])], "of the ratio", f"baseline over baseline {_shown(load['noise'])}, four in flight"
+        ),
+    }  # fmt: skip
+
+
+def shared_engine() -> dict[str, Figure]:
+    """`evaluate.shared_engine`: by how much the steps of one engine at every K differ from those of engines that were started with each
+    K, at the K where it is most; all alternate. `evaluate.peak_engines`: engines that an evaluation holds at a time, with three methods.
+    """
+    lookup = "{method: ngram, num_speculative_tokens: %d, prompt_lookup_min: 2, prompt_lookup_max: 5}"
+    methods = ", ".join(f"m{k}: {lookup % k}" for k in (2, 3, 5))
+    peak = _evaluated(
+        "eval-peak", "evaluate.k=[1,2,3,4]", f"evaluate.methods={{{methods}}}", "evaluate.engine_starts=1"
+    )["engine"]["peak_engines"]  # fmt: skip
+
+    recipe = load_recipe(Path("recipes/demo.yaml"))
+    target = describe_target(prepare_target(recipe.target), recipe.target)
+    renderer = turn_renderer(target, recipe.engine.max_model_len)
+    suite = render_suite(
+        renderer, "held_out", load_suite(recipe, "held_out"), recipe.extract.response_tokens(held_out=True)
+    )
+    ks = sorted(recipe.evaluate.k)
+
+    def spec(name: str, **changes: Any) -> EngineSpec:
+        method = own_drafter(RUN / "vllm").model_copy(update=changes)
+        return EngineSpec(
+            name=name, target=str(target.path), dtype=recipe.target.dtype, engine=recipe.engine, max_num_seqs=1,
+            memory_share=1 / (len(ks) + 2), speculative=method_config(method, target, own_drafter=RUN / "vllm") if changes else None,
+        )  # fmt: skip
+
+    every_k = spec("every-k", num_speculative_tokens_per_batch_size=((1, 1, ks[-1]),))
+    specs = [spec("baseline"), *(spec(f"k{k}", num_speculative_tokens=k) for k in ks), every_k]
+    ratios: dict[int, list[float]] = {k: [] for k in ks}
+    for _ in range(STARTS):
+        baseline, *own, shared = engine.start_engines(specs, RUN / "eval-shared")
+        try:
+            # Labels beyond the largest K for the shared engine's variants.
+            engines = {0: baseline, **dict(zip(ks, own, strict=True))}
+            engines |= {100 + k: SharedEngine(shared, replace(every_k, k_by_load=((1, 1, k),))) for k in ks}
+            found = step_costs(engines, [one for one in engines if one], suite, recipe)
+        finally:
+            for host in (baseline, *own, shared):
+                host.close()
+        for k in ks:
+            of_prompts = [a / b for a, b in zip(found[100 + k], found[k], strict=True)]
+            ratios[k].append(statistics.median(of_prompts))
+    said = "; ".join(f"K = {k}: {', '.join(f'{one:.3f}' for one in starts)}" for k, starts in ratios.items())
+    apart = max(abs(statistics.fmean(starts) - 1) for starts in ratios.values())
+    return {
+        "evaluate.shared_engine": figure(
+            [apart], "of a step", f"its steps over those of engines started with each K, by engine start: {said}"
+        ),
+        "evaluate.peak_engines": figure(
+            [float(peak)], "engines", "k [1, 2, 3, 4] and three methods", direction="lower", bar=2
         ),
     }  # fmt: skip
 

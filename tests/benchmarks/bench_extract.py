@@ -116,7 +116,7 @@ def _times_of_a_start(
 
         def start_worker(generate: bool) -> None:
             job = replace(
-                engine_job(recipe, target, identity),
+                engine_job(recipe, target, identity, 2 << 30),
                 generate=generate,
                 sampling={"temperature": 0.0, "detokenize": False},
                 seed=0,

@@ -188,7 +188,7 @@ def make_drafter(recipe: Recipe, target_config: Path, device: torch.device) -> t
     wide = min(options.draft_vocab_size or config.vocab_size, config.vocab_size)
     with device:
         table = torch.randn(config.vocab_size, config.hidden_size, dtype=torch.bfloat16) * 0.02
-        tensors = TargetTensors(table, table, torch.ones(config.hidden_size), {}, "")
+        tensors = TargetTensors(table, table, torch.ones(config.hidden_size))
         shape = kind.make_config(options, target, kind.layer_ids(options, layers, last), wide)
         drafter = kind.from_target(shape, tensors, torch.arange(wide))
     for head in drafter.head_parameters():

@@ -10,8 +10,7 @@ import pytest
 import torch
 import yaml
 from safetensors.torch import load_file, save_file
-from tokenizers import Tokenizer, decoders, models, pre_tokenizers
-from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast, Qwen2Config, Qwen2ForCausalLM
+from transformers import LlamaConfig, LlamaForCausalLM, Qwen2Config, Qwen2ForCausalLM
 
 from draftsmith.config.loading import load_recipe
 from draftsmith.config.recipe import Recipe
@@ -24,6 +23,7 @@ from draftsmith.store.reader import Store
 from draftsmith.target.prepare import prepare_target
 from draftsmith.target.tensors import load_target_tensors
 from draftsmith.train.train import run_train
+from tests.families import save_tokenizer
 
 _ROOT = Path(__file__).parents[2]
 
@@ -50,10 +50,6 @@ def smollm2() -> Path:
 
 
 TINY_HIDDEN, TINY_LAYERS, TINY_HEADS, TINY_VOCAB = 64, 3, 2, 320
-_TEMPLATE = (
-    "{% for m in messages %}<{{ m['role'] }}>{{ m['content'] }}\n{% endfor %}"
-    "{% if add_generation_prompt %}<assistant>{% endif %}"
-)
 
 
 def make_target(directory: Path) -> None:
@@ -65,13 +61,7 @@ def make_target(directory: Path) -> None:
         eos_token_id=256, tie_word_embeddings=False, initializer_range=0.1,
     )  # fmt: skip
     LlamaForCausalLM(config).save_pretrained(directory)
-    alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
-    tokenizer = Tokenizer(models.BPE(vocab={letter: i for i, letter in enumerate(alphabet)}, merges=[]))
-    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
-    tokenizer.decoder = decoders.ByteLevel()
-    fast = PreTrainedTokenizerFast(tokenizer_object=tokenizer, eos_token="</s>")
-    fast.chat_template = _TEMPLATE
-    fast.save_pretrained(directory)
+    save_tokenizer(directory)
 
 
 def make_mtp_target(directory: Path) -> None:

@@ -92,21 +92,49 @@ def alive(pid: int) -> bool:
         return False
 
 
+def counted_engines(monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """How many engines are up, after each start of one."""
+    up: set[int] = set()
+    counts: list[int] = []
+    start, close = EngineHost.start, EngineHost.close
+
+    def counted_start(host: EngineHost) -> EngineHost:
+        up.add(id(host))
+        counts.append(len(up))
+        return start(host)
+
+    def counted_close(host: EngineHost) -> None:
+        close(host)
+        up.discard(id(host))
+
+    monkeypatch.setattr(EngineHost, "start", counted_start)
+    monkeypatch.setattr(EngineHost, "close", counted_close)
+    return counts
+
+
 def test_evaluate(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     make_target(tmp_path / "target")
     run_dir = tmp_path / "runs" / "tiny"
-    recipe = tiny_recipe(tmp_path)
+    lookup = {"method": "ngram", "prompt_lookup_min": 1, "prompt_lookup_max": 3}
+    methods = {f"lookup {k}": lookup | {"num_speculative_tokens": k} for k in (1, 2, 5)}
+    wanted = tiny_recipe(tmp_path).model_dump(mode="json")
+    wanted["evaluate"] |= {"k": [1, 2, 3, 4], "methods": methods}
+    recipe = Recipe.model_validate(wanted)
     with pytest.raises(UserError, match="no drafter"):
         run_evaluate(recipe, run_dir)
     make_drafter(run_dir / "vllm", tmp_path / "target")
 
+    counts = counted_engines(monkeypatch)
     results = run_evaluate(recipe, run_dir)
+
+    assert max(counts) == results["engine"]["peak_engines"] == 2
+    assert len(counts) >= 2 + 3 * 3 + 2, "the drafter at every K, three passes with the methods, and both in bfloat16"
 
     written = json.loads((run_dir / "eval" / "results.json").read_text())
     assert written == results
     TypeAdapter(Results).validate_python(written, strict=True)
-    assert set(results["k_curve"]) == {"1", "2"}
-    assert results["num_speculative_tokens"] in (1, 2)
+    assert set(results["k_curve"]) == {"1", "2", "3", "4"}
+    assert results["num_speculative_tokens"] in (1, 2, 3, 4)
     for name, prompts in (("held_out", 5), ("other", 3)):
         suite = results["suites"][name]
         assert suite["prompts"] == prompts
@@ -118,10 +146,11 @@ def test_evaluate(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
             suite["speedup"]
         )
         assert suite["at_k"]["2"]["fidelity"]["verdict"] == "identical"
-        assert suite["control"]["tokens"] > 0
+        assert suite["control"] is None, "nothing differs"
         # bfloat16 is timed too, and its answers are compared with the baseline in bfloat16.
         assert set(suite["throughput"]["fidelity"]) == {
-            f"K = {results['num_speculative_tokens']}, {dtype}" for dtype in ("float32", "bfloat16")
+            *(f"K = {results['num_speculative_tokens']}, {dtype}" for dtype in ("float32", "bfloat16")),
+            *(f"{method}, float32" for method in methods),
         }
     under_load = results["load"]["2"]
     assert (under_load["in_flight"], under_load["requests"], under_load["engine_starts"]) == (2, 20, 1)

@@ -141,7 +141,7 @@ def test_killed_at_random_moments_it_is_continued(smollm2: Path, whole: tuple[Pa
     other = load_recipe(path, ["extract.layer_ids=[1, 30]"])
     with pytest.raises(UserError, match=r"layer_ids is \(2, 15, 27, 30\) there and \(1, 30\) in this run"):
         run_extract(other, run_dir)
-    with pytest.raises(UserError, match="'seed': 5} in this run"):
+    with pytest.raises(UserError, match=r"for something else: sampling\.seed is 0 there and 5 in this run\."):
         run_extract(load_recipe(path, ["seed=5"]), run_dir)
     with pytest.raises(UserError, match="other prompts"):
         run_extract(load_recipe(path, ["extract.prompts.limit=3"]), run_dir)

@@ -21,8 +21,8 @@ from draftsmith.config.recipe import Recipe
 from draftsmith.convert.convert import run_convert
 from draftsmith.drafters.checkpoint import Checkpoint
 from draftsmith.drafters.eagle3 import Eagle3Config, Eagle3Drafter
-from draftsmith.drafters.weights import in_memory
 from draftsmith.run import stage
+from draftsmith.run.weights import in_memory
 from draftsmith.serve.evaluation.evaluate import run_evaluate
 from draftsmith.target.info import describe_target
 from draftsmith.target.tensors import load_target_tensors

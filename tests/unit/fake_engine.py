@@ -31,24 +31,29 @@ class Engine:
     """An engine of which every step takes a planted time."""
 
     started: list[EngineSpec] = []  # noqa: RUF012
+    log = Path()
 
     def __init__(self, config: EngineSpec) -> None:
         self.config = config
         self.total = Counters(0, 0, 0, (0,) * config.num_speculative_tokens)
         self.factor = START_FACTORS[len(self.started) % len(START_FACTORS)] if START_FACTORS else 1.0
         self.token = 7
+        self.schedule: Any = (config.speculative or {}).get("num_speculative_tokens_per_batch_size")
         self.started.append(config)
 
     def at(self, batch: int) -> tuple[int, float]:
         """K and the seconds of a step with so many sequences."""
-        k = self.config.num_speculative_tokens
-        schedule = (self.config.speculative or {}).get("num_speculative_tokens_per_batch_size")
+        k, schedule = self.config.num_speculative_tokens, self.schedule
         if schedule:
-            k = next(k for first, last, k in schedule if first <= batch <= last)
+            running = min(batch, self.config.max_num_seqs)
+            k = next(k for first, last, k in schedule if first <= running <= last)
         costs = COSTS.get(batch, COSTS[8]) | ({} if schedule else {0: 1.0})
         return k, 0.05 * costs[k] * self.factor
 
-    def generate(self, prompts: Any, *, max_tokens: int) -> tuple[list[Generated], float]:
+    def draft_by_load(self, ranges: Any) -> None:
+        self.schedule = ranges
+
+    def generate(self, prompts: Any, *, max_tokens: int, temperature: float = 0.0) -> tuple[list[Generated], float]:
         k, cost = self.at(len(prompts))
         answers = []
         for _ in prompts:
@@ -125,7 +130,7 @@ class SteppedEngine:
         return outputs
 
 
-def pretend_gpu(monkeypatch: pytest.MonkeyPatch, folder: Path, *, gib: float) -> None:
+def pretend_gpu(monkeypatch: pytest.MonkeyPatch, *, gib: float) -> None:
     """A GPU of so much memory in place of the CPU, for a run of `make_recipe_and_run`, whose engines take 2 GiB and little more."""
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "is_bf16_supported", lambda including_emulation: True)
@@ -133,7 +138,6 @@ def pretend_gpu(monkeypatch: pytest.MonkeyPatch, folder: Path, *, gib: float) ->
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda index: "a pretended GPU")
     properties = SimpleNamespace(total_memory=int(gib * 2**30))
     monkeypatch.setattr(torch.cuda, "get_device_properties", lambda index: properties)
-    save_file({"layer": torch.zeros(4, 4)}, folder / "run" / "vllm" / "model.safetensors")
 
 
 def make_recipe_and_run(folder: Path) -> tuple[recipe.Recipe, Path]:
@@ -149,7 +153,7 @@ def make_recipe_and_run(folder: Path) -> tuple[recipe.Recipe, Path]:
     drafter = folder / "run" / "vllm"
     drafter.mkdir()
     (drafter / "config.json").write_text(json.dumps({"architectures": ["LlamaForCausalLMEagle3"]}))
-    (drafter / "model.safetensors").write_bytes(b"x" * 1000)
+    save_file({"layer": torch.zeros(4, 4)}, drafter / "model.safetensors")
     source = {"path": str(folder / "prompts.jsonl")}
     hardware = {
         "device": "d", "matmul_tflops": 1e-6, "memory_gb_per_second": 1e-3, "store_mb_per_second": 1, "load_mb_per_second": 1,

@@ -12,6 +12,7 @@ from unittest import mock
 import pytest
 import torch
 
+from draftsmith.extract.byte_limit import ByteLimit
 from draftsmith.extract.gpu_copy import GpuCopier, Ring
 from draftsmith.extract.handoff import HandoffWriter, take_handoff_file
 from draftsmith.run.errors import UserError
@@ -60,7 +61,7 @@ def states_connector(of: torch.Tensor) -> Any:
     """A connector's worker side."""
     made = object.__new__(connector.HiddenStatesConnector)
     made._cache, made._block_size, made._copier, made._running = of, BLOCK_SIZE, None, {}
-    made._threads, made._slots = ThreadPoolExecutor(2), threading.BoundedSemaphore(1)
+    made._threads, made._unwritten = ThreadPoolExecutor(2), ByteLimit(1)
     return made
 
 

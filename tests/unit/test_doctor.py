@@ -18,7 +18,7 @@ import torch
 import draftsmith
 from draftsmith.cli import app, checks
 from draftsmith.cli.checks import Finding
-from draftsmith.run import cuda
+from draftsmith.run import cuda, machine_memory
 from draftsmith.run.errors import UserError
 
 GIB = 1024**3
@@ -268,7 +268,7 @@ def test_the_torchvision_trap(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_cores(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("os.cpu_count", lambda: 8)
     monkeypatch.setattr("os.sched_getaffinity", lambda process: {0, 1, 2, 3}, raising=False)
-    monkeypatch.setattr(checks, "_CGROUP", tmp_path)
+    monkeypatch.setattr(machine_memory, "_CGROUP", tmp_path)
     expected = {"usable": 4, "cores": 8, "quota": None}
     for quota in (None, "max 100000"):
         if quota is not None:
@@ -310,8 +310,8 @@ def nodes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., None
             (tmp_path / f"node{number}" / "meminfo").write_text(text + f"\nNode {number} HugePages_Total: 0\n")
         (tmp_path / "memory.max").write_text("max" if limit is None else str(int(limit * GIB)))
         (tmp_path / "memory.current").write_text(str(int(used * GIB)))
-        monkeypatch.setattr(checks, "_NODES", tmp_path)
-        monkeypatch.setattr(checks, "_CGROUP", tmp_path)
+        monkeypatch.setattr(machine_memory, "_NODES", tmp_path)
+        monkeypatch.setattr(machine_memory, "_CGROUP", tmp_path)
 
     return make
 
@@ -334,7 +334,7 @@ def test_memory_of_a_container(nodes: Callable[..., None], monkeypatch: pytest.M
     found = checks.memory()
     assert found.figures == {"nodes": [{"total_gib": 8.0, "available_gib": 1.0}]}
     assert found.status == "wrong"
-    monkeypatch.setattr(checks, "_NODES", Path("/nowhere"))
+    monkeypatch.setattr(machine_memory, "_NODES", Path("/nowhere"))
     assert checks.memory().figures == {"nodes": []}
 
 

@@ -8,8 +8,9 @@ import torch
 
 from draftsmith.drafters.checkpoint import Checkpoint
 from draftsmith.drafters.eagle import EagleConfig, EagleDrafter, EagleOptions
-from draftsmith.drafters.weights import in_memory
+from draftsmith.drafters.norm import FinalNorm
 from draftsmith.run.errors import DraftsmithError
+from draftsmith.run.weights import in_memory
 from draftsmith.store.format import Sequence
 from draftsmith.target.tensors import TargetTensors
 from draftsmith.train.loss import ChainLoss
@@ -28,7 +29,7 @@ def make_drafter(**changes: object) -> EagleDrafter:
         "vocab_size": VOCAB, "draft_vocab_size": VOCAB, "noise": 0.0,
     }  # fmt: skip
     torch.manual_seed(0)
-    shared = torch.randn(VOCAB, HIDDEN), torch.rand(HIDDEN) + 0.5, torch.randn(VOCAB, HIDDEN)
+    shared = torch.randn(VOCAB, HIDDEN), FinalNorm(torch.rand(HIDDEN) + 0.5, eps=EPS), torch.randn(VOCAB, HIDDEN)
     drafter = EagleDrafter(EagleConfig(**fields | changes), *shared).double()
     for parameter in drafter.parameters():
         torch.nn.init.normal_(parameter, std=0.3)
@@ -72,8 +73,8 @@ def plain_chain(weights: Weights, d: EagleDrafter, sequence: Sequence, p: int, s
         return x
 
     for q in range(p):
-        read(rms(sequence.hidden_states[q, 0], d.final_norm), q)
-    state, predicted = rms(sequence.hidden_states[p, 0], d.final_norm), []
+        read(rms(sequence.hidden_states[q, 0], d.final_norm.weight), q)
+    state, predicted = rms(sequence.hidden_states[p, 0], d.final_norm.weight), []
     for k in range(steps):
         x = read(state, p + k)
         query = rope(project("q_proj", x, HEADS), p + k)
@@ -98,7 +99,7 @@ def test_chain_loss_and_gradients_equal_the_formulas(changes: dict) -> None:
     documents = [make_sequence(9, 4, 1), make_sequence(12, 6, 2)]
     batch = pack(documents, steps=steps).with_layers([0], 0)
     norm = torch.nn.RMSNorm(HIDDEN, eps=EPS).double()
-    norm.weight.data.copy_(drafter.final_norm)
+    norm.weight.data.copy_(drafter.final_norm.weight)
     loss = ChainLoss(
         drafter, teacher_norm=norm, teacher_head=drafter.lm_head, ttt_steps=steps, ttt_loss_decay=0.8,
         terms=drafter.loss_terms(EagleOptions()),
@@ -109,7 +110,7 @@ def test_chain_loss_and_gradients_equal_the_formulas(changes: dict) -> None:
     weights = {name: value.detach().clone().requires_grad_() for name, value in drafter.state_dict().items()}
     each: list[list[torch.Tensor]] = [[] for _ in range(steps)]
     for document in documents:
-        normed = rms(document.hidden_states[:, 0], drafter.final_norm)
+        normed = rms(document.hidden_states[:, 0], drafter.final_norm.weight)
         last = len(document.token_ids) - 1
         for p in range(len(normed)):
             reached = min(steps, last - p - 1)
@@ -145,12 +146,12 @@ def test_initialization_is_the_best_linear_prediction() -> None:
     from_token, from_state = (torch.randn(HIDDEN, HIDDEN, generator=generator, dtype=torch.float64) for _ in range(2))
     states = [torch.randn(HIDDEN, generator=generator, dtype=torch.float64)]
     ids = sequence.token_ids
-    drafter.final_norm.fill_(1)
+    drafter.final_norm.weight.fill_(1)
     for token in ids[1:-1].tolist():
         states.append(rms(from_token @ drafter.embedding[token] + from_state @ rms(states[-1], 1), 1))
     batch = pack([replace(sequence, hidden_states=torch.stack(states)[:, None])], steps=1)
     drafter.init_from_target(
-        TargetTensors(drafter.embedding, drafter.lm_head, drafter.final_norm, {}, ""), [batch.with_layers([0], 0)]
+        TargetTensors(drafter.embedding, drafter.lm_head, drafter.final_norm.weight), [batch.with_layers([0], 0)]
     )
     with torch.no_grad():
         (step,) = drafter.chain(batch, steps=1)

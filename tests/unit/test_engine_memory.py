@@ -10,7 +10,7 @@ import yaml
 from safetensors.torch import save_file
 from transformers import AutoConfig
 
-from draftsmith.cli.plan import _config_of_target, make_plan
+from draftsmith.cli.plan import config_of_target, make_plan
 from draftsmith.config.loading import load_recipe
 from draftsmith.config.recipe import EngineConfig, Recipe
 from draftsmith.engine.environment import Gpu
@@ -88,7 +88,7 @@ def test_a_whole_run_of_an_8b_target_fits_80_gb_gpus(which: str) -> None:
     assert int(together[0].split()[2]) >= 2
     # Extraction's cache holds the states beside the keys and values, and what a step computes with is not in the plan.
     assert recipe.plan is not None
-    target = _config_of_target(recipe, recipe.plan)
+    target = config_of_target(recipe, recipe.plan)
     need = engine_memory(
         target, target_bytes=stages["extract"]["memory_bytes"]["target"], drafter_bytes=0, dtype="bfloat16", tokens=1, gpus=1
     )  # fmt: skip
@@ -116,5 +116,5 @@ def test_an_8b_target_and_small_gpus() -> None:
     ):
         placed(1, 23.6, 1)
     assert placed(4, 23.6, 2).sets == (("0", "1"), ("2", "3"))
-    assert placed(2, 47, 1).at_once == 2
-    assert placed(1, 79, 1).at_once == 3
+    assert not placed(2, 47, 1).together
+    assert placed(1, 79, 1).together

@@ -14,6 +14,7 @@ from draftsmith.run import stage
 from draftsmith.run.atomic_io import write_json
 from draftsmith.run.errors import UserError
 from draftsmith.serve.evaluation import acceptance, compare, evaluate, lineup, speed
+from draftsmith.serve.evaluation.engine import EngineSpec
 from draftsmith.serve.evaluation.evaluate import run_evaluate
 from draftsmith.serve.evaluation.schema import Results
 from tests.unit.fake_engine import COSTS, Engine, make_recipe_and_run, pretend_gpu
@@ -126,11 +127,16 @@ def test_a_killed_evaluation_resumes(run: tuple[recipe.Recipe, Path], monkeypatc
     Engine.started.clear()
     again = run_evaluate(*run)
     assert asked == ["questions", "talks", "talks"]
-    # K = 1 is not measured on the second suite, and step costs are known; then come the three starts of the speed phase.
-    names = [config.name for config in Engine.started]
-    assert names[:4] == ["baseline", "k2", "k3", "method-lookup"]
-    assert [name for name in names[4:] if name == "baseline-float32"] == ["baseline-float32"] * 3
-    assert names[4] == "baseline-float32"  # and no more engines for step costs before
+    # K = 1 is not measured on the second suite, and step costs are known; then comes the speed phase, with the engines that are up.
+    names = [config.name for config in Engine.started if config.dtype == "float32"]
+    assert names[:5] == [
+        "baseline-float32",
+        "drafter-float32",
+        "lookup-float32",
+        "baseline-float32-again",
+        "drafter-float32",
+    ]
+    assert names.count("baseline-float32") == 3
     for name in ("suites", "k_curve", "num_speculative_tokens", "load", "examples"):
         assert json.dumps(again[name]) == json.dumps(whole[name])  # type: ignore[literal-required]
     assert not (run_dir / "eval" / "partial.json").exists()
@@ -139,19 +145,26 @@ def test_a_killed_evaluation_resumes(run: tuple[recipe.Recipe, Path], monkeypatc
     (run_dir / "eval" / stage.MARKER).unlink()
     stage.claim(run_dir / "eval", fresh=True)
     run_load, timed = speed.run_load, []
+    one_start = [("questions", 1), ("talks", 1), ("load", 1), ("load", 4)]
+    loaded = _in_float32(loaded)
+    whole = run_evaluate(loaded, run_dir)
+    (run_dir / "eval" / stage.MARKER).unlink()
+    stage.claim(run_dir / "eval", fresh=True)
 
     def dying_load(engines: Any, requests: Any, in_flight: int, name: str) -> Any:
+        assert len(engines) == 2
         timed.append((name, in_flight))
-        if len(timed) == 6:
+        if len(timed) == 11:  # in the first start, one request at a time with the method: the other loads are measured
             raise KeyboardInterrupt
         return run_load(engines, requests, in_flight, name)
 
     monkeypatch.setattr(speed, "run_load", dying_load)
     with pytest.raises(KeyboardInterrupt):
-        run_evaluate(*run)
-    again = run_evaluate(*run)
-    one_start = [("questions", 1), ("talks", 1), ("load", 1), ("load", 4)]
-    assert timed == [*one_start, *one_start[:2], *one_start[1:], *one_start]
+        run_evaluate(loaded, run_dir)
+    assert timed == [*one_start * 2, *one_start[:3]]
+    again = run_evaluate(loaded, run_dir)
+    # Beside the baseline: the drafter and a second baseline, and with one request in flight the method.
+    assert timed[11:] == [*[("load", 1)] * 3, *(2 * [*one_start * 2, *one_start[:3]])]
     assert json.dumps(again["suites"]) == json.dumps(whole["suites"])
     assert asked[-2:] == ["questions", "talks"]
     count = len(asked)
@@ -161,6 +174,43 @@ def test_a_killed_evaluation_resumes(run: tuple[recipe.Recipe, Path], monkeypatc
     write_json(run_dir / "eval" / "partial.json", {"inputs": "another", "suites": {}})
     run_evaluate(loaded, run_dir)
     assert asked[count:] == ["questions", "talks"]
+
+
+def _in_float32(loaded: recipe.Recipe) -> recipe.Recipe:
+    return loaded.model_copy(update={"evaluate": loaded.evaluate.model_copy(update={"dtypes": ("float32",)})})
+
+
+def test_engines_are_started_when_they_are_needed(
+    run: tuple[recipe.Recipe, Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The drafter at every K is one engine, and what is up already is not started again."""
+    loaded, run_dir = run
+    run_evaluate(_in_float32(loaded), run_dir)
+    step_costs = 3 * ["baseline-float32", "drafter-float32"]
+    acceptance_then_speed = ["lookup-float32", "drafter-float32", "baseline-float32-again", "lookup-float32"]
+    two_more = 2 * ["baseline-float32", "baseline-float32-again", "drafter-float32", "lookup-float32"]
+    assert [config.name for config in Engine.started] == [*step_costs, *acceptance_then_speed, *two_more]
+    drafter = Engine.started[1]
+    assert drafter.speculative is not None
+    assert drafter.speculative["num_speculative_tokens_per_batch_size"] == [[1, 4, 3]]
+    # With one start, only the second baseline engine is started for the speed phase.
+    Engine.started.clear()
+    options = {"engine_starts": 1, "methods": {}, "dtypes": ("float32",)}
+    found = run_evaluate(loaded.model_copy(update={"evaluate": loaded.evaluate.model_copy(update=options)}), run_dir)
+    assert [config.name for config in Engine.started] == [
+        "baseline-float32",
+        "drafter-float32",
+        "baseline-float32-again",
+    ]
+    assert found["suites"]["questions"]["throughput"]["noise"]["by_start"] == pytest.approx([1])
+    # A method whose K is fixed has an engine for each.
+    Engine.started.clear()
+    (run_dir / "vllm" / "config.json").write_text(json.dumps({"architectures": ["MedusaModel"], "num_heads": 3}))
+    run_evaluate(loaded.model_copy(update={"evaluate": loaded.evaluate.model_copy(update=options)}), run_dir)
+    assert [config.name for config in Engine.started] == [
+        "baseline-float32", "K1-float32", "K2-float32", "K3-float32",  # step costs
+        "K1-float32", "K2-float32", "K3-float32", "baseline-float32-again", "K2-float32",  # acceptance on two suites, speed
+    ]  # fmt: skip
 
 
 class Drifting(Engine):
@@ -176,15 +226,16 @@ class Drifting(Engine):
         self.up.discard(self.config.name)
 
 
-def test_groups_give_the_same_ratios_as_all_engines_at_once(
+def test_an_engine_for_every_k_gives_the_ratios_of_one_for_each(
     run: tuple[recipe.Recipe, Path], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A GPU that holds two engines: never more are up, and every ratio is of engines that were up together."""
+    """On a GPU, whose graphs are captured for one K, each K has an engine. Two are up at a time on either, and every ratio is of engines
+    that were up together."""
     loaded, run_dir = run
     loaded = loaded.model_copy(update={"evaluate": loaded.evaluate.model_copy(update={"dtypes": ("bfloat16",)})})
     whole = run_evaluate(loaded, run_dir)
-    assert whole["engine"] == {"enforce_eager": True, "tensor_parallel_size": 1, "at_once": None}
-    pretend_gpu(monkeypatch, run_dir.parent, gib=6)
+    assert whole["engine"] == {"enforce_eager": True, "tensor_parallel_size": 1, "peak_engines": 2}
+    pretend_gpu(monkeypatch, gib=6)
     Engine.started.clear()
 
     def start(configs: Any, folder: Any, on_ready: Any) -> list[Engine]:
@@ -196,9 +247,12 @@ def test_groups_give_the_same_ratios_as_all_engines_at_once(
     monkeypatch.setattr(lineup, "start_engines", start)
     found = run_evaluate(loaded, run_dir)
     assert not Drifting.up
-    assert found["engine"] == {"enforce_eager": False, "tensor_parallel_size": 1, "at_once": 2}
+    for suite in found["suites"].values():
+        rates = suite["tokens_per_second"]
+        assert rates["speculative"] / rates["baseline"] == pytest.approx(suite["speedup"])
+    assert found["engine"] == {"enforce_eager": False, "tensor_parallel_size": 1, "peak_engines": 2}
     names = [config.name for config in Engine.started]
-    step_costs = ["baseline", "k1", "k2", "k3"]
+    step_costs = ["baseline-float32", "K1-float32", "K2-float32", "K3-float32"]
     assert names[: 3 * len(step_costs)] == step_costs * 3, "the baseline is started once and stays"
     for k, point in found["k_curve"].items():
         assert point["step_cost"] == pytest.approx(whole["k_curve"][k]["step_cost"])
@@ -239,7 +293,7 @@ def test_a_gpu_too_small_for_two_engines_is_an_error_before_any_starts(
     run: tuple[recipe.Recipe, Path], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     loaded, run_dir = run
-    pretend_gpu(monkeypatch, run_dir.parent, gib=4)
+    pretend_gpu(monkeypatch, gib=4)
     with pytest.raises(
         UserError, match=r"do not fit on this machine: an engine needs about 2\.\d GiB.*evaluate\.concurrency"
     ):
@@ -247,16 +301,24 @@ def test_a_gpu_too_small_for_two_engines_is_an_error_before_any_starts(
     assert not Engine.started
 
 
+class WrongAtThree(Engine):
+    """An engine that answers something else while it drafts three tokens."""
+
+    @property
+    def token(self) -> int:
+        return 8 if self.at(1)[0] == 3 else 7
+
+    @token.setter
+    def token(self, value: int) -> None:
+        pass
+
+
 def test_wrong_answers_have_an_exit_status_of_their_own(
     run: tuple[recipe.Recipe, Path], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def start(configs: Any, folder: Any, on_ready: Any) -> list[Engine]:
-        engines = [Engine(config) for config in configs]
-        for engine in engines:
-            engine.token = 8 if engine.config.num_speculative_tokens == 3 else 7
-        return engines
-
-    monkeypatch.setattr(lineup, "start_engines", start)
+    monkeypatch.setattr(
+        lineup, "start_engines", lambda configs, folder, on_ready: [WrongAtThree(config) for config in configs]
+    )
     for _ in range(2):  # the second time it is finished and still an error
         with pytest.raises(
             evaluate.WrongAnswersError, match=r"questions, K = 3: 16 of 16 answers differ, 16 of them"
@@ -267,24 +329,30 @@ def test_wrong_answers_have_an_exit_status_of_their_own(
     found = json.loads((run_dir / "eval" / "results.json").read_text())
     assert found["suites"]["questions"]["at_k"]["3"]["fidelity"]["verdict"] == "wrong"
     assert found["suites"]["questions"]["at_k"]["2"]["fidelity"]["verdict"] == "identical"
+    assert found["suites"]["questions"]["control"]["tokens"] == 16 * 21
     assert "changes the text" in (run_dir / "eval" / "report.html").read_text()
     assert loaded.evaluate.acceptance_k == 3
 
 
-def test_the_fastest_baseline_is_what_counts(run: tuple[recipe.Recipe, Path], monkeypatch: pytest.MonkeyPatch) -> None:
+class FastInHalf(Drifting):
     """The baseline is half as fast again in bfloat16 as in float32, and speculation gains less in it."""
 
-    def start(configs: Any, folder: Any, on_ready: Any) -> list[Engine]:
-        engines = [Engine(config) for config in configs]
-        for engine in engines:
-            if engine.config.dtype == "bfloat16":
-                engine.factor = 1.0 if engine.config.num_speculative_tokens else 1 / 1.5
-        return engines
+    def __init__(self, config: EngineSpec) -> None:
+        super().__init__(config)
+        if config.dtype == "bfloat16":
+            self.factor = 1.0 if config.num_speculative_tokens else 1 / 1.5
 
-    monkeypatch.setattr(lineup, "start_engines", start)
+
+def test_the_fastest_baseline_is_what_counts(run: tuple[recipe.Recipe, Path], monkeypatch: pytest.MonkeyPatch) -> None:
+    """The fastest baseline and the fastest drafter differ in dtype, so that they are measured beside each other too: the machine gets
+    slower meanwhile."""
+    monkeypatch.setattr(
+        lineup, "start_engines", lambda configs, folder, on_ready: [FastInHalf(config) for config in configs]
+    )
     monkeypatch.setattr("draftsmith.serve.evaluation.configurations.machine_dtypes", lambda: ["float32", "bfloat16"])
     suite = run_evaluate(*run)["suites"]["questions"]
     timed = suite["throughput"]
     assert (timed["fastest_baseline"], timed["fastest_speculative"]) == ("baseline, bfloat16", "K = 2, float32")
     assert suite["speedup_over_fastest_baseline"] == pytest.approx(suite["speedup"] / 1.5)
+    assert timed["speedup_over_fastest_baseline"]["by_start"] == pytest.approx([suite["speedup"] / 1.5] * 3)
     assert timed["speedups"]["K = 2, bfloat16"]["value"] == pytest.approx(suite["speedup"] / 1.5)

@@ -8,7 +8,7 @@ import torch
 
 from draftsmith.config.recipe import Recipe
 from draftsmith.extract.extract import _ran_on
-from draftsmith.extract.job import _engine_arguments
+from draftsmith.extract.job import engine_arguments
 from draftsmith.target.info import describe_target
 from tests.unit.tiny_run import make_run
 
@@ -25,7 +25,7 @@ def asked(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Any:
         recipe = Recipe.model_validate(
             {"name": "r", "target": {"model": str(target.path), "dtype": "float32"}} | sections
         )
-        return _engine_arguments(recipe, target, (1, 2))
+        return engine_arguments(recipe, target, (1, 2))
 
     return ask
 

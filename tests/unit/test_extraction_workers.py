@@ -34,8 +34,9 @@ from tests.unit.test_store import identity
 JOB = Job(
     engine_arguments={}, generate=True, sampling={}, seed=0, window=5, max_model_len=64,
     identity=identity(layer_ids=(1,), hidden_size=1), compression="lossless", shard_tokens=20,
+    max_unstored_bytes=1,
 )  # fmt: skip
-
+"""Every file is larger than what may wait, so one waits at a time."""
 
 OURS: list[Connection] = []
 """The driver's ends of all pipes."""
@@ -143,7 +144,7 @@ def test_prompts_are_read_as_they_are_needed(tmp_path: Path) -> None:
     running = run(counted(), tmp_path, num_workers=2)
     for _ in range(10):
         next(running)
-    most = 10 + 2 * (JOB.window + 1 + worker._MAX_UNSTORED) + 10
+    most = 10 + 2 * (JOB.window + 1 + 1) + 10
     assert read <= most < 500, "a data set is not read ahead of the engines"
     running.close()
 

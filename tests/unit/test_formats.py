@@ -29,8 +29,8 @@ from draftsmith.convert.verify import compare
 from draftsmith.convert.vocabulary import from_tensors, to_tensors, with_vocabulary
 from draftsmith.drafters import drafter_class
 from draftsmith.drafters.checkpoint import EMBEDDING, UNKNOWN_TARGET, Checkpoint
-from draftsmith.drafters.weights import Weight, in_memory, open_weights, write_safetensors
 from draftsmith.run.errors import DraftsmithError, UserError
+from draftsmith.run.weights import Weight, in_memory, open_weights, write_safetensors
 
 VOCAB = 40
 TARGET = {"name": "owner/target", "revision": "abc", "config_hash": "0" * 64}
@@ -358,7 +358,7 @@ def test_the_command(tmp_path: Path) -> None:
     )
     for arguments, message in {
         ("convert",): "Name a recipe",
-        ("convert", source, "--to", "gguf", "--out", out): "`--to gguf` must be one of draftsmith, vllm",
+        ("convert", source, "--to", "gguf", "--out", out): "`--to gguf` must be one of draftsmith, medusa, vllm",
         ("convert", source, "--to", "vllm"): "Name the folder to write with --out",
         (
             "convert",

@@ -1,7 +1,6 @@
 """EAGLE-3's induction heads copy what followed an earlier occurrence of the context."""
 
 from dataclasses import replace
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -12,6 +11,7 @@ from draftsmith.drafters import eagle3
 from draftsmith.drafters.batch import Batch
 from draftsmith.drafters.eagle3 import Eagle3Config, Eagle3Drafter
 from draftsmith.store.format import Sequence
+from draftsmith.target.tensors import TargetTensors
 from draftsmith.train.packing import pack
 
 HIDDEN, HEADS, KV_HEADS, HEAD_DIM, VOCAB = 192, 4, 2, 64, 60
@@ -59,7 +59,7 @@ def right_in_second_half(drafter: Eagle3Drafter, batches: list[Batch]) -> float:
 def tensors() -> Any:
     generator = torch.Generator().manual_seed(1)
     embedding, head = torch.randn(2, VOCAB, HIDDEN, generator=generator)
-    return SimpleNamespace(embedding=embedding, lm_head=head, final_norm_weight=torch.ones(HIDDEN))
+    return TargetTensors(embedding, head, torch.ones(HIDDEN))
 
 
 def test_repeated_text_is_drafted(tensors: Any, monkeypatch: pytest.MonkeyPatch) -> None:

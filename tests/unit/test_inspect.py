@@ -11,9 +11,9 @@ from typer.testing import CliRunner
 from draftsmith.cli import app
 from draftsmith.convert.inspection import inspect, store_stats, write_plot
 from draftsmith.drafters.checkpoint import Checkpoint
-from draftsmith.drafters.weights import in_memory
 from draftsmith.run import stage
 from draftsmith.run.errors import UserError
+from draftsmith.run.weights import in_memory
 from draftsmith.store.format import Sequence
 from draftsmith.store.reader import Store
 from tests.unit.test_store import HIDDEN, LAYERS, filled, open_writer

@@ -1,7 +1,7 @@
-"""Which engines are up together: on a CPU all, on GPUs those that fit, each beside the baseline it is compared with."""
+"""Which engines are up together: the baseline and one other, each variant beside the baseline it is compared with."""
 
-import math
 from dataclasses import dataclass
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -27,59 +27,48 @@ def need(gib: float) -> EngineMemory:
     return EngineMemory(target=int(gib * GIB), drafter=0, kv_cache=0, working=0)
 
 
-@given(st.lists(st.sampled_from([16, 32]), min_size=1, max_size=9), st.one_of(st.none(), st.integers(2, 5)))
-def test_every_engine_is_up_once_beside_its_baseline(dtypes: list[int], at_once: int | None) -> None:
-    baseline = {dtype: (0, dtype) for dtype in dtypes}
-    keys = [*baseline.values(), *((number, dtype) for number, dtype in enumerate(dtypes, start=1))]
-    found = groups(keys, lambda key: baseline[key[1]], at_once)
-    assert sorted(key for group in found for key in dict.fromkeys(group) if key[0]) == sorted(keys[len(baseline) :])
-    if at_once is None or len(keys) <= at_once:
-        assert found == [keys]
-    else:
-        for group in found:
-            assert len(group) <= at_once
-            assert group[0] == baseline[group[0][1]]
-            assert len({dtype for _, dtype in group}) == 1
+def spec(name: str, *on: str, dtype: str = "bfloat16", k_by_load: Any = None) -> EngineSpec:
+    return EngineSpec(
+        name=name, target="t", dtype=dtype, engine=recipe.EngineConfig(), gpus=on, k_by_load=k_by_load
+    )  # fmt: skip
+
+
+@given(st.lists(st.tuples(st.sampled_from([16, 32]), st.booleans()), min_size=1, max_size=9))
+def test_each_variant_is_beside_its_baseline_and_two_engines_are_up(others: list[tuple[int, bool]]) -> None:
+    """Variants in one of two dtypes, each with an engine of its own or with one that those of its dtype share."""
+    baseline = {dtype: (0, dtype) for dtype, _ in others}
+    specs = {key: spec(f"baseline-{key[1]}") for key in baseline.values()}
+    for number, (dtype, shares) in enumerate(others, start=1):
+        specs[number, dtype] = spec(f"shared-{dtype}" if shares else f"own-{number}")
+    found = groups(specs, lambda key: baseline[key[1]])
+    assert sorted(key for group in found for key in group[1:]) == sorted(key for key in specs if key[0])
+    for group in found:
+        assert group[0] == baseline[group[0][1]]
+        assert len({dtype for _, dtype in group}) == 1
+        assert len({specs[key].name for key in group}) == 2
+    assert len(found) == len({specs[key].name for key in specs if key[0]}), "what shares an engine is asked together"
 
 
 def test_engines_are_placed_on_as_few_gpus_as_hold_them() -> None:
-    two_sets = Placement((("0", "1"), ("2", "3")), on_each=2)
-    assert two_sets.at_once == 4
-    pair, again = two_sets.places(2), two_sets.places(2, start=1)
+    two_sets = Placement((("0", "1"), ("2", "3")), together=True)
+    pair, again = two_sets.places(), two_sets.places(start=1)
     assert [(one.gpus, one.memory_share) for one in pair] == [(("0", "1"), 0.5)] * 2
     assert [one.gpus for one in again] == [("2", "3")] * 2, "the next start is on the other GPUs"
-    assert [one.gpus for one in two_sets.places(3)] == [("0", "1"), ("0", "1"), ("2", "3")]
-    one_each = Placement((("0",), ("1",), ("2",)), on_each=1)
-    assert [(one.gpus, one.memory_share) for one in one_each.places(3, start=2)] == [
-        (("2",), 1.0), (("0",), 1.0), (("1",), 1.0),
-    ]  # fmt: skip
-    on_a_cpu = Placement()
-    assert on_a_cpu.at_once is None
-    assert [(one.gpus, one.memory_share) for one in on_a_cpu.places(5)] == [((), 0.2)] * 5
-
-
-@given(st.integers(1, 8), st.integers(1, 6), st.data())
-def test_shares_of_a_gpu_add_up_to_at_most_one(sets: int, on_each: int, data: Any) -> None:
-    placement = Placement(tuple((str(number),) for number in range(sets)), on_each)
-    count = data.draw(st.integers(1, sets * on_each))
-    places = placement.places(count, start=data.draw(st.integers(0, 5)))
-    for gpu in {one.gpus for one in places}:
-        there = [one.memory_share for one in places if one.gpus == gpu]
-        assert len(there) <= on_each
-        assert math.fsum(there) <= 1 + 1e-9
-    assert len({one.memory_share for one in places}) == 1, "engines that are compared have the same share"
+    one_each = Placement((("0",), ("1",), ("2",)), together=False)
+    assert [(one.gpus, one.memory_share) for one in one_each.places(start=2)] == [(("2",), 1.0), (("0",), 1.0)]
+    assert [(one.gpus, one.memory_share) for one in Placement().places()] == [((), 0.5)] * 2
 
 
 def test_what_does_not_fit_is_an_error_before_anything_starts() -> None:
     engine = recipe.EngineConfig()  # 0.85 of a GPU
-    assert place(engine, gpus(1), [need(20), need(22)], target="t", smaller="x").at_once == 3
-    assert place(engine, gpus(8), [need(22)], target="t", smaller="x").at_once == 24
+    assert place(engine, gpus(1), [need(30), need(33)], target="t", smaller="x").together
+    assert place(engine, gpus(8), [need(33)], target="t", smaller="x").together
     four = engine.model_copy(update={"tensor_parallel_size": 4})
     assert place(four, gpus(7), [need(30)], target="t", smaller="x").sets == (("GPU-0", "GPU-1", "GPU-2", "GPU-3"),)
     with pytest.raises(UserError, match=r"t and an engine that speculates beside it.* 40\.0 GiB.*target 40\.0.*67\.1 of 79\.0 GiB on the one GPU"
                        r".*Lower evaluate\.acceptance_batch_size or engine\.max_model_len"):  # fmt: skip
         place(engine, gpus(1), [need(40)], target="t", smaller="evaluate.acceptance_batch_size")
-    assert place(engine, gpus(2), [need(40)], target="t", smaller="x").at_once == 2
+    assert not place(engine, gpus(2), [need(40)], target="t", smaller="x").together
     with pytest.raises(UserError, match=r"each of the 2 GPUs"):
         place(engine, gpus(2), [need(70)], target="t", smaller="x")
     with pytest.raises(UserError, match=r"tensor_parallel_size is 4, and 3 GPUs are visible"):
@@ -109,6 +98,7 @@ def test_gpus_have_the_names_that_children_are_given(
 class Host:
     config: EngineSpec
     up: set[str]
+    log = Path()
 
     def close(self) -> None:
         self.up.remove(self.config.name)
@@ -124,21 +114,34 @@ def test_the_baseline_stays_and_the_others_come_and_go() -> None:
         assert len(up) <= 2, "no engine starts before the one it replaces has ended"
         return [Host(config, up) for config in configs]
 
-    def config(name: str) -> EngineSpec:
-        return EngineSpec(name=name, target="t", dtype="bfloat16", engine=recipe.EngineConfig())
-
-    configs = {number: config(name) for number, name in enumerate(["baseline", "k1", "k2", "k3"])}
-    lineup: Lineup[int] = Lineup(Placement((("0",), ("1",)), on_each=1), start, number=1)
-    seen = [sorted(host.config.name for host in engines.values()) for engines in lineup.turns(configs, lambda key: 0)]
-    assert seen == [["baseline", "k1"], ["baseline", "k2"], ["baseline", "k3"]]
-    assert [one.name for one in started] == ["baseline", "k1", "k2", "k3"]
-    assert [one.gpus for one in started] == [("1",), ("0",), ("0",), ("0",)]
-    assert up == {"baseline", "k3"}, "the last group stays up"
-    # K = 3 is there already; of a group that needs neither of those, both make room.
-    assert [sorted(engines) for engines in lineup.turns({key: configs[key] for key in (0, 3)}, lambda key: 0)] == [
-        [0, 3]
-    ]
-    assert len(started) == 4
+    every = lambda k: ((1, 8, k),)  # noqa: E731
+    specs: dict[Any, EngineSpec] = {
+        0: spec("baseline"),
+        **{k: spec("drafter", k_by_load=every(k)) for k in (1, 2, 3)},
+        "lookup": spec("lookup"),
+        (0, 16): spec("baseline-16"),
+        (1, 16): spec("drafter-16", k_by_load=every(1)),
+        "other": spec("other"),
+    }
+    baseline_of = lambda key: (0, 16) if isinstance(key, tuple) else 0  # noqa: E731
+    lineup: Lineup[Any] = Lineup(Placement((("0",), ("1",)), together=False), start)
+    lineup.restart(1)
+    assert [sorted(map(str, engines)) for engines in lineup.turns(specs, baseline_of)] == [
+        ["0", "1", "2", "3"], ["0", "lookup"], ["0", "other"], ["(0, 16)", "(1, 16)"],
+    ]  # fmt: skip
+    assert [one.name for one in started] == ["baseline", "drafter", "lookup", "other", "baseline-16", "drafter-16"]
+    assert [one.gpus for one in started] == [("1",), ("0",), ("0",), ("0",), ("1",), ("0",)]
+    assert all(one.k_by_load is None for one in started), "an engine is started with the highest K"
+    assert up == {"baseline-16", "drafter-16"}, "the last group stays up"
+    # What is up comes first, and its baseline's other groups before those of another baseline.
+    seen = []
+    for engines in lineup.turns(specs, baseline_of):
+        seen.append([key for key in engines if key != baseline_of(key)])
+        for key, host in engines.items():
+            assert host.config is specs[key] or key in (0, (0, 16), "lookup", "other"), "each K is a variant of its own"
+    assert seen == [[(1, 16)], [1, 2, 3], ["lookup"], ["other"]]
+    assert [one.name for one in started[6:]] == ["baseline", "drafter", "lookup", "other"]
+    assert lineup.peak == 2
     lineup.close()
     assert not up
 
@@ -151,13 +154,10 @@ def test_engines_on_different_gpus_load_together(monkeypatch: pytest.MonkeyPatch
             engine_module.EngineHost, what, lambda host, what=what: said.append(f"{what} {host.config.name}")
         )
 
-    def config(name: str, *on: str) -> EngineSpec:
-        return EngineSpec(name=name, target="t", dtype="bfloat16", engine=recipe.EngineConfig(), gpus=on)
-
-    engine_module.start_engines([config("a", "0"), config("b", "0"), config("c", "1"), config("d", "1")], tmp_path)
+    engine_module.start_engines([spec("a", "0"), spec("b", "0"), spec("c", "1"), spec("d", "1")], tmp_path)
     assert said == [
         "start a", "start c", "wait_ready a", "wait_ready c", "start b", "start d", "wait_ready b", "wait_ready d",
     ]  # fmt: skip
     said.clear()
-    engine_module.start_engines([config("a"), config("b")], tmp_path)
+    engine_module.start_engines([spec("a"), spec("b")], tmp_path)
     assert said == ["start a", "wait_ready a", "start b", "wait_ready b"]

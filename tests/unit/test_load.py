@@ -84,8 +84,8 @@ def ask(
 
 @pytest.mark.parametrize(("placement", "expected"), [
     (Placement(), [((), str(2**30))] * 2),  # on a CPU each has half of the 2 GiB
-    (Placement((("0",), ("5",)), on_each=1), [(("0",), "0.85"), (("5",), "0.85")]),
-    (Placement((("0",),), on_each=3), [(("0",), "0.425")] * 2),
+    (Placement((("0",), ("5",)), together=False), [(("0",), "0.85"), (("5",), "0.85")]),
+    (Placement((("0",),)), [(("0",), "0.425")] * 2),
 ])  # fmt: skip
 def test_each_server_has_gpus_of_its_own_if_one_cannot_hold_both(
     placement: Placement, expected: Any, asked: list[tuple[str, str]], tmp_path: Path, monkeypatch: pytest.MonkeyPatch

@@ -7,8 +7,9 @@ import torch
 
 from draftsmith.drafters.checkpoint import Checkpoint
 from draftsmith.drafters.medusa import MedusaConfig, MedusaDrafter, MedusaOptions
-from draftsmith.drafters.weights import in_memory
+from draftsmith.drafters.norm import FinalNorm
 from draftsmith.run.errors import DraftsmithError
+from draftsmith.run.weights import in_memory
 from draftsmith.store.format import Sequence
 from draftsmith.target.tensors import TargetTensors
 from draftsmith.train.loss import ChainLoss
@@ -24,7 +25,7 @@ def make_drafter(**changes: object) -> MedusaDrafter:
         "num_heads": HEADS, "num_layers": 2, "bias": True, "shared_head": True,
     }  # fmt: skip
     torch.manual_seed(0)
-    drafter = MedusaDrafter(MedusaConfig(**fields | changes), torch.rand(HIDDEN) + 0.5).double()
+    drafter = MedusaDrafter(MedusaConfig(**fields | changes), FinalNorm(torch.rand(HIDDEN) + 0.5, eps=1e-5)).double()
     for parameter in drafter.parameters():
         torch.nn.init.normal_(parameter, std=0.3)
     return drafter
@@ -74,7 +75,7 @@ def test_loss_and_gradients_equal_the_formulas(changes: dict) -> None:
             for p, h in enumerate(document.hidden_states[:, 0]):
                 target = p + 2 + i
                 if target < len(tokens) and document.loss_mask[target]:
-                    logits = plain_logits(weights, drafter.config, drafter.final_norm, h, i)
+                    logits = plain_logits(weights, drafter.config, drafter.final_norm.weight, h, i)
                     each.append(torch.logsumexp(logits, 0) - logits[tokens[target]])
         expected = expected + 0.8**i * torch.stack(each).mean()
     expected.backward()
@@ -89,7 +90,7 @@ def test_separate_heads_start_as_the_best_linear_prediction() -> None:
     generator = torch.Generator().manual_seed(0)
     turn = torch.linalg.qr(torch.randn(HIDDEN, HIDDEN, generator=generator, dtype=torch.float64)).Q
     states = [torch.randn(HIDDEN, generator=generator, dtype=torch.float64)]
-    drafter.final_norm.fill_(1)
+    drafter.final_norm.weight.fill_(1)
     for _ in range(60):
         states.append(turn @ states[-1])
     sequence = Sequence(
@@ -97,11 +98,11 @@ def test_separate_heads_start_as_the_best_linear_prediction() -> None:
     )
     batch = pack([sequence], steps=HEADS)
     head = torch.randn(VOCAB, HIDDEN, generator=generator)
-    tensors = TargetTensors(head, head, torch.ones(HIDDEN), {}, "")
+    tensors = TargetTensors(head, head, torch.ones(HIDDEN))
     drafter.init_from_target(tensors, [batch.with_layers([0], 0)])
     with torch.no_grad():
         found = [step.normed @ step.head.T for step in drafter.chain(batch, steps=HEADS)]
-    z = drafter._normed(torch.stack(states))
+    z = drafter.final_norm(torch.stack(states))
     for i, logits in enumerate(found):
         wanted = z[1 + i :] @ head.double().T
         rows = min(len(wanted), len(logits))

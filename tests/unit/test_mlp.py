@@ -7,8 +7,9 @@ import torch
 
 from draftsmith.drafters.checkpoint import Checkpoint
 from draftsmith.drafters.mlp_speculator import MlpConfig, MlpDrafter, MlpOptions
-from draftsmith.drafters.weights import in_memory
+from draftsmith.drafters.norm import FinalNorm
 from draftsmith.run.errors import DraftsmithError
+from draftsmith.run.weights import in_memory
 from draftsmith.store.format import Sequence
 from draftsmith.target.tensors import TargetTensors
 from draftsmith.train.loss import ChainLoss
@@ -25,7 +26,7 @@ def make_drafter(**changes: object) -> MlpDrafter:
         "inner_size": 10, "n_predict": STEPS, "tie_weights": False, "scale_input": True,
     }  # fmt: skip
     torch.manual_seed(0)
-    drafter = MlpDrafter(MlpConfig(**fields | changes), torch.rand(HIDDEN) + 0.5).double()
+    drafter = MlpDrafter(MlpConfig(**fields | changes), FinalNorm(torch.rand(HIDDEN) + 0.5, eps=1e-5)).double()
     for parameter in drafter.parameters():
         torch.nn.init.normal_(parameter, std=0.5)
     return drafter
@@ -74,7 +75,7 @@ def test_loss_and_gradients_equal_the_formulas(changes: dict) -> None:
         tokens = document.token_ids.tolist()
         for p, h in enumerate(document.hidden_states[:, 0]):
             reads = tokens[p + 1 : p + 1 + steps]
-            for i, logits in enumerate(plain_logits(weights, drafter.config, drafter.final_norm, h, reads)):
+            for i, logits in enumerate(plain_logits(weights, drafter.config, drafter.final_norm.weight, h, reads)):
                 if p + 2 + i < len(tokens) and document.loss_mask[p + 2 + i]:
                     each[i].append(torch.logsumexp(logits, 0) - logits[tokens[p + 2 + i]])
     expected = torch.stack([torch.stack(step).mean() for step in each]).sum()
@@ -94,7 +95,11 @@ def test_autoregressive_steps_read_draft_tokens() -> None:
         for q, row in enumerate(rows.tolist()):
             reads = [int(batch.next_tokens[row, 0]), *(int(drafted[q]) for drafted in draft_tokens)][:STEPS]
             wanted = plain_logits(
-                dict(drafter.state_dict()), drafter.config, drafter.final_norm, batch.hidden_states[row, 0], reads
+                dict(drafter.state_dict()),
+                drafter.config,
+                drafter.final_norm.weight,
+                batch.hidden_states[row, 0],
+                reads,
             )
             assert [int(logits.argmax()) for logits in wanted] == [int(drafted[q]) for drafted in draft_tokens]
 
@@ -114,9 +119,9 @@ def test_initialization_is_better_than_chance(inner_size: int) -> None:
     for ln in drafter.ln:
         torch.nn.init.ones_(ln.weight)
         torch.nn.init.zeros_(ln.bias)
-    drafter.final_norm.fill_(1)
+    drafter.final_norm.weight.fill_(1)
     torch.nn.init.zeros_(drafter.emb[0].weight)
-    drafter.init_from_target(TargetTensors(head, head, torch.ones(HIDDEN), {}, ""), [batch.with_layers([0], 0)])
+    drafter.init_from_target(TargetTensors(head, head, torch.ones(HIDDEN)), [batch.with_layers([0], 0)])
     with torch.no_grad():
         (step,) = drafter.chain(batch, steps=1)
     draft_tokens = (step.normed @ step.head.T).argmax(-1)

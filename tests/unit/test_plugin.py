@@ -11,6 +11,7 @@ from hypothesis import strategies as st
 
 from draftsmith.config.drafters import MlpOptions
 from draftsmith.drafters.mlp_speculator import MlpConfig, MlpDrafter
+from draftsmith.drafters.norm import FinalNorm
 from draftsmith.serve import plugin
 from draftsmith.serve.plugin.mlp_speculator import MlpSpeculator, proposer_v1, proposer_v2
 
@@ -57,7 +58,7 @@ class Proposer:
 def speculator(vllm: ModuleType) -> MlpSpeculator:
     torch.manual_seed(0)
     made = MlpSpeculator(vllm_config=config_for(MlpOptions.serving.architecture))
-    trained = MlpDrafter(CONFIG, torch.ones(16))
+    trained = MlpDrafter(CONFIG, FinalNorm(torch.ones(16), eps=1e-5))
     loaded = made.load_weights(trained.state_dict().items())
     assert loaded == dict(made.named_parameters()).keys()
     assert all(torch.equal(value, trained.state_dict()[name]) for name, value in made.drafter.state_dict().items())

@@ -14,7 +14,6 @@ from typing import Any
 import pytest
 import torch
 from huggingface_hub import ModelCard
-from huggingface_hub.utils import close_session
 from typer.testing import CliRunner
 
 from draftsmith.cli import app
@@ -24,14 +23,14 @@ from draftsmith.convert.inspection import inspect
 from draftsmith.convert.publish import publish
 from draftsmith.drafters import drafter_class
 from draftsmith.drafters.checkpoint import Checkpoint
-from draftsmith.drafters.weights import in_memory
 from draftsmith.run import stage
 from draftsmith.run.atomic_io import sha256_of, write_bytes, write_json
 from draftsmith.run.errors import DraftsmithError, UserError
+from draftsmith.run.weights import in_memory
 from draftsmith.serve.evaluation.report import render
 from draftsmith.target.hub import local_directory
 from draftsmith.target.prepare import target_name
-from tests.hub_server import READ_TOKEN, TOKEN, Hub, serve_hub
+from tests.hub_server import READ_TOKEN, TOKEN, Hub, use_hub
 from tests.unit.test_serve import _results
 
 REPO = "me/tiny-drafter"
@@ -101,26 +100,8 @@ def run_dir(tmp_path: Path) -> Path:
 
 @pytest.fixture
 def hub(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[Hub]:
-    """A server that this process and its children use as the Hub, logged in."""
-    with serve_hub() as hub:
-        values = {
-            "HF_ENDPOINT": hub.url, "HF_TOKEN": TOKEN, "HF_HOME": str(tmp_path / "hf"), "HF_HUB_DISABLE_XET": "1",
-            "NO_PROXY": "127.0.0.1", "HF_HUB_DISABLE_TELEMETRY": "1",
-        }  # fmt: skip
-        for name, value in values.items():
-            monkeypatch.setenv(name, value)
-        monkeypatch.delenv("HF_HUB_OFFLINE", raising=False)
-        # huggingface_hub reads the environment on import, so this process needs patches.
-        constants = "huggingface_hub.constants"
-        monkeypatch.setattr(f"{constants}.ENDPOINT", hub.url)
-        monkeypatch.setattr(
-            f"{constants}.HUGGINGFACE_CO_URL_TEMPLATE", hub.url + "/{repo_id}/resolve/{revision}/{filename}"
-        )
-        monkeypatch.setattr(f"{constants}.HF_HUB_DISABLE_XET", True)
-        monkeypatch.setattr(f"{constants}.HF_HUB_CACHE", str(tmp_path / "hf" / "hub"))
-        close_session()
+    with use_hub(monkeypatch, tmp_path / "hf") as hub:
         yield hub
-        close_session()
 
 
 def draftsmith(*arguments: str, **environment: str) -> subprocess.CompletedProcess[str]:

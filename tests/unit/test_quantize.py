@@ -18,9 +18,9 @@ from draftsmith.convert.formats import FORMATS
 from draftsmith.convert.inspection import inspect
 from draftsmith.convert.quantize import SCHEMES
 from draftsmith.drafters.checkpoint import UNKNOWN_TARGET, Checkpoint
-from draftsmith.drafters.weights import Weight
 from draftsmith.engine.speculation import speculative_config
 from draftsmith.run.errors import UserError
+from draftsmith.run.weights import Weight
 from tests.unit.test_formats import EAGLE3, checkpoints, holders, make_checkpoint
 
 LINEAR = ("fc.weight", "_proj.weight", "lm_head.weight")

@@ -125,7 +125,11 @@ def test_an_unknown_key_with_nothing_near_lists_what_is_known(tmp_path):
         ("train.drafter", {"kind": "medusa", "num_heads": 0}, "`train.drafter.num_heads`"),
         ("train.drafter", {"kind": "medusa", "num_head": 3}, "`train.drafter.num_head` (did you mean `num_heads`?)"),
         ("train.drafter", {"kind": "medusa", "fc_norms": True}, "known keys: bias, draft_vocab_size, kind, num_heads"),
-        ("train.drafter", {"kind": "medusa", "draft_vocab_size": 64}, "`train.drafter.draft_vocab_size`"),
+        (
+            "train.drafter",
+            {"kind": "medusa", "draft_vocab_size": 64},
+            "`train.drafter.draft_vocab_size` must be left out here. To replace the whole section: `-s 'train.drafter={kind: ...}'`",
+        ),
         ("train.drafter", {"kind": "mlp_speculator", "n_predict": 1}, "`tie_weights` needs an `n_predict` above 1"),
         ("train.drafter", {"kind": "medusa", "num_heads": 3}, "asks for 4 speculative tokens"),
         ("train", {"loss": "kl", "drafter": {"kind": "medusa"}}, "needs `targets: distribution`"),

@@ -1,6 +1,7 @@
 """Evaluation's arithmetic and report, engine configurations, the server, and engines that die. No vLLM."""
 
 import copy
+import io
 import json
 import multiprocessing
 import os
@@ -14,6 +15,7 @@ from pathlib import Path
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from rich.console import Console
 
 from draftsmith.config import recipe
 from draftsmith.config.evaluation import RESULTS_VERSION
@@ -21,7 +23,7 @@ from draftsmith.engine import environment, process
 from draftsmith.engine.speculation import speculative_config
 from draftsmith.run.errors import DraftsmithError, UserError
 from draftsmith.serve import server, vllm_server
-from draftsmith.serve.evaluation import charts, report, schema, statistics
+from draftsmith.serve.evaluation import charts, report, schema, statistics, summary
 from draftsmith.serve.evaluation import engine as engine_module
 from draftsmith.serve.evaluation.engine import Counters, EngineHost, EngineSpec, Generated
 from draftsmith.serve.evaluation.machine import describe_engines
@@ -179,7 +181,7 @@ def _results(target: str = "a target") -> schema.Results:
         "dtype": "float32",
         "versions": {"vllm": "0.32.0"},
         "machine": {"processor": "P", "cores": 2, "memory_gib": 8.0, "gpus": [], "system": "Linux"},
-        "engine": {"enforce_eager": True, "tensor_parallel_size": 1, "at_once": None},
+        "engine": {"enforce_eager": True, "tensor_parallel_size": 1, "peak_engines": 2},
     }
 
 
@@ -264,6 +266,18 @@ def test_report_shows_differing_answers() -> None:
         assert said in html
 
 
+def test_the_table_fits_into_80_columns(monkeypatch: pytest.MonkeyPatch) -> None:
+    screen = io.StringIO()
+    monkeypatch.setattr(summary, "console", Console(file=screen, width=80))
+    summary.print_table(_results())
+    shown = screen.getvalue()
+    rows = [line.split() for line in shown.splitlines()]
+    assert ["held_out", "2", "1.70", "+-0.05", "11.2", "to", "14.5", "1.29", "+-0.08", "1.12", "+-0.07", "5/5"] in rows
+    assert ["3", "1.90", "+-0.05", "5/5"] in rows
+    assert ["lookup", "3", "1.12", "11.2", "to", "12.8", "1.13", "+-0.16", "5/5"] in rows
+    assert "\N{HORIZONTAL ELLIPSIS}" not in shown, "a cell is cut off"
+
+
 def test_draft_tokens_are_told_from_the_target_s_own() -> None:
     # The target's first token; a step with one draft token accepted, one with none, one cut off by the answer's end.
     answer = Generated([5, 6, 7, 8, 9, 10], "length", 0.0, drafted=(3, 3, 3), accepted=(1, 0, 3))
@@ -307,7 +321,7 @@ def test_cuda_graphs_are_a_gpu_s_default(
     loaded = _recipe().model_copy(update={"engine": engine})
     command = vllm_server.server_command(loaded, Path("/t"), None, name="n", host="127.0.0.1", port=1)
     assert ("--enforce-eager" in command) == eager
-    assert describe_engines(engine, 2) == {"enforce_eager": eager, "tensor_parallel_size": 1, "at_once": 2}
+    assert describe_engines(engine, 2) == {"enforce_eager": eager, "tensor_parallel_size": 1, "peak_engines": 2}
 
 
 def test_environment_keeps_a_preload_that_the_user_chose(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
@@ -384,15 +398,17 @@ def test_a_failed_server_s_reason_is_found_in_its_log(lines: list[str], said: st
 
 def test_options_become_vllm_s_flags() -> None:
     options = {
-        "max_num_seqs": 4, "enable-prefix-caching": False, "trust_remote_code": True, "chat_template": None,
+        "max_num_seqs": 4, "enable-prefix-caching": False, "enable_lora": True, "chat_template": None,
         "allowed_origins": ["*"], "cudagraph_capture_sizes": [4, 8], "compilation_config": {"mode": 3},
     }  # fmt: skip
     assert vllm_server._flags(options) == [
-        "--max-num-seqs", "4", "--no-enable-prefix-caching", "--trust-remote-code", "--allowed-origins", '["*"]',
+        "--max-num-seqs", "4", "--no-enable-prefix-caching", "--enable-lora", "--allowed-origins", '["*"]',
         "--cudagraph-capture-sizes", "4", "8", "--compilation-config", '{"mode": 3}',
     ]  # fmt: skip
     with pytest.raises(UserError, match="with --api-key"):
         vllm_server._flags({"api_key": "secret"})
+    with pytest.raises(UserError, match=r"by `target\.trust_remote_code`"):
+        vllm_server._flags({"trust_remote_code": True})
 
 
 def test_server_command_and_curl_quote_what_they_are_given() -> None:

@@ -6,6 +6,7 @@ import shutil
 import pytest
 import torch
 import transformers
+from huggingface_hub.utils import filter_repo_objects
 from hypothesis import given
 from hypothesis import strategies as st
 from tokenizers import Tokenizer, models
@@ -48,14 +49,6 @@ def test_tensors_are_the_models_own(tmp_path, tied, max_shard_size):
     assert torch.equal(tensors.lm_head, state["lm_head.weight"])
     assert (tensors.lm_head is tensors.embedding) == tied
     assert torch.equal(tensors.final_norm_weight, state["model.norm.weight"])
-    for i in range(LAYERS):
-        prefix = f"model.layers.{i}."
-        expected = {name.removeprefix(prefix): t for name, t in state.items() if name.startswith(prefix)}
-        layer = tensors.layer(i)
-        assert layer.keys() == expected.keys()
-        assert all(torch.equal(layer[name], expected[name]) for name in layer)
-    with pytest.raises(UserError, match=r"model\.layers\.3\."):
-        tensors.layer(LAYERS)
 
 
 @pytest.mark.parametrize("kind", ["Llama", "Qwen2", "Qwen3", "Gemma", "Gemma3Text"])
@@ -205,3 +198,31 @@ def test_wrong_layer_ids_are_told_the_range(ids, message):
     with pytest.raises(UserError, match=message) as caught:
         check_layer_ids(ids, 30)
     assert "0 (the embedding) to 30" in str(caught.value)
+
+
+@pytest.mark.parametrize("others", [True, False])
+@pytest.mark.parametrize("trust", [True, False])
+def test_of_a_hub_model_only_what_is_needed_is_downloaded(tmp_path, monkeypatch, others, trust):
+    """PyTorch's files where there are no safetensors, and code where it may run."""
+    hub, cache = tmp_path / "hub", tmp_path / "cache"
+    save_model(hub)
+    torch.save({}, hub / "pytorch_model.bin")
+    for name in ("training_args.bin", "modeling_own.py"):
+        (hub / name).write_text("")
+    if not others:
+        (hub / "model.safetensors").unlink()
+
+    def snapshot(model, *, revision, allow_patterns, ignore_patterns):
+        cache.mkdir(exist_ok=True)
+        names = [path.name for path in hub.iterdir()]
+        for name in filter_repo_objects(names, allow_patterns=allow_patterns, ignore_patterns=ignore_patterns):
+            shutil.copy(hub / name, cache)
+        return str(cache)
+
+    monkeypatch.setattr("huggingface_hub.snapshot_download", snapshot)
+    assert prepare_target(TargetConfig(model="owner/name", trust_remote_code=trust)) == cache
+    names = {path.name for path in cache.iterdir()}
+    assert {"config.json", "tokenizer.json"} <= names
+    assert ("pytorch_model.bin" in names) != others
+    assert ("modeling_own.py" in names) == trust
+    assert "training_args.bin" not in names

@@ -271,13 +271,16 @@ def with_a_slow_start(
     process(rank, folder, directory, EAGLE3, port, None)
 
 
-def test_initialization_may_take_longer_than_the_default_timeout(folder: Path, whole: Path) -> None:
-    """An initialization of six seconds with a timeout of three: both processes fail without our timeout, none with it."""
-    for may_wait, statuses in ((timedelta(seconds=3), {1}), (None, {0})):
+@pytest.mark.parametrize(
+    "seconds", [6.0, pytest.param(60.0, marks=pytest.mark.skipif("DRAFTSMITH_SOAK" not in os.environ, reason="`make soak`"))]
+)  # fmt: skip
+def test_initialization_may_take_longer_than_the_default_timeout(folder: Path, whole: Path, seconds: float) -> None:
+    """With a timeout of half the time that an initialization takes, both processes fail without our timeout, none with it."""
+    for may_wait, statuses in ((timedelta(seconds=seconds / 2), {1}), (None, {0})):
         directory = run_dir(folder, "slow-start")
         port = free_port()
         started = [
-            SERVER.Process(target=with_a_slow_start, args=(rank, folder, directory, port, may_wait, 6.0))
+            SERVER.Process(target=with_a_slow_start, args=(rank, folder, directory, port, may_wait, seconds))
             for rank in range(2)
         ]
         for one in started:
@@ -317,6 +320,58 @@ def test_held_out_states_are_read_a_few_at_a_time(tmp_path: Path, monkeypatch: p
         assert list(figures["predicted_acceptance_length"]) == ["1", "2", "3", "4", "5"]
         assert len(most) == 2 * 10, "each is read once for either prediction"
         assert max(most) <= at_once
+
+
+def with_watched_reading(rank: int, folder: Path, directory: Path, port: int, options: dict[str, Any]) -> None:
+    """One of two processes. In `read-RANK` each line is a held-out sequence that it reads: the steps done, its row, and how many of
+    them it then holds."""
+    monkeypatch = pytest.MonkeyPatch()
+    monkeypatch.setattr(packing, "_TOKENS_IN_BATCH", 1)
+    original, step = Store.__getitem__, trainer._step
+    holds: list[int] = []
+    steps: list[int] = []
+
+    def watched(store: Store, index: int) -> Sequence:
+        sequence = original(store, index)
+        if sequence.held_out:
+            holds.append(index)
+            weakref.finalize(sequence.hidden_states, holds.remove, index)
+            with (directory / f"read-{rank}").open("a") as file:
+                print(len(steps), index, len(holds), file=file)
+        return sequence
+
+    def counted(*arguments: Any) -> Any:
+        done = step(*arguments)
+        steps.append(1)
+        return done
+
+    monkeypatch.setattr(Store, "__getitem__", watched)
+    monkeypatch.setattr(trainer, "_step", counted)
+    process(rank, folder, directory, options, port, None)
+
+
+def test_processes_read_their_parts_of_the_held_out_text_when_they_predict(tmp_path: Path) -> None:
+    """Of ten conversations two processes read five each, after the last step of every epoch, and hold at most two at once. The main
+    process alone predicts at a temperature."""
+    make_run(tmp_path, sequences=60)
+    directory, options = run_dir(tmp_path, "watched"), {**EAGLE3, "predict_temperature": 0.7, "epochs": 2}
+    port = free_port()
+    started = [
+        SERVER.Process(target=with_watched_reading, args=(rank, tmp_path, directory, port, options))
+        for rank in range(2)
+    ]
+    for one in started:
+        one.start()
+    assert ended(started) == [0, 0]
+    reads = [
+        [tuple(map(int, line.split())) for line in (directory / f"read-{r}").read_text().splitlines()] for r in (0, 1)
+    ]
+    held_out = Store(directory / "store").rows(held_out=True)
+    last_steps = (len(losses_of(directory)) // 2, len(losses_of(directory)))
+    by_rank = [[(step, row) for step in last_steps for row in held_out[rank::2]] for rank in (0, 1)]
+    by_rank[0] += [(last_steps[-1], row) for row in held_out]
+    assert [[(step, row) for step, row, _ in of_rank] for of_rank in reads] == by_rank
+    assert max(held for of_rank in reads for _, _, held in of_rank) <= 2
 
 
 # ---- interrupted and resumed ----

@@ -4,7 +4,6 @@ import ctypes
 import subprocess
 import sys
 from dataclasses import replace
-from types import SimpleNamespace
 
 import pytest
 import torch
@@ -17,8 +16,9 @@ from draftsmith.drafters.eagle3 import _attend_to_own_position, _FusedStates, _r
 from draftsmith.drafters.init import induction
 from draftsmith.drafters.init.least_squares import RIDGE, factor, solve, unit_rms
 from draftsmith.drafters.vocabulary import choose_draft_vocabulary
-from draftsmith.drafters.weights import in_memory
 from draftsmith.run.errors import DraftsmithError
+from draftsmith.run.weights import in_memory
+from draftsmith.target.tensors import TargetTensors
 from draftsmith.train.acceptance import _walk, predict_acceptance
 from draftsmith.train.optimizers import learning_rate_factor
 from draftsmith.train.packing import balance_tokens, pack, pack_epoch
@@ -112,9 +112,8 @@ def test_the_ridge_grows_with_rounding_errors() -> None:
 def test_initialization_does_not_depend_on_rows_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
     """Beyond the order of sums."""
     torch.manual_seed(0)
-    tensors = SimpleNamespace(
-        embedding=torch.randn(VOCAB, HIDDEN).double(), lm_head=torch.randn(VOCAB, HIDDEN).double(), final_norm_weight=torch.ones(HIDDEN)
-    )  # fmt: skip
+    embedding, head = torch.randn(VOCAB, HIDDEN).double(), torch.randn(VOCAB, HIDDEN).double()
+    tensors = TargetTensors(embedding, head, torch.ones(HIDDEN))
     batches = [pack([make_sequence(40, 5, n)], steps=1).with_layers([0, 1, 2], 2) for n in range(8)]
     whole, pieces = make_drafter(), make_drafter()
     whole.init_from_target(tensors, batches)

@@ -65,22 +65,24 @@ def test_planted_figures_are_found(run: tuple[recipe.Recipe, Path]) -> None:
     assert server._method(loaded, run_dir, None).num_speculative_tokens == loaded.evaluate.acceptance_k
 
 
-def test_groups_give_the_same_ratios_as_all_engines_at_once(
+def test_an_engine_for_every_k_gives_the_ratios_of_one_for_each(
     run: tuple[recipe.Recipe, Path], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A GPU that holds three of the six engines."""
+    """On a GPU each K has an engine of its own, as has the schedule; on a CPU one drafts as many tokens as it is told."""
     whole = run_tune(*run, verify=True)
-    pretend_gpu(monkeypatch, run[1].parent, gib=8)
+    assert [config.name for config in Engine.started] == ["baseline", "drafter"]
+    assert whole["engine"] == {"enforce_eager": True, "tensor_parallel_size": 1, "peak_engines": 2}
+    pretend_gpu(monkeypatch, gib=6)
     monkeypatch.setattr(
         lineup, "start_engines", lambda configs, folder, on_ready: [Engine(config) for config in configs]
     )
     Engine.started.clear()
     found = run_tune(*run, verify=True)
-    assert found["engine"] == {"enforce_eager": False, "tensor_parallel_size": 1, "at_once": 3}
+    assert found["engine"] == {"enforce_eager": False, "tensor_parallel_size": 1, "peak_engines": 2}
     assert [config.name for config in Engine.started] == [
-        "baseline", "k1", "k2", "k3", "idle-drafter", "baseline", "k1", "k2", "k3", "schedule",
+        "baseline", "k1", "k2", "k3", "idle-drafter", "k1", "k2", "k3", "schedule",
     ]  # fmt: skip
-    assert {config.memory_share for config in Engine.started} == {1 / 3}
+    assert {config.memory_share for config in Engine.started} == {0.5}
     for key in ("step_cost", "schedule", "acceptance_length"):
         assert found[key] == whole[key]  # type: ignore[literal-required]
     for key in ("measured", "schedule_measured"):
@@ -102,9 +104,21 @@ def test_roofline_is_bytes_or_flop(run: tuple[recipe.Recipe, Path]) -> None:
     def seconds(tokens: int) -> float:
         return max(tokens * (2 * sizes.multiplied + 4 * sizes.attention_width * context) / 1e6, reading)
 
-    expected = 2.25 * seconds(1) / (seconds(3) + 2 * 1000 / 1e6)
+    drafter = (run_dir / "vllm" / "model.safetensors").stat().st_size
+    expected = 2.25 * seconds(1) / (seconds(3) + 2 * drafter / 1e6)
     assert found["roofline"] is not None
     assert found["roofline"]["1"]["2"] == pytest.approx(expected, rel=0.05)
+
+
+def test_a_target_of_unknown_size_is_tuned_all_the_same(
+    run: tuple[recipe.Recipe, Path], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def unknown(*arguments: object, **named: object) -> None:
+        raise UserError("nobody knows")
+
+    monkeypatch.setattr("draftsmith.serve.roofline.target_sizes", unknown)
+    assert run_tune(*run)["roofline"] is None
+    assert "no roofline: nobody knows" in capsys.readouterr().err
 
 
 def test_too_few_prompts_are_an_error(run: tuple[recipe.Recipe, Path]) -> None:

@@ -82,19 +82,22 @@ def fit_codes(drafter: Eagle3Drafter, batches: Iterable[Batch]) -> Codes | None:
         seen += torch.bincount(batch.next_tokens[batch.loss_weights[:, 0] > 0, 1], minlength=config.vocab_size)
         if rows >= ROWS_TO_LOOK_UP:
             break
-    if not (gram.isfinite().all() and cross.isfinite().all()):
+    # What is not finite in any row is not finite on the diagonal; looking at all of the matrix would take a copy of it.
+    if not (gram.diagonal().isfinite().all() and cross.isfinite().all()):
         return None  # the first training step reports which samples are broken
     of_expected = factor(gram)
     of_found = torch.linalg.cholesky(
         gram[key, key]
     )  # as a principal submatrix of a positive definite matrix it has one
-    whitened = torch.linalg.solve_triangular(of_expected, cross, upper=False)
-    whitened = torch.linalg.solve_triangular(of_found, whitened.T, upper=False).T  # singular values: the correlations
+    del gram
+    cross = torch.linalg.solve_triangular(of_expected, cross, upper=False)
+    whitened = torch.linalg.solve_triangular(of_found, cross.T, upper=False).T  # singular values: the correlations
     squares, right = torch.linalg.eigh(whitened.T @ whitened)
     best = slice(-size - 1, -1)
     correlations, right = squares[best].clamp(min=1e-6).sqrt(), right[:, best]
     # Whitening used sums over rows: their square root makes the components of size one.
     expected = torch.linalg.solve_triangular(of_expected.T, whitened @ right / correlations, upper=True) * rows**0.5
+    del of_expected, cross, whitened
     found = new_zeros(width - config.hidden_size, size)
     found[key] = torch.linalg.solve_triangular(of_found.T, right, upper=True) * rows**0.5
     correlations = correlations.clamp(max=_LARGEST_CORRELATION)
@@ -138,7 +141,7 @@ def attend_by_codes(drafter: Eagle3Drafter, codes: Codes, *, size: torch.Tensor)
     read_found, read_expected = (size / _CODE_SCALE * codes.directions.T).split(components)
     scale = (codes.weights * head_dim**0.5).sqrt()[:, None]
     pairs = _slow_pairs(drafter)[: components // 2]
-    dimensions = [dimension for pair in pairs for dimension in (pair, pair + head_dim // 2)]
+    dimensions = [dimension for pair in pairs for dimension in (pair, pair + len(drafter.inverse_frequencies()))]
     q = attention.q_proj.weight.unflatten(0, (config.num_key_value_heads, -1, head_dim))  # [M, G, C, 2H]
     k = attention.k_proj.weight.unflatten(0, (config.num_key_value_heads, head_dim))  # [M, C, 2H]
     q[:, 1] = 0
@@ -148,11 +151,12 @@ def attend_by_codes(drafter: Eagle3Drafter, codes: Codes, *, size: torch.Tensor)
     k[:, dimensions, hidden:] = scale * read_found
 
 
-def fit_outputs(drafter: Eagle3Drafter, codes: Codes, batches: Iterable[Batch]) -> None:
+def fit_outputs(drafter: Eagle3Drafter, codes: Codes, batches: Iterable[Batch], centered: bool) -> None:
     """Fit the output projection of the first two heads of every group, by least squares, to what is left of the next state, and add
     it to `o_proj`.
 
     Nothing is written to the directions that hold codes: later chain steps read them.
+    `centered`: see `unit_rms`.
     """
     config, layer = drafter.config, drafter.decoder_layers()[0]
     width = config.head_dim
@@ -177,7 +181,7 @@ def fit_outputs(drafter: Eagle3Drafter, codes: Codes, batches: Iterable[Batch]) 
             mixed, residual = mixed[counted], residual[counted]
         mixed = mixed[:, columns]
         gram.addmm_(mixed.T, mixed)
-        cross.addmm_(mixed.T, unit_rms(batch.last_states[counted + 1]) - residual)
+        cross.addmm_(mixed.T, unit_rms(batch.last_states[counted + 1], centered=centered) - residual)
         rows += len(counted)
         if rows >= ROWS_TO_LOOK_UP:
             break

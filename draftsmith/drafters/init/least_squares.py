@@ -1,7 +1,7 @@
 """Least squares on the target's hidden states, for the initialization of drafters.
 
-It runs on the drafter's device. Rows only enter sums of products, some at a time, so memory is that of a few square
-matrices, regardless of the number of rows.
+It runs on the drafter's device. Rows only enter sums of products, some at a time, so memory is that of the Gram matrix and its
+factor and a little more, regardless of the number of rows.
 """
 
 from __future__ import annotations
@@ -22,8 +22,9 @@ RIDGE = 3e-3
 _RIDGES = (RIDGE, 10 * RIDGE, 100 * RIDGE)
 
 
-def unit_rms(x: torch.Tensor) -> torch.Tensor:
-    """RMS norm without a weight."""
+def unit_rms(x: torch.Tensor, *, centered: bool = False) -> torch.Tensor:
+    """RMS norm without a weight; centered, LayerNorm without a weight."""
+    x = x - x.mean(-1, keepdim=True) if centered else x
     return x * torch.rsqrt(x.pow(2).mean(-1, keepdim=True) + 1e-6)
 
 
@@ -42,6 +43,7 @@ def factor(gram: torch.Tensor) -> torch.Tensor:
         lower, failed = torch.linalg.cholesky_ex(gram)
         if not failed:
             return lower
+        del lower  # before the next one
         added = ridge
     raise DraftsmithError(
         "The drafter is initialized by least squares on the target's hidden states, and these states do not allow it: some "
@@ -52,7 +54,7 @@ def factor(gram: torch.Tensor) -> torch.Tensor:
 def solve(lower: torch.Tensor, right_side: torch.Tensor) -> torch.Tensor:
     """X [n, m] with L L^T X = `right_side`."""
     half = torch.linalg.solve_triangular(lower, right_side, upper=False)
-    return torch.linalg.solve_triangular(lower.T, half, upper=True)
+    return torch.linalg.solve_triangular(lower.T, half, upper=True, out=half)
 
 
 def flop_of_solve(n: int, m: int) -> float:
@@ -110,4 +112,4 @@ def cost_of_fit_next_states(hidden: int, *, answered: int, steps: int) -> tuple[
     """FLOP of `fit_next_states`, and the number of values that it holds at once."""
     rows = min(answered, ROWS_TO_FIT)
     flop = steps * (4.0 * rows * hidden**2 + flop_of_solve(hidden, hidden))
-    return flop, (3 * steps + 2) * hidden**2 + 3 * min(rows, ROWS_AT_ONCE) * hidden
+    return flop, (3 * steps + 1) * hidden**2 + 3 * min(rows, ROWS_AT_ONCE) * hidden

@@ -7,19 +7,18 @@ file to file. A conversion is then as fast as a copy.
 
 from __future__ import annotations
 
-import json
 import os
 import pickle
 import sys
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, BinaryIO
+from typing import BinaryIO
 
 import torch
 from safetensors import SafetensorError, safe_open
 
-from draftsmith.run.atomic_io import new_file
+from draftsmith.run.atomic_io import new_file, read_json
 from draftsmith.run.errors import UserError
 from draftsmith.run.safetensors_io import DTYPE_NAMES, DTYPES, header_bytes, read_header
 
@@ -119,7 +118,7 @@ def open_weights(directory: Path) -> dict[str, Weight]:
     Raises:
         UserError: there are none, a shard is missing or outside the folder, or a file is damaged or holds other objects.
     """
-    for single, opened in (("model.safetensors", open_safetensors), ("pytorch_model.bin", _open_pickle)):
+    for single, opened in (("model.safetensors", open_safetensors), ("pytorch_model.bin", open_pickle)):
         index = directory / f"{single}.index.json"
         if index.is_file():
             return _open_shards(index, opened)
@@ -127,7 +126,7 @@ def open_weights(directory: Path) -> dict[str, Weight]:
             return opened(directory / single)
     named = sorted(path for pattern in ("*.safetensors", "*.bin", "*.pt") for path in directory.glob(pattern))
     if len(named) == 1:
-        return (open_safetensors if named[0].suffix == ".safetensors" else _open_pickle)(named[0])
+        return (open_safetensors if named[0].suffix == ".safetensors" else open_pickle)(named[0])
     found = f"several without an index ({', '.join(p.name for p in named[:5])})"
     raise UserError(
         f"A checkpoint has its tensors in model.safetensors or pytorch_model.bin; {directory} has "
@@ -196,8 +195,12 @@ def _on_disk(span: Span, shape: tuple[int, ...], dtype: torch.dtype) -> Weight:
     return Weight(shape, dtype, parts, span)
 
 
-def _open_pickle(path: Path) -> dict[str, Weight]:
-    """Open a file of torch.save. Only tensors are unpickled, so no code in the file runs."""
+def open_pickle(path: Path) -> dict[str, Weight]:
+    """Open a file of torch.save. Only tensors are unpickled, so no code in the file runs.
+
+    Raises:
+        UserError: the file is damaged or holds other objects.
+    """
     try:
         try:
             record = torch.load(path, map_location="cpu", weights_only=True, mmap=True)
@@ -223,23 +226,6 @@ def _open_pickle(path: Path) -> dict[str, Weight]:
         if value.nbytes > value.untyped_storage().nbytes():
             raise UserError(f"{path}: {name} claims {value.nbytes} bytes, more than the file holds for it.")
     return {name: Weight.of(value) for name, value in record.items()}
-
-
-def read_json(path: Path) -> dict[str, Any]:
-    """Read a file that holds a JSON object.
-
-    Raises:
-        UserError: the file is missing or holds something else.
-    """
-    try:
-        record = json.loads(path.read_bytes())
-    except FileNotFoundError:
-        raise UserError(f"There is no {path.name} in {path.parent}.") from None
-    except (OSError, ValueError, RecursionError) as error:
-        raise UserError(f"{path} is not JSON ({error}). Get it again.") from None
-    if not isinstance(record, dict):
-        raise UserError(f"{path} holds a {type(record).__name__}, but should hold an object.")
-    return record
 
 
 def listed(names: list[str], most: int = 6) -> str:

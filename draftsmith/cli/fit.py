@@ -1,0 +1,107 @@
+"""Whether a whole run fits into this machine, told before its first stage: extraction and training may take days."""
+
+from __future__ import annotations
+
+import math
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from draftsmith.cli.plan import config_of_target, drafter_on_meta
+from draftsmith.config.recipe import Recipe
+from draftsmith.engine import environment
+from draftsmith.engine.fit import require_extraction, require_two_engines
+from draftsmith.engine.memory import BYTES, engine_memory, weight_bytes
+from draftsmith.engine.step_cost import target_sizes
+from draftsmith.run import stage
+from draftsmith.run.errors import UserError
+from draftsmith.target.layer_ids import default_layer_ids
+from draftsmith.target.prepare import prepare_target, read_config, target_name
+
+if TYPE_CHECKING:
+    from transformers import PretrainedConfig
+
+
+def check_run_fits(recipe: Recipe, run_dir: Path) -> None:
+    """Compare what the engines of extraction and evaluation need with what this machine has.
+
+    Only what is known before a download and without a drafter counts; the stages check again with the rest.
+
+    Args:
+        recipe: the whole recipe.
+        run_dir: `RUNS/NAME`: its finished stages need nothing.
+
+    Raises:
+        UserError: a stage that is left does not fit, or the target cannot be read.
+    """
+    model = Path(recipe.target.model or "")
+    local = prepare_target(recipe.target) if recipe.target.gguf is not None or model.is_absolute() else None
+    try:
+        config = read_config(recipe.target)
+    except UserError:
+        return  # extraction says what it misses
+    extracted = stage.read(run_dir / "store") is not None
+    evaluated = stage.read(run_dir / recipe.evaluate.output) is not None
+    check_fits(recipe, config, local, extraction=not extracted, evaluation=not evaluated)
+
+
+def check_fits(
+    recipe: Recipe,
+    config: PretrainedConfig,
+    local: Path | None = None,
+    *,
+    extraction: bool = True,
+    evaluation: bool = True,
+) -> None:
+    """The same for a target of which the config is known.
+
+    Args:
+        recipe: the whole recipe.
+        config: of the target's language model.
+        local: the target's directory; None if it is not on this machine.
+        extraction: whether to check it.
+        evaluation: likewise.
+
+    Raises:
+        UserError: one of them does not fit.
+    """
+    dtype, name = recipe.target.dtype, target_name(recipe.target)
+    target_bytes = weight_bytes(local, dtype) if local else 0
+    if not target_bytes:
+        # Quantized weights: rather too few bytes than a run refused that would fit.
+        size = 0.5 if getattr(config, "quantization_config", None) else BYTES[dtype]
+        target_bytes = int(target_sizes(config).parameters * size)
+    layer_ids = recipe.extract.layer_ids or default_layer_ids(config.num_hidden_layers)
+    if extraction and recipe.extract.backend == "vllm" and recipe.extract.machines is None:
+        require_extraction(
+            recipe.engine, recipe.extract, config, target=name, target_bytes=target_bytes, dtype=dtype, layers=len(layer_ids)
+        )  # fmt: skip
+    if not evaluation:
+        return
+    drafter = drafter_on_meta(recipe, config, layer_ids)
+    drafter_bytes = BYTES[dtype] * sum(math.prod(shape) for shape in drafter.shapes(drafter.config).values())
+    gpus = environment.gpus()
+    if not gpus:
+        require_two_engines(
+            recipe.engine, config, target=name, target_bytes=target_bytes, drafter_bytes=drafter_bytes, dtype=dtype
+        )  # fmt: skip
+        return
+    from draftsmith.serve.evaluation.lineup import place
+
+    need = engine_memory(
+        config, target_bytes=target_bytes, drafter_bytes=drafter_bytes, dtype=dtype, tokens=recipe.engine.max_model_len,
+        gpus=recipe.engine.tensor_parallel_size,
+    )  # fmt: skip
+    place(recipe.engine, gpus, [need], target=name, smaller="evaluate.concurrency")
+
+
+def misfit(recipe: Recipe) -> str | None:
+    """For `--plan`: why the run's engines do not fit into this machine; None if they do, or if the plan is for other hardware."""
+    assumed = recipe.plan
+    assert assumed is not None
+    try:
+        if assumed.hardware is not None and (assumed.hardware.memory_gib is None) != environment.is_cpu():
+            return None
+        check_fits(recipe, config_of_target(recipe, assumed))
+    except UserError as error:
+        return str(error)
+    return None

@@ -1,0 +1,50 @@
+"""What `engine.options` may not hold: vLLM's arguments that another key sets, or that no stage could run with."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+_METHODS = "`serve.method` and `evaluate.methods`"
+_KEYS = {
+    "model": "`target.model`", "tokenizer": "`target.model`", "hf_config_path": "`target.model`", "served_model_name": "`target.model`",
+    "revision": "`target.revision`", "code_revision": "`target.revision`", "tokenizer_revision": "`target.revision`",
+    "dtype": "`target.dtype`", "trust_remote_code": "`target.trust_remote_code`", "seed": "`seed`",
+    "max_model_len": "`engine.max_model_len`", "enforce_eager": "`engine.enforce_eager`",
+    "tensor_parallel_size": "`engine.tensor_parallel_size`", "gpu_memory_utilization": "`engine.gpu_memory_utilization`",
+    "kv_cache_memory_bytes": "`engine.kv_cache_gib` and `engine.gpu_memory_utilization`",
+    "max_num_seqs": "`extract.max_num_seqs`, `evaluate.acceptance_batch_size` and `serve.vllm_args.max_num_seqs`",
+    "max_num_batched_tokens": "`extract.max_num_batched_tokens` and `serve.vllm_args.max_num_batched_tokens`",
+    "speculative_config": _METHODS, "spec_method": _METHODS, "spec_model": _METHODS, "spec_tokens": _METHODS,
+}  # fmt: skip
+"""Arguments and the recipe's keys for them."""
+_ONE_PIECE = "extraction reads hidden states from engines that hold all layers and all of a text; for the server alone, `serve.vllm_args` takes it"
+_COPIES = "`extract.workers` are the copies of extraction's engine, and `serve.vllm_args` takes it for the server's"
+_REFUSED = {
+    "pipeline_parallel_size": _ONE_PIECE, "prefill_context_parallel_size": _ONE_PIECE, "decode_context_parallel_size": _ONE_PIECE,
+    "nnodes": _ONE_PIECE, "node_rank": _ONE_PIECE,
+    "skip_tokenizer_init": "texts are read with the engine's tokenizer",
+    "hf_token": "a recipe is recorded beside its results; put the token into the environment, as HF_TOKEN",
+}  # fmt: skip
+"""Arguments that are refused, and why."""
+_READ_FROM_CONFIG = ("num_hidden_layers", "hidden_size", "vocab_size", "tie_word_embeddings")
+"""What Draftsmith reads from the target's config itself, where vLLM's `hf_overrides` do not reach."""
+
+
+def refusal(options: Mapping[str, Any]) -> str | None:
+    """Why `engine.options` cannot hold one of these, with what to do instead; None if nothing speaks against them."""
+    for name in options:
+        if name in _KEYS:
+            return f"`{name}` is set by {_KEYS[name]}"
+        if name.startswith("data_parallel_"):
+            return f"`{name}` is refused: {_COPIES}"
+        if name in _REFUSED:
+            return f"`{name}` is refused: {_REFUSED[name]}"
+    overrides = options.get("hf_overrides") or {}
+    if not isinstance(overrides, Mapping):
+        return "`hf_overrides` must be a mapping from fields of the target's config to values"
+    nested = overrides.get("text_config")
+    for name in (*overrides, *(nested if isinstance(nested, Mapping) else ())):
+        if name in _READ_FROM_CONFIG:
+            return f"`hf_overrides` changes `{name}`, which Draftsmith reads from the target's config.json; change it there"
+    return None

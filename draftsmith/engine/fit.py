@@ -1,0 +1,117 @@
+"""Whether a run's engines fit into this machine, told before any of them starts.
+
+On a CPU vLLM takes what it is told to, and a machine that runs out of memory kills processes; so what all engines of a stage need is
+compared with what is available. On GPUs vLLM stays within its share and fails, minutes after it started, if that is too little;
+two engines beside each other are placed by `serve/evaluation/lineup.py`. Needs are estimates (`memory.py`).
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import TYPE_CHECKING
+
+from draftsmith.config.extraction import ExtractConfig
+from draftsmith.config.recipe import EngineConfig
+from draftsmith.engine import environment
+from draftsmith.engine.memory import GIB, EngineMemory, cpu_engine_memory, engine_memory
+from draftsmith.run.errors import UserError
+from draftsmith.run.machine_memory import available_memory
+
+if TYPE_CHECKING:
+    from transformers import PretrainedConfig
+
+
+def require_extraction(
+    engine: EngineConfig,
+    options: ExtractConfig,
+    config: PretrainedConfig,
+    *,
+    target: str,
+    target_bytes: int,
+    dtype: str,
+    layers: int,
+) -> None:
+    """Check that extraction's engines fit.
+
+    Args:
+        engine: how the recipe runs vLLM.
+        options: the recipe's.
+        config: of the target's language model.
+        target: its name.
+        target_bytes: of its weights, as they are served.
+        dtype: of the computation.
+        layers: number of layer ids, whose states lie in the cache beside keys and values.
+
+    Raises:
+        UserError: they do not.
+    """
+    gpus = environment.gpus()
+    if not gpus:
+        one = cpu_engine_memory(
+            config, target_bytes=target_bytes, drafter_bytes=0, dtype=dtype, step_tokens=options.max_num_batched_tokens,
+            kv_cache_bytes=engine.kv_cache_gib * GIB / options.workers,
+        )  # fmt: skip
+        _require("Extraction from", target, [one] * options.workers, "extract.workers, " if options.workers > 1 else "")
+        return
+    need = engine_memory(
+        config, target_bytes=target_bytes, drafter_bytes=0, dtype=dtype, tokens=engine.max_model_len,
+        gpus=engine.tensor_parallel_size, state_values=layers * config.hidden_size,
+    )  # fmt: skip
+    need = replace(need, working=0)  # a guess, and nothing is to be refused that would run
+    memory = min(gpu.memory_bytes for gpu in gpus)
+    granted = memory * engine.gpu_memory_utilization
+    if need.total > granted:
+        raise UserError(
+            f"Extraction from {target} does not fit on this machine: an engine needs at least {need.total / GIB:.1f} GiB on each of "
+            f"its GPUs ({need.in_words()}), and engine.gpu_memory_utilization grants {granted / GIB:.1f} of {memory / GIB:.1f} GiB. Split "
+            "the target over more GPUs (engine.tensor_parallel_size), lower engine.max_model_len, or choose a smaller target."
+        )
+
+
+def require_two_engines(
+    engine: EngineConfig,
+    config: PretrainedConfig,
+    *,
+    target: str,
+    target_bytes: int,
+    drafter_bytes: int,
+    dtype: str,
+) -> None:
+    """Check, for a CPU, that the baseline and one speculative engine fit beside each other, as evaluation and tuning need.
+
+    Args:
+        engine: how the recipe runs vLLM.
+        config: of the target's language model.
+        target: its name.
+        target_bytes: of its weights, as they are served.
+        drafter_bytes: of the largest drafter's.
+        dtype: of the computation.
+
+    Raises:
+        UserError: they do not.
+    """
+    needs = [
+        cpu_engine_memory(
+            config, target_bytes=target_bytes, drafter_bytes=drafter, dtype=dtype, kv_cache_bytes=engine.kv_cache_gib * GIB / 2
+        )
+        for drafter in (0, drafter_bytes)
+    ]  # fmt: skip
+    _require("Evaluating or tuning a drafter for", target, needs, "")
+
+
+def _require(what: str, target: str, engines: list[EngineMemory], more_keys: str) -> None:
+    """
+    Raises:
+        UserError: less memory is available than engines need that are up together.
+    """
+    available = available_memory()
+    needed = sum(one.total for one in engines)
+    if available is None or needed <= available:
+        return
+    largest = max(engines, key=lambda one: one.total)
+    count = "one engine needs" if len(engines) == 1 else f"{len(engines)} engines side by side need"
+    raise UserError(
+        f"{what} {target} does not fit into this machine's memory: {count} about {needed / GIB:.1f} GiB (each "
+        f"{largest.in_words()}), and {available / GIB:.1f} GiB are available. Lower {more_keys}engine.kv_cache_gib, which all engines "
+        "share, choose a smaller target.dtype or a smaller target, or end other programs."
+    )

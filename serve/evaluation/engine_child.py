@@ -1,0 +1,146 @@
+"""The engine itself, in its child process: the calls that `engine.EngineHost` makes over the pipe."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from multiprocessing.connection import Connection
+from typing import Any
+
+from draftsmith.serve.evaluation.in_flight import ConstantLoad, Request
+
+LIKELIEST = 10
+"""Tokens whose logits are compared where two answers diverge."""
+
+
+def child(pipe: Connection, arguments: dict[str, Any]) -> None:
+    """Load the model, report that it is loaded, then answer calls until the pipe ends."""
+    engine = _Engine(arguments)
+    pipe.send(None)
+    while True:
+        try:
+            method, values = pipe.recv()
+        except EOFError:
+            return  # the parent is done
+        pipe.send(getattr(engine, method)(*values))
+
+
+class _Engine:
+    """The calls that the parent can make."""
+
+    def __init__(self, arguments: dict[str, Any]) -> None:
+        from vllm import LLM
+
+        self._llm = LLM(**arguments)
+
+    def generate(
+        self, prompts: list[list[int]], max_tokens: int, temperature: float
+    ) -> tuple[list[tuple[Any, ...]], float]:
+        from vllm import SamplingParams
+
+        sampling = SamplingParams(temperature=temperature, max_tokens=max_tokens, detokenize=False)
+        inputs: list[Any] = [{"prompt_token_ids": ids} for ids in prompts]
+        started = time.perf_counter()
+        outputs = self._llm.generate(inputs, sampling, use_tqdm=False)
+        seconds = time.perf_counter() - started
+        answers = []
+        for output in outputs:
+            stats, (answer,) = output.metrics, output.outputs
+            decode_seconds = stats.last_token_ts - stats.first_token_ts
+            steps = answer.spec_decode_metrics
+            drafted, accepted = (steps.per_step_drafted, steps.per_step_accepted) if steps else ([], [])
+            answers.append(
+                (
+                    list(answer.token_ids), answer.finish_reason, decode_seconds, stats.first_token_latency,
+                    tuple(drafted), tuple(accepted),
+                )
+            )  # fmt: skip
+        return answers, seconds
+
+    def draft_by_load(self, ranges: list[list[int]]) -> None:
+        from vllm.v1.spec_decode.dynamic.utils import build_dynamic_sd_schedule_lookup
+
+        scheduler = self._scheduler()
+        scheduler.dynamic_sd_lookup = build_dynamic_sd_schedule_lookup(
+            ranges, scheduler.scheduler_config.max_num_seqs, scheduler.num_spec_tokens
+        )
+
+    def _scheduler(self) -> Any:
+        return self._llm.llm_engine.engine_core.engine_core.scheduler
+
+    def begin_load(self, requests: list[tuple[Any, ...]], in_flight: int) -> None:
+        from vllm import SamplingParams
+
+        def sampling(max_tokens: int) -> SamplingParams:
+            return SamplingParams(temperature=0.0, max_tokens=max_tokens, detokenize=False)
+
+        self._load = ConstantLoad(
+            self._llm.llm_engine, [Request(*request) for request in requests], in_flight, sampling
+        )
+
+    def advance_load(self, tokens: int) -> bool:
+        return self._load.advance(tokens)
+
+    def end_load(self) -> list[tuple[Any, ...]]:
+        return [tuple(timing) for timing in self._load.timings()]
+
+    def margins_read_again(
+        self, prompts: list[list[int]], answers: list[list[int]], piece: int
+    ) -> list[list[float | None]]:
+        from vllm import SamplingParams
+
+        sampling = SamplingParams(temperature=0.0, max_tokens=1, prompt_logprobs=2, detokenize=False)
+        inputs: list[Any] = [
+            {"prompt_token_ids": prompt + answer} for prompt, answer in zip(prompts, answers, strict=True)
+        ]
+        with self._pieces_of(piece):
+            outputs = self._llm.generate(inputs, sampling, use_tqdm=False)
+        found = []
+        for prompt, answer, output in zip(prompts, answers, outputs, strict=True):
+            margins: list[float | None] = []
+            for token, logprobs in zip(answer, (output.prompt_logprobs or [])[len(prompt) :], strict=True):
+                values = {one: said.logprob for one, said in (logprobs or {}).items()}
+                best = max(
+                    values, key=lambda one: (values[one], -one)
+                )  # among equals, greedy decoding takes the lower id
+                margins.append(None if best == token else values[best] - values[token])
+            found.append(margins)
+        return found
+
+    @contextmanager
+    def _pieces_of(self, tokens: int) -> Iterator[None]:
+        """Prefill so many tokens a step meanwhile. vLLM still prefills a prompt whole if no other request is waiting."""
+        scheduler = self._scheduler()
+        config = scheduler.scheduler_config
+        before = config.long_prefill_token_threshold, scheduler.adaptive_long_prefill_threshold
+        config.long_prefill_token_threshold, scheduler.adaptive_long_prefill_threshold = tokens, False
+        try:
+            yield
+        finally:
+            config.long_prefill_token_threshold, scheduler.adaptive_long_prefill_threshold = before
+
+    def logit_margin(self, context: list[int], token: int, other: int) -> float | None:
+        from vllm import SamplingParams
+
+        sampling = SamplingParams(temperature=0.0, max_tokens=1, logprobs=LIKELIEST, detokenize=False)
+        inputs: list[Any] = [{"prompt_token_ids": context}]
+        (output,) = self._llm.generate(inputs, sampling, use_tqdm=False)
+        logprobs = (output.outputs[0].logprobs or [{}])[0]
+        if token not in logprobs or other not in logprobs:
+            return None
+        return float(logprobs[token].logprob - logprobs[other].logprob)
+
+    def counters(self) -> tuple[int, int, int, tuple[int, ...]]:
+        values: dict[str, Any] = {}
+        for metric in self._llm.get_metrics():
+            if metric.name.startswith("vllm:spec_decode_num_"):
+                values[metric.name.removeprefix("vllm:spec_decode_num_")] = (
+                    getattr(metric, "values", None) or metric.value
+                )
+        return (
+            values.get("drafts", 0),
+            values.get("draft_tokens", 0),
+            values.get("accepted_tokens", 0),
+            tuple(values.get("accepted_tokens_per_pos", ())),
+        )

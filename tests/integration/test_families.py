@@ -1,0 +1,183 @@
+"""Every family of targets goes the whole way, as a tiny model with random weights: its states in the store are transformers' own, a
+drafter is trained on them, vLLM serves it, proposes what the trained module proposes, and the answers are those without it.
+
+A run of all of them (`make soak`) prints the table of docs/supported.md from what it found, and writes it there.
+"""
+
+import shutil
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from transformers import AutoTokenizer
+
+from draftsmith.config.loading import load_recipe
+from draftsmith.convert.convert import run_convert
+from draftsmith.extract.extract import run_extract
+from draftsmith.run.errors import DraftsmithError
+from draftsmith.serve.proposals import compare_proposals, record
+from draftsmith.store.reader import Store
+from draftsmith.target.reference_states import reference_model, states_of
+from draftsmith.train.train import run_train
+from tests.families import FAMILIES, LAYERS, TinyFamily
+from tests.integration.conftest import SOAKING, load_drafter, write_recipe
+
+pytestmark = pytest.mark.integration
+
+ALWAYS = ("Gemma 2", "GLM-4 MoE", "OPT")
+"""In every run of the tests; the others soak."""
+PROMPTS = [
+    "one two three",
+    "Name three rivers.",
+    "abc abc abc abc abc abc abc abc abc abc abc abc",
+    "x",
+    "What is a comet? " * 4,
+]
+K = 3
+PAGE = Path(__file__).parents[2] / "docs" / "supported.md"
+BEGIN, END = "<!-- families: written by tests/integration/test_families.py -->", "<!-- end of families -->"
+NOT_HERE = {
+    "Qwen3-Next": (
+        "CPU GDN attention requires BF16",
+        "vLLM's linear attention on CPUs computes in bfloat16 only; not compared there",
+    ),
+    "Qwen3.5": (
+        "'Qwen3_5ForCausalLM'\\] failed to be inspected",
+        "vLLM's model needs torchvision, which the CPU install leaves out",
+    ),
+    "MiniMax": ("linear_attention\\) does not dispatch", "vLLM 0.32 does not run this model"),
+    "MiniMax-M2": ("AssertionError", "vLLM's CPU build routes tokens to experts by softmax only"),
+    "OPT": ("hands? (out )?no hidden states", "`extract.backend: transformers`, and `medusa` or `mlp_speculator`"),
+}
+"""Whose states vLLM's CPU build does not hand out: what it says, and the reason in the table. These go as far as they can without:
+states by transformers, training, conversion, and serving where vLLM runs them."""
+WITH_MEDUSA = ("OPT", "GPT-NeoX")
+"""Families that vLLM serves without attention in the drafter only."""
+NOT_SERVED = {
+    "DeepSeek-V3": (
+        "No common block size",
+        "vLLM's CPU build has no block size for both latent attention and a drafter's",
+    ),
+}
+"""What vLLM's CPU build cannot serve with a drafter, what it says, and the reason in the table."""
+
+
+@dataclass
+class Row:
+    """What was found out about a family."""
+
+    states: float | None = None
+    """Largest difference from transformers' states, relative to their size."""
+    compared: int = 0
+    """Draft tokens that are the trained module's."""
+    trained: bool = False
+    """Whether a drafter was trained and converted."""
+    same: bool = False
+    """Whether greedy answers are those without a drafter."""
+    reason: str = ""
+    """Why it went no further."""
+
+
+ROWS: dict[str, Row] = {}
+
+
+@pytest.mark.parametrize(
+    "tiny", [each for each in FAMILIES if SOAKING or each.name in ALWAYS], ids=lambda tiny: tiny.name
+)
+def test_a_family_goes_the_whole_way(tiny: TinyFamily, tmp_path: Path) -> None:
+    row = ROWS[tiny.name] = Row()
+    target = tmp_path / "target"
+    tiny.save(target)
+    kind = "medusa" if tiny.name in WITH_MEDUSA else "eagle3"
+    drafter = {"kind": "medusa"} if kind == "medusa" else {"draft_vocab_size": 128}
+    recipe = load_recipe(
+        write_recipe(
+            tmp_path, target, PROMPTS[:-1], PROMPTS[-1:],
+            engine={"max_model_len": 256, "kv_cache_gib": 0.25},
+            extract={"max_tokens": 48, "max_num_seqs": 8, "layer_ids": [LAYERS, 1, 2]},
+            train={"drafter": drafter, "epochs": 4, "tokens_per_step": 128, "ttt_steps": 2},
+            evaluate={"k": [1, 2, 3], "acceptance_k": 3},
+        )
+    )  # fmt: skip
+    if tiny.name in NOT_HERE:
+        with pytest.raises(DraftsmithError, match=NOT_HERE[tiny.name][0]):
+            run_extract(recipe, tmp_path / "run", training_follows=True)
+        row.reason = NOT_HERE[tiny.name][1]
+        shutil.rmtree(tmp_path / "run", ignore_errors=True)
+        recipe = recipe.model_copy(update={"extract": recipe.extract.model_copy(update={"backend": "transformers"})})
+    run_extract(recipe, tmp_path / "run", training_follows=True)
+    store = Store(tmp_path / "run" / "store")
+    states = check_states(store, target)
+    run_train(recipe, tmp_path / "run")
+    run_convert(recipe, tmp_path / "run")
+    row.trained = True
+    if tiny.name not in NOT_HERE:
+        row.states = states
+    elif tiny.name not in WITH_MEDUSA:
+        return
+
+    tokenizer = AutoTokenizer.from_pretrained(target)
+    chats = [[{"role": "user", "content": text}] for text in PROMPTS]
+    prompts = [tokenizer.apply_chat_template(chat, add_generation_prompt=True, return_dict=False) for chat in chats]
+    drafters = [(tmp_path / "run" / "vllm", kind)]
+    if tiny.name in NOT_SERVED:
+        row.reason = NOT_SERVED[tiny.name][1]
+        with pytest.raises(DraftsmithError, match=NOT_SERVED[tiny.name][0]):
+            record(drafters, target, prompts, k=K, max_tokens=48)
+        return
+    (served,) = record(drafters, target, prompts, k=K, max_tokens=48)
+    row.compared = sum(compare_proposals(served, load_drafter(tmp_path / "run", target), target))
+    assert row.compared > 3 * 40
+    check_answers(served.proposals, store)
+    row.same = True
+    row.reason = row.reason or ("with `medusa`" if kind == "medusa" else "")
+
+
+def check_states(store: Store, target: Path) -> float:
+    """Every sequence's states are transformers' own; returns the largest difference, relative to the states' size."""
+    model = reference_model(target, torch.float32)
+    assert store.identity.layer_ids == (1, 2, LAYERS)
+    worst = 0.0
+    for sequence in store:
+        ids = sequence.token_ids[: len(sequence.hidden_states)].long()
+        for column, layer in enumerate(store.identity.layer_ids):
+            expected = states_of(model, ids, (layer,))[:, 0]
+            found = sequence.hidden_states[:, column]
+            torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-4 * expected.abs().max().item())
+            worst = max(worst, ((found - expected).abs().max() / expected.abs().max()).item())
+    return worst
+
+
+def check_answers(proposals: list[dict[str, Any]], store: Store) -> None:
+    """Contexts of the speculative engine begin as the store's answers, which were made without a drafter."""
+    answers = [sequence.token_ids.tolist() for sequence in store]
+    compared = 0
+    for proposal in proposals:
+        context = proposal["context"]
+        matching = [answer for answer in answers if answer[: len(context)] == context[: len(answer)]]
+        assert matching, f"no answer without a drafter begins with {context}"
+        compared += 1
+    assert compared > 40
+
+
+@pytest.fixture(scope="module", autouse=True)
+def table() -> Any:
+    """At the end, the table of families, printed and written."""
+    yield
+    lines = ["| family | `model_type` | hidden states | draft tokens | answers | |", "|---|---|---|---|---|---|"]
+    for tiny in FAMILIES:
+        if (row := ROWS.get(tiny.name)) is None:
+            continue
+        states = "by transformers only" if row.states is None else "equal"
+        drafts = f"{row.compared} equal" if row.compared else "trained and converted" if row.trained else "none"
+        lines.append(
+            f"| {tiny.name} | `{tiny.model_type}` | {states} | {drafts} | {'identical' if row.same else 'not compared'} | {row.reason} |"
+        )
+    text = "\n".join(lines)
+    print(f"\n{text}")
+    finished = [name for name, row in ROWS.items() if row.same or (row.trained and name in NOT_HERE | NOT_SERVED)]
+    if len(finished) == len(FAMILIES):
+        before, _, rest = PAGE.read_text().partition(BEGIN)
+        PAGE.write_text(f"{before}{BEGIN}\n\n{text}\n\n{END}{rest.partition(END)[2]}")
