@@ -2,6 +2,7 @@
 
 import json
 import shutil
+import sys
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
@@ -54,8 +55,14 @@ class OwnTokenizer(PreTrainedTokenizerFast):
 @pytest.fixture(scope="module", autouse=True)
 def modules(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
     """transformers copies a target's code to a folder of its own before it runs it: not to the user's."""
+    folder = tmp_path_factory.mktemp("modules")
+    (folder / "transformers_modules").mkdir()
+    (folder / "transformers_modules" / "__init__.py").touch()
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("transformers.dynamic_module_utils.HF_MODULES_CACHE", str(tmp_path_factory.mktemp("modules")))
+        patch.setattr("transformers.dynamic_module_utils.HF_MODULES_CACHE", str(folder))
+        patch.syspath_prepend(folder)
+        for name in [name for name in sys.modules if name.split(".")[0] == "transformers_modules"]:
+            patch.delitem(sys.modules, name)  # from the user's folder, by an earlier test
         yield
 
 
