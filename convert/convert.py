@@ -38,13 +38,7 @@ NATIVE = "draftsmith"
 
 def run_convert(recipe: Recipe, run_dir: Path) -> dict[str, Any]:
     """Make `run_dir/vllm` from `run_dir/checkpoint`, unless it is finished for the same inputs.
-
-    Returns:
-        The figures of `stage.json`.
-
-    Raises:
-        UserError: there is no finished checkpoint.
-    """
+    Returns the figures of `stage.json`. Raises UserError: there is no finished checkpoint."""
     run = StageRun("convert", run_dir / "vllm")
     source, quantized = run_dir / "checkpoint", recipe.convert.quantize
     if stage.read(source) is None:
@@ -95,8 +89,7 @@ def recognize(directory: Path, named: str | None = None) -> Found:
         directory: holds the checkpoint.
         named: the format that it has according to the user, if any.
 
-    Raises:
-        UserError: the format is unknown, or not the named one.
+    Raises UserError: the format is unknown, or not the named one.
     """
     if (directory / RECORD).is_file() and named in (None, NATIVE):
         return Found(NATIVE, str(read_json(directory / RECORD).get("kind")), f"it has a {RECORD}")
@@ -125,8 +118,7 @@ def read(directory: Path, found: Found, target: TargetInfo | None = None) -> Che
         found: by `recognize`.
         target: the drafter's target, for formats that leave out some of its config.
 
-    Raises:
-        UserError: the checkpoint is damaged, or its config is incomplete.
+    Raises UserError: the checkpoint is damaged, or its config is incomplete.
     """
     try:
         if found.format == NATIVE:

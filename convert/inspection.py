@@ -25,13 +25,10 @@ COVERAGE_SIZES = tuple(2**n for n in range(8, 19))
 def inspect(directory: Path, *, stats: bool = False) -> dict[str, Any]:
     """Identify `directory` and verify it by reading all of it.
 
-    Returns:
-        `kind` (`store`, `checkpoint` or `vllm`), `path`, `finished` (whether its stage finished), `good`, `about` (what it
-        holds), `damage` if not good (`file`, byte range `start : end` if known, `message`, `places`: how many), and with `stats`,
-        for a store, the result of `store_stats`.
-
-    Raises:
-        UserError: it is not a directory of Draftsmith's, or its format is of another version.
+    Returns `kind` (`store`, `checkpoint` or `vllm`), `path`, `finished` (whether its stage finished), `good`, `about`
+    (what it holds), `damage` if not good (`file`, byte range `start : end` if known, `message`, `places`: how many),
+    and with `stats`, for a store, the result of `store_stats`. Raises UserError: it is not a directory of Draftsmith's,
+    or its format is of another version.
     """
     finished = is_snapshot(directory) or stage.read(directory) is not None  # a commit on the Hub is complete
     report = {"path": str(directory), "finished": finished} if directory.is_dir() else {}
@@ -131,12 +128,10 @@ def _about_drafter(directory: Path) -> dict[str, Any]:
 def store_stats(store: Store) -> dict[str, Any]:
     """Sequence lengths, token counts and vocabulary coverage of a store.
 
-    Returns:
-        `lengths`: min, median, mean and max tokens per sequence, and `histogram`: rows of [from, below, sequences]; None for an
-        empty store;
-        `tokens`: counts of the training and the held-out part;
-        `coverage`: rows of {`vocabulary`: V, `training`, `held_out`: share of that part's response tokens that are among the V
-        most frequent of the training part; None if a part has no responses}.
+    Returns `lengths`: min, median, mean and max tokens per sequence, and `histogram`: rows of [from, below, sequences];
+    None for an empty store; `tokens`: counts of the training and the held-out part; `coverage`: rows of {`vocabulary`:
+    V, `training`, `held_out`: share of that part's response tokens that are among the V most frequent of the training
+    part; None if a part has no responses}.
     """
     rows = {part: store.rows(held_out=part == "held_out") for part in ("training", "held_out")}
     lengths = torch.tensor([store.length(row) for row in range(len(store))], dtype=torch.int64)
@@ -190,10 +185,7 @@ def _coverage(training: torch.Tensor, held_out: torch.Tensor) -> list[dict[str, 
 
 def write_plot(stats: dict[str, Any], path: Path) -> None:
     """Plot lengths and coverage to a file, whose suffix selects the format.
-
-    Raises:
-        UserError: matplotlib is missing, or cannot write the file.
-    """
+    Raises UserError: matplotlib is missing, or cannot write the file."""
     try:
         from matplotlib.figure import Figure
     except ImportError:

@@ -60,8 +60,7 @@ def publish(
         evaluation: folder of the evaluation in the run; None publishes without one.
         dry_run: upload nothing and contact nothing.
 
-    Returns:
-        `repo`, `revision`, `files` (name to bytes), `card`, and unless `dry_run`, `commit` and `url`.
+    Returns `repo`, `revision`, `files` (name to bytes), `card`, and unless `dry_run`, `commit` and `url`.
 
     Raises:
         UserError: there is no finished drafter, its evaluation is missing or of other weights, a name or the metadata is

@@ -128,10 +128,7 @@ def _library_scheme(weights: Mapping[str, Any], inputs: Mapping[str, Any] | None
 
 def dequantized(record: Mapping[str, Any], weights: Mapping[str, Weight]) -> tuple[dict[str, Any], dict[str, Weight]]:
     """Convert 8-bit weights to floating point, in the dtype of their scales. Other checkpoints are returned unchanged.
-
-    Raises:
-        UserError: the checkpoint is quantized in an unsupported way, or damaged.
-    """
+    Raises UserError: the checkpoint is quantized in an unsupported way, or damaged."""
     if SECTION not in record:
         return dict(record), dict(weights)
     section = record[SECTION]

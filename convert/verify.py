@@ -32,12 +32,9 @@ def compare(
         target: the target's tensors, which drafters share; None for random ones.
         rounded: the result has 8-bit weights.
 
-    Returns:
-        Over the draft tokens that both have: `relative_difference` of the logits (norm of the difference over the norm), and
-        `same_first_choice`, the share of rows with the same top-1 token.
-
-    Raises:
-        DraftsmithError: the logits differ by more than the change of weight types explains; with the same types, at all.
+    Returns over the draft tokens that both have: `relative_difference` of the logits (norm of the difference over the
+    norm), and `same_first_choice`, the share of rows with the same top-1 token. Raises DraftsmithError: the logits
+    differ by more than the change of weight types explains; with the same types, at all.
     """
     generator = torch.Generator().manual_seed(0)
     config = source.drafter_config()

@@ -79,8 +79,7 @@ def record(
         recorder: the program to run.
         trust_remote_code: whether the target's own Python code may run.
 
-    Raises:
-        DraftsmithError: vLLM did not load or serve one; with the end of its log.
+    Raises DraftsmithError: vLLM did not load or serve one; with the end of its log.
     """
     # Room beyond the longest answer: for contexts that nearly fill the model's length vLLM proposes token 0.
     job = {
@@ -123,12 +122,8 @@ def compare_proposals(
         target_dir: a Hugging Face directory.
         trust_remote_code: whether the target's own Python code may run.
 
-    Returns:
-        The number of tokens compared, by draft position.
-
-    Raises:
-        DraftsmithError: one differs although the module's logits of the two are not nearly equal; or more than one in 200 are
-            near-ties.
+    Returns the number of tokens compared, by draft position. Raises DraftsmithError: one differs although the module's
+    logits of the two are not nearly equal; or more than one in 200 are near-ties.
     """
     chains = _chains(served, drafter, reference_model(target_dir, torch.float32, trust_remote_code=trust_remote_code))
     steps = max((len(proposal["draft"]) for proposal in served.proposals), default=0)
@@ -198,12 +193,9 @@ def verify_served(
         drafter: the module that the directory was made from, in float32.
         trust_remote_code: whether the target's own Python code may run.
 
-    Returns:
-        `proposals` compared by draft position (not if inputs are rounded too: draft tokens may differ then), and how many of
-        the `drafted` tokens the target `accepted`; or `not_served`, the reason why vLLM cannot serve it on this machine.
-
-    Raises:
-        DraftsmithError: vLLM does not serve it, or proposes other tokens.
+    Returns `proposals` compared by draft position (not if inputs are rounded too: draft tokens may differ then), and
+    how many of the `drafted` tokens the target `accepted`; or `not_served`, the reason why vLLM cannot serve it on this
+    machine. Raises DraftsmithError: vLLM does not serve it, or proposes other tokens.
     """
     try:
         method = speculative_config(drafter_dir, 1)["method"]

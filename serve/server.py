@@ -42,8 +42,7 @@ def serve(
             evaluation chose, or `evaluate.acceptance_k`, in this order.
         api_key: API key that clients must send; None requires none.
 
-    Returns:
-        0 when stopped.
+    Returns 0 when stopped.
 
     Raises:
         UserError: the method cannot serve this target, or there is no drafter.
@@ -106,10 +105,7 @@ def _description(speculative: dict[str, Any] | None) -> str:
 
 def chosen_k(recipe: Recipe, run_dir: Path) -> int:
     """The K that evaluation chose, or `evaluate.acceptance_k` if it has not run.
-
-    Raises:
-        UserError: `results.json` is not an evaluation's.
-    """
+    Raises UserError: `results.json` is not an evaluation's."""
     path = run_dir / recipe.evaluate.output / "results.json"
     if not path.is_file():
         return recipe.evaluate.acceptance_k

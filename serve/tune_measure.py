@@ -170,8 +170,7 @@ def measure_speedups(
     Args:
         schedule: also measured; None for none.
 
-    Returns:
-        By requests in flight and K; and of the schedule, by requests in flight, empty if there is none.
+    Returns by requests in flight and K; and of the schedule, by requests in flight, empty if there is none.
     """
     options = recipe.tune
     keys = list(engines.ks) if schedule is None else [*engines.ks, _BY_SCHEDULE]

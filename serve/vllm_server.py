@@ -81,19 +81,11 @@ class VllmServer:
         self._echo.start()
 
     def wait_ready(self, stop: threading.Event) -> bool:
-        """Block until it answers; False if `stop` is set before.
-
-        Raises:
-            DraftsmithError: it ended by itself.
-        """
+        """Block until it answers; False if `stop` is set before. Raises DraftsmithError: it ended by itself."""
         return self._wait(stop, lambda: _healthy(self.url))
 
     def wait_stopped(self, stop: threading.Event) -> None:
-        """Block until `stop` is set.
-
-        Raises:
-            DraftsmithError: it ended by itself.
-        """
+        """Block until `stop` is set. Raises DraftsmithError: it ended by itself."""
         self._wait(stop, lambda: False)
 
     def end(self) -> None:
@@ -150,8 +142,7 @@ def server_command(
         port: port to listen on.
         memory_share: its part of the memory that the recipe grants, for servers side by side.
 
-    Raises:
-        UserError: an option is set elsewhere.
+    Raises UserError: an option is set elsewhere.
     """
     command = [
         sys.executable, "-m", "draftsmith.serve.server_process", str(os.getpid()),
@@ -190,11 +181,7 @@ def failure_reason(lines: Sequence[str]) -> str:
 
 
 def _flags(options: Mapping[str, Any]) -> list[str]:
-    """Options as flags of vLLM's command line.
-
-    Raises:
-        UserError: one of them is set elsewhere.
-    """
+    """Options as flags of vLLM's command line. Raises UserError: one of them is set elsewhere."""
     flags: list[str] = []
     for key, value in options.items():
         name = _flag(key)

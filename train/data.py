@@ -83,7 +83,7 @@ class TrainingData:
         loaded = []
         for share in shares[first : first + accumulation]:
             share_rows = [rows[i] for i in share] or [min(rows, key=self.store.length)]
-            batch = self.batch(share_rows, prompt_weight=options.prompt_loss_weight)
+            batch = self.batch(share_rows, options.prompt_loss_weight)
             if options.state_dropout:
                 states = batch.hidden_states.split([self.store.length(row) for row in share_rows])
                 dropped = [
@@ -94,19 +94,14 @@ class TrainingData:
             loaded.append(MicroBatch(batch, idle=not share))
         return loaded
 
-    def batch(self, rows: list[int], *, prompt_weight: float = 0.0) -> Batch:
+    def batch(self, rows: list[int], prompt_weight: float = 0.0) -> Batch:
         """Store rows packed, in float32 on the CPU, with the target's last states."""
         packed = pack(self.store.read(rows), steps=self.ttt_steps, prompt_weight=prompt_weight)
         return packed.to_dtype(torch.float32).with_layers(self.columns, self.last_column)
 
     def held_out(self, *, steps: int, part: int = 0, parts: int = 1) -> Iterator[Batch]:
-        """Held-out sequences, a few in a batch, for the prediction of acceptance; each is read when it is due.
-
-        Args:
-            steps: K.
-            part: number of the first sequence, for the processes that divide them.
-            parts: take every so many-th sequence.
-        """
+        """Held-out sequences, a few in a batch, for the prediction of acceptance with K = `steps`; each is read when it is due.
+        Processes that divide them take every `parts`-th, from number `part` on."""
         rows = self.store.rows(held_out=True)[part::parts]
         for batch in pack_in_order(self.in_order(self.store.__getitem__, rows), steps=steps):
             yield batch.with_layers(self.columns, self.last_column)
@@ -118,12 +113,7 @@ class TrainingData:
 
 def step_seed(seed: int, step: int, part: int) -> int:
     """Seed of a step's randomness: it depends on the step's number, so that a resumed run draws what an uninterrupted one does.
-
-    Args:
-        seed: the recipe's.
-        step: number of the step.
-        part: what in the step draws: a store row or a micro-batch.
-    """
+    `part` is what in the step draws: a store row or a micro-batch."""
     return (seed * 1_000_003 + step) * 4099 + part
 
 

@@ -44,14 +44,10 @@ def finish_epoch(run: Run, epoch: int) -> None:
             folder = epoch_folder(run.directory, figures)
             folder.mkdir(exist_ok=True)
             target = {"name": run.target.name, "revision": run.target.revision, "config_hash": run.target.config_hash}
-            Checkpoint(
-                kind=options.drafter.kind,
-                config=drafter.config.to_dict(),
-                target=target,
-                draft_token_ids=drafter.draft_token_ids,
-                weights=in_memory(tensors),
-                training=figures,
-            ).save(folder)
+            checkpoint = Checkpoint(
+                options.drafter.kind, drafter.config.to_dict(), target, drafter.draft_token_ids, in_memory(tensors), figures
+            )
+            checkpoint.save(folder)
     run.progress.epochs += broadcast_object_list([figures])
 
 

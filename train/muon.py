@@ -91,7 +91,6 @@ class Muon(torch.optim.Optimizer):
 
     Args:
         params: 2-D; momentum is in their dtype.
-        lr: learning rate.
         momentum: share of the old momentum that a step keeps.
         weight_decay: decoupled, as in AdamW.
         dtype: what `orthogonalize` computes in: float32 or bfloat16, on every device.

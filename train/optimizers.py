@@ -15,19 +15,14 @@ from draftsmith.train.muon import Muon
 
 
 def make_optimizers(options: TrainConfig, drafter: Drafter) -> list[torch.optim.Optimizer]:
-    """Muon for the matrices inside the network; AdamW for norms, heads and embeddings, as Jordan advises (see `muon.py`).
-
-    Args:
-        options: with `precision` set.
-        drafter: parameters that do not require a gradient are left out.
-    """
-    trained = [parameter for parameter in drafter.parameters() if parameter.requires_grad]
+    """Muon for the matrices inside the network; AdamW for norms, heads and embeddings, as Jordan advises (see `muon.py`). Of
+    `options`, `precision` is set; parameters that do not require a gradient are left out."""
     by_token = {id(p) for p in (*drafter.head_parameters(), *drafter.embedding_parameters())}
-    matrices = [p for p in trained if p.ndim == 2 and id(p) not in by_token]
-    if options.optimizer == "adamw":
-        matrices = []
-    chosen = {id(p) for p in matrices}
-    rest = [p for p in trained if id(p) not in chosen]
+    matrices: list[nn.Parameter] = []
+    rest: list[nn.Parameter] = []
+    for p in drafter.parameters():
+        if p.requires_grad:
+            (matrices if options.optimizer == "muon" and p.ndim == 2 and id(p) not in by_token else rest).append(p)
     optimizers: list[torch.optim.Optimizer] = []
     if rest:
         optimizers.append(torch.optim.AdamW(rest, lr=options.lr, betas=(0.9, 0.95), weight_decay=options.weight_decay))

@@ -17,10 +17,7 @@ _MODULES = {"wandb": ["wandb"], "tensorboard": ["tensorboard", "tensorboardX"], 
 
 
 def require_tracker(name: str | None) -> None:
-    """
-    Raises:
-        UserError: the tracker is not installed.
-    """
+    """Raises UserError: the tracker is not installed."""
     if name and not any(importlib.util.find_spec(module) for module in _MODULES[name]):
         raise UserError(
             f"`train.tracker: {name}` needs the package {name}, which is not installed: "

@@ -44,8 +44,7 @@ class Format:
             target: name, revision and config_hash, if the user named the target; else `UNKNOWN_TARGET`.
             known: from the target: fields that the format leaves out.
 
-        Raises:
-            UserError: a part is missing, unknown or contradictory.
+        Raises UserError: a part is missing, unknown or contradictory.
         """
         layout = self.layouts[kind]
         record, weights = dequantized(read_json(directory / "config.json"), open_weights(directory))
@@ -114,8 +113,7 @@ class Format:
             dtype: torch's name of the floating-point type; None keeps the source's.
             quantize: 8-bit weights in linear layers, one of `quantize.SCHEMES`; None for floating point.
 
-        Raises:
-            UserError: the format cannot express the drafter, or its readers take no such weights.
+        Raises UserError: the format cannot express the drafter, or its readers take no such weights.
         """
         record, weights = self.to_files(checkpoint, dtype=dtype)
         if quantize is not None:

@@ -46,8 +46,7 @@ def load_recipe(path: str | Path, overrides: list[str] | None = None) -> Recipe:
         path: the YAML file.
         overrides: `section.key=value` strings; values are YAML.
 
-    Raises:
-        UserError: the file is missing, is not YAML, or does not match the schema.
+    Raises UserError: the file is missing, is not YAML, or does not match the schema.
     """
     path = Path(path)
     if not path.is_file():

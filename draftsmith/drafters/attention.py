@@ -85,8 +85,7 @@ def attend(queries: torch.Tensor, context: KeysValues, own: list[KeysValues], ti
         own: keys and values [Q, M, C] of each later chain step so far; a row sees only its own.
         tiles: which of the T rows each of the Q sees.
 
-    Returns:
-        [Q, N * C]
+    Returns [Q, N * C].
     """
     if not len(queries):
         return queries.flatten(1)
@@ -122,8 +121,7 @@ def _attend_tile(
         keys: [M, T, C].
         values: [M, T, C].
 
-    Returns:
-        Mixed values [M, S * B, G, C], and the attention weights of the row's own chain [M, S * B, G, k].
+    Returns mixed values [M, S * B, G, C], and the attention weights of the row's own chain [M, S * B, G, k].
     """
     kv_heads, _, group, size = queries.shape
     blocks, rows, _, length = tile.masked.shape

@@ -190,11 +190,7 @@ class Drafter(nn.Module, ABC):
 
     @classmethod
     def shapes(cls, config: DrafterConfig) -> dict[str, tuple[int, ...]]:
-        """Name and shape of every tensor of the state dict.
-
-        Raises:
-            UserError: no module can be built from the config.
-        """
+        """Name and shape of every tensor of the state dict. Raises UserError: no module can be built from the config."""
         try:
             return dict(_shapes(cls, config))
         except Exception as error:  # configs come from files; what a wrong value breaks depends on the kind

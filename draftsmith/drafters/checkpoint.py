@@ -100,21 +100,15 @@ class Checkpoint:
 
     def drafter_config(self) -> DrafterConfig:
         """`config` as an object of the kind's config class.
-
-        Raises:
-            UserError: its fields are not those of the kind's config.
-        """
+        Raises UserError: its fields are not those of the kind's config."""
         try:
             return drafter_class(self.kind).config_class.from_dict(self.config)
         except (TypeError, KeyError) as error:
             raise UserError(f"The config is not that of a drafter of the kind {self.kind}: {error}.") from None
 
     def check(self) -> Checkpoint:
-        """Return the checkpoint itself if its parts agree.
-
-        Raises:
-            UserError: listing tensors that are missing, unknown or of the wrong shape or dtype, or what else disagrees.
-        """
+        """Return the checkpoint itself if its parts agree. Raises UserError: listing tensors that are missing, unknown
+        or of the wrong shape or dtype, or what else disagrees."""
         kind, config = drafter_class(self.kind), self.drafter_config()
         expected = kind.shapes(config)
         if kind.has_embedding and EMBEDDING in self.weights:

@@ -386,8 +386,7 @@ def _reduced_rank_fit(
         cross: R^T W.
         rank: at most H.
 
-    Returns:
-        A [n*H, H], B [H, rank], C [rank, H] with W ~ R[:, :-H] @ A + R[:, -H:] @ B @ C.
+    Returns a [n*H, H], B [H, rank], C [rank, H] with W ~ R[:, :-H] @ A + R[:, -H:] @ B @ C.
     """
     split = len(gram) - cross.shape[1]
     lower = factor(gram)

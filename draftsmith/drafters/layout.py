@@ -162,10 +162,7 @@ class Layout:
 
     def read(self, source: Source) -> dict[str, Any]:
         """Return the kind's config as a dict of its fields.
-
-        Raises:
-            UserError: a field is missing or invalid, or a key is unknown.
-        """
+        Raises UserError: a field is missing or invalid, or a key is unknown."""
         config: dict[str, Any] = {}
         for each in self.fields:
             config[each.field] = each.read(source, config)
@@ -188,10 +185,7 @@ class Layout:
 
     def check(self, config: Any) -> None:
         """Check that the format can express a config of the kind.
-
-        Raises:
-            UserError: naming the field that it cannot express.
-        """
+        Raises UserError: naming the field that it cannot express."""
         for name, allowed in self.supported.items():
             value = getattr(config, name)
             if not (allowed(value) if callable(allowed) else value in allowed):

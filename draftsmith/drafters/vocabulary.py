@@ -12,9 +12,8 @@ def choose_draft_vocabulary(counts: torch.Tensor, size: int | None) -> torch.Ten
         counts: int64 [vocab]; how often each token occurs.
         size: tokens to keep; all if None or larger than the vocabulary.
 
-    Returns:
-        int64 [V], ascending target ids. If too few tokens occur, those with the lowest ids are added: byte-pair vocabularies
-        give low ids to the pieces merged first, which are common.
+    Returns int64 [V], ascending target ids. If too few tokens occur, those with the lowest ids are added: byte-pair
+    vocabularies give low ids to the pieces merged first, which are common.
     """
     size = min(size or len(counts), len(counts))
     order = torch.sort(counts, descending=True, stable=True).indices  # stable: ties and zeros by lowest id

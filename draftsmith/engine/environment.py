@@ -26,10 +26,7 @@ _GIB = 1024**3
 
 def is_cpu() -> bool:
     """Whether engines run on the CPU.
-
-    Raises:
-        UserError: vLLM is built for CUDA and torch cannot use a GPU; the driver may be missing or too old.
-    """
+    Raises UserError: vLLM is built for CUDA and torch cannot use a GPU; the driver may be missing or too old."""
     import torch
 
     from draftsmith.run.cuda import require_gpus_for_vllm
@@ -113,10 +110,7 @@ def only_these_gpus(names: Sequence[str]) -> dict[str, str]:
 
 def share_of_machine(number: int, count: int, tensor_parallel_size: int) -> dict[str, str]:
     """Environment variables that give engine `number` of `count` its own cores, or `tensor_parallel_size` GPUs.
-
-    Raises:
-        UserError: there are not enough cores or GPUs.
-    """
+    Raises UserError: there are not enough cores or GPUs."""
     if count == 1:
         return {}
     if is_cpu():
@@ -143,8 +137,7 @@ def states_arguments(config: PretrainedConfig, options: Mapping[str, Any]) -> di
         config: the target's language model's.
         options: the recipe's `engine.options`, whose `hf_overrides` stay.
 
-    Raises:
-        UserError: neither does.
+    Raises UserError: neither does.
     """
     states = FAMILIES[config.model_type].states if config.model_type in FAMILIES else "own"
     if states == "own":

@@ -137,10 +137,7 @@ def kv_values(config: PretrainedConfig) -> int:
 
 def weight_bytes(directory: Path, dtype: str) -> int:
     """Bytes of a model's weights in an engine that computes in `dtype`, from its files' headers. 8-bit weights stay 8-bit.
-
-    Raises:
-        UserError: a file is damaged.
-    """
+    Raises UserError: a file is damaged."""
     total = 0
     files = sorted(directory.glob("*.safetensors"))
     for path in () if files else sorted(directory.glob("pytorch_model*.bin")):

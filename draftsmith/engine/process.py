@@ -92,8 +92,7 @@ class EngineProcess:
         Args:
             when: for the error's text, as in `while starting`.
 
-        Raises:
-            EngineFailed: the child reported an error or ended; it is closed then.
+        Raises EngineFailed: the child reported an error or ended; it is closed then.
         """
         try:
             message = self.pipe.recv()

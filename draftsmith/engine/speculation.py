@@ -43,8 +43,7 @@ def method_config(
         own_drafter: the run's drafter (`runs/NAME/vllm`), for methods that name no other.
         tensor_parallel_size: the target's.
 
-    Raises:
-        UserError: the method cannot serve this target here.
+    Raises UserError: the method cannot serve this target here.
     """
     if isinstance(method, NoSpeculation):
         return None
@@ -114,10 +113,7 @@ def own_drafter(drafter_dir: Path) -> Drafter:
 
 def check_target(drafter_dir: Path, target: TargetInfo) -> None:
     """Check that a drafter fits this target.
-
-    Raises:
-        UserError: sizes or layers do not fit. vLLM would fail after loading the target, or draft nonsense.
-    """
+    Raises UserError: sizes or layers do not fit. vLLM would fail after loading the target, or draft nonsense."""
     config = _config(drafter_dir)
     made_for = (config.get("draftsmith") or {}).get("target", {}).get("name")
     advice = f"It was made for {made_for}." if made_for else "Choose a drafter that was made for it."
@@ -147,11 +143,8 @@ def _layer_ids(config: Mapping[str, Any]) -> list[int]:
 
 
 def check_graph_sizes(options: Mapping[str, Any], k: int) -> None:
-    """Check that the user's sizes for full CUDA graphs are usable with speculation.
-
-    Raises:
-        UserError: one is not a multiple of K + 1, the rows of a decoding sequence in a step: no step would ever have that size.
-    """
+    """Check that the user's sizes for full CUDA graphs are usable with speculation. Raises UserError: one is not a
+    multiple of K + 1, the rows of a decoding sequence in a step: no step would ever have that size."""
     named = {key.replace("-", "_"): value for key, value in options.items()}
     compilation = named.get("compilation_config")
     given = compilation if isinstance(compilation, Mapping) else {}
@@ -173,8 +166,7 @@ def speculative_config(drafter_dir: Path, k: int) -> dict[str, Any]:
         drafter_dir: `runs/NAME/vllm`.
         k: number of speculative tokens.
 
-    Raises:
-        UserError: the directory holds no drafter that this version can serve, or one that drafts fewer tokens.
+    Raises UserError: the directory holds no drafter that this version can serve, or one that drafts fewer tokens.
     """
     config = _config(drafter_dir)
     spec = serving_spec(drafter_dir)
@@ -215,11 +207,7 @@ def target_arguments(
 
 
 def drafter_sha256(drafter_dir: Path) -> dict[str, str]:
-    """SHA-256 of the drafter's config and weights, by file name.
-
-    Raises:
-        UserError: a file is missing.
-    """
+    """SHA-256 of the drafter's config and weights, by file name. Raises UserError: a file is missing."""
     for name in _FILES:
         if not (drafter_dir / name).is_file():
             raise UserError(
@@ -230,11 +218,7 @@ def drafter_sha256(drafter_dir: Path) -> dict[str, str]:
 
 
 def serving_spec(drafter_dir: Path) -> ServingSpec:
-    """How vLLM serves the drafter.
-
-    Raises:
-        UserError: the directory holds no drafter that this version can serve.
-    """
+    """How vLLM serves the drafter. Raises UserError: the directory holds no drafter that this version can serve."""
     return KINDS[_kind(drafter_dir)].serving
 
 

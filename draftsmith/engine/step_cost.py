@@ -37,8 +37,7 @@ def target_sizes(config: PretrainedConfig, *, trust_remote_code: bool = False) -
     Args:
         trust_remote_code: whether the target's own code may run.
 
-    Raises:
-        UserError: transformers has no such model, or none without the target's own code.
+    Raises UserError: transformers has no such model, or none without the target's own code.
     """
     from transformers import AutoModelForCausalLM
 

@@ -18,11 +18,7 @@ _NO_SPACE = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 
 
 def read_json(path: Path) -> dict[str, Any]:
-    """Read a file that holds a JSON object.
-
-    Raises:
-        UserError: the file is missing or holds something else.
-    """
+    """Read a file that holds a JSON object. Raises UserError: the file is missing or holds something else."""
     try:
         record = json.loads(path.read_bytes())
     except FileNotFoundError:
@@ -41,10 +37,7 @@ def write_json(path: Path, value: Any) -> None:
 
 def write_bytes(path: Path, *parts: bytes | memoryview) -> None:
     """Write a file atomically and durably: the parts, end to end.
-
-    Raises:
-        DraftsmithError: the disk is full. Nothing of the new file is left, and an earlier one is unchanged.
-    """
+    Raises DraftsmithError: the disk is full. Nothing of the new file is left, and an earlier one is unchanged."""
     with new_file(path, size=sum(memoryview(part).nbytes for part in parts)) as file:
         for part in parts:
             file.write(part)
@@ -53,10 +46,7 @@ def write_bytes(path: Path, *parts: bytes | memoryview) -> None:
 @contextmanager
 def new_file(path: Path, *, size: int) -> Iterator[BinaryIO]:
     """A file of `size` bytes that is at `path`, whole and durable, once the block has succeeded.
-
-    Raises:
-        DraftsmithError: the disk is full.
-    """
+    Raises DraftsmithError: the disk is full."""
     temporary = path.with_name(path.name + ".tmp")
     try:
         with temporary.open("wb") as file:

@@ -62,10 +62,7 @@ def native_bfloat16() -> bool:
 
 def require_usable_gpus() -> None:
     """Raise if torch would compute on the CPU although the machine has GPUs.
-
-    Raises:
-        UserError: torch is built for CUDA, the machine has an NVIDIA GPU or driver, and torch cannot use it.
-    """
+    Raises UserError: torch is built for CUDA, the machine has an NVIDIA GPU or driver, and torch cannot use it."""
     if torch.version.cuda is None or torch.cuda.is_available() or hidden():
         return
     loaded, supports = driver_version(), driver_supports()
@@ -95,11 +92,7 @@ def vllm_build() -> tuple[str, str] | None:
 
 
 def require_gpus_for_vllm() -> None:
-    """Raise if vLLM is built for CUDA and torch can use no GPU.
-
-    Raises:
-        UserError: that, or as `require_usable_gpus`.
-    """
+    """Raise if vLLM is built for CUDA and torch can use no GPU. Raises UserError: that, or as `require_usable_gpus`."""
     require_usable_gpus()
     found = vllm_build()
     if found is None or found[1] == "cpu" or torch.cuda.is_available():

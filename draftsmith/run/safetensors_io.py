@@ -72,10 +72,7 @@ def header_bytes(
 
 def parse_header(data: bytes | memoryview) -> Header:
     """Parse the header at the start of a file's bytes.
-
-    Raises:
-        ValueError: it is not a safetensors header, or `data` ends before it does.
-    """
+    Raises ValueError: it is not a safetensors header, or `data` ends before it does."""
     length = int.from_bytes(data[:8], "little")
     text = bytes(data[8 : 8 + length])
     if len(data) < 8 or len(text) < length:

@@ -34,10 +34,7 @@ def finished(directory: Path, inputs: str) -> bool:
 
 def read(directory: Path) -> dict[str, Any] | None:
     """The directory's `stage.json`, or None if the stage has not finished.
-
-    Raises:
-        UserError: the file is not a stage record.
-    """
+    Raises UserError: the file is not a stage record."""
     path = directory / MARKER
     if not path.is_file():
         return None
@@ -58,8 +55,7 @@ def claim(directory: Path, *, fresh: bool) -> None:
     Args:
         fresh: delete what an earlier run left there.
 
-    Raises:
-        UserError: it holds files and was not made by Draftsmith.
+    Raises UserError: it holds files and was not made by Draftsmith.
     """
     if directory.exists() and not directory.is_dir():
         raise UserError(

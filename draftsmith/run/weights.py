@@ -113,11 +113,8 @@ def _pieces(tensor: torch.Tensor) -> tuple[torch.Tensor, ...]:
 
 
 def open_weights(directory: Path) -> dict[str, Weight]:
-    """Open all tensors of a checkpoint: safetensors or PyTorch files, sharded or not. Pickled code never runs.
-
-    Raises:
-        UserError: there are none, a shard is missing or outside the folder, or a file is damaged or holds other objects.
-    """
+    """Open all tensors of a checkpoint: safetensors or PyTorch files, sharded or not. Pickled code never runs. Raises
+    UserError: there are none, a shard is missing or outside the folder, or a file is damaged or holds other objects."""
     for single, opened in (("model.safetensors", open_safetensors), ("pytorch_model.bin", open_pickle)):
         index = directory / f"{single}.index.json"
         if index.is_file():
@@ -197,10 +194,7 @@ def _on_disk(span: Span, shape: tuple[int, ...], dtype: torch.dtype) -> Weight:
 
 def open_pickle(path: Path) -> dict[str, Weight]:
     """Open a file of torch.save. Only tensors are unpickled, so no code in the file runs.
-
-    Raises:
-        UserError: the file is damaged or holds other objects.
-    """
+    Raises UserError: the file is damaged or holds other objects."""
     try:
         try:
             record = torch.load(path, map_location="cpu", weights_only=True, mmap=True)
@@ -240,10 +234,7 @@ def write_safetensors(
     path: Path, weights: Mapping[str, Weight], *, metadata: Mapping[str, str] | None = _METADATA
 ) -> int:
     """Write a safetensors file atomically, byte for byte as the library does; returns its size in bytes.
-
-    Raises:
-        DraftsmithError: the disk is full; nothing is left behind.
-    """
+    Raises DraftsmithError: the disk is full; nothing is left behind."""
     rank = {dtype: place for place, dtype in enumerate(DTYPES.values())}
     ordered = sorted(weights.items(), key=lambda item: (rank[item[1].dtype], item[0]))
     header = header_bytes({name: (weight.dtype, weight.shape) for name, weight in ordered}, metadata=metadata)

@@ -71,10 +71,7 @@ class EncodedStates:
 
 def encode_states(states: torch.Tensor, form: Form) -> EncodedStates:
     """Check states [M, L, H] and encode them. With `none` the result shares their memory.
-
-    Raises:
-        ValueError: there are no states, one is not finite, or a token's are all zero.
-    """
+    Raises ValueError: there are no states, one is not finite, or a token's are all zero."""
     if states.dim() != 3 or not states.numel():
         raise ValueError(f"states have shape {tuple(states.shape)}, expected [tokens, layers, hidden size]")
     largest = states.abs().amax(dim=-1)  # NaN if one is; one pass, because all states go through here

@@ -128,10 +128,7 @@ class StoreIdentity:
         return fields
 
     def require(self, wanted: StoreIdentity, where: Path) -> None:
-        """
-        Raises:
-            UserError: the identities differ; names every field that does.
-        """
+        """Raises UserError: the identities differ; names every field that does."""
         self.require_fields(vars(wanted), where, way_out="Delete it, or choose another run with `-s name=OTHER`.")
 
     def require_fields(self, wanted: dict[str, Any], where: Path, *, way_out: str) -> None:
@@ -164,10 +161,7 @@ class Shard:
 
 
 def check_sequence(sequence: EncodedSequence, identity: StoreIdentity, compression: Form) -> None:
-    """
-    Raises:
-        ValueError: lengths, shapes, dtype or encoding do not fit one another or the store.
-    """
+    """Raises ValueError: lengths, shapes, dtype or encoding do not fit one another or the store."""
     tokens, states = len(sequence.token_ids), sequence.states
     rows, *layout = states.shape
     if len(sequence.loss_mask) != tokens or rows not in (tokens, tokens - 1):

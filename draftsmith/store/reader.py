@@ -92,10 +92,7 @@ class Store:
 
     def __getitem__(self, index: int) -> Sequence:
         """A sequence, its bytes checked. Uncompressed states are memory-mapped.
-
-        Raises:
-            CorruptStore: the states are not as they were written.
-        """
+        Raises CorruptStore: the states are not as they were written."""
         entry = self._index[index]
         token_ids, loss_mask = self._text(entry)
         states = self._shards[entry.shard].states(entry.row)

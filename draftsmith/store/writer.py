@@ -50,10 +50,7 @@ class ShardMaker:
 
     def add(self, sequence: Sequence | EncodedSequence) -> None:
         """Check a sequence, encode its states if they are not yet, and add it to the open shard.
-
-        Raises:
-            ValueError: the sequence is not as a store requires (lengths, shape, finite, not all zero).
-        """
+        Raises ValueError: the sequence is not as a store requires (lengths, shape, finite, not all zero)."""
         if isinstance(sequence, Sequence):
             about, states = sequence, encode_states(sequence.hidden_states, self._compression)
             sequence = EncodedSequence(about.sample_id, about.held_out, about.token_ids, about.loss_mask, states)
@@ -63,10 +60,7 @@ class ShardMaker:
 
     def write(self, path: Path) -> Shard:
         """Write the open shard to a file and begin the next.
-
-        Raises:
-            DraftsmithError: the disk is full. The shard stays open.
-        """
+        Raises DraftsmithError: the disk is full. The shard stays open."""
         head = shard_head(self._waiting, self._identity, self._compression)
         write_bytes(path, head, *(one.states.data for one in self._waiting))
         shard = Shard(
@@ -109,10 +103,7 @@ class BackgroundShards:
 
     def flush(self) -> None:
         """Start writing the open shard, if it holds anything. Waits for the one before, so that memory holds two at most.
-
-        Raises:
-            DraftsmithError: the disk had no room for the one before.
-        """
+        Raises DraftsmithError: the disk had no room for the one before."""
         self.wait()
         if self._open.tokens:
             full, self._open = self._open, self._new_shard()
@@ -243,10 +234,7 @@ def most_bytes(identity: StoreIdentity, compression: Form, *, tokens: int, seque
 
 
 def require_free_space(directory: Path, needed: int, *, way_out: str) -> None:
-    """
-    Raises:
-        UserError: less than `needed` bytes are free in `directory`; names both, and `way_out`.
-    """
+    """Raises UserError: less than `needed` bytes are free in `directory`; names both, and `way_out`."""
     free = shutil.disk_usage(directory).free
     if needed > free:
         raise UserError(

@@ -43,10 +43,7 @@ def register() -> None:
 
 
 def require_known_vllm() -> None:
-    """
-    Raises:
-        RuntimeError: this vLLM's proposers were not replaced.
-    """
+    """Raises RuntimeError: this vLLM's proposers were not replaced."""
     from vllm import __version__
 
     if not __version__.startswith(_KNOWN):
@@ -101,8 +98,7 @@ def _expand_batch_to_tokens(
         replace_from: a value of `x` to replace.
         replace_to: what to replace it with.
 
-    Returns:
-        `x`'s dtype [num_tokens]
+    Returns `x`'s dtype [num_tokens].
     """
     import torch
 

@@ -17,10 +17,7 @@ from draftsmith.serve.plugin import require_known_vllm
 
 class MlpSpeculator(nn.Module):
     """The model that vLLM loads for the plugin's architecture. Replicated on every rank, as its inputs are.
-
-    Raises:
-        RuntimeError: this vLLM's proposers were not replaced.
-    """
+    Raises RuntimeError: this vLLM's proposers were not replaced."""
 
     def __init__(self, *, vllm_config: Any, prefix: str = "") -> None:
         super().__init__()
@@ -42,8 +39,7 @@ class MlpSpeculator(nn.Module):
             tokens: int [rows], sampled after them.
             steps: 0 to `n_predict`.
 
-        Returns:
-            int64 [rows, steps]
+        Returns int64 [rows, steps].
         """
         state, drafts = self.drafter.first_state(states), []
         for step in range(steps):

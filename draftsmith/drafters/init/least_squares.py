@@ -34,8 +34,7 @@ def factor(gram: torch.Tensor) -> torch.Tensor:
     Rounding errors of the smallest eigenvalues are relative to the largest one, and at n = 40,000 they may exceed the ridge,
     which is then made ten or a hundred times as large.
 
-    Raises:
-        DraftsmithError: no ridge is enough, for instance where a value is not finite.
+    Raises DraftsmithError: no ridge is enough, for instance where a value is not finite.
     """
     mean, added = gram.diagonal().mean(), 0.0
     for ridge in _RIDGES:
@@ -77,8 +76,7 @@ def fit_next_states(
         batches: of the store, with `last_states` and loss weights of `steps` steps.
         steps: number of matrices.
 
-    Returns:
-        A_k [H, H] with z_{p+1+k} ~ A_k z_p; the identity where no sequence is long enough.
+    Returns A_k [H, H] with z_{p+1+k} ~ A_k z_p; the identity where no sequence is long enough.
     """
     grams: list[torch.Tensor] = []
     crosses: list[torch.Tensor] = []
