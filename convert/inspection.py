@@ -72,13 +72,8 @@ def _inspect_store(directory: Path, *, stats: bool) -> dict[str, Any]:
 
 
 def _damage(damage: CorruptStore, *, places: int) -> dict[str, Any]:
-    return {
-        "file": str(damage.path),
-        "start": damage.start,
-        "end": damage.end,
-        "message": str(damage),
-        "places": places,
-    }
+    place = {"file": str(damage.path), "start": damage.start, "end": damage.end}
+    return place | {"message": str(damage), "places": places}
 
 
 def _inspect_weights(directory: Path, weights: Path, describe: Any) -> dict[str, Any]:
@@ -128,24 +123,24 @@ def _about_drafter(directory: Path) -> dict[str, Any]:
 def store_stats(store: Store) -> dict[str, Any]:
     """Sequence lengths, token counts and vocabulary coverage of a store.
 
-    Returns `lengths`: min, median, mean and max tokens per sequence, and `histogram`: rows of [from, below, sequences];
-    None for an empty store; `tokens`: counts of the training and the held-out part; `coverage`: rows of {`vocabulary`:
-    V, `training`, `held_out`: share of that part's response tokens that are among the V most frequent of the training
-    part; None if a part has no responses}.
+    Returns:
+        `lengths`: min, median, mean and max tokens per sequence, and `histogram`: rows of [from, below, sequences]; None for an
+        empty store;
+        `tokens`: counts of the training and the held-out part;
+        `coverage`: rows of {`vocabulary`: V, `training`, `held_out`: share of that part's response tokens that are among the V
+        most frequent of the training part; None if a part has no responses}.
     """
     rows = {part: store.rows(held_out=part == "held_out") for part in ("training", "held_out")}
     lengths = torch.tensor([store.length(row) for row in range(len(store))], dtype=torch.int64)
     responses = {part: store.response_tokens(held_out=part == "held_out") for part in rows}
+    summary = None
+    if len(lengths):
+        summary = {
+            "min": int(lengths.min()), "median": int(lengths.median()), "mean": round(lengths.double().mean().item(), 1),
+            "max": int(lengths.max()), "histogram": _histogram(lengths),
+        }  # fmt: skip
     return {
-        "lengths": {
-            "min": int(lengths.min()),
-            "median": int(lengths.median()),
-            "mean": round(lengths.double().mean().item(), 1),
-            "max": int(lengths.max()),
-            "histogram": _histogram(lengths),
-        }
-        if len(lengths)
-        else None,
+        "lengths": summary,
         "tokens": {
             part: {
                 "sequences": len(rows[part]),
@@ -193,12 +188,8 @@ def write_plot(stats: dict[str, Any], path: Path) -> None:
     figure = Figure(figsize=(10, 4), layout="constrained")
     left, right = figure.subplots(1, 2)
     histogram = stats["lengths"]["histogram"] if stats["lengths"] else []
-    left.bar(
-        [row[0] for row in histogram],
-        [row[2] for row in histogram],
-        [row[1] - row[0] for row in histogram],
-        align="edge",
-    )
+    for start, end, count in histogram:
+        left.bar(start, count, end - start, align="edge", color="C0")
     left.set(xlabel="tokens per sequence", ylabel="sequences")
     for part, label in (("training", "training part"), ("held_out", "held-out part")):
         points = [(row["vocabulary"], row[part]) for row in stats["coverage"] if row[part] is not None]

@@ -44,7 +44,6 @@ def render(
     """Return the card, with the Hub's metadata.
 
     Args:
-        drafter: the checkpoint that the card is for.
         target: the recipe's section, if there is a recipe.
         quantized: the scheme of its weights, one of `quantize.SCHEMES`; None for floating point.
         repo: where the card is published; None for a card beside a drafter.
@@ -99,7 +98,7 @@ def serve_command(
     speculative = {"method": method, "model": drafter, "num_speculative_tokens": k}
     if revision:
         speculative["revision"] = revision
-    model = f"{shlex.quote(target)}" + (f" --revision {shlex.quote(target_revision)}" if target_revision else "")
+    model = shlex.quote(target) + (f" --revision {shlex.quote(target_revision)}" if target_revision else "")
     options = (f"--dtype {dtype} " if dtype else "") + ("--enforce-eager " if enforce_eager else "")
     return (
         f"python -m vllm.entrypoints.openai.api_server --model {model} {options}\\\n"
@@ -134,8 +133,7 @@ def _serving(
     k = results["num_speculative_tokens"] if results else min(_USUAL_K, max(map(int, predicted), default=_USUAL_K))
     command = serve_command(
         method, drafter=repo or "THIS_DIRECTORY", revision=revision, target=base_model or "TARGET",
-        target_revision=target.revision if target else None, k=k, dtype=dtype,
-        enforce_eager=eager,
+        target_revision=target.revision if target else None, k=k, dtype=dtype, enforce_eager=eager,
     )  # fmt: skip
     notes = []
     name = drafter.target["name"] or "its target"
@@ -163,12 +161,11 @@ def _serving(
 
 def _trained_on(results: Mapping[str, Any]) -> list[str]:
     """A warning for every suite with prompts that were trained on."""
-    overlaps = {name: suite.get("overlap_with_training") for name, suite in results["suites"].items()}
     return [
         f"**The drafter was trained on {one['verbatim'] + one['near']} of the {one['prompts']} prompts of {name}** "
         f"({one['verbatim']} verbatim), so the figures of this suite are too high."
-        for name, one in overlaps.items()
-        if one and one["verbatim"] + one["near"]
+        for name, suite in results["suites"].items()
+        if (one := suite.get("overlap_with_training")) and one["verbatim"] + one["near"]
     ]
 
 
@@ -259,16 +256,12 @@ def _made(
         rows.append(["weights", f"of linear layers: {SCHEMES[quantized].title}"])
     if extract:
         options, figures = extract["recipe"]["extract"], extract["figures"]
-        responses = (
-            "with responses of the target" if options["mode"] == "generate" else "with the responses of the data set"
+        responses = "responses of the target" if options["mode"] == "generate" else "the responses of the data set"
+        data = (
+            f"{figures['sequences'] - figures['held_out_sequences']:,} conversations and {figures['held_out_sequences']:,} "
+            f"held out, with {responses}, {figures['tokens']:,} tokens; prompts from {_data_set(extract)['name']}"
         )
-        rows.append(
-            [
-                "data",
-                f"{figures['sequences'] - figures['held_out_sequences']:,} conversations and {figures['held_out_sequences']:,} "
-                f"held out, {responses}, {figures['tokens']:,} tokens; prompts from {_data_set(extract)['name']}",
-            ]
-        )
+        rows.append(["data", data])
     return "\n\n".join(["## Training", _table(("", ""), rows)])
 
 
@@ -290,16 +283,12 @@ def _eval_results(results: Mapping[str, Any]) -> list[EvalResult]:
     k = results["num_speculative_tokens"]
     return [
         EvalResult(
-            task_type="text-generation",
-            dataset_type=suite,
-            dataset_name=suite,
-            metric_type=metric,
-            metric_name=f"{label}, {k} speculative tokens",
-            metric_value=round(found[metric], 3),
+            task_type="text-generation", dataset_type=suite, dataset_name=suite, metric_type=metric,
+            metric_name=f"{label}, {k} speculative tokens", metric_value=round(found[metric], 3),
         )
         for suite, found in results["suites"].items()
         for metric, label in (("acceptance_length", "Acceptance length"), ("speedup", "Speedup over the baseline"))
-    ]
+    ]  # fmt: skip
 
 
 def _table(headings: Sequence[str], rows: Sequence[Sequence[str]]) -> str:

@@ -72,7 +72,7 @@ def quantized(
     Args:
         record: `config.json`.
         weights: named as vLLM names them.
-        name: of the scheme, in `SCHEMES`.
+        name: of the scheme.
     """
     scheme = SCHEMES[name]
     written: dict[str, Weight] = {}

@@ -24,15 +24,13 @@ _ROUNDING_TO_8_BITS = 0.5
 def compare(
     source: Checkpoint, result: Checkpoint, target: TargetTensors | None = None, *, rounded: bool = False
 ) -> dict[str, float]:
-    """Run both drafters on the same random hidden states and tokens.
+    """Run a checkpoint and what it was converted to, read back, on the same random hidden states and tokens.
 
     Args:
-        source: the checkpoint that was converted.
-        result: the written checkpoint, read back.
         target: the target's tensors, which drafters share; None for random ones.
         rounded: the result has 8-bit weights.
 
-    Returns over the draft tokens that both have: `relative_difference` of the logits (norm of the difference over the
+    Returns, over the draft tokens that both have, `relative_difference` of the logits (norm of the difference over the
     norm), and `same_first_choice`, the share of rows with the same top-1 token. Raises DraftsmithError: the logits
     differ by more than the change of weight types explains; with the same types, at all.
     """
@@ -71,9 +69,8 @@ def drafter_of(checkpoint: Checkpoint, target: TargetTensors) -> Drafter:
     embedding = tensors.pop(EMBEDDING, None)
     if embedding is not None:
         target = replace(target, embedding=embedding)
-    drafter = drafter_class(checkpoint.kind).from_target(
-        checkpoint.drafter_config(), target, checkpoint.draft_token_ids
-    )
+    kind, config = drafter_class(checkpoint.kind), checkpoint.drafter_config()
+    drafter = kind.from_target(config, target, checkpoint.draft_token_ids)
     drafter.load_state_dict(tensors)
     return drafter.float().eval()
 
@@ -84,6 +81,5 @@ def _logits(checkpoint: Checkpoint, batch: Batch, target: TargetTensors, tokens:
     drafter = drafter_of(checkpoint, target)
     steps = min(drafter.max_draft_tokens or _STEPS, _STEPS)
     columns = torch.searchsorted(checkpoint.draft_token_ids, tokens)
-    return torch.cat([
-        F.linear(step.normed, step.head[columns].float()) for step in drafter.chain(batch, steps=steps)
-    ])  # fmt: skip
+    chain = drafter.chain(batch, steps=steps)
+    return torch.cat([F.linear(step.normed, step.head[columns].float()) for step in chain])

@@ -26,7 +26,7 @@ def from_tensors(
     an error. The values tell which it is: only one reading gives distinct ids within the vocabulary that agree with `t2d`.
 
     Args:
-        maps: `d2t` and `t2d`, one, both or none of them.
+        maps: `MAPS`, one, both or none of them.
         vocabulary: size of the target's vocabulary.
         size: V, from the config.
 

@@ -36,11 +36,9 @@ class Format:
     """The file that the format's other readers open."""
 
     def read(self, directory: Path, kind: str, *, target: Mapping[str, Any], known: Mapping[str, Any]) -> Checkpoint:
-        """Read a checkpoint of this format.
+        """Read a checkpoint of this format, `config.json` and the tensors.
 
         Args:
-            directory: holds `config.json` and the tensors.
-            kind: of drafter.
             target: name, revision and config_hash, if the user named the target; else `UNKNOWN_TARGET`.
             known: from the target: fields that the format leaves out.
 
@@ -108,8 +106,6 @@ class Format:
         """Write a checkpoint into `directory`, `config.json` last; return the size of its tensors in bytes.
 
         Args:
-            checkpoint: of a kind that the format holds.
-            directory: exists.
             dtype: torch's name of the floating-point type; None keeps the source's.
             quantize: 8-bit weights in linear layers, one of `quantize.SCHEMES`; None for floating point.
 
