@@ -11,7 +11,9 @@ from __future__ import annotations
 
 import math
 from bisect import bisect_left
+from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from itertools import pairwise
 
 import torch
@@ -94,14 +96,10 @@ def attend(queries: torch.Tensor, context: KeysValues, own: list[KeysValues], ti
     own_scores = [(grouped * keys[:, :, None]).sum(-1) for keys, _ in own]  # [Q, M, G] each
     by_head = grouped.transpose(0, 1).contiguous()
     own_by_head = torch.stack(own_scores, dim=-1).transpose(0, 1).contiguous() if own else None
-    arguments = (by_head, own_by_head, *context)
+    attend_tile: Callable[..., tuple[torch.Tensor, torch.Tensor]] = _attend_tile
     if tiles.recompute and torch.is_grad_enabled():
-        parts = [
-            checkpoint(_attend_tile, tile, *arguments, use_reentrant=False, preserve_rng_state=False)
-            for tile in tiles.tiles
-        ]
-    else:
-        parts = [_attend_tile(tile, *arguments) for tile in tiles.tiles]
+        attend_tile = partial(checkpoint, _attend_tile, use_reentrant=False, preserve_rng_state=False)
+    parts = [attend_tile(tile, by_head, own_by_head, *context) for tile in tiles.tiles]
     mixed = tiles.join([mixed for mixed, _ in parts])  # [Q, M, G, C]
     if own:
         own_weights = tiles.join([weights for _, weights in parts])  # [Q, M, G, k]
@@ -115,11 +113,9 @@ def _attend_tile(
     """A tile's part of `attend`: the softmax over all scores, and the values of the shared keys.
 
     Args:
-        tile: S blocks of B queries and E keys.
         queries: [M, Q, G, C], scaled.
         own_scores: [M, Q, G, k], or None at the first step.
-        keys: [M, T, C].
-        values: [M, T, C].
+        keys, values: [M, T, C].
 
     Returns mixed values [M, S * B, G, C], and the attention weights of the row's own chain [M, S * B, G, k].
     """
@@ -133,10 +129,8 @@ def _attend_tile(
         own = own_scores.index_select(1, tile.queries).view(kv_heads, blocks, rows, group, -1)
         scores = torch.cat([scores, own], dim=-1)
     weights = scores.softmax(-1, dtype=torch.promote_types(scores.dtype, torch.float32)).to(scores.dtype).flatten(2, 3)
-    mixed = weights[..., :length].flatten(0, 1) @ v
-    return mixed.view(kv_heads, blocks * rows, group, size), weights[..., length:].reshape(
-        kv_heads, blocks * rows, group, -1
-    )
+    mixed, shape = weights[..., :length].flatten(0, 1) @ v, (kv_heads, blocks * rows, group)
+    return mixed.view(*shape, size), weights[..., length:].reshape(*shape, -1)
 
 
 @dataclass
@@ -207,12 +201,7 @@ class Tiles:
 
 
 def _blocks(queries: list[int], lengths: list[int]) -> list[_Block]:
-    """Cut each document's queries into blocks of about equal size.
-
-    Args:
-        queries: rows that are predicted from, ascending.
-        lengths: rows of each document.
-    """
+    """Cut each document's queries (ascending rows) into blocks of about equal size; `lengths` are the documents', in rows."""
     blocks = []
     first_key, place = 0, 0
     for length in lengths:

@@ -30,7 +30,6 @@ class Source:
 
 
 REQUIRED = object()
-_Default = Callable[[Source, dict[str, Any]], Any]
 
 
 @dataclass(frozen=True)
@@ -77,9 +76,7 @@ class Entry:
             raise UserError(f"`{self.path}` is {str(value)[:80]!r} in the config, where {said} should be.")
         if self.type is tuple:
             return tuple(one - self.shift for one in value)
-        if (
-            self.type is float and not 0 <= value < 1000
-        ):  # an epsilon, a share: NaN and what is beyond all sense fail here
+        if self.type is float and not 0 <= value < 1000:  # an epsilon or a share: NaN and nonsense fail here
             raise UserError(f"`{self.path}` is {value} in the config.")
         return float(value) if self.type is float else value
 
@@ -170,12 +167,8 @@ class Layout:
             found = look_up(source.record, path)
             if found is not None and found != value:
                 raise UserError(f"`{path}` is {str(found)[:80]!r} in the config; only {value!r} can be converted.")
-        known = {path for each in self.fields for path in each.paths} | {
-            *self.fixed,
-            *self.derived,
-            *self.irrelevant,
-            EXTRA,
-        }
+        paths = (path for each in self.fields for path in each.paths)
+        known = {*paths, *self.fixed, *self.derived, *self.irrelevant, EXTRA}
         if unknown := _unknown(source.record, known, ""):
             raise UserError(
                 f"The config has unknown fields, which may change what the drafter computes: {', '.join(sorted(unknown))}. "

@@ -20,14 +20,14 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
-from typing import ClassVar, Self
+from typing import Any, ClassVar, Self
 
 import torch
 from torch import nn
 from torch.nn import functional as F
 
 from draftsmith.config.drafters import MlpOptions
-from draftsmith.drafters.base import ChainStep, Drafter, DrafterConfig, InitCost, LossTerms, fields_from_target
+from draftsmith.drafters.base import ChainStep, Drafter, DrafterConfig, InitCost, LossTerms
 from draftsmith.drafters.batch import Batch
 from draftsmith.drafters.decoder import LLAMA_IRRELEVANT
 from draftsmith.drafters.init.least_squares import (
@@ -128,12 +128,7 @@ class _Norm(nn.Module):
 
 
 class MlpDrafter(Drafter):
-    """The speculator in training. It shares the target's final norm.
-
-    Args:
-        config: shapes.
-        final_norm: the target's.
-    """
+    """The speculator in training. It shares the target's final norm."""
 
     config_class: ClassVar = MlpConfig
     vllm_layout: ClassVar = _SERVED
@@ -158,16 +153,8 @@ class MlpDrafter(Drafter):
         self.register_buffer("draft_token_ids", torch.arange(config.vocab_size), persistent=False)
 
     @classmethod
-    def make_config(
-        cls, options: MlpOptions, target: TargetInfo, layer_ids: tuple[int, ...], draft_vocab_size: int
-    ) -> MlpConfig:
-        return MlpConfig(
-            **fields_from_target(target, layer_ids, draft_vocab_size),
-            inner_size=options.inner_size or target.hidden_size,
-            n_predict=options.n_predict,
-            tie_weights=options.tie_weights,
-            scale_input=options.scale_input,
-        )
+    def sizes(cls, target: TargetInfo) -> dict[str, Any]:
+        return super().sizes(target) | {"inner_size": target.hidden_size}
 
     @classmethod
     def from_target(cls, config: MlpConfig, tensors: TargetTensors, draft_token_ids: torch.Tensor) -> Self:
