@@ -49,9 +49,6 @@ def vllm_environment(engine: EngineConfig) -> dict[str, str]:
 
     Variables that the user has set are kept, except the first two. An engine's memory is not among them: pass
     `memory_arguments` to the engine.
-
-    Args:
-        engine: how the recipe runs vLLM.
     """
     values = {
         # The engine runs in the child itself. For several GPUs vLLM starts worker processes of its own.
@@ -70,10 +67,8 @@ def vllm_environment(engine: EngineConfig) -> dict[str, str]:
 
 def openmp_environment() -> dict[str, str]:
     """Environment variables that make vLLM fast on a CPU: Intel's OpenMP, if installed, is loaded before torch's."""
-    values = {
-        # Milliseconds that a thread spins after its work. The default of 200 takes the cores from whatever runs next.
-        "KMP_BLOCKTIME": os.environ.get("KMP_BLOCKTIME", "5"),
-    }
+    # Milliseconds that a thread spins after its work. The default of 200 takes the cores from whatever runs next.
+    values = {"KMP_BLOCKTIME": os.environ.get("KMP_BLOCKTIME", "5")}
     library = Path(sys.prefix) / "lib" / "libiomp5.so"  # where the package intel-openmp puts it
     preloaded = os.environ.get("LD_PRELOAD", "")
     if library.is_file() and "libiomp" not in preloaded:
@@ -153,12 +148,7 @@ def states_arguments(config: PretrainedConfig, options: Mapping[str, Any]) -> di
 
 
 def memory_arguments(engine: EngineConfig, *, share: float = 1.0) -> dict[str, Any]:
-    """Arguments of `vllm.LLM` that limit an engine's memory.
-
-    Args:
-        engine: how the recipe runs vLLM.
-        share: this engine's part of what the recipe allows, for engines that run side by side.
-    """
+    """Arguments of `vllm.LLM` that limit an engine's memory to its share of what the recipe allows to those side by side."""
     if is_cpu():
         # Not VLLM_CPU_KVCACHE_SPACE, which takes whole GiB only.
         return {"kv_cache_memory_bytes": int(engine.kv_cache_gib * share * _GIB)}

@@ -38,8 +38,6 @@ def method_config(
     """vLLM's `speculative_config` for a method of the recipe; None for no speculation.
 
     Args:
-        method: the recipe's.
-        target: the target to serve.
         own_drafter: the run's drafter (`runs/NAME/vllm`), for methods that name no other.
         tensor_parallel_size: the target's.
 
@@ -79,7 +77,8 @@ def method_config(
         config["model"] = str(directory)  # vLLM always splits it over the GPUs as the target
     elif isinstance(method, Drafter):
         directory = local_directory(method.model, revision=method.revision) if method.model else own_drafter
-        found = speculative_config(directory, config.get("num_speculative_tokens", _usual_k(directory)))
+        usual = min(_USUAL_K, _longest_draft(directory) or _USUAL_K)
+        found = speculative_config(directory, config.get("num_speculative_tokens", usual))
         expected = method_of(_kind(directory))
         if expected != method.method:
             raise UserError(
@@ -94,10 +93,6 @@ def method_config(
             "`num_speculative_tokens_per_batch_size` has several. Give num_speculative_tokens instead."
         )
     return config
-
-
-def _usual_k(drafter_dir: Path) -> int:
-    return min(_USUAL_K, _longest_draft(drafter_dir) or _USUAL_K)
 
 
 def _longest_draft(drafter_dir: Path) -> int | None:
@@ -117,20 +112,19 @@ def check_target(drafter_dir: Path, target: TargetInfo) -> None:
     config = _config(drafter_dir)
     made_for = (config.get("draftsmith") or {}).get("target", {}).get("name")
     advice = f"It was made for {made_for}." if made_for else "Choose a drafter that was made for it."
-    sizes = {"vocabulary": ("vocab_size", target.vocab_size), "hidden state": ("hidden_size", target.hidden_size)}
-    if needs_plugin(drafter_dir):  # `hidden_size` is that of its own layers
-        sizes.pop("hidden state")
+    sizes = [("vocabulary", "vocab_size", target.vocab_size)]
     if "target_hidden_size" in config:
-        sizes["hidden state"] = ("target_hidden_size", target.hidden_size)
-    for what, (key, expected) in sizes.items():
+        sizes.append(("hidden state", "target_hidden_size", target.hidden_size))
+    elif not needs_plugin(drafter_dir):  # there, `hidden_size` is that of its own layers
+        sizes.append(("hidden state", "hidden_size", target.hidden_size))
+    for what, key, expected in sizes:
         if (config.get(key) or expected) != expected:
             raise UserError(
                 f"The drafter in {drafter_dir} is for a target with a {what} of {config[key]}, and {target.name} has one of "
                 f"{expected}. {advice}"
             )
     layers = _layer_ids(config)
-    beyond = [layer for layer in layers if not 0 <= layer <= target.num_hidden_layers]
-    if beyond:
+    if not all(0 <= layer <= target.num_hidden_layers for layer in layers):
         raise UserError(
             f"The drafter in {drafter_dir} reads the target's layers {layers}, and {target.name} has {target.num_hidden_layers}. "
             f"{advice}"
@@ -151,8 +145,7 @@ def check_graph_sizes(options: Mapping[str, Any], k: int) -> None:
     if not str(given.get("cudagraph_mode", "")).upper().startswith("FULL"):
         return  # piecewise graphs also serve mixed steps, of any size
     sizes = given.get("cudagraph_capture_sizes") or named.get("cudagraph_capture_sizes") or ()
-    wrong = [size for size in sizes if size % (k + 1)]
-    if wrong:
+    if wrong := [size for size in sizes if size % (k + 1)]:
         raise UserError(
             f"cudagraph_capture_sizes has {', '.join(map(str, wrong))}, not a multiple of {k + 1}: with {k} speculative tokens every "
             f"decoding sequence has {k + 1} rows in a step. Give n * {k + 1}, or leave the sizes to vLLM."
@@ -160,14 +153,8 @@ def check_graph_sizes(options: Mapping[str, Any], k: int) -> None:
 
 
 def speculative_config(drafter_dir: Path, k: int) -> dict[str, Any]:
-    """vLLM's `speculative_config` for a drafter directory.
-
-    Args:
-        drafter_dir: `runs/NAME/vllm`.
-        k: number of speculative tokens.
-
-    Raises UserError: the directory holds no drafter that this version can serve, or one that drafts fewer tokens.
-    """
+    """vLLM's `speculative_config` for a drafter directory, with K speculative tokens.
+    Raises UserError: the directory holds no drafter that this version can serve, or one that drafts fewer tokens."""
     config = _config(drafter_dir)
     spec = serving_spec(drafter_dir)
     most = _longest_draft(drafter_dir)
@@ -191,19 +178,12 @@ def target_arguments(
     options: Mapping[str, Any] = {},
     trust_remote_code: bool = False,
 ) -> dict[str, Any]:
-    """Arguments of `vllm.LLM` with which the target hands out the hidden states that a method reads (`states_arguments`).
-
-    Args:
-        target: the target's directory.
-        speculative: vLLM's `speculative_config`; None for the baseline.
-        options: the recipe's `engine.options`.
-        trust_remote_code: whether the target's own code may run, which its config may need.
-    """
+    """Arguments of `vllm.LLM` with which the target in a directory hands out the hidden states that vLLM's `speculative_config` reads;
+    see `states_arguments`."""
     if speculative is None or speculative.get("method") != "eagle3" or not (target / "config.json").is_file():
         return {}
-    return environment.states_arguments(
-        language_config(config_of(target, trust_remote_code=trust_remote_code)), options
-    )
+    config = language_config(config_of(target, trust_remote_code=trust_remote_code))
+    return environment.states_arguments(config, options)
 
 
 def drafter_sha256(drafter_dir: Path) -> dict[str, str]:

@@ -45,8 +45,7 @@ def write_bytes(path: Path, *parts: bytes | memoryview) -> None:
 
 @contextmanager
 def new_file(path: Path, *, size: int) -> Iterator[BinaryIO]:
-    """A file of `size` bytes that is at `path`, whole and durable, once the block has succeeded.
-    Raises DraftsmithError: the disk is full."""
+    """A file of `size` bytes that is at `path`, whole and durable, once the block has succeeded. Raises as `write_bytes`."""
     temporary = path.with_name(path.name + ".tmp")
     try:
         with temporary.open("wb") as file:
@@ -59,17 +58,14 @@ def new_file(path: Path, *, size: int) -> Iterator[BinaryIO]:
             os.fsync(folder)
         finally:
             os.close(folder)
-    except OSError as error:
+    except BaseException as error:
         temporary.unlink(missing_ok=True)
-        if error.errno not in _NO_SPACE:
+        if not isinstance(error, OSError) or error.errno not in _NO_SPACE:
             raise
         raise DraftsmithError(
             f"There is no room for {path} ({size / 1e6:.1f} MB): {error.strerror}. Free some space in {path.parent} and run the "
             "same command again; what was finished before is kept."
         ) from None
-    except BaseException:
-        temporary.unlink(missing_ok=True)
-        raise
 
 
 def sha256_of(path: Path) -> str:

@@ -54,12 +54,8 @@ def header_bytes(
     metadata: Mapping[str, str] | None = None,
     alignment: int = 8,
 ) -> bytes:
-    """The start of a file, up to the first tensor's bytes.
-
-    Args:
-        tensors: dtype and shape of each tensor by name, in the order of their bytes in the file.
-        alignment: bytes; the length of the result is a multiple of it.
-    """
+    """The start of a file, up to the first tensor's bytes, in a multiple of `alignment` bytes. `tensors` has the dtype and shape of
+    each by name, in the order of their bytes in the file."""
     fields: dict[str, Any] = {} if metadata is None else {"__metadata__": dict(metadata)}
     end = 0
     for name, (dtype, shape) in tensors.items():

@@ -7,6 +7,7 @@ file to file. A conversion is then as fast as a copy.
 
 from __future__ import annotations
 
+import math
 import os
 import pickle
 import sys
@@ -50,7 +51,7 @@ class Weight:
 
     @property
     def count(self) -> int:
-        return _count(self.shape)
+        return math.prod(self.shape)
 
     @property
     def bytes(self) -> int:
@@ -95,13 +96,6 @@ class Weight:
 def in_memory(tensors: Mapping[str, torch.Tensor]) -> dict[str, Weight]:
     """Weights of a state dict."""
     return {name: Weight.of(tensor) for name, tensor in tensors.items()}
-
-
-def _count(shape: tuple[int, ...]) -> int:
-    count = 1
-    for size in shape:
-        count *= size
-    return count
 
 
 def _pieces(tensor: torch.Tensor) -> tuple[torch.Tensor, ...]:
@@ -219,7 +213,7 @@ def open_pickle(path: Path) -> dict[str, Weight]:
             raise UserError(f"{path}: {name} is not a plain tensor ({value.layout}, {value.dtype}, {value.device}).")
         if value.nbytes > value.untyped_storage().nbytes():
             raise UserError(f"{path}: {name} claims {value.nbytes} bytes, more than the file holds for it.")
-    return {name: Weight.of(value) for name, value in record.items()}
+    return in_memory(record)
 
 
 def listed(names: list[str], most: int = 6) -> str:
