@@ -75,9 +75,7 @@ def record(
         drafters: directories that vLLM loads, each with vLLM's name of its method; one engine after another.
         prompts: token ids.
         k: number of speculative tokens.
-        max_tokens: longest answer.
         recorder: the program to run.
-        trust_remote_code: whether the target's own Python code may run.
 
     Raises DraftsmithError: vLLM did not load or serve one; with the end of its log.
     """
@@ -96,14 +94,9 @@ def record(
         asked, answered, log = (Path(folder) / name for name in ("job.json", "out.json", "log"))
         asked.write_text(json.dumps(job))
         variables = os.environ | environment.vllm_environment(EngineConfig())
+        command = [sys.executable, str(recorder), str(asked), str(answered)]
         with log.open("w") as file:
-            done = subprocess.run(
-                [sys.executable, str(recorder), str(asked), str(answered)],
-                env=variables,
-                stdout=file,
-                stderr=file,
-                check=False,
-            )
+            done = subprocess.run(command, env=variables, stdout=file, stderr=file, check=False)
         if done.returncode != 0:
             raise DraftsmithError(
                 f"vLLM could not serve {' or '.join(str(path) for path, _ in drafters)} with the target in {target_dir}. The "
@@ -115,12 +108,7 @@ def record(
 def compare_proposals(
     served: Served, drafter: Drafter, target_dir: Path, *, trust_remote_code: bool = False
 ) -> list[int]:
-    """Compare every proposal with the module's own first choice for that context.
-
-    Args:
-        drafter: in float32, as trained or as read back.
-        target_dir: a Hugging Face directory.
-        trust_remote_code: whether the target's own Python code may run.
+    """Compare every proposal with the first choice for that context of the drafter's module, in float32.
 
     Returns the number of tokens compared, by draft position. Raises DraftsmithError: one differs although the module's
     logits of the two are not nearly equal; or more than one in 200 are near-ties.
@@ -187,11 +175,8 @@ def _chains(served: Served, drafter: Drafter, model: Any) -> dict[str, list[_Ste
 def verify_served(
     drafter_dir: Path, drafter: Drafter, target_dir: Path, *, trust_remote_code: bool = False
 ) -> dict[str, Any]:
-    """Serve a drafter's directory with stock vLLM and compare its draft tokens for a few prompts.
-
-    Args:
-        drafter: the module that the directory was made from, in float32.
-        trust_remote_code: whether the target's own Python code may run.
+    """Serve a drafter's directory with stock vLLM and compare its draft tokens for a few prompts with those of the module that it was
+    made from, in float32.
 
     Returns `proposals` compared by draft position (not if inputs are rounded too: draft tokens may differ then), and
     how many of the `drafted` tokens the target `accepted`; or `not_served`, the reason why vLLM cannot serve it on this
@@ -212,12 +197,7 @@ def verify_served(
     prompts = [_prompt(tokenizer, text) for text in _PROMPTS]
     steps = min(_K, drafter.max_draft_tokens or _K)
     (served,) = record(
-        [(drafter_dir, method)],
-        target_dir,
-        prompts,
-        k=steps,
-        max_tokens=_MAX_TOKENS,
-        trust_remote_code=trust_remote_code,
+        [(drafter_dir, method)], target_dir, prompts, k=steps, max_tokens=_MAX_TOKENS, trust_remote_code=trust_remote_code
     )
     counted = {name: served.counters[f"vllm:spec_decode_num_{name}"] for name in ("draft_tokens", "accepted_tokens")}
     accepted = f"the target accepted {counted['accepted_tokens']:.0f} of {counted['draft_tokens']:.0f} tokens"

@@ -31,18 +31,14 @@ def serve(
     k: int | None = None,
     api_key: str | None = None,
 ) -> int:
-    """Serve until SIGINT or SIGTERM.
+    """Serve until SIGINT or SIGTERM; returns 0 then.
 
     Args:
         recipe: `target`, `engine`, `serve` and `evaluate` are read.
         run_dir: `runs/NAME`, with the drafter in `vllm/` if the method uses the run's own.
-        host: address to listen on.
-        port: port to listen on.
         k: number of speculative tokens. None takes the method's; for the run's own drafter, tuning's schedule, the K that
             evaluation chose, or `evaluate.acceptance_k`, in this order.
         api_key: API key that clients must send; None requires none.
-
-    Returns 0 when stopped.
 
     Raises:
         UserError: the method cannot serve this target, or there is no drafter.

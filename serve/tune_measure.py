@@ -54,12 +54,7 @@ class TuneEngines:
         self.lineup: Lineup[int] = Lineup(placement, engine_starter(log_dir))
 
     def spec(self, key: int, schedule: Ranges = ()) -> EngineSpec:
-        """The engine of a variant.
-
-        Args:
-            key: K, 0 for the baseline, `_IDLE_DRAFTER` or `_BY_SCHEDULE`.
-            schedule: of `_BY_SCHEDULE`.
-        """
+        """The engine of a variant: K, 0 for the baseline, `_IDLE_DRAFTER`, or `_BY_SCHEDULE` with that schedule."""
         if key == 0:
             return self._spec("baseline")
         if self._one_for_every_k:
@@ -165,13 +160,8 @@ def _acceptance(engine: EngineHost, prompts: Sequence[Turn], tokens: int) -> lis
 def measure_speedups(
     engines: TuneEngines, schedule: list[list[int]] | None, prompts: Sequence[Turn], recipe: Recipe
 ) -> tuple[dict[int, dict[int, Ratio]], dict[int, Ratio]]:
-    """Wall-clock speedup by requests in flight and K, with engines started anew `tune.engine_starts` times.
-
-    Args:
-        schedule: also measured; None for none.
-
-    Returns by requests in flight and K; and of the schedule, by requests in flight, empty if there is none.
-    """
+    """Wall-clock speedup by requests in flight and K, with engines started anew `tune.engine_starts` times; and of the schedule, by
+    requests in flight, empty if there is none."""
     options = recipe.tune
     keys = list(engines.ks) if schedule is None else [*engines.ks, _BY_SCHEDULE]
     ranges = tuple((first, last, k) for first, last, k in schedule or ())

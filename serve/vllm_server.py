@@ -10,7 +10,6 @@ import ssl
 import subprocess
 import sys
 import threading
-import urllib.error
 import urllib.request
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
@@ -56,11 +55,9 @@ class VllmServer:
         api_key: str | None = None,
         gpus: Sequence[str] = (),
     ) -> None:
-        """Start it and return immediately.
+        """Start it with a `server_command` and return immediately.
 
         Args:
-            command: from `server_command`.
-            engine: how the recipe runs vLLM.
             url: where it will listen.
             show: called with every line of its output.
             api_key: API key that clients must send; None takes VLLM_API_KEY, if set.
@@ -135,11 +132,8 @@ def server_command(
 
     Args:
         recipe: `target`, `engine` and `serve.vllm_args`, which comes before `engine.options`, are read.
-        target_dir: the target's directory.
         speculative: vLLM's `speculative_config`; None for the baseline.
         name: the model's name for clients.
-        host: address to listen on.
-        port: port to listen on.
         memory_share: its part of the memory that the recipe grants, for servers side by side.
 
     Raises UserError: an option is set elsewhere.
@@ -155,8 +149,7 @@ def server_command(
     arguments = environment.memory_arguments(recipe.engine, share=memory_share) | target_arguments(
         target_dir, speculative, options=recipe.engine.options, trust_remote_code=recipe.target.trust_remote_code
     )
-    for key, value in arguments.items():
-        command += [f"--{key.replace('_', '-')}", json.dumps(value) if isinstance(value, dict) else str(value)]
+    command += _flags(arguments)
     if environment.resolved(recipe.engine).enforce_eager:
         command.append("--enforce-eager")
     if recipe.target.trust_remote_code:
@@ -191,10 +184,9 @@ def _flags(options: Mapping[str, Any]) -> list[str]:
             flags.append(f"--{name}" if value else f"--no-{name}")
         elif name in _AS_JSON:
             flags += [f"--{name}", json.dumps(value)]
-        elif isinstance(value, list):
-            flags += [f"--{name}", *(json.dumps(one) if isinstance(one, dict) else str(one) for one in value)]
         elif value is not None:
-            flags += [f"--{name}", json.dumps(value) if isinstance(value, dict) else str(value)]
+            values = value if isinstance(value, list) else [value]
+            flags += [f"--{name}", *(json.dumps(one) if isinstance(one, dict) else str(one) for one in values)]
     return flags
 
 
@@ -205,10 +197,9 @@ def _flag(key: str) -> str:
 def _healthy(url: str) -> bool:
     # The certificate may name another host, and a proxy cannot reach this address.
     unverified = urllib.request.HTTPSHandler(context=ssl._create_unverified_context())
+    opener = urllib.request.build_opener(urllib.request.ProxyHandler({}), unverified)
     try:
-        with urllib.request.build_opener(urllib.request.ProxyHandler({}), unverified).open(
-            f"{url}/health", timeout=2
-        ) as answer:
+        with opener.open(f"{url}/health", timeout=2) as answer:
             return bool(answer.status == 200)
-    except (urllib.error.URLError, OSError):
+    except OSError:  # URLError is one
         return False
