@@ -67,13 +67,8 @@ def scheme_of(record: Mapping[str, Any]) -> str | None:
 def quantized(
     record: Mapping[str, Any], weights: Mapping[str, Weight], name: str
 ) -> tuple[dict[str, Any], dict[str, Weight]]:
-    """Quantize the weights of a checkpoint's linear layers; embeddings and norms stay as they are.
-
-    Args:
-        record: `config.json`.
-        weights: named as vLLM names them.
-        name: of the scheme.
-    """
+    """Quantize the weights of a checkpoint's linear layers by a scheme of that name; embeddings and norms stay as they are. `record` is
+    `config.json`, and weights are named as vLLM names them."""
     scheme = SCHEMES[name]
     written: dict[str, Weight] = {}
     for name_of_weight, weight in weights.items():

@@ -76,16 +76,9 @@ def from_tensors(
 
 
 def with_vocabulary(checkpoint: Checkpoint, ids: torch.Tensor, target_head: torch.Tensor | None) -> Checkpoint:
-    """Change the draft vocabulary. Rows of the head for new tokens come from the target's head; the others keep theirs.
-
-    Args:
-        checkpoint: of a kind that maps its vocabulary (EAGLE-3).
-        ids: int64 [V] ascending target ids.
-        target_head: [vocab, H], the target's; needed only for new tokens.
-
-    Raises:
-        UserError: the kind drafts over the target's whole vocabulary, or there are new tokens and no fitting head for them.
-    """
+    """Change the draft vocabulary to `ids` (int64 [V] ascending target ids). Rows of the head for new tokens come from the target's
+    head [vocab, H], which is needed only for them; the others keep theirs.
+    Raises UserError: the kind drafts over the target's whole vocabulary, or there is no fitting head for new tokens."""
     if not drafter_class(checkpoint.kind).vllm_layout.maps_vocabulary:
         raise UserError(f"Drafters of the kind {checkpoint.kind} always draft over their target's whole vocabulary.")
     old = checkpoint.draft_token_ids

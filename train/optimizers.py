@@ -52,12 +52,8 @@ def learning_rate_factor(step: int, total: int, warmup: float, schedule: str = "
 
 
 class MovingAverage:
-    """Exponential moving average of a module's trained weights.
-
-    Args:
-        module: sharded already where it will be.
-        decay: share of the old average that a step keeps, less in the first steps; None to average nothing.
-    """
+    """Exponential moving average of the trained weights of a module, which is sharded already where it will be. `decay` is the share of
+    the old average that a step keeps, less in the first steps; None averages nothing."""
 
     def __init__(self, module: nn.Module, decay: float | None) -> None:
         self._module, self._decay = module, decay

@@ -53,11 +53,7 @@ class Finding:
 
 
 def run_checks(runs: Path) -> list[Finding]:
-    """All findings, in the order in which they are printed.
-
-    Args:
-        runs: the folder that holds all runs; it need not exist.
-    """
+    """All findings, in the order in which they are printed. `runs`, the folder that holds all runs, need not exist."""
     checks: list[Callable[[], Finding]] = [
         python, packages, torch_build, driver, gpus, vllm, plugin, runners, kernels, compiler, extensions, cores, bfloat16,
         memory, lambda: disk(runs), hub,

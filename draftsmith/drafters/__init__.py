@@ -37,7 +37,6 @@ def layer_ids_to_read(
 
     Args:
         options: the recipe's `train.drafter`.
-        target: what it drafts for.
         saved: layer ids of the store, or of the one to be made.
         where: names that store, in messages.
 

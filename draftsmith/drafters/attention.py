@@ -169,7 +169,6 @@ class Tiles:
     A document of L rows needs no [L, L] tensor, and documents of different lengths need little padding.
 
     Args:
-        batch: the packed documents.
         queries: int64 [Q] ascending, rows of the batch.
         heads: N.
     """

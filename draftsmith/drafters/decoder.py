@@ -140,7 +140,6 @@ class DecoderLayer(nn.Module):
     """The parts of a Llama layer; a kind decides what layer 0 reads and which norms come before it.
 
     Args:
-        config: shapes.
         reads: width of what queries, keys and values are projected from.
         input_norm: the layer has `input_layernorm`.
         hidden_norm: the layer has `hidden_norm`, EAGLE-3's on the fused state.

@@ -75,14 +75,7 @@ where the checkpoint has none."""
 
 
 class EagleDrafter(DecoderDrafter):
-    """The drafter in training. It shares the target's embedding, final norm and head.
-
-    Args:
-        config: shapes.
-        embedding: float [vocab, H], the target's.
-        final_norm: the target's.
-        lm_head: float [vocab, H], the target's.
-    """
+    """The drafter in training. It shares the target's embedding and head, float [vocab, H] each, and its final norm."""
 
     config_class: ClassVar = EagleConfig
     vllm_layout: ClassVar = _VLLM

@@ -166,7 +166,6 @@ class Eagle3Drafter(DecoderDrafter):
     """The drafter in training. It shares the target's embedding.
 
     Args:
-        config: shapes.
         embedding: float [vocab, H], the target's.
         draft_token_ids: int64 [V] ascending: target id of each draft token.
     """
@@ -339,14 +338,10 @@ def _regression(drafter: Eagle3Drafter, batches: Iterable[Batch], centered: bool
 def _reduced_rank_fit(
     gram: torch.Tensor, cross: torch.Tensor, *, rank: int
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Ridge regression of W [rows, H] on R [rows, n*H + H], with the rank of the part of R's last H columns limited to `rank`.
+    """Ridge regression of W [rows, H] on R [rows, n*H + H], with the rank of the part of R's last H columns limited to `rank` <= H.
+    `gram` is R^T R, contiguous, and overwritten; `cross` is R^T W.
 
-    Args:
-        gram: R^T R, contiguous; overwritten.
-        cross: R^T W.
-        rank: at most H.
-
-    Returns a [n*H, H], B [H, rank], C [rank, H] with W ~ R[:, :-H] @ A + R[:, -H:] @ B @ C.
+    Returns A [n*H, H], B [H, rank], C [rank, H] with W ~ R[:, :-H] @ A + R[:, -H:] @ B @ C.
     """
     split = len(gram) - cross.shape[1]
     lower = factor(gram)

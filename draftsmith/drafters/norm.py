@@ -50,14 +50,8 @@ class _RMSNorm(torch.autograd.Function):
 
 
 class FinalNorm(nn.Module):
-    """The target's norm before its head, frozen. Not part of state dicts.
-
-    Args:
-        weight: [H], the factor of the normalized state.
-        eps: epsilon.
-        bias: [H], or None.
-        centered: LayerNorm, which subtracts the mean; else RMSNorm.
-    """
+    """The target's norm before its head, frozen, with a weight [H]: RMSNorm or, if it is `centered`, LayerNorm, which subtracts the
+    mean and may have a bias [H]. Not part of state dicts."""
 
     def __init__(
         self, weight: torch.Tensor, *, eps: float, bias: torch.Tensor | None = None, centered: bool = False

@@ -6,11 +6,7 @@ import torch
 
 
 def choose_draft_vocabulary(counts: torch.Tensor, size: int | None) -> torch.Tensor:
-    """The most frequent tokens of the training responses.
-
-    Args:
-        counts: int64 [vocab]; how often each token occurs.
-        size: tokens to keep; all if None or larger than the vocabulary.
+    """The `size` most frequent tokens, or all, by how often each occurs in the training responses (int64 [vocab]).
 
     Returns int64 [V], ascending target ids. If too few tokens occur, those with the lowest ids are added: byte-pair
     vocabularies give low ids to the pieces merged first, which are common.

@@ -128,10 +128,7 @@ def states_arguments(config: PretrainedConfig, options: Mapping[str, Any]) -> di
 
     With `model_impl: transformers`, vLLM 0.32 looks for the drafter among transformers' models too, and fails.
 
-    Args:
-        config: the target's language model's.
-        options: the recipe's `engine.options`, whose `hf_overrides` stay.
-
+    `config` is the target's language model's; `hf_overrides` among the recipe's `engine.options` stay.
     Raises UserError: neither does.
     """
     states = FAMILIES[config.model_type].states if config.model_type in FAMILIES else "own"

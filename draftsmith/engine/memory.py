@@ -69,7 +69,6 @@ def engine_memory(
         config: of the target's language model.
         target_bytes: of the target's weights, as they are served.
         drafter_bytes: of the drafter's weights; 0 for the baseline and for methods without a drafter.
-        dtype: of the computation.
         tokens: in the KV cache: concurrent sequences times their length.
         gpus: that the target is split over. Each holds the whole drafter.
         state_values: values of a token's hidden states, which extraction caches beside keys and values.

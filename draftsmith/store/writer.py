@@ -79,12 +79,8 @@ class ShardMaker:
 
 
 class BackgroundShards:
-    """Fills shards one after the other; a background thread of the lowest priority writes each full one while the next fills.
-
-    Args:
-        shard_tokens: a shard is full once it has this many.
-        write: writes a full shard, by `ShardMaker.write`; called in the background thread.
-    """
+    """Fills shards of `shard_tokens` one after the other; a background thread of the lowest priority calls `write` for each full one
+    while the next fills."""
 
     def __init__(
         self, identity: StoreIdentity, compression: Form, *, shard_tokens: int, write: Callable[[ShardMaker], None]

@@ -32,15 +32,8 @@ class MlpSpeculator(nn.Module):
 
     @torch.inference_mode()
     def draft(self, states: torch.Tensor, tokens: torch.Tensor, steps: int) -> torch.Tensor:
-        """Draft greedily.
-
-        Args:
-            states: [rows, H], the target's final hidden states, after its final norm.
-            tokens: int [rows], sampled after them.
-            steps: 0 to `n_predict`.
-
-        Returns int64 [rows, steps].
-        """
+        """Draft greedily, int64 [rows, steps], after the target's states [rows, H], which its final norm has normed, and the tokens
+        (int [rows]) sampled after them; 0 to `n_predict` steps."""
         state, drafts = self.drafter.first_state(states), []
         for step in range(steps):
             state, head = self.drafter.step(step, state, tokens)
