@@ -15,6 +15,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
 from itertools import pairwise
+from typing import NamedTuple
 
 import torch
 from torch import nn
@@ -133,22 +134,11 @@ def _attend_tile(
     return mixed.view(*shape, size), weights[..., length:].reshape(*shape, -1)
 
 
-@dataclass
-class _Block:
-    """Consecutive queries of a document with the keys that they see, as half-open ranges."""
+class _Block(NamedTuple):
+    """Consecutive queries of a document, and the keys that they see."""
 
-    first_query: int
-    end_query: int
-    first_key: int
-    end_key: int
-
-    @property
-    def queries(self) -> int:
-        return self.end_query - self.first_query
-
-    @property
-    def keys(self) -> int:
-        return self.end_key - self.first_key
+    queries: range
+    keys: range
 
 
 @dataclass
@@ -185,11 +175,11 @@ class Tiles:
 
     def _tile(self, blocks: list[_Block], rows: int) -> _Tile:
         device = self.queries.device
-        ends = [(b.first_query, b.end_query - 1, b.first_key) for b in blocks]
+        ends = [(b.queries[0], b.queries[-1], b.keys[0]) for b in blocks]
         first_query, last_query, first_key = torch.tensor(ends, device=device)[:, :, None].unbind(1)  # [S, 1] each
-        queries = first_query + torch.arange(max(b.queries for b in blocks), device=device)
+        queries = first_query + torch.arange(max(len(b.queries) for b in blocks), device=device)
         queries = queries.minimum(last_query)  # [S, B]
-        keys = first_key + torch.arange(max(b.keys for b in blocks), device=device)  # [S, E]
+        keys = first_key + torch.arange(max(len(b.keys) for b in blocks), device=device)  # [S, E]
         # Rows of a document are in the order of their positions, and the padding of its keys comes after all of its queries.
         masked = keys[:, None] > self.queries[queries][:, :, None]
         return _Tile(queries.flatten(), keys.flatten().clamp(max=rows - 1), masked[:, :, None])
@@ -207,7 +197,7 @@ def _blocks(queries: list[int], lengths: list[int]) -> list[_Block]:
         end_place = bisect_left(queries, first_key + length, lo=place)
         count = math.ceil((end_place - place) / _QUERIES_IN_BLOCK)
         cuts = [place + (end_place - place) * i // count for i in range(count + 1)] if count else []
-        blocks += [_Block(start, end, first_key, queries[end - 1] + 1) for start, end in pairwise(cuts)]
+        blocks += [_Block(range(*ends), range(first_key, queries[ends[1] - 1] + 1)) for ends in pairwise(cuts)]
         first_key, place = first_key + length, end_place
     return blocks
 
@@ -216,15 +206,14 @@ def _side_by_side(blocks: list[_Block], *, most_area: int) -> list[list[_Block]]
     """Group blocks of about the same shape; the padded area of a group is at most `most_area`, or it is a single block."""
     groups: list[list[_Block]] = []
     needed = 0
-    for block in sorted(blocks, key=lambda block: (block.keys, block.queries), reverse=True):
-        area = block.queries * block.keys
-        if groups:
-            together = [*groups[-1], block]
-            padded = len(together) * max(b.queries for b in together) * together[0].keys
-            if padded <= min(most_area, _AREA_OVER_NEEDED * (needed + area)):
-                groups[-1] = together
-                needed += area
-                continue
-        groups.append([block])
-        needed = area
+    for block in sorted(blocks, key=lambda block: (len(block.keys), len(block.queries)), reverse=True):
+        area = len(block.queries) * len(block.keys)
+        together = [*groups[-1], block] if groups else [block]
+        padded = len(together) * max(len(b.queries) for b in together) * len(together[0].keys)
+        if groups and padded <= min(most_area, _AREA_OVER_NEEDED * (needed + area)):
+            groups[-1] = together
+            needed += area
+        else:
+            groups.append([block])
+            needed = area
     return groups
