@@ -236,7 +236,9 @@ def _extraction_of(store: Path, train: Mapping[str, Any]) -> dict[str, Any] | No
 
 def _evaluation_of(drafter: Path, directory: Path) -> dict[str, Any]:
     """The record of the evaluation, whose files are unchanged and which measured this drafter."""
-    advice = "Run `draftsmith evaluate` with the run's recipe, or publish without measured numbers: `--without-evaluation`."
+    advice = (
+        "Run `draftsmith evaluate` with the run's recipe, or publish without measured numbers: `--without-evaluation`."
+    )
     record = stage.read(directory)
     if record is None or record.get("stage") != "evaluate":
         raise UserError(f"There is no finished evaluation in {directory}. {advice}")

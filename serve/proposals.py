@@ -197,7 +197,12 @@ def verify_served(
     prompts = [_prompt(tokenizer, text) for text in _PROMPTS]
     steps = min(_K, drafter.max_draft_tokens or _K)
     (served,) = record(
-        [(drafter_dir, method)], target_dir, prompts, k=steps, max_tokens=_MAX_TOKENS, trust_remote_code=trust_remote_code
+        [(drafter_dir, method)],
+        target_dir,
+        prompts,
+        k=steps,
+        max_tokens=_MAX_TOKENS,
+        trust_remote_code=trust_remote_code,
     )
     counted = {name: served.counters[f"vllm:spec_decode_num_{name}"] for name in ("draft_tokens", "accepted_tokens")}
     accepted = f"the target accepted {counted['accepted_tokens']:.0f} of {counted['draft_tokens']:.0f} tokens"

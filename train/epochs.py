@@ -45,7 +45,12 @@ def finish_epoch(run: Run, epoch: int) -> None:
             folder.mkdir(exist_ok=True)
             target = {"name": run.target.name, "revision": run.target.revision, "config_hash": run.target.config_hash}
             checkpoint = Checkpoint(
-                options.drafter.kind, drafter.config.to_dict(), target, drafter.draft_token_ids, in_memory(tensors), figures
+                options.drafter.kind,
+                drafter.config.to_dict(),
+                target,
+                drafter.draft_token_ids,
+                in_memory(tensors),
+                figures,
             )
             checkpoint.save(folder)
     run.progress.epochs += broadcast_object_list([figures])

@@ -139,5 +139,16 @@ def set_up(
             average.weights[name].copy_(distributed.shard_like(value, average.weights[name]))
     progress = Progress(**snapshot["progress"]) if snapshot else Progress()
     return Run(
-        recipe, directory, inputs, accelerator, target, data, data.schedule(), loss, model, optimizers, average, progress
+        recipe,
+        directory,
+        inputs,
+        accelerator,
+        target,
+        data,
+        data.schedule(),
+        loss,
+        model,
+        optimizers,
+        average,
+        progress,
     )
