@@ -1,7 +1,5 @@
 """The convert stage, checkpoint to `vllm/`; and any drafter's checkpoint to any format."""
 
-from __future__ import annotations
-
 import shutil
 import tempfile
 import time
@@ -16,7 +14,7 @@ from draftsmith.convert.formats import FORMATS
 from draftsmith.convert.formats.base import Format
 from draftsmith.convert.model_card import render
 from draftsmith.convert.quantize import SCHEMES, scheme_of
-from draftsmith.convert.verify import compare, drafter_of
+from draftsmith.convert.verify import compare
 from draftsmith.convert.vocabulary import with_vocabulary
 from draftsmith.drafters import drafter_class
 from draftsmith.drafters.base import Drafter
@@ -185,7 +183,7 @@ def convert_checkpoint(
                 f"{verified['same_first_choice']:.0%} of the top-1 tokens are the same"
             )
             if served is not None and tensors is not None:
-                verified["served"] = served(temporary, drafter_of(result, tensors))
+                verified["served"] = served(temporary, result.drafter(tensors))
         figures: dict[str, Any] = {
             "from": found.format, "to": to, "kind": found.kind, "quantized": quantize,
             "parameters": sum(weight.count for weight in checkpoint.weights.values()),

@@ -1,7 +1,5 @@
 """`draftsmith inspect`: identify a directory, verify it, and describe what a store holds."""
 
-from __future__ import annotations
-
 import json
 import time
 from pathlib import Path

@@ -4,8 +4,6 @@ Conversion writes it beside the drafter, before anything is measured, and publis
 come only from the stages' records. The card contains no path of this machine.
 """
 
-from __future__ import annotations
-
 import json
 import shlex
 from collections.abc import Mapping, Sequence
@@ -19,8 +17,7 @@ from draftsmith.config.target import TargetConfig
 from draftsmith.convert.quantize import SCHEMES
 from draftsmith.drafters.checkpoint import Checkpoint
 
-_USUAL_K = 3
-"""Number of speculative tokens in the serving command if no evaluation chose one."""
+_USUAL_K = 3  # number of speculative tokens in the serving command if no evaluation chose one
 
 
 def hub_id(name: str | None) -> str | None:

@@ -4,8 +4,6 @@ Measured figures on the card come from a finished, unchanged evaluation of exact
 none are published.
 """
 
-from __future__ import annotations
-
 import json
 import warnings
 from collections.abc import Iterator, Mapping

@@ -4,8 +4,6 @@ Arithmetic and packing are done by the library that vLLM and llm-compressor use 
 keeps them out of memory until they are written.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass

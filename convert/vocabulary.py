@@ -1,7 +1,5 @@
 """Draft vocabularies: how checkpoints store them, and resizing one after training."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from dataclasses import replace
 

@@ -5,8 +5,6 @@ this package cannot be imported (except for drafters that need its plugin), and 
 context; the module computes the same chains from transformers' hidden states.
 """
 
-from __future__ import annotations
-
 import json
 import os
 import subprocess
@@ -22,15 +20,8 @@ import torch
 from draftsmith.config.recipe import EngineConfig
 from draftsmith.drafters.base import Drafter
 from draftsmith.drafters.batch import Batch
-from draftsmith.engine import environment
+from draftsmith.engine import environment, speculation
 from draftsmith.engine.process import log_tail
-from draftsmith.engine.speculation import (
-    needs_plugin,
-    reads_embeddings,
-    rounds_inputs,
-    speculative_config,
-    target_arguments,
-)
 from draftsmith.run.errors import DraftsmithError, UserError
 from draftsmith.run.progress import console
 from draftsmith.target.pretrained import tokenizer_of
@@ -84,10 +75,10 @@ def record(
         "target": str(target_dir), "drafters": [{"path": str(path), "method": method} for path, method in drafters], "k": k,
         "max_tokens": max_tokens, "longest": max(len(ids) for ids in prompts) + max_tokens + 32,
         "trust_remote_code": trust_remote_code, "prompts": [list(ids) for ids in prompts],
-        "stock": not any(needs_plugin(path) or reads_embeddings(path) for path, _ in drafters),
+        "stock": not any(speculation.needs_plugin(path) or speculation.reads_embeddings(path) for path, _ in drafters),
         "arguments": {
             name: value for _, method in drafters
-            for name, value in target_arguments(target_dir, {"method": method}, trust_remote_code=trust_remote_code).items()
+            for name, value in speculation.target_arguments(target_dir, {"method": method}, trust_remote_code=trust_remote_code).items()
         },
     }  # fmt: skip
     with tempfile.TemporaryDirectory() as folder:
@@ -183,12 +174,12 @@ def verify_served(
     machine. Raises DraftsmithError: vLLM does not serve it, or proposes other tokens.
     """
     try:
-        method = speculative_config(drafter_dir, 1)["method"]
+        method = speculation.speculative_config(drafter_dir, 1)["method"]
     except UserError as reason:
         console.print(f"verify: compared logits only. {reason}")
         return {"not_served": str(reason)}
     console.print(f"verify: starting vLLM with the drafter, {len(_PROMPTS)} prompts in float32")
-    if reads_embeddings(drafter_dir):
+    if speculation.reads_embeddings(drafter_dir):
         console.print(
             "verify: the drafter reads the target's embeddings (layer id 0); on GPUs, vLLM's eager mode (--enforce-eager) passes wrong "
             "ones unless Draftsmith is installed"
@@ -207,7 +198,7 @@ def verify_served(
     counted = {name: served.counters[f"vllm:spec_decode_num_{name}"] for name in ("draft_tokens", "accepted_tokens")}
     accepted = f"the target accepted {counted['accepted_tokens']:.0f} of {counted['draft_tokens']:.0f} tokens"
     figures: dict[str, Any] = {"drafted": counted["draft_tokens"], "accepted": counted["accepted_tokens"]}
-    if rounds_inputs(drafter_dir):
+    if speculation.rounds_inputs(drafter_dir):
         console.print(f"verified: vLLM serves it, and {accepted}; with quantized inputs its draft tokens may differ")
         return figures
     compared = compare_proposals(served, drafter, target_dir, trust_remote_code=trust_remote_code)

@@ -1,7 +1,5 @@
 """Speedups by arithmetic: steps that take as long as their bytes or FLOP (Williams et al., 2009), whichever is more."""
 
-from __future__ import annotations
-
 import statistics
 from collections.abc import Mapping, Sequence
 from pathlib import Path

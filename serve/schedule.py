@@ -1,7 +1,5 @@
 """K by load: vLLM's `num_speculative_tokens_per_batch_size`, as tuning chooses it and serving and evaluation read it."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 

@@ -1,7 +1,5 @@
 """The target and its drafter behind vLLM's own OpenAI-compatible server."""
 
-from __future__ import annotations
-
 import json
 import shlex
 import signal

@@ -1,7 +1,5 @@
 """vLLM's OpenAI-compatible server as a child process: its command line, start and end, and the reason of a failure."""
 
-from __future__ import annotations
-
 import json
 import os
 import re
@@ -25,8 +23,7 @@ from draftsmith.run.progress import console
 
 _SECONDS_TO_STOP = 20.0
 _POLL_SECONDS = 0.5
-_LINES_KEPT = 400
-"""Lines of the server's output: enough for a traceback of its engine process and one of its own."""
+_LINES_KEPT = 400  # lines of the server's output: enough for a traceback of its engine process and one of its own
 _ERROR = re.compile(r"\b\w*(Error|Exception)\b: .*\S")
 _SET_ELSEWHERE = {
     "model": "by the recipe's `target`", "served-model-name": "by the recipe's `target`", "dtype": "by `target.dtype`",

@@ -8,8 +8,6 @@ Sampling. The target accepts a draft token with a probability, which is known ex
 an accepted token is only known where the text contains it. See `predict_sampled_acceptance`.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from itertools import pairwise

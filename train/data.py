@@ -1,7 +1,5 @@
 """The store as training reads it: the schedule of steps, micro-batches, and batches for initialization and prediction."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, replace
@@ -83,7 +81,7 @@ class TrainingData:
         loaded = []
         for share in shares[first : first + accumulation]:
             share_rows = [rows[i] for i in share] or [min(rows, key=self.store.length)]
-            batch = self.batch(share_rows, options.prompt_loss_weight)
+            batch = self.batch(share_rows, prompt_weight=options.prompt_loss_weight)
             if options.state_dropout:
                 states = batch.hidden_states.split([self.store.length(row) for row in share_rows])
                 dropped = [
@@ -94,7 +92,7 @@ class TrainingData:
             loaded.append(MicroBatch(batch, idle=not share))
         return loaded
 
-    def batch(self, rows: list[int], prompt_weight: float = 0.0) -> Batch:
+    def batch(self, rows: list[int], *, prompt_weight: float = 0.0) -> Batch:
         """Store rows packed, in float32 on the CPU, with the target's last states."""
         packed = pack(self.store.read(rows), steps=self.ttt_steps, prompt_weight=prompt_weight)
         return packed.to_dtype(torch.float32).with_layers(self.columns, self.last_column)

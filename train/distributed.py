@@ -4,8 +4,6 @@ With DDP every process holds the whole drafter; with FSDP2 each holds a shard of
 state (`DTensor`s). Snapshots and checkpoints hold unsharded tensors, so they do not depend on the number of processes.
 """
 
-from __future__ import annotations
-
 import warnings
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager

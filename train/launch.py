@@ -5,8 +5,6 @@ those of `accelerate launch` on one machine do. torch's elastic launcher, which 
 seconds after a signal; this one waits for a process that is saving.
 """
 
-from __future__ import annotations
-
 import functools
 import json
 import logging

@@ -28,13 +28,11 @@ _LOGITS_AT_ONCE = 1 << 21
 """Logits in a chunk of rows: 8 MiB in float32, which stay in a CPU's cache between passes over them."""
 _LOGITS_AT_ONCE_ON_GPU = 1 << 27
 """512 MiB in float32, a few of which are in memory at once. A chunk that fits a GPU's cache would not keep it busy."""
-_LEAST_ROWS = 128
-"""Fewest rows in a chunk: with fewer, a product is bound by reading the head from memory."""
+_LEAST_ROWS = 128  # fewest rows in a chunk: with fewer, a product is bound by reading the head from memory
 ROWS_ASKED = 256
 """Rows of a batch whose teacher distributions choose the subset of the draft vocabulary that its loss is taken over, and as many
 whose drafter distributions do."""
-_DRAWN = 6
-"""One in so many tokens of the subset is drawn at random."""
+_DRAWN = 6  # one in so many tokens of the subset is drawn at random
 
 
 def row_chunks(rows: int, vocab: int, device: str) -> Iterator[slice]:
@@ -59,14 +57,10 @@ class _TeacherAlignment:
     """Which teacher row supervises which draft step: row t supervises, at step k, the draft made from p = t - 1 - k; all of
     them predict x_{t+1}."""
 
-    rows: torch.Tensor
-    """int64 [N] ascending: the rows t of the batch that supervise any draft."""
-    labels: torch.Tensor
-    """int64 [N]: x_{t+1}, as an index into the draft vocabulary."""
-    drafts: torch.Tensor
-    """int64 [K, N]: index of each draft among the Q rows that are drafted from; 0 where a step makes no such draft."""
-    weights: torch.Tensor
-    """float64 [K, N]: the draft's weight in the loss; 0 where there is none."""
+    rows: torch.Tensor  # int64 [N] ascending: the rows t of the batch that supervise any draft
+    labels: torch.Tensor  # int64 [N]: x_{t+1}, as an index into the draft vocabulary
+    drafts: torch.Tensor  # int64 [K, N]: each draft's index among the Q rows that are drafted from; 0 where there is none
+    weights: torch.Tensor  # float64 [K, N]: the draft's weight in the loss; 0 where there is none
 
 
 class ChainLoss(nn.Module):
@@ -220,10 +214,8 @@ class ChainLoss(nn.Module):
 class _VocabularySubset:
     """C tokens of the draft vocabulary."""
 
-    columns: torch.Tensor
-    """int64 [C]: the kept tokens, ascending; then those drawn from the rest, ascending."""
-    kept: int
-    """Number of kept tokens; every true token is among them."""
+    columns: torch.Tensor  # int64 [C]: the kept tokens, ascending; then those drawn from the rest, ascending
+    kept: int  # number of kept tokens; every true token is among them
     log_weights: torch.Tensor
     """[C], added to the logits: log of the number of tokens that each stands for. The sum of exp(logits) is then estimated
     without bias, and the drawn tokens push down those left out (Bengio and Senecal 2008, doi 10.1109/TNN.2007.912312;
@@ -234,14 +226,10 @@ class _VocabularySubset:
 class _LossTargets:
     """What N rows should predict."""
 
-    labels: torch.Tensor
-    """int64 [N]: the target's tokens."""
-    subset: _VocabularySubset | None
-    """The tokens of the heads' rows; None for the whole draft vocabulary."""
-    states: torch.Tensor | None = None
-    """[N, H], the target's normed states; None where only the labels are learned."""
-    head: torch.Tensor | None = None
-    """[V, H], the target's head; with `states` and `soft_cap`, its distribution."""
+    labels: torch.Tensor  # int64 [N]: the target's tokens
+    subset: _VocabularySubset | None  # the tokens of the heads' rows; None for the whole draft vocabulary
+    states: torch.Tensor | None = None  # [N, H], the target's normed states; None where only the labels are learned
+    head: torch.Tensor | None = None  # [V, H], the target's head; with `states` and `soft_cap`, its distribution
     soft_cap: float | None = None
 
 

@@ -4,8 +4,6 @@ torch.optim.Muon takes one matrix at a time, always in bf16, which CPUs without 
 matrices that FSDP2 shards. This one computes in a given dtype and batches small matrices.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any

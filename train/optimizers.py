@@ -1,7 +1,5 @@
 """What changes the weights: the optimizers, their learning rates, and the moving average of the result."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -57,8 +55,7 @@ class MovingAverage:
 
     def __init__(self, module: nn.Module, decay: float | None) -> None:
         self._module, self._decay = module, decay
-        self.weights: dict[str, torch.Tensor] = {}
-        """By parameter name; empty where nothing is averaged."""
+        self.weights: dict[str, torch.Tensor] = {}  # by parameter name; empty where nothing is averaged
         if decay is not None:
             self.weights = {name: p.detach().clone() for name, p in module.named_parameters() if p.requires_grad}
 

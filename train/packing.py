@@ -1,7 +1,5 @@
 """Sequences to batches: which sequences go into a step, and the tokens that follow each position."""
 
-from __future__ import annotations
-
 from collections.abc import Iterable, Iterator
 
 import torch
@@ -10,8 +8,7 @@ from torch.nn import functional as F
 from draftsmith.drafters.batch import Batch
 from draftsmith.store.format import Sequence
 
-_TOKENS_IN_BATCH = 4096
-"""`pack_in_order` packs up to this many tokens; a longer sequence is alone."""
+_TOKENS_IN_BATCH = 4096  # `pack_in_order` packs up to this many tokens; a longer sequence is alone
 
 
 def pack_epoch(lengths: list[int], *, tokens_per_step: int, seed: int, epoch: int) -> list[list[int]]:

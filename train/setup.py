@@ -1,7 +1,5 @@
 """What a training run needs before its first step: processes, drafter, loss, data and optimizers, restored from a snapshot."""
 
-from __future__ import annotations
-
 import functools
 from dataclasses import dataclass, field
 from datetime import timedelta

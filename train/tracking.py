@@ -1,7 +1,5 @@
 """Experiment trackers (`train.tracker`), which accelerate logs to."""
 
-from __future__ import annotations
-
 import importlib.util
 import netrc
 import os

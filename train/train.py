@@ -6,8 +6,6 @@ number of processes. All randomness depends on the step's number. A snapshot is 
 the number of the step decide everything that follows.
 """
 
-from __future__ import annotations
-
 import math
 import signal
 import time

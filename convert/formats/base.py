@@ -1,7 +1,5 @@
 """A format: a layout for each kind of drafter that it can hold, and reading and writing with it."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass
 from pathlib import Path

@@ -1,7 +1,5 @@
 """EAGLE-3 as the speculators project (0.9) writes it: the layer's config is a section of its own."""
 
-from __future__ import annotations
-
 from collections.abc import Collection, Mapping
 from typing import Any
 

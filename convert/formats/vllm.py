@@ -1,7 +1,5 @@
 """The format that vLLM loads. The layouts are in the kinds' files."""
 
-from __future__ import annotations
-
 from collections.abc import Collection, Iterator, Mapping
 from typing import Any
 

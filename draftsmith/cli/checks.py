@@ -1,7 +1,5 @@
 """The checks of `draftsmith doctor`, one function each. None imports vLLM, uses the network or changes anything."""
 
-from __future__ import annotations
-
 import importlib
 import importlib.metadata
 import importlib.util
@@ -23,16 +21,13 @@ from draftsmith.run.errors import UserError
 from draftsmith.run.machine_memory import cgroup, memory_nodes
 
 _GIB = 1024**3
-_TESTED_VLLM = "0.32.0"
-"""The version that the extras `cpu` and `cuda` install and that the tests run."""
+_TESTED_VLLM = "0.32.0"  # the version that the extras `cpu` and `cuda` install and that the tests run
 _OLDEST_TORCH = (2, 10)
-_OLDEST_CAPABILITY = (7, 5)
-"""Lowest compute capability that vLLM's kernels are built for."""
+_OLDEST_CAPABILITY = (7, 5)  # lowest compute capability that vLLM's kernels are built for
 _ONLY_V1 = ("suffix", *(kind for kind, options in KINDS.items() if not options.serving.runner_v2))
 """Methods that vLLM 0.32's model runner V2 lacks (vllm/config/vllm.py)."""
 _METHODS = ("extraction", *KINDS, "ngram", "draft_model", "mtp", "suffix")
-_PLUGIN = "draftsmith"
-"""Name of our entry point in the group `vllm.general_plugins` (pyproject.toml)."""
+_PLUGIN = "draftsmith"  # name of our entry point in the group `vllm.general_plugins` (pyproject.toml)
 _LITTLE_DISK = 20 * _GIB
 
 

@@ -1,7 +1,5 @@
 """Load a recipe from its file, with overrides and errors that say what to do."""
 
-from __future__ import annotations
-
 import difflib
 import hashlib
 import json

@@ -25,12 +25,10 @@ from draftsmith.drafters.batch import Batch
 
 _QUERIES_IN_BLOCK = 128
 """A block computes the scores of all keys up to its last query: shorter blocks compute fewer that are masked."""
-_SCORES_IN_TILE = 1 << 21
-"""Scores computed at once, where blocks are small enough: 8 MiB in float32."""
+_SCORES_IN_TILE = 1 << 21  # scores computed at once, where blocks are small enough: 8 MiB in float32
 _SCORES_KEPT = 1 << 24
 """Scores that one attention keeps for the backward pass; where there are more, they are recomputed."""
-_AREA_OVER_NEEDED = 1.1
-"""Padding may add a tenth to the scores of a tile."""
+_AREA_OVER_NEEDED = 1.1  # padding may add a tenth to the scores of a tile
 
 CosSin = tuple[torch.Tensor, torch.Tensor]
 """RoPE's cosines and sines, [rows, C] each, or narrower where it turns part of each head."""
@@ -145,12 +143,9 @@ class _Block(NamedTuple):
 class _Tile:
     """S blocks side by side, of B queries and E keys each, padded."""
 
-    queries: torch.Tensor
-    """int64 [S * B], among the Q queries."""
-    keys: torch.Tensor
-    """int64 [S * E], among the T rows."""
-    masked: torch.Tensor
-    """bool [S, B, 1, E]: keys that a query does not see."""
+    queries: torch.Tensor  # int64 [S * B], among the Q queries
+    keys: torch.Tensor  # int64 [S * E], among the T rows
+    masked: torch.Tensor  # bool [S, B, 1, E]: keys that a query does not see
 
 
 class Tiles:

@@ -14,8 +14,6 @@ target's next normed state (SmoothL1), and its logits the target's distribution.
 Names and shapes of the tensors are those of the published checkpoints and of vLLM's `llama_eagle.py`, whose `fc` has no bias.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import ClassVar, Self

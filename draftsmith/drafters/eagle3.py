@@ -14,8 +14,6 @@ and at step 0  f = fc([fc_norm_1(h^1), ..., fc_norm_n(h^n)]).
 Names and shapes of the tensors are those of published checkpoints and of vLLM's `llama_eagle3.py`.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
@@ -37,18 +35,8 @@ from draftsmith.drafters.decoder import (
     layer_fields,
     rotary_embedding,
 )
+from draftsmith.drafters.init import least_squares
 from draftsmith.drafters.init.induction import ROWS_TO_LOOK_UP, attend_by_codes, fit_codes, fit_outputs, write_codes
-from draftsmith.drafters.init.least_squares import (
-    ROWS_AT_ONCE,
-    ROWS_TO_FIT,
-    factor,
-    flop_of_eigenvectors,
-    flop_of_solve,
-    rows_to_fit,
-    rows_until,
-    solve,
-    unit_rms,
-)
 from draftsmith.drafters.layout import EXTRA, Entry, Layout, Source, look_up, same_names
 from draftsmith.drafters.norm import RMSNorm
 from draftsmith.run.errors import UserError
@@ -59,8 +47,7 @@ _FAST = 0.03
 """Rotary pairs that turn by more than this many radians per position are used. The fastest separate neighbors; the slower ones
 separate positions hundreds apart, where the fast ones happen to align again: with pairs above 0.3 alone, a row 2,000
 positions into a text had 0.56 of its attention on itself with SmolLM2's frequencies, with these 0.998."""
-_OWN_POSITION_LEAD = 6.0
-"""How much the score of a head's own position exceeds that of the one before, in logits."""
+_OWN_POSITION_LEAD = 6.0  # how much the score of a head's own position exceeds that of the one before, in logits
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -258,25 +245,25 @@ class Eagle3Drafter(DecoderDrafter):
     def init_cost(config: Eagle3Config, *, rows: int, answered: int) -> InitCost:
         hidden, states, vocabulary = config.hidden_size, config.fused_size, config.draft_vocab_size
         width, rank = states + hidden, min(config.num_key_value_heads * config.head_dim, hidden)
-        fitted = min(answered, ROWS_TO_FIT)
-        sums = width**2 + width * hidden + 4 * min(fitted, ROWS_AT_ONCE) * width
+        fitted = min(answered, least_squares.ROWS_TO_FIT)
+        sums = width**2 + width * hidden + 4 * min(fitted, least_squares.ROWS_AT_ONCE) * width
         flop = 2.0 * fitted * width * (width + hidden)  # `_regression`
-        flop += flop_of_solve(width, hidden) + 2.0 * states**2 * hidden  # `_reduced_rank_fit`
-        flop += 4.0 * hidden**3 + flop_of_eigenvectors(hidden) + 2.0 * hidden * rank * (hidden + 2 * states)
+        flop += least_squares.flop_of_solve(width, hidden) + 2.0 * states**2 * hidden  # `_reduced_rank_fit`
+        flop += 4.0 * hidden**3 + least_squares.flop_of_eigenvectors(hidden) + 2.0 * hidden * rank * (hidden + 2 * states)
         flop += fitted * (2.0 * hidden * (states + 2 * rank) + 4.0 * hidden**2)  # `_fused_states`
-        flop += flop_of_solve(hidden, 1)  # `_attend_to_own_position`
+        flop += least_squares.flop_of_solve(hidden, 1)  # `_attend_to_own_position`
         held = max(sums, 2 * width**2 + 2 * width * hidden + 5 * hidden**2)
-        rows_read = 2 * rows_until(ROWS_TO_FIT, rows=rows, answered=answered)
+        rows_read = 2 * least_squares.rows_until(least_squares.ROWS_TO_FIT, rows=rows, answered=answered)
         if config.num_attention_heads > config.num_key_value_heads:
             looked_up, answers = min(rows, ROWS_TO_LOOK_UP), min(answered, ROWS_TO_LOOK_UP)
             mixed = 2 * config.num_key_value_heads * config.head_dim
             flop += 2.0 * looked_up * width * (width + hidden)  # `fit_codes`
             flop += width**3 / 3 + hidden**3 / 3 + float(width) * hidden * (width + hidden) + 2.0 * width * hidden**2
-            flop += 2.0 * vocabulary * hidden**2 + 2 * flop_of_eigenvectors(hidden)
+            flop += 2.0 * vocabulary * hidden**2 + 2 * least_squares.flop_of_eigenvectors(hidden)
             for name, (_, times) in Eagle3Drafter.matmul_counts(config, 1).items():  # `fit_outputs`
                 flop += 2.0 * answers * times * math.prod(Eagle3Drafter.shapes(config)[name])
-            flop += 2.0 * answers * mixed * (mixed + hidden) + flop_of_solve(mixed, hidden)
-            rows_read += looked_up + rows_until(ROWS_TO_LOOK_UP, rows=rows, answered=answered)
+            flop += 2.0 * answers * mixed * (mixed + hidden) + least_squares.flop_of_solve(mixed, hidden)
+            rows_read += looked_up + least_squares.rows_until(ROWS_TO_LOOK_UP, rows=rows, answered=answered)
             kept = states * hidden + 2 * rank * hidden  # of the regression
             held = max(held, kept + sums, kept + 3 * vocabulary * hidden + 2 * hidden**2)
         return InitCost(flop, 4 * held, rows_read)
@@ -327,11 +314,11 @@ def _regression(drafter: Eagle3Drafter, batches: Iterable[Batch], centered: bool
     next last state, [n*H + H, H]. `centered`: see `unit_rms`."""
     width, hidden = drafter.config.fused_size + drafter.config.hidden_size, drafter.config.hidden_size
     gram, cross = drafter.fc.weight.new_zeros(width, width), drafter.fc.weight.new_zeros(width, hidden)
-    for batch, rows in rows_to_fit(batches):
+    for batch, rows in least_squares.rows_to_fit(batches):
         assert batch.last_states is not None
         reads = drafter.reads(batch, rows)
         gram.addmm_(reads.T, reads)
-        cross.addmm_(reads.T, unit_rms(batch.last_states[rows + 1], centered=centered))
+        cross.addmm_(reads.T, least_squares.unit_rms(batch.last_states[rows + 1], centered=centered))
     return gram, cross
 
 
@@ -344,8 +331,8 @@ def _reduced_rank_fit(
     Returns A [n*H, H], B [H, rank], C [rank, H] with W ~ R[:, :-H] @ A + R[:, -H:] @ B @ C.
     """
     split = len(gram) - cross.shape[1]
-    lower = factor(gram)
-    full = solve(lower, cross)
+    lower = least_squares.factor(gram)
+    full = least_squares.solve(lower, cross)
     # The part of embeddings that states do not explain has the covariance L L^T of this corner L; keep the directions in which it
     # explains most.
     explained = lower[split:, split:].T @ full[split:]
@@ -364,12 +351,9 @@ def _reduced_rank_fit(
 class _FusedStates:
     """Sums over sample inputs of `hidden_norm`: fused states, with and without the output of the first heads."""
 
-    size: torch.Tensor
-    """Scalar: mean RMS without that output."""
-    gram: torch.Tensor
-    """[H, H]: sum of the outer products of the normed states."""
-    total: torch.Tensor
-    """[H]: sum of the normed states."""
+    size: torch.Tensor  # scalar: mean RMS without that output
+    gram: torch.Tensor  # [H, H]: sum of the outer products of the normed states
+    total: torch.Tensor  # [H]: sum of the normed states
 
 
 def _fused_states(
@@ -379,11 +363,11 @@ def _fused_states(
     hidden = drafter.config.hidden_size
     new_zeros = drafter.fc.weight.new_zeros
     sums, count = _FusedStates(new_zeros(()), new_zeros(hidden, hidden), new_zeros(hidden)), 0
-    for batch, rows in rows_to_fit(batches):
+    for batch, rows in least_squares.rows_to_fit(batches):
         states, embeds = drafter.reads(batch, rows).split([drafter.config.fused_size, hidden], dim=1)
         fused = drafter.fc(states)
         sums.size += fused.pow(2).mean(-1).sqrt().sum()
-        for unit in (unit_rms(fused), unit_rms(fused + embeds @ to_values @ from_values)):
+        for unit in (least_squares.unit_rms(fused), least_squares.unit_rms(fused + embeds @ to_values @ from_values)):
             sums.gram.addmm_(unit.T, unit)
             sums.total += unit.sum(0)
         count += len(rows)
@@ -400,7 +384,7 @@ def _attend_to_own_position(drafter: Eagle3Drafter, fused: _FusedStates) -> None
     """
     config = drafter.config
     attention, hidden = drafter.decoder_layers()[0].self_attn, config.hidden_size
-    constant = solve(factor(fused.gram), fused.total[:, None])[:, 0]  # unit @ constant ~ 1
+    constant = least_squares.solve(least_squares.factor(fused.gram), fused.total[:, None])[:, 0]  # unit @ constant ~ 1
     frequencies = drafter.inverse_frequencies()
     fast = (frequencies > _FAST).nonzero()[:, 0]
     one_away = (1 - frequencies[fast].cos()).sum()

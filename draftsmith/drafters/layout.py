@@ -5,8 +5,6 @@ a layout is closed: every field of the kind's config has a key in `config.json`,
 over on either side is an error.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any

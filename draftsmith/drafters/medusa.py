@@ -12,8 +12,6 @@ Names and shapes of the tensors are those of vLLM's `medusa.py`, with one vocabu
 since its loader then misses a weight of that name.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from typing import ClassVar, Self

@@ -4,8 +4,6 @@ On a CPU torch composes the norm of elementwise operations, each of which keeps 
 has a fused kernel, which is used there.
 """
 
-from __future__ import annotations
-
 from typing import Any, Self
 
 import torch

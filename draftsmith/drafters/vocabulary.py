@@ -1,7 +1,5 @@
 """The draft vocabulary."""
 
-from __future__ import annotations
-
 import torch
 
 

@@ -23,12 +23,9 @@ GIB = 1024**3
 BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
 _FLOATS = ("F32", "F16", "BF16", "F64")
 """Types, by their safetensors names, that vLLM casts to the engine's dtype as it loads."""
-_FIXED = 2 * GIB
-"""CUDA's context, workspaces of kernels and NCCL, and captured CUDA graphs: a guess, not measured."""
-_ON_CPU = GIB // 2
-"""What an engine's process takes on a CPU beside weights, KV cache and activations."""
-_CPU_STEP_TOKENS = 4096
-"""Tokens of a prefill step on a CPU: vLLM's default for `LLM`."""
+_FIXED = 2 * GIB  # CUDA's context, workspaces of kernels and NCCL, and captured CUDA graphs: a guess, not measured
+_ON_CPU = GIB // 2  # what an engine's process takes on a CPU beside weights, KV cache and activations
+_CPU_STEP_TOKENS = 4096  # tokens of a prefill step on a CPU: vLLM's default for `LLM`
 _STEP_TOKENS = 16384
 """Tokens of a prefill step: vLLM's default for `LLM` on GPUs of 70 GiB and more, the largest of its defaults."""
 

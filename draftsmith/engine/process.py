@@ -5,8 +5,6 @@ the program with it. The child talks only to its parent. What it prints goes to 
 fails. It ends with its parent, however the parent ends.
 """
 
-from __future__ import annotations
-
 import atexit
 import multiprocessing
 import multiprocessing.context
@@ -27,8 +25,7 @@ from draftsmith.engine import environment
 from draftsmith.run.errors import DraftsmithError
 from draftsmith.run.process import end_with_parent
 
-_LOG_LINES = 15
-"""Lines of a log that an error shows."""
+_LOG_LINES = 15  # lines of a log that an error shows
 _SECONDS_TO_CLOSE = 10.0
 
 

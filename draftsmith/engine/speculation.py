@@ -4,8 +4,6 @@ Everything that can be known before an engine starts is checked here. vLLM repor
 own terms, or not at all.
 """
 
-from __future__ import annotations
-
 import json
 from collections.abc import Mapping
 from importlib.util import find_spec
@@ -22,8 +20,7 @@ from draftsmith.target.info import TargetInfo
 from draftsmith.target.pretrained import config_of, language_config
 
 _FILES = ("config.json", "model.safetensors")
-_USUAL_K = 3
-"""Speculative tokens of a drafter if nothing says how many."""
+_USUAL_K = 3  # speculative tokens of a drafter if nothing says how many
 _MTP_LAYERS = ("num_nextn_predict_layers", "mtp_num_hidden_layers", "num_mtp_modules")
 """Fields of targets' configs with the number of multi-token prediction layers."""
 _MTP_UNCOUNTED = {"mimo_v2", "nemotron_h", "longcat_flash", "step3p5", "dots3"}

@@ -1,7 +1,5 @@
 """Files that appear whole or not at all."""
 
-from __future__ import annotations
-
 import errno
 import hashlib
 import json
@@ -13,8 +11,7 @@ from typing import Any, BinaryIO
 
 from draftsmith.run.errors import DraftsmithError, UserError
 
-_NO_SPACE = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
-"""Error numbers of a full disk, quota or file."""
+_NO_SPACE = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)  # error numbers of a full disk, quota or file
 
 
 def read_json(path: Path) -> dict[str, Any]:

@@ -1,7 +1,5 @@
 """What torch can use of this machine: GPUs, and why not if it cannot; arithmetic for bfloat16."""
 
-from __future__ import annotations
-
 import importlib.metadata
 import os
 import re
@@ -13,8 +11,7 @@ from draftsmith.run.errors import UserError
 
 _KERNEL_MODULE = Path("/proc/driver/nvidia/version")
 _PCI_DEVICES = Path("/sys/bus/pci/devices")
-_NVIDIA, _DISPLAY = "0x10de", "0x03"
-"""The PCI vendor, and the first digits of the PCI class, of an NVIDIA GPU."""
+_NVIDIA, _DISPLAY = "0x10de", "0x03"  # the PCI vendor, and the first digits of the PCI class, of an NVIDIA GPU
 _CPU_INSTEAD = "To compute on the CPU anyway, hide the GPUs: CUDA_VISIBLE_DEVICES= in front of the command."
 
 

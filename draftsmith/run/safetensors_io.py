@@ -7,8 +7,6 @@ read without a copy, and conversions stream tensors larger than memory. Everythi
 A file is the header's length (uint64, little-endian), the header (JSON, padded with spaces), and the tensors' bytes.
 """
 
-from __future__ import annotations
-
 import json
 import math
 from collections.abc import Mapping, Sequence
@@ -25,8 +23,7 @@ DTYPES: dict[str, torch.dtype] = {
 """By the format's names, in the order in which the library writes tensors, which aligns them."""
 DTYPE_NAMES = {dtype: name for name, dtype in DTYPES.items()}
 
-_MAX_HEADER_BYTES = 100_000_000
-"""The format's own limit."""
+_MAX_HEADER_BYTES = 100_000_000  # the format's own limit
 
 
 class TensorEntry(NamedTuple):

@@ -4,8 +4,6 @@ A stage's output is finished if its `stage.json` has the same digest of inputs. 
 continued or made again.
 """
 
-from __future__ import annotations
-
 import importlib.metadata
 import json
 import shutil

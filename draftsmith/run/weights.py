@@ -23,10 +23,8 @@ from draftsmith.run.atomic_io import new_file, read_json
 from draftsmith.run.errors import UserError
 from draftsmith.run.safetensors_io import DTYPE_NAMES, DTYPES, header_bytes, read_header
 
-_AT_ONCE = 16 << 20
-"""Bytes of a tensor in memory at a time."""
-_METADATA = {"format": "pt"}
-"""Metadata that transformers expects in the header of a model's file."""
+_AT_ONCE = 16 << 20  # bytes of a tensor in memory at a time
+_METADATA = {"format": "pt"}  # metadata that transformers expects in the header of a model's file
 
 
 @dataclass(frozen=True)

@@ -61,8 +61,7 @@ class CorruptStore(DraftsmithError):
     """A store holds other bytes than were written."""
 
     def __init__(self, path: Path, start: int, end: int, what: str) -> None:
-        self.path, self.start, self.end = path, start, end
-        """Bytes `start : end` of the file at `path` hold the damage."""
+        self.path, self.start, self.end = path, start, end  # bytes `start : end` of the file at `path` hold the damage
         super().__init__(
             f"{path} is damaged in bytes {start} to {end - 1} ({what}): they differ from what was written. "
             "Restore the file from a copy, or delete the store and extract again."

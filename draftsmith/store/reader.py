@@ -65,8 +65,7 @@ class Store:
                     first = entries.get(entry.sample_id, entry)
                     entries[entry.sample_id] = first._replace(held_out=True) if entry.held_out else first
         self._index = sorted(entries.values())
-        self.counts = counts_of(shard.about for shard in self._shards)
-        """As in the manifest, summed over stores."""
+        self.counts = counts_of(shard.about for shard in self._shards)  # as in the manifest, summed over stores
 
     def __len__(self) -> int:
         return len(self._index)

@@ -40,8 +40,7 @@ class ShardMaker:
             raise ValueError(f"compression {compression} does not fit states {identity.states}")
         self._identity, self._compression = identity, compression
         self._waiting: list[EncodedSequence] = []
-        self.tokens = 0
-        """Tokens with states in the open shard."""
+        self.tokens = 0  # tokens with states in the open shard
 
     @property
     def sample_ids(self) -> list[int]:

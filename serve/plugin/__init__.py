@@ -15,8 +15,6 @@ first layer's residual stream, to which the fused norm kernel adds in place, lay
 by `tests/v2/test_states.py`.
 """
 
-from __future__ import annotations
-
 from types import ModuleType
 from typing import Any
 

@@ -1,7 +1,5 @@
 """The MLP speculator inside vLLM: the trainer's own module and the proposers that run it. See `serve/plugin/__init__.py`."""
 
-from __future__ import annotations
-
 from collections.abc import Iterable
 from typing import Any
 

@@ -117,7 +117,7 @@ def test_initialization_does_not_depend_on_rows_at_once(monkeypatch: pytest.Monk
     batches = [pack([make_sequence(40, 5, n)], steps=1).with_layers([0, 1, 2], 2) for n in range(8)]
     whole, pieces = make_drafter(), make_drafter()
     whole.init_from_target(tensors, batches)
-    for module in (eagle3, induction, least_squares):
+    for module in (induction, least_squares):
         monkeypatch.setattr(module, "ROWS_AT_ONCE", 7)
     pieces.init_from_target(tensors, batches)
     batch = batches[0]

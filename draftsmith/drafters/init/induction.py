@@ -41,8 +41,7 @@ _SHARPNESS = 0.05
 """Tokens are not Gaussian: with the full score, attention is nearly all on the best row, which is right in two of five cases. Of
 0.1, 0.03, 0.01 and 0.004 on SmolLM2, 0.03 and 0.1 explained most of the target's next state."""
 _LARGEST_CORRELATION = 0.98
-_CODE_SCALE = 0.5
-"""Standard deviation of a code's components in f; about that of the other directions of f."""
+_CODE_SCALE = 0.5  # standard deviation of a code's components in f; about that of the other directions of f
 
 
 @dataclass(frozen=True)

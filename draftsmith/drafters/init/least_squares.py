@@ -4,8 +4,6 @@ It runs on the drafter's device. Rows only enter sums of products, some at a tim
 factor and a little more, regardless of the number of rows.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterable, Iterator
 
 import torch
