@@ -1,7 +1,5 @@
 """The convert stage, checkpoint to `vllm/`; and any drafter's checkpoint to any format."""
 
-from __future__ import annotations
-
 import shutil
 import tempfile
 import time
@@ -16,7 +14,7 @@ from draftsmith.convert.formats import FORMATS
 from draftsmith.convert.formats.base import Format
 from draftsmith.convert.model_card import render
 from draftsmith.convert.quantize import SCHEMES, scheme_of
-from draftsmith.convert.verify import compare, drafter_of
+from draftsmith.convert.verify import compare
 from draftsmith.convert.vocabulary import with_vocabulary
 from draftsmith.drafters import drafter_class
 from draftsmith.drafters.base import Drafter
@@ -38,13 +36,7 @@ NATIVE = "draftsmith"
 
 def run_convert(recipe: Recipe, run_dir: Path) -> dict[str, Any]:
     """Make `run_dir/vllm` from `run_dir/checkpoint`, unless it is finished for the same inputs.
-
-    Returns:
-        The figures of `stage.json`.
-
-    Raises:
-        UserError: there is no finished checkpoint.
-    """
+    Returns the figures of `stage.json`. Raises UserError: there is no finished checkpoint."""
     run = StageRun("convert", run_dir / "vllm")
     source, quantized = run_dir / "checkpoint", recipe.convert.quantize
     if stage.read(source) is None:
@@ -64,13 +56,7 @@ def run_convert(recipe: Recipe, run_dir: Path) -> dict[str, Any]:
 
 
 def converted_from(checkpoint: Path, dtype: str, quantized: str | None) -> str:
-    """Digest of all that a conversion depends on: `inputs` in its `stage.json`.
-
-    Args:
-        checkpoint: the directory.
-        dtype: of the tensors for vLLM.
-        quantized: one of `quantize.SCHEMES`, or None.
-    """
+    """Digest of all that a conversion depends on: `inputs` in its `stage.json`."""
     sources = [sha256_of(checkpoint / WEIGHTS), sha256_of(checkpoint / RECORD), dtype]
     return digest(sources + ([quantized] if quantized else []))
 
@@ -89,15 +75,8 @@ class Found:
 
 
 def recognize(directory: Path, named: str | None = None) -> Found:
-    """Detect the format of a checkpoint from its content.
-
-    Args:
-        directory: holds the checkpoint.
-        named: the format that it has according to the user, if any.
-
-    Raises:
-        UserError: the format is unknown, or not the named one.
-    """
+    """Detect the format of the checkpoint in `directory` from its content.
+    Raises UserError: the format is unknown, or not the one `named` by the user."""
     if (directory / RECORD).is_file() and named in (None, NATIVE):
         return Found(NATIVE, str(read_json(directory / RECORD).get("kind")), f"it has a {RECORD}")
     if named == NATIVE:
@@ -119,15 +98,8 @@ def recognize(directory: Path, named: str | None = None) -> Found:
 
 
 def read(directory: Path, found: Found, target: TargetInfo | None = None) -> Checkpoint:
-    """Read the checkpoint in `directory`.
-
-    Args:
-        found: by `recognize`.
-        target: the drafter's target, for formats that leave out some of its config.
-
-    Raises:
-        UserError: the checkpoint is damaged, or its config is incomplete.
-    """
+    """Read the checkpoint in `directory`; formats that leave out some of its config need the drafter's `target`.
+    Raises UserError: the checkpoint is damaged, or its config is incomplete."""
     try:
         if found.format == NATIVE:
             return Checkpoint.load(directory).check()
@@ -159,7 +131,7 @@ def convert_checkpoint(
 
     Args:
         named: format of `source`; None detects it.
-        target: the drafter's target, for formats that leave out some of its config.
+        target: see `read`.
         dtype: torch's name of the floating-point type; None keeps the source's.
         vocabulary: resize the draft vocabulary to this many tokens, the most frequent of the responses in `store`.
         store: a finished store, if `vocabulary` is given.
@@ -205,13 +177,13 @@ def convert_checkpoint(
         verified: dict[str, Any] | None = None
         if verify:
             result = read(temporary, Found(to, found.kind, ""), target)
-            verified = {**compare(original, result, tensors, rounded=quantize is not None)}
+            verified = dict(compare(original, result, tensors, rounded=quantize is not None))
             console.print(
                 f"verified: on the same inputs the logits differ by {verified['relative_difference']:.2g} of their norm, and "
                 f"{verified['same_first_choice']:.0%} of the top-1 tokens are the same"
             )
             if served is not None and tensors is not None:
-                verified["served"] = served(temporary, drafter_of(result, tensors))
+                verified["served"] = served(temporary, result.drafter(tensors))
         figures: dict[str, Any] = {
             "from": found.format, "to": to, "kind": found.kind, "quantized": quantize,
             "parameters": sum(weight.count for weight in checkpoint.weights.values()),
@@ -234,8 +206,8 @@ def convert_checkpoint(
 
 def table_of_formats() -> list[tuple[str, str, list[str], list[str]]]:
     """For each format: its name, title, kinds of drafter, and the formats that hold some of the same kinds."""
-    holds = {NATIVE: sorted({kind for each in FORMATS.values() for kind in each.layouts})}
-    holds |= {name: sorted(each.layouts) for name, each in FORMATS.items()}
+    holds = {name: sorted(each.layouts) for name, each in FORMATS.items()}
+    holds = {NATIVE: sorted(set().union(*holds.values()))} | holds
     titles = {NATIVE: "the trainer's own checkpoint"} | {name: each.title for name, each in FORMATS.items()}
     return [
         (name, titles[name], kinds, [other for other in holds if other != name and set(holds[other]) & set(kinds)])

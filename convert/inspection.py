@@ -1,7 +1,5 @@
 """`draftsmith inspect`: identify a directory, verify it, and describe what a store holds."""
 
-from __future__ import annotations
-
 import json
 import time
 from pathlib import Path
@@ -25,13 +23,10 @@ COVERAGE_SIZES = tuple(2**n for n in range(8, 19))
 def inspect(directory: Path, *, stats: bool = False) -> dict[str, Any]:
     """Identify `directory` and verify it by reading all of it.
 
-    Returns:
-        `kind` (`store`, `checkpoint` or `vllm`), `path`, `finished` (whether its stage finished), `good`, `about` (what it
-        holds), `damage` if not good (`file`, byte range `start : end` if known, `message`, `places`: how many), and with `stats`,
-        for a store, the result of `store_stats`.
-
-    Raises:
-        UserError: it is not a directory of Draftsmith's, or its format is of another version.
+    Returns `kind` (`store`, `checkpoint` or `vllm`), `path`, `finished` (whether its stage finished), `good`, `about`
+    (what it holds), `damage` if not good (`file`, byte range `start : end` if known, `message`, `places`: how many),
+    and with `stats`, for a store, the result of `store_stats`. Raises UserError: it is not a directory of Draftsmith's,
+    or its format is of another version.
     """
     finished = is_snapshot(directory) or stage.read(directory) is not None  # a commit on the Hub is complete
     report = {"path": str(directory), "finished": finished} if directory.is_dir() else {}
@@ -75,13 +70,8 @@ def _inspect_store(directory: Path, *, stats: bool) -> dict[str, Any]:
 
 
 def _damage(damage: CorruptStore, *, places: int) -> dict[str, Any]:
-    return {
-        "file": str(damage.path),
-        "start": damage.start,
-        "end": damage.end,
-        "message": str(damage),
-        "places": places,
-    }
+    place = {"file": str(damage.path), "start": damage.start, "end": damage.end}
+    return place | {"message": str(damage), "places": places}
 
 
 def _inspect_weights(directory: Path, weights: Path, describe: Any) -> dict[str, Any]:
@@ -141,16 +131,14 @@ def store_stats(store: Store) -> dict[str, Any]:
     rows = {part: store.rows(held_out=part == "held_out") for part in ("training", "held_out")}
     lengths = torch.tensor([store.length(row) for row in range(len(store))], dtype=torch.int64)
     responses = {part: store.response_tokens(held_out=part == "held_out") for part in rows}
+    summary = None
+    if len(lengths):
+        summary = {
+            "min": int(lengths.min()), "median": int(lengths.median()), "mean": round(lengths.double().mean().item(), 1),
+            "max": int(lengths.max()), "histogram": _histogram(lengths),
+        }  # fmt: skip
     return {
-        "lengths": {
-            "min": int(lengths.min()),
-            "median": int(lengths.median()),
-            "mean": round(lengths.double().mean().item(), 1),
-            "max": int(lengths.max()),
-            "histogram": _histogram(lengths),
-        }
-        if len(lengths)
-        else None,
+        "lengths": summary,
         "tokens": {
             part: {
                 "sequences": len(rows[part]),
@@ -190,10 +178,7 @@ def _coverage(training: torch.Tensor, held_out: torch.Tensor) -> list[dict[str, 
 
 def write_plot(stats: dict[str, Any], path: Path) -> None:
     """Plot lengths and coverage to a file, whose suffix selects the format.
-
-    Raises:
-        UserError: matplotlib is missing, or cannot write the file.
-    """
+    Raises UserError: matplotlib is missing, or cannot write the file."""
     try:
         from matplotlib.figure import Figure
     except ImportError:
@@ -201,12 +186,8 @@ def write_plot(stats: dict[str, Any], path: Path) -> None:
     figure = Figure(figsize=(10, 4), layout="constrained")
     left, right = figure.subplots(1, 2)
     histogram = stats["lengths"]["histogram"] if stats["lengths"] else []
-    left.bar(
-        [row[0] for row in histogram],
-        [row[2] for row in histogram],
-        [row[1] - row[0] for row in histogram],
-        align="edge",
-    )
+    for start, end, count in histogram:
+        left.bar(start, count, end - start, align="edge", color="C0")
     left.set(xlabel="tokens per sequence", ylabel="sequences")
     for part, label in (("training", "training part"), ("held_out", "held-out part")):
         points = [(row["vocabulary"], row[part]) for row in stats["coverage"] if row[part] is not None]

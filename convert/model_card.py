@@ -4,8 +4,6 @@ Conversion writes it beside the drafter, before anything is measured, and publis
 come only from the stages' records. The card contains no path of this machine.
 """
 
-from __future__ import annotations
-
 import json
 import shlex
 from collections.abc import Mapping, Sequence
@@ -19,8 +17,7 @@ from draftsmith.config.target import TargetConfig
 from draftsmith.convert.quantize import SCHEMES
 from draftsmith.drafters.checkpoint import Checkpoint
 
-_USUAL_K = 3
-"""Number of speculative tokens in the serving command if no evaluation chose one."""
+_USUAL_K = 3  # number of speculative tokens in the serving command if no evaluation chose one
 
 
 def hub_id(name: str | None) -> str | None:
@@ -44,7 +41,6 @@ def render(
     """Return the card, with the Hub's metadata.
 
     Args:
-        drafter: the checkpoint that the card is for.
         target: the recipe's section, if there is a recipe.
         quantized: the scheme of its weights, one of `quantize.SCHEMES`; None for floating point.
         repo: where the card is published; None for a card beside a drafter.
@@ -99,7 +95,7 @@ def serve_command(
     speculative = {"method": method, "model": drafter, "num_speculative_tokens": k}
     if revision:
         speculative["revision"] = revision
-    model = f"{shlex.quote(target)}" + (f" --revision {shlex.quote(target_revision)}" if target_revision else "")
+    model = shlex.quote(target) + (f" --revision {shlex.quote(target_revision)}" if target_revision else "")
     options = (f"--dtype {dtype} " if dtype else "") + ("--enforce-eager " if enforce_eager else "")
     return (
         f"python -m vllm.entrypoints.openai.api_server --model {model} {options}\\\n"
@@ -134,8 +130,7 @@ def _serving(
     k = results["num_speculative_tokens"] if results else min(_USUAL_K, max(map(int, predicted), default=_USUAL_K))
     command = serve_command(
         method, drafter=repo or "THIS_DIRECTORY", revision=revision, target=base_model or "TARGET",
-        target_revision=target.revision if target else None, k=k, dtype=dtype,
-        enforce_eager=eager,
+        target_revision=target.revision if target else None, k=k, dtype=dtype, enforce_eager=eager,
     )  # fmt: skip
     notes = []
     name = drafter.target["name"] or "its target"
@@ -163,12 +158,11 @@ def _serving(
 
 def _trained_on(results: Mapping[str, Any]) -> list[str]:
     """A warning for every suite with prompts that were trained on."""
-    overlaps = {name: suite.get("overlap_with_training") for name, suite in results["suites"].items()}
     return [
         f"**The drafter was trained on {one['verbatim'] + one['near']} of the {one['prompts']} prompts of {name}** "
         f"({one['verbatim']} verbatim), so the figures of this suite are too high."
-        for name, one in overlaps.items()
-        if one and one["verbatim"] + one["near"]
+        for name, suite in results["suites"].items()
+        if (one := suite.get("overlap_with_training")) and one["verbatim"] + one["near"]
     ]
 
 
@@ -259,16 +253,12 @@ def _made(
         rows.append(["weights", f"of linear layers: {SCHEMES[quantized].title}"])
     if extract:
         options, figures = extract["recipe"]["extract"], extract["figures"]
-        responses = (
-            "with responses of the target" if options["mode"] == "generate" else "with the responses of the data set"
+        responses = "responses of the target" if options["mode"] == "generate" else "the responses of the data set"
+        data = (
+            f"{figures['sequences'] - figures['held_out_sequences']:,} conversations and {figures['held_out_sequences']:,} "
+            f"held out, with {responses}, {figures['tokens']:,} tokens; prompts from {_data_set(extract)['name']}"
         )
-        rows.append(
-            [
-                "data",
-                f"{figures['sequences'] - figures['held_out_sequences']:,} conversations and {figures['held_out_sequences']:,} "
-                f"held out, {responses}, {figures['tokens']:,} tokens; prompts from {_data_set(extract)['name']}",
-            ]
-        )
+        rows.append(["data", data])
     return "\n\n".join(["## Training", _table(("", ""), rows)])
 
 
@@ -290,16 +280,12 @@ def _eval_results(results: Mapping[str, Any]) -> list[EvalResult]:
     k = results["num_speculative_tokens"]
     return [
         EvalResult(
-            task_type="text-generation",
-            dataset_type=suite,
-            dataset_name=suite,
-            metric_type=metric,
-            metric_name=f"{label}, {k} speculative tokens",
-            metric_value=round(found[metric], 3),
+            task_type="text-generation", dataset_type=suite, dataset_name=suite, metric_type=metric,
+            metric_name=f"{label}, {k} speculative tokens", metric_value=round(found[metric], 3),
         )
         for suite, found in results["suites"].items()
         for metric, label in (("acceptance_length", "Acceptance length"), ("speedup", "Speedup over the baseline"))
-    ]
+    ]  # fmt: skip
 
 
 def _table(headings: Sequence[str], rows: Sequence[Sequence[str]]) -> str:

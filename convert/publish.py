@@ -4,8 +4,6 @@ Measured figures on the card come from a finished, unchanged evaluation of exact
 none are published.
 """
 
-from __future__ import annotations
-
 import json
 import warnings
 from collections.abc import Iterator, Mapping
@@ -53,15 +51,13 @@ def publish(
     Args:
         directory: `runs/NAME`, or the `vllm` folder in it.
         repo: `OWNER/NAME`, created if missing.
-        private: create it as a private repository.
         revision: the branch to commit to, created if missing; None for `main`.
         base_model: the target's Hub id, if the recipe names a folder or a file.
         license: a license id of the Hub, or `other`; None for the target's, if known.
         evaluation: folder of the evaluation in the run; None publishes without one.
         dry_run: upload nothing and contact nothing.
 
-    Returns:
-        `repo`, `revision`, `files` (name to bytes), `card`, and unless `dry_run`, `commit` and `url`.
+    Returns `repo`, `revision`, `files` (name to bytes), `card`, and unless `dry_run`, `commit` and `url`.
 
     Raises:
         UserError: there is no finished drafter, its evaluation is missing or of other weights, a name or the metadata is
@@ -73,7 +69,7 @@ def publish(
         _check_id(base_model, "--base-model")
     drafter = directory / "vllm" if (directory / "vllm").is_dir() else directory
     run_dir = drafter.resolve().parent
-    checkpoint, train = _checkpoint_of(drafter, run_dir / "checkpoint")
+    checkpoint, train, quantized = _checkpoint_of(drafter, run_dir / "checkpoint")
     target = TargetConfig.model_validate(train["recipe"]["target"])
     evaluate = _evaluation_of(drafter, run_dir / evaluation) if evaluation is not None else None
     base_model = hub_id(checkpoint.target["name"]) or base_model
@@ -86,7 +82,6 @@ def publish(
             "holds parts of its target: find out the license and name it, as in `--license apache-2.0`.",
             highlight=False, soft_wrap=True,
         )  # fmt: skip
-    quantized = scheme_of(read_json(drafter / "config.json"))
     card = render(
         checkpoint, target, quantized=quantized, repo=repo, revision=revision, base_model=base_model, license=known, train=train,
         extract=_extraction_of(run_dir / "store", train), evaluate=evaluate,
@@ -205,8 +200,9 @@ def _check_id(name: str, option: str) -> None:
         raise UserError(f"`{option} {name}` is not a repository id such as owner/name: {error}") from None
 
 
-def _checkpoint_of(drafter: Path, directory: Path) -> tuple[Checkpoint, dict[str, Any]]:
-    """The checkpoint that the drafter was converted from, and the record of its training; both directories are checked."""
+def _checkpoint_of(drafter: Path, directory: Path) -> tuple[Checkpoint, dict[str, Any], str | None]:
+    """The checkpoint that the drafter was converted from, the record of its training, and the scheme of the drafter's weights; both
+    directories are checked."""
     converted, train = stage.read(drafter), stage.read(directory)
     if converted is None or converted.get("stage") != "convert":
         raise UserError(
@@ -221,12 +217,13 @@ def _checkpoint_of(drafter: Path, directory: Path) -> tuple[Checkpoint, dict[str
     if not report["good"]:
         raise UserError(report["damage"]["message"])
     config = read_json(drafter / "config.json")
-    if converted["inputs"] != converted_from(directory, config.get("torch_dtype", ""), scheme_of(config)):
+    quantized = scheme_of(config)
+    if converted["inputs"] != converted_from(directory, config.get("torch_dtype", ""), quantized):
         raise UserError(
             f"The drafter in {drafter} was not made from the checkpoint in {directory}, which is newer. Run "
             "`draftsmith convert` with the run's recipe, and `draftsmith evaluate`."
         )
-    return Checkpoint.load(directory).check(), train
+    return Checkpoint.load(directory).check(), train, quantized
 
 
 def _extraction_of(store: Path, train: Mapping[str, Any]) -> dict[str, Any] | None:

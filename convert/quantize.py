@@ -4,8 +4,6 @@ Arithmetic and packing are done by the library that vLLM and llm-compressor use 
 keeps them out of memory until they are written.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
@@ -67,13 +65,8 @@ def scheme_of(record: Mapping[str, Any]) -> str | None:
 def quantized(
     record: Mapping[str, Any], weights: Mapping[str, Weight], name: str
 ) -> tuple[dict[str, Any], dict[str, Weight]]:
-    """Quantize the weights of a checkpoint's linear layers; embeddings and norms stay as they are.
-
-    Args:
-        record: `config.json`.
-        weights: named as vLLM names them.
-        name: of the scheme, in `SCHEMES`.
-    """
+    """Quantize the weights of a checkpoint's linear layers by a scheme of that name; embeddings and norms stay as they are. `record` is
+    `config.json`, and weights are named as vLLM names them."""
     scheme = SCHEMES[name]
     written: dict[str, Weight] = {}
     for name_of_weight, weight in weights.items():
@@ -128,10 +121,7 @@ def _library_scheme(weights: Mapping[str, Any], inputs: Mapping[str, Any] | None
 
 def dequantized(record: Mapping[str, Any], weights: Mapping[str, Weight]) -> tuple[dict[str, Any], dict[str, Weight]]:
     """Convert 8-bit weights to floating point, in the dtype of their scales. Other checkpoints are returned unchanged.
-
-    Raises:
-        UserError: the checkpoint is quantized in an unsupported way, or damaged.
-    """
+    Raises UserError: the checkpoint is quantized in an unsupported way, or damaged."""
     if SECTION not in record:
         return dict(record), dict(weights)
     section = record[SECTION]

@@ -1,22 +1,15 @@
 """Verify a conversion: run source and result on the same inputs and compare their logits."""
 
-from __future__ import annotations
-
-from dataclasses import replace
-
 import torch
 from torch.nn import functional as F
 
-from draftsmith.drafters import drafter_class
-from draftsmith.drafters.base import Drafter
 from draftsmith.drafters.batch import Batch
-from draftsmith.drafters.checkpoint import EMBEDDING, Checkpoint
+from draftsmith.drafters.checkpoint import Checkpoint
 from draftsmith.run.errors import DraftsmithError
 from draftsmith.target.tensors import TargetTensors
 
 _ROWS, _STEPS = 64, 3
-_ROUNDING = 0.1
-"""Largest relative difference of the logits that a change of the floating-point type explains."""
+_ROUNDING = 0.1  # largest relative difference of the logits that a change of the floating-point type explains
 _ROUNDING_TO_8_BITS = 0.5
 """The same for 8-bit weights, on random inputs; unrelated logits differ by 1.4. Evaluation measures what 8 bits cost."""
 
@@ -24,20 +17,15 @@ _ROUNDING_TO_8_BITS = 0.5
 def compare(
     source: Checkpoint, result: Checkpoint, target: TargetTensors | None = None, *, rounded: bool = False
 ) -> dict[str, float]:
-    """Run both drafters on the same random hidden states and tokens.
+    """Run a checkpoint and what it was converted to, read back, on the same random hidden states and tokens.
 
     Args:
-        source: the checkpoint that was converted.
-        result: the written checkpoint, read back.
         target: the target's tensors, which drafters share; None for random ones.
         rounded: the result has 8-bit weights.
 
-    Returns:
-        Over the draft tokens that both have: `relative_difference` of the logits (norm of the difference over the norm), and
-        `same_first_choice`, the share of rows with the same top-1 token.
-
-    Raises:
-        DraftsmithError: the logits differ by more than the change of weight types explains; with the same types, at all.
+    Returns, over the draft tokens that both have, `relative_difference` of the logits (norm of the difference over the
+    norm), and `same_first_choice`, the share of rows with the same top-1 token. Raises DraftsmithError: the logits
+    differ by more than the change of weight types explains; with the same types, at all.
     """
     generator = torch.Generator().manual_seed(0)
     config = source.drafter_config()
@@ -68,25 +56,11 @@ def compare(
     return {"relative_difference": apart, "same_first_choice": same}
 
 
-def drafter_of(checkpoint: Checkpoint, target: TargetTensors) -> Drafter:
-    """The drafter's module in float32, with its own embedding if it has one instead of the target's."""
-    tensors = {name: weight.tensor().float() for name, weight in checkpoint.weights.items()}
-    embedding = tensors.pop(EMBEDDING, None)
-    if embedding is not None:
-        target = replace(target, embedding=embedding)
-    drafter = drafter_class(checkpoint.kind).from_target(
-        checkpoint.drafter_config(), target, checkpoint.draft_token_ids
-    )
-    drafter.load_state_dict(tensors)
-    return drafter.float().eval()
-
-
 @torch.no_grad()
 def _logits(checkpoint: Checkpoint, batch: Batch, target: TargetTensors, tokens: torch.Tensor) -> torch.Tensor:
     """Logits of some tokens: float32 [steps * rows, tokens]."""
-    drafter = drafter_of(checkpoint, target)
+    drafter = checkpoint.drafter(target)
     steps = min(drafter.max_draft_tokens or _STEPS, _STEPS)
     columns = torch.searchsorted(checkpoint.draft_token_ids, tokens)
-    return torch.cat([
-        F.linear(step.normed, step.head[columns].float()) for step in drafter.chain(batch, steps=steps)
-    ])  # fmt: skip
+    chain = drafter.chain(batch, steps=steps)
+    return torch.cat([F.linear(step.normed, step.head[columns].float()) for step in chain])

@@ -1,7 +1,5 @@
 """Draft vocabularies: how checkpoints store them, and resizing one after training."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from dataclasses import replace
 
@@ -26,15 +24,12 @@ def from_tensors(
     an error. The values tell which it is: only one reading gives distinct ids within the vocabulary that agree with `t2d`.
 
     Args:
-        maps: `d2t` and `t2d`, one, both or none of them.
+        maps: `MAPS`, one, both or none of them.
         vocabulary: size of the target's vocabulary.
         size: V, from the config.
 
-    Returns:
-        int64 [V] ascending target ids; and the order that sorts the rows of the head, None if they are sorted.
-
-    Raises:
-        UserError: the maps are damaged or ambiguous, or contradict each other.
+    Returns int64 [V] ascending target ids; and the order that sorts the rows of the head, None if they are sorted.
+    Raises UserError: the maps are damaged or ambiguous, or contradict each other.
     """
     if not maps:
         if size != vocabulary:
@@ -79,16 +74,9 @@ def from_tensors(
 
 
 def with_vocabulary(checkpoint: Checkpoint, ids: torch.Tensor, target_head: torch.Tensor | None) -> Checkpoint:
-    """Change the draft vocabulary. Rows of the head for new tokens come from the target's head; the others keep theirs.
-
-    Args:
-        checkpoint: of a kind that maps its vocabulary (EAGLE-3).
-        ids: int64 [V] ascending target ids.
-        target_head: [vocab, H], the target's; needed only for new tokens.
-
-    Raises:
-        UserError: the kind drafts over the target's whole vocabulary, or there are new tokens and no fitting head for them.
-    """
+    """Change the draft vocabulary to `ids` (int64 [V] ascending target ids). Rows of the head for new tokens come from the target's
+    head [vocab, H], which is needed only for them; the others keep theirs.
+    Raises UserError: the kind drafts over the target's whole vocabulary, or there is no fitting head for new tokens."""
     if not drafter_class(checkpoint.kind).vllm_layout.maps_vocabulary:
         raise UserError(f"Drafters of the kind {checkpoint.kind} always draft over their target's whole vocabulary.")
     old = checkpoint.draft_token_ids

@@ -5,8 +5,6 @@ this package cannot be imported (except for drafters that need its plugin), and 
 context; the module computes the same chains from transformers' hidden states.
 """
 
-from __future__ import annotations
-
 import json
 import os
 import subprocess
@@ -22,15 +20,8 @@ import torch
 from draftsmith.config.recipe import EngineConfig
 from draftsmith.drafters.base import Drafter
 from draftsmith.drafters.batch import Batch
-from draftsmith.engine import environment
+from draftsmith.engine import environment, speculation
 from draftsmith.engine.process import log_tail
-from draftsmith.engine.speculation import (
-    needs_plugin,
-    reads_embeddings,
-    rounds_inputs,
-    speculative_config,
-    target_arguments,
-)
 from draftsmith.run.errors import DraftsmithError, UserError
 from draftsmith.run.progress import console
 from draftsmith.target.pretrained import tokenizer_of
@@ -75,36 +66,28 @@ def record(
         drafters: directories that vLLM loads, each with vLLM's name of its method; one engine after another.
         prompts: token ids.
         k: number of speculative tokens.
-        max_tokens: longest answer.
         recorder: the program to run.
-        trust_remote_code: whether the target's own Python code may run.
 
-    Raises:
-        DraftsmithError: vLLM did not load or serve one; with the end of its log.
+    Raises DraftsmithError: vLLM did not load or serve one; with the end of its log.
     """
     # Room beyond the longest answer: for contexts that nearly fill the model's length vLLM proposes token 0.
     job = {
         "target": str(target_dir), "drafters": [{"path": str(path), "method": method} for path, method in drafters], "k": k,
         "max_tokens": max_tokens, "longest": max(len(ids) for ids in prompts) + max_tokens + 32,
         "trust_remote_code": trust_remote_code, "prompts": [list(ids) for ids in prompts],
-        "stock": not any(needs_plugin(path) or reads_embeddings(path) for path, _ in drafters),
+        "stock": not any(speculation.needs_plugin(path) or speculation.reads_embeddings(path) for path, _ in drafters),
         "arguments": {
             name: value for _, method in drafters
-            for name, value in target_arguments(target_dir, {"method": method}, trust_remote_code=trust_remote_code).items()
+            for name, value in speculation.target_arguments(target_dir, {"method": method}, trust_remote_code=trust_remote_code).items()
         },
     }  # fmt: skip
     with tempfile.TemporaryDirectory() as folder:
         asked, answered, log = (Path(folder) / name for name in ("job.json", "out.json", "log"))
         asked.write_text(json.dumps(job))
         variables = os.environ | environment.vllm_environment(EngineConfig())
+        command = [sys.executable, str(recorder), str(asked), str(answered)]
         with log.open("w") as file:
-            done = subprocess.run(
-                [sys.executable, str(recorder), str(asked), str(answered)],
-                env=variables,
-                stdout=file,
-                stderr=file,
-                check=False,
-            )
+            done = subprocess.run(command, env=variables, stdout=file, stderr=file, check=False)
         if done.returncode != 0:
             raise DraftsmithError(
                 f"vLLM could not serve {' or '.join(str(path) for path, _ in drafters)} with the target in {target_dir}. The "
@@ -116,19 +99,10 @@ def record(
 def compare_proposals(
     served: Served, drafter: Drafter, target_dir: Path, *, trust_remote_code: bool = False
 ) -> list[int]:
-    """Compare every proposal with the module's own first choice for that context.
+    """Compare every proposal with the first choice for that context of the drafter's module, in float32.
 
-    Args:
-        drafter: in float32, as trained or as read back.
-        target_dir: a Hugging Face directory.
-        trust_remote_code: whether the target's own Python code may run.
-
-    Returns:
-        The number of tokens compared, by draft position.
-
-    Raises:
-        DraftsmithError: one differs although the module's logits of the two are not nearly equal; or more than one in 200 are
-            near-ties.
+    Returns the number of tokens compared, by draft position. Raises DraftsmithError: one differs although the module's
+    logits of the two are not nearly equal; or more than one in 200 are near-ties.
     """
     chains = _chains(served, drafter, reference_model(target_dir, torch.float32, trust_remote_code=trust_remote_code))
     steps = max((len(proposal["draft"]) for proposal in served.proposals), default=0)
@@ -192,26 +166,20 @@ def _chains(served: Served, drafter: Drafter, model: Any) -> dict[str, list[_Ste
 def verify_served(
     drafter_dir: Path, drafter: Drafter, target_dir: Path, *, trust_remote_code: bool = False
 ) -> dict[str, Any]:
-    """Serve a drafter's directory with stock vLLM and compare its draft tokens for a few prompts.
+    """Serve a drafter's directory with stock vLLM and compare its draft tokens for a few prompts with those of the module that it was
+    made from, in float32.
 
-    Args:
-        drafter: the module that the directory was made from, in float32.
-        trust_remote_code: whether the target's own Python code may run.
-
-    Returns:
-        `proposals` compared by draft position (not if inputs are rounded too: draft tokens may differ then), and how many of
-        the `drafted` tokens the target `accepted`; or `not_served`, the reason why vLLM cannot serve it on this machine.
-
-    Raises:
-        DraftsmithError: vLLM does not serve it, or proposes other tokens.
+    Returns `proposals` compared by draft position (not if inputs are rounded too: draft tokens may differ then), and
+    how many of the `drafted` tokens the target `accepted`; or `not_served`, the reason why vLLM cannot serve it on this
+    machine. Raises DraftsmithError: vLLM does not serve it, or proposes other tokens.
     """
     try:
-        method = speculative_config(drafter_dir, 1)["method"]
+        method = speculation.speculative_config(drafter_dir, 1)["method"]
     except UserError as reason:
         console.print(f"verify: compared logits only. {reason}")
         return {"not_served": str(reason)}
     console.print(f"verify: starting vLLM with the drafter, {len(_PROMPTS)} prompts in float32")
-    if reads_embeddings(drafter_dir):
+    if speculation.reads_embeddings(drafter_dir):
         console.print(
             "verify: the drafter reads the target's embeddings (layer id 0); on GPUs, vLLM's eager mode (--enforce-eager) passes wrong "
             "ones unless Draftsmith is installed"
@@ -230,7 +198,7 @@ def verify_served(
     counted = {name: served.counters[f"vllm:spec_decode_num_{name}"] for name in ("draft_tokens", "accepted_tokens")}
     accepted = f"the target accepted {counted['accepted_tokens']:.0f} of {counted['draft_tokens']:.0f} tokens"
     figures: dict[str, Any] = {"drafted": counted["draft_tokens"], "accepted": counted["accepted_tokens"]}
-    if rounds_inputs(drafter_dir):
+    if speculation.rounds_inputs(drafter_dir):
         console.print(f"verified: vLLM serves it, and {accepted}; with quantized inputs its draft tokens may differ")
         return figures
     compared = compare_proposals(served, drafter, target_dir, trust_remote_code=trust_remote_code)

@@ -1,7 +1,5 @@
 """Speedups by arithmetic: steps that take as long as their bytes or FLOP (Williams et al., 2009), whichever is more."""
 
-from __future__ import annotations
-
 import statistics
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -20,11 +18,8 @@ from draftsmith.target.info import TargetInfo
 def roofline(
     recipe: Recipe, target: TargetInfo, drafter_dir: Path, prompts: Sequence[Turn], lengths: Mapping[int, float]
 ) -> dict[int, dict[int, float]] | None:
-    """Speedup by batch size and K on the hardware of the recipe's `plan`; None if it names none, or the target's size is unknown.
-
-    Args:
-        lengths: acceptance length by K.
-    """
+    """Speedup by batch size and K on the hardware of the recipe's `plan`, from the acceptance length by K; None if it names none, or
+    the target's size is unknown."""
     hardware = recipe.plan.hardware if recipe.plan else None
     if hardware is None:
         return None

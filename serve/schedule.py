@@ -1,7 +1,5 @@
 """K by load: vLLM's `num_speculative_tokens_per_batch_size`, as tuning chooses it and serving and evaluation read it."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
@@ -33,11 +31,7 @@ def make_schedule(speedups: Mapping[int, Mapping[int, float]], *, most: int) -> 
 
 
 def schedule_of(run_dir: Path, output: str) -> list[list[int]] | None:
-    """The schedule that tuning chose for the run's present drafter, K = 0 where speculation does not pay; None if not tuned.
-
-    Args:
-        output: the recipe's `tune.output`.
-    """
+    """The schedule that tuning, in the recipe's `tune.output`, chose for the run's present drafter; None if not tuned."""
     record = stage.read(run_dir / output) if (run_dir / output).is_dir() else None
     if record is None or record.get("stage") != "tune":
         return None

@@ -1,7 +1,5 @@
 """The target and its drafter behind vLLM's own OpenAI-compatible server."""
 
-from __future__ import annotations
-
 import json
 import shlex
 import signal
@@ -31,19 +29,14 @@ def serve(
     k: int | None = None,
     api_key: str | None = None,
 ) -> int:
-    """Serve until SIGINT or SIGTERM.
+    """Serve until SIGINT or SIGTERM; returns 0 then.
 
     Args:
         recipe: `target`, `engine`, `serve` and `evaluate` are read.
         run_dir: `runs/NAME`, with the drafter in `vllm/` if the method uses the run's own.
-        host: address to listen on.
-        port: port to listen on.
         k: number of speculative tokens. None takes the method's; for the run's own drafter, tuning's schedule, the K that
             evaluation chose, or `evaluate.acceptance_k`, in this order.
         api_key: API key that clients must send; None requires none.
-
-    Returns:
-        0 when stopped.
 
     Raises:
         UserError: the method cannot serve this target, or there is no drafter.
@@ -106,10 +99,7 @@ def _description(speculative: dict[str, Any] | None) -> str:
 
 def chosen_k(recipe: Recipe, run_dir: Path) -> int:
     """The K that evaluation chose, or `evaluate.acceptance_k` if it has not run.
-
-    Raises:
-        UserError: `results.json` is not an evaluation's.
-    """
+    Raises UserError: `results.json` is not an evaluation's."""
     path = run_dir / recipe.evaluate.output / "results.json"
     if not path.is_file():
         return recipe.evaluate.acceptance_k

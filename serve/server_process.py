@@ -5,8 +5,6 @@
 PARENT is the id of the process to end with. This process must lead its process group, which ends as a whole.
 """
 
-from __future__ import annotations
-
 import os
 import runpy
 import signal

@@ -12,8 +12,6 @@ recipe's `plan`.
 Reads the target and `runs/NAME/vllm`; writes `runs/NAME/tune/{tune.json,stage.json}`, which `draftsmith serve` uses.
 """
 
-from __future__ import annotations
-
 import json
 from collections.abc import Mapping
 from contextlib import closing

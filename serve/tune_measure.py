@@ -1,7 +1,5 @@
 """What tuning measures: step cost by batch size, acceptance by position, and wall-clock speedup by concurrency."""
 
-from __future__ import annotations
-
 import math
 import statistics
 from collections.abc import Iterator, Mapping, Sequence
@@ -22,8 +20,7 @@ from draftsmith.serve.evaluation.statistics import acceptance
 from draftsmith.serve.evaluation.throughput import REQUESTS_PER_SLOT, at_start, request_schedule, run_load, speedup
 from draftsmith.target.info import TargetInfo
 
-_COST_TOKENS = 24
-"""Response tokens of an answer whose steps are timed."""
+_COST_TOKENS = 24  # response tokens of an answer whose steps are timed
 _COST_ANSWERS = 12
 """At least so many answers are timed at every batch size, in rounds of a batch; at least three rounds."""
 _IDLE_DRAFTER, _BY_SCHEDULE = -1, -2
@@ -41,8 +38,7 @@ class TuneEngines:
     ) -> None:
         self._recipe, self._target, self._drafter_dir = recipe, target, drafter_dir
         self._method = own_drafter(drafter_dir)
-        self.fixed_k = self._method.method in FIXED_K
-        """Whether vLLM drafts the same number of tokens at every load."""
+        self.fixed_k = self._method.method in FIXED_K  # whether vLLM drafts the same number of tokens at every load
         options, self._most = recipe.tune, max(recipe.tune.concurrency)
         self.ks = sorted({*options.k})
         self._one_for_every_k = serves_every_k(self._method, recipe.engine)
@@ -54,12 +50,7 @@ class TuneEngines:
         self.lineup: Lineup[int] = Lineup(placement, engine_starter(log_dir))
 
     def spec(self, key: int, schedule: Ranges = ()) -> EngineSpec:
-        """The engine of a variant.
-
-        Args:
-            key: K, 0 for the baseline, `_IDLE_DRAFTER` or `_BY_SCHEDULE`.
-            schedule: of `_BY_SCHEDULE`.
-        """
+        """The engine of a variant: K, 0 for the baseline, `_IDLE_DRAFTER`, or `_BY_SCHEDULE` with that schedule."""
         if key == 0:
             return self._spec("baseline")
         if self._one_for_every_k:
@@ -165,14 +156,8 @@ def _acceptance(engine: EngineHost, prompts: Sequence[Turn], tokens: int) -> lis
 def measure_speedups(
     engines: TuneEngines, schedule: list[list[int]] | None, prompts: Sequence[Turn], recipe: Recipe
 ) -> tuple[dict[int, dict[int, Ratio]], dict[int, Ratio]]:
-    """Wall-clock speedup by requests in flight and K, with engines started anew `tune.engine_starts` times.
-
-    Args:
-        schedule: also measured; None for none.
-
-    Returns:
-        By requests in flight and K; and of the schedule, by requests in flight, empty if there is none.
-    """
+    """Wall-clock speedup by requests in flight and K, with engines started anew `tune.engine_starts` times; and of the schedule, by
+    requests in flight, empty if there is none."""
     options = recipe.tune
     keys = list(engines.ks) if schedule is None else [*engines.ks, _BY_SCHEDULE]
     ranges = tuple((first, last, k) for first, last, k in schedule or ())

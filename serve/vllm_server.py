@@ -1,7 +1,5 @@
 """vLLM's OpenAI-compatible server as a child process: its command line, start and end, and the reason of a failure."""
 
-from __future__ import annotations
-
 import json
 import os
 import re
@@ -10,7 +8,6 @@ import ssl
 import subprocess
 import sys
 import threading
-import urllib.error
 import urllib.request
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
@@ -26,8 +23,7 @@ from draftsmith.run.progress import console
 
 _SECONDS_TO_STOP = 20.0
 _POLL_SECONDS = 0.5
-_LINES_KEPT = 400
-"""Lines of the server's output: enough for a traceback of its engine process and one of its own."""
+_LINES_KEPT = 400  # lines of the server's output: enough for a traceback of its engine process and one of its own
 _ERROR = re.compile(r"\b\w*(Error|Exception)\b: .*\S")
 _SET_ELSEWHERE = {
     "model": "by the recipe's `target`", "served-model-name": "by the recipe's `target`", "dtype": "by `target.dtype`",
@@ -56,11 +52,9 @@ class VllmServer:
         api_key: str | None = None,
         gpus: Sequence[str] = (),
     ) -> None:
-        """Start it and return immediately.
+        """Start it with a `server_command` and return immediately.
 
         Args:
-            command: from `server_command`.
-            engine: how the recipe runs vLLM.
             url: where it will listen.
             show: called with every line of its output.
             api_key: API key that clients must send; None takes VLLM_API_KEY, if set.
@@ -81,19 +75,11 @@ class VllmServer:
         self._echo.start()
 
     def wait_ready(self, stop: threading.Event) -> bool:
-        """Block until it answers; False if `stop` is set before.
-
-        Raises:
-            DraftsmithError: it ended by itself.
-        """
+        """Block until it answers; False if `stop` is set before. Raises DraftsmithError: it ended by itself."""
         return self._wait(stop, lambda: _healthy(self.url))
 
     def wait_stopped(self, stop: threading.Event) -> None:
-        """Block until `stop` is set.
-
-        Raises:
-            DraftsmithError: it ended by itself.
-        """
+        """Block until `stop` is set. Raises DraftsmithError: it ended by itself."""
         self._wait(stop, lambda: False)
 
     def end(self) -> None:
@@ -143,15 +129,11 @@ def server_command(
 
     Args:
         recipe: `target`, `engine` and `serve.vllm_args`, which comes before `engine.options`, are read.
-        target_dir: the target's directory.
         speculative: vLLM's `speculative_config`; None for the baseline.
         name: the model's name for clients.
-        host: address to listen on.
-        port: port to listen on.
         memory_share: its part of the memory that the recipe grants, for servers side by side.
 
-    Raises:
-        UserError: an option is set elsewhere.
+    Raises UserError: an option is set elsewhere.
     """
     command = [
         sys.executable, "-m", "draftsmith.serve.server_process", str(os.getpid()),
@@ -164,8 +146,7 @@ def server_command(
     arguments = environment.memory_arguments(recipe.engine, share=memory_share) | target_arguments(
         target_dir, speculative, options=recipe.engine.options, trust_remote_code=recipe.target.trust_remote_code
     )
-    for key, value in arguments.items():
-        command += [f"--{key.replace('_', '-')}", json.dumps(value) if isinstance(value, dict) else str(value)]
+    command += _flags(arguments)
     if environment.resolved(recipe.engine).enforce_eager:
         command.append("--enforce-eager")
     if recipe.target.trust_remote_code:
@@ -190,11 +171,7 @@ def failure_reason(lines: Sequence[str]) -> str:
 
 
 def _flags(options: Mapping[str, Any]) -> list[str]:
-    """Options as flags of vLLM's command line.
-
-    Raises:
-        UserError: one of them is set elsewhere.
-    """
+    """Options as flags of vLLM's command line. Raises UserError: one of them is set elsewhere."""
     flags: list[str] = []
     for key, value in options.items():
         name = _flag(key)
@@ -204,10 +181,9 @@ def _flags(options: Mapping[str, Any]) -> list[str]:
             flags.append(f"--{name}" if value else f"--no-{name}")
         elif name in _AS_JSON:
             flags += [f"--{name}", json.dumps(value)]
-        elif isinstance(value, list):
-            flags += [f"--{name}", *(json.dumps(one) if isinstance(one, dict) else str(one) for one in value)]
         elif value is not None:
-            flags += [f"--{name}", json.dumps(value) if isinstance(value, dict) else str(value)]
+            values = value if isinstance(value, list) else [value]
+            flags += [f"--{name}", *(json.dumps(one) if isinstance(one, dict) else str(one) for one in values)]
     return flags
 
 
@@ -218,10 +194,9 @@ def _flag(key: str) -> str:
 def _healthy(url: str) -> bool:
     # The certificate may name another host, and a proxy cannot reach this address.
     unverified = urllib.request.HTTPSHandler(context=ssl._create_unverified_context())
+    opener = urllib.request.build_opener(urllib.request.ProxyHandler({}), unverified)
     try:
-        with urllib.request.build_opener(urllib.request.ProxyHandler({}), unverified).open(
-            f"{url}/health", timeout=2
-        ) as answer:
+        with opener.open(f"{url}/health", timeout=2) as answer:
             return bool(answer.status == 200)
-    except (urllib.error.URLError, OSError):
+    except OSError:  # URLError is one
         return False

@@ -8,9 +8,7 @@ Sampling. The target accepts a draft token with a probability, which is known ex
 an accepted token is only known where the text contains it. See `predict_sampled_acceptance`.
 """
 
-from __future__ import annotations
-
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from itertools import pairwise
 
@@ -30,17 +28,12 @@ def predict_acceptance(
     k: int,
     add_up: Callable[[torch.Tensor], torch.Tensor] = lambda counts: counts,
 ) -> dict[int, float]:
-    """Predicted acceptance length for every number of speculative tokens from 1 to `k`.
+    """Predicted acceptance length, {K: tokens per verification step of the target, the bonus token included}, for K from 1 to `k`.
 
     Args:
-        drafter: the module.
         batches: held-out conversations that the target answered greedily, with `k` columns or more; iterated once.
-        k: longest chain.
         add_up: adds the counts (int64 [k, 2], on the drafter's device) of all processes, each with its part of the
             conversations.
-
-    Returns:
-        {K: tokens per verification step of the target, the bonus token included}.
     """
     counted = count_accepted(drafter, batches, k=k)
     counts = add_up(torch.tensor([*counted.values()], device=next(drafter.parameters()).device)).tolist()
@@ -50,14 +43,9 @@ def predict_acceptance(
 @torch.no_grad()
 def count_accepted(drafter: Drafter, batches: Iterable[Batch], *, k: int) -> dict[int, tuple[int, int]]:
     """The counts behind `predict_acceptance`; same arguments.
-
-    Returns:
-        {K: (tokens accepted, drafts made)}, both over all batches.
-    """
-    training = drafter.training
-    drafter.eval()
-    accepted = {length: [0, 0] for length in range(1, k + 1)}  # K: [tokens accepted, drafts made]
-    for batch in _like_drafter(drafter, batches):
+    Returns {K: (tokens accepted, drafts made)}, both over all batches."""
+    accepted, drafts = [0] * k, [0] * k
+    for batch in _evaluated(drafter, batches):
         rows = batch.loss_weights[:, :k].sum(1).nonzero()[:, 0]
         right = torch.stack(
             [
@@ -68,12 +56,11 @@ def count_accepted(drafter: Drafter, batches: Iterable[Batch], *, k: int) -> dic
         )
         run = right.int().cumprod(1).cpu()  # [Q, k]: 1 while every draft token so far is right
         for response in _responses(batch, rows):
-            for length, totals in accepted.items():
-                for hits in _walk(run[response, :length].sum(1).tolist()):
-                    totals[0] += hits
-                    totals[1] += 1
-    drafter.train(training)
-    return {length: (hits, drafts) for length, (hits, drafts) in accepted.items()}
+            for j in range(k):
+                hits = [*_walk(run[response, : j + 1].sum(1).tolist())]
+                accepted[j] += sum(hits)
+                drafts[j] += len(hits)
+    return dict(enumerate(zip(accepted, drafts, strict=True), start=1))
 
 
 @dataclass(frozen=True)
@@ -109,19 +96,15 @@ def predict_sampled_acceptance(
     the result equals that of `predict_acceptance`.
 
     Args:
-        drafter: the module.
         batches: held-out conversations that the target answered, best at this temperature, with the target's last states and
             `k` columns or more; iterated once.
-        k: longest chain.
         temperature: above 0.
         norm: the target's final norm.
         head: [vocab, H], the target's whole head, times its scale of logits.
         soft_cap: of the target's logits.
     """
-    training = drafter.training
-    drafter.eval()
     totals = {(draft, length): [0.0, 0.0] for draft in range(2) for length in range(1, k + 1)}  # tokens, drafts
-    for batch in _like_drafter(drafter, batches):
+    for batch in _evaluated(drafter, batches):
         assert batch.last_states is not None
         rows = batch.loss_weights[:, :k].sum(1).nonzero()[:, 0]
         steps = list(drafter.chain(batch, steps=k))
@@ -142,26 +125,22 @@ def predict_sampled_acceptance(
                 tokens, drafts = _expected_walk(chain[draft, response, :length].tolist())
                 total[0] += tokens
                 total[1] += drafts
-    drafter.train(training)
     lengths = {key: 1 + tokens / max(drafts, 1.0) for key, (tokens, drafts) in totals.items()}
     return SampledAcceptance(*({length: lengths[draft, length] for length in range(1, k + 1)} for draft in range(2)))
 
 
 def predicted_speedup(lengths: Mapping[int, float], step_costs: Mapping[int, float]) -> dict[int, float]:
-    """Estimated speedup over the baseline, for every K in both.
-
-    Args:
-        lengths: {K: predicted acceptance length}.
-        step_costs: {K: duration of a decoding step with K speculative tokens, over that of a baseline step}, as
-            `draftsmith evaluate` measures them; they depend on the drafter's shape and the machine, not on its weights.
-    """
+    """Estimated speedup over the baseline, for every K that has both a predicted acceptance length and a step cost, relative to a
+    baseline step."""
     return {k: length / step_costs[k] for k, length in lengths.items() if k in step_costs}
 
 
-def _like_drafter(drafter: Drafter, batches: Iterable[Batch]) -> Iterable[Batch]:
-    """The batches in the drafter's dtype and on its device."""
-    like = next(drafter.parameters())
-    return (batch.to_dtype(like.dtype).to(like.device) for batch in batches)
+def _evaluated(drafter: Drafter, batches: Iterable[Batch]) -> Iterator[Batch]:
+    """The batches in the drafter's dtype and on its device, which is in evaluation mode until the last."""
+    like, training = next(drafter.parameters()), drafter.training
+    drafter.eval()
+    yield from (batch.to_dtype(like.dtype).to(like.device) for batch in batches)
+    drafter.train(training)
 
 
 def _draft_tokens(drafter: Drafter, step: ChainStep) -> torch.Tensor:
@@ -193,14 +172,8 @@ def _walk(accepted_from: list[int]) -> Iterable[int]:
 
 
 def _expected_walk(chain: list[list[float]]) -> tuple[float, float]:
-    """`_walk` where each draft is accepted with a probability.
-
-    Args:
-        chain: for each position, the probability that at least 1, 2, ... K tokens are accepted.
-
-    Returns:
-        Expected numbers of accepted tokens and of drafts.
-    """
+    """Expected numbers of accepted tokens and of drafts of a `_walk` where `chain` has, for each position, the probability that at
+    least 1, 2, ... K tokens are accepted."""
     visits = [0.0] * len(chain)  # probability that serving drafts from here
     if len(visits) > 1:
         visits[1] = 1.0

@@ -1,7 +1,5 @@
 """The store as training reads it: the schedule of steps, micro-batches, and batches for initialization and prediction."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, replace
@@ -100,13 +98,8 @@ class TrainingData:
         return packed.to_dtype(torch.float32).with_layers(self.columns, self.last_column)
 
     def held_out(self, *, steps: int, part: int = 0, parts: int = 1) -> Iterator[Batch]:
-        """Held-out sequences, a few in a batch, for the prediction of acceptance; each is read when it is due.
-
-        Args:
-            steps: K.
-            part: number of the first sequence, for the processes that divide them.
-            parts: take every so many-th sequence.
-        """
+        """Held-out sequences, a few in a batch, for the prediction of acceptance with K = `steps`; each is read when it is due.
+        Processes that divide them take every `parts`-th, from number `part` on."""
         rows = self.store.rows(held_out=True)[part::parts]
         for batch in pack_in_order(self.in_order(self.store.__getitem__, rows), steps=steps):
             yield batch.with_layers(self.columns, self.last_column)
@@ -118,12 +111,7 @@ class TrainingData:
 
 def step_seed(seed: int, step: int, part: int) -> int:
     """Seed of a step's randomness: it depends on the step's number, so that a resumed run draws what an uninterrupted one does.
-
-    Args:
-        seed: the recipe's.
-        step: number of the step.
-        part: what in the step draws: a store row or a micro-batch.
-    """
+    `part` is what in the step draws: a store row or a micro-batch."""
     return (seed * 1_000_003 + step) * 4099 + part
 
 

@@ -4,8 +4,6 @@ With DDP every process holds the whole drafter; with FSDP2 each holds a shard of
 state (`DTensor`s). Snapshots and checkpoints hold unsharded tensors, so they do not depend on the number of processes.
 """
 
-from __future__ import annotations
-
 import warnings
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
@@ -27,14 +25,9 @@ thread while holding the GIL, and that thread may need the GIL to free the tenso
 def prepare(accelerator: Accelerator, module: nn.Module, *, shard: bool) -> nn.Module:
     """`module` as each process runs it: gradients are averaged over all processes, and all start with the main one's weights.
 
-    Sharding replaces the parameters by new objects. A drafter is sharded as one unit: it has a layer or two, and its chain
-    calls their submodules, while FSDP2 gathers weights only when a sharded module itself is called. (accelerate prepares
-    FSDP2 on GPUs only, hence the direct call of torch.)
-
-    Args:
-        accelerator: the processes.
-        module: on the accelerator's device.
-        shard: FSDP2 instead of DDP.
+    With `shard`, FSDP2 instead of DDP: the parameters are replaced by new objects. A drafter is sharded as one unit: it has a layer
+    or two, and its chain calls their submodules, while FSDP2 gathers weights only when a sharded module itself is called.
+    (accelerate prepares FSDP2 on GPUs only, hence the direct call of torch.)
     """
     if accelerator.num_processes == 1:
         return module
@@ -81,12 +74,8 @@ def unsharded(module: nn.Module) -> Iterator[None]:
 
 
 def gather(tensors: Mapping[str, Any], *, keep: bool) -> dict[str, Any]:
-    """Gather sharded tensors onto the CPU, one after the other; other values stay as they are. All processes must call it.
-
-    Args:
-        tensors: by name.
-        keep: return them; processes with False only take part, and get an empty dict.
-    """
+    """Gather sharded tensors onto the CPU, one after the other; other values stay as they are. All processes must call it; those
+    that do not `keep` the result get an empty dict."""
     gathered = {}
     for name, value in tensors.items():
         whole = value.full_tensor() if isinstance(value, DTensor) else value

@@ -1,7 +1,5 @@
 """What an epoch leaves: its predicted acceptance length, its weights in a folder, and whether they are kept and published."""
 
-from __future__ import annotations
-
 import math
 import shutil
 from pathlib import Path
@@ -10,7 +8,6 @@ from typing import Any
 import torch
 from accelerate.utils import broadcast_object_list
 
-from draftsmith.drafters import drafter_class
 from draftsmith.drafters.checkpoint import Checkpoint
 from draftsmith.drafters.norm import FinalNorm
 from draftsmith.run.weights import in_memory
@@ -44,14 +41,15 @@ def finish_epoch(run: Run, epoch: int) -> None:
             folder = epoch_folder(run.directory, figures)
             folder.mkdir(exist_ok=True)
             target = {"name": run.target.name, "revision": run.target.revision, "config_hash": run.target.config_hash}
-            Checkpoint(
-                kind=options.drafter.kind,
-                config=drafter.config.to_dict(),
-                target=target,
-                draft_token_ids=drafter.draft_token_ids,
-                weights=in_memory(tensors),
-                training=figures,
-            ).save(folder)
+            checkpoint = Checkpoint(
+                options.drafter.kind,
+                drafter.config.to_dict(),
+                target,
+                drafter.draft_token_ids,
+                in_memory(tensors),
+                figures,
+            )
+            checkpoint.save(folder)
     run.progress.epochs += broadcast_object_list([figures])
 
 
@@ -91,11 +89,8 @@ def requested_predictions(run: Run, published: Figures) -> Figures:
         device = run.accelerator.device
         tensors = load_target_tensors(run.target.path, trust_remote_code=run.target.trust_remote_code)
         saved = Checkpoint.load(epoch_folder(run.directory, published))
-        kind = drafter_class(saved.kind)
-        drafter = kind.from_target(kind.config_class.from_dict(saved.config), tensors, saved.draft_token_ids)
-        drafter.load_state_dict(saved.tensors)
         found = predict_sampled_acceptance(
-            drafter.to(device),
+            saved.drafter(tensors).to(device),
             run.data.held_out(steps=max(lengths)),
             k=max(lengths),
             temperature=options.predict_temperature,

@@ -5,8 +5,6 @@ those of `accelerate launch` on one machine do. torch's elastic launcher, which 
 seconds after a signal; this one waits for a process that is saving.
 """
 
-from __future__ import annotations
-
 import functools
 import json
 import logging
@@ -28,17 +26,13 @@ from draftsmith.config.recipe import Recipe
 from draftsmith.run.cuda import require_usable_gpus
 from draftsmith.run.errors import DraftsmithError, Stopped, UserError
 from draftsmith.run.process import end_with_parent
-from draftsmith.run.progress import console
 from draftsmith.train.signals import on_signal
 from draftsmith.train.train import finished_training, run_train
 
 
 def process_count() -> int:
     """Number of training processes on this machine: one per visible GPU, or one.
-
-    Raises:
-        UserError: torch cannot use this machine's GPUs.
-    """
+    Raises UserError: torch cannot use this machine's GPUs."""
     require_usable_gpus()
     return max(1, torch.cuda.device_count())
 
@@ -46,16 +40,12 @@ def process_count() -> int:
 def train_in_processes(recipe: Recipe, run_dir: Path) -> dict[str, Any]:
     """`run_train` in `process_count()` processes, which print its progress. SIGTERM and SIGUSR1 are passed on to them.
 
-    Returns:
-        The figures of `stage.json`.
-
     Raises:
         UserError, DraftsmithError, Stopped: from `run_train` in any of the processes; the others are ended.
         DraftsmithError: a process was killed.
         KeyboardInterrupt: Ctrl-C; all processes have ended.
     """
     if (done := finished_training(recipe, run_dir)) is not None:
-        console.print(f"train: {run_dir / 'checkpoint'} is up to date")
         return done
     count = process_count()
     port = get_free_port() if count > 1 else 0
@@ -136,8 +126,5 @@ def _error_of(ended: ProcessExitedException, errors: Path) -> DraftsmithError:
     how = ended.signal_name or f"exit status {ended.exit_code}"
     why = "What it printed is above."
     if ended.signal_name == "SIGKILL":
-        why = (
-            "The usual reason is that memory is used up: `draftsmith run RECIPE --plan` estimates how much training "
-            "needs."
-        )
+        why = "The usual reason is that memory is used up: `draftsmith run RECIPE --plan` estimates how much training needs."
     return DraftsmithError(f"Training process {ended.error_index} ended with {how}. {why} {again}")

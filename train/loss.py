@@ -28,23 +28,15 @@ _LOGITS_AT_ONCE = 1 << 21
 """Logits in a chunk of rows: 8 MiB in float32, which stay in a CPU's cache between passes over them."""
 _LOGITS_AT_ONCE_ON_GPU = 1 << 27
 """512 MiB in float32, a few of which are in memory at once. A chunk that fits a GPU's cache would not keep it busy."""
-_LEAST_ROWS = 128
-"""Fewest rows in a chunk: with fewer, a product is bound by reading the head from memory."""
+_LEAST_ROWS = 128  # fewest rows in a chunk: with fewer, a product is bound by reading the head from memory
 ROWS_ASKED = 256
 """Rows of a batch whose teacher distributions choose the subset of the draft vocabulary that its loss is taken over, and as many
 whose drafter distributions do."""
-_DRAWN = 6
-"""One in so many tokens of the subset is drawn at random."""
+_DRAWN = 6  # one in so many tokens of the subset is drawn at random
 
 
 def row_chunks(rows: int, vocab: int, device: str) -> Iterator[slice]:
-    """Slices of `rows` rows whose logits over `vocab` tokens are computed at once.
-
-    Args:
-        rows: of all chunks together.
-        vocab: logits per row.
-        device: torch's name of the type of device that computes them.
-    """
+    """Slices of `rows` rows whose logits over `vocab` tokens are computed at once on a type of `device`, by torch's name."""
     at_once = _LOGITS_AT_ONCE if device == "cpu" else _LOGITS_AT_ONCE_ON_GPU
     size = max(_LEAST_ROWS, at_once // vocab)
     return (slice(start, min(start + size, rows)) for start in range(0, rows, size))
@@ -65,14 +57,10 @@ class _TeacherAlignment:
     """Which teacher row supervises which draft step: row t supervises, at step k, the draft made from p = t - 1 - k; all of
     them predict x_{t+1}."""
 
-    rows: torch.Tensor
-    """int64 [N] ascending: the rows t of the batch that supervise any draft."""
-    labels: torch.Tensor
-    """int64 [N]: x_{t+1}, as an index into the draft vocabulary."""
-    drafts: torch.Tensor
-    """int64 [K, N]: index of each draft among the Q rows that are drafted from; 0 where a step makes no such draft."""
-    weights: torch.Tensor
-    """float64 [K, N]: the draft's weight in the loss; 0 where there is none."""
+    rows: torch.Tensor  # int64 [N] ascending: the rows t of the batch that supervise any draft
+    labels: torch.Tensor  # int64 [N]: x_{t+1}, as an index into the draft vocabulary
+    drafts: torch.Tensor  # int64 [K, N]: each draft's index among the Q rows that are drafted from; 0 where there is none
+    weights: torch.Tensor  # float64 [K, N]: the draft's weight in the loss; 0 where there is none
 
 
 class ChainLoss(nn.Module):
@@ -134,8 +122,7 @@ class ChainLoss(nn.Module):
         """
         assert batch.last_states is not None
         alignment = self._align(batch)
-        if divisors is None:
-            divisors = alignment.weights.sum(1)
+        divisors = alignment.weights.sum(1) if divisors is None else divisors
         with torch.no_grad():
             states = self.teacher_norm(batch.last_states[alignment.rows])
             decay = self.ttt_loss_decay ** torch.arange(self.ttt_steps, device=divisors.device).double()
@@ -152,11 +139,8 @@ class ChainLoss(nn.Module):
         labels, teacher_head = alignment.labels, self.teacher_head
         subset = self._subset(states, normed, [heads[index] for index in head_of], alignment)
         if subset is not None:
-            labels, teacher_head = (
-                torch.searchsorted(subset.columns[: subset.kept], labels),
-                teacher_head[subset.columns],
-            )
-            heads = [head[subset.columns] for head in heads]
+            labels = torch.searchsorted(subset.columns[: subset.kept], labels)
+            teacher_head, *heads = (head[subset.columns] for head in (teacher_head, *heads))
         targets = _LossTargets(labels, subset)
         if self.terms.targets == "distribution":
             targets = replace(targets, states=states, head=teacher_head, soft_cap=self.teacher_soft_cap)
@@ -195,16 +179,13 @@ class ChainLoss(nn.Module):
 
         It keeps the tokens that teacher and drafter find likely, judged by rows spread over the batch, and every true token.
         The rest has little probability in any row and costs as much, but its probability would grow if it were never pushed
-        down. So some of the rest are drawn at random, and each stands for as many as it was drawn from.
+        down. So some of the rest are drawn at random, and each stands for as many as it was drawn from. There are
+        loss_vocab_size tokens, or more where the batch has more different true tokens.
 
         Args:
             states: [N, H], the target's normed states.
             normed: of each chain step [N, H].
             heads: of each chain step [V, H].
-            alignment: of the batch.
-
-        Returns:
-            loss_vocab_size tokens, or more where the batch has more different true tokens.
         """
         vocab = len(self.teacher_head)
         if self.loss_vocab_size is None or self.loss_vocab_size >= vocab:
@@ -233,10 +214,8 @@ class ChainLoss(nn.Module):
 class _VocabularySubset:
     """C tokens of the draft vocabulary."""
 
-    columns: torch.Tensor
-    """int64 [C]: the kept tokens, ascending; then those drawn from the rest, ascending."""
-    kept: int
-    """Number of kept tokens; every true token is among them."""
+    columns: torch.Tensor  # int64 [C]: the kept tokens, ascending; then those drawn from the rest, ascending
+    kept: int  # number of kept tokens; every true token is among them
     log_weights: torch.Tensor
     """[C], added to the logits: log of the number of tokens that each stands for. The sum of exp(logits) is then estimated
     without bias, and the drawn tokens push down those left out (Bengio and Senecal 2008, doi 10.1109/TNN.2007.912312;
@@ -247,14 +226,10 @@ class _VocabularySubset:
 class _LossTargets:
     """What N rows should predict."""
 
-    labels: torch.Tensor
-    """int64 [N]: the target's tokens."""
-    subset: _VocabularySubset | None
-    """The tokens of the heads' rows; None for the whole draft vocabulary."""
-    states: torch.Tensor | None = None
-    """[N, H], the target's normed states; None where only the labels are learned."""
-    head: torch.Tensor | None = None
-    """[V, H], the target's head; with `states` and `soft_cap`, its distribution."""
+    labels: torch.Tensor  # int64 [N]: the target's tokens
+    subset: _VocabularySubset | None  # the tokens of the heads' rows; None for the whole draft vocabulary
+    states: torch.Tensor | None = None  # [N, H], the target's normed states; None where only the labels are learned
+    head: torch.Tensor | None = None  # [V, H], the target's head; with `states` and `soft_cap`, its distribution
     soft_cap: float | None = None
 
 
@@ -273,28 +248,22 @@ class _HeadLoss(torch.autograd.Function):
         head_of: list[int],
         *tensors: torch.Tensor,
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """
-        Args:
+        """Args:
             loss: see `ChainLoss`.
             targets: for N rows.
             weights: [K, N].
             head_of: index of the head that each step uses.
             tensors: `normed` [N, H] of each step, then the heads [V, H]. Products are in autocast's dtype where it is on.
 
-        Returns:
-            The sum, and bool [K, N]: whether a row's largest logit is its label's.
+        Returns the sum, and bool [K, N]: whether a row's largest logit is its label's.
         """
-        steps = len(weights)
-        device, dtype = weights.device.type, tensors[0].dtype
-        if torch.is_autocast_enabled(device):
-            dtype = torch.get_autocast_dtype(device)
+        steps, device = len(weights), weights.device.type
+        dtype = torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else tensors[0].dtype
         # Cast once here, instead of by autocast in every chunk.
         normed, heads = ([x.detach().to(dtype) for x in each] for each in (tensors[:steps], tensors[steps:]))
-        teacher = (
-            None
-            if targets.head is None or targets.states is None
-            else (targets.states.to(dtype), targets.head.to(dtype))
-        )
+        teacher = None
+        if targets.states is not None and targets.head is not None:
+            teacher = targets.states.to(dtype), targets.head.to(dtype)
         d_normed = [torch.empty_like(x) for x in tensors[:steps]]
         d_heads = [
             torch.zeros_like(head, dtype=_sum_dtype(dtype)) if trained else None
@@ -316,13 +285,8 @@ class _HeadLoss(torch.autograd.Function):
                 elif loss == "cross_entropy" and p is not None and log_weights is not None:
                     constant = -(p @ log_weights.to(p.dtype))  # log q of a token is without its log weight
                 del taught  # nothing is as large as the logits of a chunk: free them as early as possible
-                for k in range(steps):
-                    x, weight, head, d_head = (
-                        normed[k][rows],
-                        weights[k, rows, None],
-                        heads[head_of[k]],
-                        d_heads[head_of[k]],
-                    )
+                for k, used in enumerate(head_of):
+                    x, weight, head, d_head = normed[k][rows], weights[k, rows, None], heads[used], d_heads[used]
                     logits = _logits(x, head, log_weights)
                     right[k, rows] = logits.gather(1, labels[:, None])[:, 0] == logits[:, :kept].amax(-1)
                     if p is None:

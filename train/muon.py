@@ -4,8 +4,6 @@ torch.optim.Muon takes one matrix at a time, always in bf16, which CPUs without 
 matrices that FSDP2 shards. This one computes in a given dtype and batches small matrices.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
@@ -91,7 +89,6 @@ class Muon(torch.optim.Optimizer):
 
     Args:
         params: 2-D; momentum is in their dtype.
-        lr: learning rate.
         momentum: share of the old momentum that a step keeps.
         weight_decay: decoupled, as in AdamW.
         dtype: what `orthogonalize` computes in: float32 or bfloat16, on every device.

@@ -1,7 +1,5 @@
 """What changes the weights: the optimizers, their learning rates, and the moving average of the result."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -15,19 +13,14 @@ from draftsmith.train.muon import Muon
 
 
 def make_optimizers(options: TrainConfig, drafter: Drafter) -> list[torch.optim.Optimizer]:
-    """Muon for the matrices inside the network; AdamW for norms, heads and embeddings, as Jordan advises (see `muon.py`).
-
-    Args:
-        options: with `precision` set.
-        drafter: parameters that do not require a gradient are left out.
-    """
-    trained = [parameter for parameter in drafter.parameters() if parameter.requires_grad]
+    """Muon for the matrices inside the network; AdamW for norms, heads and embeddings, as Jordan advises (see `muon.py`). Of
+    `options`, `precision` is set; parameters that do not require a gradient are left out."""
     by_token = {id(p) for p in (*drafter.head_parameters(), *drafter.embedding_parameters())}
-    matrices = [p for p in trained if p.ndim == 2 and id(p) not in by_token]
-    if options.optimizer == "adamw":
-        matrices = []
-    chosen = {id(p) for p in matrices}
-    rest = [p for p in trained if id(p) not in chosen]
+    matrices: list[nn.Parameter] = []
+    rest: list[nn.Parameter] = []
+    for p in drafter.parameters():
+        if p.requires_grad:
+            (matrices if options.optimizer == "muon" and p.ndim == 2 and id(p) not in by_token else rest).append(p)
     optimizers: list[torch.optim.Optimizer] = []
     if rest:
         optimizers.append(torch.optim.AdamW(rest, lr=options.lr, betas=(0.9, 0.95), weight_decay=options.weight_decay))
@@ -57,17 +50,12 @@ def learning_rate_factor(step: int, total: int, warmup: float, schedule: str = "
 
 
 class MovingAverage:
-    """Exponential moving average of a module's trained weights.
-
-    Args:
-        module: sharded already where it will be.
-        decay: share of the old average that a step keeps, less in the first steps; None to average nothing.
-    """
+    """Exponential moving average of the trained weights of a module, which is sharded already where it will be. `decay` is the share of
+    the old average that a step keeps, less in the first steps; None averages nothing."""
 
     def __init__(self, module: nn.Module, decay: float | None) -> None:
         self._module, self._decay = module, decay
-        self.weights: dict[str, torch.Tensor] = {}
-        """By parameter name; empty where nothing is averaged."""
+        self.weights: dict[str, torch.Tensor] = {}  # by parameter name; empty where nothing is averaged
         if decay is not None:
             self.weights = {name: p.detach().clone() for name, p in module.named_parameters() if p.requires_grad}
 

@@ -1,31 +1,24 @@
 """Sequences to batches: which sequences go into a step, and the tokens that follow each position."""
 
-from __future__ import annotations
-
 from collections.abc import Iterable, Iterator
 
 import torch
+from torch.nn import functional as F
 
 from draftsmith.drafters.batch import Batch
 from draftsmith.store.format import Sequence
 
-_TOKENS_IN_BATCH = 4096
-"""`pack_in_order` packs up to this many tokens; a longer sequence is alone."""
+_TOKENS_IN_BATCH = 4096  # `pack_in_order` packs up to this many tokens; a longer sequence is alone
 
 
 def pack_epoch(lengths: list[int], *, tokens_per_step: int, seed: int, epoch: int) -> list[list[int]]:
-    """Shuffle sequences and fill steps up to a budget of tokens; a pure function of its arguments.
-
-    The steps do not depend on the number of processes.
+    """Shuffle sequences and fill steps up to a budget of tokens; a pure function of its arguments, whatever the number of processes.
 
     Args:
         lengths: tokens of each sequence.
         tokens_per_step: budget of a step; a longer sequence gets a step of its own.
-        seed: of the whole run.
-        epoch: each is shuffled differently.
 
-    Returns:
-        Indices into `lengths`, one list per step; each index once.
+    Returns indices into `lengths`, one list per step; each index once.
     """
     generator = torch.Generator().manual_seed(seed * 1_000_003 + epoch)
     steps: list[list[int]] = []
@@ -41,10 +34,8 @@ def pack_epoch(lengths: list[int], *, tokens_per_step: int, seed: int, epoch: in
 
 def balance_tokens(lengths: list[int], shares: int) -> list[list[int]]:
     """Divide a step's sequences into shares of about as many tokens: the longest first, each to the smallest share.
-
-    Returns:
-        Ascending indices into `lengths`, one list per share; empty ones where there are fewer sequences than shares.
-    """
+    Returns ascending indices into `lengths`, one list per share; empty ones where there are fewer sequences than
+    shares."""
     divided: list[list[int]] = [[] for _ in range(shares)]
     loads = [0] * shares
     for index in sorted(range(len(lengths)), key=lambda i: lengths[i], reverse=True):
@@ -79,22 +70,12 @@ def pack(sequences: Iterable[Sequence], *, steps: int, prompt_weight: float = 0.
         steps: K.
         prompt_weight: 0 to 1.
     """
-    states, next_tokens, loss_weights, positions, documents = [], [], [], [], []
+    packed = []
     for number, sequence in enumerate(sequences):
         rows = len(sequence.hidden_states)
-        weight = torch.where(sequence.loss_mask, 1.0, prompt_weight)
-        padded_ids = torch.cat([sequence.token_ids.long(), torch.zeros(steps + 2, dtype=torch.long)])
-        padded_weight = torch.cat([weight, torch.zeros(steps + 2)])
-        states.append(sequence.hidden_states)
+        ids = F.pad(sequence.token_ids.long(), (0, steps + 2))
+        weight = F.pad(torch.where(sequence.loss_mask, 1.0, prompt_weight), (0, steps + 2))
         # Row p gets the tokens [p+1, ..., p+1+K] and the weights of [p+2, ..., p+1+K].
-        next_tokens.append(padded_ids[1:].unfold(0, steps + 1, 1)[:rows])
-        loss_weights.append(padded_weight[2:].unfold(0, steps, 1)[:rows])
-        positions.append(torch.arange(rows))
-        documents.append(torch.full((rows,), number))
-    return Batch(
-        hidden_states=torch.cat(states),
-        next_tokens=torch.cat(next_tokens),
-        loss_weights=torch.cat(loss_weights),
-        positions=torch.cat(positions),
-        documents=torch.cat(documents),
-    )
+        next_tokens, weights = ids[1:].unfold(0, steps + 1, 1)[:rows], weight[2:].unfold(0, steps, 1)[:rows]
+        packed.append((sequence.hidden_states, next_tokens, weights, torch.arange(rows), torch.full((rows,), number)))
+    return Batch(*(torch.cat(parts) for parts in zip(*packed, strict=True)))

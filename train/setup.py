@@ -1,7 +1,5 @@
 """What a training run needs before its first step: processes, drafter, loss, data and optimizers, restored from a snapshot."""
 
-from __future__ import annotations
-
 import functools
 from dataclasses import dataclass, field
 from datetime import timedelta
@@ -70,11 +68,7 @@ class Run:
 
 
 def make_accelerator(recipe: Recipe, run_dir: Path) -> Accelerator:
-    """The processes and the tracker.
-
-    Raises:
-        UserError: the tracker is not installed.
-    """
+    """The processes and the tracker. Raises UserError: the tracker is not installed."""
     require_tracker(recipe.train.tracker)
     # The buffers are the target's and never change: no need to broadcast them in every step.
     ddp = DistributedDataParallelKwargs(broadcast_buffers=False, gradient_as_bucket_view=True)
@@ -97,10 +91,7 @@ def set_up(
     inputs: str,
 ) -> Run:
     """Build the run, initializing the drafter from the target or restoring everything from `snapshot`.
-
-    Raises:
-        UserError: the store lacks hidden states that the drafter or its teacher reads, or has no training sequences.
-    """
+    Raises UserError: the store lacks hidden states that the drafter or its teacher reads, or has no training sequences."""
     options = recipe.train
     kind = drafter_class(options.drafter.kind)
     saved = store.identity.layer_ids
@@ -111,14 +102,9 @@ def set_up(
     draft_token_ids = choose_draft_vocabulary(store.token_counts(target.vocab_size), options.drafter.draft_vocab_size)
     config = kind.make_config(options.drafter, target, layer_ids, len(draft_token_ids))
     drafter = kind.from_target(config, tensors, draft_token_ids).to(accelerator.device)
-    data = TrainingData(
-        recipe=recipe,
-        accelerator=accelerator,
-        store=store,
-        columns=[saved.index(layer) for layer in layer_ids],
-        last_column=saved.index(target.num_hidden_layers),
-        ttt_steps=drafter.max_draft_tokens or options.ttt_steps,
-    )
+    columns, last_column = [saved.index(layer) for layer in layer_ids], saved.index(target.num_hidden_layers)
+    ttt_steps = drafter.max_draft_tokens or options.ttt_steps
+    data = TrainingData(recipe, accelerator, store, columns, last_column, ttt_steps)
     if snapshot:
         drafter.load_state_dict(snapshot["drafter"])
     elif accelerator.is_main_process:  # the others get its weights
@@ -135,7 +121,7 @@ def set_up(
         teacher_norm=FinalNorm.of(tensors, target.facts.norm_eps),
         teacher_head=tensors.lm_head[draft_token_ids].float(),
         teacher_soft_cap=tensors.logit_soft_cap,
-        ttt_steps=data.ttt_steps,
+        ttt_steps=ttt_steps,
         ttt_loss_decay=options.ttt_loss_decay,
         loss=options.loss,
         loss_vocab_size=options.loss_vocab_size,
@@ -149,17 +135,18 @@ def set_up(
             distributed.load_optimizer(optimizer, state)
         for name, value in snapshot["average"].items():
             average.weights[name].copy_(distributed.shard_like(value, average.weights[name]))
+    progress = Progress(**snapshot["progress"]) if snapshot else Progress()
     return Run(
-        recipe=recipe,
-        directory=directory,
-        inputs=inputs,
-        accelerator=accelerator,
-        target=target,
-        data=data,
-        schedule=data.schedule(),
-        loss=loss,
-        model=model,
-        optimizers=optimizers,
-        average=average,
-        progress=Progress(**snapshot["progress"]) if snapshot else Progress(),
+        recipe,
+        directory,
+        inputs,
+        accelerator,
+        target,
+        data,
+        data.schedule(),
+        loss,
+        model,
+        optimizers,
+        average,
+        progress,
     )

@@ -1,7 +1,5 @@
 """SIGUSR1 (save a snapshot) and SIGTERM (save one and stop) during training."""
 
-from __future__ import annotations
-
 import signal
 import threading
 from collections.abc import Callable, Iterator

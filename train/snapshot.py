@@ -1,7 +1,5 @@
 """The snapshot that an interrupted training run resumes from, whatever the number of processes then."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 

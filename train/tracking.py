@@ -1,7 +1,5 @@
 """Experiment trackers (`train.tracker`), which accelerate logs to."""
 
-from __future__ import annotations
-
 import importlib.util
 import netrc
 import os
@@ -17,10 +15,7 @@ _MODULES = {"wandb": ["wandb"], "tensorboard": ["tensorboard", "tensorboardX"], 
 
 
 def require_tracker(name: str | None) -> None:
-    """
-    Raises:
-        UserError: the tracker is not installed.
-    """
+    """Raises UserError: the tracker is not installed."""
     if name and not any(importlib.util.find_spec(module) for module in _MODULES[name]):
         raise UserError(
             f"`train.tracker: {name}` needs the package {name}, which is not installed: "

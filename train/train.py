@@ -6,8 +6,6 @@ number of processes. All randomness depends on the step's number. A snapshot is 
 the number of the step decide everything that follows.
 """
 
-from __future__ import annotations
-
 import math
 import signal
 import time
@@ -61,10 +59,7 @@ LOSSES = "losses.json"
 
 def finished_training(recipe: Recipe, run_dir: Path) -> dict[str, Any] | None:
     """The figures of a checkpoint that is up to date; None where there is something to train.
-
-    Raises:
-        UserError: no finished store.
-    """
+    Raises UserError: no finished store."""
     return _stage(run_dir).finished(_inputs(recipe, run_dir))
 
 
@@ -92,10 +87,7 @@ def _inputs(recipe: Recipe, run_dir: Path) -> str:
 def run_train(recipe: Recipe, run_dir: Path) -> dict[str, Any]:
     """Make `run_dir/checkpoint` from `run_dir/store`. Resumes an interrupted run; does nothing when the checkpoint is up to date.
 
-    Under `accelerate launch`, every process calls this; the main one writes.
-
-    Returns:
-        The figures of `stage.json`.
+    Under `accelerate launch`, every process calls this; the main one writes. Returns the figures of `stage.json`.
 
     Raises:
         UserError: no finished store, or one that does not fit the recipe's target or layer ids; GPUs that torch cannot use.
@@ -105,9 +97,7 @@ def run_train(recipe: Recipe, run_dir: Path) -> dict[str, Any]:
     this_stage, inputs = _stage(run_dir), _inputs(recipe, run_dir)
     directory = this_stage.directory
     if (done := this_stage.finished(inputs)) is not None:
-        console.print(f"train: {directory} is up to date")
         return done
-
     require_usable_gpus()
     disable_malloc_trim()
     accelerator = make_accelerator(recipe, run_dir)
@@ -250,14 +240,8 @@ def _fit(run: Run) -> None:
 
 
 def _step(run: Run, number: int, micro_batches: list[MicroBatch], signals: list[int]) -> StepResult:
-    """One optimizer step, with all processes.
-
-    Args:
-        signals: received since the last step; taken out.
-
-    Raises:
-        DraftsmithError: the loss or the gradient is not finite.
-    """
+    """One optimizer step, with all processes. Takes out the `signals` received since the last step.
+    Raises DraftsmithError: the loss or the gradient is not finite."""
     options, accelerator, loss = run.recipe.train, run.accelerator, run.loss
     device, steps = accelerator.device, loss.ttt_steps
     # The step's means are over all processes: sums of the loss's divisors and of the row weights by chain step, and tokens.

@@ -1,7 +1,5 @@
 """The formats in which drafters are published, one file each: its layouts, and how to recognize it."""
 
-from __future__ import annotations
-
 from draftsmith.convert.formats import eagle, eagle3, ibm, medusa, specforge, speculators, vllm
 from draftsmith.convert.formats.base import Format
 

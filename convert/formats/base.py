@@ -1,7 +1,5 @@
 """A format: a layout for each kind of drafter that it can hold, and reading and writing with it."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -36,16 +34,13 @@ class Format:
     """The file that the format's other readers open."""
 
     def read(self, directory: Path, kind: str, *, target: Mapping[str, Any], known: Mapping[str, Any]) -> Checkpoint:
-        """Read a checkpoint of this format.
+        """Read a checkpoint of this format, `config.json` and the tensors.
 
         Args:
-            directory: holds `config.json` and the tensors.
-            kind: of drafter.
             target: name, revision and config_hash, if the user named the target; else `UNKNOWN_TARGET`.
             known: from the target: fields that the format leaves out.
 
-        Raises:
-            UserError: a part is missing, unknown or contradictory.
+        Raises UserError: a part is missing, unknown or contradictory.
         """
         layout = self.layouts[kind]
         record, weights = dequantized(read_json(directory / "config.json"), open_weights(directory))
@@ -109,13 +104,10 @@ class Format:
         """Write a checkpoint into `directory`, `config.json` last; return the size of its tensors in bytes.
 
         Args:
-            checkpoint: of a kind that the format holds.
-            directory: exists.
             dtype: torch's name of the floating-point type; None keeps the source's.
             quantize: 8-bit weights in linear layers, one of `quantize.SCHEMES`; None for floating point.
 
-        Raises:
-            UserError: the format cannot express the drafter, or its readers take no such weights.
+        Raises UserError: the format cannot express the drafter, or its readers take no such weights.
         """
         record, weights = self.to_files(checkpoint, dtype=dtype)
         if quantize is not None:

@@ -5,8 +5,6 @@ authors' training always creates one; so the tensors decide, also about the atte
 The file includes the embedding, a copy of the target's.
 """
 
-from __future__ import annotations
-
 from collections.abc import Collection, Mapping
 from typing import Any
 

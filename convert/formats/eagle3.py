@@ -4,8 +4,6 @@ Its only layer is called `midlayer`. The config does not name the target's layer
 those entering layers 2, n // 2 and n - 3 of n. The draft vocabulary is `d2t` (offsets) and `t2d`.
 """
 
-from __future__ import annotations
-
 from collections.abc import Collection, Mapping
 from typing import Any
 
@@ -25,9 +23,11 @@ def _are_the_usual(layer_ids: tuple[int, ...]) -> bool:
     return layer_ids == (2, layers // 2, layers - 3)
 
 
-def _recognize(record: Mapping[str, Any], names: Collection[str]) -> tuple[str, str] | None:
-    if any(name.startswith("midlayer.") for name in names) and record.get("architectures") == ["LlamaForCausalLM"]:
-        return "eagle3", "its layer is called `midlayer` and its architecture LlamaForCausalLM"
+def recognize_midlayer(
+    record: Mapping[str, Any], names: Collection[str], *, architecture: str = "LlamaForCausalLM"
+) -> tuple[str, str] | None:
+    if any(name.startswith("midlayer.") for name in names) and record.get("architectures") == [architecture]:
+        return "eagle3", f"its layer is called `midlayer` and its architecture {architecture}"
     return None
 
 
@@ -44,5 +44,5 @@ FORMAT = Format(
             derived={"architectures": lambda _: ["LlamaForCausalLM"], "model_type": lambda _: "llama"},
         )
     },
-    recognize=_recognize,
+    recognize=recognize_midlayer,
 )

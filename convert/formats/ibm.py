@@ -1,7 +1,5 @@
 """MLP speculators as IBM publishes them (`ibm-fms/*-accelerator`, `ibm-granite/*-accelerator`)."""
 
-from __future__ import annotations
-
 from collections.abc import Collection, Mapping
 from typing import Any
 

@@ -3,8 +3,6 @@
 The sizes are those of the tensors; the config does not state them.
 """
 
-from __future__ import annotations
-
 import re
 from collections.abc import Collection, Mapping
 from typing import Any

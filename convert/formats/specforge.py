@@ -4,24 +4,12 @@ Like the authors' format, with another architecture and with layer ids: id i is 
 call i + 1, the input of the next layer.
 """
 
-from __future__ import annotations
-
-from collections.abc import Collection, Mapping
-from typing import Any
+from functools import partial
 
 from draftsmith.convert.formats.base import Format
-from draftsmith.convert.formats.eagle3 import by_midlayer
+from draftsmith.convert.formats.eagle3 import by_midlayer, recognize_midlayer
 from draftsmith.drafters.eagle3 import eagle3_layout
 from draftsmith.drafters.layout import Entry
-
-
-def _recognize(record: Mapping[str, Any], names: Collection[str]) -> tuple[str, str] | None:
-    if not any(name.startswith("midlayer.") for name in names):
-        return None
-    if record.get("architectures") == ["LlamaForCausalLMEagle3"]:
-        return "eagle3", "its layer is called `midlayer` and its architecture LlamaForCausalLMEagle3"
-    return None
-
 
 FORMAT = Format(
     name="specforge",
@@ -38,5 +26,5 @@ FORMAT = Format(
             irrelevant=frozenset({"target_model_type"}),
         )
     },
-    recognize=_recognize,
+    recognize=partial(recognize_midlayer, architecture="LlamaForCausalLMEagle3"),
 )

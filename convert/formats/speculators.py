@@ -1,9 +1,6 @@
 """EAGLE-3 as the speculators project (0.9) writes it: the layer's config is a section of its own."""
 
-from __future__ import annotations
-
 from collections.abc import Collection, Mapping
-from dataclasses import replace
 from typing import Any
 
 from draftsmith.convert.formats.base import Format
@@ -20,6 +17,7 @@ _LAYOUT = eagle3_layout(
     prefix="transformer_layer_config.",
     ids=Entry("layer_ids", tuple, "eagle_aux_hidden_state_layer_ids"),
     flags=True,
+    norm_before_residual=REQUIRED,  # speculators and vLLM have different defaults for it
     fixed={"speculators_model_type": "eagle3"},
     derived={
         "architectures": lambda _: ["Eagle3Speculator"],
@@ -38,18 +36,7 @@ _LAYOUT = eagle3_layout(
 FORMAT = Format(
     name="speculators",
     title="EAGLE-3 as the speculators project writes it",
-    layouts={
-        # speculators and vLLM have different defaults for it, so it is required.
-        "eagle3": replace(
-            _LAYOUT,
-            fields=tuple(
-                replace(entry, default=REQUIRED)
-                if isinstance(entry, Entry) and entry.field == "norm_before_residual"
-                else entry
-                for entry in _LAYOUT.fields
-            ),
-        )
-    },
+    layouts={"eagle3": _LAYOUT},
     recognize=_recognize,
     target_name="speculators_config.verifier.name_or_path",
 )

@@ -1,29 +1,12 @@
 """The format that vLLM loads. The layouts are in the kinds' files."""
 
-from __future__ import annotations
-
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Collection, Mapping
 from typing import Any
 
 from draftsmith.config.drafters import KINDS
 from draftsmith.convert.formats.base import Format
 from draftsmith.drafters import drafter_class
-from draftsmith.drafters.layout import EXTRA, Layout, look_up
-
-
-class _Layouts(Mapping[str, Layout]):
-    """The layouts of all kinds; a kind is imported on first use."""
-
-    def __getitem__(self, kind: str) -> Layout:
-        if kind not in KINDS:
-            raise KeyError(kind)
-        return drafter_class(kind).vllm_layout
-
-    def __iter__(self) -> Iterator[str]:
-        return iter(KINDS)
-
-    def __len__(self) -> int:
-        return len(KINDS)
+from draftsmith.drafters.layout import EXTRA, look_up
 
 
 def _recognize(record: Mapping[str, Any], names: Collection[str]) -> tuple[str, str] | None:
@@ -42,6 +25,6 @@ def _recognize(record: Mapping[str, Any], names: Collection[str]) -> tuple[str, 
 FORMAT = Format(
     name="vllm",
     title="the format that vLLM serves",
-    layouts=_Layouts(),
+    layouts={kind: drafter_class(kind).vllm_layout for kind in KINDS},
     recognize=_recognize,
 )

@@ -3,8 +3,6 @@
 Commands import what they run when they run, so `--help` and recipe errors are instant.
 """
 
-from __future__ import annotations
-
 import sys
 
 import typer

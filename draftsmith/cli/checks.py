@@ -1,7 +1,5 @@
 """The checks of `draftsmith doctor`, one function each. None imports vLLM, uses the network or changes anything."""
 
-from __future__ import annotations
-
 import importlib
 import importlib.metadata
 import importlib.util
@@ -21,18 +19,16 @@ from draftsmith.config.target import EngineConfig
 from draftsmith.run import cuda
 from draftsmith.run.errors import UserError
 from draftsmith.run.machine_memory import cgroup, memory_nodes
+from draftsmith.run.stage import installed_version
 
 _GIB = 1024**3
-_TESTED_VLLM = "0.32.0"
-"""The version that the extras `cpu` and `cuda` install and that the tests run."""
+_TESTED_VLLM = "0.32.0"  # the version that the extras `cpu` and `cuda` install and that the tests run
 _OLDEST_TORCH = (2, 10)
-_OLDEST_CAPABILITY = (7, 5)
-"""Lowest compute capability that vLLM's kernels are built for."""
+_OLDEST_CAPABILITY = (7, 5)  # lowest compute capability that vLLM's kernels are built for
 _ONLY_V1 = ("suffix", *(kind for kind, options in KINDS.items() if not options.serving.runner_v2))
 """Methods that vLLM 0.32's model runner V2 lacks (vllm/config/vllm.py)."""
 _METHODS = ("extraction", *KINDS, "ngram", "draft_model", "mtp", "suffix")
-_PLUGIN = "draftsmith"
-"""Name of our entry point in the group `vllm.general_plugins` (pyproject.toml)."""
+_PLUGIN = "draftsmith"  # name of our entry point in the group `vllm.general_plugins` (pyproject.toml)
 _LITTLE_DISK = 20 * _GIB
 
 
@@ -52,12 +48,13 @@ class Finding:
     """`found` in machine-readable form."""
 
 
-def run_checks(runs: Path) -> list[Finding]:
-    """All findings, in the order in which they are printed.
+def _finding(name: str, found: str, figures: dict[str, Any], *, wrong: str = "", note: str = "") -> Finding:
+    """A finding with advice, if any: about what is wrong, or else what is worth knowing."""
+    return Finding(name, found, "wrong" if wrong else "note" if note else "good", wrong or note, figures)
 
-    Args:
-        runs: the folder that holds all runs; it need not exist.
-    """
+
+def run_checks(runs: Path) -> list[Finding]:
+    """All findings, in the order in which they are printed. `runs`, the folder that holds all runs, need not exist."""
     checks: list[Callable[[], Finding]] = [
         python, packages, torch_build, driver, gpus, vllm, plugin, runners, kernels, compiler, extensions, cores, bfloat16,
         memory, lambda: disk(runs), hub,
@@ -71,9 +68,8 @@ def run_checks(runs: Path) -> list[Finding]:
 def python() -> Finding:
     version = sys.version_info
     found = f"{version[0]}.{version[1]}.{version[2]}, {sys.executable}"
-    if (version[0], version[1]) < (3, 11):
-        return Finding("Python", found, "wrong", "Draftsmith needs Python 3.11 or later.")
-    return Finding("Python", found)
+    wrong = "Draftsmith needs Python 3.11 or later." if version[:2] < (3, 11) else ""
+    return _finding("Python", found, {}, wrong=wrong)
 
 
 def packages() -> Finding:
@@ -83,26 +79,21 @@ def packages() -> Finding:
     try:
         required = [Requirement(text) for text in importlib.metadata.requires("draftsmith") or ()]
     except importlib.metadata.PackageNotFoundError:
-        advice = "Install it, so that its dependencies and its plugin for vLLM are found: pip install -e '.[cpu]' or '.[cuda]'."
-        return Finding(
-            "packages", f"draftsmith {__version__}, not installed", "wrong", advice, {"draftsmith": __version__}
-        )
+        wrong = "Install it, so that its dependencies and its plugin for vLLM are found: pip install -e '.[cpu]' or '.[cuda]'."
+        found = f"draftsmith {__version__}, not installed"
+        return _finding("packages", found, {"draftsmith": __version__}, wrong=wrong)
     figures: dict[str, Any] = {"draftsmith": __version__}
     problems = []
     for one in required:
         if one.marker is not None and not one.marker.evaluate({"extra": ""}):
             continue
-        figures[one.name] = version = _version(one.name)
+        figures[one.name] = version = installed_version(one.name)
         if version is None or not one.specifier.contains(version, prereleases=True):
             problems.append(f"{one.name}{one.specifier} (here: {version or 'not installed'})")
-    found = ", ".join(
-        f"{name} {figures.get(name)}" for name in ("draftsmith", "transformers", "accelerate", "safetensors")
-    )
-    if problems:
-        return Finding(
-            "packages", found, "wrong", f"Draftsmith needs {', '.join(problems)}: install it again.", figures
-        )
-    return Finding("packages", found, figures=figures)
+    shown = ("draftsmith", "transformers", "accelerate", "safetensors")
+    found = ", ".join(f"{name} {figures.get(name)}" for name in shown)
+    wrong = f"Draftsmith needs {', '.join(problems)}: install it again." if problems else ""
+    return _finding("packages", found, figures, wrong=wrong)
 
 
 def torch_build() -> Finding:
@@ -110,13 +101,10 @@ def torch_build() -> Finding:
     build = f"CUDA {torch.version.cuda}" if torch.version.cuda else f"ROCm {hip}" if hip else "CPU"
     found = f"{torch.__version__}, built for {build}"
     figures = {"version": torch.__version__, "cuda": torch.version.cuda}
-    major, minor = torch.__version__.split(".")[:2]
-    if (int(major), int(minor)) < _OLDEST_TORCH:
-        wanted = ".".join(map(str, _OLDEST_TORCH))
-        return Finding("torch", found, "wrong", f"Draftsmith needs torch {wanted} or later.", figures)
-    if hip:
-        return Finding("torch", found, "note", "Draftsmith is not tested on AMD GPUs.", figures)
-    return Finding("torch", found, figures=figures)
+    wrong, note = "", "Draftsmith is not tested on AMD GPUs." if hip else ""
+    if tuple(map(int, torch.__version__.split(".")[:2])) < _OLDEST_TORCH:
+        wrong = f"Draftsmith needs torch {'.'.join(map(str, _OLDEST_TORCH))} or later."
+    return _finding("torch", found, figures, wrong=wrong, note=note)
 
 
 def driver() -> Finding:
@@ -128,11 +116,11 @@ def driver() -> Finding:
     try:
         cuda.require_usable_gpus()
     except UserError as error:
-        return Finding("driver", found, "wrong", str(error), figures)
+        return _finding("driver", found, figures, wrong=str(error))
+    note = ""
     if torch.version.cuda is None and (loaded or on_bus):
-        advice = "This machine has an NVIDIA GPU, but torch is a CPU build. To use it, create an environment with `make install EXTRA=cuda`."
-        return Finding("driver", found, "note", advice, figures)
-    return Finding("driver", found, figures=figures)
+        note = "This machine has an NVIDIA GPU, but torch is a CPU build. To use it, create an environment with `make install EXTRA=cuda`."
+    return _finding("driver", found, figures, note=note)
 
 
 def gpus() -> Finding:
@@ -150,37 +138,31 @@ def gpus() -> Finding:
             "capability": f"{about.major}.{about.minor}",
         })  # fmt: skip
         if free < share * total:
-            full.append(index)
+            full.append(str(index))
         if (about.major, about.minor) < _OLDEST_CAPABILITY:
-            old.append(index)
+            old.append(str(index))
     found = "; ".join(
         f"{index}: {one['name']}, {one['memory_gib']} GiB, {one['free_gib']} free, compute capability {one['capability']}"
         for index, one in enumerate(listed)
     )
-    figures = {"gpus": listed}
+    wrong = ""
     if old:
         wanted = ".".join(map(str, _OLDEST_CAPABILITY))
-        advice = (
-            f"GPU {_numbers(old)}: vLLM needs compute capability {wanted}. Select other GPUs with CUDA_VISIBLE_DEVICES."
-        )
-        return Finding("GPUs", found, "wrong", advice, figures)
-    if full:
-        advice = (
-            f"GPU {_numbers(full)}: less memory is free than the {share:.0%} that engines take by default. nvidia-smi shows which "
+        wrong = f"GPU {', '.join(old)}: vLLM needs compute capability {wanted}. Select other GPUs with CUDA_VISIBLE_DEVICES."
+    elif full:
+        wrong = (
+            f"GPU {', '.join(full)}: less memory is free than the {share:.0%} that engines take by default. nvidia-smi shows which "
             "processes use it. Select other GPUs with CUDA_VISIBLE_DEVICES, or lower engine.gpu_memory_utilization."
         )
-        return Finding("GPUs", found, "wrong", advice, figures)
-    return Finding("GPUs", found, figures=figures)
+    return _finding("GPUs", found, {"gpus": listed}, wrong=wrong)
 
 
 def vllm() -> Finding:
     """vLLM's version, its build, and the platform that its engines run on."""
     installed = cuda.vllm_build()
     if installed is None:
-        advice = (
-            "Extraction and evaluation need it: pip install 'draftsmith[cuda]', or 'draftsmith[cpu]' without a GPU."
-        )
-        return Finding("vLLM", "not installed", "wrong", advice, {"version": None, "build": None, "platform": None})
+        wrong = "Extraction and evaluation need it: pip install 'draftsmith[cuda]', or 'draftsmith[cpu]' without a GPU."
+        return _finding("vLLM", "not installed", {"version": None, "build": None, "platform": None}, wrong=wrong)
     version, build = installed
     platform = "cpu" if build == "cpu" else "cuda" if torch.cuda.is_available() else None
     found = f"{version}, {'CUDA' if build == 'cuda' else 'CPU'} build, platform {platform or 'unspecified'}"
@@ -188,16 +170,13 @@ def vllm() -> Finding:
     try:
         cuda.require_gpus_for_vllm()
     except UserError as error:
-        return Finding("vLLM", found, "wrong", str(error), figures)
+        return _finding("vLLM", found, figures, wrong=str(error))
     if version.split("+")[0] != _TESTED_VLLM:
-        advice = (
-            f"Draftsmith is tested with vLLM {_TESTED_VLLM}; its plugin serves MLP speculators with no other version."
-        )
-        return Finding("vLLM", found, "note", advice, figures)
-    if build == "cpu" and torch.cuda.is_available():
-        advice = "This vLLM does not use the GPUs. Create an environment with `make install EXTRA=cuda`."
-        return Finding("vLLM", found, "wrong", advice, figures)
-    return Finding("vLLM", found, figures=figures)
+        note = f"Draftsmith is tested with vLLM {_TESTED_VLLM}; its plugin serves MLP speculators with no other version."
+        return _finding("vLLM", found, figures, note=note)
+    unused = build == "cpu" and torch.cuda.is_available()
+    wrong = "This vLLM does not use the GPUs. Create an environment with `make install EXTRA=cuda`." if unused else ""
+    return _finding("vLLM", found, figures, wrong=wrong)
 
 
 def plugin() -> Finding:
@@ -229,25 +208,22 @@ def runners() -> Finding:
         taken = {method: "V2" if can and method not in _ONLY_V1 else "V1" for method in _METHODS}
     by_runner = {name: [method for method in _METHODS if taken[method] == name] for name in ("V1", "V2")}
     found = "; ".join(f"{name} for {', '.join(methods)}" for name, methods in by_runner.items() if methods)
-    figures = {"runners": taken}
-    if asked is not None:
-        advice = f"VLLM_USE_V2_MODEL_RUNNER={asked} forces this; unset it to let vLLM choose by method."
-        return Finding("model runner", found, "note", advice, figures)
-    return Finding("model runner", found, figures=figures)
+    forced = f"VLLM_USE_V2_MODEL_RUNNER={asked} forces this; unset it to let vLLM choose by method."
+    return _finding("model runner", found, {"runners": taken}, note="" if asked is None else forced)
 
 
 def kernels() -> Finding:
     """Whether FlashInfer's compiled kernels are installed; if not, vLLM's CUDA build compiles them at startup."""
     if not torch.cuda.is_available():
         return Finding("FlashInfer", "not used on a CPU", figures={"missing": []})
-    flashinfer = _version("flashinfer-python")
+    flashinfer = installed_version("flashinfer-python")
     if flashinfer is None:
         advice = "vLLM's CUDA build requires it and falls back to slower kernels: install `draftsmith[cuda]` again."
         return Finding("FlashInfer", "not installed", "note", advice, {"version": None, "missing": []})
     wanted = ["flashinfer-cubin"]
     if torch.version.cuda and tuple(map(int, torch.version.cuda.split(".")[:2])) >= (12, 9):
         wanted.append("flashinfer-jit-cache")
-    missing = [name for name in wanted if (_version(name) or "").split("+")[0] != flashinfer.split("+")[0]]
+    missing = [name for name in wanted if (installed_version(name) or "").split("+")[0] != flashinfer.split("+")[0]]
     figures = {"version": flashinfer, "missing": missing}
     if missing:
         advice = (
@@ -262,11 +238,10 @@ def compiler() -> Finding:
     """The C compiler that Triton and torch.compile need."""
     named = os.environ.get("CC")
     path = next((found for name in (named, "gcc", "cc", "clang") if name and (found := shutil.which(name))), None)
-    figures = {"path": path}
     if path is None:
         advice = "Triton and torch.compile need one (on a GPU always, on a CPU with `engine.enforce_eager: false`): install gcc."
-        return Finding("C compiler", "none", "wrong" if torch.cuda.is_available() else "note", advice, figures)
-    return Finding("C compiler", path, figures=figures)
+        return Finding("C compiler", "none", "wrong" if torch.cuda.is_available() else "note", advice, {"path": None})
+    return Finding("C compiler", path, figures={"path": path})
 
 
 def extensions() -> Finding:
@@ -279,12 +254,11 @@ def extensions() -> Finding:
         except Exception as error:  # a mismatched binary can raise anything
             broken[name] = f"{type(error).__name__}: {error}".splitlines()[0]
     if broken:
-        advice = (
+        wrong = (
             "They are built for another torch, and transformers fails to import its models while they are installed. Nothing here "
             f"needs them: pip uninstall {' '.join(broken)}."
         )
-        found = f"{', '.join(broken)} cannot be imported"
-        return Finding("torch's extensions", found, "wrong", advice, {"broken": broken})
+        return _finding("torch's extensions", f"{', '.join(broken)} cannot be imported", {"broken": broken}, wrong=wrong)
     return Finding("torch's extensions", ", ".join(present) or "none, and none is needed", figures={"broken": {}})
 
 
@@ -295,16 +269,16 @@ def cores() -> Finding:
     """The CPU cores that this process may use, and a container's quota of CPU time."""
     everywhere = os.cpu_count() or 1
     usable = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else everywhere
-    quota = _cgroup_cores()
-    found = f"{usable} usable of {everywhere}"
-    figures = {"usable": usable, "cores": everywhere, "quota": quota}
+    granted, _, period = cgroup("cpu.max").partition(" ")  # times, or `max`
+    quota = int(granted) / int(period) if granted.isdigit() and period.isdigit() else None
+    found, note = f"{usable} usable of {everywhere}", ""
     if quota is not None and quota < usable:
-        advice = (
+        found += f", a quota of {quota:g}"
+        note = (
             f"The container gets the time of {quota:g} cores, but engines start a thread on each of the {usable} that they see, and "
             "the threads then wait for one another. Restrict the cores instead, as in `docker run --cpuset-cpus` or `taskset`."
         )
-        return Finding("cores", f"{found}, a quota of {quota:g}", "note", advice, figures)
-    return Finding("cores", found, figures=figures)
+    return _finding("cores", found, {"usable": usable, "cores": everywhere, "quota": quota}, note=note)
 
 
 def bfloat16() -> Finding:
@@ -328,14 +302,13 @@ def memory() -> Finding:
         f"NUMA node {index}: {total / _GIB:.1f} GiB, {available / _GIB:.1f} available"
         for index, (total, available) in enumerate(nodes)
     )
-    wanted = EngineConfig().kv_cache_gib
+    wanted, wrong = EngineConfig().kv_cache_gib, ""
     if not torch.cuda.is_available() and nodes[0][1] < wanted * _GIB:
-        advice = (
+        wrong = (
             "On a CPU vLLM refuses to start if the first NUMA node has less memory available than the KV cache takes "
             f"(engine.kv_cache_gib, {wanted:g} by default). Free memory, or raise the container's limit."
         )
-        return Finding("memory", found, "wrong", advice, figures)
-    return Finding("memory", found, figures=figures)
+    return _finding("memory", found, figures, wrong=wrong)
 
 
 def disk(runs: Path) -> Finding:
@@ -343,14 +316,9 @@ def disk(runs: Path) -> Finding:
     there = next(folder for folder in (runs.absolute(), *runs.absolute().parents) if folder.exists())
     free = shutil.disk_usage(there).free
     found, figures = f"{free / _GIB:.1f} GiB free at {there}", {"path": str(there), "free_gib": round(free / _GIB, 1)}
-    if not os.access(there, os.W_OK):
-        return Finding("disk", found, "wrong", "This folder is not writable: choose another one with --runs.", figures)
-    if free < _LITTLE_DISK:
-        advice = (
-            "A store takes gigabytes; `draftsmith run RECIPE --plan` estimates how many. --runs selects another disk."
-        )
-        return Finding("disk", found, "note", advice, figures)
-    return Finding("disk", found, figures=figures)
+    wrong = "" if os.access(there, os.W_OK) else "This folder is not writable: choose another one with --runs."
+    little = "A store takes gigabytes; `draftsmith run RECIPE --plan` estimates how many. --runs selects another disk."
+    return _finding("disk", found, figures, wrong=wrong, note=little if free < _LITTLE_DISK else "")
 
 
 def hub() -> Finding:
@@ -363,28 +331,5 @@ def hub() -> Finding:
     if constants.HF_HUB_OFFLINE:
         advice = "HF_HUB_OFFLINE is set: models and data sets must be in the cache or in local folders."
         return Finding("Hub", f"offline, {known}", "note", advice, figures)
-    found = f"{known}, {constants.ENDPOINT}"
-    if not token:
-        advice = "Gated models such as Llama, and publishing, need one: `hf auth login`, or HF_TOKEN."
-        return Finding("Hub", found, "note", advice, figures)
-    return Finding("Hub", found, figures=figures)
-
-
-# ---- helpers ----
-
-
-def _cgroup_cores() -> float | None:
-    """The container's quota of CPU time, in cores; None without one."""
-    quota, _, period = cgroup("cpu.max").partition(" ")
-    return int(quota) / int(period) if quota.isdigit() and period.isdigit() else None
-
-
-def _version(package: str) -> str | None:
-    try:
-        return importlib.metadata.version(package)
-    except importlib.metadata.PackageNotFoundError:
-        return None
-
-
-def _numbers(indices: list[int]) -> str:
-    return ", ".join(map(str, indices))
+    note = "" if token else "Gated models such as Llama, and publishing, need one: `hf auth login`, or HF_TOKEN."
+    return _finding("Hub", f"{known}, {constants.ENDPOINT}", figures, note=note)

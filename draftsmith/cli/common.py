@@ -1,7 +1,5 @@
 """Options and output that several commands share."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 from typing import Annotated, Any

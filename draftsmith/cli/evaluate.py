@@ -1,7 +1,5 @@
 """`draftsmith evaluate`: measure a run's drafter, or compare two evaluations."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Annotated
 

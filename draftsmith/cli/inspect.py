@@ -1,7 +1,5 @@
 """`draftsmith inspect`: what a directory is, and whether it is intact."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Annotated, Any
 

@@ -1,7 +1,5 @@
 """What `draftsmith run --plan` prints of a plan."""
 
-from __future__ import annotations
-
 from collections.abc import Iterable
 from typing import Any
 

@@ -1,7 +1,5 @@
 """`draftsmith publish`: a run's drafter to the Hugging Face Hub."""
 
-from __future__ import annotations
-
 from typing import Annotated
 
 import typer

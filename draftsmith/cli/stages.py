@@ -1,7 +1,5 @@
 """Commands that run stages of a recipe: `run`, `extract`, `train`, `tune`, `serve`."""
 
-from __future__ import annotations
-
 import functools
 import os
 from collections.abc import Callable

@@ -1,7 +1,5 @@
 """The `plan` section: what `draftsmith run --plan` assumes about hardware and text lengths."""
 
-from __future__ import annotations
-
 from typing import Any
 
 from pydantic import Field, model_validator

@@ -1,7 +1,5 @@
 """Load a recipe from its file, with overrides and errors that say what to do."""
 
-from __future__ import annotations
-
 import difflib
 import hashlib
 import json
@@ -40,15 +38,8 @@ RENAMED = {
 
 
 def load_recipe(path: str | Path, overrides: list[str] | None = None) -> Recipe:
-    """Read a recipe, apply overrides and validate it.
-
-    Args:
-        path: the YAML file.
-        overrides: `section.key=value` strings; values are YAML.
-
-    Raises:
-        UserError: the file is missing, is not YAML, or does not match the schema.
-    """
+    """Read a recipe from a YAML file, apply overrides (`section.key=value`, values being YAML) and validate it.
+    Raises UserError: the file is missing, is not YAML, or does not match the schema."""
     path = Path(path)
     if not path.is_file():
         near = difflib.get_close_matches(path.name, [p.name for p in path.parent.glob("*.yaml")], n=1)

@@ -1,7 +1,5 @@
 """The base class of a recipe's sections, and types of their keys."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Annotated
 

@@ -19,11 +19,7 @@ if TYPE_CHECKING:
 
 
 def drafter_class(kind: str) -> type[Drafter]:
-    """The module class of a kind.
-
-    Raises:
-        UserError: this version has no such kind.
-    """
+    """The module class of a kind. Raises UserError: this version has no such kind."""
     if kind not in KINDS:
         near = difflib.get_close_matches(str(kind), KINDS, n=1, cutoff=0.5)
         hint = f"did you mean `{near[0]}`? It" if near else "it"
@@ -41,13 +37,11 @@ def layer_ids_to_read(
 
     Args:
         options: the recipe's `train.drafter`.
-        target: what it drafts for.
         saved: layer ids of the store, or of the one to be made.
         where: names that store, in messages.
 
-    Raises:
-        UserError: no drafter can be trained: the target's family is not known, or states that the drafter or its teacher reads
-            are not saved.
+    Raises UserError: no drafter can be trained: the target's family is not known, or states that the drafter or its
+    teacher reads are not saved.
     """
     lowest, last = target.facts.family.lowest_layer_id, target.num_hidden_layers
     if min(saved) < lowest:

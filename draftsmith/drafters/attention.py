@@ -11,8 +11,11 @@ from __future__ import annotations
 
 import math
 from bisect import bisect_left
+from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from itertools import pairwise
+from typing import NamedTuple
 
 import torch
 from torch import nn
@@ -22,12 +25,10 @@ from draftsmith.drafters.batch import Batch
 
 _QUERIES_IN_BLOCK = 128
 """A block computes the scores of all keys up to its last query: shorter blocks compute fewer that are masked."""
-_SCORES_IN_TILE = 1 << 21
-"""Scores computed at once, where blocks are small enough: 8 MiB in float32."""
+_SCORES_IN_TILE = 1 << 21  # scores computed at once, where blocks are small enough: 8 MiB in float32
 _SCORES_KEPT = 1 << 24
 """Scores that one attention keeps for the backward pass; where there are more, they are recomputed."""
-_AREA_OVER_NEEDED = 1.1
-"""Padding may add a tenth to the scores of a tile."""
+_AREA_OVER_NEEDED = 1.1  # padding may add a tenth to the scores of a tile
 
 CosSin = tuple[torch.Tensor, torch.Tensor]
 """RoPE's cosines and sines, [rows, C] each, or narrower where it turns part of each head."""
@@ -85,8 +86,7 @@ def attend(queries: torch.Tensor, context: KeysValues, own: list[KeysValues], ti
         own: keys and values [Q, M, C] of each later chain step so far; a row sees only its own.
         tiles: which of the T rows each of the Q sees.
 
-    Returns:
-        [Q, N * C]
+    Returns [Q, N * C].
     """
     if not len(queries):
         return queries.flatten(1)
@@ -95,14 +95,10 @@ def attend(queries: torch.Tensor, context: KeysValues, own: list[KeysValues], ti
     own_scores = [(grouped * keys[:, :, None]).sum(-1) for keys, _ in own]  # [Q, M, G] each
     by_head = grouped.transpose(0, 1).contiguous()
     own_by_head = torch.stack(own_scores, dim=-1).transpose(0, 1).contiguous() if own else None
-    arguments = (by_head, own_by_head, *context)
+    attend_tile: Callable[..., tuple[torch.Tensor, torch.Tensor]] = _attend_tile
     if tiles.recompute and torch.is_grad_enabled():
-        parts = [
-            checkpoint(_attend_tile, tile, *arguments, use_reentrant=False, preserve_rng_state=False)
-            for tile in tiles.tiles
-        ]
-    else:
-        parts = [_attend_tile(tile, *arguments) for tile in tiles.tiles]
+        attend_tile = partial(checkpoint, _attend_tile, use_reentrant=False, preserve_rng_state=False)
+    parts = [attend_tile(tile, by_head, own_by_head, *context) for tile in tiles.tiles]
     mixed = tiles.join([mixed for mixed, _ in parts])  # [Q, M, G, C]
     if own:
         own_weights = tiles.join([weights for _, weights in parts])  # [Q, M, G, k]
@@ -116,14 +112,11 @@ def _attend_tile(
     """A tile's part of `attend`: the softmax over all scores, and the values of the shared keys.
 
     Args:
-        tile: S blocks of B queries and E keys.
         queries: [M, Q, G, C], scaled.
         own_scores: [M, Q, G, k], or None at the first step.
-        keys: [M, T, C].
-        values: [M, T, C].
+        keys, values: [M, T, C].
 
-    Returns:
-        Mixed values [M, S * B, G, C], and the attention weights of the row's own chain [M, S * B, G, k].
+    Returns mixed values [M, S * B, G, C], and the attention weights of the row's own chain [M, S * B, G, k].
     """
     kv_heads, _, group, size = queries.shape
     blocks, rows, _, length = tile.masked.shape
@@ -135,40 +128,24 @@ def _attend_tile(
         own = own_scores.index_select(1, tile.queries).view(kv_heads, blocks, rows, group, -1)
         scores = torch.cat([scores, own], dim=-1)
     weights = scores.softmax(-1, dtype=torch.promote_types(scores.dtype, torch.float32)).to(scores.dtype).flatten(2, 3)
-    mixed = weights[..., :length].flatten(0, 1) @ v
-    return mixed.view(kv_heads, blocks * rows, group, size), weights[..., length:].reshape(
-        kv_heads, blocks * rows, group, -1
-    )
+    mixed, shape = weights[..., :length].flatten(0, 1) @ v, (kv_heads, blocks * rows, group)
+    return mixed.view(*shape, size), weights[..., length:].reshape(*shape, -1)
 
 
-@dataclass
-class _Block:
-    """Consecutive queries of a document with the keys that they see, as half-open ranges."""
+class _Block(NamedTuple):
+    """Consecutive queries of a document, and the keys that they see."""
 
-    first_query: int
-    end_query: int
-    first_key: int
-    end_key: int
-
-    @property
-    def queries(self) -> int:
-        return self.end_query - self.first_query
-
-    @property
-    def keys(self) -> int:
-        return self.end_key - self.first_key
+    queries: range
+    keys: range
 
 
 @dataclass
 class _Tile:
     """S blocks side by side, of B queries and E keys each, padded."""
 
-    queries: torch.Tensor
-    """int64 [S * B], among the Q queries."""
-    keys: torch.Tensor
-    """int64 [S * E], among the T rows."""
-    masked: torch.Tensor
-    """bool [S, B, 1, E]: keys that a query does not see."""
+    queries: torch.Tensor  # int64 [S * B], among the Q queries
+    keys: torch.Tensor  # int64 [S * E], among the T rows
+    masked: torch.Tensor  # bool [S, B, 1, E]: keys that a query does not see
 
 
 class Tiles:
@@ -177,7 +154,6 @@ class Tiles:
     A document of L rows needs no [L, L] tensor, and documents of different lengths need little padding.
 
     Args:
-        batch: the packed documents.
         queries: int64 [Q] ascending, rows of the batch.
         heads: N.
     """
@@ -194,11 +170,11 @@ class Tiles:
 
     def _tile(self, blocks: list[_Block], rows: int) -> _Tile:
         device = self.queries.device
-        ends = [(b.first_query, b.end_query - 1, b.first_key) for b in blocks]
+        ends = [(b.queries[0], b.queries[-1], b.keys[0]) for b in blocks]
         first_query, last_query, first_key = torch.tensor(ends, device=device)[:, :, None].unbind(1)  # [S, 1] each
-        queries = first_query + torch.arange(max(b.queries for b in blocks), device=device)
+        queries = first_query + torch.arange(max(len(b.queries) for b in blocks), device=device)
         queries = queries.minimum(last_query)  # [S, B]
-        keys = first_key + torch.arange(max(b.keys for b in blocks), device=device)  # [S, E]
+        keys = first_key + torch.arange(max(len(b.keys) for b in blocks), device=device)  # [S, E]
         # Rows of a document are in the order of their positions, and the padding of its keys comes after all of its queries.
         masked = keys[:, None] > self.queries[queries][:, :, None]
         return _Tile(queries.flatten(), keys.flatten().clamp(max=rows - 1), masked[:, :, None])
@@ -209,19 +185,14 @@ class Tiles:
 
 
 def _blocks(queries: list[int], lengths: list[int]) -> list[_Block]:
-    """Cut each document's queries into blocks of about equal size.
-
-    Args:
-        queries: rows that are predicted from, ascending.
-        lengths: rows of each document.
-    """
+    """Cut each document's queries (ascending rows) into blocks of about equal size; `lengths` are the documents', in rows."""
     blocks = []
     first_key, place = 0, 0
     for length in lengths:
         end_place = bisect_left(queries, first_key + length, lo=place)
         count = math.ceil((end_place - place) / _QUERIES_IN_BLOCK)
         cuts = [place + (end_place - place) * i // count for i in range(count + 1)] if count else []
-        blocks += [_Block(start, end, first_key, queries[end - 1] + 1) for start, end in pairwise(cuts)]
+        blocks += [_Block(range(*ends), range(first_key, queries[ends[1] - 1] + 1)) for ends in pairwise(cuts)]
         first_key, place = first_key + length, end_place
     return blocks
 
@@ -230,15 +201,14 @@ def _side_by_side(blocks: list[_Block], *, most_area: int) -> list[list[_Block]]
     """Group blocks of about the same shape; the padded area of a group is at most `most_area`, or it is a single block."""
     groups: list[list[_Block]] = []
     needed = 0
-    for block in sorted(blocks, key=lambda block: (block.keys, block.queries), reverse=True):
-        area = block.queries * block.keys
-        if groups:
-            together = [*groups[-1], block]
-            padded = len(together) * max(b.queries for b in together) * together[0].keys
-            if padded <= min(most_area, _AREA_OVER_NEEDED * (needed + area)):
-                groups[-1] = together
-                needed += area
-                continue
-        groups.append([block])
-        needed = area
+    for block in sorted(blocks, key=lambda block: (len(block.keys), len(block.queries)), reverse=True):
+        area = len(block.queries) * len(block.keys)
+        together = [*groups[-1], block] if groups else [block]
+        padded = len(together) * max(len(b.queries) for b in together) * len(together[0].keys)
+        if groups and padded <= min(most_area, _AREA_OVER_NEEDED * (needed + area)):
+            groups[-1] = together
+            needed += area
+        else:
+            groups.append([block])
+            needed = area
     return groups

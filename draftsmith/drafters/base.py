@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 from abc import ABC, abstractmethod
 from collections.abc import Iterable, Iterator, Mapping
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, fields
 from typing import Any, ClassVar, Literal, Self
 
 import torch
@@ -36,14 +36,6 @@ class DrafterConfig:
     @classmethod
     def from_dict(cls, fields: Mapping[str, Any]) -> Self:
         return cls(**{**fields, "layer_ids": tuple(fields["layer_ids"])})
-
-
-def fields_from_target(target: TargetInfo, layer_ids: tuple[int, ...], draft_vocab_size: int) -> dict[str, Any]:
-    """The fields of `DrafterConfig`, for a new drafter of this target."""
-    return {
-        "layer_ids": layer_ids, "hidden_size": target.hidden_size, "rms_norm_eps": target.facts.norm_eps,
-        "vocab_size": target.vocab_size, "draft_vocab_size": draft_vocab_size,
-    }  # fmt: skip
 
 
 @dataclass(frozen=True)
@@ -106,13 +98,7 @@ class Drafter(nn.Module, ABC):
 
     @staticmethod
     def layer_ids(options: Any, saved: tuple[int, ...], last: int) -> tuple[int, ...]:
-        """The hidden states to read.
-
-        Args:
-            options: the kind's own.
-            saved: layer ids of the store.
-            last: layer id of the target's last state.
-        """
+        """The hidden states to read, by the kind's own options, the store's layer ids and that of the target's last state."""
         return (last,)
 
     @classmethod
@@ -121,11 +107,21 @@ class Drafter(nn.Module, ABC):
         return {"layer_ids": (target.num_hidden_layers,), "rms_norm_eps": target.facts.norm_eps}
 
     @classmethod
-    @abstractmethod
+    def sizes(cls, target: TargetInfo) -> dict[str, Any]:
+        """Fields of a new drafter's config that its target determines, unless the recipe sets them."""
+        return {
+            "hidden_size": target.hidden_size, "rms_norm_eps": target.facts.norm_eps, "vocab_size": target.vocab_size,
+        }  # fmt: skip
+
+    @classmethod
     def make_config(
         cls, options: Any, target: TargetInfo, layer_ids: tuple[int, ...], draft_vocab_size: int
     ) -> DrafterConfig:
-        """The drafter's config: the target's sizes, and what the recipe sets (`options`, the kind's own)."""
+        """The config of a new drafter: `sizes`, and the kind's own `options` by the names of its fields, None being unset."""
+        names = {each.name for each in fields(cls.config_class)}
+        chosen = {name: value for name, value in options if name in names and value is not None}
+        chosen |= {"layer_ids": layer_ids, "draft_vocab_size": draft_vocab_size}
+        return cls.config_class(**cls.sizes(target) | chosen)
 
     @classmethod
     @abstractmethod
@@ -153,13 +149,7 @@ class Drafter(nn.Module, ABC):
     @staticmethod
     @abstractmethod
     def init_cost(config: Any, *, rows: int, answered: int) -> InitCost:
-        """The cost of `init_from_target`.
-
-        Args:
-            config: the kind's own.
-            rows: of the store.
-            answered: those of them that a token is predicted from.
-        """
+        """The cost of `init_from_target` with so many `rows` in the store, a token being predicted from those `answered`."""
 
     def loss_terms(self, options: Any) -> LossTerms:
         """What the kind learns."""
@@ -190,11 +180,7 @@ class Drafter(nn.Module, ABC):
 
     @classmethod
     def shapes(cls, config: DrafterConfig) -> dict[str, tuple[int, ...]]:
-        """Name and shape of every tensor of the state dict.
-
-        Raises:
-            UserError: no module can be built from the config.
-        """
+        """Name and shape of every tensor of the state dict. Raises UserError: no module can be built from the config."""
         try:
             return dict(_shapes(cls, config))
         except Exception as error:  # configs come from files; what a wrong value breaks depends on the kind

@@ -29,12 +29,7 @@ class Batch:
     """[T, H]: the output of the target's last layer at p, before its final norm; None where only the chain runs."""
 
     def with_layers(self, columns: list[int], last_column: int | None = None) -> Batch:
-        """The batch for a drafter that reads some of the saved states.
-
-        Args:
-            columns: which of the states the drafter reads, in this order.
-            last_column: which of them becomes `last_states`; None for none.
-        """
+        """The batch for a drafter that reads those of the saved states, in this order; one of all becomes `last_states`."""
         last_states = None if last_column is None else self.hidden_states[:, last_column]
         return replace(self, hidden_states=self.hidden_states[:, columns], last_states=last_states)
 

@@ -19,7 +19,8 @@ from draftsmith.run.errors import UserError
 from draftsmith.run.weights import Weight, listed, open_safetensors, write_safetensors
 
 if TYPE_CHECKING:
-    from draftsmith.drafters.base import DrafterConfig
+    from draftsmith.drafters.base import Drafter, DrafterConfig
+    from draftsmith.target.tensors import TargetTensors
 
 WEIGHTS = "draft.safetensors"
 RECORD = "draft.json"
@@ -100,21 +101,24 @@ class Checkpoint:
 
     def drafter_config(self) -> DrafterConfig:
         """`config` as an object of the kind's config class.
-
-        Raises:
-            UserError: its fields are not those of the kind's config.
-        """
+        Raises UserError: its fields are not those of the kind's config."""
         try:
             return drafter_class(self.kind).config_class.from_dict(self.config)
         except (TypeError, KeyError) as error:
             raise UserError(f"The config is not that of a drafter of the kind {self.kind}: {error}.") from None
 
-    def check(self) -> Checkpoint:
-        """Return the checkpoint itself if its parts agree.
+    def drafter(self, target: TargetTensors) -> Drafter:
+        """The module in float32, for evaluation, with its own embedding if it has one instead of the target's."""
+        tensors = {name: weight.tensor().float() for name, weight in self.weights.items()}
+        if EMBEDDING in tensors:
+            target = replace(target, embedding=tensors.pop(EMBEDDING))
+        drafter = drafter_class(self.kind).from_target(self.drafter_config(), target, self.draft_token_ids)
+        drafter.load_state_dict(tensors)
+        return drafter.float().eval()
 
-        Raises:
-            UserError: listing tensors that are missing, unknown or of the wrong shape or dtype, or what else disagrees.
-        """
+    def check(self) -> Checkpoint:
+        """Return the checkpoint itself if its parts agree. Raises UserError: listing tensors that are missing, unknown
+        or of the wrong shape or dtype, or what else disagrees."""
         kind, config = drafter_class(self.kind), self.drafter_config()
         expected = kind.shapes(config)
         if kind.has_embedding and EMBEDDING in self.weights:

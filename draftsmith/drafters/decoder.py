@@ -83,12 +83,8 @@ _MATRICES = (
 
 
 def layer_fields(prefix: str = "", *, old_rope: bool = False) -> tuple[Entry | Rope, ...]:
-    """Where Llama configs keep the fields of `DecoderConfig`, other than `layer_ids` and `draft_vocab_size`.
-
-    Args:
-        prefix: of every path.
-        old_rope: write RoPE's settings as `rope_theta` and `rope_scaling`.
-    """
+    """Where Llama configs keep the fields of `DecoderConfig`, other than `layer_ids` and `draft_vocab_size`: paths with a prefix, and
+    RoPE's settings as `rope_parameters` or, in `old_rope`, as `rope_theta` and `rope_scaling`."""
     return (
         Entry("hidden_size", int, f"{prefix}hidden_size"),
         Entry("intermediate_size", int, f"{prefix}intermediate_size"),
@@ -133,24 +129,17 @@ def shape_of_target(target: TargetInfo) -> dict[str, Any]:
     """Fields of `DecoderConfig` for a new drafter, after the target's own layers (see `TargetFacts`)."""
     facts = target.facts
     return {
-        "hidden_size": target.hidden_size,
-        "intermediate_size": facts.intermediate_size,
-        "num_attention_heads": facts.num_attention_heads,
-        "num_key_value_heads": facts.num_key_value_heads,
-        "head_dim": facts.head_dim,
-        "hidden_act": "silu",
-        "rms_norm_eps": facts.norm_eps,
-        "rope_parameters": dict(facts.rope_parameters),
-        "max_position_embeddings": facts.max_position_embeddings,
-        "vocab_size": target.vocab_size,
-    }
+        "hidden_size": target.hidden_size, "intermediate_size": facts.intermediate_size, "hidden_act": "silu",
+        "num_attention_heads": facts.num_attention_heads, "num_key_value_heads": facts.num_key_value_heads,
+        "head_dim": facts.head_dim, "rms_norm_eps": facts.norm_eps, "rope_parameters": dict(facts.rope_parameters),
+        "max_position_embeddings": facts.max_position_embeddings, "vocab_size": target.vocab_size,
+    }  # fmt: skip
 
 
 class DecoderLayer(nn.Module):
     """The parts of a Llama layer; a kind decides what layer 0 reads and which norms come before it.
 
     Args:
-        config: shapes.
         reads: width of what queries, keys and values are projected from.
         input_norm: the layer has `input_layernorm`.
         hidden_norm: the layer has `hidden_norm`, EAGLE-3's on the fused state.
@@ -216,6 +205,10 @@ class DecoderDrafter(Drafter):
     @classmethod
     def config_defaults(cls, target: TargetInfo) -> dict[str, Any]:
         return {"layer_ids": (target.num_hidden_layers,)}
+
+    @classmethod
+    def sizes(cls, target: TargetInfo) -> dict[str, Any]:
+        return shape_of_target(target)
 
     def decoder_layers(self) -> list[DecoderLayer]:
         """The modules of `layers`."""

@@ -14,8 +14,6 @@ target's next normed state (SmoothL1), and its logits the target's distribution.
 Names and shapes of the tensors are those of the published checkpoints and of vLLM's `llama_eagle.py`, whose `fc` has no bias.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import ClassVar, Self
@@ -35,12 +33,10 @@ from draftsmith.drafters.decoder import (
     DecoderLayer,
     layer_fields,
     rotary_embedding,
-    shape_of_target,
 )
-from draftsmith.drafters.init.least_squares import RIDGE, ROWS_AT_ONCE, ROWS_TO_FIT, rows_until
+from draftsmith.drafters.init.least_squares import RIDGE, ROWS_AT_ONCE, ROWS_TO_FIT, rows_to_fit, rows_until
 from draftsmith.drafters.layout import EXTRA, Entry, Layout, same_names
 from draftsmith.drafters.norm import FinalNorm
-from draftsmith.target.info import TargetInfo
 from draftsmith.target.tensors import TargetTensors
 
 
@@ -77,14 +73,7 @@ where the checkpoint has none."""
 
 
 class EagleDrafter(DecoderDrafter):
-    """The drafter in training. It shares the target's embedding, final norm and head.
-
-    Args:
-        config: shapes.
-        embedding: float [vocab, H], the target's.
-        final_norm: the target's.
-        lm_head: float [vocab, H], the target's.
-    """
+    """The drafter in training. It shares the target's embedding and head, float [vocab, H] each, and its final norm."""
 
     config_class: ClassVar = EagleConfig
     vllm_layout: ClassVar = _VLLM
@@ -110,22 +99,9 @@ class EagleDrafter(DecoderDrafter):
         self.register_buffer("draft_token_ids", torch.arange(config.vocab_size), persistent=False)
 
     @classmethod
-    def make_config(
-        cls, options: EagleOptions, target: TargetInfo, layer_ids: tuple[int, ...], draft_vocab_size: int
-    ) -> EagleConfig:
-        return EagleConfig(
-            **shape_of_target(target),
-            layer_ids=layer_ids,
-            num_layers=options.num_layers,
-            draft_vocab_size=draft_vocab_size,
-            noise=options.noise,
-        )
-
-    @classmethod
     def from_target(cls, config: EagleConfig, tensors: TargetTensors, draft_token_ids: torch.Tensor) -> Self:
-        return cls(
-            config, tensors.embedding.float(), FinalNorm.of(tensors, config.rms_norm_eps), tensors.lm_head.float()
-        )
+        final_norm = FinalNorm.of(tensors, config.rms_norm_eps)
+        return cls(config, tensors.embedding.float(), final_norm, tensors.lm_head.float())
 
     @torch.no_grad()
     def init_from_target(self, tensors: TargetTensors, batches: Iterable[Batch]) -> None:
@@ -136,18 +112,12 @@ class EagleDrafter(DecoderDrafter):
         size = 2 * self.config.hidden_size
         gram = self.embedding.new_zeros(size, size)
         cross = self.embedding.new_zeros(size, self.config.hidden_size)
-        used = 0
-        for batch in batches:
+        for batch, rows in rows_to_fit(batches):
             assert batch.last_states is not None
-            # Where a token is predicted from row p, row p + 1 is in the batch.
-            states = self.final_norm(batch.last_states)
-            for rows in (batch.loss_weights[:, 0] > 0).nonzero()[:, 0].split(ROWS_AT_ONCE):
-                reads = torch.cat([F.embedding(batch.next_tokens[rows, 0], self.embedding), states[rows]], dim=1)
-                gram.addmm_(reads.T, reads)
-                cross.addmm_(reads.T, states[rows + 1])
-                used += len(rows)
-            if used >= ROWS_TO_FIT:
-                break
+            state, following = (self.final_norm(batch.last_states[at]) for at in (rows, rows + 1))
+            reads = torch.cat([F.embedding(batch.next_tokens[rows, 0], self.embedding), state], dim=1)
+            gram.addmm_(reads.T, reads)
+            cross.addmm_(reads.T, following)
         # Embeddings are small compared with states: each half gets a ridge of its own size.
         for half in gram.diagonal().chunk(2):
             half.add_(RIDGE * half.mean())

@@ -14,10 +14,8 @@ and at step 0  f = fc([fc_norm_1(h^1), ..., fc_norm_n(h^n)]).
 Names and shapes of the tensors are those of published checkpoints and of vLLM's `llama_eagle3.py`.
 """
 
-from __future__ import annotations
-
 import math
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any, ClassVar, Self
 
@@ -36,19 +34,9 @@ from draftsmith.drafters.decoder import (
     DecoderLayer,
     layer_fields,
     rotary_embedding,
-    shape_of_target,
 )
+from draftsmith.drafters.init import least_squares
 from draftsmith.drafters.init.induction import ROWS_TO_LOOK_UP, attend_by_codes, fit_codes, fit_outputs, write_codes
-from draftsmith.drafters.init.least_squares import (
-    ROWS_AT_ONCE,
-    ROWS_TO_FIT,
-    factor,
-    flop_of_eigenvectors,
-    flop_of_solve,
-    rows_until,
-    solve,
-    unit_rms,
-)
 from draftsmith.drafters.layout import EXTRA, Entry, Layout, Source, look_up, same_names
 from draftsmith.drafters.norm import RMSNorm
 from draftsmith.run.errors import UserError
@@ -59,8 +47,7 @@ _FAST = 0.03
 """Rotary pairs that turn by more than this many radians per position are used. The fastest separate neighbors; the slower ones
 separate positions hundreds apart, where the fast ones happen to align again: with pairs above 0.3 alone, a row 2,000
 positions into a text had 0.56 of its attention on itself with SmolLM2's frequencies, with these 0.998."""
-_OWN_POSITION_LEAD = 6.0
-"""How much the score of a head's own position exceeds that of the one before, in logits."""
+_OWN_POSITION_LEAD = 6.0  # how much the score of a head's own position exceeds that of the one before, in logits
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -98,33 +85,30 @@ _IDS = ("eagle_config.eagle_aux_hidden_state_layer_ids", "eagle_aux_hidden_state
 
 def eagle3_layout(
     *,
-    prefix: str = "",
-    old_rope: bool = False,
     ids: Entry,
     flags: bool,
+    derived: Mapping[str, Callable[[Any], Any]],
+    prefix: str = "",
+    old_rope: bool = False,
+    norm_before_residual: Any = False,
     names: Callable[[Any, tuple[str, ...]], dict[str, str]] = same_names,
-    fixed: Mapping[str, Any] | None = None,
-    derived: Mapping[str, Callable[[Any], Any]] | None = None,
+    fixed: Mapping[str, Any] = {},
     irrelevant: frozenset[str] = frozenset(),
-    supported: Mapping[str, Callable[[Any], bool]] | None = None,
+    supported: Mapping[str, Callable[[Any], bool]] = {},
     quantizes: bool = False,
 ) -> Layout:
-    """What the layouts of EAGLE-3 have in common.
+    """A layout with what those of EAGLE-3 have in common; other arguments than these add to it, or are `Layout`'s own.
 
     Args:
-        prefix: of the layer's fields in the config.
-        old_rope: write RoPE's settings as `rope_theta` and `rope_scaling`.
         ids: where `layer_ids` are.
         flags: the format has words for norms other than the paper's, and for several layers.
-        names: see `Layout`.
-        fixed: besides those that all EAGLE-3 layouts fix; see `Layout`.
-        derived: see `Layout`.
-        irrelevant: besides those irrelevant in all EAGLE-3 layouts; see `Layout`.
-        supported: see `Layout`.
-        quantizes: see `Layout`.
+        prefix: of the layer's fields in the config.
+        old_rope: see `layer_fields`.
+        norm_before_residual: default of that field.
     """
     where = "" if flags else f"{EXTRA}."
     said_by_flags = ("norm_before_residual", "fc_norm", "norm_output", "norm_before_fc")
+    unsaid = {} if flags else {**dict.fromkeys(said_by_flags, (False,)), "num_layers": (1,)}
     fixed_in_layers = {f"{prefix}{name}": value for name, value in {**LLAMA_FIXED, "attention_bias": False}.items()}
     return Layout(
         fields=(
@@ -132,24 +116,17 @@ def eagle3_layout(
             Entry("attention_bias", bool, f"{EXTRA}.attention_bias", default=False),
             ids,
             Entry("draft_vocab_size", int, default=lambda _, config: config["vocab_size"]),
-            Entry("norm_before_residual", bool, f"{where}norm_before_residual", default=False),
+            Entry("norm_before_residual", bool, f"{where}norm_before_residual", default=norm_before_residual),
             Entry("fc_norm", bool, f"{where}fc_norm", default=False),
             Entry("norm_output", bool, f"{where}norm_output", default=False),
             Entry("norm_before_fc", bool, f"{where}norm_before_fc", default=False),
             Entry("target_hidden_size", int, default=None),
         ),
         names=names,
-        fixed=fixed_in_layers | dict(fixed or {}),
-        derived=derived or {},
+        fixed={**fixed_in_layers, **fixed},
+        derived=derived,
         irrelevant=frozenset(prefix + name for name in LLAMA_IRRELEVANT) | irrelevant,
-        supported={
-            **dict.fromkeys(said_by_flags, (False,)),
-            "num_layers": (1,),
-            "attention_bias": (False,),
-            **(supported or {}),
-        }
-        if not flags
-        else {"attention_bias": (False,), **(supported or {})},
+        supported={**unsaid, "attention_bias": (False,), **supported},
         maps_vocabulary=True,
         quantizes=quantizes,
     )
@@ -176,7 +153,6 @@ class Eagle3Drafter(DecoderDrafter):
     """The drafter in training. It shares the target's embedding.
 
     Args:
-        config: shapes.
         embedding: float [vocab, H], the target's.
         draft_token_ids: int64 [V] ascending: target id of each draft token.
     """
@@ -217,24 +193,6 @@ class Eagle3Drafter(DecoderDrafter):
         return {"layer_ids": (2, layers // 2, layers - 3)}
 
     @classmethod
-    def make_config(
-        cls, options: Eagle3Options, target: TargetInfo, layer_ids: tuple[int, ...], draft_vocab_size: int
-    ) -> Eagle3Config:
-        """The shape of the target's decoder layer, with what the recipe sets."""
-        shape = shape_of_target(target)
-        if options.intermediate_size:
-            shape["intermediate_size"] = options.intermediate_size
-        return Eagle3Config(
-            **shape,
-            layer_ids=layer_ids,
-            num_layers=options.num_layers,
-            draft_vocab_size=draft_vocab_size,
-            norm_before_residual=options.norm_before_residual,
-            fc_norm=options.fc_norm,
-            norm_output=options.norm_output,
-        )
-
-    @classmethod
     def from_target(cls, config: Eagle3Config, tensors: TargetTensors, draft_token_ids: torch.Tensor) -> Self:
         return cls(config, tensors.embedding.float(), draft_token_ids)
 
@@ -261,9 +219,9 @@ class Eagle3Drafter(DecoderDrafter):
             layer.mlp.down_proj.weight.zero_()
 
         rank = min(config.num_key_value_heads * config.head_dim, config.hidden_size)
-        from_states, to_values, from_values = _reduced_rank_fit(
-            *_regression(self, batches, tensors.centered_norm), rank=rank
-        )
+        sums = _regression(self, batches, tensors.centered_norm)
+        from_states, to_values, from_values = _reduced_rank_fit(*sums, rank=rank)
+        del sums
         self.fc.weight.copy_(from_states.T)
         attention = self.decoder_layers()[0].self_attn
         attention.v_proj.weight.zero_()
@@ -287,25 +245,25 @@ class Eagle3Drafter(DecoderDrafter):
     def init_cost(config: Eagle3Config, *, rows: int, answered: int) -> InitCost:
         hidden, states, vocabulary = config.hidden_size, config.fused_size, config.draft_vocab_size
         width, rank = states + hidden, min(config.num_key_value_heads * config.head_dim, hidden)
-        fitted = min(answered, ROWS_TO_FIT)
-        sums = width**2 + width * hidden + 4 * min(fitted, ROWS_AT_ONCE) * width
+        fitted = min(answered, least_squares.ROWS_TO_FIT)
+        sums = width**2 + width * hidden + 4 * min(fitted, least_squares.ROWS_AT_ONCE) * width
         flop = 2.0 * fitted * width * (width + hidden)  # `_regression`
-        flop += flop_of_solve(width, hidden) + 2.0 * states**2 * hidden  # `_reduced_rank_fit`
-        flop += 4.0 * hidden**3 + flop_of_eigenvectors(hidden) + 2.0 * hidden * rank * (hidden + 2 * states)
+        flop += least_squares.flop_of_solve(width, hidden) + 2.0 * states**2 * hidden  # `_reduced_rank_fit`
+        flop += 4.0 * hidden**3 + least_squares.flop_of_eigenvectors(hidden) + 2.0 * hidden * rank * (hidden + 2 * states)
         flop += fitted * (2.0 * hidden * (states + 2 * rank) + 4.0 * hidden**2)  # `_fused_states`
-        flop += flop_of_solve(hidden, 1)  # `_attend_to_own_position`
+        flop += least_squares.flop_of_solve(hidden, 1)  # `_attend_to_own_position`
         held = max(sums, 2 * width**2 + 2 * width * hidden + 5 * hidden**2)
-        rows_read = 2 * rows_until(ROWS_TO_FIT, rows=rows, answered=answered)
+        rows_read = 2 * least_squares.rows_until(least_squares.ROWS_TO_FIT, rows=rows, answered=answered)
         if config.num_attention_heads > config.num_key_value_heads:
             looked_up, answers = min(rows, ROWS_TO_LOOK_UP), min(answered, ROWS_TO_LOOK_UP)
             mixed = 2 * config.num_key_value_heads * config.head_dim
             flop += 2.0 * looked_up * width * (width + hidden)  # `fit_codes`
             flop += width**3 / 3 + hidden**3 / 3 + float(width) * hidden * (width + hidden) + 2.0 * width * hidden**2
-            flop += 2.0 * vocabulary * hidden**2 + 2 * flop_of_eigenvectors(hidden)
+            flop += 2.0 * vocabulary * hidden**2 + 2 * least_squares.flop_of_eigenvectors(hidden)
             for name, (_, times) in Eagle3Drafter.matmul_counts(config, 1).items():  # `fit_outputs`
                 flop += 2.0 * answers * times * math.prod(Eagle3Drafter.shapes(config)[name])
-            flop += 2.0 * answers * mixed * (mixed + hidden) + flop_of_solve(mixed, hidden)
-            rows_read += looked_up + rows_until(ROWS_TO_LOOK_UP, rows=rows, answered=answered)
+            flop += 2.0 * answers * mixed * (mixed + hidden) + least_squares.flop_of_solve(mixed, hidden)
+            rows_read += looked_up + least_squares.rows_until(ROWS_TO_LOOK_UP, rows=rows, answered=answered)
             kept = states * hidden + 2 * rank * hidden  # of the regression
             held = max(held, kept + sums, kept + 3 * vocabulary * hidden + 2 * hidden**2)
         return InitCost(flop, 4 * held, rows_read)
@@ -351,47 +309,30 @@ class Eagle3Drafter(DecoderDrafter):
         return {"fc.weight": (1, 1), **config.layer_matmul_counts(steps)}
 
 
-def _rows_to_fit(batches: Iterable[Batch]) -> Iterator[tuple[Batch, torch.Tensor]]:
-    """Rows that a token is predicted from, some at a time, with their batch."""
-    count = 0
-    for batch in batches:
-        # Where a token is predicted from row p, row p + 1 is in the batch.
-        for rows in (batch.loss_weights[:-1, 0] > 0).nonzero()[:, 0].split(ROWS_AT_ONCE):
-            yield batch, rows
-            count += len(rows)
-        if count >= ROWS_TO_FIT:
-            break
-
-
 def _regression(drafter: Eagle3Drafter, batches: Iterable[Batch], centered: bool) -> tuple[torch.Tensor, torch.Tensor]:
     """Sums over rows of the outer products of the drafter's inputs, [n*H + H, n*H + H], and of the inputs with the target's
     next last state, [n*H + H, H]. `centered`: see `unit_rms`."""
     width, hidden = drafter.config.fused_size + drafter.config.hidden_size, drafter.config.hidden_size
     gram, cross = drafter.fc.weight.new_zeros(width, width), drafter.fc.weight.new_zeros(width, hidden)
-    for batch, rows in _rows_to_fit(batches):
+    for batch, rows in least_squares.rows_to_fit(batches):
         assert batch.last_states is not None
         reads = drafter.reads(batch, rows)
         gram.addmm_(reads.T, reads)
-        cross.addmm_(reads.T, unit_rms(batch.last_states[rows + 1], centered=centered))
+        cross.addmm_(reads.T, least_squares.unit_rms(batch.last_states[rows + 1], centered=centered))
     return gram, cross
 
 
 def _reduced_rank_fit(
     gram: torch.Tensor, cross: torch.Tensor, *, rank: int
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Ridge regression of W [rows, H] on R [rows, n*H + H], with the rank of the part of R's last H columns limited to `rank`.
+    """Ridge regression of W [rows, H] on R [rows, n*H + H], with the rank of the part of R's last H columns limited to `rank` <= H.
+    `gram` is R^T R, contiguous, and overwritten; `cross` is R^T W.
 
-    Args:
-        gram: R^T R, contiguous; overwritten.
-        cross: R^T W.
-        rank: at most H.
-
-    Returns:
-        A [n*H, H], B [H, rank], C [rank, H] with W ~ R[:, :-H] @ A + R[:, -H:] @ B @ C.
+    Returns A [n*H, H], B [H, rank], C [rank, H] with W ~ R[:, :-H] @ A + R[:, -H:] @ B @ C.
     """
     split = len(gram) - cross.shape[1]
-    lower = factor(gram)
-    full = solve(lower, cross)
+    lower = least_squares.factor(gram)
+    full = least_squares.solve(lower, cross)
     # The part of embeddings that states do not explain has the covariance L L^T of this corner L; keep the directions in which it
     # explains most.
     explained = lower[split:, split:].T @ full[split:]
@@ -410,29 +351,23 @@ def _reduced_rank_fit(
 class _FusedStates:
     """Sums over sample inputs of `hidden_norm`: fused states, with and without the output of the first heads."""
 
-    size: torch.Tensor
-    """Scalar: mean RMS without that output."""
-    gram: torch.Tensor
-    """[H, H]: sum of the outer products of the normed states."""
-    total: torch.Tensor
-    """[H]: sum of the normed states."""
+    size: torch.Tensor  # scalar: mean RMS without that output
+    gram: torch.Tensor  # [H, H]: sum of the outer products of the normed states
+    total: torch.Tensor  # [H]: sum of the normed states
 
 
 def _fused_states(
-    drafter: Eagle3Drafter,
-    batches: Iterable[Batch],
-    to_values: torch.Tensor,
-    from_values: torch.Tensor,
+    drafter: Eagle3Drafter, batches: Iterable[Batch], to_values: torch.Tensor, from_values: torch.Tensor
 ) -> _FusedStates:
     """See `_FusedStates`; the first heads map the normed embedding by `to_values` [H, rank] and `from_values` [rank, H]."""
     hidden = drafter.config.hidden_size
     new_zeros = drafter.fc.weight.new_zeros
     sums, count = _FusedStates(new_zeros(()), new_zeros(hidden, hidden), new_zeros(hidden)), 0
-    for batch, rows in _rows_to_fit(batches):
+    for batch, rows in least_squares.rows_to_fit(batches):
         states, embeds = drafter.reads(batch, rows).split([drafter.config.fused_size, hidden], dim=1)
         fused = drafter.fc(states)
         sums.size += fused.pow(2).mean(-1).sqrt().sum()
-        for unit in (unit_rms(fused), unit_rms(fused + embeds @ to_values @ from_values)):
+        for unit in (least_squares.unit_rms(fused), least_squares.unit_rms(fused + embeds @ to_values @ from_values)):
             sums.gram.addmm_(unit.T, unit)
             sums.total += unit.sum(0)
         count += len(rows)
@@ -441,19 +376,15 @@ def _fused_states(
 
 
 def _attend_to_own_position(drafter: Eagle3Drafter, fused: _FusedStates) -> None:
-    """Make the first head of every key/value group attend to its own position.
+    """Make the first head of every key/value group of layer 0 attend to its own position; `fused.gram` is overwritten.
 
     With constant queries and keys only RoPE remains: the score at distance d is the sum over rotary pairs of
     cos(d * frequency), largest at d = 0. The constant comes from the states: least squares finds a direction in which the
     normed state is nearly the same everywhere. Only fast pairs are used; slow ones do not separate neighbors.
-
-    Args:
-        drafter: whose q and k projections of layer 0 are set.
-        fused: sample inputs of `hidden_norm`; `gram` is overwritten.
     """
     config = drafter.config
     attention, hidden = drafter.decoder_layers()[0].self_attn, config.hidden_size
-    constant = solve(factor(fused.gram), fused.total[:, None])[:, 0]  # unit @ constant ~ 1
+    constant = least_squares.solve(least_squares.factor(fused.gram), fused.total[:, None])[:, 0]  # unit @ constant ~ 1
     frequencies = drafter.inverse_frequencies()
     fast = (frequencies > _FAST).nonzero()[:, 0]
     one_away = (1 - frequencies[fast].cos()).sum()

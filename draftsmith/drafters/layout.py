@@ -5,8 +5,6 @@ a layout is closed: every field of the kind's config has a key in `config.json`,
 over on either side is an error.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
@@ -30,7 +28,6 @@ class Source:
 
 
 REQUIRED = object()
-_Default = Callable[[Source, dict[str, Any]], Any]
 
 
 @dataclass(frozen=True)
@@ -77,9 +74,7 @@ class Entry:
             raise UserError(f"`{self.path}` is {str(value)[:80]!r} in the config, where {said} should be.")
         if self.type is tuple:
             return tuple(one - self.shift for one in value)
-        if (
-            self.type is float and not 0 <= value < 1000
-        ):  # an epsilon, a share: NaN and what is beyond all sense fail here
+        if self.type is float and not 0 <= value < 1000:  # an epsilon or a share: NaN and nonsense fail here
             raise UserError(f"`{self.path}` is {value} in the config.")
         return float(value) if self.type is float else value
 
@@ -162,10 +157,7 @@ class Layout:
 
     def read(self, source: Source) -> dict[str, Any]:
         """Return the kind's config as a dict of its fields.
-
-        Raises:
-            UserError: a field is missing or invalid, or a key is unknown.
-        """
+        Raises UserError: a field is missing or invalid, or a key is unknown."""
         config: dict[str, Any] = {}
         for each in self.fields:
             config[each.field] = each.read(source, config)
@@ -173,12 +165,8 @@ class Layout:
             found = look_up(source.record, path)
             if found is not None and found != value:
                 raise UserError(f"`{path}` is {str(found)[:80]!r} in the config; only {value!r} can be converted.")
-        known = {path for each in self.fields for path in each.paths} | {
-            *self.fixed,
-            *self.derived,
-            *self.irrelevant,
-            EXTRA,
-        }
+        paths = (path for each in self.fields for path in each.paths)
+        known = {*paths, *self.fixed, *self.derived, *self.irrelevant, EXTRA}
         if unknown := _unknown(source.record, known, ""):
             raise UserError(
                 f"The config has unknown fields, which may change what the drafter computes: {', '.join(sorted(unknown))}. "
@@ -188,10 +176,7 @@ class Layout:
 
     def check(self, config: Any) -> None:
         """Check that the format can express a config of the kind.
-
-        Raises:
-            UserError: naming the field that it cannot express.
-        """
+        Raises UserError: naming the field that it cannot express."""
         for name, allowed in self.supported.items():
             value = getattr(config, name)
             if not (allowed(value) if callable(allowed) else value in allowed):

@@ -12,8 +12,6 @@ Names and shapes of the tensors are those of vLLM's `medusa.py`, with one vocabu
 since its loader then misses a weight of that name.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from typing import ClassVar, Self
@@ -23,12 +21,11 @@ from torch import nn
 from torch.nn import functional as F
 
 from draftsmith.config.drafters import MedusaOptions
-from draftsmith.drafters.base import ChainStep, Drafter, DrafterConfig, InitCost, LossTerms, fields_from_target
+from draftsmith.drafters.base import ChainStep, Drafter, DrafterConfig, InitCost, LossTerms
 from draftsmith.drafters.batch import Batch
 from draftsmith.drafters.init.least_squares import ROWS_TO_FIT, cost_of_fit_next_states, fit_next_states, rows_until
 from draftsmith.drafters.layout import Entry, Layout, same_names, target_fields
 from draftsmith.drafters.norm import FinalNorm
-from draftsmith.target.info import TargetInfo
 from draftsmith.target.tensors import TargetTensors
 
 
@@ -76,12 +73,7 @@ class _Block(nn.Module):
 
 
 class MedusaDrafter(Drafter):
-    """The heads in training. They share the target's final norm.
-
-    Args:
-        config: shapes.
-        final_norm: the target's.
-    """
+    """The heads in training. They share the target's final norm."""
 
     config_class: ClassVar = MedusaConfig
     vllm_layout: ClassVar = _VLLM
@@ -98,18 +90,6 @@ class MedusaDrafter(Drafter):
         )
         self.final_norm = final_norm
         self.register_buffer("draft_token_ids", torch.arange(config.vocab_size), persistent=False)
-
-    @classmethod
-    def make_config(
-        cls, options: MedusaOptions, target: TargetInfo, layer_ids: tuple[int, ...], draft_vocab_size: int
-    ) -> MedusaConfig:
-        return MedusaConfig(
-            **fields_from_target(target, layer_ids, draft_vocab_size),
-            num_heads=options.num_heads,
-            num_layers=options.num_layers,
-            bias=options.bias,
-            shared_head=options.shared_head,
-        )
 
     @classmethod
     def from_target(cls, config: MedusaConfig, tensors: TargetTensors, draft_token_ids: torch.Tensor) -> Self:

@@ -15,29 +15,20 @@ With `tie_weights` all steps share emb, ln and head, and all but the first share
 Names and shapes of the tensors are those of the published accelerators (ibm-fms, ibm-granite) without their prefix.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
-from typing import ClassVar, Self
+from typing import Any, ClassVar, Self
 
 import torch
 from torch import nn
 from torch.nn import functional as F
 
 from draftsmith.config.drafters import MlpOptions
-from draftsmith.drafters.base import ChainStep, Drafter, DrafterConfig, InitCost, LossTerms, fields_from_target
+from draftsmith.drafters.base import ChainStep, Drafter, DrafterConfig, InitCost, LossTerms
 from draftsmith.drafters.batch import Batch
 from draftsmith.drafters.decoder import LLAMA_IRRELEVANT
-from draftsmith.drafters.init.least_squares import (
-    ROWS_TO_FIT,
-    cost_of_fit_next_states,
-    fit_next_states,
-    flop_of_eigenvectors,
-    rows_until,
-    unit_rms,
-)
+from draftsmith.drafters.init import least_squares
 from draftsmith.drafters.layout import EXTRA, Entry, Layout, same_names, target_fields
 from draftsmith.drafters.norm import FinalNorm
 from draftsmith.target.info import TargetInfo
@@ -124,16 +115,11 @@ class _Norm(nn.Module):
         self.bias = nn.Parameter(torch.zeros(size))
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return self.weight * unit_rms(x) + self.bias
+        return self.weight * least_squares.unit_rms(x) + self.bias
 
 
 class MlpDrafter(Drafter):
-    """The speculator in training. It shares the target's final norm.
-
-    Args:
-        config: shapes.
-        final_norm: the target's.
-    """
+    """The speculator in training. It shares the target's final norm."""
 
     config_class: ClassVar = MlpConfig
     vllm_layout: ClassVar = _SERVED
@@ -158,16 +144,8 @@ class MlpDrafter(Drafter):
         self.register_buffer("draft_token_ids", torch.arange(config.vocab_size), persistent=False)
 
     @classmethod
-    def make_config(
-        cls, options: MlpOptions, target: TargetInfo, layer_ids: tuple[int, ...], draft_vocab_size: int
-    ) -> MlpConfig:
-        return MlpConfig(
-            **fields_from_target(target, layer_ids, draft_vocab_size),
-            inner_size=options.inner_size or target.hidden_size,
-            n_predict=options.n_predict,
-            tie_weights=options.tie_weights,
-            scale_input=options.scale_input,
-        )
+    def sizes(cls, target: TargetInfo) -> dict[str, Any]:
+        return super().sizes(target) | {"inner_size": target.hidden_size}
 
     @classmethod
     def from_target(cls, config: MlpConfig, tensors: TargetTensors, draft_token_ids: torch.Tensor) -> Self:
@@ -184,7 +162,7 @@ class MlpDrafter(Drafter):
         head = tensors.lm_head.to(self.final_norm.weight)
         kept = min(self.config.inner_size, self.config.hidden_size)
         directions = torch.linalg.eigh(head.T @ head).eigenvectors[:, -kept:]  # [H, D], ascending
-        (ahead,) = fit_next_states(self.final_norm, batches, steps=1)
+        (ahead,) = least_squares.fit_next_states(self.final_norm, batches, steps=1)
         for step in range(len(self.head)):
             self._head(step)[:, :kept] = head @ directions
         first = self.proj[0]
@@ -195,10 +173,10 @@ class MlpDrafter(Drafter):
     def init_cost(config: MlpConfig, *, rows: int, answered: int) -> InitCost:
         hidden, head = config.hidden_size, config.vocab_size * config.hidden_size
         kept, heads = min(config.inner_size, hidden), 1 if config.tie_weights else config.n_predict
-        flop, held = cost_of_fit_next_states(hidden, answered=answered, steps=1)
-        flop += 2.0 * head * hidden + flop_of_eigenvectors(hidden) + 2.0 * heads * head * kept + 2.0 * hidden**2 * kept
+        flop, held = least_squares.cost_of_fit_next_states(hidden, answered=answered, steps=1)
+        flop += 2.0 * head * hidden + least_squares.flop_of_eigenvectors(hidden) + 2.0 * heads * head * kept + 2.0 * hidden**2 * kept
         held = head + max(held, hidden**2 + config.vocab_size * kept) + hidden * kept
-        return InitCost(flop, 4 * held, rows_until(ROWS_TO_FIT, rows=rows, answered=answered))
+        return InitCost(flop, 4 * held, least_squares.rows_until(least_squares.ROWS_TO_FIT, rows=rows, answered=answered))
 
     def loss_terms(self, options: MlpOptions) -> LossTerms:
         return LossTerms(targets=options.targets)
@@ -219,7 +197,7 @@ class MlpDrafter(Drafter):
 
     def first_state(self, normed: torch.Tensor) -> torch.Tensor:
         """s_{-1} [rows, H], from the target's last state after its final norm [rows, H]."""
-        return unit_rms(normed) / math.sqrt(2) if self.config.scale_input else normed
+        return least_squares.unit_rms(normed) / math.sqrt(2) if self.config.scale_input else normed
 
     def step(self, k: int, state: torch.Tensor, tokens: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """s_k [rows, D], from s_{k-1} and the tokens x_{p+1+k} (int [rows]), and head_k [V, D]."""

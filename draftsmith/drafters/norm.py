@@ -4,8 +4,6 @@ On a CPU torch composes the norm of elementwise operations, each of which keeps 
 has a fused kernel, which is used there.
 """
 
-from __future__ import annotations
-
 from typing import Any, Self
 
 import torch
@@ -50,14 +48,8 @@ class _RMSNorm(torch.autograd.Function):
 
 
 class FinalNorm(nn.Module):
-    """The target's norm before its head, frozen. Not part of state dicts.
-
-    Args:
-        weight: [H], the factor of the normalized state.
-        eps: epsilon.
-        bias: [H], or None.
-        centered: LayerNorm, which subtracts the mean; else RMSNorm.
-    """
+    """The target's norm before its head, frozen, with a weight [H]: RMSNorm or, if it is `centered`, LayerNorm, which subtracts the
+    mean and may have a bias [H]. Not part of state dicts."""
 
     def __init__(
         self, weight: torch.Tensor, *, eps: float, bias: torch.Tensor | None = None, centered: bool = False

@@ -26,10 +26,7 @@ _GIB = 1024**3
 
 def is_cpu() -> bool:
     """Whether engines run on the CPU.
-
-    Raises:
-        UserError: vLLM is built for CUDA and torch cannot use a GPU; the driver may be missing or too old.
-    """
+    Raises UserError: vLLM is built for CUDA and torch cannot use a GPU; the driver may be missing or too old."""
     import torch
 
     from draftsmith.run.cuda import require_gpus_for_vllm
@@ -52,9 +49,6 @@ def vllm_environment(engine: EngineConfig) -> dict[str, str]:
 
     Variables that the user has set are kept, except the first two. An engine's memory is not among them: pass
     `memory_arguments` to the engine.
-
-    Args:
-        engine: how the recipe runs vLLM.
     """
     values = {
         # The engine runs in the child itself. For several GPUs vLLM starts worker processes of its own.
@@ -73,10 +67,8 @@ def vllm_environment(engine: EngineConfig) -> dict[str, str]:
 
 def openmp_environment() -> dict[str, str]:
     """Environment variables that make vLLM fast on a CPU: Intel's OpenMP, if installed, is loaded before torch's."""
-    values = {
-        # Milliseconds that a thread spins after its work. The default of 200 takes the cores from whatever runs next.
-        "KMP_BLOCKTIME": os.environ.get("KMP_BLOCKTIME", "5"),
-    }
+    # Milliseconds that a thread spins after its work. The default of 200 takes the cores from whatever runs next.
+    values = {"KMP_BLOCKTIME": os.environ.get("KMP_BLOCKTIME", "5")}
     library = Path(sys.prefix) / "lib" / "libiomp5.so"  # where the package intel-openmp puts it
     preloaded = os.environ.get("LD_PRELOAD", "")
     if library.is_file() and "libiomp" not in preloaded:
@@ -113,10 +105,7 @@ def only_these_gpus(names: Sequence[str]) -> dict[str, str]:
 
 def share_of_machine(number: int, count: int, tensor_parallel_size: int) -> dict[str, str]:
     """Environment variables that give engine `number` of `count` its own cores, or `tensor_parallel_size` GPUs.
-
-    Raises:
-        UserError: there are not enough cores or GPUs.
-    """
+    Raises UserError: there are not enough cores or GPUs."""
     if count == 1:
         return {}
     if is_cpu():
@@ -139,12 +128,8 @@ def states_arguments(config: PretrainedConfig, options: Mapping[str, Any]) -> di
 
     With `model_impl: transformers`, vLLM 0.32 looks for the drafter among transformers' models too, and fails.
 
-    Args:
-        config: the target's language model's.
-        options: the recipe's `engine.options`, whose `hf_overrides` stay.
-
-    Raises:
-        UserError: neither does.
+    `config` is the target's language model's; `hf_overrides` among the recipe's `engine.options` stay.
+    Raises UserError: neither does.
     """
     states = FAMILIES[config.model_type].states if config.model_type in FAMILIES else "own"
     if states == "own":
@@ -160,12 +145,7 @@ def states_arguments(config: PretrainedConfig, options: Mapping[str, Any]) -> di
 
 
 def memory_arguments(engine: EngineConfig, *, share: float = 1.0) -> dict[str, Any]:
-    """Arguments of `vllm.LLM` that limit an engine's memory.
-
-    Args:
-        engine: how the recipe runs vLLM.
-        share: this engine's part of what the recipe allows, for engines that run side by side.
-    """
+    """Arguments of `vllm.LLM` that limit an engine's memory to its share of what the recipe allows to those side by side."""
     if is_cpu():
         # Not VLLM_CPU_KVCACHE_SPACE, which takes whole GiB only.
         return {"kv_cache_memory_bytes": int(engine.kv_cache_gib * share * _GIB)}

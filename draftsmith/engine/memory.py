@@ -23,12 +23,9 @@ GIB = 1024**3
 BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
 _FLOATS = ("F32", "F16", "BF16", "F64")
 """Types, by their safetensors names, that vLLM casts to the engine's dtype as it loads."""
-_FIXED = 2 * GIB
-"""CUDA's context, workspaces of kernels and NCCL, and captured CUDA graphs: a guess, not measured."""
-_ON_CPU = GIB // 2
-"""What an engine's process takes on a CPU beside weights, KV cache and activations."""
-_CPU_STEP_TOKENS = 4096
-"""Tokens of a prefill step on a CPU: vLLM's default for `LLM`."""
+_FIXED = 2 * GIB  # CUDA's context, workspaces of kernels and NCCL, and captured CUDA graphs: a guess, not measured
+_ON_CPU = GIB // 2  # what an engine's process takes on a CPU beside weights, KV cache and activations
+_CPU_STEP_TOKENS = 4096  # tokens of a prefill step on a CPU: vLLM's default for `LLM`
 _STEP_TOKENS = 16384
 """Tokens of a prefill step: vLLM's default for `LLM` on GPUs of 70 GiB and more, the largest of its defaults."""
 
@@ -48,13 +45,9 @@ class EngineMemory:
         return self.target + self.drafter + self.kv_cache + self.working
 
     def in_words(self) -> str:
-        parts = {
-            "target": self.target,
-            "drafter": self.drafter,
-            "KV cache": self.kv_cache,
-            "working memory": self.working,
-        }
-        return ", ".join(f"{name} {size / GIB:.1f}" for name, size in parts.items() if size)
+        names = ("target", "drafter", "KV cache", "working memory")
+        parts = zip(names, (self.target, self.drafter, self.kv_cache, self.working), strict=True)
+        return ", ".join(f"{name} {size / GIB:.1f}" for name, size in parts if size)
 
 
 def engine_memory(
@@ -73,7 +66,6 @@ def engine_memory(
         config: of the target's language model.
         target_bytes: of the target's weights, as they are served.
         drafter_bytes: of the drafter's weights; 0 for the baseline and for methods without a drafter.
-        dtype: of the computation.
         tokens: in the KV cache: concurrent sequences times their length.
         gpus: that the target is split over. Each holds the whole drafter.
         state_values: values of a token's hidden states, which extraction caches beside keys and values.
@@ -98,22 +90,10 @@ def cpu_engine_memory(
     kv_cache_bytes: float,
     step_tokens: int = _CPU_STEP_TOKENS,
 ) -> EngineMemory:
-    """Estimate one engine's memory on a CPU, where the recipe gives the size of the KV cache.
-
-    Args:
-        config: of the target's language model.
-        target_bytes: of the target's weights, as they are served.
-        drafter_bytes: of the drafter's weights; 0 for the baseline.
-        dtype: of the computation.
-        kv_cache_bytes: this engine's part of `engine.kv_cache_gib`.
-        step_tokens: tokens of a prefill step.
-    """
-    return EngineMemory(
-        target=target_bytes,
-        drafter=drafter_bytes,
-        kv_cache=math.ceil(kv_cache_bytes),
-        working=_ON_CPU + _step_bytes(config, step_tokens, BYTES[dtype]),
-    )
+    """Estimate one engine's memory on a CPU, where its part of `engine.kv_cache_gib` is the size of the KV cache; otherwise as
+    `engine_memory`, with prefill steps of `step_tokens`."""
+    working = _ON_CPU + _step_bytes(config, step_tokens, BYTES[dtype])
+    return EngineMemory(target_bytes, drafter_bytes, math.ceil(kv_cache_bytes), working)
 
 
 def _step_bytes(config: PretrainedConfig, tokens: int, number: int) -> int:
@@ -137,19 +117,13 @@ def kv_values(config: PretrainedConfig) -> int:
 
 def weight_bytes(directory: Path, dtype: str) -> int:
     """Bytes of a model's weights in an engine that computes in `dtype`, from its files' headers. 8-bit weights stay 8-bit.
-
-    Raises:
-        UserError: a file is damaged.
-    """
+    Raises UserError: a file is damaged."""
     total = 0
     files = sorted(directory.glob("*.safetensors"))
     for path in () if files else sorted(directory.glob("pytorch_model*.bin")):
         for weight in open_pickle(path).values():
-            total += (
-                weight.count * BYTES[dtype]
-                if weight.dtype.itemsize > 1 and weight.dtype.is_floating_point
-                else weight.bytes
-            )
+            is_float = weight.dtype.itemsize > 1 and weight.dtype.is_floating_point
+            total += weight.count * BYTES[dtype] if is_float else weight.bytes
     for path in files:
         try:
             for entry in read_header(path).tensors.values():
@@ -161,10 +135,5 @@ def weight_bytes(directory: Path, dtype: str) -> int:
 
 
 def side_by_side(needs: Iterable[EngineMemory], gpu_bytes: int, utilization: float) -> int:
-    """How many engines fit into one GPU with equal shares, the largest one's need deciding.
-
-    Args:
-        gpu_bytes: the GPU's memory.
-        utilization: the part of that memory that engines may use (`engine.gpu_memory_utilization`).
-    """
+    """How many engines fit into one GPU with equal shares of what they may use (`utilization`), the largest one's need deciding."""
     return int(gpu_bytes * utilization // max(need.total for need in needs))

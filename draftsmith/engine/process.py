@@ -5,16 +5,14 @@ the program with it. The child talks only to its parent. What it prints goes to 
 fails. It ends with its parent, however the parent ends.
 """
 
-from __future__ import annotations
-
 import atexit
 import multiprocessing
 import multiprocessing.context
 import os
 import sys
 import traceback
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager, suppress
+from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import dataclass
 from multiprocessing.connection import Connection
 from multiprocessing.forkserver import ensure_running
@@ -27,8 +25,7 @@ from draftsmith.engine import environment
 from draftsmith.run.errors import DraftsmithError
 from draftsmith.run.process import end_with_parent
 
-_LOG_LINES = 15
-"""Lines of a log that an error shows."""
+_LOG_LINES = 15  # lines of a log that an error shows
 _SECONDS_TO_CLOSE = 10.0
 
 
@@ -60,6 +57,8 @@ class EngineProcess:
         variables: dict[str, str] | None = None,
         advice: str = "",
     ) -> None:
+        from accelerate.utils import patch_environment  # not in the child, whose start it would delay
+
         self._name, self._log, self._advice = name, log, advice
         self._ready = False
         log.parent.mkdir(parents=True, exist_ok=True)
@@ -67,7 +66,7 @@ class EngineProcess:
         self.pipe, childs_end = multiprocessing.Pipe()
         context, values = engine_context(), environment.vllm_environment(engine)
         if isinstance(context, multiprocessing.context.ForkServerContext):
-            with _environment(values):
+            with patch_environment(**values):
                 ensure_running()  # without `variables`: engines forked from the server must not see one another's
         values |= variables or {}
         cores = os.sched_getaffinity(0) if hasattr(os, "sched_getaffinity") else None
@@ -76,7 +75,7 @@ class EngineProcess:
         self.process: BaseProcess = context.Process(  # type: ignore[attr-defined]
             target=_run, args=(values, cores, childs_end, child, arguments, str(log)), name=f"engine-{name}"
         )
-        with _environment(values):
+        with patch_environment(**values):
             self.process.start()
         childs_end.close()
         atexit.register(self.close)
@@ -87,14 +86,8 @@ class EngineProcess:
             self.pipe.send(message)
 
     def receive(self, when: str = "") -> Any:
-        """Wait for the child's next message.
-
-        Args:
-            when: for the error's text, as in `while starting`.
-
-        Raises:
-            EngineFailed: the child reported an error or ended; it is closed then.
-        """
+        """Wait for the child's next message; `when` is for the error's text, as in `while starting`.
+        Raises EngineFailed: the child reported an error or ended; it is closed then."""
         try:
             message = self.pipe.recv()
         except (EOFError, OSError):
@@ -143,21 +136,6 @@ def engine_context() -> multiprocessing.context.BaseContext:
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload(["draftsmith.engine.preload"])
     return context
-
-
-@contextmanager
-def _environment(values: dict[str, str]) -> Iterator[None]:
-    """Set environment variables while a child process starts, then restore the old ones."""
-    before = {name: os.environ.get(name) for name in values}
-    os.environ.update(values)
-    try:
-        yield
-    finally:
-        for name, value in before.items():
-            if value is None:
-                del os.environ[name]
-            else:
-                os.environ[name] = value
 
 
 # --- the child's side ---

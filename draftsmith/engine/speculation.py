@@ -4,8 +4,6 @@ Everything that can be known before an engine starts is checked here. vLLM repor
 own terms, or not at all.
 """
 
-from __future__ import annotations
-
 import json
 from collections.abc import Mapping
 from importlib.util import find_spec
@@ -22,8 +20,7 @@ from draftsmith.target.info import TargetInfo
 from draftsmith.target.pretrained import config_of, language_config
 
 _FILES = ("config.json", "model.safetensors")
-_USUAL_K = 3
-"""Speculative tokens of a drafter if nothing says how many."""
+_USUAL_K = 3  # speculative tokens of a drafter if nothing says how many
 _MTP_LAYERS = ("num_nextn_predict_layers", "mtp_num_hidden_layers", "num_mtp_modules")
 """Fields of targets' configs with the number of multi-token prediction layers."""
 _MTP_UNCOUNTED = {"mimo_v2", "nemotron_h", "longcat_flash", "step3p5", "dots3"}
@@ -38,13 +35,10 @@ def method_config(
     """vLLM's `speculative_config` for a method of the recipe; None for no speculation.
 
     Args:
-        method: the recipe's.
-        target: the target to serve.
         own_drafter: the run's drafter (`runs/NAME/vllm`), for methods that name no other.
         tensor_parallel_size: the target's.
 
-    Raises:
-        UserError: the method cannot serve this target here.
+    Raises UserError: the method cannot serve this target here.
     """
     if isinstance(method, NoSpeculation):
         return None
@@ -80,7 +74,8 @@ def method_config(
         config["model"] = str(directory)  # vLLM always splits it over the GPUs as the target
     elif isinstance(method, Drafter):
         directory = local_directory(method.model, revision=method.revision) if method.model else own_drafter
-        found = speculative_config(directory, config.get("num_speculative_tokens", _usual_k(directory)))
+        usual = min(_USUAL_K, _longest_draft(directory) or _USUAL_K)
+        found = speculative_config(directory, config.get("num_speculative_tokens", usual))
         expected = method_of(_kind(directory))
         if expected != method.method:
             raise UserError(
@@ -97,10 +92,6 @@ def method_config(
     return config
 
 
-def _usual_k(drafter_dir: Path) -> int:
-    return min(_USUAL_K, _longest_draft(drafter_dir) or _USUAL_K)
-
-
 def _longest_draft(drafter_dir: Path) -> int | None:
     """The most tokens that the drafter was trained to draft; None for any number."""
     field = serving_spec(drafter_dir).k_field
@@ -114,27 +105,23 @@ def own_drafter(drafter_dir: Path) -> Drafter:
 
 def check_target(drafter_dir: Path, target: TargetInfo) -> None:
     """Check that a drafter fits this target.
-
-    Raises:
-        UserError: sizes or layers do not fit. vLLM would fail after loading the target, or draft nonsense.
-    """
+    Raises UserError: sizes or layers do not fit. vLLM would fail after loading the target, or draft nonsense."""
     config = _config(drafter_dir)
     made_for = (config.get("draftsmith") or {}).get("target", {}).get("name")
     advice = f"It was made for {made_for}." if made_for else "Choose a drafter that was made for it."
-    sizes = {"vocabulary": ("vocab_size", target.vocab_size), "hidden state": ("hidden_size", target.hidden_size)}
-    if needs_plugin(drafter_dir):  # `hidden_size` is that of its own layers
-        sizes.pop("hidden state")
+    sizes = [("vocabulary", "vocab_size", target.vocab_size)]
     if "target_hidden_size" in config:
-        sizes["hidden state"] = ("target_hidden_size", target.hidden_size)
-    for what, (key, expected) in sizes.items():
+        sizes.append(("hidden state", "target_hidden_size", target.hidden_size))
+    elif not needs_plugin(drafter_dir):  # there, `hidden_size` is that of its own layers
+        sizes.append(("hidden state", "hidden_size", target.hidden_size))
+    for what, key, expected in sizes:
         if (config.get(key) or expected) != expected:
             raise UserError(
                 f"The drafter in {drafter_dir} is for a target with a {what} of {config[key]}, and {target.name} has one of "
                 f"{expected}. {advice}"
             )
     layers = _layer_ids(config)
-    beyond = [layer for layer in layers if not 0 <= layer <= target.num_hidden_layers]
-    if beyond:
+    if not all(0 <= layer <= target.num_hidden_layers for layer in layers):
         raise UserError(
             f"The drafter in {drafter_dir} reads the target's layers {layers}, and {target.name} has {target.num_hidden_layers}. "
             f"{advice}"
@@ -147,19 +134,15 @@ def _layer_ids(config: Mapping[str, Any]) -> list[int]:
 
 
 def check_graph_sizes(options: Mapping[str, Any], k: int) -> None:
-    """Check that the user's sizes for full CUDA graphs are usable with speculation.
-
-    Raises:
-        UserError: one is not a multiple of K + 1, the rows of a decoding sequence in a step: no step would ever have that size.
-    """
+    """Check that the user's sizes for full CUDA graphs are usable with speculation. Raises UserError: one is not a
+    multiple of K + 1, the rows of a decoding sequence in a step: no step would ever have that size."""
     named = {key.replace("-", "_"): value for key, value in options.items()}
     compilation = named.get("compilation_config")
     given = compilation if isinstance(compilation, Mapping) else {}
     if not str(given.get("cudagraph_mode", "")).upper().startswith("FULL"):
         return  # piecewise graphs also serve mixed steps, of any size
     sizes = given.get("cudagraph_capture_sizes") or named.get("cudagraph_capture_sizes") or ()
-    wrong = [size for size in sizes if size % (k + 1)]
-    if wrong:
+    if wrong := [size for size in sizes if size % (k + 1)]:
         raise UserError(
             f"cudagraph_capture_sizes has {', '.join(map(str, wrong))}, not a multiple of {k + 1}: with {k} speculative tokens every "
             f"decoding sequence has {k + 1} rows in a step. Give n * {k + 1}, or leave the sizes to vLLM."
@@ -167,15 +150,8 @@ def check_graph_sizes(options: Mapping[str, Any], k: int) -> None:
 
 
 def speculative_config(drafter_dir: Path, k: int) -> dict[str, Any]:
-    """vLLM's `speculative_config` for a drafter directory.
-
-    Args:
-        drafter_dir: `runs/NAME/vllm`.
-        k: number of speculative tokens.
-
-    Raises:
-        UserError: the directory holds no drafter that this version can serve, or one that drafts fewer tokens.
-    """
+    """vLLM's `speculative_config` for a drafter directory, with K speculative tokens.
+    Raises UserError: the directory holds no drafter that this version can serve, or one that drafts fewer tokens."""
     config = _config(drafter_dir)
     spec = serving_spec(drafter_dir)
     most = _longest_draft(drafter_dir)
@@ -199,27 +175,16 @@ def target_arguments(
     options: Mapping[str, Any] = {},
     trust_remote_code: bool = False,
 ) -> dict[str, Any]:
-    """Arguments of `vllm.LLM` with which the target hands out the hidden states that a method reads (`states_arguments`).
-
-    Args:
-        target: the target's directory.
-        speculative: vLLM's `speculative_config`; None for the baseline.
-        options: the recipe's `engine.options`.
-        trust_remote_code: whether the target's own code may run, which its config may need.
-    """
+    """Arguments of `vllm.LLM` with which the target in a directory hands out the hidden states that vLLM's `speculative_config` reads;
+    see `states_arguments`."""
     if speculative is None or speculative.get("method") != "eagle3" or not (target / "config.json").is_file():
         return {}
-    return environment.states_arguments(
-        language_config(config_of(target, trust_remote_code=trust_remote_code)), options
-    )
+    config = language_config(config_of(target, trust_remote_code=trust_remote_code))
+    return environment.states_arguments(config, options)
 
 
 def drafter_sha256(drafter_dir: Path) -> dict[str, str]:
-    """SHA-256 of the drafter's config and weights, by file name.
-
-    Raises:
-        UserError: a file is missing.
-    """
+    """SHA-256 of the drafter's config and weights, by file name. Raises UserError: a file is missing."""
     for name in _FILES:
         if not (drafter_dir / name).is_file():
             raise UserError(
@@ -230,11 +195,7 @@ def drafter_sha256(drafter_dir: Path) -> dict[str, str]:
 
 
 def serving_spec(drafter_dir: Path) -> ServingSpec:
-    """How vLLM serves the drafter.
-
-    Raises:
-        UserError: the directory holds no drafter that this version can serve.
-    """
+    """How vLLM serves the drafter. Raises UserError: the directory holds no drafter that this version can serve."""
     return KINDS[_kind(drafter_dir)].serving
 
 

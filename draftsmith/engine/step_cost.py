@@ -33,13 +33,7 @@ class TargetSizes:
 
 def target_sizes(config: PretrainedConfig, *, trust_remote_code: bool = False) -> TargetSizes:
     """Sizes of a causal language model, counted on torch's meta device.
-
-    Args:
-        trust_remote_code: whether the target's own code may run.
-
-    Raises:
-        UserError: transformers has no such model, or none without the target's own code.
-    """
+    Raises UserError: transformers has no such model, or none without the target's own code."""
     from transformers import AutoModelForCausalLM
 
     try:
@@ -59,12 +53,8 @@ def target_sizes(config: PretrainedConfig, *, trust_remote_code: bool = False) -
             multiplied += parameter.numel() * sent_to // len(parameter)
     heads = config.num_attention_heads
     head_dim = getattr(config, "head_dim", None) or config.hidden_size // heads
-    return TargetSizes(
-        parameters=sum(parameter.numel() for parameter in model.parameters()),
-        multiplied=multiplied,
-        attention_width=config.num_hidden_layers * heads * head_dim,
-        kv_values=kv_values(config),
-    )
+    parameters = sum(parameter.numel() for parameter in model.parameters())
+    return TargetSizes(parameters, multiplied, config.num_hidden_layers * heads * head_dim, kv_values(config))
 
 
 def flop_of_text(sizes: TargetSizes, *, first: float, last: float) -> float:

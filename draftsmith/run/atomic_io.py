@@ -1,7 +1,5 @@
 """Files that appear whole or not at all."""
 
-from __future__ import annotations
-
 import errno
 import hashlib
 import json
@@ -13,16 +11,11 @@ from typing import Any, BinaryIO
 
 from draftsmith.run.errors import DraftsmithError, UserError
 
-_NO_SPACE = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
-"""Error numbers of a full disk, quota or file."""
+_NO_SPACE = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)  # error numbers of a full disk, quota or file
 
 
 def read_json(path: Path) -> dict[str, Any]:
-    """Read a file that holds a JSON object.
-
-    Raises:
-        UserError: the file is missing or holds something else.
-    """
+    """Read a file that holds a JSON object. Raises UserError: the file is missing or holds something else."""
     try:
         record = json.loads(path.read_bytes())
     except FileNotFoundError:
@@ -41,10 +34,7 @@ def write_json(path: Path, value: Any) -> None:
 
 def write_bytes(path: Path, *parts: bytes | memoryview) -> None:
     """Write a file atomically and durably: the parts, end to end.
-
-    Raises:
-        DraftsmithError: the disk is full. Nothing of the new file is left, and an earlier one is unchanged.
-    """
+    Raises DraftsmithError: the disk is full. Nothing of the new file is left, and an earlier one is unchanged."""
     with new_file(path, size=sum(memoryview(part).nbytes for part in parts)) as file:
         for part in parts:
             file.write(part)
@@ -52,11 +42,7 @@ def write_bytes(path: Path, *parts: bytes | memoryview) -> None:
 
 @contextmanager
 def new_file(path: Path, *, size: int) -> Iterator[BinaryIO]:
-    """A file of `size` bytes that is at `path`, whole and durable, once the block has succeeded.
-
-    Raises:
-        DraftsmithError: the disk is full.
-    """
+    """A file of `size` bytes that is at `path`, whole and durable, once the block has succeeded. Raises as `write_bytes`."""
     temporary = path.with_name(path.name + ".tmp")
     try:
         with temporary.open("wb") as file:
@@ -69,17 +55,14 @@ def new_file(path: Path, *, size: int) -> Iterator[BinaryIO]:
             os.fsync(folder)
         finally:
             os.close(folder)
-    except OSError as error:
+    except BaseException as error:
         temporary.unlink(missing_ok=True)
-        if error.errno not in _NO_SPACE:
+        if not isinstance(error, OSError) or error.errno not in _NO_SPACE:
             raise
         raise DraftsmithError(
             f"There is no room for {path} ({size / 1e6:.1f} MB): {error.strerror}. Free some space in {path.parent} and run the "
             "same command again; what was finished before is kept."
         ) from None
-    except BaseException:
-        temporary.unlink(missing_ok=True)
-        raise
 
 
 def sha256_of(path: Path) -> str:

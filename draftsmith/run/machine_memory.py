@@ -1,7 +1,5 @@
 """Memory of the machine as vLLM's CPU build counts it: by NUMA node, within the container's limit."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from pathlib import Path
 

@@ -1,7 +1,5 @@
 """How a process uses its machine: freed memory, thread priorities, and ending with its parent."""
 
-from __future__ import annotations
-
 import ctypes
 import multiprocessing
 import os

@@ -7,8 +7,6 @@ read without a copy, and conversions stream tensors larger than memory. Everythi
 A file is the header's length (uint64, little-endian), the header (JSON, padded with spaces), and the tensors' bytes.
 """
 
-from __future__ import annotations
-
 import json
 import math
 from collections.abc import Mapping, Sequence
@@ -25,8 +23,7 @@ DTYPES: dict[str, torch.dtype] = {
 """By the format's names, in the order in which the library writes tensors, which aligns them."""
 DTYPE_NAMES = {dtype: name for name, dtype in DTYPES.items()}
 
-_MAX_HEADER_BYTES = 100_000_000
-"""The format's own limit."""
+_MAX_HEADER_BYTES = 100_000_000  # the format's own limit
 
 
 class TensorEntry(NamedTuple):
@@ -54,12 +51,8 @@ def header_bytes(
     metadata: Mapping[str, str] | None = None,
     alignment: int = 8,
 ) -> bytes:
-    """The start of a file, up to the first tensor's bytes.
-
-    Args:
-        tensors: dtype and shape of each tensor by name, in the order of their bytes in the file.
-        alignment: bytes; the length of the result is a multiple of it.
-    """
+    """The start of a file, up to the first tensor's bytes, in a multiple of `alignment` bytes. `tensors` has the dtype and shape of
+    each by name, in the order of their bytes in the file."""
     fields: dict[str, Any] = {} if metadata is None else {"__metadata__": dict(metadata)}
     end = 0
     for name, (dtype, shape) in tensors.items():
@@ -72,10 +65,7 @@ def header_bytes(
 
 def parse_header(data: bytes | memoryview) -> Header:
     """Parse the header at the start of a file's bytes.
-
-    Raises:
-        ValueError: it is not a safetensors header, or `data` ends before it does.
-    """
+    Raises ValueError: it is not a safetensors header, or `data` ends before it does."""
     length = int.from_bytes(data[:8], "little")
     text = bytes(data[8 : 8 + length])
     if len(data) < 8 or len(text) < length:

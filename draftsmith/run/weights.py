@@ -7,6 +7,7 @@ file to file. A conversion is then as fast as a copy.
 
 from __future__ import annotations
 
+import math
 import os
 import pickle
 import sys
@@ -22,10 +23,8 @@ from draftsmith.run.atomic_io import new_file, read_json
 from draftsmith.run.errors import UserError
 from draftsmith.run.safetensors_io import DTYPE_NAMES, DTYPES, header_bytes, read_header
 
-_AT_ONCE = 16 << 20
-"""Bytes of a tensor in memory at a time."""
-_METADATA = {"format": "pt"}
-"""Metadata that transformers expects in the header of a model's file."""
+_AT_ONCE = 16 << 20  # bytes of a tensor in memory at a time
+_METADATA = {"format": "pt"}  # metadata that transformers expects in the header of a model's file
 
 
 @dataclass(frozen=True)
@@ -50,7 +49,7 @@ class Weight:
 
     @property
     def count(self) -> int:
-        return _count(self.shape)
+        return math.prod(self.shape)
 
     @property
     def bytes(self) -> int:
@@ -97,13 +96,6 @@ def in_memory(tensors: Mapping[str, torch.Tensor]) -> dict[str, Weight]:
     return {name: Weight.of(tensor) for name, tensor in tensors.items()}
 
 
-def _count(shape: tuple[int, ...]) -> int:
-    count = 1
-    for size in shape:
-        count *= size
-    return count
-
-
 def _pieces(tensor: torch.Tensor) -> tuple[torch.Tensor, ...]:
     flat = tensor.contiguous().flatten()
     return flat.split(_AT_ONCE // flat.dtype.itemsize) if len(flat) else ()
@@ -113,11 +105,8 @@ def _pieces(tensor: torch.Tensor) -> tuple[torch.Tensor, ...]:
 
 
 def open_weights(directory: Path) -> dict[str, Weight]:
-    """Open all tensors of a checkpoint: safetensors or PyTorch files, sharded or not. Pickled code never runs.
-
-    Raises:
-        UserError: there are none, a shard is missing or outside the folder, or a file is damaged or holds other objects.
-    """
+    """Open all tensors of a checkpoint: safetensors or PyTorch files, sharded or not. Pickled code never runs. Raises
+    UserError: there are none, a shard is missing or outside the folder, or a file is damaged or holds other objects."""
     for single, opened in (("model.safetensors", open_safetensors), ("pytorch_model.bin", open_pickle)):
         index = directory / f"{single}.index.json"
         if index.is_file():
@@ -197,10 +186,7 @@ def _on_disk(span: Span, shape: tuple[int, ...], dtype: torch.dtype) -> Weight:
 
 def open_pickle(path: Path) -> dict[str, Weight]:
     """Open a file of torch.save. Only tensors are unpickled, so no code in the file runs.
-
-    Raises:
-        UserError: the file is damaged or holds other objects.
-    """
+    Raises UserError: the file is damaged or holds other objects."""
     try:
         try:
             record = torch.load(path, map_location="cpu", weights_only=True, mmap=True)
@@ -225,7 +211,7 @@ def open_pickle(path: Path) -> dict[str, Weight]:
             raise UserError(f"{path}: {name} is not a plain tensor ({value.layout}, {value.dtype}, {value.device}).")
         if value.nbytes > value.untyped_storage().nbytes():
             raise UserError(f"{path}: {name} claims {value.nbytes} bytes, more than the file holds for it.")
-    return {name: Weight.of(value) for name, value in record.items()}
+    return in_memory(record)
 
 
 def listed(names: list[str], most: int = 6) -> str:
@@ -240,10 +226,7 @@ def write_safetensors(
     path: Path, weights: Mapping[str, Weight], *, metadata: Mapping[str, str] | None = _METADATA
 ) -> int:
     """Write a safetensors file atomically, byte for byte as the library does; returns its size in bytes.
-
-    Raises:
-        DraftsmithError: the disk is full; nothing is left behind.
-    """
+    Raises DraftsmithError: the disk is full; nothing is left behind."""
     rank = {dtype: place for place, dtype in enumerate(DTYPES.values())}
     ordered = sorted(weights.items(), key=lambda item: (rank[item[1].dtype], item[0]))
     header = header_bytes({name: (weight.dtype, weight.shape) for name, weight in ordered}, metadata=metadata)

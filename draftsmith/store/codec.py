@@ -14,8 +14,6 @@ orders of magnitude. A plane whose size is its uncompressed size is stored uncom
 States are checked, encoded and given a checksum where they are produced (`encode_states`), and are bytes from then on.
 """
 
-from __future__ import annotations
-
 import sys
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -41,16 +39,14 @@ LARGEST_RATIO: dict[tuple[str, str], float] = {
 
 assert sys.byteorder == "little", "stores are little-endian"
 
-_SAMPLE = 8192
-"""Bytes of a plane that are compressed on trial, so that noise costs no more than that."""
+_SAMPLE = 8192  # bytes of a plane that are compressed on trial, so that noise costs no more than that
 
 # Entropy coding with hardly any search for matches, which rarely occur among exponents.
 _HUFFMAN = zstandard.ZstdCompressionParameters.from_level(
     1, strategy=zstandard.STRATEGY_FAST, min_match=7, hash_log=6, write_content_size=1
 )
 
-_Words = npt.NDArray[Any]
-"""uint16 or uint32."""
+_Words = npt.NDArray[Any]  # uint16 or uint32
 _Plane = tuple[npt.NDArray[Any], type[np.generic]]
 """Values, and the type that they are stored as: the low bytes of wider integers."""
 
@@ -71,10 +67,7 @@ class EncodedStates:
 
 def encode_states(states: torch.Tensor, form: Form) -> EncodedStates:
     """Check states [M, L, H] and encode them. With `none` the result shares their memory.
-
-    Raises:
-        ValueError: there are no states, one is not finite, or a token's are all zero.
-    """
+    Raises ValueError: there are no states, one is not finite, or a token's are all zero."""
     if states.dim() != 3 or not states.numel():
         raise ValueError(f"states have shape {tuple(states.shape)}, expected [tokens, layers, hidden size]")
     largest = states.abs().amax(dim=-1)  # NaN if one is; one pass, because all states go through here

@@ -61,8 +61,7 @@ class CorruptStore(DraftsmithError):
     """A store holds other bytes than were written."""
 
     def __init__(self, path: Path, start: int, end: int, what: str) -> None:
-        self.path, self.start, self.end = path, start, end
-        """Bytes `start : end` of the file at `path` hold the damage."""
+        self.path, self.start, self.end = path, start, end  # bytes `start : end` of the file at `path` hold the damage
         super().__init__(
             f"{path} is damaged in bytes {start} to {end - 1} ({what}): they differ from what was written. "
             "Restore the file from a copy, or delete the store and extract again."
@@ -128,10 +127,7 @@ class StoreIdentity:
         return fields
 
     def require(self, wanted: StoreIdentity, where: Path) -> None:
-        """
-        Raises:
-            UserError: the identities differ; names every field that does.
-        """
+        """Raises UserError: the identities differ; names every field that does."""
         self.require_fields(vars(wanted), where, way_out="Delete it, or choose another run with `-s name=OTHER`.")
 
     def require_fields(self, wanted: dict[str, Any], where: Path, *, way_out: str) -> None:
@@ -164,10 +160,7 @@ class Shard:
 
 
 def check_sequence(sequence: EncodedSequence, identity: StoreIdentity, compression: Form) -> None:
-    """
-    Raises:
-        ValueError: lengths, shapes, dtype or encoding do not fit one another or the store.
-    """
+    """Raises ValueError: lengths, shapes, dtype or encoding do not fit one another or the store."""
     tokens, states = len(sequence.token_ids), sequence.states
     rows, *layout = states.shape
     if len(sequence.loss_mask) != tokens or rows not in (tokens, tokens - 1):

@@ -65,8 +65,7 @@ class Store:
                     first = entries.get(entry.sample_id, entry)
                     entries[entry.sample_id] = first._replace(held_out=True) if entry.held_out else first
         self._index = sorted(entries.values())
-        self.counts = counts_of(shard.about for shard in self._shards)
-        """As in the manifest, summed over stores."""
+        self.counts = counts_of(shard.about for shard in self._shards)  # as in the manifest, summed over stores
 
     def __len__(self) -> int:
         return len(self._index)
@@ -92,10 +91,7 @@ class Store:
 
     def __getitem__(self, index: int) -> Sequence:
         """A sequence, its bytes checked. Uncompressed states are memory-mapped.
-
-        Raises:
-            CorruptStore: the states are not as they were written.
-        """
+        Raises CorruptStore: the states are not as they were written."""
         entry = self._index[index]
         token_ids, loss_mask = self._text(entry)
         states = self._shards[entry.shard].states(entry.row)

@@ -40,8 +40,7 @@ class ShardMaker:
             raise ValueError(f"compression {compression} does not fit states {identity.states}")
         self._identity, self._compression = identity, compression
         self._waiting: list[EncodedSequence] = []
-        self.tokens = 0
-        """Tokens with states in the open shard."""
+        self.tokens = 0  # tokens with states in the open shard
 
     @property
     def sample_ids(self) -> list[int]:
@@ -50,10 +49,7 @@ class ShardMaker:
 
     def add(self, sequence: Sequence | EncodedSequence) -> None:
         """Check a sequence, encode its states if they are not yet, and add it to the open shard.
-
-        Raises:
-            ValueError: the sequence is not as a store requires (lengths, shape, finite, not all zero).
-        """
+        Raises ValueError: the sequence is not as a store requires (lengths, shape, finite, not all zero)."""
         if isinstance(sequence, Sequence):
             about, states = sequence, encode_states(sequence.hidden_states, self._compression)
             sequence = EncodedSequence(about.sample_id, about.held_out, about.token_ids, about.loss_mask, states)
@@ -63,10 +59,7 @@ class ShardMaker:
 
     def write(self, path: Path) -> Shard:
         """Write the open shard to a file and begin the next.
-
-        Raises:
-            DraftsmithError: the disk is full. The shard stays open.
-        """
+        Raises DraftsmithError: the disk is full. The shard stays open."""
         head = shard_head(self._waiting, self._identity, self._compression)
         write_bytes(path, head, *(one.states.data for one in self._waiting))
         shard = Shard(
@@ -85,12 +78,8 @@ class ShardMaker:
 
 
 class BackgroundShards:
-    """Fills shards one after the other; a background thread of the lowest priority writes each full one while the next fills.
-
-    Args:
-        shard_tokens: a shard is full once it has this many.
-        write: writes a full shard, by `ShardMaker.write`; called in the background thread.
-    """
+    """Fills shards of `shard_tokens` one after the other; a background thread of the lowest priority calls `write` for each full one
+    while the next fills."""
 
     def __init__(
         self, identity: StoreIdentity, compression: Form, *, shard_tokens: int, write: Callable[[ShardMaker], None]
@@ -109,10 +98,7 @@ class BackgroundShards:
 
     def flush(self) -> None:
         """Start writing the open shard, if it holds anything. Waits for the one before, so that memory holds two at most.
-
-        Raises:
-            DraftsmithError: the disk had no room for the one before.
-        """
+        Raises DraftsmithError: the disk had no room for the one before."""
         self.wait()
         if self._open.tokens:
             full, self._open = self._open, self._new_shard()
@@ -243,10 +229,7 @@ def most_bytes(identity: StoreIdentity, compression: Form, *, tokens: int, seque
 
 
 def require_free_space(directory: Path, needed: int, *, way_out: str) -> None:
-    """
-    Raises:
-        UserError: less than `needed` bytes are free in `directory`; names both, and `way_out`.
-    """
+    """Raises UserError: less than `needed` bytes are free in `directory`; names both, and `way_out`."""
     free = shutil.disk_usage(directory).free
     if needed > free:
         raise UserError(

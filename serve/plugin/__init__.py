@@ -15,8 +15,6 @@ first layer's residual stream, to which the fused norm kernel adds in place, lay
 by `tests/v2/test_states.py`.
 """
 
-from __future__ import annotations
-
 from types import ModuleType
 from typing import Any
 
@@ -43,10 +41,7 @@ def register() -> None:
 
 
 def require_known_vllm() -> None:
-    """
-    Raises:
-        RuntimeError: this vLLM's proposers were not replaced.
-    """
+    """Raises RuntimeError: this vLLM's proposers were not replaced."""
     from vllm import __version__
 
     if not __version__.startswith(_KNOWN):
@@ -92,18 +87,8 @@ def _in_models(module: ModuleType) -> None:
 def _expand_batch_to_tokens(
     x: Any, cu_num_tokens: Any, num_tokens: int, replace_from: int = 0, replace_to: int = 0
 ) -> Any:
-    """`expand_batch_to_tokens` of vLLM's rejection sampler: repeat each value for its request's draft tokens.
-
-    Args:
-        x: [requests], any dtype.
-        cu_num_tokens: int [requests], cumulative numbers of draft tokens.
-        num_tokens: the total.
-        replace_from: a value of `x` to replace.
-        replace_to: what to replace it with.
-
-    Returns:
-        `x`'s dtype [num_tokens]
-    """
+    """`expand_batch_to_tokens` of vLLM's rejection sampler: repeat each value of `x` [requests] for its request's draft tokens, of which
+    int `cu_num_tokens` [requests] has the cumulative numbers. Returns `x`'s dtype [num_tokens]."""
     import torch
 
     counts = torch.diff(cu_num_tokens, prepend=cu_num_tokens.new_zeros(1))

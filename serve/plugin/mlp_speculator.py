@@ -1,7 +1,5 @@
 """The MLP speculator inside vLLM: the trainer's own module and the proposers that run it. See `serve/plugin/__init__.py`."""
 
-from __future__ import annotations
-
 from collections.abc import Iterable
 from typing import Any
 
@@ -17,10 +15,7 @@ from draftsmith.serve.plugin import require_known_vllm
 
 class MlpSpeculator(nn.Module):
     """The model that vLLM loads for the plugin's architecture. Replicated on every rank, as its inputs are.
-
-    Raises:
-        RuntimeError: this vLLM's proposers were not replaced.
-    """
+    Raises RuntimeError: this vLLM's proposers were not replaced."""
 
     def __init__(self, *, vllm_config: Any, prefix: str = "") -> None:
         super().__init__()
@@ -35,16 +30,8 @@ class MlpSpeculator(nn.Module):
 
     @torch.inference_mode()
     def draft(self, states: torch.Tensor, tokens: torch.Tensor, steps: int) -> torch.Tensor:
-        """Draft greedily.
-
-        Args:
-            states: [rows, H], the target's final hidden states, after its final norm.
-            tokens: int [rows], sampled after them.
-            steps: 0 to `n_predict`.
-
-        Returns:
-            int64 [rows, steps]
-        """
+        """Draft greedily, int64 [rows, steps], after the target's states [rows, H], which its final norm has normed, and the tokens
+        (int [rows]) sampled after them; 0 to `n_predict` steps."""
         state, drafts = self.drafter.first_state(states), []
         for step in range(steps):
             state, head = self.drafter.step(step, state, tokens)

@@ -61,7 +61,5 @@ def _round_training_states(source: Path, directory: Path) -> None:
         writer.close()
     record = stage.read(source)
     assert record is not None
-    stage.finish(
-        directory, stage="extract", inputs=record["inputs"] + " rounded", recipe=record["recipe"],
-        figures=record["figures"], started=0,
-    )  # fmt: skip
+    run = stage.StageRun("extract", directory, started=0)
+    run.finish(record["inputs"] + " rounded", record["figures"], recipe=record["recipe"])

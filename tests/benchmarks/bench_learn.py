@@ -121,16 +121,15 @@ def divide(source: Path, directory: Path) -> Text:
     whole, record = Store(source), stage.read(source)
     assert record is not None
     inputs = f"{record['inputs']} without the report part"
-    if not stage.finished(directory, inputs):
-        stage.claim(directory, fresh=True)
+    run = stage.StageRun("extract", directory, started=0)
+    if run.finished(inputs) is None:
+        run.claim(fresh=True)
         with StoreWriter(directory, whole.identity, shard_tokens=8192) as writer:
             for sequence in whole:
                 if not is_report(sequence.sample_id, sequence.held_out):
                     writer.append(sequence)
             writer.close()
-        stage.finish(
-            directory, stage="extract", inputs=inputs, recipe=record["recipe"], figures=record["figures"], started=0
-        )
+        run.finish(inputs, record["figures"], recipe=record["recipe"])
     rows = [row for row in whole.rows(held_out=True) if is_report(whole.sample_id(row), held_out=True)]
     return Text(Store(directory), [whole[row] for row in rows])
 

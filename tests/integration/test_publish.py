@@ -51,7 +51,7 @@ def make_checkpoint(directory: Path, recipe: Recipe, target_dir: Path) -> None:
         target={"name": target.name, "revision": target.revision, "config_hash": target.config_hash},
     ).save(directory)  # fmt: skip
     sections = recipe.model_dump(mode="json", include={"seed", "target", "train"})
-    stage.finish(directory, stage="train", inputs="untrained", recipe=sections, figures=training, started=time.time())
+    stage.StageRun("train", directory).finish("untrained", training, recipe=sections)
 
 
 def draftsmith(hub: Hub, *arguments: str) -> None:

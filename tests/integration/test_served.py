@@ -12,7 +12,6 @@ from draftsmith.cli import app
 from draftsmith.config.drafters import KINDS
 from draftsmith.config.loading import load_recipe
 from draftsmith.convert.convert import convert_checkpoint, read, recognize, run_convert
-from draftsmith.convert.verify import drafter_of
 from draftsmith.drafters.checkpoint import Checkpoint
 from draftsmith.extract.extract import run_extract
 from draftsmith.run import stage
@@ -188,7 +187,7 @@ def test_8_bit_weights_are_read_as_written(run: tuple[Path, Path], smollm2: Path
     found = record(drafters, smollm2, prompts, k=K, max_tokens=32, recorder=FAKE_KERNELS)
     for folder, served in zip(folders, found, strict=True):
         held = read(folder, recognize(folder))
-        compared = compare_proposals(served, drafter_of(held, load_target_tensors(smollm2)), smollm2)
+        compared = compare_proposals(served, held.drafter(load_target_tensors(smollm2)), smollm2)
         assert len(compared) == K
         assert min(compared) > 100, compared
         with pytest.raises(DraftsmithError, match="computes other draft tokens"):

@@ -87,7 +87,7 @@ def test_checkpoint_and_drafter(tmp_path: Path) -> None:
     weights = (tmp_path / "draft.safetensors").read_bytes()
     (drafter / "model.safetensors").write_bytes(weights)
     (drafter / "config.json").write_text(json.dumps({"architectures": ["X"], "draft_vocab_size": 5}))
-    stage.finish(drafter, stage="convert", inputs="x", recipe={}, figures={}, started=0.0)
+    stage.StageRun("convert", drafter).finish("x", {}, recipe={})
     status, said = run(str(drafter))
     assert status == 0
     assert "is a drafter for vLLM\n" in said

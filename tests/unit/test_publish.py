@@ -78,7 +78,7 @@ def finish(
     directory: Path, name: str, recipe: Recipe, sections: set[str], figures: dict[str, Any], *files: str
 ) -> None:
     sections_read = recipe.model_dump(mode="json", include=sections)
-    stage.finish(directory, stage=name, inputs=name, recipe=sections_read, figures=figures, started=0.0, files=files)
+    stage.StageRun(name, directory, started=0.0).finish(name, figures, recipe=sections_read, files=files)
 
 
 def evaluate(run_dir: Path, recipe: Recipe) -> None:

@@ -11,17 +11,18 @@ from draftsmith.run.stage import StageRun
 
 
 def finish(directory, inputs="abc"):
-    stage.finish(directory, stage="extract", inputs=inputs, recipe={}, figures={"tokens": 3}, started=time.time())
+    StageRun("extract", directory).finish(inputs, {"tokens": 3}, recipe={})
 
 
 def test_finished_only_for_the_same_inputs(tmp_path):
     directory = tmp_path / "store"
-    assert not stage.finished(directory, "abc")
+    run = StageRun("extract", directory)
+    assert run.finished("abc") is None
     stage.claim(directory, fresh=False)
-    assert not stage.finished(directory, "abc")
+    assert run.finished("abc") is None
     finish(directory)
-    assert stage.finished(directory, "abc")
-    assert not stage.finished(directory, "other")
+    assert run.finished("abc") == {"tokens": 3}
+    assert run.finished("other") is None
     record = stage.read(directory)
     assert record["figures"] == {"tokens": 3}
     assert record["versions"]["draftsmith"]

@@ -20,23 +20,20 @@ def test_every_query_is_in_one_block_with_the_keys_it_sees(documents: list[list[
     lengths = [len(document) for document in documents]
     queries = [row for row, predicted in enumerate(p for document in documents for p in document) if predicted]
     blocks = _blocks(queries, lengths)
-    assert [i for block in blocks for i in range(block.first_query, block.end_query)] == list(range(len(queries)))
+    assert [i for block in blocks for i in block.queries] == list(range(len(queries)))
     starts = [sum(lengths[:i]) for i in range(len(lengths))]
     for block in blocks:
-        rows = queries[block.first_query : block.end_query]
+        rows = [queries[i] for i in block.queries]
         assert len(rows) <= attention._QUERIES_IN_BLOCK
-        assert block.end_key == rows[-1] + 1
-        assert (
-            block.first_key
-            == max(start for start in starts if start <= rows[0])
-            == max(s for s in starts if s <= rows[-1])
-        )
+        assert block.keys[-1] == rows[-1]
+        first = max(start for start in starts if start <= rows[0])
+        assert block.keys[0] == first == max(s for s in starts if s <= rows[-1])
     groups = _side_by_side(blocks, most_area=most_area)
-    assert sorted(b.first_query for group in groups for b in group) == [b.first_query for b in blocks]
+    assert sorted(b.queries[0] for group in groups for b in group) == [b.queries[0] for b in blocks]
     for group in groups:
-        area = len(group) * max(b.queries for b in group) * max(b.keys for b in group)
+        area = len(group) * max(len(b.queries) for b in group) * max(len(b.keys) for b in group)
         assert len(group) == 1 or area <= most_area
-        assert area <= attention._AREA_OVER_NEEDED * sum(b.queries * b.keys for b in group)
+        assert area <= attention._AREA_OVER_NEEDED * sum(len(b.queries) * len(b.keys) for b in group)
 
 
 def test_tiles_give_each_query_the_keys_of_its_document_up_to_itself() -> None:

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from draftsmith.drafters import eagle3
 from draftsmith.drafters.checkpoint import Checkpoint
 from draftsmith.drafters.eagle3 import _attend_to_own_position, _FusedStates, _reduced_rank_fit
-from draftsmith.drafters.init import induction
+from draftsmith.drafters.init import induction, least_squares
 from draftsmith.drafters.init.least_squares import RIDGE, factor, solve, unit_rms
 from draftsmith.drafters.vocabulary import choose_draft_vocabulary
 from draftsmith.run.errors import DraftsmithError
@@ -117,7 +117,7 @@ def test_initialization_does_not_depend_on_rows_at_once(monkeypatch: pytest.Monk
     batches = [pack([make_sequence(40, 5, n)], steps=1).with_layers([0, 1, 2], 2) for n in range(8)]
     whole, pieces = make_drafter(), make_drafter()
     whole.init_from_target(tensors, batches)
-    for module in (eagle3, induction):
+    for module in (induction, least_squares):
         monkeypatch.setattr(module, "ROWS_AT_ONCE", 7)
     pieces.init_from_target(tensors, batches)
     batch = batches[0]

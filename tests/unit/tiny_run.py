@@ -46,7 +46,7 @@ def make_run(folder: Path, *, tied: bool = False, sequences: int = 12, tokens: i
         held_out = number % 6 == 5
         writer.append(Sequence(number, held_out, ids[0].int(), torch.arange(ids.shape[1]) >= prompt, states))
     writer.close()
-    stage.finish(directory, stage="extract", inputs="tiny", recipe={}, figures={}, started=0.0)
+    stage.StageRun("extract", directory).finish("tiny", {}, recipe={})
     return directory.parent
 
 

@@ -41,8 +41,7 @@ _SHARPNESS = 0.05
 """Tokens are not Gaussian: with the full score, attention is nearly all on the best row, which is right in two of five cases. Of
 0.1, 0.03, 0.01 and 0.004 on SmolLM2, 0.03 and 0.1 explained most of the target's next state."""
 _LARGEST_CORRELATION = 0.98
-_CODE_SCALE = 0.5
-"""Standard deviation of a code's components in f; about that of the other directions of f."""
+_CODE_SCALE = 0.5  # standard deviation of a code's components in f; about that of the other directions of f
 
 
 @dataclass(frozen=True)
@@ -86,9 +85,7 @@ def fit_codes(drafter: Eagle3Drafter, batches: Iterable[Batch]) -> Codes | None:
     if not (gram.diagonal().isfinite().all() and cross.isfinite().all()):
         return None  # the first training step reports which samples are broken
     of_expected = factor(gram)
-    of_found = torch.linalg.cholesky(
-        gram[key, key]
-    )  # as a principal submatrix of a positive definite matrix it has one
+    of_found = torch.linalg.cholesky(gram[key, key])  # a principal submatrix of a positive definite matrix has one
     del gram
     cross = torch.linalg.solve_triangular(of_expected, cross, upper=False)
     whitened = torch.linalg.solve_triangular(of_found, cross.T, upper=False).T  # singular values: the correlations
@@ -114,12 +111,7 @@ def fit_codes(drafter: Eagle3Drafter, batches: Iterable[Batch]) -> Codes | None:
 
 
 def write_codes(drafter: Eagle3Drafter, codes: Codes) -> None:
-    """Make `fc` write both codes into f, in directions that nothing else writes to.
-
-    Args:
-        drafter: whose `fc` and own-position heads are fitted.
-        codes: from `fit_codes`.
-    """
+    """Make `fc`, which is fitted as the own-position heads are, write both codes into f, in directions that nothing else writes to."""
     attention = drafter.decoder_layers()[0].self_attn
     aside = codes.directions @ codes.directions.T
     attention.o_proj.weight.sub_(aside @ attention.o_proj.weight)
@@ -129,13 +121,8 @@ def write_codes(drafter: Eagle3Drafter, codes: Codes) -> None:
 
 
 def attend_by_codes(drafter: Eagle3Drafter, codes: Codes, *, size: torch.Tensor) -> None:
-    """Make the second head of every key/value group attend by the codes in f.
-
-    Args:
-        drafter: with `write_codes`'s `fc`.
-        codes: from `fit_codes`.
-        size: mean RMS of f, which `hidden_norm` divides by, approximately.
-    """
+    """Make the second head of every key/value group attend by the codes in f, which `write_codes` wrote. `size` is f's mean RMS,
+    which `hidden_norm` divides by, approximately."""
     config, attention = drafter.config, drafter.decoder_layers()[0].self_attn
     hidden, head_dim, components = config.hidden_size, config.head_dim, len(codes.weights)
     read_found, read_expected = (size / _CODE_SCALE * codes.directions.T).split(components)

@@ -4,9 +4,7 @@ It runs on the drafter's device. Rows only enter sums of products, some at a tim
 factor and a little more, regardless of the number of rows.
 """
 
-from __future__ import annotations
-
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 
 import torch
 
@@ -34,8 +32,7 @@ def factor(gram: torch.Tensor) -> torch.Tensor:
     Rounding errors of the smallest eigenvalues are relative to the largest one, and at n = 40,000 they may exceed the ridge,
     which is then made ten or a hundred times as large.
 
-    Raises:
-        DraftsmithError: no ridge is enough, for instance where a value is not finite.
+    Raises DraftsmithError: no ridge is enough, for instance where a value is not finite.
     """
     mean, added = gram.diagonal().mean(), 0.0
     for ridge in _RIDGES:
@@ -67,19 +64,22 @@ def flop_of_eigenvectors(n: int) -> float:
     return 9.0 * n**3
 
 
+def rows_to_fit(batches: Iterable[Batch]) -> Iterator[tuple[Batch, torch.Tensor]]:
+    """The first `ROWS_TO_FIT` rows that a token is predicted from, some at a time, with their batch; row p + 1 is in it too."""
+    count = 0
+    for batch in batches:
+        for rows in (batch.loss_weights[:-1, 0] > 0).nonzero()[:, 0].split(ROWS_AT_ONCE):
+            yield batch, rows
+            count += len(rows)
+        if count >= ROWS_TO_FIT:
+            break
+
+
 def fit_next_states(
     norm: Callable[[torch.Tensor], torch.Tensor], batches: Iterable[Batch], *, steps: int
 ) -> list[torch.Tensor]:
-    """Ridge regression of the normed last state at p+1+k on that at p, for k from 0 to `steps` - 1.
-
-    Args:
-        norm: the target's final norm.
-        batches: of the store, with `last_states` and loss weights of `steps` steps.
-        steps: number of matrices.
-
-    Returns:
-        A_k [H, H] with z_{p+1+k} ~ A_k z_p; the identity where no sequence is long enough.
-    """
+    """Ridge regression of the last state at p+1+k, after the target's final norm, on that at p, for k from 0 to `steps` - 1.
+    Returns A_k [H, H] with z_{p+1+k} ~ A_k z_p; the identity where no sequence is long enough."""
     grams: list[torch.Tensor] = []
     crosses: list[torch.Tensor] = []
     used = 0
@@ -97,10 +97,10 @@ def fit_next_states(
         used += int((batch.loss_weights[:, 0] > 0).sum())
         if used >= ROWS_TO_FIT:
             break
-    fitted = []
-    for gram, cross in zip(grams, crosses, strict=True):
-        fitted.append(solve(factor(gram), cross).T if gram.any() else torch.eye(len(gram), device=gram.device))
-    return fitted
+    return [
+        solve(factor(gram), cross).T if gram.any() else torch.eye(len(gram), device=gram.device)
+        for gram, cross in zip(grams, crosses, strict=True)
+    ]
 
 
 def rows_until(wanted: int, *, rows: int, answered: int) -> int:
