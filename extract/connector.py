@@ -1,14 +1,17 @@
 """A vLLM KV connector that hands over the target's hidden states of each finished request in a file.
 
-vLLM's `extract_hidden_states` method keeps the chosen layers' states in their own KV cache group, so they are paged, chunked
-and preempted like any cache. When a request finishes, this connector gathers its states from the cache, checks and encodes
-them, and writes them to the handoff directory, where the driver takes the file.
+vLLM's `extract_hidden_states` method would keep the chosen layers' states in the KV cache. Our vLLM plugin has it hand over each
+step's states instead, and this connector keeps them in ordinary memory, in a pool with the blocks and slots of a layer of the
+target that attends to whole sequences: vLLM's own block table then says where a request's states are, in chunks and after
+preemption too. When a request finishes, the connector gathers its states from the pool, checks and encodes them, and writes them
+to the handoff directory, where the driver takes the file.
 
     scheduler process:  request_finished -> build_connector_meta  (which blocks hold which tokens)
-    worker process:     get_finished     -> gather, encode; in a thread: write, rename into place
+    worker process:     take             -> each step's states into the pool
+                        get_finished     -> gather, encode; in a thread: write, rename into place
 
-States are encoded here, at once, because passes over memory dominate the cost: the states are still in the core's cache,
-less is written and read afterwards, and every engine encodes its own.
+States are encoded here, at once, because passes over memory dominate the cost: less is written and read afterwards, and every
+engine encodes its own.
 
 The worker process learns of a finished request in the engine's next step. A server's engine takes that step by itself; a
 program that steps an engine must keep stepping until the file is there.
@@ -24,7 +27,7 @@ from __future__ import annotations
 import secrets
 import tempfile
 from concurrent.futures import Future, ThreadPoolExecutor
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -41,8 +44,9 @@ from vllm.platforms import current_platform
 from vllm.v1.request import RequestStatus
 
 from draftsmith.extract.byte_limit import ByteLimit
-from draftsmith.extract.gpu_copy import Copy, GpuCopier
+from draftsmith.extract.gpu_copy import GpuCopier
 from draftsmith.extract.handoff import HandoffWriter, handoff_file
+from draftsmith.extract.states_pool import StatesPool
 from draftsmith.run.errors import UserError
 from draftsmith.run.process import lower_priority
 from draftsmith.store.codec import EncodedStates, Form, encode_states
@@ -67,8 +71,8 @@ PROMPT_ONLY_KEY = "draftsmith_prompt_only"
 """Save only the states of the prompt."""
 
 _MAX_UNWRITTEN_BYTES = 1 << 30
-"""On a CPU: bytes of states, before they are encoded, that may wait in memory for the disk before the engine waits too. On a GPU,
-`gpu_copy` limits them."""
+"""On a CPU: bytes of states, before they are encoded, that may wait in memory for the disk before the engine waits too. On a GPU they
+wait in the pool."""
 
 
 @dataclass
@@ -83,7 +87,9 @@ class _Save:
 
 @dataclass
 class _Metadata(KVConnectorMetadata):
-    saves: list[_Save] = field(default_factory=list)
+    saves: list[_Save]
+    dropped: list[int]
+    """Blocks of requests that ended without being saved."""
 
 
 class HiddenStatesConnector(KVConnectorBase_V1, SupportsHMA):
@@ -96,8 +102,8 @@ class HiddenStatesConnector(KVConnectorBase_V1, SupportsHMA):
             its file.
 
     Raises:
-        UserError: the engine uses prefix caching, or is asked for layer id 0 without our plugin; or, from
-            `register_kv_caches`, the handoff directory cannot be written to.
+        UserError: the engine uses prefix caching, or runs without our plugin; or, from `register_kv_caches`, the handoff
+            directory cannot be written to.
     """
 
     def __init__(self, vllm_config: VllmConfig, role: KVConnectorRole, kv_cache_config: KVCacheConfig) -> None:
@@ -107,19 +113,21 @@ class HiddenStatesConnector(KVConnectorBase_V1, SupportsHMA):
                 "Hidden states are not known to be correct with vLLM's prefix caching, which this engine uses. "
                 "Start it with --no-enable-prefix-caching."
             )
-        _require_true_embeddings(vllm_config)
-        self._group, self._block_size = _hidden_states_group(kv_cache_config)
+        _require_plugin()
+        assert kv_cache_config is not None
+        self._blocks = kv_cache_config.num_blocks
+        self._group, self._block_size = _states_group(kv_cache_config)
 
         # Scheduler side.
         self._names_from_requests = self._kv_transfer_config.get_from_extra_config("names_from_requests", False) is True
         self._finished: list[_Save] = []  # not passed to the worker process yet
+        self._dropped: list[int] = []  # likewise
 
-        # Worker side.
-        self._writer: HandoffWriter | None = None  # on the rank that writes
-        self._cache: torch.Tensor | None = None  # [blocks, layers, block size, hidden]
-        self._writes = True  # other tensor-parallel ranks hold the same states
-        self._running: dict[str, Future[None]] = {}  # files being written, by request id
-        self._copier: GpuCopier | None = None  # if the cache is a GPU's
+        # Worker side. Other tensor-parallel ranks than the first have the same states, and do nothing.
+        self._writer: HandoffWriter | None = None
+        self._pool: StatesPool | None = None
+        self._copier: GpuCopier | None = None  # if the model is on a GPU
+        self._running: dict[str, tuple[_Save, Future[None]]] = {}  # files being written, by request id
         self._threads = ThreadPoolExecutor(
             2,
             thread_name_prefix="draftsmith-handoff",
@@ -142,6 +150,7 @@ class HiddenStatesConnector(KVConnectorBase_V1, SupportsHMA):
         aborted = request.status == RequestStatus.FINISHED_ABORTED and name is None
         without_ids = request.prompt_embeds is not None  # nothing would say later which tokens the states belong to
         if asked.get(DISCARD_KEY) or aborted or without_ids or not block_ids:
+            self._dropped.extend(block_ids)
             return False, None
         # The last token of an answered request was sampled and never read: it has no state.
         token_ids = request.prompt_token_ids if asked.get(PROMPT_ONLY_KEY) else request.all_token_ids[:-1]
@@ -156,8 +165,9 @@ class HiddenStatesConnector(KVConnectorBase_V1, SupportsHMA):
         return self.request_finished(request, block_ids[self._group] if self._group < len(block_ids) else [])
 
     def build_connector_meta(self, scheduler_output: SchedulerOutput) -> KVConnectorMetadata:
-        saves, self._finished = self._finished, []
-        return _Metadata(saves)
+        metadata = _Metadata(self._finished, self._dropped)
+        self._finished, self._dropped = [], []
+        return metadata
 
     def get_finished_count(self) -> int:
         return 1  # rank 0; the other ranks do not report
@@ -167,19 +177,36 @@ class HiddenStatesConnector(KVConnectorBase_V1, SupportsHMA):
     def register_kv_caches(self, kv_caches: dict[str, torch.Tensor]) -> None:
         from vllm.model_executor.models.extract_hidden_states import CacheOnlyAttentionLayer
 
+        if get_tensor_model_parallel_rank() != 0:
+            return
         layers = get_layers_from_vllm_config(self._vllm_config, CacheOnlyAttentionLayer, list(kv_caches))
-        (name,) = layers
-        self._cache = kv_caches[name]
-        if self._cache.shape[2] != self._block_size:
-            raise ValueError(
-                f"the hidden-states cache has blocks of {self._cache.shape[2]} tokens, its spec says {self._block_size}"
-            )
-        self._writes = get_tensor_model_parallel_rank() == 0
-        if self._writes:
-            directory = _checked_directory(self._kv_transfer_config.get_from_extra_config("handoff_directory", None))
-            self._writer = HandoffWriter(directory, reuse_files=self._names_from_requests)
-            if self._cache.is_cuda:
-                self._copier = GpuCopier(self._cache, self._vllm_config.model_config.max_model_len)
+        ((name, layer),) = layers.items()
+        directory = _checked_directory(self._kv_transfer_config.get_from_extra_config("handoff_directory", None))
+        self._writer = HandoffWriter(directory, reuse_files=self._names_from_requests)
+        sizes, dtype = (layer.num_heads, layer.head_size), layer.kv_cache_torch_dtype  # vLLM's names for layers and hidden size
+        self._pool = StatesPool(self._blocks, self._block_size, *sizes, dtype)
+        if kv_caches[name].is_cuda:
+            tokens = self._vllm_config.scheduler_config.max_num_batched_tokens
+            self._copier = GpuCopier(self._pool, tokens * sizes[0] * sizes[1] * dtype.itemsize, tokens)
+
+    def bind_connector_metadata(self, connector_metadata: KVConnectorMetadata) -> None:
+        super().bind_connector_metadata(connector_metadata)
+        if self._pool is not None and isinstance(connector_metadata, _Metadata) and connector_metadata.dropped:
+            self._pool.release(connector_metadata.dropped)  # before this step gives the blocks to others
+
+    def take(self, slots: torch.Tensor, states: torch.Tensor) -> None:
+        """Keep a step's states. Our vLLM plugin calls it.
+
+        Args:
+            slots: int64 [N], where vLLM keeps keys and values of each row; negative in rows that are padding.
+            states: [N, L, H], written over by the next step.
+        """
+        if self._pool is None:
+            return
+        if self._copier is not None:
+            self._copier.start(slots, states)
+        else:
+            self._pool.put(slots, states)
 
     def start_load_kv(self, forward_context: Any, **kwargs: Any) -> None:
         pass
@@ -188,7 +215,7 @@ class HiddenStatesConnector(KVConnectorBase_V1, SupportsHMA):
         pass
 
     def save_kv_layer(self, layer_name: str, kv_layer: torch.Tensor, attn_metadata: Any, **kwargs: Any) -> None:
-        pass  # vLLM caches the states; they are gathered when the request finishes
+        pass
 
     def wait_for_save(self) -> None:
         pass
@@ -202,46 +229,43 @@ class HiddenStatesConnector(KVConnectorBase_V1, SupportsHMA):
         Raises:
             Exception: a target cannot have written such states, or a file could not be written (disk full); ends the engine.
         """
-        if self._writes and self.has_connector_metadata():
+        if self._pool is None:
+            return None, None
+        if self.has_connector_metadata():
             metadata = self._get_connector_metadata()
             assert isinstance(metadata, _Metadata)
             for save in metadata.saves:
-                self._start_copy(save)
-        done = {request_id for request_id, writing in self._running.items() if writing.done()}
+                self._running[save.request_id] = save, self._start_writing(save)
+        done = {request_id for request_id, (_, writing) in self._running.items() if writing.done()}
         for request_id in done:
-            self._running.pop(request_id).result()
+            save, writing = self._running.pop(request_id)
+            writing.result()
+            self._pool.release(save.block_ids)
         return done or None, None
 
-    def _start_copy(self, save: _Save) -> None:
+    def _start_writing(self, save: _Save) -> Future[None]:
         if self._copier is not None:
-            copy = self._copier.start(save.block_ids, len(save.token_ids))
-            writing = self._threads.submit(self._encode_and_write, save, copy)
-        else:
-            assert self._cache is not None
-            size = len(save.token_ids) * self._cache[0, :, 0].nbytes
-            self._unwritten.take(size)
-            # Encoded at once, between two steps: in a thread beside the engine's it takes half as long again and stalls all of
-            # them (docs/log.md).
-            writing = self._threads.submit(self._write, save, _encoded(save, self._on_cpu(save)))
-            writing.add_done_callback(lambda _: self._unwritten.give_back(size))
-        self._running[save.request_id] = writing
+            return self._threads.submit(self._encode_and_write, save, self._copier.last)
+        states = self._gathered(save)
+        self._unwritten.take(states.nbytes)
+        # Encoded at once, between two steps: in a thread beside the engine's it takes half as long again and stalls all of
+        # them (docs/log.md).
+        writing = self._threads.submit(self._write, save, _encoded(save, states))
+        writing.add_done_callback(lambda _, size=states.nbytes: self._unwritten.give_back(size))
+        return writing
 
-    def _on_cpu(self, save: _Save) -> torch.Tensor:
-        """A request's states [M, L, H]. A single block's are not copied: the block is not reused before they are written."""
-        assert self._cache is not None
-        rows, count = self._cache.transpose(1, 2), len(save.token_ids)  # a token's states are contiguous in memory
-        parts = [
-            rows[block, : count - at]
-            for at, block in zip(range(0, count, self._block_size), save.block_ids, strict=False)
-        ]
-        return (parts[0] if len(parts) == 1 else torch.cat(parts)).contiguous()
+    def _encode_and_write(self, save: _Save, copied: Future[None] | None) -> None:
+        if copied is not None:
+            copied.result()
+        self._write(save, _encoded(save, self._gathered(save)))
 
-    def _encode_and_write(self, save: _Save, copy: Copy) -> None:
+    def _gathered(self, save: _Save) -> torch.Tensor:
+        """A request's states [M, L, H]. Those of a single block are the pool's own, which keeps them until they are written."""
+        assert self._pool is not None
         try:
-            copy.copied.synchronize()
-            self._write(save, _encoded(save, copy.states))
-        finally:
-            copy.region.give_back()
+            return self._pool.get(save.block_ids, len(save.token_ids)).contiguous()
+        except ValueError as error:
+            raise ValueError(f"{error} (request {save.request_id}). Please report this with your vLLM version") from None
 
     def _write(self, save: _Save, states: torch.Tensor | EncodedStates) -> None:
         assert self._writer is not None
@@ -249,10 +273,6 @@ class HiddenStatesConnector(KVConnectorBase_V1, SupportsHMA):
 
     def shutdown(self) -> None:
         self._threads.shutdown(wait=True)
-
-    @classmethod
-    def get_required_kvcache_layout(cls, vllm_config: VllmConfig) -> str | None:
-        return "LBNHC"  # all layers' states of a token are contiguous
 
 
 def _encoded(save: _Save, states: torch.Tensor) -> torch.Tensor | EncodedStates:
@@ -283,37 +303,29 @@ def _checked_directory(given: Any) -> Path:
     return Path(given)
 
 
-def _require_true_embeddings(vllm_config: VllmConfig) -> None:
-    """Raise UserError if layer id 0 is asked for and our vLLM plugin, which corrects its states, is not loaded."""
-    from vllm.model_executor.models.interfaces import EagleModelMixin
+def _require_plugin() -> None:
+    """Raise UserError if our vLLM plugin is not loaded, which hands over the states, and corrects those of layer id 0 on GPUs."""
+    from vllm.model_executor.models.extract_hidden_states import CacheOnlyAttentionLayer
 
-    speculative = vllm_config.speculative_config
-    asked = speculative.draft_model_config.hf_config if speculative else None
-    if 0 in getattr(asked, "eagle_aux_hidden_state_layer_ids", ()) and not getattr(
-        EagleModelMixin, "keeps_embeddings", False
-    ):
+    if not getattr(CacheOnlyAttentionLayer, "hands_states_over", False):
         raise UserError(
-            "On GPUs, vLLM's eager mode returns wrong states for layer id 0 (the embeddings). Draftsmith's vLLM plugin corrects "
-            "them, and it is not loaded here. Let VLLM_PLUGINS name `draftsmith`, or unset it, and use a vLLM that this "
-            "Draftsmith supports; or leave layer id 0 out."
+            "Extraction of hidden states needs Draftsmith's vLLM plugin, and it is not loaded here. Let VLLM_PLUGINS name "
+            "`draftsmith`, or unset it, and use a vLLM that this Draftsmith supports."
         )
 
 
-def _hidden_states_group(kv_cache_config: KVCacheConfig | None) -> tuple[int, int]:
-    """Index of the KV cache group that holds hidden states, and its block size in tokens."""
-    from vllm.v1.kv_cache_interface import HiddenStateCacheSpec
+def _states_group(kv_cache_config: KVCacheConfig) -> tuple[int, int]:
+    """Index of the KV cache group whose blocks and slots the states have, and its block size in tokens.
 
-    assert kv_cache_config is not None
-    groups = kv_cache_config.kv_cache_groups
-    found = [
-        (number, group.kv_cache_spec.block_size)
-        for number, group in enumerate(groups)
-        if isinstance(group.kv_cache_spec, HiddenStateCacheSpec)
-    ]
-    if not found and len(groups) == 1:  # attention alone: the states share the target's only group
-        found = [(0, groups[0].kv_cache_spec.block_size)]
-    if len(found) != 1:
-        raise ValueError(
-            f"expected one KV cache group of hidden states, found {len(found)}; this target is not supported"
-        )
-    return found[0]
+    Raises:
+        ValueError: it is none of a cache for whole sequences.
+    """
+    from vllm.v1.kv_cache_interface import FullAttentionSpec, UniformTypeKVCacheSpecs
+
+    for number, group in enumerate(kv_cache_config.kv_cache_groups):
+        spec = group.kv_cache_spec
+        if isinstance(spec, UniformTypeKVCacheSpecs):
+            spec = spec.first_spec
+        if any("cache_only_layers." in name for name in group.layer_names) and isinstance(spec, FullAttentionSpec):
+            return number, spec.block_size
+    raise ValueError("vLLM has no KV cache group of whole sequences with the layer that hands over hidden states")

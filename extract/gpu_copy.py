@@ -1,8 +1,7 @@
-"""Copy finished requests' states out of a GPU's cache while the model goes on computing.
+"""Copy each step's states from a GPU into ordinary memory while the model goes on computing.
 
-Pinned memory is never given back to the system, and hundreds of requests may finish in one engine step. So there is one
-ring buffer of a fixed size: a copy that finds no room waits until the oldest copies have been written. States are gathered on the
-GPU in pieces: vLLM's budget leaves little memory there.
+Pinned memory is never given back to the system. So there is one ring buffer of a fixed size: a step that finds no room waits until
+earlier ones are in the pool.
 """
 
 from __future__ import annotations
@@ -10,17 +9,18 @@ from __future__ import annotations
 import threading
 from collections import deque
 from collections.abc import Callable
+from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 
+from draftsmith.extract.states_pool import StatesPool
+
 _MIN_BUFFER = 1 << 30
-"""Bytes of the buffer: about 50 answers of 650 tokens with the default layers of an 8B target."""
+"""Bytes of the buffer: 32,768 tokens of the default layers of an 8B target, two of vLLM's largest prefill steps."""
 _ALIGNMENT = 256
 """Regions begin at multiples of this many bytes."""
-_GATHERED_AT_ONCE = 64 << 20
-"""Bytes on the GPU; one token's may be more."""
 
 
 class Ring:
@@ -85,63 +85,55 @@ class Region:
         self.ring.give_back(self)
 
 
-@dataclass(frozen=True)
-class Copy:
-    """A copy in progress."""
-
-    states: torch.Tensor
-    """[M, L, H] in pinned memory, valid after `copied`."""
-    copied: Any
-    """A CUDA event."""
-    region: Region
-    """Give it back when the states are no longer needed."""
-
-
 class GpuCopier:
-    """Copies states from one GPU's cache.
+    """Copies steps, one after the other, into a pool.
 
     Args:
-        cache: [blocks, L, block size, H], in any memory layout.
-        longest: tokens of the longest sequence, which always fits.
-        cuda: provides `Stream`, `Event`, `stream` and `current_stream` as `torch.cuda` does.
+        pool: what receives them.
+        step_bytes: states of the largest step, which always fits.
+        step_tokens: its tokens.
+        cuda: provides `Event` as `torch.cuda` does.
         pinned: allocates the buffer, given its bytes.
     """
 
     def __init__(
         self,
-        cache: torch.Tensor,
-        longest: int,
+        pool: StatesPool,
+        step_bytes: int,
+        step_tokens: int,
         cuda: Any = torch.cuda,
         pinned: Callable[[int], torch.Tensor] = lambda size: torch.empty(size, dtype=torch.uint8, pin_memory=True),
     ) -> None:
-        self._cache, self._cuda = cache, cuda
-        needed = max(_MIN_BUFFER, longest * (self._token_bytes() + 8) + 2 * _ALIGNMENT)
+        self._pool, self._cuda = pool, cuda
+        needed = max(_MIN_BUFFER, step_bytes + 8 * step_tokens + 2 * _ALIGNMENT)
         self._ring = Ring(pinned(1 << (needed - 1).bit_length()))  # torch pins powers of two anyway
-        self._stream = cuda.Stream(cache.device)
+        self._thread = ThreadPoolExecutor(1, thread_name_prefix="draftsmith-states")
+        self.last: Future[None] | None = None
+        """Done when all steps so far are in the pool; raises what went wrong with any of them."""
 
-    def start(self, block_ids: list[int], count: int) -> Copy:
-        """Start copying the first `count` tokens of some blocks; waits until the ring has room for them.
+    def start(self, slots: torch.Tensor, states: torch.Tensor) -> None:
+        """Start copying a step's states [N, L, H] and slots int64 [N]; waits until the ring has room for them.
 
-        The copy runs on its own stream, after the writes of the model's stream, which never waits for it.
+        The copy takes its turn on the model's stream: the next step writes over both.
         """
-        size = self._cache.shape[2]
-        first = -(-8 * count // _ALIGNMENT) * _ALIGNMENT
-        region = self._ring.take(first + count * self._token_bytes())
-        slots = region.memory[: 8 * count].view(torch.int64)
-        blocks = torch.tensor(block_ids)
-        slots.copy_((blocks[:, None] * size + torch.arange(size)).flatten()[:count])
-        shape = (count, self._cache.shape[1], self._cache.shape[3])
-        states = region.memory[first : first + count * self._token_bytes()].view(self._cache.dtype).view(shape)
-        self._stream.wait_stream(self._cuda.current_stream(self._cache.device))
-        with self._cuda.stream(self._stream):
-            on_gpu = slots.to(self._cache.device, non_blocking=True)
-            at_once = max(1, _GATHERED_AT_ONCE // self._token_bytes())
-            for some, to in zip(on_gpu.split(at_once), states.split(at_once), strict=True):
-                to.copy_(self._cache[some // size, :, some % size], non_blocking=True)
-            # Waiting for a blocking event sleeps instead of spinning: the engine's thread needs the interpreter.
-            copied = self._cuda.Event(blocking=True)
-            copied.record()
-        return Copy(states, copied, region)
+        first = -(-slots.nbytes // _ALIGNMENT) * _ALIGNMENT
+        region = self._ring.take(first + states.nbytes)
+        slots_here = region.memory[: slots.nbytes].view(slots.dtype)
+        states_here = region.memory[first : first + states.nbytes].view(states.dtype).view(states.shape)
+        slots_here.copy_(slots, non_blocking=True)
+        states_here.copy_(states, non_blocking=True)
+        # Waiting for a blocking event sleeps instead of spinning: the engine's thread needs the interpreter.
+        copied = self._cuda.Event(blocking=True)
+        copied.record()
+        self.last = self._thread.submit(self._put, self.last, copied, region, slots_here, states_here)
 
-    def _token_bytes(self) -> int:
-        return int(self._cache.shape[1] * self._cache.shape[3] * self._cache.element_size())
+    def _put(
+        self, before: Future[None] | None, copied: Any, region: Region, slots: torch.Tensor, states: torch.Tensor
+    ) -> None:
+        try:
+            if before is not None:
+                before.result()
+            copied.synchronize()
+            self._pool.put(slots, states)
+        finally:
+            region.give_back()

@@ -143,6 +143,8 @@ def engine_arguments(recipe: Recipe, target: TargetInfo, layer_ids: Iterable[int
         "max_num_seqs": options.max_num_seqs,
         "max_num_batched_tokens": options.max_num_batched_tokens,
         "enable_prefix_caching": False,  # cached prefixes have no states of their own (reported length mismatches)
+        # With a sliding window in every layer, vLLM would make a group of each for the sake of the states' one.
+        **({"disable_hybrid_kv_cache_manager": True} if target.facts.sliding_window else {}),
         "kv_sharing_fast_prefill": False,  # leaves layers out at prompt tokens
         "seed": recipe.seed,
         "speculative_config": speculative,

@@ -18,7 +18,7 @@ from draftsmith.config.hardware import Assumptions, Hardware
 from draftsmith.config.recipe import Recipe
 from draftsmith.drafters import drafter_class, layer_ids_to_read
 from draftsmith.drafters.base import Drafter
-from draftsmith.engine.memory import cpu_engine_memory, engine_memory, side_by_side
+from draftsmith.engine.memory import cpu_engine_memory, engine_memory, kv_values, side_by_side
 from draftsmith.run.atomic_io import read_json
 from draftsmith.run.errors import UserError
 from draftsmith.store.format import StoreIdentity
@@ -65,15 +65,17 @@ class StagePlan:
     """Figures specific to the stage."""
 
 
-def sequences_at_once(recipe: Recipe, hardware: Hardware | None, sizes: TargetSizes, *, tokens: float) -> int:
-    """Number of sequences whose keys and values fit beside the target; on a CPU, in all engines together."""
+def sequences_at_once(
+    recipe: Recipe, hardware: Hardware | None, sizes: TargetSizes, *, tokens: float, token_values: int
+) -> int:
+    """Number of sequences whose keys and values, `token_values` a token, fit beside the target; on a CPU, in all engines together."""
     engine, number = recipe.engine, _BYTES[recipe.target.dtype]
     limit = _engine_memory(recipe, hardware)
     if limit is None:
         room = engine.kv_cache_gib * _GIB
     else:
         room = limit * engine.tensor_parallel_size - sizes.parameters * number
-    return max(1, int(room // (tokens * sizes.kv_values * number)))
+    return max(1, int(room // (tokens * token_values * number)))
 
 
 def _engine_memory(recipe: Recipe, hardware: Hardware | None) -> int | None:
@@ -84,7 +86,7 @@ def _engine_memory(recipe: Recipe, hardware: Hardware | None) -> int | None:
 
 
 def plan_extract(
-    recipe: Recipe, assumed: Assumptions, sizes: TargetSizes, layer_ids: tuple[int, ...], hidden: int
+    recipe: Recipe, assumed: Assumptions, sizes: TargetSizes, layer_ids: tuple[int, ...], config: PretrainedConfig
 ) -> StagePlan:
     """Estimate extraction: the hidden states of every token at every layer id.
 
@@ -98,15 +100,17 @@ def plan_extract(
     on_cpu = hardware is not None and hardware.memory_gib is None
     sharing = options.workers if on_cpu else 1  # engines that share one device count as one
     engines = machines * options.workers // sharing
+    token_values = kv_values(config, extracts=True)
     at_once = min(
         options.max_num_seqs * sharing,
-        sequences_at_once(recipe, hardware, sizes, tokens=length),
+        sequences_at_once(recipe, hardware, sizes, tokens=length, token_values=token_values),
         math.ceil(conversations / engines),
     )
     read = length if options.mode == "prefill" else assumed.prompt_tokens
     reading = conversations * flop_of_text(sizes, first=0, last=read)
     answering = conversations * flop_of_text(sizes, first=read, last=length)
-    plain_bytes = conversations * length * len(layer_ids) * hidden * number
+    text_bytes = length * len(layer_ids) * config.hidden_size * number  # of states
+    plain_bytes = conversations * text_bytes
     seconds: dict[str, float] = {}
     if hardware:
         rate = engines * recipe.engine.tensor_parallel_size * hardware.matmul_tflops * 1e12
@@ -120,7 +124,7 @@ def plan_extract(
         }
     identity = StoreIdentity(
         target="", target_revision="", target_config_hash="", tokenizer_hash="", chat_template_hash=None,
-        layer_ids=layer_ids, hidden_size=hidden, dtype=recipe.target.dtype, sampling={},
+        layer_ids=layer_ids, hidden_size=config.hidden_size, dtype=recipe.target.dtype, sampling={},
     )  # fmt: skip
     return StagePlan(
         tokens=round(conversations * length),
@@ -129,13 +133,16 @@ def plan_extract(
         ),
         memory_bytes={
             "target": sharing * sizes.parameters * number // recipe.engine.tensor_parallel_size,
-            "KV cache": int(at_once * length * sizes.kv_values * number / recipe.engine.tensor_parallel_size),
+            "KV cache": int(at_once * length * token_values * number / recipe.engine.tensor_parallel_size),
         },
         memory_limit=_engine_memory(recipe, hardware),
         flop=reading + answering,
         seconds=seconds,
         hours=_hours(hardware, seconds, beside="writing the store"),
-        more={"conversations": conversations, "sequences_at_once": at_once, "layer_ids": list(layer_ids)}
+        more={
+            "conversations": conversations, "sequences_at_once": at_once, "layer_ids": list(layer_ids),
+            "states_bytes": int(engines // machines * at_once * text_bytes),
+        }
         | _devices(
             hardware,
             f"{_number(options.workers, 'engine')}{f' a machine, of {machines}' if machines > 1 else ''}",
@@ -450,7 +457,7 @@ def make_plan(recipe: Recipe) -> dict[str, Any]:
     check_layer_ids(layer_ids, config.num_hidden_layers)
     drafter = drafter_on_meta(recipe, config, layer_ids)
     stages = {
-        "extract": plan_extract(recipe, assumed, sizes, layer_ids, config.hidden_size),
+        "extract": plan_extract(recipe, assumed, sizes, layer_ids, config),
         "train": plan_train(recipe, assumed, drafter, layers=len(layer_ids)),
         "convert": plan_convert(recipe, drafter),
         "evaluate": plan_evaluate(recipe, assumed, sizes, drafter, config),

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING
 from draftsmith.config.extraction import ExtractConfig
 from draftsmith.config.recipe import EngineConfig
 from draftsmith.engine import environment
-from draftsmith.engine.memory import GIB, EngineMemory, cpu_engine_memory, engine_memory
+from draftsmith.engine.memory import GIB, EngineMemory, cpu_engine_memory, engine_memory, state_bytes
 from draftsmith.run.errors import UserError
 from draftsmith.run.machine_memory import available_memory
 
@@ -40,22 +40,26 @@ def require_extraction(
         target: its name.
         target_bytes: of its weights, as they are served.
         dtype: of the computation.
-        layers: number of layer ids, whose states lie in the cache beside keys and values.
+        layers: number of layer ids, whose states lie in ordinary memory until a sequence is finished.
 
     Raises:
         UserError: they do not.
     """
     gpus = environment.gpus()
     if not gpus:
+        kv_cache = engine.kv_cache_gib * GIB / options.workers
+        states = state_bytes(
+            config, layers=layers, dtype=dtype, kv_cache_bytes=kv_cache, tokens=options.max_num_seqs * engine.max_model_len
+        )  # fmt: skip
         one = cpu_engine_memory(
             config, target_bytes=target_bytes, drafter_bytes=0, dtype=dtype, step_tokens=options.max_num_batched_tokens,
-            kv_cache_bytes=engine.kv_cache_gib * GIB / options.workers,
+            kv_cache_bytes=kv_cache, states=states,
         )  # fmt: skip
         _require("Extraction from", target, [one] * options.workers, "extract.workers, " if options.workers > 1 else "")
         return
     need = engine_memory(
         config, target_bytes=target_bytes, drafter_bytes=0, dtype=dtype, tokens=engine.max_model_len,
-        gpus=engine.tensor_parallel_size, state_values=layers * config.hidden_size,
+        gpus=engine.tensor_parallel_size, extracts=True,
     )  # fmt: skip
     need = replace(need, working=0)  # a guess, and nothing is to be refused that would run
     memory = min(gpu.memory_bytes for gpu in gpus)

@@ -39,14 +39,16 @@ class EngineMemory:
     kv_cache: int
     working: int
     """Activations of a step, and what the process and CUDA take."""
+    states: int = 0
+    """Hidden states that extraction keeps until a sequence is finished. Always in ordinary memory, so 0 on GPUs."""
 
     @property
     def total(self) -> int:
-        return self.target + self.drafter + self.kv_cache + self.working
+        return self.target + self.drafter + self.kv_cache + self.working + self.states
 
     def in_words(self) -> str:
-        names = ("target", "drafter", "KV cache", "working memory")
-        parts = zip(names, (self.target, self.drafter, self.kv_cache, self.working), strict=True)
+        names = ("target", "drafter", "KV cache", "working memory", "hidden states")
+        parts = zip(names, (self.target, self.drafter, self.kv_cache, self.working, self.states), strict=True)
         return ", ".join(f"{name} {size / GIB:.1f}" for name, size in parts if size)
 
 
@@ -58,7 +60,7 @@ def engine_memory(
     dtype: str,
     tokens: int,
     gpus: int,
-    state_values: int = 0,
+    extracts: bool = False,
 ) -> EngineMemory:
     """Estimate one engine's memory on GPUs.
 
@@ -68,11 +70,11 @@ def engine_memory(
         drafter_bytes: of the drafter's weights; 0 for the baseline and for methods without a drafter.
         tokens: in the KV cache: concurrent sequences times their length.
         gpus: that the target is split over. Each holds the whole drafter.
-        state_values: values of a token's hidden states, which extraction caches beside keys and values.
+        extracts: whether vLLM caches one layer more (`kv_values`).
     """
     number = BYTES[dtype]
     # The drafter has keys and values too, about as many in proportion to its size as the target.
-    kv = tokens * (kv_values(config) * (1 + drafter_bytes / max(1, target_bytes)) + state_values) * number
+    kv = tokens * kv_values(config, extracts=extracts) * (1 + drafter_bytes / max(1, target_bytes)) * number
     return EngineMemory(
         target=math.ceil(target_bytes / gpus),
         drafter=drafter_bytes,
@@ -89,11 +91,28 @@ def cpu_engine_memory(
     dtype: str,
     kv_cache_bytes: float,
     step_tokens: int = _CPU_STEP_TOKENS,
+    states: int = 0,
 ) -> EngineMemory:
     """Estimate one engine's memory on a CPU, where its part of `engine.kv_cache_gib` is the size of the KV cache; otherwise as
-    `engine_memory`, with prefill steps of `step_tokens`."""
+    `engine_memory`, with prefill steps of `step_tokens`, and `states` bytes of hidden states that extraction keeps (`state_bytes`)."""
     working = _ON_CPU + _step_bytes(config, step_tokens, BYTES[dtype])
-    return EngineMemory(target_bytes, drafter_bytes, math.ceil(kv_cache_bytes), working)
+    return EngineMemory(target_bytes, drafter_bytes, math.ceil(kv_cache_bytes), working, states)
+
+
+def state_bytes(
+    config: PretrainedConfig, *, layers: int, dtype: str, kv_cache_bytes: float, tokens: int
+) -> int:
+    """The most bytes of hidden states that an extraction engine keeps in ordinary memory: of sequences that are not finished.
+
+    Args:
+        config: of the target's language model.
+        layers: number of layer ids.
+        dtype: of the computation.
+        kv_cache_bytes: memory of the KV cache, which limits the tokens.
+        tokens: of the longest sequences that the recipe lets run at once, which limit them too.
+    """
+    fitting = kv_cache_bytes / (kv_values(config, extracts=True) * BYTES[dtype])
+    return math.ceil(min(tokens, fitting) * layers * config.hidden_size * BYTES[dtype])
 
 
 def _step_bytes(config: PretrainedConfig, tokens: int, number: int) -> int:
@@ -102,12 +121,16 @@ def _step_bytes(config: PretrainedConfig, tokens: int, number: int) -> int:
     return tokens * (6 * int(config.hidden_size) + 3 * int(intermediate)) * number
 
 
-def kv_values(config: PretrainedConfig) -> int:
+def kv_values(config: PretrainedConfig, *, extracts: bool = False) -> int:
     """Values per token in the KV cache, summed over layers: keys and values, heads times head size.
 
-    With multi-head latent attention (DeepSeek's), one compressed vector and one rotated key.
+    With multi-head latent attention (DeepSeek's), one compressed vector and one rotated key. Layers with a sliding window are counted
+    as if they had none.
+
+    Args:
+        extracts: count the layer whose block table extraction uses for hidden states, and whose cache stays empty (`serve/plugin`).
     """
-    layers = int(config.num_hidden_layers)
+    layers = int(config.num_hidden_layers) + extracts
     if getattr(config, "kv_lora_rank", None):
         return layers * int(config.kv_lora_rank + config.qk_rope_head_dim)
     heads = config.num_attention_heads

@@ -1,10 +1,15 @@
-"""A vLLM plugin that serves MLP speculators and fixes two defects of vLLM 0.32.
+"""A vLLM plugin that serves MLP speculators, hands hidden states to extraction, and fixes two defects of vLLM 0.32.
 
 **MLP speculators.** vLLM 0.32 has their config but no code to run them. They take EAGLE's place: vLLM's EAGLE proposer gets what an
 MLP speculator reads, namely the target's final hidden states, the tokens sampled after them, and the rows to continue from,
 corrected for rejected draft tokens. A converted MLP speculator names an architecture of this plugin, which begins with `Eagle` as vLLM
 requires, and for that architecture vLLM's proposer classes construct the plugin's proposers, without attention or cache.
 Nothing changes for other drafters, and no module of vLLM is imported that vLLM does not import itself.
+
+**Hidden states.** vLLM's `extract_hidden_states` method keeps states in the KV cache, where they take up to 94 times what keys and
+values take (`make bench ONLY=tokens_at_once`). With Draftsmith's connector, the layer that would cache them gets the cache of one
+more of the target's attention layers, which stays unused, and with it that layer's block table; each step's states and slots go to
+the connector. Nothing changes with other connectors.
 
 **Sampling on CPUs.** vLLM 0.32 verifies sampled draft tokens at the wrong temperature, top-k and top-p: the CPU stand-in for the kernel
 that repeats a request's settings for each draft token writes into a copy of its output, which keeps whatever was in memory
@@ -20,6 +25,9 @@ from typing import Any
 
 ARCHITECTURE = "EagleMLPSpeculatorModel"
 """The same as in `draftsmith/drafters/mlp_speculator.py`, which is not imported here because it imports torch."""
+
+_CONNECTOR = "draftsmith.extract.connector"
+"""The module of extraction's connector, which is not imported here: stages do not import each other."""
 
 _KNOWN = "0.32."
 """The version whose proposers are replaced. Others may call them differently, and draft tokens would be wrong without an error."""
@@ -38,6 +46,7 @@ def register() -> None:
         wrapt.register_post_import_hook(_in_v2, "vllm.v1.worker.gpu.spec_decode.eagle.speculator")
         wrapt.register_post_import_hook(_in_sampling, "vllm.v1.sample.rejection_sampler")
         wrapt.register_post_import_hook(_in_models, "vllm.model_executor.models.interfaces")
+        wrapt.register_post_import_hook(_in_extraction, "vllm.model_executor.models.extract_hidden_states")
 
 
 def require_known_vllm() -> None:
@@ -81,7 +90,52 @@ def _in_models(module: ModuleType) -> None:
         return original(self, aux_hidden_states, layer_idx, hidden_states, residual)
 
     mixin._maybe_add_hidden_state = with_copy
-    mixin.keeps_embeddings = True  # extraction's connector checks it
+
+
+def _in_extraction(module: ModuleType) -> None:
+    layer_type = module.CacheOnlyAttentionLayer
+    original = layer_type.get_kv_cache_spec
+
+    def get_kv_cache_spec(self: Any, vllm_config: Any) -> Any:
+        transfer = vllm_config.kv_transfer_config
+        if transfer is None or transfer.kv_connector_module_path != _CONNECTOR:
+            return original(self, vllm_config)
+        self.impl.do_kv_cache_update = _hand_over
+        return _whole_sequence_spec(vllm_config, layer_type)
+
+    layer_type.get_kv_cache_spec = get_kv_cache_spec
+    layer_type.hands_states_over = True  # extraction's connector checks it
+
+
+def _hand_over(layer: Any, states: Any, cache: Any, slots: Any) -> None:
+    """Takes the place of the layer's write into its cache, with the same arguments."""
+    from vllm.distributed.kv_transfer import get_kv_transfer_group, has_kv_transfer_group
+
+    if has_kv_transfer_group():  # not while vLLM profiles and warms up
+        get_kv_transfer_group().take(slots, states)
+
+
+def _whole_sequence_spec(vllm_config: Any, apart_from: type) -> Any:
+    """The cache spec of an attention layer of the target that keeps all tokens of a sequence, so that their slots stay theirs.
+
+    Raises:
+        RuntimeError: the target has no attention.
+    """
+    from vllm.config import get_layers_from_vllm_config
+    from vllm.model_executor.layers.attention_layer_base import AttentionLayerBase
+    from vllm.v1.kv_cache_interface import AttentionSpec, FullAttentionSpec, RSWASpec, replace_as
+    from vllm.v1.worker.utils import customize_attention_spec
+
+    specs = []
+    for layer in get_layers_from_vllm_config(vllm_config, AttentionLayerBase).values():
+        if not isinstance(layer, apart_from) and isinstance(spec := layer.get_kv_cache_spec(vllm_config), AttentionSpec):
+            specs.append(customize_attention_spec(layer.get_attn_backend(), spec))
+    for spec in specs:
+        if isinstance(spec, FullAttentionSpec) and not isinstance(spec, RSWASpec) and spec.tokens_per_state == 1:
+            return spec
+    if not specs:
+        raise RuntimeError("extraction of hidden states needs a target with attention layers")
+    return replace_as(specs[0], FullAttentionSpec, drop=("extra_retained_tokens",))  # each layer has a sliding window
 
 
 def _expand_batch_to_tokens(

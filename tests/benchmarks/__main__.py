@@ -23,6 +23,7 @@ from tests.benchmarks.bench_lookup import lookup_best
 from tests.benchmarks.bench_memory import step_memory
 from tests.benchmarks.bench_quantized import quantized_drafters
 from tests.benchmarks.bench_store import store_costs
+from tests.benchmarks.bench_tokens import tokens_at_once
 from tests.benchmarks.bench_train import time_to_peer, training_step
 from tests.benchmarks.figures import Figure, missed, table
 
@@ -30,7 +31,7 @@ Benchmark = Callable[[], dict[str, Figure]]
 BENCHMARKS: tuple[Benchmark, ...] = (
     extraction_ratios, memory_growth, store_costs, int8_acceptance, training_step, time_to_peer, learning_eagle3,
     learning_eagle, learning_medusa, learning_mlp, lookup_best, step_memory, convert_costs, quantized_drafters,
-    load_noise, comparisons, shared_engine,
+    load_noise, comparisons, shared_engine, tokens_at_once,
 )  # fmt: skip
 OUTPUT = Path("runs/bench/results.json")
 

@@ -8,8 +8,7 @@ import re
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 
 import torch
 
@@ -160,56 +159,48 @@ def codec(cpu: bool) -> dict[str, str]:
 
 
 def states_copy(cpu: bool) -> dict[str, str]:
-    """What extraction's connector copies out of an engine's cache, from both orders of the cache in memory, against the cache.
+    """What extraction's connector takes of an engine's steps into ordinary memory.
 
-    Each copy is asked for right after the model's stream was given a write to the same blocks: it must wait for that.
+    Each step's states are written right before they are taken, and written over right after: the copy must come between.
 
     Raises:
         AssertionError: other states came out.
     """
     from draftsmith.extract.gpu_copy import GpuCopier
+    from draftsmith.extract.states_pool import StatesPool
 
     device = device_of(cpu)
-    block_size, layers, hidden, tokens = (16, 4, 4096, 650) if device.type == "cuda" else (4, 3, 64, 30)
-    per_sequence = -(-tokens // block_size)
-    blocks = 24 * per_sequence
+    block_size, layers, hidden, tokens = (16, 4, 4096, 8192) if device.type == "cuda" else (4, 3, 64, 64)
+    steps, blocks = 6, 6 * tokens // block_size
     found = {}
-    for name in ("a token's layers side by side", "a layer's tokens side by side"):
-        for dtype in (torch.bfloat16, torch.float32):
-            shape = (
-                (blocks, block_size, layers, hidden)
-                if name.startswith("a token")
-                else (blocks, layers, block_size, hidden)
-            )
-            in_memory = torch.randn(shape, device=device).to(dtype)
-            cache = in_memory.transpose(1, 2) if name.startswith("a token") else in_memory
-            copier = (
-                GpuCopier(cache, tokens)
-                if device.type == "cuda"
-                else GpuCopier(cache, tokens, _NoCuda(), _plain_memory)
-            )
-            order = torch.randperm(blocks, generator=torch.Generator().manual_seed(0)).view(-1, per_sequence).tolist()
+    for dtype in (torch.bfloat16, torch.float32):
+        pool = StatesPool(blocks, block_size, layers, hidden, dtype)
+        size = tokens * layers * hidden * dtype.itemsize
+        copier = (
+            GpuCopier(pool, size, tokens)
+            if device.type == "cuda"
+            else GpuCopier(pool, size, tokens, _NoCuda(), _plain_memory)
+        )
+        slots = torch.randperm(blocks * block_size, generator=torch.Generator().manual_seed(0)).view(steps, tokens)
+        made = torch.randn(steps, tokens, layers, hidden, device=device).to(dtype)
+        buffer, slot_buffer = torch.empty_like(made[0]), torch.empty_like(slots[0], device=device)
+        rates = []
+        for _ in range(2):  # the first time memory is new
             wait_for(device)
-            begun, copied = time.perf_counter(), 0
-            for number, block_ids in enumerate(order):
-                cache[block_ids] = cache[block_ids] + (number + 1)
-                copy = copier.start(block_ids, tokens)
-                copy.copied.synchronize()
-                copied += copy.states.nbytes
-                expected = cache[block_ids].transpose(1, 2).reshape(-1, layers, hidden)[:tokens].cpu()
-                assert torch.equal(copy.states, expected), f"{name}, {dtype}: other states came out"
-                copy.region.give_back()
-            wait_for(device)
-            seconds = time.perf_counter() - begun
             begun = time.perf_counter()
-            for block_ids in order:
-                copy = copier.start(block_ids, tokens)
-                copy.copied.synchronize()
-                copy.region.give_back()
-            alone = time.perf_counter() - begun
-            found[f"{name}, {str(dtype).removeprefix('torch.')}"] = (
-                f"{len(order)} sequences right ({seconds:.1f} s with the comparison), {copied / alone / 1e9:.2f} GB/s"
-            )
+            for number in range(steps):
+                buffer.copy_(made[number])
+                slot_buffer.copy_(slots[number])
+                copier.start(slot_buffer, buffer)
+            buffer.fill_(-1)
+            slot_buffer.fill_(-1)
+            assert copier.last is not None
+            copier.last.result()
+            rates.append(f"{steps * size / (time.perf_counter() - begun) / 1e9:.2f}")
+        expected = torch.empty(blocks * block_size, layers, hidden, dtype=dtype)
+        expected[slots.flatten()] = made.flatten(0, 1).cpu()
+        assert torch.equal(pool.get(range(blocks), blocks * block_size), expected), f"{dtype}: other states came out"
+        found[str(dtype).removeprefix("torch.")] = f"{steps} steps right, {rates[0]} GB/s at first, then {rates[1]}"
     return found
 
 
@@ -220,20 +211,8 @@ def _plain_memory(size: int) -> torch.Tensor:
 class _NoCuda:
     """What `torch.cuda` is asked for, on a CPU, where everything has happened at once."""
 
-    def Stream(self, device: torch.device) -> _NoCuda:
-        return self
-
-    def current_stream(self, device: torch.device) -> _NoCuda:
-        return self
-
     def Event(self, *, blocking: bool) -> _NoCuda:
         return self
-
-    @contextmanager
-    def stream(self, stream: _NoCuda) -> Iterator[None]:
-        yield
-
-    def wait_stream(self, other: _NoCuda) -> None: ...
 
     def record(self) -> None: ...
 

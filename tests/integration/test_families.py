@@ -22,7 +22,7 @@ from draftsmith.store.reader import Store
 from draftsmith.target.reference_states import reference_model, states_of
 from draftsmith.train.train import run_train
 from tests.families import FAMILIES, LAYERS, TinyFamily
-from tests.integration.conftest import SOAKING, load_drafter, write_recipe
+from tests.integration.conftest import SOAKING, demo_prompts, in_soak, load_drafter, write_recipe
 
 pytestmark = pytest.mark.integration
 
@@ -160,6 +160,31 @@ def check_answers(proposals: list[dict[str, Any]], store: Store) -> None:
         assert matching, f"no answer without a drafter begins with {context}"
         compared += 1
     assert compared > 40
+
+
+@pytest.mark.parametrize(
+    "name", ["gpt-oss", pytest.param("Gemma 3", marks=in_soak), pytest.param("Mistral", marks=in_soak)]
+)
+def test_targets_with_sliding_windows(name: str, tmp_path: Path) -> None:
+    """In half of the layers, or in all (Mistral): prefilled in chunks, preempted, and longer than the window."""
+    (tiny,) = (each for each in FAMILIES if each.name == name)
+    tiny.save(tmp_path / "target")
+    layer_ids = (1, 2, 4)
+    path = write_recipe(
+        tmp_path, tmp_path / "target", demo_prompts(12), ["Hello there"],
+        extract={"max_tokens": 96, "max_num_seqs": 12, "layer_ids": list(layer_ids), "max_num_batched_tokens": 64},
+        engine={"kv_cache_gib": 0.001},
+    )  # fmt: skip
+    run_extract(load_recipe(path), tmp_path / "run")
+    log = (tmp_path / "run" / "store" / "engine.log").read_text()
+    assert "preempt" in log.lower(), "the cache was large enough for all: the test tests nothing"
+    model = reference_model(tmp_path / "target", torch.float32)
+    store = Store(tmp_path / "run" / "store")
+    assert len(store) == 13
+    for sequence in store:
+        expected = states_of(model, sequence.token_ids[: len(sequence.hidden_states)].long(), layer_ids)
+        error = (sequence.hidden_states - expected).norm() / expected.norm()
+        assert error < 1e-4
 
 
 @pytest.fixture(scope="module", autouse=True)

@@ -11,17 +11,18 @@ from typing import Any
 
 import pytest
 import torch
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from draftsmith.config.recipe import Recipe
-from draftsmith.extract import gpu_copy, job, worker
+from draftsmith.extract import job, worker
 from draftsmith.extract.byte_limit import ByteLimit
 from draftsmith.extract.handoff import HandoffWriter, take_handoff_file
 from draftsmith.extract.requests import ExtractRequest
 from draftsmith.store.codec import encode_states
 from draftsmith.store.reader import Store
 from draftsmith.store.writer import StoreWriter
-from tests.unit.test_connector import BLOCK_SIZE, BLOCKS, HIDDEN, LAYERS, cache, connector, gpu_copier, states_connector
+from tests.unit.test_connector import (
+    BLOCK_SIZE, BLOCKS, HIDDEN, LAYERS, connector, slots, some_states, states_connector,
+)  # fmt: skip
 from tests.unit.test_extraction_workers import JOB
 from tests.unit.test_store import identity
 
@@ -66,7 +67,9 @@ def test_an_engine_waits_for_its_files(tmp_path: Path) -> None:
     """The connector on a CPU, with a disk that takes its time."""
     token = LAYERS * HIDDEN * 4
     limit = 10 * token
-    ours = states_connector(cache("a token's layers", torch.float32))
+    ours = states_connector(tmp_path)
+    blocks = list(range(BLOCKS))
+    ours.take(slots(blocks, range(BLOCKS * BLOCK_SIZE)), some_states(BLOCKS * BLOCK_SIZE))
     ours._unwritten = ByteLimit(limit)
     writer = HandoffWriter(tmp_path, reuse_files=False)
 
@@ -77,13 +80,12 @@ def test_an_engine_waits_for_its_files(tmp_path: Path) -> None:
     ours._writer = SimpleNamespace(write=slowly)
     seen: list[int] = []
     for number, length in enumerate(LENGTHS):
-        ours._start_copy(
-            connector._Save(str(number), f"{number}.safetensors", [7] * length, list(range(BLOCKS)), "none")
-        )
-        waiting = [LENGTHS[int(name)] * token for name, writing in ours._running.items() if not writing.done()]
+        save = connector._Save(str(number), f"{number}.safetensors", [7] * length, blocks, "none")
+        ours._running[save.request_id] = save, ours._start_writing(save)
+        waiting = [LENGTHS[int(name)] * token for name, (_, writing) in ours._running.items() if not writing.done()]
         seen.append(len(waiting))
         require_limited(waiting, limit)
-    for writing in ours._running.values():
+    for _, writing in ours._running.values():
         writing.result(30)
     assert max(seen) >= 3, "short ones do not wait for one another"
     shapes = [take_handoff_file(tmp_path / f"{number}.safetensors")[1].shape for number in range(len(LENGTHS))]
@@ -138,27 +140,6 @@ def test_an_engine_waits_for_its_store(tmp_path: Path, monkeypatch: pytest.Monke
         adopting.adopt(shard)
     adopting.close()
     assert [len(sequence.hidden_states) for sequence in Store(store)] == LENGTHS
-
-
-def test_a_gpu_gathers_a_little_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Whatever a sequence's length: what vLLM leaves of a GPU's memory is little."""
-    of = cache("a token's layers", torch.float32)
-    token = LAYERS * HIDDEN * 4
-    monkeypatch.setattr(gpu_copy, "_GATHERED_AT_ONCE", 3 * token + 1)
-    gathered: list[int] = []
-
-    class Watched(TorchDispatchMode):
-        def __torch_dispatch__(self, function: Any, types: Any, arguments: Any = (), named: Any = None) -> Any:
-            made = function(*arguments, **(named or {}))
-            if function.overloadpacket is torch.ops.aten.index:
-                gathered.append(made.nbytes)
-            return made
-
-    copier, _ = gpu_copier(of)
-    with Watched():
-        found = copier.start([5, 0, 3], 11)
-    assert torch.equal(found.states, torch.cat([of[block].transpose(0, 1) for block in (5, 0, 3)])[:11])
-    assert gathered == [3 * token, 3 * token, 3 * token, 2 * token]
 
 
 def test_a_limit_for_every_size_of_states() -> None:

@@ -1,21 +1,24 @@
-"""What the connector copies from a GPU is what it reads on a CPU, and no more memory is pinned for it than is said."""
+"""The connector writes the states that vLLM handed over, from a CPU as from a GPU, and takes no more memory than is said."""
 
-import contextlib
 import random
 import threading
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from types import SimpleNamespace
+from types import ModuleType, SimpleNamespace
 from typing import Any
 from unittest import mock
 
+import numpy as np
 import pytest
 import torch
 
 from draftsmith.extract.byte_limit import ByteLimit
 from draftsmith.extract.gpu_copy import GpuCopier, Ring
 from draftsmith.extract.handoff import HandoffWriter, take_handoff_file
+from draftsmith.extract.states_pool import StatesPool
 from draftsmith.run.errors import UserError
+from draftsmith.serve import plugin
+from draftsmith.store.codec import EncodedStates, decode
 
 connector = pytest.importorskip("draftsmith.extract.connector")
 
@@ -28,106 +31,151 @@ class PretendedCuda:
     def __init__(self) -> None:
         self.said: list[str] = []
 
-    def Stream(self, device: torch.device) -> Any:
-        return mock.Mock(wait_stream=lambda other: self.said.append(f"wait for {other}"))
-
-    def current_stream(self, device: torch.device) -> str:
-        return "the model's stream"
-
-    @contextlib.contextmanager
-    def stream(self, stream: Any) -> Any:
-        self.said.append("copy")
-        yield
-
     def Event(self, *, blocking: bool) -> Any:
         assert blocking, "a thread that spins takes the interpreter from the engine's"
         return mock.Mock(record=lambda: self.said.append("record"), synchronize=lambda: self.said.append("synchronize"))
 
 
-def cache(layout: str, dtype: torch.dtype) -> torch.Tensor:
-    """[blocks, layers, block size, hidden] as vLLM has it, whatever lies side by side in memory."""
-    numbers = torch.arange(BLOCKS * BLOCK_SIZE * LAYERS * HIDDEN).to(dtype)
-    if layout == "a token's layers":  # what `get_required_kvcache_layout` asks for
-        return numbers.view(BLOCKS, BLOCK_SIZE, LAYERS, HIDDEN).transpose(1, 2)
-    return numbers.view(BLOCKS, LAYERS, BLOCK_SIZE, HIDDEN)
+def pool(dtype: torch.dtype = torch.float32, blocks: int = BLOCKS) -> StatesPool:
+    return StatesPool(blocks, BLOCK_SIZE, LAYERS, HIDDEN, dtype)
 
 
-def gpu_copier(of: torch.Tensor, longest: int = 28) -> tuple[GpuCopier, PretendedCuda]:
+def gpu_copier(of: StatesPool) -> tuple[GpuCopier, PretendedCuda]:
     cuda = PretendedCuda()
-    return GpuCopier(of, longest, cuda, lambda size: torch.empty(size, dtype=torch.uint8)), cuda
+    return GpuCopier(of, 1, 1, cuda, lambda size: torch.empty(1 << 16, dtype=torch.uint8)), cuda
 
 
-def states_connector(of: torch.Tensor) -> Any:
+def states_connector(directory: Path, *, gpu: bool = False) -> Any:
     """A connector's worker side."""
     made = object.__new__(connector.HiddenStatesConnector)
-    made._cache, made._block_size, made._copier, made._running = of, BLOCK_SIZE, None, {}
+    made._pool, made._copier, made._running, made._connector_metadata = pool(), None, {}, None
     made._threads, made._unwritten = ThreadPoolExecutor(2), ByteLimit(1)
+    made._writer = HandoffWriter(directory, reuse_files=True)
+    if gpu:
+        made._copier, made.cuda = gpu_copier(made._pool)
     return made
 
 
-@pytest.mark.parametrize("tokens", [1, 4, 11])
-@pytest.mark.parametrize("layout", ["a token's layers", "a layer's tokens"])
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
-def test_states_from_a_gpu(tokens: int, layout: str, dtype: torch.dtype) -> None:
-    """Which slots of which blocks are gathered, and in which order."""
-    of = cache(layout, dtype)
-    expected = torch.cat([of[block].transpose(0, 1) for block in (5, 0, 3)])[:tokens]
-    save = mock.Mock(token_ids=list(range(tokens)), block_ids=[5, 0, 3])
-    assert torch.equal(states_connector(of)._on_cpu(save), expected)
-    copier, cuda = gpu_copier(of)
-    found = copier.start([5, 0, 3], tokens)
-    assert found.states.dtype == dtype
-    assert found.states.is_contiguous()
-    assert torch.equal(found.states, expected)
-    assert cuda.said == ["wait for the model's stream", "copy", "record"]
+def some_states(count: int, dtype: torch.dtype = torch.float32) -> torch.Tensor:
+    return torch.randn(count, LAYERS, HIDDEN).to(dtype)
 
 
+def slots(block_ids: list[int], positions: range) -> torch.Tensor:
+    return torch.tensor([block_ids[at // BLOCK_SIZE] * BLOCK_SIZE + at % BLOCK_SIZE for at in positions])
+
+
+def step(worker: Any, saves: list[Any], dropped: list[int], *rows: Any) -> set[str]:
+    """A step of vLLM's second runner, with (blocks, positions, states) of each request; returns whose blocks are given back."""
+    worker.bind_connector_metadata(connector._Metadata(saves, dropped))
+    if rows:
+        worker.take(
+            torch.cat([slots(blocks, positions) for blocks, positions, _ in rows]), torch.cat([row[-1] for row in rows])
+        )
+    done = worker.get_finished(set())[0] or set()
+    worker.clear_connector_metadata()
+    return done
+
+
+def decoded(states: EncodedStates) -> torch.Tensor:
+    return decode(states.data, states.form, states.shape, torch.float32)
+
+
+def finish(worker: Any, *saves: Any) -> None:
+    waiting = {save.request_id for save in saves} - step(worker, list(saves), [])
+    while waiting:
+        waiting -= step(worker, [], [])
+
+
+@pytest.mark.parametrize("gpu", [False, True])
 @pytest.mark.parametrize("form", ["none", "lossless"])
-def test_a_gpu_s_states_are_written_and_their_room_is_free_again(form: Any, tmp_path: Path) -> None:
-    of = cache("a token's layers", torch.float32)
-    ours = states_connector(of)
-    ours._copier, cuda = gpu_copier(of)
-    ours._writer = HandoffWriter(tmp_path, reuse_files=True)
-    for name in ("one", "two"):
-        ours._start_copy(connector._Save(name, f"{name}.safetensors", [7, 8, 9], [2], form))
-    for name in ("one", "two"):
-        ours._running.pop(name).result()
+def test_states_of_interleaved_requests(form: Any, gpu: bool, tmp_path: Path) -> None:
+    """Prefilled in chunks and decoded side by side, one of them preempted, another dropped; blocks go from one to the next."""
+    worker = states_connector(tmp_path, gpu=gpu)
+    one, two = some_states(11), some_states(6)
+    step(worker, [], [], ([5, 0, 3], range(7), one[:7]))
+    # Two's first blocks are taken away after three tokens, and it begins again with others; padding rows hold anything.
+    step(worker, [], [], ([5, 0, 3], range(7, 8), one[7:8]), ([1], range(3), some_states(3)))
+    worker.take(torch.tensor([-1, -1]), some_states(2))
+    step(worker, [], [], ([5, 0, 3], range(8, 11), one[8:]), ([6, 1], range(6), two))
+    finish(worker, connector._Save("two", "two.safetensors", list(range(6)), [6, 1], form))
+    finish(worker, connector._Save("one", "one.safetensors", list(range(11)), [5, 0, 3, 4], form))
+    for name, expected in (("one", one), ("two", two)):
         tokens, states = take_handoff_file(tmp_path / f"{name}.safetensors")
-        assert tokens.tolist() == [7, 8, 9]
-        assert tuple(states.shape) == (3, LAYERS, HIDDEN)
-    assert cuda.said.count("synchronize") == 2
-    assert not ours._copier._ring._taken
+        assert tokens.tolist() == list(range(len(expected)))
+        assert torch.equal(decoded(states), expected)
+    # A request that was canceled leaves nothing, and who gets its block in the same step keeps what it writes there.
+    step(worker, [], [], ([2], range(4), some_states(4)))
+    three = some_states(2)
+    step(worker, [], [2], ([2], range(2), three))
+    finish(worker, connector._Save("three", "three.safetensors", [7, 8], [2], form))
+    assert torch.equal(decoded(take_handoff_file(tmp_path / "three.safetensors")[1]), three)
+    assert (worker._pool._places < 0).all()
+    assert not worker._pool._known.any()
+    assert sorted(worker._pool._free) == list(range(BLOCKS))
+    if gpu:
+        assert worker.cuda.said.count("record") == worker.cuda.said.count("synchronize") == 6
+        assert not worker._copier._ring._taken
 
-    of[2, 0, 0, 0] = torch.inf
-    ours._start_copy(connector._Save("bad", "bad.safetensors", [7], [2], form))
+
+@pytest.mark.parametrize("gpu", [False, True])
+def test_wrong_states_end_the_engine(gpu: bool, tmp_path: Path) -> None:
+    """Not finite; and never handed over, where another request's would be in their place."""
+    worker = states_connector(tmp_path, gpu=gpu)
+    step(worker, [], [], ([2], range(4), some_states(4)))
+    finish(worker, connector._Save("before", "before.safetensors", [1, 2, 3, 4], [2], "none"))
+    step(worker, [], [], ([4], range(1, 4), some_states(3)))
+    with pytest.raises(ValueError, match=r"did not hand over the states of all 4 tokens \(request missing\)"):
+        finish(worker, connector._Save("missing", "missing.safetensors", [1, 2, 3, 4], [4], "none"))
+    worker._running.clear()
+    step(worker, [], [], ([1], range(1), some_states(1) * torch.inf))
     with pytest.raises(ValueError, match="request bad"):
-        ours._running["bad"].result()
-    assert not ours._copier._ring._taken, "what could not be written leaves no room taken"
+        finish(worker, connector._Save("bad", "bad.safetensors", [7], [1], "lossless"))
+
+
+def test_a_step_that_fails_on_its_way_ends_the_engine(tmp_path: Path) -> None:
+    worker = states_connector(tmp_path, gpu=True)
+    step(worker, [], [], ([2], range(4), some_states(4)))
+    worker.take(torch.tensor([BLOCKS * BLOCK_SIZE]), some_states(1))  # a block that there is not
+    step(worker, [], [], ([3], range(1), some_states(1)))
+    with pytest.raises(IndexError):
+        finish(worker, connector._Save("any", "any.safetensors", [1, 2, 3, 4], [2], "none"))
+    assert not worker._copier._ring._taken, "what could not be kept leaves no room taken"
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+def test_memory_is_that_of_the_requests_at_once(dtype: torch.dtype) -> None:
+    """A cache of a million blocks is reserved, and what is used again is the memory of released blocks."""
+    of = pool(dtype, blocks=1_000_000)
+    for first in range(0, 300, 3):
+        for block in range(first, first + 3):
+            of.put(slots([block], range(4)), expected := some_states(4, dtype))
+        assert torch.equal(of.get([block], 4), expected)
+        of.release(list(range(first, first + 3)))
+    assert np.flatnonzero(of._states[:10].float().abs().amax((1, 2, 3)).numpy()).tolist() == [0, 1, 2]
 
 
 def test_a_cpu_s_states_never_come_near_cuda(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(torch.cuda, "Stream", mock.Mock(side_effect=AssertionError))
-    ours = states_connector(cache("a token's layers", torch.float32))
-    ours._writer = HandoffWriter(tmp_path, reuse_files=True)
+    monkeypatch.setattr(torch.cuda, "Event", mock.Mock(side_effect=AssertionError))
+    worker = states_connector(tmp_path)
+    saves = [connector._Save(str(number), f"{number}.safetensors", [7], [number], "none") for number in range(3)]
     for number in range(3):
-        ours._start_copy(connector._Save(str(number), f"{number}.safetensors", [7], [number], "none"))
-    for writing in ours._running.values():
-        writing.result()
+        step(worker, [], [], ([number], range(1), some_states(1)))
+    finish(worker, *saves)
     assert len(list(tmp_path.glob("*.safetensors"))) == 3
 
 
-def test_the_longest_sequence_has_room_and_torch_rounds_nothing_up() -> None:
+def test_the_largest_step_has_room_and_torch_rounds_nothing_up() -> None:
     asked: list[int] = []
 
     def pinned(size: int) -> torch.Tensor:
         asked.append(size)
         return torch.empty(0, dtype=torch.uint8)
 
-    of = torch.empty(2, 4, 16, 4096, dtype=torch.bfloat16, device="meta")
-    GpuCopier(of, 4096, PretendedCuda(), pinned)
-    GpuCopier(of, 131072, PretendedCuda(), pinned)
+    token = 4 * 4096 * 2
+    for tokens in (8192, 131072):
+        GpuCopier(pool(), tokens * token, tokens, PretendedCuda(), pinned)
     assert asked == [2**30, 2**33]
-    assert asked[1] >= 131072 * 4 * 4096 * 2
+    assert asked[1] >= 131072 * (token + 8)
 
 
 @pytest.mark.parametrize("seed", range(20))
@@ -162,17 +210,69 @@ def test_who_finds_no_room_waits_for_it() -> None:
     assert found[0].start == 0
 
 
-def test_embeddings_are_refused_without_the_plugin(monkeypatch: pytest.MonkeyPatch) -> None:
-    from vllm.model_executor.models.interfaces import EagleModelMixin
+def test_extraction_is_refused_without_the_plugin(monkeypatch: pytest.MonkeyPatch) -> None:
+    from vllm.model_executor.models.extract_hidden_states import CacheOnlyAttentionLayer
 
-    def config(*layer_ids: int) -> Any:
-        hf_config = SimpleNamespace(eagle_aux_hidden_state_layer_ids=list(layer_ids))
-        draft_model_config = SimpleNamespace(hf_config=hf_config)
-        return SimpleNamespace(speculative_config=SimpleNamespace(draft_model_config=draft_model_config))
-
-    monkeypatch.delattr(EagleModelMixin, "keeps_embeddings", raising=False)
-    connector._require_true_embeddings(config(1, 30))
+    monkeypatch.delattr(CacheOnlyAttentionLayer, "hands_states_over", raising=False)
     with pytest.raises(UserError, match="Let VLLM_PLUGINS name `draftsmith`"):
-        connector._require_true_embeddings(config(0, 30))
-    monkeypatch.setattr(EagleModelMixin, "keeps_embeddings", True, raising=False)
-    connector._require_true_embeddings(config(0, 30))
+        connector._require_plugin()
+    monkeypatch.setattr(CacheOnlyAttentionLayer, "hands_states_over", True, raising=False)
+    connector._require_plugin()
+
+
+def test_the_plugin_hands_over_with_our_connector_only(monkeypatch: pytest.MonkeyPatch) -> None:
+    class Layer:
+        def __init__(self) -> None:
+            self.impl = SimpleNamespace(do_kv_cache_update="vLLM's")
+
+        def get_kv_cache_spec(self, vllm_config: Any) -> str:
+            return "of states"
+
+    module: Any = ModuleType("vllm.model_executor.models.extract_hidden_states")
+    module.CacheOnlyAttentionLayer = Layer
+    plugin._in_extraction(module)
+    monkeypatch.setattr(plugin, "_whole_sequence_spec", lambda vllm_config, apart_from: "a target layer's")
+    assert module.CacheOnlyAttentionLayer.hands_states_over
+    for path, expected in ((None, "of states"), ("other", "of states"), (connector.__name__, "a target layer's")):
+        layer = Layer()
+        config = SimpleNamespace(kv_transfer_config=path and SimpleNamespace(kv_connector_module_path=path))
+        assert layer.get_kv_cache_spec(config) == expected
+        assert (layer.impl.do_kv_cache_update == "vLLM's") == (expected == "of states")
+    taken: list[Any] = []
+    monkeypatch.setattr("vllm.distributed.kv_transfer.has_kv_transfer_group", lambda: False)
+    monkeypatch.setattr(
+        "vllm.distributed.kv_transfer.get_kv_transfer_group",
+        lambda: SimpleNamespace(take=lambda slots, states: taken.append((slots, states))),
+    )
+    layer.impl.do_kv_cache_update(layer, "states", "cache", "slots")
+    monkeypatch.setattr("vllm.distributed.kv_transfer.has_kv_transfer_group", lambda: True)
+    layer.impl.do_kv_cache_update(layer, "states", "cache", "slots")
+    assert taken == [("slots", "states")]
+
+
+def test_which_layer_s_slots_the_states_have() -> None:
+    """One that keeps all tokens; of a target with sliding windows alone, such a cache is made for them."""
+    from vllm.v1.kv_cache_interface import FullAttentionSpec, KVCacheGroupSpec, MambaSpec, SlidingWindowSpec
+
+    from tests.benchmarks.bench_tokens import _config
+
+    sizes: Any = {"block_size": 16, "num_kv_heads": 2, "head_size": 64, "dtype": torch.bfloat16}
+    sliding, full = SlidingWindowSpec(**sizes, sliding_window=32), FullAttentionSpec(**sizes)
+    mamba = MambaSpec(shapes=((4,),), dtypes=(torch.float32,), block_size=64)
+
+    def chosen(**specs: Any) -> Any:
+        return plugin._whole_sequence_spec(_config(specs, hybrid=True), apart_from=type(None))
+
+    assert chosen(a=mamba, b=sliding, c=full) == full
+    assert chosen(a=sliding) == FullAttentionSpec(**sizes, sliding_window=32)
+    with pytest.raises(RuntimeError, match="attention layers"):
+        chosen(a=mamba)
+
+    def group(*specs: Any) -> tuple[int, int]:
+        groups = [KVCacheGroupSpec([f"layers.{number}"], spec) for number, spec in enumerate(specs)]
+        groups[-1].layer_names.append("cache_only_layers.4")
+        return connector._states_group(SimpleNamespace(kv_cache_groups=groups))  # type: ignore[no-any-return]
+
+    assert group(sliding, full) == (1, 16)
+    with pytest.raises(ValueError, match="no KV cache group of whole sequences"):
+        group(full, sliding)

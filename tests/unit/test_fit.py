@@ -67,7 +67,9 @@ def test_extraction_by_hand(available: Any, monkeypatch: pytest.MonkeyPatch) -> 
             target="big", target_bytes=6 * GIB, dtype="float32", layers=4,
         )  # fmt: skip
 
-    each = 6 + 0.5 + 4096 * STEP / GIB
+    # Keys and values of one layer more than the target's, and the states of as many tokens as the cache holds then.
+    states = 4 * (4 * 1024) / (3 * 2 * 1024)
+    each = 6 + 0.5 + 4096 * STEP / GIB + states
     available(4 + each + 0.01)
     extraction()
     with pytest.raises(UserError, match=r"2 engines side by side need.*Lower extract\.workers, engine\.kv_cache_gib"):
@@ -77,8 +79,8 @@ def test_extraction_by_hand(available: Any, monkeypatch: pytest.MonkeyPatch) -> 
         extraction()
     extraction(max_num_batched_tokens=64)
 
-    # On a GPU: weights, and keys, values and states of one sequence at its longest, within vLLM's share.
-    least = 6 + 2048 * (2 * 2 * 1024 + 4 * 1024) * 4 / GIB
+    # On a GPU: weights, and keys and values of one sequence at its longest, within vLLM's share.
+    least = 6 + 2048 * 3 * 2 * 1024 * 4 / GIB
     pretend_gpu(monkeypatch, gib=(least + 0.01) / 0.85)
     extraction()
     pretend_gpu(monkeypatch, gib=(least - 0.01) / 0.85)
