@@ -10,7 +10,6 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from draftsmith.drafters import eagle3
 from draftsmith.drafters.checkpoint import Checkpoint
 from draftsmith.drafters.eagle3 import _attend_to_own_position, _FusedStates, _reduced_rank_fit
 from draftsmith.drafters.init import induction, least_squares
