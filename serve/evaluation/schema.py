@@ -170,7 +170,7 @@ class Throughput(TypedDict):
 
     in_flight: int
     requests: int
-    """Counted ones, in each engine start."""
+    """Counted ones, in each engine start; for the second baseline engine half as many if there was a single start."""
     engine_starts: int
     configurations: dict[str, Measured]
     """By `Configuration.name`."""

@@ -1,4 +1,4 @@
-"""A vLLM plugin that serves MLP speculators and fixes two defects of vLLM 0.32.
+"""A vLLM plugin that serves MLP speculators and mends three things of vLLM 0.32.
 
 **MLP speculators.** vLLM 0.32 has their config but no code to run them. They take EAGLE's place: vLLM's EAGLE proposer gets what an
 MLP speculator reads, namely the target's final hidden states, the tokens sampled after them, and the rows to continue from,
@@ -13,6 +13,10 @@ that repeats a request's settings for each draft token writes into a copy of its
 **Layer id 0 in eager mode on GPUs.** vLLM 0.32 passes wrong states to drafters and to extraction: they are the same tensor as the
 first layer's residual stream, to which the fused norm kernel adds in place, layer after layer. The plugin passes a copy. Found
 by `tests/v2/test_states.py`.
+
+**Starting on CPUs.** Before its first use on a machine, vLLM looks at a model's class in a new Python process, which imports vLLM for
+that: so CUDA stays untouched in the engine's own. Where there is no CUDA the class is looked at in the engine's process, which imports
+it anyway.
 """
 
 from __future__ import annotations
@@ -39,6 +43,7 @@ def register() -> None:
         wrapt.register_post_import_hook(_in_v1, "vllm.v1.spec_decode.eagle")
         wrapt.register_post_import_hook(_in_v2, "vllm.v1.worker.gpu.spec_decode.eagle.speculator")
         wrapt.register_post_import_hook(_in_sampling, "vllm.v1.sample.rejection_sampler")
+        wrapt.register_post_import_hook(_in_registry, "vllm.model_executor.models.registry")
         wrapt.register_post_import_hook(_in_models, "vllm.model_executor.models.interfaces")
 
 
@@ -73,6 +78,13 @@ def _in_sampling(module: ModuleType) -> None:
 
     if current_platform.is_cpu():
         module.expand_batch_to_tokens = _expand_batch_to_tokens  # type: ignore[attr-defined]
+
+
+def _in_registry(module: ModuleType) -> None:
+    from vllm.platforms import current_platform
+
+    if current_platform.is_cpu():
+        module._run_in_subprocess = lambda inspect: inspect()  # type: ignore[attr-defined]
 
 
 def _in_models(module: ModuleType) -> None:

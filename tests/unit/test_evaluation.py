@@ -202,7 +202,10 @@ def test_engines_are_started_when_they_are_needed(
         "drafter-float32",
         "baseline-float32-again",
     ]
-    assert found["suites"]["questions"]["throughput"]["noise"]["by_start"] == pytest.approx([1])
+    timed = found["suites"]["questions"]["throughput"]
+    assert timed["noise"]["by_start"] == pytest.approx([1])
+    asked = {name: len(one["starts"][0]["by_prompt"]) for name, one in timed["configurations"].items()}
+    assert asked == {"baseline, float32": 16, "baseline, float32, again": 8, "K = 2, float32": 16}
     # A method whose K is fixed has an engine for each.
     Engine.started.clear()
     (run_dir / "vllm" / "config.json").write_text(json.dumps({"architectures": ["MedusaModel"], "num_heads": 3}))
