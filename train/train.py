@@ -60,12 +60,14 @@ LOSSES = "losses.json"
 
 
 def finished_training(recipe: Recipe, run_dir: Path) -> dict[str, Any] | None:
-    """The figures of a checkpoint that is up to date; None where there is something to train.
+    """The figures of a checkpoint that is up to date; None where there is something to train. Prints nothing.
 
     Raises:
         UserError: no finished store.
     """
-    return _stage(run_dir).finished(_inputs(recipe, run_dir))
+    inputs, record = _inputs(recipe, run_dir), stage.read(_stage(run_dir).directory)
+    done: dict[str, Any] | None = record["figures"] if record and record["inputs"] == inputs else None
+    return done
 
 
 def _stage(run_dir: Path) -> stage.StageRun:
@@ -105,7 +107,6 @@ def run_train(recipe: Recipe, run_dir: Path) -> dict[str, Any]:
     this_stage, inputs = _stage(run_dir), _inputs(recipe, run_dir)
     directory = this_stage.directory
     if (done := this_stage.finished(inputs)) is not None:
-        console.print(f"train: {directory} is up to date")
         return done
 
     require_usable_gpus()

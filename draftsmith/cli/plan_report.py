@@ -39,8 +39,8 @@ def report(plan: dict[str, Any]) -> Iterable[str]:
             yield f"  {stage['more']['devices']}"
         yield from (f"  {part}: {size / _GIB:.3f} GiB" for part, size in stage["memory_bytes"].items() if size)
         yield from (f"  {part}: {_duration(seconds / 3600)}" for part, seconds in stage["seconds"].items())
-        if start := stage["more"].get("start"):
-            yield f"  the start, on one process: {start['flop']:.2g} FLOP; memory {_memory(start['memory_bytes'], limit)}"
+        if start := stage["more"].get("initialization"):
+            yield f"  initialization, on one process: {start['flop']:.2g} FLOP; memory {_memory(start['memory_bytes'], limit)}"
     if problem := plan.get("misfit"):
         yield f"this machine: {problem}"
     yield "assumed (section `plan` of the recipe):"
