@@ -38,7 +38,7 @@ _BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
 _GIB = 1024**3
 _FLOAT32_ON_GPU = 1 / 16
 """A GPU's rate in float32 relative to half precision: 19.5 of 312 TFLOP/s on an A100, 67 of 989 on an H100."""
-_COST_STEPS = 8
+_COST_STEPS = 6
 """Steps of an answer whose time evaluation measures, as in `serve/evaluation/step_cost.py`."""
 _REQUESTS = 10
 """Requests per request in flight, as in `serve/evaluation/throughput.py`."""
@@ -254,10 +254,10 @@ def plan_evaluate(
     starts = options.engine_starts
     # Lookup methods draft any number of tokens, few on average.
     methods = [method.num_speculative_tokens or ks[-1] for method in options.methods.values()]
-    # Each beside the baseline: the drafter, a second baseline (in a single start for half of the requests), the drafter in every
+    # Each beside the baseline: the drafter, a second baseline (in a single start for a third of the requests), the drafter in every
     # further dtype that the recipe names, and other methods; with the share of the requests.
     further = sum(dtype != recipe.target.dtype for dtype in options.dtypes or ())
-    pairs = [(ks[-1], 1.0), (0, 0.5 if starts == 1 else 1.0), *(further * [(ks[-1], 1.0)])]
+    pairs = [(ks[-1], 1.0), (0, 1 / 3 if starts == 1 else 1.0), *(further * [(ks[-1], 1.0)])]
     for name in names:
         suite = options.suites[name]
         if suite.prompts == "held_out":

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -44,13 +45,14 @@ class Load:
     def requests(self, recipe: Recipe, *, noise: bool = False) -> Asked:
         """
         Args:
-            noise: for two identical engines. In a single engine start nothing else depends on their ratio, so half of the requests do;
-                with several, its spread between starts widens every interval (`statistics.ratio`).
+            noise: for two identical engines. In a single engine start nothing else depends on their ratio, so a third of the requests
+                do; with several, its spread between starts widens every interval (`statistics.ratio`).
         """
         options = recipe.evaluate
         prompts = self.prompts[: max(REQUESTS_PER_SLOT * self.in_flight, options.timing_prompts)]
         found = request_schedule(prompts, self.in_flight, options.timing_tokens, seed=recipe.seed)
-        return found[: (len(found) + self.in_flight) // 2] if noise and options.engine_starts == 1 else found
+        counted = len(found) - self.in_flight
+        return found[: self.in_flight + math.ceil(counted / 3)] if noise and options.engine_starts == 1 else found
 
 
 def suite_load(name: str, partial: PartialResults, k: int) -> Load:

@@ -15,7 +15,7 @@ from draftsmith.serve.evaluation.schema import Variant
 from draftsmith.serve.evaluation.suites import SuiteInput, draw
 from draftsmith.serve.evaluation.variants import Variants
 
-_STEPS = 8
+_STEPS = 6
 """Timed steps of an answer."""
 
 
