@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Any, Literal
 
 from draftsmith.config.hardware import Assumptions, Hardware
 from draftsmith.config.recipe import Recipe
+from draftsmith.config.sources import Prompts
 from draftsmith.drafters import drafter_class, layer_ids_to_read
 from draftsmith.drafters.base import Drafter
 from draftsmith.engine.memory import cpu_engine_memory, engine_memory, kv_values, side_by_side
@@ -37,8 +38,8 @@ _BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
 _GIB = 1024**3
 _FLOAT32_ON_GPU = 1 / 16
 """A GPU's rate in float32 relative to half precision: 19.5 of 312 TFLOP/s on an A100, 67 of 989 on an H100."""
-_COST_TOKENS = 16
-"""Response tokens for which evaluation measures step costs, as in `serve/evaluation/step_cost.py`."""
+_COST_STEPS = 6
+"""Steps of an answer whose time evaluation measures, as in `serve/evaluation/step_cost.py`."""
 _REQUESTS = 10
 """Requests per request in flight, as in `serve/evaluation/throughput.py`."""
 
@@ -120,7 +121,7 @@ def plan_extract(
             "prefill": reading / (rate * hardware.prefill_utilization),
             "decoding": steps * step.seconds(hardware),
             "writing the store": plain_bytes / (machines * hardware.store_mb_per_second * 1e6),
-            "starting": hardware.start_seconds,
+            "starting engines": hardware.start_seconds,
         }
     identity = StoreIdentity(
         target="", target_revision="", target_config_hash="", tokenizer_hash="", chat_template_hash=None,
@@ -183,10 +184,11 @@ def plan_train(recipe: Recipe, assumed: Assumptions, drafter: Drafter, *, layers
         plain_bytes = tokens * row_bytes
         slower = _FLOAT32_ON_GPU if hardware.memory_gib else 1
         seconds = {
-            "products": flop / (rate * hardware.count),
+            "forward and backward passes": flop / (rate * hardware.count),
             "Muon": muon / rate,  # repeated by every process
             # On one process, while the others wait.
-            "start": start.flop / (rate * slower) + start.rows_read * row_bytes / (hardware.load_mb_per_second * 1e6),
+            "initialization": start.flop / (rate * slower)
+            + start.rows_read * row_bytes / (hardware.load_mb_per_second * 1e6),
             "reading the store": plain_bytes / (hardware.load_mb_per_second * 1e6 * hardware.count),
         }
     processes = hardware.count if hardware else 1
@@ -212,7 +214,7 @@ def plan_train(recipe: Recipe, assumed: Assumptions, drafter: Drafter, *, layers
         more={
             "parameters_trained": trained,
             "optimizer_steps": optimizer_steps,
-            "start": {"flop": start.flop, "memory_bytes": 4 * (own + shared) + start.memory_bytes},
+            "initialization": {"flop": start.flop, "memory_bytes": 4 * (own + shared) + start.memory_bytes},
         }
         | _devices(hardware, _number(processes, "process"), processes),
     )
@@ -259,16 +261,16 @@ def plan_evaluate(
     starts = options.engine_starts
     # Lookup methods draft any number of tokens, few on average.
     methods = [method.num_speculative_tokens or ks[-1] for method in options.methods.values()]
-    # Each beside the baseline: the drafter, a second baseline, the drafter in every further dtype that the recipe names.
+    # Each beside the baseline: the drafter, a second baseline (in a single start for a third of the requests), the drafter in every
+    # further dtype that the recipe names, and other methods; with the share of the requests.
     further = sum(dtype != recipe.target.dtype for dtype in options.dtypes or ())
-    pairs = [ks[-1], *([0] if starts > 1 else []), *(further * [ks[-1]])]
+    pairs = [(ks[-1], 1.0), (0, 1 / 3 if starts == 1 else 1.0), *(further * [(ks[-1], 1.0)])]
     for name in names:
         suite = options.suites[name]
-        prompts = assumed.suite_prompts
         if suite.prompts == "held_out":
             prompts = conversation_counts(recipe, assumed)[1]
-        elif suite.prompts.limit:
-            prompts = suite.prompts.limit
+        else:
+            prompts = _prompt_count(suite.prompts, assumed)
         if suite.turns == "all":
             prompts *= 2
         longest = suite.max_tokens or recipe.extract.response_tokens(held_out=True)
@@ -277,15 +279,15 @@ def plan_evaluate(
         for k in (0, *(ks if first else ks[-2:]), *methods):
             answer(prompts, longest, k=k, at_once=options.acceptance_batch_size)
         for k in (0, *ks) if first else ():
-            answer(starts * min(prompts, options.step_cost_prompts), _COST_TOKENS, k=k, at_once=1)
-        for k in (*pairs, *methods):
+            answer(starts * min(prompts, options.step_cost_prompts), _COST_STEPS, k=k, at_once=1)
+        requests = max(_REQUESTS, min(prompts, options.timing_prompts))
+        for k, share in (*pairs, *((k, 1.0) for k in methods)):
             for one in (0, k):
-                requests = starts * (1 + max(_REQUESTS, min(prompts, options.timing_prompts)))
-                answer(requests, options.timing_tokens, k=one, at_once=1)
-        for k in pairs if first else ():
+                answer(starts * share * requests, options.timing_tokens, k=one, at_once=1)
+        for k, share in pairs if first else ():
             for size in options.concurrency:
                 for one in (0, k):
-                    answer(starts * (1 + _REQUESTS) * size, options.timing_tokens, k=one, at_once=size)
+                    answer(starts * (1 + share * _REQUESTS) * size, options.timing_tokens, k=one, at_once=size)
     length = min(recipe.engine.max_model_len, math.ceil(assumed.prompt_tokens + answer_tokens))
     if hardware is not None and hardware.memory_gib is None:
         need = cpu_engine_memory(
@@ -311,7 +313,7 @@ def plan_evaluate(
             hardware.memory_gib
         ):  # CUDA graphs are captured for one K: an engine for each, for step costs and for acceptance
             waves += (starts + 1) * (len(ks) - 1)
-        seconds = {"answers without an accepted draft": answering, "starting": waves * hardware.start_seconds}
+        seconds = {"answers without an accepted draft": answering, "starting engines": waves * hardware.start_seconds}
     if hardware and options.request_rates:
         seconds["requests at their rates"] = sum(2 * options.request_prompts / rate for rate in options.request_rates)
     return StagePlan(
@@ -371,8 +373,17 @@ def conversation_counts(recipe: Recipe, assumed: Assumptions) -> tuple[int, int]
     held_out = round(prompts * options.held_out_fraction)
     training = prompts - held_out
     if options.held_out is not None:
-        training, held_out = prompts, options.held_out.limit or assumed.suite_prompts
+        training, held_out = prompts, _prompt_count(options.held_out, assumed)
     return training * options.samples, held_out
+
+
+def _prompt_count(source: Prompts, assumed: Assumptions) -> int:
+    """Prompts for evaluation: the rows of a local file of JSON lines, no more than the limit; what is assumed if neither is known."""
+    known = [source.limit] if source.limit else []
+    if source.path and source.path.endswith(".jsonl") and Path(source.path).is_file():
+        with open(source.path, "rb") as file:
+            known.append(sum(not line.isspace() for line in file))
+    return min(known, default=assumed.suite_prompts)
 
 
 def trained_parameters(recipe: Recipe, drafter: Drafter) -> tuple[int, list[tuple[int, int]]]:

@@ -39,8 +39,8 @@ def report(plan: dict[str, Any]) -> Iterable[str]:
         if states := stage["more"].get("states_bytes"):
             yield f"  hidden states of unfinished sequences: {states / _GIB:.3f} GiB of each machine's ordinary memory"
         yield from (f"  {part}: {_duration(seconds / 3600)}" for part, seconds in stage["seconds"].items())
-        if start := stage["more"].get("start"):
-            yield f"  the start, on one process: {start['flop']:.2g} FLOP; memory {_memory(start['memory_bytes'], limit)}"
+        if start := stage["more"].get("initialization"):
+            yield f"  initialization, on one process: {start['flop']:.2g} FLOP; memory {_memory(start['memory_bytes'], limit)}"
     if problem := plan.get("misfit"):
         yield f"this machine: {problem}"
     yield "assumed (section `plan` of the recipe):"

@@ -42,7 +42,8 @@ class EvaluateConfig(Section):
     only: tuple[str, ...] | None = None
     """Names of the suites to run. Default: all."""
     k: tuple[int, ...] = (1, 2, 3, 4)
-    """Numbers of speculative tokens to try on the first suite; the one with the highest estimated speedup is served."""
+    """Numbers of speculative tokens to try on the first suite; the one with the highest estimated speedup is served. With one engine
+    start, those are left out that cannot be the fastest, by step costs and acceptance at smaller K."""
     acceptance_k: int = Field(3, ge=1)
     """Acceptance length is reported at this K for every suite, beside the chosen one, so that runs can be compared."""
     engine_starts: int = Field(3, ge=1)

@@ -85,7 +85,7 @@ class Assumptions(Section):
     conversations: int | None = Field(None, ge=1)
     """Number of prompts, if `extract.prompts.limit` does not set it."""
     suite_prompts: int = Field(100, ge=1)
-    """Number of prompts of an evaluation suite whose `limit` is not set."""
+    """Number of prompts of an evaluation suite, or held out, if neither a `limit` nor a local file of JSON lines says it."""
     machines: int = Field(1, ge=1)
     """Number of machines that `extract.machines: all` stands for."""
     target_config: FileSource | None = None

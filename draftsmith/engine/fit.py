@@ -113,9 +113,10 @@ def _require(what: str, target: str, engines: list[EngineMemory], more_keys: str
     if available is None or needed <= available:
         return
     largest = max(engines, key=lambda one: one.total)
-    count = "one engine needs" if len(engines) == 1 else f"{len(engines)} engines side by side need"
+    one_engine = len(engines) == 1
+    count = "one engine needs" if one_engine else f"{len(engines)} engines side by side need"
     raise UserError(
-        f"{what} {target} does not fit into this machine's memory: {count} about {needed / GIB:.1f} GiB (each "
-        f"{largest.in_words()}), and {available / GIB:.1f} GiB are available. Lower {more_keys}engine.kv_cache_gib, which all engines "
-        "share, choose a smaller target.dtype or a smaller target, or end other programs."
+        f"{what} {target} does not fit into this machine's memory: {count} about {needed / GIB:.1f} GiB "
+        f"({'' if one_engine else 'each '}{largest.in_words()}), and {available / GIB:.1f} GiB are available. Lower "
+        f"{more_keys}engine.kv_cache_gib{'' if one_engine else ', which all engines share'}, choose a smaller target.dtype or a smaller target, or end other programs."
     )

@@ -64,11 +64,7 @@ class EngineProcess:
         log.parent.mkdir(parents=True, exist_ok=True)
         log.write_text("")
         self.pipe, childs_end = multiprocessing.Pipe()
-        context, values = engine_context(), environment.vllm_environment(engine)
-        if isinstance(context, multiprocessing.context.ForkServerContext):
-            with patch_environment(**values):
-                ensure_running()  # without `variables`: engines forked from the server must not see one another's
-        values |= variables or {}
+        context, values = prepare_engines(engine), environment.vllm_environment(engine) | (variables or {})
         cores = os.sched_getaffinity(0) if hasattr(os, "sched_getaffinity") else None
         # Not a daemon process, because vLLM starts child processes for tensor parallelism.
         # mypy: every concrete context has Process, the base class has not.
@@ -135,6 +131,15 @@ def engine_context() -> multiprocessing.context.BaseContext:
         return multiprocessing.get_context("spawn")  # a forked process must not inherit a GPU driver's state
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload(["draftsmith.engine.preload"])
+    return context
+
+
+def prepare_engines(engine: EngineConfig) -> multiprocessing.context.BaseContext:
+    """`engine_context()`, with the process that imports vLLM started if engines are forked; does not wait for it."""
+    context = engine_context()
+    if isinstance(context, multiprocessing.context.ForkServerContext):
+        with patch_environment(**environment.vllm_environment(engine)):
+            ensure_running()  # engines forked from it must not see one another's variables, so it has none of theirs
     return context
 
 

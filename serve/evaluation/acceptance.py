@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 from draftsmith.config.loading import digest
@@ -12,11 +12,19 @@ from draftsmith.data.turns import Turn, TurnRenderer
 from draftsmith.run.progress import Bar, console
 from draftsmith.serve.evaluation import fidelity
 from draftsmith.serve.evaluation.answers import examples, quality
-from draftsmith.serve.evaluation.curve import speedup_curve, step_cost_curve
+from draftsmith.serve.evaluation.curve import StepCost, is_beaten, speedup_curve, step_cost_curve
 from draftsmith.serve.evaluation.engine import Counters, EngineHost, Generated
 from draftsmith.serve.evaluation.lineup import Lineup
 from draftsmith.serve.evaluation.partial import MeasuredSuite, PartialResults, timed_prompts
-from draftsmith.serve.evaluation.schema import Acceptance, Control, CurvePoint, Difference, SuiteAtK, Variant
+from draftsmith.serve.evaluation.schema import (
+    Acceptance,
+    AcceptanceByPrompt,
+    Control,
+    CurvePoint,
+    Difference,
+    SuiteAtK,
+    Variant,
+)
 from draftsmith.serve.evaluation.statistics import acceptance, acceptance_interval, categories, tokens_per_step
 from draftsmith.serve.evaluation.suites import SuiteInput, draw
 from draftsmith.serve.evaluation.throughput import REQUESTS_PER_SLOT
@@ -33,6 +41,21 @@ def measure_acceptance(
 ) -> None:
     """Measure the suites that are left. The first gives the K curve; others run at the best K and at `acceptance_k`."""
     options = recipe.evaluate
+    costs = step_cost_curve([{int(k): ratios for k, ratios in one.items()} for one in partial.step_costs])
+
+    def beaten(variant: Variant, found: Mapping[Variant, AcceptanceByPrompt]) -> bool:
+        measured = {k: at_k for k, at_k in found.items() if isinstance(k, int)}
+        if (
+            isinstance(variant, str)
+            or variant == options.acceptance_k
+            or not is_beaten(variant, costs, measured, options.k)
+        ):
+            return False
+        console.print(
+            f"evaluate: K = {variant} is left out: by its step cost it cannot be the fastest", highlight=False
+        )
+        return True
+
     if partial.suites:
         console.print(f"evaluate: {', '.join(partial.suites)} measured before", highlight=False, soft_wrap=True)
     for suite in suites:
@@ -45,9 +68,10 @@ def measure_acceptance(
             lineup.turns(variants.engines([0, *compared]), lambda variant: 0), compared, suite, renderer,
             piece=1 + max(map(variants.num_speculative_tokens, compared)), batch_size=options.acceptance_batch_size,
             max_model_len=recipe.engine.max_model_len,
+            leave_out=beaten if first and options.engine_starts == 1 else lambda variant, found: False,
         )  # fmt: skip
         if first:
-            partial.k_curve = _k_curve(found, options.k, partial.step_costs)
+            partial.k_curve = _k_curve(found, options.k, costs)
             most = REQUESTS_PER_SLOT * max(options.concurrency, default=0)
             partial.load_prompts = timed_prompts(draw(found.turns, most, seed=recipe.seed))
             answers = found.answers[partial.best_k(options.k)]
@@ -89,6 +113,7 @@ def in_batches(
     piece: int,
     batch_size: int,
     max_model_len: int,
+    leave_out: Callable[[Variant, Mapping[Variant, AcceptanceByPrompt]], bool],
 ) -> InBatches:
     """Every prompt of a suite at every variant, in batches; later turns follow the baseline's answers.
 
@@ -97,39 +122,41 @@ def in_batches(
             baseline answers in the first, and its answers stand for all.
         compared: the variants that speculate.
         piece: of the control (`fidelity.control`): one more than the longest draft of any of them.
+        leave_out: whether not to ask a variant, after what was found of those before it.
     """
-    identical = dict.fromkeys(compared, 0)
-    seconds: dict[Variant, float] = dict.fromkeys(compared, 0.0)
-    answers: dict[Variant, list[Generated]] = {variant: [] for variant in compared}
-    counted: dict[Variant, Counters] = {}
+    seconds: dict[Variant, float] = {}
+    answers: dict[Variant, list[Generated]] = {}
+    accepted: dict[Variant, AcceptanceByPrompt] = {}
     different: list[Difference] = []
     batches: list[_Batch] = []
     control: Control | None = None
     most = sum(1 + len(turn.later) for turn in suite.prompts)
     for engines in groups:
         here = [variant for variant in compared if variant in engines]
-        before = {variant: engines[variant].counters() for variant in here}
-        first = not batches
+        first, done = not batches, 0
         with Bar(f"{suite.name}: acceptance", total=most * (len(here) + first), unit="answers") as bar:
-            done = 0
-            for batch in _baseline_answers(engines[0], suite, renderer, batch_size, batches) if first else batches:
-                done += first * len(batch.turns)
+            for batch in _baseline_answers(engines[0], suite, renderer, batch_size, batches) if first else ():
+                done += len(batch.turns)
                 bar.update(done)
-                for variant in here:
+            for variant in here:
+                if leave_out(variant, accepted):
+                    done += most
+                    continue
+                before = engines[variant].counters()
+                seconds[variant], answers[variant] = 0.0, []
+                for batch in batches:
                     found, spent = engines[variant].generate(
                         [turn.token_ids for turn in batch.turns], max_tokens=suite.max_tokens
                     )
                     seconds[variant] += spent
                     answers[variant] += found
-                    differing = fidelity.differences_with_margins(
+                    different += fidelity.differences_with_margins(
                         engines[0], {turn.id: turn.token_ids for turn in batch.turns}, batch.baseline, found,
                         engines[variant].config, variant if isinstance(variant, str) else None,
                     )  # fmt: skip
-                    identical[variant] += len(batch.turns) - len(differing)
-                    different += differing
                     done += len(batch.turns)
                     bar.update(done)
-        counted |= {variant: engines[variant].counters() - before[variant] for variant in here}
+                accepted[variant] = _by_prompt(engines[variant].counters() - before, batches, answers[variant])
         if first:
             _say_left_out(suite, batches)
         if different and control is None:
@@ -137,17 +164,12 @@ def in_batches(
     asked = [turn for batch in batches for turn in batch.turns]
     baseline = [answer for batch in batches for answer in batch.baseline]
     at: dict[Variant, SuiteAtK] = {}
-    for variant in compared:
-        counts = {
-            turn.id: [len(answer.drafted), sum(answer.accepted)]
-            for turn, answer in zip(asked, answers[variant], strict=True)
-        }
+    for variant, found_of in accepted.items():
         own = [one for one in different if _is_of(one, variant)]
         at[variant] = {
-            **acceptance(counted[variant]),
-            "acceptance_length_interval": acceptance_interval(counts),
-            "by_prompt": counts,
-            "prompts_identical": identical[variant],
+            **found_of,
+            "acceptance_length_interval": acceptance_interval(found_of["by_prompt"]),
+            "prompts_identical": len(asked) - len(own),
             "fidelity": fidelity.judge(own, [turn.id for turn in asked], baseline, control),
             "seconds": seconds[variant],
         }
@@ -170,6 +192,12 @@ def _baseline_answers(
             for turn, answer in zip(turns, found, strict=True)
         ]
         waiting.extendleft(reversed([turn for turn in following if turn is not None]))
+
+
+def _by_prompt(counters: Counters, batches: Sequence[_Batch], answers: Sequence[Generated]) -> AcceptanceByPrompt:
+    asked = [turn.id for batch in batches for turn in batch.turns]
+    counts = {name: [len(one.drafted), sum(one.accepted)] for name, one in zip(asked, answers, strict=True)}
+    return {**acceptance(counters), "by_prompt": counts}
 
 
 def _say_left_out(suite: SuiteInput, batches: Sequence[_Batch]) -> None:
@@ -200,12 +228,10 @@ def _is_of(difference: Difference, variant: Variant) -> bool:
     return difference["method"] is None and difference["num_speculative_tokens"] == variant
 
 
-def _k_curve(
-    found: InBatches, choices: Sequence[int], step_costs: Sequence[Mapping[str, Sequence[float]]]
-) -> dict[str, CurvePoint]:
-    costs = step_cost_curve([{int(k): ratios for k, ratios in one.items()} for one in step_costs])
-    by_prompt = {k: found.at[k]["by_prompt"] for k in costs}
-    return {str(k): one for k, one in speedup_curve(costs, by_prompt, choices).items()}
+def _k_curve(found: InBatches, choices: Sequence[int], costs: Mapping[int, StepCost]) -> dict[str, CurvePoint]:
+    by_prompt = {k: found.at[k]["by_prompt"] for k in costs if k in found.at}
+    curve = speedup_curve({k: costs[k] for k in by_prompt}, by_prompt, [k for k in choices if k in by_prompt])
+    return {str(k): one for k, one in curve.items()}
 
 
 def _measured(
@@ -239,7 +265,7 @@ def _measured(
         "control": found.control
         and {**found.control, "margins": found.control["margins"][: fidelity.DIFFERENCES_KEPT]},
         "differences": found.different[: fidelity.DIFFERENCES_KEPT],
-        "at_k": {str(k): found.at[k] for k in ks},
+        "at_k": {str(k): found.at[k] for k in ks if k in found.at},
         "baseline_seconds": found.baseline_seconds,
         "methods": {
             name: {

@@ -9,7 +9,7 @@ from collections.abc import Mapping, Sequence
 import numpy as np
 from typing_extensions import TypedDict
 
-from draftsmith.serve.evaluation.schema import CurvePoint
+from draftsmith.serve.evaluation.schema import AcceptanceByPrompt, CurvePoint
 from draftsmith.serve.evaluation.statistics import conversation_sums, resampled
 
 _SAMPLES_SEED = 1
@@ -91,6 +91,32 @@ def speedup_curve(
         }
         for place, k in enumerate(ks)
     }
+
+
+def is_beaten(
+    k: int, costs: Mapping[int, StepCost], found: Mapping[int, AcceptanceByPrompt], choices: Sequence[int]
+) -> bool:
+    """Whether a K could be neither the fastest nor a rival (`rivals`), told without its acceptance.
+
+    Acceptance falls from position to position. So the most that K could accept is what the largest measured K below it accepts, and
+    at each further position as often as that accepts its last.
+
+    Args:
+        k: not measured yet, one of the choices.
+        costs: by K.
+        found: the K measured so far.
+        choices: the candidates for K.
+    """
+    below = max((one for one in found if one < k), default=0)
+    if not below:
+        return False
+    more = (k - below) * found[below]["acceptance_per_position"][-1]
+    by_prompt: dict[int, Mapping[str, Sequence[float]]] = {one: at_k["by_prompt"] for one, at_k in found.items()}
+    by_prompt[k] = {name: [drafts, accepted + more * drafts] for name, (drafts, accepted) in by_prompt[below].items()}
+    curve = speedup_curve(
+        {one: costs[one] for one in by_prompt}, by_prompt, [one for one in choices if one in by_prompt]
+    )
+    return curve[k]["fastest_share"] < 1 - SURE
 
 
 def _length(sums: np.ndarray) -> np.ndarray:

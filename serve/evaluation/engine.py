@@ -194,6 +194,19 @@ class EngineHost:
         answers, seconds = self._call("generate", [list(ids) for ids in prompts], max_tokens, temperature)
         return [Generated(*answer) for answer in answers], seconds
 
+    def step_seconds(self, prompt: Sequence[int], steps: int) -> list[float]:
+        """The seconds of each of the first decoding steps of an answer: the steps after prefill, which gives the first token.
+
+        Args:
+            prompt: token ids.
+            steps: how many; fewer are returned if the answer ends before.
+
+        Raises:
+            DraftsmithError: the engine failed.
+        """
+        found: list[float] = self._call("step_seconds", list(prompt), steps)
+        return found
+
     def draft_by_load(self, ranges: Sequence[Sequence[int]]) -> None:
         """Draft other numbers of tokens than before, up to the engine's own. No request may be running.
 
@@ -304,6 +317,10 @@ class SharedEngine(EngineHost):
         found = self._engine.generate(prompts, max_tokens=max_tokens, temperature=temperature)
         self._counted += self._engine.counters() - before
         return found
+
+    def step_seconds(self, prompt: Sequence[int], steps: int) -> list[float]:
+        self._set_k()
+        return self._engine.step_seconds(prompt, steps)
 
     def begin_load(self, requests: Sequence[Request], in_flight: int) -> None:
         self._set_k()

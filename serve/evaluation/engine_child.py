@@ -5,6 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
+from itertools import pairwise
 from multiprocessing.connection import Connection
 from typing import Any
 
@@ -57,6 +58,19 @@ class _Engine:
                 )
             )  # fmt: skip
         return answers, seconds
+
+    def step_seconds(self, prompt: list[int], steps: int) -> list[float]:
+        from vllm import SamplingParams
+
+        engine = self._llm.llm_engine
+        sampling = SamplingParams(temperature=0.0, max_tokens=None, detokenize=False)
+        engine.add_request("steps", {"prompt_token_ids": prompt}, sampling)
+        answered: list[float] = []
+        while len(answered) <= steps and engine.has_unfinished_requests():
+            if engine.step():  # a part of a long prompt gives no token
+                answered.append(time.perf_counter())
+        engine.abort_request(["steps"])
+        return [after - before for before, after in pairwise(answered)]
 
     def draft_by_load(self, ranges: list[list[int]]) -> None:
         from vllm.v1.spec_decode.dynamic.utils import build_dynamic_sd_schedule_lookup

@@ -184,7 +184,7 @@ def evaluate(
             for name, load in by_suite.items()
         },
         "k_curve": partial.k_curve,
-        "toss_up": rivals({k: partial.k_curve[str(k)] for k in options.k}, best),
+        "toss_up": rivals({k: partial.k_curve[str(k)] for k in options.k if str(k) in partial.k_curve}, best),
         "engine_starts": options.engine_starts,
         "predicted_acceptance_length": dict(predicted) if predicted is not None else None,
         "predicted_speedup": predicted_speedup(predicted, partial.k_curve),

@@ -76,7 +76,7 @@ class PartialResults:
 
     def best_k(self, choices: Iterable[int]) -> int:
         """The K with the highest estimated speedup."""
-        return fastest({k: self.k_curve[str(k)] for k in choices})
+        return fastest({k: self.k_curve[str(k)] for k in choices if str(k) in self.k_curve})
 
 
 def timed_prompts(turns: Sequence[Turn]) -> list[TimedPrompt]:

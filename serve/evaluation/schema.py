@@ -170,7 +170,7 @@ class Throughput(TypedDict):
 
     in_flight: int
     requests: int
-    """Counted ones, in each engine start."""
+    """Counted ones, in each engine start; for the second baseline engine a third of them if there was a single start."""
     engine_starts: int
     configurations: dict[str, Measured]
     """By `Configuration.name`."""
@@ -222,12 +222,17 @@ class Rate(TypedDict):
 # ---- suites ----
 
 
-class SuiteAtK(Acceptance):
-    """One suite at one K, in batches, beside the baseline in the same batches."""
+class AcceptanceByPrompt(Acceptance):
+    """The same, and of each prompt."""
 
-    acceptance_length_interval: Interval
     by_prompt: dict[str, list[int]]
     """Drafts and accepted tokens of each prompt by its id. Ids of later turns end in `/turn-2` and so on."""
+
+
+class SuiteAtK(AcceptanceByPrompt):
+    """One suite at one K, in the batches in which the baseline answered."""
+
+    acceptance_length_interval: Interval
     prompts_identical: int
     """Prompts whose answer equals the baseline's, token for token."""
     fidelity: Fidelity
@@ -298,7 +303,8 @@ class SuiteAcceptance(Acceptance):
     differences: list[Difference]
     """The first few, of the run's drafter and of other methods."""
     at_k: dict[str, SuiteAtK]
-    """At each K measured on all prompts: the first suite at every K, others at the chosen one and at `evaluate.acceptance_k`."""
+    """At each K measured on all prompts: the first suite at every K of `k_curve`, others at the chosen one and at
+    `evaluate.acceptance_k`."""
     baseline_seconds: float
     """Engine time of the baseline for the whole suite."""
     quality: Quality | None
@@ -375,7 +381,8 @@ class Results(TypedDict):
     """The K of `evaluate.k` with the highest speedup in `k_curve`: the K to serve."""
     suites: dict[str, Suite]
     k_curve: dict[str, CurvePoint]
-    """By K, ascending; measured on the first suite."""
+    """By K, ascending; measured on the first suite. In a single engine start without those that cannot be the fastest
+    (`curve.is_beaten`)."""
     toss_up: list[int]
     """Other K that may be as fast; empty if the choice is clear."""
     engine_starts: int

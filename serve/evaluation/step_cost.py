@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import statistics
 from collections.abc import Mapping, Sequence
 
 from draftsmith.config.recipe import Recipe
@@ -14,8 +15,8 @@ from draftsmith.serve.evaluation.schema import Variant
 from draftsmith.serve.evaluation.suites import SuiteInput, draw
 from draftsmith.serve.evaluation.variants import Variants
 
-_COST_TOKENS = 16
-"""Response tokens of an answer whose steps are timed."""
+_STEPS = 6
+"""Timed steps of an answer."""
 
 
 def measure_step_costs(
@@ -38,8 +39,8 @@ def step_costs(
 ) -> dict[int, list[float]]:
     """Seconds of a decoding step over those of a baseline step, by K, for each of a few prompts.
 
-    Answers are short and every prompt goes to every engine in turn, so a disturbance of a second or two spoils one ratio of many,
-    which a median ignores.
+    Every prompt goes to every engine in turn for a few steps, of which the median counts: a disturbance of the machine, short or long,
+    spoils few steps or few ratios, which medians ignore. As many steps are timed at every K, and each drafts and verifies K tokens.
 
     Raises:
         UserError: the answers are too short.
@@ -52,14 +53,11 @@ def step_costs(
             seconds: dict[int, float] = {}
             shift = index % len(order)  # no engine is always first
             for k in order[shift:] + order[:shift]:
-                before = engines[k].counters()
-                (answer,), _ = engines[k].generate([prompt.token_ids], max_tokens=_COST_TOKENS)
-                # Prefill gives the first token; after that every step of a speculative engine verifies a draft.
-                steps = (engines[k].counters() - before).drafts if k else len(answer.token_ids) - 1
-                seconds[k] = answer.decode_seconds / steps if steps else 0.0
+                if steps := engines[k].step_seconds(prompt.token_ids, _STEPS):
+                    seconds[k] = statistics.median(steps)
                 bar.step()
             for k in ks:
-                if seconds[0] and seconds[k]:
+                if 0 in seconds and k in seconds:
                     ratios[k].append(seconds[k] / seconds[0])
     if not all(ratios.values()):
         raise UserError(

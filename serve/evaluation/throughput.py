@@ -32,8 +32,8 @@ Asked = list[tuple[str, Request]]
 def request_schedule(prompts: Sequence[tuple[str, list[int]]], in_flight: int, max_tokens: int, *, seed: int) -> Asked:
     """The requests of one measurement.
 
-    The first N are not counted. Their answers have different lengths, so that answers of equal length do not start and end in
-    step from then on, as under a real load they do not.
+    The first N are not counted. Their answers have different lengths, from a single token on, so that answers of equal length do not
+    start and end in step from then on, as under a real load they do not.
 
     Args:
         prompts: ids and token ids; each is asked as often as every other, give or take one.
@@ -47,7 +47,7 @@ def request_schedule(prompts: Sequence[tuple[str, list[int]]], in_flight: int, m
     found: Asked = []
     for number in range(in_flight):
         name, token_ids = prompts[number % len(prompts)]
-        longest = max(1, math.ceil(max_tokens * (number + 1) / in_flight))
+        longest = max(1, math.ceil(max_tokens * number / in_flight))
         found.append((name, Request(token_ids, longest, counted=False)))
     while len(found) < count + in_flight:
         take = order[: count + in_flight - len(found)]

@@ -1,4 +1,4 @@
-"""A vLLM plugin that serves MLP speculators, hands hidden states to extraction, and fixes two defects of vLLM 0.32.
+"""A vLLM plugin that serves MLP speculators, hands hidden states to extraction, and mends three things of vLLM 0.32.
 
 **MLP speculators.** vLLM 0.32 has their config but no code to run them. They take EAGLE's place: vLLM's EAGLE proposer gets what an
 MLP speculator reads, namely the target's final hidden states, the tokens sampled after them, and the rows to continue from,
@@ -18,6 +18,10 @@ that repeats a request's settings for each draft token writes into a copy of its
 **Layer id 0 in eager mode on GPUs.** vLLM 0.32 passes wrong states to drafters and to extraction: they are the same tensor as the
 first layer's residual stream, to which the fused norm kernel adds in place, layer after layer. The plugin passes a copy. Found
 by `tests/v2/test_states.py`.
+
+**Starting on CPUs.** Before its first use on a machine, vLLM looks at a model's class in a new Python process, which imports vLLM for
+that: so CUDA stays untouched in the engine's own. Where there is no CUDA the class is looked at in the engine's process, which imports
+it anyway.
 """
 
 from types import ModuleType
@@ -45,6 +49,7 @@ def register() -> None:
         wrapt.register_post_import_hook(_in_v1, "vllm.v1.spec_decode.eagle")
         wrapt.register_post_import_hook(_in_v2, "vllm.v1.worker.gpu.spec_decode.eagle.speculator")
         wrapt.register_post_import_hook(_in_sampling, "vllm.v1.sample.rejection_sampler")
+        wrapt.register_post_import_hook(_in_registry, "vllm.model_executor.models.registry")
         wrapt.register_post_import_hook(_in_models, "vllm.model_executor.models.interfaces")
         wrapt.register_post_import_hook(_in_extraction, "vllm.model_executor.models.extract_hidden_states")
 
@@ -77,6 +82,13 @@ def _in_sampling(module: ModuleType) -> None:
 
     if current_platform.is_cpu():
         module.expand_batch_to_tokens = _expand_batch_to_tokens  # type: ignore[attr-defined]
+
+
+def _in_registry(module: ModuleType) -> None:
+    from vllm.platforms import current_platform
+
+    if current_platform.is_cpu():
+        module._run_in_subprocess = lambda inspect: inspect()  # type: ignore[attr-defined]
 
 
 def _in_models(module: ModuleType) -> None:

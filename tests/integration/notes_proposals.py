@@ -1,5 +1,7 @@
 """An engine of an evaluation that also tells every chain of tokens that its drafter proposed, with its context."""
 
+import os
+import tempfile
 from multiprocessing.connection import Connection
 from typing import Any
 from unittest import mock
@@ -30,5 +32,13 @@ class NotesProposals(engine_child._Engine):
 
 
 def child(pipe: Connection, arguments: dict[str, Any]) -> None:
-    with mock.patch.object(engine_child, "_Engine", NotesProposals):
+    from vllm.model_executor.models import registry
+
+    # On a CPU an engine that has never seen a model's class needs no other process to look at it (the plugin).
+    with (
+        tempfile.TemporaryDirectory() as unseen,
+        mock.patch.dict(os.environ, VLLM_CACHE_ROOT=unseen),
+        mock.patch.object(registry, "subprocess", None),
+        mock.patch.object(engine_child, "_Engine", NotesProposals),
+    ):
         engine_child.child(pipe, arguments)

@@ -133,8 +133,9 @@ def test_evaluate(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     written = json.loads((run_dir / "eval" / "results.json").read_text())
     assert written == results
     TypeAdapter(Results).validate_python(written, strict=True)
-    assert set(results["k_curve"]) == {"1", "2", "3", "4"}
-    assert results["num_speculative_tokens"] in (1, 2, 3, 4)
+    # One engine start: what cannot be the fastest is left out, and what that is depends on the machine.
+    assert {"1", "2"} <= set(results["k_curve"]) <= {"1", "2", "3", "4"}
+    assert str(results["num_speculative_tokens"]) in results["k_curve"]
     for name, prompts in (("held_out", 5), ("other", 3)):
         suite = results["suites"][name]
         assert suite["prompts"] == prompts

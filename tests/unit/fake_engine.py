@@ -72,6 +72,9 @@ class Engine:
                 )  # fmt: skip
         return answers, sum(cost * len(answer.accepted) for answer in answers)
 
+    def step_seconds(self, prompt: Sequence[int], steps: int) -> list[float]:
+        return [self.at(1)[1]] * (steps - 1) + [9.0]  # the machine is disturbed in the last
+
     def begin_load(self, requests: Sequence[Request], in_flight: int) -> None:
         engine = SteppedEngine(self)
         self.load = ConstantLoad(

@@ -7,8 +7,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from draftsmith.serve.evaluation.curve import fastest, non_decreasing, rivals, speedup_curve, step_cost_curve
-from draftsmith.serve.evaluation.schema import CurvePoint
+from draftsmith.serve.evaluation.curve import fastest, is_beaten, non_decreasing, rivals, speedup_curve, step_cost_curve
+from draftsmith.serve.evaluation.schema import AcceptanceByPrompt, CurvePoint
 
 
 @given(st.lists(st.floats(0.5, 3.0), min_size=1, max_size=12))
@@ -56,6 +56,25 @@ def test_a_clear_choice_is_clear() -> None:
     assert curve[3]["fastest_share"] == 0  # measured, and not to be chosen
     low, high = curve[2]["speedup_interval"]
     assert low < curve[2]["speedup"] < high
+
+
+def test_what_cannot_be_the_fastest_is_told_before_it_is_measured() -> None:
+    def found(k: int, accepted: list[int]) -> AcceptanceByPrompt:
+        return {
+            "acceptance_length": 1 + sum(accepted) / 100, "acceptance_per_position": [one / 100 for one in accepted],
+            "acceptance_per_position_conditional": [], "drafts": 100, "draft_tokens": 100 * k, "accepted": sum(accepted),
+            "by_prompt": {f"p{n}": [10, sum(accepted) / 10] for n in range(10)},  # type: ignore[list-item]
+        }  # fmt: skip
+
+    measured = {1: found(1, [45]), 2: found(2, [44, 16])}  # 1.45 and 1.60 tokens; at K = 3 1.76 at most, at K = 4 1.92
+    exact = step_cost_curve(_starts([[1.15, 1.25, 1.40, 1.45]], 0.001))
+    assert is_beaten(3, exact, measured, (1, 2, 3, 4)), "1.76 / 1.40 < 1.60 / 1.25"
+    assert not is_beaten(4, exact, measured, (1, 2, 3, 4)), "1.92 / 1.45 > 1.60 / 1.25"
+    assert not is_beaten(2, exact, {}, (1, 2, 3, 4)), "nothing is known"
+    assert not is_beaten(1, exact, {2: measured[2]}, (1, 2, 3, 4)), "nor from larger K"
+    assert is_beaten(4, exact, measured | {3: found(3, [44, 16, 4])}, (1, 2, 3, 4)), "it is 1.68 at most"
+    rough = step_cost_curve(_starts([[1.15, 1.25, 1.40, 1.45]], 0.4))
+    assert not is_beaten(3, rough, measured, (1, 2, 3, 4)), "it may cost less than measured"
 
 
 def test_one_start_has_the_error_of_its_medians_alone() -> None:

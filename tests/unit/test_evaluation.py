@@ -202,7 +202,16 @@ def test_engines_are_started_when_they_are_needed(
         "drafter-float32",
         "baseline-float32-again",
     ]
-    assert found["suites"]["questions"]["throughput"]["noise"]["by_start"] == pytest.approx([1])
+    timed = found["suites"]["questions"]["throughput"]
+    assert timed["noise"]["by_start"] == pytest.approx([1])
+    asked = {name: len(one["starts"][0]["by_prompt"]) for name, one in timed["configurations"].items()}
+    assert asked == {"baseline, float32": 16, "baseline, float32, again": 6, "K = 2, float32": 16}
+    assert set(found["k_curve"]) == {"1", "2", "3"}, "K = 3 cannot be the fastest, but acceptance is asked for at it"
+    options["acceptance_k"] = 2
+    found = run_evaluate(loaded.model_copy(update={"evaluate": loaded.evaluate.model_copy(update=options)}), run_dir)
+    assert set(found["k_curve"]) == set(found["suites"]["questions"]["at_k"]) == {"1", "2"}
+    assert (found["num_speculative_tokens"], found["toss_up"]) == (2, [])
+    options["acceptance_k"] = 3
     # A method whose K is fixed has an engine for each.
     Engine.started.clear()
     (run_dir / "vllm" / "config.json").write_text(json.dumps({"architectures": ["MedusaModel"], "num_heads": 3}))

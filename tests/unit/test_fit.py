@@ -75,7 +75,9 @@ def test_extraction_by_hand(available: Any, monkeypatch: pytest.MonkeyPatch) -> 
     with pytest.raises(UserError, match=r"2 engines side by side need.*Lower extract\.workers, engine\.kv_cache_gib"):
         extraction(workers=2)
     available(4 + each - 0.01)
-    with pytest.raises(UserError, match=r"Extraction from big does not fit.*one engine needs about"):
+    with pytest.raises(
+        UserError, match=r"one engine needs about .* GiB \(target 6\.0.*Lower engine\.kv_cache_gib, choose"
+    ):
         extraction()
     extraction(max_num_batched_tokens=64)
 

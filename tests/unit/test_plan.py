@@ -68,7 +68,7 @@ def test_a_recipe_says_on_top_what_its_plan_prints(path: Path) -> None:
     for name, stage in plan["stages"].items():
         if stage["memory_limit"]:
             assert sum(stage["memory_bytes"].values()) < stage["memory_limit"], name
-            assert stage["more"].get("start", {}).get("memory_bytes", 0) < stage["memory_limit"]
+            assert stage["more"].get("initialization", {}).get("memory_bytes", 0) < stage["memory_limit"]
 
     assert recipe.plan is not None
     config = config_of_target(recipe, recipe.plan)
@@ -339,7 +339,9 @@ def test_a_plan_says_which_gpus_a_run_takes() -> None:
     printed = "\n".join(report(plan))
     assert "  8 engines on GPUs 0 to 7, which is MORE than the 1 of `plan.hardware`\n" in printed
     assert "  1 process on GPU 0\n" in printed
-    assert re.search(r"  the start, on one process: \S+ FLOP; memory \S+ of 6\.0 GiB, which is TOO MUCH\n", printed)
+    assert re.search(
+        r"  initialization, on one process: \S+ FLOP; memory \S+ of 6\.0 GiB, which is TOO MUCH\n", printed
+    )
     on_cpus = make_plan(load_recipe(RECIPES / "demo.yaml"))["stages"]
     assert not any("devices" in stage["more"] for stage in on_cpus.values())
 
@@ -361,6 +363,15 @@ def test_what_a_plan_needs_to_be_told(tmp_path: Path, capsys: pytest.CaptureFixt
     assert planned.plan is not None
     assert conversation_counts(planned, planned.plan) == (950, 50)
     assert conversation_counts(load_recipe(path, [*lengths, "extract.prompts.limit=100"]), planned.plan) == (95, 5)
+    (tmp_path / "rows.jsonl").write_text('{"prompt": "?"}\n' * 7)
+    for source, rows in (
+        ("rows.jsonl", 7),
+        ("rows.jsonl, limit: 5", 5),
+        ("rows.jsonl, limit: 9", 7),
+        ("missing.jsonl", 100),
+    ):
+        held_out = f"extract.held_out={{path: {tmp_path}/{source}}}"
+        assert conversation_counts(load_recipe(path, [*lengths, held_out]), planned.plan) == (1000, rows)
     with pytest.raises(SystemExit) as done:
         app(["run", str(path), "--plan", *(part for line in lengths for part in ("-s", line))])
     assert done.value.code == 0

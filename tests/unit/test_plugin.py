@@ -144,6 +144,18 @@ def test_embeddings_handed_out_stay_as_they_are() -> None:
     assert [tensor.tolist() for tensor in found] == [[1.0] * 3, [6.0] * 3]
 
 
+@pytest.mark.parametrize("on_cpu", [True, False])
+def test_a_cpu_engine_looks_at_models_itself(on_cpu: bool, vllm: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Elsewhere vLLM does in another process."""
+    platforms: Any = ModuleType("vllm.platforms")
+    platforms.current_platform = SimpleNamespace(is_cpu=lambda: on_cpu)
+    monkeypatch.setitem(sys.modules, "vllm.platforms", platforms)
+    registry: Any = ModuleType("vllm.model_executor.models.registry")
+    registry._run_in_subprocess = lambda inspect: "elsewhere"
+    plugin._in_registry(registry)
+    assert registry._run_in_subprocess(lambda: "here") == ("here" if on_cpu else "elsewhere")
+
+
 @given(
     st.lists(st.tuples(st.sampled_from([0.0, 0.5, 1.0]), st.integers(0, 4)), min_size=1),
     st.sampled_from([torch.float32, torch.int32]),
