@@ -40,7 +40,7 @@ _FLOAT32_ON_GPU = 1 / 16
 """A GPU's rate in float32 relative to half precision: 19.5 of 312 TFLOP/s on an A100, 67 of 989 on an H100."""
 _COST_STEPS = 6
 """Steps of an answer whose time evaluation measures, as in `serve/evaluation/step_cost.py`."""
-_REQUESTS = 10
+_REQUESTS = 16
 """Requests per request in flight, as in `serve/evaluation/throughput.py`."""
 
 
@@ -141,7 +141,9 @@ def plan_extract(
         seconds=seconds,
         hours=_hours(hardware, seconds, beside="writing the store"),
         more={
-            "conversations": conversations, "sequences_at_once": at_once, "layer_ids": list(layer_ids),
+            "conversations": conversations,
+            "sequences_at_once": at_once,
+            "layer_ids": list(layer_ids),
             "states_bytes": int(engines // machines * at_once * text_bytes),
         }
         | _devices(

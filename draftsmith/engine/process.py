@@ -19,6 +19,7 @@ from multiprocessing.forkserver import ensure_running
 from multiprocessing.process import BaseProcess
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 from draftsmith.config.recipe import EngineConfig
 from draftsmith.engine import environment
@@ -57,8 +58,6 @@ class EngineProcess:
         variables: dict[str, str] | None = None,
         advice: str = "",
     ) -> None:
-        from accelerate.utils import patch_environment  # not in the child, whose start it would delay
-
         self._name, self._log, self._advice = name, log, advice
         self._ready = False
         log.parent.mkdir(parents=True, exist_ok=True)
@@ -71,7 +70,7 @@ class EngineProcess:
         self.process: BaseProcess = context.Process(  # type: ignore[attr-defined]
             target=_run, args=(values, cores, childs_end, child, arguments, str(log)), name=f"engine-{name}"
         )
-        with patch_environment(**values):
+        with mock.patch.dict(os.environ, values):
             self.process.start()
         childs_end.close()
         atexit.register(self.close)
@@ -138,7 +137,7 @@ def prepare_engines(engine: EngineConfig) -> multiprocessing.context.BaseContext
     """`engine_context()`, with the process that imports vLLM started if engines are forked; does not wait for it."""
     context = engine_context()
     if isinstance(context, multiprocessing.context.ForkServerContext):
-        with patch_environment(**environment.vllm_environment(engine)):
+        with mock.patch.dict(os.environ, environment.vllm_environment(engine)):
             ensure_running()  # engines forked from it must not see one another's variables, so it has none of theirs
     return context
 
