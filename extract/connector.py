@@ -183,7 +183,10 @@ class HiddenStatesConnector(KVConnectorBase_V1, SupportsHMA):
         ((name, layer),) = layers.items()
         directory = _checked_directory(self._kv_transfer_config.get_from_extra_config("handoff_directory", None))
         self._writer = HandoffWriter(directory, reuse_files=self._names_from_requests)
-        sizes, dtype = (layer.num_heads, layer.head_size), layer.kv_cache_torch_dtype  # vLLM's names for layers and hidden size
+        sizes, dtype = (
+            (layer.num_heads, layer.head_size),
+            layer.kv_cache_torch_dtype,
+        )  # vLLM's names for layers and hidden size
         self._pool = StatesPool(self._blocks, self._block_size, *sizes, dtype)
         if kv_caches[name].is_cuda:
             tokens = self._vllm_config.scheduler_config.max_num_batched_tokens
@@ -265,7 +268,9 @@ class HiddenStatesConnector(KVConnectorBase_V1, SupportsHMA):
         try:
             return self._pool.get(save.block_ids, len(save.token_ids)).contiguous()
         except ValueError as error:
-            raise ValueError(f"{error} (request {save.request_id}). Please report this with your vLLM version") from None
+            raise ValueError(
+                f"{error} (request {save.request_id}). Please report this with your vLLM version"
+            ) from None
 
     def _write(self, save: _Save, states: torch.Tensor | EncodedStates) -> None:
         assert self._writer is not None

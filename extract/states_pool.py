@@ -37,7 +37,9 @@ class StatesPool:
         reserved = mmap.mmap(
             -1, math.prod(shape) * dtype.itemsize, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | _MAP_NORESERVE
         )
-        self._states = torch.frombuffer(reserved, dtype=dtype).view(shape)  # by place; the system gives pages as they are used
+        self._states = torch.frombuffer(reserved, dtype=dtype).view(
+            shape
+        )  # by place; the system gives pages as they are used
         self._block_size = block_size
         self._places = np.full(blocks, -1)  # by block
         self._known = np.zeros((blocks, block_size), bool)  # by place

@@ -140,7 +140,9 @@ def plan_extract(
         seconds=seconds,
         hours=_hours(hardware, seconds, beside="writing the store"),
         more={
-            "conversations": conversations, "sequences_at_once": at_once, "layer_ids": list(layer_ids),
+            "conversations": conversations,
+            "sequences_at_once": at_once,
+            "layer_ids": list(layer_ids),
             "states_bytes": int(engines // machines * at_once * text_bytes),
         }
         | _devices(

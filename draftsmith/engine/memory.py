@@ -122,9 +122,7 @@ def cpu_engine_memory(
     )
 
 
-def state_bytes(
-    config: PretrainedConfig, *, layers: int, dtype: str, kv_cache_bytes: float, tokens: int
-) -> int:
+def state_bytes(config: PretrainedConfig, *, layers: int, dtype: str, kv_cache_bytes: float, tokens: int) -> int:
     """The most bytes of hidden states that an extraction engine keeps in ordinary memory: of sequences that are not finished.
 
     Args:

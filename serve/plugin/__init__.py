@@ -133,7 +133,9 @@ def _whole_sequence_spec(vllm_config: Any, apart_from: type) -> Any:
 
     specs = []
     for layer in get_layers_from_vllm_config(vllm_config, AttentionLayerBase).values():
-        if not isinstance(layer, apart_from) and isinstance(spec := layer.get_kv_cache_spec(vllm_config), AttentionSpec):
+        if not isinstance(layer, apart_from) and isinstance(
+            spec := layer.get_kv_cache_spec(vllm_config), AttentionSpec
+        ):
             specs.append(customize_attention_spec(layer.get_attn_backend(), spec))
     for spec in specs:
         if isinstance(spec, FullAttentionSpec) and not isinstance(spec, RSWASpec) and spec.tokens_per_state == 1:

@@ -21,7 +21,14 @@ from draftsmith.store.codec import encode_states
 from draftsmith.store.reader import Store
 from draftsmith.store.writer import StoreWriter
 from tests.unit.test_connector import (
-    BLOCK_SIZE, BLOCKS, HIDDEN, LAYERS, connector, slots, some_states, states_connector,
+    BLOCK_SIZE,
+    BLOCKS,
+    HIDDEN,
+    LAYERS,
+    connector,
+    slots,
+    some_states,
+    states_connector,
 )  # fmt: skip
 from tests.unit.test_extraction_workers import JOB
 from tests.unit.test_store import identity

@@ -77,6 +77,8 @@ def step(worker: Any, saves: list[Any], dropped: list[int], *rows: Any) -> set[s
 
 
 def decoded(states: EncodedStates) -> torch.Tensor:
+    if states.form == "none":
+        return torch.frombuffer(bytearray(states.data), dtype=torch.float32).view(states.shape)
     return decode(states.data, states.form, states.shape, torch.float32)
 
 
