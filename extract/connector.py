@@ -250,11 +250,12 @@ class HiddenStatesConnector(KVConnectorBase_V1, SupportsHMA):
         if self._copier is not None:
             return self._threads.submit(self._encode_and_write, save, self._copier.last)
         states = self._gathered(save)
-        self._unwritten.take(states.nbytes)
+        size = states.nbytes
+        self._unwritten.take(size)
         # Encoded at once, between two steps: in a thread beside the engine's it takes half as long again and stalls all of
         # them (docs/log.md).
         writing = self._threads.submit(self._write, save, _encoded(save, states))
-        writing.add_done_callback(lambda _, size=states.nbytes: self._unwritten.give_back(size))
+        writing.add_done_callback(lambda _: self._unwritten.give_back(size))
         return writing
 
     def _encode_and_write(self, save: _Save, copied: Future[None] | None) -> None:

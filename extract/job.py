@@ -11,6 +11,7 @@ from draftsmith.engine.environment import is_cpu, memory_arguments, resolved, st
 from draftsmith.store.codec import Form
 from draftsmith.store.format import StoreIdentity
 from draftsmith.store.writer import most_bytes
+from draftsmith.target.family import window_of_all_layers
 from draftsmith.target.info import TargetInfo
 
 _MAX_UNSTORED_BYTES = 1 << 30
@@ -144,7 +145,7 @@ def engine_arguments(recipe: Recipe, target: TargetInfo, layer_ids: Iterable[int
         "max_num_batched_tokens": options.max_num_batched_tokens,
         "enable_prefix_caching": False,  # cached prefixes have no states of their own (reported length mismatches)
         # With a sliding window in every layer, vLLM would make a group of each for the sake of the states' one.
-        **({"disable_hybrid_kv_cache_manager": True} if target.facts.sliding_window else {}),
+        **({"disable_hybrid_kv_cache_manager": True} if window_of_all_layers(target.config) else {}),
         "kv_sharing_fast_prefill": False,  # leaves layers out at prompt tokens
         "seed": recipe.seed,
         "speculative_config": speculative,

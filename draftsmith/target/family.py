@@ -163,10 +163,13 @@ def target_facts(config: PretrainedConfig) -> TargetFacts:
         intermediate_size=_mlp_width(config),
         rope_parameters=_rope(config),
         max_position_embeddings=size_of(config, "max_position_embeddings", default=1 << 17),
-        sliding_window=None
-        if "full_attention" in (_get(config, "layer_types") or ())
-        else _get(config, "sliding_window"),
+        sliding_window=window_of_all_layers(config),
     )
+
+
+def window_of_all_layers(config: PretrainedConfig) -> int | None:
+    """`TargetFacts.sliding_window`, of any config."""
+    return None if "full_attention" in (_get(config, "layer_types") or ()) else _get(config, "sliding_window")
 
 
 def _heads(config: PretrainedConfig) -> tuple[int, int, int]:

@@ -77,6 +77,8 @@ def step(worker: Any, saves: list[Any], dropped: list[int], *rows: Any) -> set[s
 
 
 def decoded(states: EncodedStates) -> torch.Tensor:
+    if states.form == "none":
+        return torch.frombuffer(bytearray(states.data), dtype=torch.float32).view(states.shape)
     return decode(states.data, states.form, states.shape, torch.float32)
 
 
@@ -252,7 +254,7 @@ def test_the_plugin_hands_over_with_our_connector_only(monkeypatch: pytest.Monke
 
 def test_which_layer_s_slots_the_states_have() -> None:
     """One that keeps all tokens; of a target with sliding windows alone, such a cache is made for them."""
-    from vllm.v1.kv_cache_interface import FullAttentionSpec, KVCacheGroupSpec, MambaSpec, SlidingWindowSpec
+    from vllm.v1.kv_cache_interface import FullAttentionSpec, KVCacheGroupSpec, MambaSpec, MLAAttentionSpec, SlidingWindowSpec
 
     from tests.benchmarks.bench_tokens import _config
 
@@ -263,7 +265,9 @@ def test_which_layer_s_slots_the_states_have() -> None:
     def chosen(**specs: Any) -> Any:
         return plugin._whole_sequence_spec(_config(specs, hybrid=True), apart_from=type(None))
 
+    latent = MLAAttentionSpec(block_size=16, num_kv_heads=1, head_size=576, dtype=torch.bfloat16)
     assert chosen(a=mamba, b=sliding, c=full) == full
+    assert chosen(a=latent) == latent
     assert chosen(a=sliding) == FullAttentionSpec(**sizes, sliding_window=32)
     with pytest.raises(RuntimeError, match="attention layers"):
         chosen(a=mamba)

@@ -346,6 +346,21 @@ def test_a_plan_says_which_gpus_a_run_takes() -> None:
     assert not any("devices" in stage["more"] for stage in on_cpus.values())
 
 
+def test_a_plan_counts_states_in_ordinary_memory() -> None:
+    """Those of all engines of a machine: eight, with four layers of 4,096 values in bfloat16. The KV cache has one layer more."""
+    recipe = load_recipe(RECIPES / "llama-3.1-8b-eagle3.yaml")
+    plan = make_plan(recipe)
+    extract = plan["stages"]["extract"]
+    assert recipe.plan is not None
+    tokens = extract["more"]["sequences_at_once"] * (recipe.plan.prompt_tokens + recipe.plan.response_tokens)
+    assert extract["more"]["states_bytes"] == pytest.approx(8 * tokens * 4 * 4096 * 2, abs=1)
+    assert extract["memory_bytes"]["KV cache"] == pytest.approx(tokens * 33 * 2 * 8 * 128 * 2, abs=1)
+    gib = f"{extract['more']['states_bytes'] / 1024**3:.3f}"
+    assert f"  hidden states of unfinished sequences: {gib} GiB of each machine's ordinary memory\n" in "\n".join(
+        report(plan)
+    )
+
+
 def test_what_a_plan_needs_to_be_told(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     recipe = {"name": "x", "target": {"model": str(tmp_path)}, "extract": {"prompts": {"path": "x.jsonl"}}}
     path = tmp_path / "recipe.yaml"
