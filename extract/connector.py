@@ -36,7 +36,7 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import (
     KVConnectorRole,
     SupportsHMA,
 )
-from vllm.distributed.parallel_state import get_tensor_model_parallel_rank
+from vllm.distributed.parallel_state import get_pp_group, get_tensor_model_parallel_rank
 from vllm.platforms import current_platform
 from vllm.v1.request import RequestStatus
 
@@ -96,7 +96,7 @@ class HiddenStatesConnector(KVConnectorBase_V1, SupportsHMA):
             its file.
 
     Raises:
-        UserError: the engine uses prefix caching, or is asked for layer id 0 without our plugin; or, from
+        UserError: the engine uses prefix caching or context parallelism, or is asked for layer id 0 without our plugin; or, from
             `register_kv_caches`, the handoff directory cannot be written to.
     """
 
@@ -107,6 +107,12 @@ class HiddenStatesConnector(KVConnectorBase_V1, SupportsHMA):
                 "Hidden states are not known to be correct with vLLM's prefix caching, which this engine uses. "
                 "Start it with --no-enable-prefix-caching."
             )
+        parallel = vllm_config.parallel_config
+        if parallel.prefill_context_parallel_size * parallel.decode_context_parallel_size > 1:
+            raise UserError(
+                "With context parallelism, which this engine uses, no process has the hidden states of a whole text. Start it without "
+                "--prefill-context-parallel-size and --decode-context-parallel-size, and use --tensor-parallel-size."
+            )
         _require_true_embeddings(vllm_config)
         self._group, self._block_size = _hidden_states_group(kv_cache_config)
 
@@ -115,9 +121,9 @@ class HiddenStatesConnector(KVConnectorBase_V1, SupportsHMA):
         self._finished: list[_Save] = []  # not passed to the worker process yet
 
         # Worker side.
-        self._writer: HandoffWriter | None = None  # on the rank that writes
+        # One rank writes: the first of the last pipeline stage, which alone holds states. Its other ranks hold the same ones.
+        self._writer: HandoffWriter | None = None  # None on all others
         self._cache: torch.Tensor | None = None  # [blocks, layers, block size, hidden]
-        self._writes = True  # other tensor-parallel ranks hold the same states
         self._running: dict[str, Future[None]] = {}  # files being written, by request id
         self._copier: GpuCopier | None = None  # if the cache is a GPU's
         self._threads = ThreadPoolExecutor(
@@ -160,13 +166,15 @@ class HiddenStatesConnector(KVConnectorBase_V1, SupportsHMA):
         return _Metadata(saves)
 
     def get_finished_count(self) -> int:
-        return 1  # rank 0; the other ranks do not report
+        return 1  # the rank that writes; the others do not report
 
     # Worker side.
 
     def register_kv_caches(self, kv_caches: dict[str, torch.Tensor]) -> None:
         from vllm.model_executor.models.extract_hidden_states import CacheOnlyAttentionLayer
 
+        if get_tensor_model_parallel_rank() != 0 or not get_pp_group().is_last_rank:
+            return
         layers = get_layers_from_vllm_config(self._vllm_config, CacheOnlyAttentionLayer, list(kv_caches))
         (name,) = layers
         self._cache = kv_caches[name]
@@ -174,12 +182,10 @@ class HiddenStatesConnector(KVConnectorBase_V1, SupportsHMA):
             raise ValueError(
                 f"the hidden-states cache has blocks of {self._cache.shape[2]} tokens, its spec says {self._block_size}"
             )
-        self._writes = get_tensor_model_parallel_rank() == 0
-        if self._writes:
-            directory = _checked_directory(self._kv_transfer_config.get_from_extra_config("handoff_directory", None))
-            self._writer = HandoffWriter(directory, reuse_files=self._names_from_requests)
-            if self._cache.is_cuda:
-                self._copier = GpuCopier(self._cache, self._vllm_config.model_config.max_model_len)
+        directory = _checked_directory(self._kv_transfer_config.get_from_extra_config("handoff_directory", None))
+        self._writer = HandoffWriter(directory, reuse_files=self._names_from_requests)
+        if self._cache.is_cuda:
+            self._copier = GpuCopier(self._cache, self._vllm_config.model_config.max_model_len)
 
     def start_load_kv(self, forward_context: Any, **kwargs: Any) -> None:
         pass
@@ -202,7 +208,7 @@ class HiddenStatesConnector(KVConnectorBase_V1, SupportsHMA):
         Raises:
             Exception: a target cannot have written such states, or a file could not be written (disk full); ends the engine.
         """
-        if self._writes and self.has_connector_metadata():
+        if self._writer is not None and self.has_connector_metadata():
             metadata = self._get_connector_metadata()
             assert isinstance(metadata, _Metadata)
             for save in metadata.saves:
@@ -278,7 +284,8 @@ def _checked_directory(given: Any) -> Path:
     except OSError as error:
         raise UserError(
             f"{where} is {Path(given).absolute()}, where no file can be written ({error.strerror}). Create that folder "
-            "with write permission for the engine's user, or name another one."
+            "with write permission for the engine's user, or name another one. If the engine runs on several machines, all of them "
+            "must see it under this path."
         ) from None
     return Path(given)
 

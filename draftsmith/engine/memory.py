@@ -12,9 +12,11 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from draftsmith.config.recipe import EngineConfig
 from draftsmith.run.errors import UserError
 from draftsmith.run.safetensors_io import read_header
 from draftsmith.run.weights import open_pickle
+from draftsmith.target.quantization import weight_bits
 
 if TYPE_CHECKING:
     from transformers import PretrainedConfig
@@ -64,7 +66,7 @@ def engine_memory(
     drafter_bytes: int,
     dtype: str,
     tokens: int,
-    gpus: int,
+    engine: EngineConfig,
     state_values: int = 0,
 ) -> EngineMemory:
     """Estimate one engine's memory on GPUs.
@@ -75,17 +77,17 @@ def engine_memory(
         drafter_bytes: of the drafter's weights; 0 for the baseline and for methods without a drafter.
         dtype: of the computation.
         tokens: in the KV cache: concurrent sequences times their length.
-        gpus: that the target is split over. Each holds the whole drafter.
-        state_values: values of a token's hidden states, which extraction caches beside keys and values.
+        engine: how the target is split over GPUs. Each holds the whole drafter.
+        state_values: values of a token's hidden states, which extraction caches beside keys and values; whole on every GPU of a layer.
     """
     number = BYTES[dtype]
     # The drafter has keys and values too, about as many in proportion to its size as the target.
-    kv = tokens * (kv_values(config) * (1 + drafter_bytes / max(1, target_bytes)) + state_values) * number
+    kv = kv_values_on_each(config, engine) * (1 + drafter_bytes / max(1, target_bytes))
     return EngineMemory(
-        target=math.ceil(target_bytes / gpus),
+        target=math.ceil(target_bytes / engine.processes),
         drafter=drafter_bytes,
-        kv_cache=math.ceil(kv / gpus),
-        working=_FIXED + math.ceil(_step_bytes(config, _STEP_TOKENS, number) / gpus),
+        kv_cache=math.ceil(tokens * (kv + state_values) * number),
+        working=_FIXED + math.ceil(_step_bytes(config, _STEP_TOKENS, number) / engine.tensor_parallel_size),
     )
 
 
@@ -96,6 +98,7 @@ def cpu_engine_memory(
     drafter_bytes: int,
     dtype: str,
     kv_cache_bytes: float,
+    processes: int = 1,
     step_tokens: int = _CPU_STEP_TOKENS,
 ) -> EngineMemory:
     """Estimate one engine's memory on a CPU, where the recipe gives the size of the KV cache.
@@ -106,13 +109,14 @@ def cpu_engine_memory(
         drafter_bytes: of the drafter's weights; 0 for the baseline.
         dtype: of the computation.
         kv_cache_bytes: this engine's part of `engine.kv_cache_gib`.
+        processes: that the target is split over.
         step_tokens: tokens of a prefill step.
     """
     return EngineMemory(
         target=target_bytes,
         drafter=drafter_bytes,
         kv_cache=math.ceil(kv_cache_bytes),
-        working=_ON_CPU + _step_bytes(config, step_tokens, BYTES[dtype]),
+        working=processes * _ON_CPU + _step_bytes(config, step_tokens, BYTES[dtype]),
     )
 
 
@@ -135,29 +139,43 @@ def kv_values(config: PretrainedConfig) -> int:
     return layers * 2 * int((getattr(config, "num_key_value_heads", None) or heads) * head_dim)
 
 
-def weight_bytes(directory: Path, dtype: str) -> int:
+def kv_values_on_each(config: PretrainedConfig, engine: EngineConfig) -> float:
+    """Values per token in the KV cache of one process of an engine.
+
+    Pipeline stages divide the layers, and tensor-parallel ranks the heads, of which each rank has one at least. A compressed vector is
+    whole on every rank.
+    """
+    of_stage = kv_values(config) / engine.pipeline_stages
+    if getattr(config, "kv_lora_rank", None):
+        return of_stage
+    heads = getattr(config, "num_key_value_heads", None) or config.num_attention_heads
+    return of_stage / min(engine.tensor_parallel_size, int(heads))
+
+
+def weight_bytes(directory: Path, dtype: str, quantization: str | None = None) -> int:
     """Bytes of a model's weights in an engine that computes in `dtype`, from its files' headers. 8-bit weights stay 8-bit.
+
+    Args:
+        quantization: the recipe's `engine.options.quantization`, which shrinks matrices as they are loaded.
 
     Raises:
         UserError: a file is damaged.
     """
-    total = 0
+    total = 0.0
+    matrix = min(BYTES[dtype], (weight_bits(None, quantization) or math.inf) / 8)
     files = sorted(directory.glob("*.safetensors"))
     for path in () if files else sorted(directory.glob("pytorch_model*.bin")):
         for weight in open_pickle(path).values():
-            total += (
-                weight.count * BYTES[dtype]
-                if weight.dtype.itemsize > 1 and weight.dtype.is_floating_point
-                else weight.bytes
-            )
+            is_float = weight.dtype.itemsize > 1 and weight.dtype.is_floating_point
+            total += weight.count * (matrix if len(weight.shape) > 1 else BYTES[dtype]) if is_float else weight.bytes
     for path in files:
         try:
             for entry in read_header(path).tensors.values():
-                is_float = entry.dtype in _FLOATS
-                total += math.prod(entry.shape) * BYTES[dtype] if is_float else entry.end - entry.start
+                each = matrix if len(entry.shape) > 1 else BYTES[dtype]
+                total += math.prod(entry.shape) * each if entry.dtype in _FLOATS else entry.end - entry.start
         except (ValueError, TypeError):
             raise UserError(f"{path} is not a whole safetensors file. Download or save the model again.") from None
-    return total
+    return math.ceil(total)
 
 
 def side_by_side(needs: Iterable[EngineMemory], gpu_bytes: int, utilization: float) -> int:
