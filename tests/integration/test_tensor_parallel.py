@@ -43,7 +43,7 @@ def test_two_processes_do_what_one_does(tmp_path: Path, monkeypatch: pytest.Monk
         run_extract(recipe, tmp_path / str(processes))
         stores.append(Store(tmp_path / str(processes) / "store"))
         assert json.loads((tmp_path / str(processes) / "writers.json").read_text()) == writers
-    assert len(stores[0]) == len(stores[1]) == 13
+    assert len(stores[0]) == len(stores[1]) > 10
     for one, two in zip(*stores, strict=True):
         assert torch.equal(one.token_ids, two.token_ids)
         torch.testing.assert_close(two.hidden_states, one.hidden_states, rtol=1e-4, atol=1e-4)

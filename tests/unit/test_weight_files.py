@@ -12,6 +12,7 @@ from compressed_tensors.compressors import BaseCompressor
 from compressed_tensors.quantization import QuantizationScheme
 from safetensors.torch import load_file, save_file
 
+from draftsmith.config.evaluation import EvaluateConfig
 from draftsmith.engine.memory import weight_bytes
 from draftsmith.engine.process import EngineProcess
 from draftsmith.extract.extract import run_extract
@@ -187,6 +188,8 @@ def test_a_head_that_training_could_not_read_is_refused_before_extraction(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     recipe, _ = make_recipe_and_run(tmp_path)
+    options = recipe.extract.model_copy(update={"held_out_fraction": 0.0, "max_tokens": 20})
+    recipe = recipe.model_copy(update={"extract": options, "evaluate": EvaluateConfig()})
     monkeypatch.setattr(EngineProcess, "__init__", mock.Mock(side_effect=RuntimeError("an engine was started")))
     weights = tmp_path / "target" / "model.safetensors"
     tensors = load_file(weights)
