@@ -313,7 +313,7 @@ def _nodes(ray: Any, recipe: Recipe) -> list[tuple[dict[str, Any], dict[str, int
     """The machines to use, as Ray describes them, each with the resources to reserve: GPUs for its engines, or all its
     cores if no machine of the cluster has a GPU."""
     options = recipe.extract
-    gpus = options.workers * recipe.engine.processes
+    gpus = options.workers * recipe.engine.tensor_parallel_size
     alive = [node for node in ray.nodes() if node["Alive"]]
     if any(node["Resources"].get("GPU", 0) for node in alive):
         usable = [(node, {"num_gpus": gpus}) for node in alive if node["Resources"].get("GPU", 0) >= gpus]

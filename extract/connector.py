@@ -36,7 +36,7 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import (
     KVConnectorRole,
     SupportsHMA,
 )
-from vllm.distributed.parallel_state import get_pp_group, get_tensor_model_parallel_rank
+from vllm.distributed.parallel_state import get_tensor_model_parallel_rank
 from vllm.platforms import current_platform
 from vllm.v1.request import RequestStatus
 
@@ -121,8 +121,7 @@ class HiddenStatesConnector(KVConnectorBase_V1, SupportsHMA):
         self._finished: list[_Save] = []  # not passed to the worker process yet
 
         # Worker side.
-        # One rank writes: the first of the last pipeline stage, which alone holds states. Its other ranks hold the same ones.
-        self._writer: HandoffWriter | None = None  # None on all others
+        self._writer: HandoffWriter | None = None  # on one rank alone; the others hold the same states
         self._cache: torch.Tensor | None = None  # [blocks, layers, block size, hidden]
         self._running: dict[str, Future[None]] = {}  # files being written, by request id
         self._copier: GpuCopier | None = None  # if the cache is a GPU's
@@ -173,7 +172,7 @@ class HiddenStatesConnector(KVConnectorBase_V1, SupportsHMA):
     def register_kv_caches(self, kv_caches: dict[str, torch.Tensor]) -> None:
         from vllm.model_executor.models.extract_hidden_states import CacheOnlyAttentionLayer
 
-        if get_tensor_model_parallel_rank() != 0 or not get_pp_group().is_last_rank:
+        if get_tensor_model_parallel_rank() != 0:
             return
         layers = get_layers_from_vllm_config(self._vllm_config, CacheOnlyAttentionLayer, list(kv_caches))
         (name,) = layers

@@ -68,9 +68,7 @@ def check_fits(
     quantization = recipe.engine.options.get("quantization")
     target_bytes = weight_bytes(local, dtype, quantization) if local else 0
     if not target_bytes:
-        sizes = target_sizes(
-            config, quantization=quantization, trust_remote_code=recipe.target.trust_remote_code
-        )
+        sizes = target_sizes(config, quantization=quantization, trust_remote_code=recipe.target.trust_remote_code)
         target_bytes = sizes.weight_bytes(BYTES[dtype])
     layer_ids = recipe.extract.layer_ids or default_layer_ids(config.num_hidden_layers)
     if extraction and recipe.extract.backend == "vllm" and recipe.extract.machines is None:

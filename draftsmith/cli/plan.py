@@ -76,7 +76,7 @@ def sequences_at_once(
     if limit is None:
         room, values = engine.kv_cache_gib * _GIB, float(sizes.kv_values)
     else:
-        room, values = limit - sizes.weight_bytes(number) / engine.processes, kv_values_on_each(config, engine)
+        room, values = limit - sizes.weight_bytes(number) / engine.tensor_parallel_size, kv_values_on_each(config, engine)
     return max(1, int(room // (tokens * values * number)))
 
 
@@ -87,10 +87,10 @@ def _engine_memory(recipe: Recipe, hardware: Hardware | None) -> int | None:
     return int(hardware.memory_gib * _GIB * recipe.engine.gpu_memory_utilization)
 
 
-def _split(recipe: Recipe, hardware: Hardware | None) -> tuple[int, int]:
-    """Devices of an engine, and those that a layer is split over; on a CPU its processes share one."""
+def _engine_devices(recipe: Recipe, hardware: Hardware | None) -> int:
+    """Devices of an engine; on a CPU its processes share one."""
     on_cpu = hardware is not None and hardware.memory_gib is None
-    return (1, 1) if on_cpu else (recipe.engine.processes, recipe.engine.tensor_parallel_size)
+    return 1 if on_cpu else recipe.engine.tensor_parallel_size
 
 
 def plan_extract(
@@ -117,11 +117,11 @@ def plan_extract(
     reading = conversations * flop_of_text(sizes, first=0, last=read)
     answering = conversations * flop_of_text(sizes, first=read, last=length)
     plain_bytes = conversations * length * len(layer_ids) * config.hidden_size * number
-    devices, ranks = _split(recipe, hardware)
+    devices = _engine_devices(recipe, hardware)
     seconds: dict[str, float] = {}
     if hardware:
         rate = engines * devices * hardware.matmul_tflops * 1e12
-        step = EngineStep(sizes, number, ranks, at_once, (read + length) / 2)
+        step = EngineStep(sizes, number, devices, at_once, (read + length) / 2)
         steps = conversations * (length - read) / (at_once * engines)
         seconds = {
             "prefill": reading / (rate * hardware.prefill_utilization),
@@ -247,14 +247,14 @@ def plan_evaluate(
     ks = sorted({*options.k, options.acceptance_k})
     of_drafter = number * sum(math.prod(shape) for shape in drafter.shapes(drafter.config).values())
     names = list(options.only or options.suites)
-    devices, ranks = _split(recipe, hardware)
+    devices = _engine_devices(recipe, hardware)
     tokens, flop, answering, answer_tokens = 0, 0.0, 0.0, options.timing_tokens
 
     def answer(prompts: float, response: float, *, k: int, at_once: int) -> None:
         nonlocal tokens, flop, answering
         at_once = max(1, min(at_once, math.ceil(prompts)))
         context = assumed.prompt_tokens + response / 2
-        step = EngineStep(sizes, number, ranks, at_once, context, tokens=1 + k)
+        step = EngineStep(sizes, number, devices, at_once, context, tokens=1 + k)
         reading = prompts * flop_of_text(sizes, first=0, last=assumed.prompt_tokens)
         steps = math.ceil(prompts / at_once) * response
         tokens += round(prompts * (assumed.prompt_tokens + response))
@@ -297,7 +297,7 @@ def plan_evaluate(
     if hardware is not None and hardware.memory_gib is None:
         need = cpu_engine_memory(
             config, target_bytes=sizes.weight_bytes(number), drafter_bytes=of_drafter, dtype=recipe.target.dtype,
-            kv_cache_bytes=recipe.engine.kv_cache_gib * _GIB / 2, processes=recipe.engine.processes,
+            kv_cache_bytes=recipe.engine.kv_cache_gib * _GIB / 2, processes=recipe.engine.tensor_parallel_size,
         )  # fmt: skip
     else:
         need = engine_memory(

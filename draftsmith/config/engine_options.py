@@ -26,15 +26,21 @@ _COPIES = (
     "copies of extraction's engine are `extract.workers`, on several machines `extract.machines`, and `serve.vllm_args` takes it for the "
     "server. A target that needs more GPUs is split with `engine.tensor_parallel_size`"
 )
-_RAY = "Draftsmith starts one process for an engine; one engine on several machines is `distributed_executor_backend: ray`"
+_RAY = (
+    "Draftsmith starts one process for an engine; one engine on several machines is `distributed_executor_backend: ray`"
+)
+_STAGES = (
+    "vLLM 0.32 extracts hidden states only from engines without pipeline stages. Split the target with `engine.tensor_parallel_size`, over "
+    "several machines with `distributed_executor_backend: ray`; for the server alone, `serve.vllm_args` takes it"
+)
 _REFUSED = {
+    "pipeline_parallel_size": _STAGES,
     "prefill_context_parallel_size": _WHOLE_TEXTS, "decode_context_parallel_size": _WHOLE_TEXTS,
     "nnodes": _RAY, "node_rank": _RAY, "master_addr": _RAY, "master_port": _RAY,
     "skip_tokenizer_init": "texts are read with the engine's tokenizer",
     "hf_token": "a recipe is recorded beside its results; put the token into the environment, as HF_TOKEN",
 }  # fmt: skip
 """Arguments that are refused, and why."""
-STAGES = "pipeline_parallel_size"
 EXECUTOR = "distributed_executor_backend"
 EXECUTORS = ("mp", "ray", "uni")
 """Executors that start an engine's processes themselves: on this machine, through Ray, and none beside the engine's own."""
@@ -51,9 +57,6 @@ def refusal(options: Mapping[str, Any]) -> str | None:
             return f"`{name}` is refused: {_COPIES}"
         if name in _REFUSED:
             return f"`{name}` is refused: {_REFUSED[name]}"
-    stages = options.get(STAGES, 1)
-    if not isinstance(stages, int) or stages < 1:
-        return f"`{STAGES}` must be a whole number above 0"
     if options.get(EXECUTOR, "mp") not in EXECUTORS:
         return f"`{EXECUTOR}` must be one of {', '.join(EXECUTORS)}"
     overrides = options.get("hf_overrides") or {}

@@ -6,7 +6,7 @@ from typing import Any, Literal
 
 from pydantic import Field, SerializerFunctionWrapHandler, field_validator, model_serializer, model_validator
 
-from draftsmith.config.engine_options import EXECUTOR, STAGES, refusal
+from draftsmith.config.engine_options import EXECUTOR, refusal
 from draftsmith.config.section import ModelName, Section
 from draftsmith.config.sources import FileSource
 
@@ -49,20 +49,11 @@ class EngineConfig(Section):
     gpu_memory_utilization: float = Field(0.85, gt=0, le=1)
     """GPU only: share of a GPU's memory for the engines on it."""
     tensor_parallel_size: int = Field(1, ge=1)
-    """Number of GPUs that each layer of the target is split across; on CPUs, of processes with cores of their own."""
+    """Number of GPUs that the target is split across; on CPUs, of processes with cores of their own."""
     options: dict[str, Any] = Field(default_factory=dict)
     """Any other of vLLM's engine arguments by name, as in `{ kv_cache_dtype: fp8, enable_expert_parallel: true }`, for every engine of
     every stage. Names are checked against the installed vLLM before anything loads. A stage that needs another value says so and
     uses its own. They are part of what results are recorded for: a store or an evaluation made with others is not continued."""
-
-    @property
-    def processes(self) -> int:
-        """An engine's processes, each with a GPU: tensor-parallel ranks times pipeline stages."""
-        return self.tensor_parallel_size * self.pipeline_stages
-
-    @property
-    def pipeline_stages(self) -> int:
-        return int(self.options.get(STAGES, 1))
 
     @property
     def on_ray(self) -> bool:

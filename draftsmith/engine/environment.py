@@ -13,11 +13,11 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from draftsmith.config.engine_options import EXECUTOR, STAGES
+from draftsmith.config.engine_options import EXECUTOR
 from draftsmith.config.recipe import EngineConfig
 from draftsmith.run.errors import UserError
 from draftsmith.run.process import malloc_environment
-from draftsmith.target.family import FAMILIES, STATES_OVER_STAGES, has_experts
+from draftsmith.target.family import FAMILIES, has_experts
 
 if TYPE_CHECKING:
     from transformers import PretrainedConfig
@@ -66,12 +66,12 @@ def vllm_environment(engine: EngineConfig) -> dict[str, str]:
         "VLLM_LOGGING_LEVEL": os.environ.get("VLLM_LOGGING_LEVEL", "WARNING"),
         "VLLM_NO_USAGE_STATS": os.environ.get("VLLM_NO_USAGE_STATS", "1"),
     }
-    if engine.processes > 1 or EXECUTOR in engine.options:
+    if engine.tensor_parallel_size > 1 or EXECUTOR in engine.options:
         values["VLLM_WORKER_MULTIPROC_METHOD"] = os.environ.get("VLLM_WORKER_MULTIPROC_METHOD", "spawn")
     if is_cpu():
         values |= openmp_environment() | malloc_environment()
-        if engine.processes > 1 and _BIND not in os.environ:
-            values[_BIND] = _bound(_cores(), engine.processes)
+        if engine.tensor_parallel_size > 1 and _BIND not in os.environ:
+            values[_BIND] = _bound(_cores(), engine.tensor_parallel_size)
     return values
 
 
@@ -137,19 +137,19 @@ def share_of_machine(number: int, count: int, engine: EngineConfig) -> dict[str,
         return {}
     if is_cpu():
         cores = _cores()
-        if count * engine.processes > len(cores):
-            each = f" with {engine.processes} processes each" if engine.processes > 1 else ""
+        if count * engine.tensor_parallel_size > len(cores):
+            each = f" with {engine.tensor_parallel_size} processes each" if engine.tensor_parallel_size > 1 else ""
             raise UserError(
                 f"extract.workers is {count}{each}, and this machine has {len(cores)} cores; use fewer workers."
             )
         mine = cores[number * len(cores) // count : (number + 1) * len(cores) // count]
-        return {_BIND: _bound(mine, engine.processes)}
+        return {_BIND: _bound(mine, engine.tensor_parallel_size)}
     devices = [gpu.name for gpu in gpus()]
-    if count * engine.processes > len(devices):
+    if count * engine.tensor_parallel_size > len(devices):
         raise UserError(
-            f"extract.workers is {count} with {engine.processes} GPUs each, and {len(devices)} GPUs are visible; use fewer."
+            f"extract.workers is {count} with {engine.tensor_parallel_size} GPUs each, and {len(devices)} GPUs are visible; use fewer."
         )
-    return only_these_gpus(devices[number * engine.processes : (number + 1) * engine.processes])
+    return only_these_gpus(devices[number * engine.tensor_parallel_size : (number + 1) * engine.tensor_parallel_size])
 
 
 def require_parallelism(engine: EngineConfig, config: PretrainedConfig) -> None:
@@ -169,27 +169,17 @@ def require_parallelism(engine: EngineConfig, config: PretrainedConfig) -> None:
             f"engine.tensor_parallel_size is {split}, and the target has {heads} attention heads, which must divide by it: use one "
             f"of {fitting}."
         )
-    if engine.pipeline_stages > config.num_hidden_layers:
-        raise UserError(
-            f"`engine.options.{STAGES}` is {engine.pipeline_stages}, and the target has {config.num_hidden_layers} layers."
-        )
     if not is_cpu():
-        if not engine.on_ray and engine.processes > (visible := len(gpus())):
+        if not engine.on_ray and split > (visible := len(gpus())):
             raise UserError(
-                f"An engine takes {engine.processes} GPUs (engine.tensor_parallel_size times the pipeline stages), and {visible} are "
-                "visible. Split the target less, make more GPUs visible (CUDA_VISIBLE_DEVICES), or let the engine span the machines of "
-                f"a Ray cluster (`engine.options.{EXECUTOR}: ray`)."
+                f"engine.tensor_parallel_size is {split}, and {visible} GPUs are visible. Lower it, make more GPUs visible "
+                f"(CUDA_VISIBLE_DEVICES), or let the engine span the machines of a Ray cluster (`engine.options.{EXECUTOR}: ray`)."
             )
         return
     if engine.on_ray:
         raise UserError(
             f"`engine.options.{EXECUTOR}: ray` needs GPUs: vLLM 0.32 starts no engine on CPUs through Ray. Leave it out; on CPUs "
             "`extract.machines` runs an engine on each machine of a Ray cluster."
-        )
-    if engine.pipeline_stages > 1:
-        raise UserError(
-            f"`engine.options.{STAGES}` needs GPUs: vLLM's model runner for CPUs passes no hidden states from one stage to the next. "
-            "Split the target with engine.tensor_parallel_size instead."
         )
     if split > (cores := len(_cores())):
         raise UserError(
@@ -202,22 +192,15 @@ def states_arguments(config: PretrainedConfig, options: Mapping[str, Any]) -> di
     transformers backend does.
 
     With `model_impl: transformers`, vLLM 0.32 looks for the drafter among transformers' models too, and fails.
-    Between pipeline stages, only some of vLLM's own models pass the states on.
 
     Args:
         config: the target's language model's.
         options: the recipe's `engine.options`, whose `hf_overrides` stay.
 
     Raises:
-        UserError: neither does, or not over the pipeline stages that the options ask for.
+        UserError: neither does.
     """
     states = FAMILIES[config.model_type].states if config.model_type in FAMILIES else "own"
-    if options.get(STAGES, 1) > 1 and config.model_type not in STATES_OVER_STAGES:
-        raise UserError(
-            f"`engine.options.{STAGES}`: vLLM 0.32 passes hidden states from one pipeline stage to the next only for targets of the types "
-            f"{', '.join(sorted(STATES_OVER_STAGES))}, and {config.name_or_path} is of the type `{config.model_type}`. Split it with "
-            f"engine.tensor_parallel_size instead, over several machines with `engine.options.{EXECUTOR}: ray`."
-        )
     if states == "own":
         return {}
     if states == "none":
@@ -239,5 +222,7 @@ def memory_arguments(engine: EngineConfig, *, share: float = 1.0) -> dict[str, A
     """
     if is_cpu():
         # Not VLLM_CPU_KVCACHE_SPACE, which takes whole GiB only.
-        return {"kv_cache_memory_bytes": int(engine.kv_cache_gib * share * _GIB / engine.processes)}  # each process takes as much
+        return {
+            "kv_cache_memory_bytes": int(engine.kv_cache_gib * share * _GIB / engine.tensor_parallel_size)
+        }  # each process takes as much
     return {"gpu_memory_utilization": engine.gpu_memory_utilization * share}

@@ -50,7 +50,7 @@ def require_extraction(
     if not gpus:
         one = cpu_engine_memory(
             config, target_bytes=target_bytes, drafter_bytes=0, dtype=dtype, step_tokens=options.max_num_batched_tokens,
-            kv_cache_bytes=engine.kv_cache_gib * GIB / options.workers, processes=engine.processes,
+            kv_cache_bytes=engine.kv_cache_gib * GIB / options.workers, processes=engine.tensor_parallel_size,
         )  # fmt: skip
         _require("Extraction from", target, [one] * options.workers, "extract.workers, " if options.workers > 1 else "")
         return
@@ -94,7 +94,7 @@ def require_two_engines(
     needs = [
         cpu_engine_memory(
             config, target_bytes=target_bytes, drafter_bytes=drafter, dtype=dtype, kv_cache_bytes=engine.kv_cache_gib * GIB / 2,
-            processes=engine.processes,
+            processes=engine.tensor_parallel_size,
         )
         for drafter in (0, drafter_bytes)
     ]  # fmt: skip

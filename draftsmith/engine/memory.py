@@ -84,7 +84,7 @@ def engine_memory(
     # The drafter has keys and values too, about as many in proportion to its size as the target.
     kv = kv_values_on_each(config, engine) * (1 + drafter_bytes / max(1, target_bytes))
     return EngineMemory(
-        target=math.ceil(target_bytes / engine.processes),
+        target=math.ceil(target_bytes / engine.tensor_parallel_size),
         drafter=drafter_bytes,
         kv_cache=math.ceil(tokens * (kv + state_values) * number),
         working=_FIXED + math.ceil(_step_bytes(config, _STEP_TOKENS, number) / engine.tensor_parallel_size),
@@ -142,14 +142,12 @@ def kv_values(config: PretrainedConfig) -> int:
 def kv_values_on_each(config: PretrainedConfig, engine: EngineConfig) -> float:
     """Values per token in the KV cache of one process of an engine.
 
-    Pipeline stages divide the layers, and tensor-parallel ranks the heads, of which each rank has one at least. A compressed vector is
-    whole on every rank.
+    Tensor-parallel ranks divide the heads, of which each has one at least. A compressed vector is whole on every rank.
     """
-    of_stage = kv_values(config) / engine.pipeline_stages
     if getattr(config, "kv_lora_rank", None):
-        return of_stage
+        return kv_values(config)
     heads = getattr(config, "num_key_value_heads", None) or config.num_attention_heads
-    return of_stage / min(engine.tensor_parallel_size, int(heads))
+    return kv_values(config) / min(engine.tensor_parallel_size, int(heads))
 
 
 def weight_bytes(directory: Path, dtype: str, quantization: str | None = None) -> int:

@@ -103,7 +103,7 @@ class EngineStep:
     sizes: TargetSizes
     bytes_per_value: int
     devices: int
-    """GPUs that each layer is split over; pipeline stages take turns at a step."""
+    """GPUs that the target is split over."""
     sequences: float
     context: float
     tokens: int = 1

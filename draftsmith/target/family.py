@@ -100,9 +100,6 @@ FAMILIES: dict[str, Family] = {
     ),
 }  # fmt: skip
 
-STATES_OVER_STAGES = frozenset({"llama", "mistral", "qwen2", "qwen3"})
-"""Types whose hidden states vLLM passes from one pipeline stage to the next (`supports_aux_hidden_states_over_pp`)."""
-
 _OTHER_LOGITS = (
     "final_logit_softcapping", "lm_head_multiplier", "logit_scale", "logits_scaling", "logits_soft_cap", "output_multiplier",
 )  # fmt: skip

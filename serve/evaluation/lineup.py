@@ -128,7 +128,7 @@ def place(
     Raises:
         UserError: as in `find_placement`.
     """
-    split, grants = engine.processes, engine.gpu_memory_utilization
+    split, grants = engine.tensor_parallel_size, engine.gpu_memory_utilization
     smallest = min(gpu.memory_bytes for gpu in gpus)
     on_each = side_by_side(needs, smallest, grants)
     names = [gpu.name for gpu in gpus]

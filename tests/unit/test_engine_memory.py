@@ -14,7 +14,15 @@ from draftsmith.cli.plan import config_of_target, make_plan
 from draftsmith.config.loading import load_recipe
 from draftsmith.config.recipe import EngineConfig, Recipe
 from draftsmith.engine.environment import Gpu
-from draftsmith.engine.memory import GIB, EngineMemory, engine_memory, kv_values, kv_values_on_each, side_by_side, weight_bytes
+from draftsmith.engine.memory import (
+    GIB,
+    EngineMemory,
+    engine_memory,
+    kv_values,
+    kv_values_on_each,
+    side_by_side,
+    weight_bytes,
+)
 from draftsmith.run.errors import UserError
 from draftsmith.serve.evaluation.lineup import Placement, place
 
@@ -28,8 +36,8 @@ def config(name: str) -> Any:
     return AutoConfig.for_model(fields.pop("model_type"), **fields)
 
 
-def split(tensor_parallel: int, stages: int = 1) -> EngineConfig:
-    return EngineConfig(tensor_parallel_size=tensor_parallel, options={"pipeline_parallel_size": stages})
+def split(size: int) -> EngineConfig:
+    return EngineConfig(tensor_parallel_size=size)
 
 
 def test_an_engine_by_hand() -> None:
@@ -46,15 +54,15 @@ def test_an_engine_by_hand() -> None:
     assert need.in_words() == "target 7.5, drafter 0.9, KV cache 0.1, working memory 3.0"
     latent = AutoConfig.for_model("deepseek_v3", num_hidden_layers=2, kv_lora_rank=512, qk_rope_head_dim=64)
     assert kv_values(latent) == 2 * 576
-    # What each process holds: its stage's layers, its ranks' heads but one at least, a compressed vector whole, and all states.
-    assert kv_values_on_each(llama, split(8, 2)) == 16 * 2 * 128
+    # What each process holds: its heads, one at least, a compressed vector whole, and all states.
+    assert kv_values_on_each(llama, split(4)) == 32 * 2 * 2 * 128
     assert kv_values_on_each(llama, split(32)) == 32 * 2 * 128
-    assert kv_values_on_each(latent, split(8, 2)) == 576
+    assert kv_values_on_each(latent, split(8)) == 2 * 576
     need = engine_memory(
-        llama, target_bytes=16 * 10**9, drafter_bytes=0, dtype="bfloat16", tokens=1000, engine=split(2, 4), state_values=5000
+        llama, target_bytes=16 * 10**9, drafter_bytes=0, dtype="bfloat16", tokens=1000, engine=split(4), state_values=5000
     )  # fmt: skip
-    assert need.target == 2 * 10**9
-    assert need.kv_cache == 1000 * (8 * 2 * 4 * 128 + 5000) * 2
+    assert need.target == 4 * 10**9
+    assert need.kv_cache == 1000 * (32 * 2 * 2 * 128 + 5000) * 2
 
 
 def test_engines_side_by_side_are_counted_by_the_largest() -> None:
@@ -118,7 +126,12 @@ def test_an_8b_target_and_small_gpus() -> None:
 
     def placed(count: int, gib: float, gpus_each: int) -> Placement:
         need = engine_memory(
-            llama, target_bytes=16_060_522_496, drafter_bytes=849 * 10**6, dtype="bfloat16", tokens=4096, engine=split(gpus_each)
+            llama,
+            target_bytes=16_060_522_496,
+            drafter_bytes=849 * 10**6,
+            dtype="bfloat16",
+            tokens=4096,
+            engine=split(gpus_each),
         )
         engine = split(gpus_each)
         gpus = [Gpu(str(number), int(gib * GIB)) for number in range(count)]

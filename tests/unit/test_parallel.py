@@ -9,24 +9,24 @@ from unittest import mock
 import pytest
 import torch
 from pydantic import ValidationError
-from transformers import LlamaConfig, Qwen3MoeConfig
+from transformers import LlamaConfig
 
 from draftsmith.config.recipe import EngineConfig, Recipe
 from draftsmith.engine.environment import (
     memory_arguments,
     require_parallelism,
     share_of_machine,
-    states_arguments,
     vllm_environment,
 )
 from draftsmith.engine.memory import GIB
+from draftsmith.extract.job import engine_arguments
 from draftsmith.run.errors import UserError
-from draftsmith.target.family import FAMILIES, STATES_OVER_STAGES
+from draftsmith.target.info import describe_target
 from tests.unit.fake_engine import pretend_gpu
+from tests.unit.tiny_run import make_run
 
 BIND = "VLLM_CPU_OMP_THREADS_BIND"
 CONFIG = LlamaConfig(num_attention_heads=12, num_hidden_layers=4, hidden_size=96)
-STAGES = {"pipeline_parallel_size": 2}
 RAY = {"distributed_executor_backend": "ray"}
 
 
@@ -65,9 +65,7 @@ def test_processes_on_a_cpu_have_cores_and_memory_of_their_own(monkeypatch: pyte
     ("engine", "said"),
     [
         (split(5), "12 attention heads, which must divide by it: use one of 1, 2, 3, 4, 6, 12"),
-        (split(1, pipeline_parallel_size=5), "is 5, and the target has 4 layers"),
         (split(12), "is 12, and this machine has 6 cores"),
-        (split(1, **STAGES), "runner for CPUs passes no hidden states"),
         (split(2, **RAY), "vLLM 0.32 starts no engine on CPUs through Ray"),
     ],
 )
@@ -96,34 +94,27 @@ def test_vllm_refuses_ray_on_cpus() -> None:
 def test_an_engine_on_gpus(monkeypatch: pytest.MonkeyPatch) -> None:
     pretend_gpu(monkeypatch, gib=80)  # one
     require_parallelism(split(), CONFIG)
-    require_parallelism(split(4, **STAGES, **RAY), CONFIG)
-    with pytest.raises(UserError, match=r"takes 4 GPUs .* and 1 are visible.*distributed_executor_backend: ray"):
-        require_parallelism(split(2, **STAGES), CONFIG)
+    require_parallelism(split(4, **RAY), CONFIG)
+    with pytest.raises(UserError, match=r"size is 4, and 1 GPUs are visible.*distributed_executor_backend: ray"):
+        require_parallelism(split(4), CONFIG)
     assert share_of_machine(1, 2, split(2, **RAY)) == {}
     with pytest.raises(UserError, match="2 with 4 GPUs each, and 1 GPUs are visible"):
-        share_of_machine(1, 2, split(2, **STAGES))
+        share_of_machine(1, 2, split(4))
 
 
-def test_states_over_stages_are_those_of_families_that_pass_them_on() -> None:
-    assert states_arguments(CONFIG, STAGES) == {}
-    experts = Qwen3MoeConfig()
-    assert states_arguments(experts, {}) == {}
-    with pytest.raises(UserError, match=r"only for targets of the types llama, .*`qwen3_moe`.*tensor_parallel_size.*: ray"):
-        states_arguments(experts, STAGES)
-
-
-@pytest.mark.parametrize("kind", sorted(STATES_OVER_STAGES))
-def test_vllm_passes_on_the_states_of_these_families(kind: str) -> None:
+def test_vllm_extracts_from_no_pipeline_stages(tmp_path: Path) -> None:
+    """What the refusal says. With a vLLM that does, let recipes have them."""
     pytest.importorskip("vllm")
-    from importlib import import_module
+    from vllm.engine.arg_utils import EngineArgs
 
-    from vllm.model_executor.models.interfaces import EagleModelMixin
-
-    assert FAMILIES[kind].states == "own"
-    module = import_module(f"vllm.model_executor.models.{kind}")
-    decoder = getattr(module, f"{kind.capitalize()}Model")
-    assert issubclass(decoder, EagleModelMixin)
-    assert decoder.supports_aux_hidden_states_over_pp
+    make_run(tmp_path)
+    target = describe_target(tmp_path / "target")
+    recipe = Recipe.model_validate(
+        {"name": "r", "target": {"model": str(target.path), "dtype": "float32"}, "extract": {"prompts": {"path": "p"}}}
+    )
+    arguments = engine_arguments(recipe, target, (1, 2)) | {"max_model_len": 128}
+    with pytest.raises(NotImplementedError, match="Pipeline parallelism is not supported for this model"):
+        EngineArgs(**arguments, pipeline_parallel_size=2).create_engine_config()
 
 
 # ---- several machines ----
@@ -142,13 +133,11 @@ def test_an_engine_over_machines_is_not_one_on_each() -> None:
 # ---- who writes ----
 
 
-@pytest.mark.parametrize(("rank", "stage", "writes"), [(0, 1, True), (1, 1, False), (0, 0, False), (1, 0, False)])
-def test_one_rank_writes(rank: int, stage: int, writes: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The first of the last of two stages. Stages before it have no cache of states."""
+@pytest.mark.parametrize("rank", [0, 1, 7])
+def test_one_rank_writes(rank: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     connector = pytest.importorskip("draftsmith.extract.connector")
     monkeypatch.setattr(connector, "get_tensor_model_parallel_rank", lambda: rank)
-    monkeypatch.setattr(connector, "get_pp_group", lambda: SimpleNamespace(is_last_rank=stage == 1))
-    states = {"states": torch.zeros(2, 3, 4, 8)} if stage == 1 else {}
+    states = {"states": torch.zeros(2, 3, 4, 8)}
     monkeypatch.setattr(connector, "get_layers_from_vllm_config", lambda config, kind, names: states)
     made = object.__new__(connector.HiddenStatesConnector)
     made._vllm_config, made._names_from_requests, made._writer, made._running = None, True, None, {}
@@ -156,11 +145,11 @@ def test_one_rank_writes(rank: int, stage: int, writes: bool, tmp_path: Path, mo
     settings = {"handoff_directory": str(tmp_path)}
     made._kv_transfer_config = SimpleNamespace(get_from_extra_config=lambda key, default: settings.get(key, default))
     made.register_kv_caches({"attention": torch.zeros(1), **states})
-    assert (made._writer is not None) == writes
+    assert (made._writer is not None) == (rank == 0)
     made._connector_metadata = connector._Metadata([connector._Save("a", "a.safetensors", [1], [0], None)])
     with mock.patch.object(connector.HiddenStatesConnector, "_start_copy") as started:
         assert made.get_finished({"a"}) == (None, None)
-    assert started.called == writes
+    assert started.called == (rank == 0)
 
 
 def test_the_connector_refuses_divided_texts() -> None:

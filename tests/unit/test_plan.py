@@ -354,27 +354,25 @@ def test_a_plan_counts_what_each_gpu_of_a_split_target_holds() -> None:
     """Llama 70B: 80 layers of 8 key and value heads."""
     whole = planned("llama-3.3-70b-eagle3")["extract"]
     two_nodes = planned("llama-3.3-70b-eagle3", "engine.tensor_parallel_size=16")["extract"]
-    stages = planned("llama-3.3-70b-eagle3", "engine.options={pipeline_parallel_size: 2}")["extract"]
-    for one in (two_nodes, stages):
-        assert one["memory_bytes"]["target"] == pytest.approx(whole["memory_bytes"]["target"] / 2)
-        assert one["more"]["devices"].startswith("1 engine on GPUs 0 to 15")
+    assert two_nodes["memory_bytes"]["target"] == pytest.approx(whole["memory_bytes"]["target"] / 2)
+    assert two_nodes["more"]["devices"].startswith("1 engine on GPUs 0 to 15")
+    assert two_nodes["seconds"]["prefill"] == pytest.approx(whole["seconds"]["prefill"] / 2)
 
     def of_a_sequence(stage: dict[str, Any]) -> float:
         return stage["memory_bytes"]["KV cache"] / stage["more"]["sequences_at_once"]
 
-    # A head cannot be halved: sixteen ranks hold one each. Half of the layers are half of the cache.
+    # A head cannot be halved: sixteen ranks hold one each, as eight do, and four hold two.
     assert of_a_sequence(two_nodes) == pytest.approx(of_a_sequence(whole), rel=1e-6)
-    assert of_a_sequence(stages) == pytest.approx(of_a_sequence(whole) / 2, rel=1e-6)
-    assert stages["seconds"]["prefill"] == pytest.approx(whole["seconds"]["prefill"] / 2)
-    assert stages["seconds"]["decoding"] >= 0.99 * whole["seconds"]["decoding"], "stages take turns"
+    half = planned("llama-3.3-70b-eagle3", "engine.tensor_parallel_size=4")["extract"]
+    assert of_a_sequence(half) == pytest.approx(2 * of_a_sequence(whole), rel=1e-6)
 
 
 def test_a_plan_checks_engine_options_as_a_run_does() -> None:
     pytest.importorskip("vllm")
     with pytest.raises(UserError, match=r"`engine\.options\.kv_cache_dtpye`.*did you mean `kv_cache_dtype`"):
         planned("demo", "engine.options={kv_cache_dtpye: fp8}")
-    with pytest.raises(UserError, match="passes hidden states from one pipeline stage to the next only for"):
-        _planned_config("qwen3_moe", {}, "engine.options={pipeline_parallel_size: 2}")
+    with pytest.raises(UserError, match="vLLM 0.32 hands out no hidden states of a/b"):
+        _planned_config("opt", {"ffn_dim": 48, "word_embed_proj_dim": 32})
 
 
 QUANTIZED: dict[str, tuple[dict[str, Any], float]] = {
