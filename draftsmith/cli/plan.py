@@ -76,7 +76,10 @@ def sequences_at_once(
     if limit is None:
         room, values = engine.kv_cache_gib * _GIB, float(sizes.kv_values)
     else:
-        room, values = limit - sizes.weight_bytes(number) / engine.tensor_parallel_size, kv_values_on_each(config, engine)
+        room, values = (
+            limit - sizes.weight_bytes(number) / engine.tensor_parallel_size,
+            kv_values_on_each(config, engine),
+        )
     return max(1, int(room // (tokens * values * number)))
 
 

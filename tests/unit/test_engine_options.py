@@ -63,7 +63,10 @@ def target(tmp_path: Path) -> TargetInfo:
         ),
         ({"decode_context_parallel_size": 2}, "context parallelism divides them"),
         ({"nnodes": 2}, "one engine on several machines is `distributed_executor_backend: ray`"),
-        ({"pipeline_parallel_size": 2}, "only from engines without pipeline stages. Split the target with `engine.tensor_parallel_size`"),
+        (
+            {"pipeline_parallel_size": 2},
+            "only from engines without pipeline stages. Split the target with `engine.tensor_parallel_size`",
+        ),
         ({"distributed_executor_backend": "external_launcher"}, "must be one of mp, ray, uni"),
         ({"hf_token": "secret"}, "into the environment, as HF_TOKEN"),
         ({"hf_overrides": "callable"}, "must be a mapping"),

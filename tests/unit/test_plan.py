@@ -371,7 +371,7 @@ def test_a_plan_checks_engine_options_as_a_run_does() -> None:
     pytest.importorskip("vllm")
     with pytest.raises(UserError, match=r"`engine\.options\.kv_cache_dtpye`.*did you mean `kv_cache_dtype`"):
         planned("demo", "engine.options={kv_cache_dtpye: fp8}")
-    with pytest.raises(UserError, match="vLLM 0.32 hands out no hidden states of a/b"):
+    with pytest.raises(UserError, match=r"vLLM 0\.32 hands out no hidden states of a/b"):
         _planned_config("opt", {"ffn_dim": 48, "word_embed_proj_dim": 32})
 
 
