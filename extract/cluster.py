@@ -317,7 +317,7 @@ def _nodes(ray: Any, recipe: Recipe) -> list[tuple[dict[str, Any], dict[str, int
     alive = [node for node in ray.nodes() if node["Alive"]]
     if any(node["Resources"].get("GPU", 0) for node in alive):
         usable = [(node, {"num_gpus": gpus}) for node in alive if node["Resources"].get("GPU", 0) >= gpus]
-        what = f"{gpus} GPUs (`extract.workers` times `engine.tensor_parallel_size`)"
+        what = f"{gpus} GPUs (`extract.workers` times those of an engine)"
     else:
         usable = [
             (node, {"num_cpus": int(node["Resources"]["CPU"])})

@@ -102,8 +102,8 @@ class HiddenStatesConnector(KVConnectorBase_V1, SupportsHMA):
             its file.
 
     Raises:
-        UserError: the engine uses prefix caching, or runs without our plugin; or, from `register_kv_caches`, the handoff
-            directory cannot be written to.
+        UserError: the engine uses prefix caching or context parallelism, or runs without our plugin; or, from
+            `register_kv_caches`, the handoff directory cannot be written to.
     """
 
     def __init__(self, vllm_config: VllmConfig, role: KVConnectorRole, kv_cache_config: KVCacheConfig) -> None:
@@ -112,6 +112,12 @@ class HiddenStatesConnector(KVConnectorBase_V1, SupportsHMA):
             raise UserError(
                 "Hidden states are not known to be correct with vLLM's prefix caching, which this engine uses. "
                 "Start it with --no-enable-prefix-caching."
+            )
+        parallel = vllm_config.parallel_config
+        if parallel.prefill_context_parallel_size * parallel.decode_context_parallel_size > 1:
+            raise UserError(
+                "With context parallelism, which this engine uses, no process has the hidden states of a whole text. Start it without "
+                "--prefill-context-parallel-size and --decode-context-parallel-size, and use --tensor-parallel-size."
             )
         _require_plugin()
         assert kv_cache_config is not None
@@ -170,7 +176,7 @@ class HiddenStatesConnector(KVConnectorBase_V1, SupportsHMA):
         return metadata
 
     def get_finished_count(self) -> int:
-        return 1  # rank 0; the other ranks do not report
+        return 1  # the rank that writes; the others do not report
 
     # Worker side.
 
@@ -304,7 +310,8 @@ def _checked_directory(given: Any) -> Path:
     except OSError as error:
         raise UserError(
             f"{where} is {Path(given).absolute()}, where no file can be written ({error.strerror}). Create that folder "
-            "with write permission for the engine's user, or name another one."
+            "with write permission for the engine's user, or name another one. If the engine runs on several machines, all of them "
+            "must see it under this path."
         ) from None
     return Path(given)
 

@@ -39,6 +39,7 @@ from draftsmith.store.writer import StoreWriter, most_bytes, require_free_space
 from draftsmith.target.info import TargetInfo, describe_target
 from draftsmith.target.layer_ids import check_layer_ids, default_layer_ids
 from draftsmith.target.prepare import Weights, prepare_target
+from draftsmith.target.tensors import require_readable
 
 
 def run_extract(recipe: Recipe, run_dir: Path, *, training_follows: bool = False) -> dict[str, Any]:
@@ -63,6 +64,8 @@ def run_extract(recipe: Recipe, run_dir: Path, *, training_follows: bool = False
     layer_ids = options.layer_ids or default_layer_ids(target.num_hidden_layers)
     check_layer_ids(layer_ids, target.num_hidden_layers)
     try:
+        if weights == "all":
+            require_readable(target.path, trust_remote_code=target.trust_remote_code)
         layer_ids_to_read(recipe.train.drafter, target, layer_ids, where="this recipe's store")
         if (target.facts.sliding_window or recipe.engine.max_model_len) < recipe.engine.max_model_len:
             console.print(
@@ -93,7 +96,7 @@ def run_extract(recipe: Recipe, run_dir: Path, *, training_follows: bool = False
     if options.backend == "vllm" and options.machines is None:
         require_extraction(
             recipe.engine, options, target.config, target=target.name,
-            target_bytes=weight_bytes(target.path, recipe.target.dtype), dtype=recipe.target.dtype, layers=len(layer_ids),
+            target_bytes=weight_bytes(target.path, recipe.target.dtype, recipe.engine.options.get("quantization")), dtype=recipe.target.dtype, layers=len(layer_ids),
         )  # fmt: skip
     run.claim(fresh=False)
     # The writer comes first: it refuses a second process, whose start would remove the first one's handoff folder.
@@ -184,7 +187,7 @@ def _extract_here(
             yield sequences, tokens
         return
     with (
-        handoff_folder(directory, room) as handoff,
+        handoff_folder(directory, room, shared=recipe.engine.on_ray) as handoff,
         closing(
             run_engines(
                 engine_job(recipe, target, identity, room),

@@ -18,16 +18,17 @@ _CGROUP = Path("/sys/fs/cgroup")
 
 
 @contextmanager
-def handoff_folder(directory: Path, needed: int) -> Iterator[Path]:
+def handoff_folder(directory: Path, needed: int, *, shared: bool = False) -> Iterator[Path]:
     """A folder for the handoff files of one extraction, removed afterwards.
 
     Args:
         directory: holds the folder if memory has no room. What a killed extraction left there is removed.
         needed: the most bytes that the files take.
+        shared: the engine that writes them may be on another machine, which sees `directory` but not this one's memory.
     """
     in_directory = directory / "handoff"
     shutil.rmtree(in_directory, ignore_errors=True)
-    if room_in_memory(_MEMORY) < needed:
+    if shared or room_in_memory(_MEMORY) < needed:
         in_directory.mkdir(parents=True)
         try:
             yield in_directory

@@ -170,7 +170,7 @@ class _Worker:
             name=f"extraction-{number}",
             engine=engine,
             log=logs / (f"engine-{number}.log" if num_workers > 1 else "engine.log"),
-            variables=share_of_machine(number, num_workers, engine.tensor_parallel_size),
+            variables=share_of_machine(number, num_workers, engine),
             advice="What was extracted so far is kept; run the stage again to continue.",
         )
 

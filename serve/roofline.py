@@ -24,7 +24,9 @@ def roofline(
     if hardware is None:
         return None
     try:
-        sizes = target_sizes(target.config, trust_remote_code=target.trust_remote_code)
+        sizes = target_sizes(
+            target.config, quantization=recipe.engine.options.get("quantization"), trust_remote_code=target.trust_remote_code
+        )  # fmt: skip
     except UserError as reason:  # what was measured is not lost for it
         console.print(f"tune: no roofline: {reason}", highlight=False, soft_wrap=True)
         return None

@@ -65,11 +65,11 @@ def check_fits(
         UserError: one of them does not fit.
     """
     dtype, name = recipe.target.dtype, target_name(recipe.target)
-    target_bytes = weight_bytes(local, dtype) if local else 0
+    quantization = recipe.engine.options.get("quantization")
+    target_bytes = weight_bytes(local, dtype, quantization) if local else 0
     if not target_bytes:
-        # Quantized weights: rather too few bytes than a run refused that would fit.
-        size = 0.5 if getattr(config, "quantization_config", None) else BYTES[dtype]
-        target_bytes = int(target_sizes(config).parameters * size)
+        sizes = target_sizes(config, quantization=quantization, trust_remote_code=recipe.target.trust_remote_code)
+        target_bytes = sizes.weight_bytes(BYTES[dtype])
     layer_ids = recipe.extract.layer_ids or default_layer_ids(config.num_hidden_layers)
     if extraction and recipe.extract.backend == "vllm" and recipe.extract.machines is None:
         require_extraction(
@@ -77,6 +77,7 @@ def check_fits(
         )  # fmt: skip
     if not evaluation:
         return
+    environment.require_parallelism(recipe.engine, config)
     drafter = drafter_on_meta(recipe, config, layer_ids)
     drafter_bytes = BYTES[dtype] * sum(math.prod(shape) for shape in drafter.shapes(drafter.config).values())
     gpus = environment.gpus()
@@ -89,7 +90,7 @@ def check_fits(
 
     need = engine_memory(
         config, target_bytes=target_bytes, drafter_bytes=drafter_bytes, dtype=dtype, tokens=recipe.engine.max_model_len,
-        gpus=recipe.engine.tensor_parallel_size,
+        engine=recipe.engine,
     )  # fmt: skip
     place(recipe.engine, gpus, [need], target=name, smaller="evaluate.concurrency")
 

@@ -19,7 +19,9 @@ from draftsmith.config.recipe import Recipe
 from draftsmith.config.sources import Prompts
 from draftsmith.drafters import drafter_class, layer_ids_to_read
 from draftsmith.drafters.base import Drafter
-from draftsmith.engine.memory import cpu_engine_memory, engine_memory, kv_values, side_by_side
+from draftsmith.engine.environment import states_arguments
+from draftsmith.engine.memory import cpu_engine_memory, engine_memory, kv_values, kv_values_on_each, side_by_side
+from draftsmith.engine.options import check_options
 from draftsmith.run.atomic_io import read_json
 from draftsmith.run.errors import UserError
 from draftsmith.store.format import StoreIdentity
@@ -67,16 +69,25 @@ class StagePlan:
 
 
 def sequences_at_once(
-    recipe: Recipe, hardware: Hardware | None, sizes: TargetSizes, *, tokens: float, token_values: int
+    recipe: Recipe,
+    hardware: Hardware | None,
+    sizes: TargetSizes,
+    config: PretrainedConfig,
+    *,
+    tokens: float,
+    extracts: bool,
 ) -> int:
-    """Number of sequences whose keys and values, `token_values` a token, fit beside the target; on a CPU, in all engines together."""
+    """Number of sequences whose keys and values fit beside the target; on a CPU, in all engines together."""
     engine, number = recipe.engine, _BYTES[recipe.target.dtype]
     limit = _engine_memory(recipe, hardware)
     if limit is None:
-        room = engine.kv_cache_gib * _GIB
+        room, values = engine.kv_cache_gib * _GIB, float(kv_values(config, extracts=extracts))
     else:
-        room = limit * engine.tensor_parallel_size - sizes.parameters * number
-    return max(1, int(room // (tokens * token_values * number)))
+        room, values = (
+            limit - sizes.weight_bytes(number) / engine.tensor_parallel_size,
+            kv_values_on_each(config, engine, extracts=extracts),
+        )
+    return max(1, int(room // (tokens * values * number)))
 
 
 def _engine_memory(recipe: Recipe, hardware: Hardware | None) -> int | None:
@@ -84,6 +95,12 @@ def _engine_memory(recipe: Recipe, hardware: Hardware | None) -> int | None:
     if hardware is None or hardware.memory_gib is None:
         return None
     return int(hardware.memory_gib * _GIB * recipe.engine.gpu_memory_utilization)
+
+
+def _engine_devices(recipe: Recipe, hardware: Hardware | None) -> int:
+    """Devices of an engine; on a CPU its processes share one."""
+    on_cpu = hardware is not None and hardware.memory_gib is None
+    return 1 if on_cpu else recipe.engine.tensor_parallel_size
 
 
 def plan_extract(
@@ -101,10 +118,12 @@ def plan_extract(
     on_cpu = hardware is not None and hardware.memory_gib is None
     sharing = options.workers if on_cpu else 1  # engines that share one device count as one
     engines = machines * options.workers // sharing
-    token_values = kv_values(config, extracts=True)
+    token_values = (
+        kv_values(config, extracts=True) if on_cpu else kv_values_on_each(config, recipe.engine, extracts=True)
+    )
     at_once = min(
         options.max_num_seqs * sharing,
-        sequences_at_once(recipe, hardware, sizes, tokens=length, token_values=token_values),
+        sequences_at_once(recipe, hardware, sizes, config, tokens=length, extracts=True),
         math.ceil(conversations / engines),
     )
     read = length if options.mode == "prefill" else assumed.prompt_tokens
@@ -112,10 +131,11 @@ def plan_extract(
     answering = conversations * flop_of_text(sizes, first=read, last=length)
     text_bytes = length * len(layer_ids) * config.hidden_size * number  # of states
     plain_bytes = conversations * text_bytes
+    devices = _engine_devices(recipe, hardware)
     seconds: dict[str, float] = {}
     if hardware:
-        rate = engines * recipe.engine.tensor_parallel_size * hardware.matmul_tflops * 1e12
-        step = EngineStep(sizes, number, recipe.engine.tensor_parallel_size, at_once, (read + length) / 2)
+        rate = engines * devices * hardware.matmul_tflops * 1e12
+        step = EngineStep(sizes, number, devices, at_once, (read + length) / 2)
         steps = conversations * (length - read) / (at_once * engines)
         seconds = {
             "prefill": reading / (rate * hardware.prefill_utilization),
@@ -133,8 +153,8 @@ def plan_extract(
             identity, options.compression, tokens=math.ceil(conversations * length), sequences=conversations
         ),
         memory_bytes={
-            "target": sharing * sizes.parameters * number // recipe.engine.tensor_parallel_size,
-            "KV cache": int(at_once * length * token_values * number / recipe.engine.tensor_parallel_size),
+            "target": sharing * sizes.weight_bytes(number) // devices,
+            "KV cache": int(at_once * length * token_values * number),
         },
         memory_limit=_engine_memory(recipe, hardware),
         flop=reading + answering,
@@ -149,7 +169,7 @@ def plan_extract(
         | _devices(
             hardware,
             f"{_number(options.workers, 'engine')}{f' a machine, of {machines}' if machines > 1 else ''}",
-            options.workers * recipe.engine.tensor_parallel_size,
+            options.workers * devices,
         ),
     )
 
@@ -245,19 +265,20 @@ def plan_evaluate(
     ks = sorted({*options.k, options.acceptance_k})
     of_drafter = number * sum(math.prod(shape) for shape in drafter.shapes(drafter.config).values())
     names = list(options.only or options.suites)
+    devices = _engine_devices(recipe, hardware)
     tokens, flop, answering, answer_tokens = 0, 0.0, 0.0, options.timing_tokens
 
     def answer(prompts: float, response: float, *, k: int, at_once: int) -> None:
         nonlocal tokens, flop, answering
         at_once = max(1, min(at_once, math.ceil(prompts)))
         context = assumed.prompt_tokens + response / 2
-        step = EngineStep(sizes, number, recipe.engine.tensor_parallel_size, at_once, context, tokens=1 + k)
+        step = EngineStep(sizes, number, devices, at_once, context, tokens=1 + k)
         reading = prompts * flop_of_text(sizes, first=0, last=assumed.prompt_tokens)
         steps = math.ceil(prompts / at_once) * response
         tokens += round(prompts * (assumed.prompt_tokens + response))
         flop += reading + steps * step.flop()
         if hardware:
-            rate = recipe.engine.tensor_parallel_size * hardware.matmul_tflops * 1e12
+            rate = devices * hardware.matmul_tflops * 1e12
             answering += reading / (rate * hardware.prefill_utilization) + steps * step.seconds(hardware)
 
     starts = options.engine_starts
@@ -293,16 +314,16 @@ def plan_evaluate(
     length = min(recipe.engine.max_model_len, math.ceil(assumed.prompt_tokens + answer_tokens))
     if hardware is not None and hardware.memory_gib is None:
         need = cpu_engine_memory(
-            config, target_bytes=sizes.parameters * number, drafter_bytes=of_drafter, dtype=recipe.target.dtype,
-            kv_cache_bytes=recipe.engine.kv_cache_gib * _GIB / 2,
+            config, target_bytes=sizes.weight_bytes(number), drafter_bytes=of_drafter, dtype=recipe.target.dtype,
+            kv_cache_bytes=recipe.engine.kv_cache_gib * _GIB / 2, processes=recipe.engine.tensor_parallel_size,
         )  # fmt: skip
     else:
         need = engine_memory(
-            config, target_bytes=sizes.parameters * number, drafter_bytes=of_drafter, dtype=recipe.target.dtype,
+            config, target_bytes=sizes.weight_bytes(number), drafter_bytes=of_drafter, dtype=recipe.target.dtype,
             tokens=max(recipe.engine.max_model_len, max(options.acceptance_batch_size, *options.concurrency, 1) * length),
-            gpus=recipe.engine.tensor_parallel_size,
+            engine=recipe.engine,
         )  # fmt: skip
-    engines, gpus = 2, recipe.engine.tensor_parallel_size
+    engines, gpus = 2, devices
     if hardware and hardware.memory_gib:
         memory = int(hardware.memory_gib * _GIB)
         engines = min(2, max(1, side_by_side([need], memory, recipe.engine.gpu_memory_utilization)))
@@ -456,7 +477,8 @@ def make_plan(recipe: Recipe) -> dict[str, Any]:
         JSON values: `run`, `stages` (a `StagePlan` by name), `total_hours`, `target`, `assumptions`.
 
     Raises:
-        UserError: the recipe lacks assumptions, or the target's config cannot be read.
+        UserError: the recipe lacks assumptions, the target's config cannot be read, or vLLM has not the engine options or hands out
+            no states.
     """
     assumed = recipe.plan
     if assumed is None:
@@ -464,8 +486,13 @@ def make_plan(recipe: Recipe) -> dict[str, Any]:
             "A plan needs the mean lengths of texts: add `plan: { prompt_tokens: 100, response_tokens: 200 }` with your own to the "
             "recipe, and `plan.hardware` for hours. The recipes that come with Draftsmith have both."
         )
+    check_options(recipe.engine)
     config = config_of_target(recipe, assumed)
-    sizes = target_sizes(config, trust_remote_code=recipe.target.trust_remote_code)
+    if recipe.extract.backend == "vllm":
+        states_arguments(config, recipe.engine.options)  # raises where vLLM hands out no states
+    sizes = target_sizes(
+        config, quantization=recipe.engine.options.get("quantization"), trust_remote_code=recipe.target.trust_remote_code
+    )  # fmt: skip
     layer_ids = recipe.extract.layer_ids or default_layer_ids(config.num_hidden_layers)
     check_layer_ids(layer_ids, config.num_hidden_layers)
     drafter = drafter_on_meta(recipe, config, layer_ids)
@@ -497,7 +524,9 @@ def config_of_target(recipe: Recipe, assumed: Assumptions) -> PretrainedConfig:
         config: PretrainedConfig = AutoConfig.for_model(fields.pop("model_type"), **fields)
     except Exception as error:  # what a wrong value breaks depends on the config's class
         raise UserError(f"`plan.target_config`: {path} is not the config.json of a model: {error}.") from None
-    return language_config(config)
+    config = language_config(config)
+    config.name_or_path = target_name(recipe.target)  # for messages
+    return config
 
 
 def drafter_on_meta(recipe: Recipe, config: PretrainedConfig, layer_ids: tuple[int, ...]) -> Drafter:

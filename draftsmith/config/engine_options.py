@@ -18,15 +18,32 @@ _KEYS = {
     "speculative_config": _METHODS, "spec_method": _METHODS, "spec_model": _METHODS, "spec_tokens": _METHODS,
 }  # fmt: skip
 """Arguments and the recipe's keys for them."""
-_ONE_PIECE = "extraction reads hidden states from engines that hold all layers and all of a text; for the server alone, `serve.vllm_args` takes it"
-_COPIES = "`extract.workers` are the copies of extraction's engine, and `serve.vllm_args` takes it for the server's"
+_WHOLE_TEXTS = (
+    "extraction reads all of a text's hidden states from one process, and context parallelism divides them; for the server alone, "
+    "`serve.vllm_args` takes it"
+)
+_COPIES = (
+    "copies of extraction's engine are `extract.workers`, on several machines `extract.machines`, and `serve.vllm_args` takes it for the "
+    "server. A target that needs more GPUs is split with `engine.tensor_parallel_size`"
+)
+_RAY = (
+    "Draftsmith starts one process for an engine; one engine on several machines is `distributed_executor_backend: ray`"
+)
+_STAGES = (
+    "vLLM 0.32 extracts hidden states only from engines without pipeline stages. Split the target with `engine.tensor_parallel_size`, over "
+    "several machines with `distributed_executor_backend: ray`; for the server alone, `serve.vllm_args` takes it"
+)
 _REFUSED = {
-    "pipeline_parallel_size": _ONE_PIECE, "prefill_context_parallel_size": _ONE_PIECE, "decode_context_parallel_size": _ONE_PIECE,
-    "nnodes": _ONE_PIECE, "node_rank": _ONE_PIECE,
+    "pipeline_parallel_size": _STAGES,
+    "prefill_context_parallel_size": _WHOLE_TEXTS, "decode_context_parallel_size": _WHOLE_TEXTS,
+    "nnodes": _RAY, "node_rank": _RAY, "master_addr": _RAY, "master_port": _RAY,
     "skip_tokenizer_init": "texts are read with the engine's tokenizer",
     "hf_token": "a recipe is recorded beside its results; put the token into the environment, as HF_TOKEN",
 }  # fmt: skip
 """Arguments that are refused, and why."""
+EXECUTOR = "distributed_executor_backend"
+EXECUTORS = ("mp", "ray", "uni")
+"""Executors that start an engine's processes themselves: on this machine, through Ray, and none beside the engine's own."""
 _READ_FROM_CONFIG = ("num_hidden_layers", "hidden_size", "vocab_size", "tie_word_embeddings")
 """What Draftsmith reads from the target's config itself, where vLLM's `hf_overrides` do not reach."""
 
@@ -40,6 +57,8 @@ def refusal(options: Mapping[str, Any]) -> str | None:
             return f"`{name}` is refused: {_COPIES}"
         if name in _REFUSED:
             return f"`{name}` is refused: {_REFUSED[name]}"
+    if options.get(EXECUTOR, "mp") not in EXECUTORS:
+        return f"`{EXECUTOR}` must be one of {', '.join(EXECUTORS)}"
     overrides = options.get("hf_overrides") or {}
     if not isinstance(overrides, Mapping):
         return "`hf_overrides` must be a mapping from fields of the target's config to values"

@@ -67,6 +67,15 @@ class Recipe(Section):
         return self
 
     @model_validator(mode="after")
+    def _one_way_to_several_machines(self) -> Recipe:
+        if self.extract.machines is not None and self.engine.on_ray:
+            raise ValueError(
+                "`extract.machines` runs whole engines on each machine, and `engine.options.distributed_executor_backend: ray` lets one "
+                "engine span several; use the first if the target fits into a machine, else the second"
+            )
+        return self
+
+    @model_validator(mode="after")
     def _tuned_on_a_suite(self) -> Recipe:
         if self.tune.suite is not None and self.tune.suite not in self.evaluate.suites:
             known = ", ".join(self.evaluate.suites)

@@ -6,7 +6,7 @@ from typing import Any, Literal
 
 from pydantic import Field, SerializerFunctionWrapHandler, field_validator, model_serializer, model_validator
 
-from draftsmith.config.engine_options import refusal
+from draftsmith.config.engine_options import EXECUTOR, refusal
 from draftsmith.config.section import ModelName, Section
 from draftsmith.config.sources import FileSource
 
@@ -43,16 +43,22 @@ class EngineConfig(Section):
     """Whether to run without compilation and CUDA graphs. Absent: true on CPUs, where compiling takes minutes and gains
     little, and false on GPUs. A stage's `stage.json` records what it used."""
     kv_cache_gib: float = Field(2.0, gt=0)
-    """CPU only: memory for KV caches in GiB, shared by engines that run side by side. Extraction needs room for the sequences of
-    two or three steps, because a finished sequence's blocks are kept until its hidden states are written."""
+    """CPU only: memory for KV caches in GiB, shared by engines that run side by side and by the processes of each. Extraction
+    needs room for the sequences of two or three steps, because a finished sequence's blocks are kept until its hidden states are
+    written."""
     gpu_memory_utilization: float = Field(0.85, gt=0, le=1)
     """GPU only: share of a GPU's memory for the engines on it."""
     tensor_parallel_size: int = Field(1, ge=1)
-    """Number of GPUs that the target is split across."""
+    """Number of GPUs that the target is split across; on CPUs, of processes with cores of their own."""
     options: dict[str, Any] = Field(default_factory=dict)
     """Any other of vLLM's engine arguments by name, as in `{ kv_cache_dtype: fp8, enable_expert_parallel: true }`, for every engine of
     every stage. Names are checked against the installed vLLM before anything loads. A stage that needs another value says so and
     uses its own. They are part of what results are recorded for: a store or an evaluation made with others is not continued."""
+
+    @property
+    def on_ray(self) -> bool:
+        """Whether Ray places an engine's processes, on several machines if it needs their GPUs."""
+        return self.options.get(EXECUTOR) == "ray"
 
     @field_validator("options")
     @classmethod

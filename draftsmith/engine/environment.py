@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from draftsmith.config.engine_options import EXECUTOR
 from draftsmith.config.recipe import EngineConfig
 from draftsmith.run.errors import UserError
 from draftsmith.run.process import malloc_environment
@@ -22,6 +23,7 @@ if TYPE_CHECKING:
     from transformers import PretrainedConfig
 
 _GIB = 1024**3
+_BIND = "VLLM_CPU_OMP_THREADS_BIND"
 
 
 def is_cpu() -> bool:
@@ -58,11 +60,25 @@ def vllm_environment(engine: EngineConfig) -> dict[str, str]:
         "VLLM_LOGGING_LEVEL": os.environ.get("VLLM_LOGGING_LEVEL", "WARNING"),
         "VLLM_NO_USAGE_STATS": os.environ.get("VLLM_NO_USAGE_STATS", "1"),
     }
-    if engine.tensor_parallel_size > 1 or "distributed_executor_backend" in engine.options:
+    if engine.tensor_parallel_size > 1 or EXECUTOR in engine.options:
         values["VLLM_WORKER_MULTIPROC_METHOD"] = os.environ.get("VLLM_WORKER_MULTIPROC_METHOD", "spawn")
     if is_cpu():
         values |= openmp_environment() | malloc_environment()
+        if engine.tensor_parallel_size > 1 and _BIND not in os.environ:
+            values[_BIND] = _bound(_cores(), engine.tensor_parallel_size)
     return values
+
+
+def _cores() -> list[int]:
+    """Numbers of the cores that this process may use."""
+    return sorted(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else [*range(os.cpu_count() or 1)]
+
+
+def _bound(cores: Sequence[int], processes: int) -> str:
+    """Equal parts of the cores for an engine's processes, as VLLM_CPU_OMP_THREADS_BIND lists them. By itself vLLM wants a NUMA
+    node for each process, which few machines have."""
+    parts = [cores[one * len(cores) // processes : (one + 1) * len(cores) // processes] for one in range(processes)]
+    return "|".join(",".join(map(str, part)) for part in parts)
 
 
 def openmp_environment() -> dict[str, str]:
@@ -103,23 +119,61 @@ def only_these_gpus(names: Sequence[str]) -> dict[str, str]:
     return {"CUDA_VISIBLE_DEVICES": ",".join(names)} if names else {}
 
 
-def share_of_machine(number: int, count: int, tensor_parallel_size: int) -> dict[str, str]:
-    """Environment variables that give engine `number` of `count` its own cores, or `tensor_parallel_size` GPUs.
+def share_of_machine(number: int, count: int, engine: EngineConfig) -> dict[str, str]:
+    """Environment variables that give engine `number` of `count` its own cores or GPUs; none where Ray places its processes.
     Raises UserError: there are not enough cores or GPUs."""
-    if count == 1:
+    if count == 1 or engine.on_ray:
         return {}
     if is_cpu():
-        cores = sorted(os.sched_getaffinity(0))
-        if count > len(cores):
-            raise UserError(f"extract.workers is {count} and this machine has {len(cores)} cores; use fewer workers.")
+        cores = _cores()
+        if count * engine.tensor_parallel_size > len(cores):
+            each = f" with {engine.tensor_parallel_size} processes each" if engine.tensor_parallel_size > 1 else ""
+            raise UserError(
+                f"extract.workers is {count}{each}, and this machine has {len(cores)} cores; use fewer workers."
+            )
         mine = cores[number * len(cores) // count : (number + 1) * len(cores) // count]
-        return {"VLLM_CPU_OMP_THREADS_BIND": ",".join(map(str, mine))}
+        return {_BIND: _bound(mine, engine.tensor_parallel_size)}
     devices = [gpu.name for gpu in gpus()]
-    if count * tensor_parallel_size > len(devices):
+    if count * engine.tensor_parallel_size > len(devices):
         raise UserError(
-            f"extract.workers is {count} with {tensor_parallel_size} GPUs each, and {len(devices)} GPUs are visible; use fewer."
+            f"extract.workers is {count} with {engine.tensor_parallel_size} GPUs each, and {len(devices)} GPUs are visible; use fewer."
         )
-    return only_these_gpus(devices[number * tensor_parallel_size : (number + 1) * tensor_parallel_size])
+    return only_these_gpus(devices[number * engine.tensor_parallel_size : (number + 1) * engine.tensor_parallel_size])
+
+
+def require_parallelism(engine: EngineConfig, config: PretrainedConfig) -> None:
+    """Check that vLLM can divide a target as the recipe asks, on a machine like this one.
+
+    Args:
+        engine: how the recipe runs vLLM.
+        config: of the target's language model.
+
+    Raises:
+        UserError: it cannot.
+    """
+    split = engine.tensor_parallel_size
+    if split > 1 and (heads := config.num_attention_heads) % split:
+        fitting = ", ".join(str(size) for size in range(1, heads + 1) if heads % size == 0)
+        raise UserError(
+            f"engine.tensor_parallel_size is {split}, and the target has {heads} attention heads, which must divide by it: use one "
+            f"of {fitting}."
+        )
+    if not is_cpu():
+        if not engine.on_ray and split > (visible := len(gpus())):
+            raise UserError(
+                f"engine.tensor_parallel_size is {split}, and {visible} GPUs are visible. Lower it, make more GPUs visible "
+                f"(CUDA_VISIBLE_DEVICES), or let the engine span the machines of a Ray cluster (`engine.options.{EXECUTOR}: ray`)."
+            )
+        return
+    if engine.on_ray:
+        raise UserError(
+            f"`engine.options.{EXECUTOR}: ray` needs GPUs: vLLM 0.32 starts no engine on CPUs through Ray. Leave it out; on CPUs "
+            "`extract.machines` runs an engine on each machine of a Ray cluster."
+        )
+    if split > (cores := len(_cores())):
+        raise UserError(
+            f"engine.tensor_parallel_size is {split}, and this machine has {cores} cores; each process needs one."
+        )
 
 
 def states_arguments(config: PretrainedConfig, options: Mapping[str, Any]) -> dict[str, Any]:
@@ -148,5 +202,7 @@ def memory_arguments(engine: EngineConfig, *, share: float = 1.0) -> dict[str, A
     """Arguments of `vllm.LLM` that limit an engine's memory to its share of what the recipe allows to those side by side."""
     if is_cpu():
         # Not VLLM_CPU_KVCACHE_SPACE, which takes whole GiB only.
-        return {"kv_cache_memory_bytes": int(engine.kv_cache_gib * share * _GIB)}
+        return {
+            "kv_cache_memory_bytes": int(engine.kv_cache_gib * share * _GIB / engine.tensor_parallel_size)
+        }  # each process takes as much
     return {"gpu_memory_utilization": engine.gpu_memory_utilization * share}

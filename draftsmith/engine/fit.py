@@ -43,8 +43,9 @@ def require_extraction(
         layers: number of layer ids, whose states lie in ordinary memory until a sequence is finished.
 
     Raises:
-        UserError: they do not.
+        UserError: they do not, or vLLM cannot divide the target as asked.
     """
+    environment.require_parallelism(engine, config)
     gpus = environment.gpus()
     if not gpus:
         kv_cache = engine.kv_cache_gib * GIB / options.workers
@@ -53,13 +54,13 @@ def require_extraction(
         )  # fmt: skip
         one = cpu_engine_memory(
             config, target_bytes=target_bytes, drafter_bytes=0, dtype=dtype, step_tokens=options.max_num_batched_tokens,
-            kv_cache_bytes=kv_cache, states=states,
+            kv_cache_bytes=kv_cache, states=states, processes=engine.tensor_parallel_size,
         )  # fmt: skip
         _require("Extraction from", target, [one] * options.workers, "extract.workers, " if options.workers > 1 else "")
         return
     need = engine_memory(
         config, target_bytes=target_bytes, drafter_bytes=0, dtype=dtype, tokens=engine.max_model_len,
-        gpus=engine.tensor_parallel_size, extracts=True,
+        engine=engine, extracts=True,
     )  # fmt: skip
     need = replace(need, working=0)  # a guess, and nothing is to be refused that would run
     memory = min(gpu.memory_bytes for gpu in gpus)
@@ -96,7 +97,8 @@ def require_two_engines(
     """
     needs = [
         cpu_engine_memory(
-            config, target_bytes=target_bytes, drafter_bytes=drafter, dtype=dtype, kv_cache_bytes=engine.kv_cache_gib * GIB / 2
+            config, target_bytes=target_bytes, drafter_bytes=drafter, dtype=dtype, kv_cache_bytes=engine.kv_cache_gib * GIB / 2,
+            processes=engine.tensor_parallel_size,
         )
         for drafter in (0, drafter_bytes)
     ]  # fmt: skip

@@ -12,9 +12,11 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from draftsmith.config.recipe import EngineConfig
 from draftsmith.run.errors import UserError
 from draftsmith.run.safetensors_io import read_header
 from draftsmith.run.weights import open_pickle
+from draftsmith.target.quantization import weight_bits
 
 if TYPE_CHECKING:
     from transformers import PretrainedConfig
@@ -59,7 +61,7 @@ def engine_memory(
     drafter_bytes: int,
     dtype: str,
     tokens: int,
-    gpus: int,
+    engine: EngineConfig,
     extracts: bool = False,
 ) -> EngineMemory:
     """Estimate one engine's memory on GPUs.
@@ -69,17 +71,17 @@ def engine_memory(
         target_bytes: of the target's weights, as they are served.
         drafter_bytes: of the drafter's weights; 0 for the baseline and for methods without a drafter.
         tokens: in the KV cache: concurrent sequences times their length.
-        gpus: that the target is split over. Each holds the whole drafter.
+        engine: how the target is split over GPUs. Each holds the whole drafter.
         extracts: whether vLLM caches one layer more (`kv_values`).
     """
     number = BYTES[dtype]
     # The drafter has keys and values too, about as many in proportion to its size as the target.
-    kv = tokens * kv_values(config, extracts=extracts) * (1 + drafter_bytes / max(1, target_bytes)) * number
+    kv = kv_values_on_each(config, engine, extracts=extracts) * (1 + drafter_bytes / max(1, target_bytes))
     return EngineMemory(
-        target=math.ceil(target_bytes / gpus),
+        target=math.ceil(target_bytes / engine.tensor_parallel_size),
         drafter=drafter_bytes,
-        kv_cache=math.ceil(kv / gpus),
-        working=_FIXED + math.ceil(_step_bytes(config, _STEP_TOKENS, number) / gpus),
+        kv_cache=math.ceil(tokens * kv * number),
+        working=_FIXED + math.ceil(_step_bytes(config, _STEP_TOKENS, number) / engine.tensor_parallel_size),
     )
 
 
@@ -90,12 +92,14 @@ def cpu_engine_memory(
     drafter_bytes: int,
     dtype: str,
     kv_cache_bytes: float,
+    processes: int = 1,
     step_tokens: int = _CPU_STEP_TOKENS,
     states: int = 0,
 ) -> EngineMemory:
     """Estimate one engine's memory on a CPU, where its part of `engine.kv_cache_gib` is the size of the KV cache; otherwise as
-    `engine_memory`, with prefill steps of `step_tokens`, and `states` bytes of hidden states that extraction keeps (`state_bytes`)."""
-    working = _ON_CPU + _step_bytes(config, step_tokens, BYTES[dtype])
+    `engine_memory`, split over `processes`, with prefill steps of `step_tokens`, and `states` bytes of hidden states that extraction
+    keeps (`state_bytes`)."""
+    working = processes * _ON_CPU + _step_bytes(config, step_tokens, BYTES[dtype])
     return EngineMemory(target_bytes, drafter_bytes, math.ceil(kv_cache_bytes), working, states)
 
 
@@ -136,23 +140,41 @@ def kv_values(config: PretrainedConfig, *, extracts: bool = False) -> int:
     return layers * 2 * int((getattr(config, "num_key_value_heads", None) or heads) * head_dim)
 
 
-def weight_bytes(directory: Path, dtype: str) -> int:
+def kv_values_on_each(config: PretrainedConfig, engine: EngineConfig, *, extracts: bool = False) -> float:
+    """`kv_values` in the KV cache of one process of an engine.
+
+    Tensor-parallel ranks divide the heads, of which each has one at least. A compressed vector is whole on every rank.
+    """
+    if getattr(config, "kv_lora_rank", None):
+        return kv_values(config, extracts=extracts)
+    heads = getattr(config, "num_key_value_heads", None) or config.num_attention_heads
+    return kv_values(config, extracts=extracts) / min(engine.tensor_parallel_size, int(heads))
+
+
+def weight_bytes(directory: Path, dtype: str, quantization: str | None = None) -> int:
     """Bytes of a model's weights in an engine that computes in `dtype`, from its files' headers. 8-bit weights stay 8-bit.
-    Raises UserError: a file is damaged."""
-    total = 0
+
+    Args:
+        quantization: the recipe's `engine.options.quantization`, which shrinks matrices as they are loaded.
+
+    Raises:
+        UserError: a file is damaged.
+    """
+    total = 0.0
+    matrix = min(BYTES[dtype], (weight_bits(None, quantization) or math.inf) / 8)
     files = sorted(directory.glob("*.safetensors"))
     for path in () if files else sorted(directory.glob("pytorch_model*.bin")):
         for weight in open_pickle(path).values():
             is_float = weight.dtype.itemsize > 1 and weight.dtype.is_floating_point
-            total += weight.count * BYTES[dtype] if is_float else weight.bytes
+            total += weight.count * (matrix if len(weight.shape) > 1 else BYTES[dtype]) if is_float else weight.bytes
     for path in files:
         try:
             for entry in read_header(path).tensors.values():
-                is_float = entry.dtype in _FLOATS
-                total += math.prod(entry.shape) * BYTES[dtype] if is_float else entry.end - entry.start
+                each = matrix if len(entry.shape) > 1 else BYTES[dtype]
+                total += math.prod(entry.shape) * each if entry.dtype in _FLOATS else entry.end - entry.start
         except (ValueError, TypeError):
             raise UserError(f"{path} is not a whole safetensors file. Download or save the model again.") from None
-    return total
+    return math.ceil(total)
 
 
 def side_by_side(needs: Iterable[EngineMemory], gpu_bytes: int, utilization: float) -> int:

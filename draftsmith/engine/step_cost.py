@@ -5,6 +5,7 @@ Units: FLOP are floating-point operations, two per weight and token in a matrix 
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -13,6 +14,7 @@ import torch
 from draftsmith.config.hardware import Hardware
 from draftsmith.engine.memory import kv_values
 from draftsmith.run.errors import UserError
+from draftsmith.target.quantization import weight_bits
 
 if TYPE_CHECKING:
     from transformers import PretrainedConfig
@@ -29,11 +31,28 @@ class TargetSizes:
     """Query heads times head size, summed over layers."""
     kv_values: int
     """Values per token in the KV cache (`memory.kv_values`)."""
+    quantized: int = 0
+    """Parameters that are quantized: the matrices of the layers, in a quantized target."""
+    bits: float = 0
+    """Of each of these (`weight_bits`)."""
+
+    def weight_bytes(self, number: int) -> int:
+        """Bytes of all weights as they are served, with `number` for each that is not quantized."""
+        return (self.parameters - self.quantized) * number + math.ceil(self.quantized * self.bits / 8)
 
 
-def target_sizes(config: PretrainedConfig, *, trust_remote_code: bool = False) -> TargetSizes:
+def target_sizes(
+    config: PretrainedConfig, *, quantization: str | None = None, trust_remote_code: bool = False
+) -> TargetSizes:
     """Sizes of a causal language model, counted on torch's meta device.
-    Raises UserError: transformers has no such model, or none without the target's own code."""
+
+    Args:
+        quantization: the recipe's `engine.options.quantization`.
+        trust_remote_code: whether the target's own code may run.
+
+    Raises:
+        UserError: transformers has no such model, or none without the target's own code.
+    """
     from transformers import AutoModelForCausalLM
 
     try:
@@ -43,7 +62,9 @@ def target_sizes(config: PretrainedConfig, *, trust_remote_code: bool = False) -
         raise UserError(
             f"transformers cannot count the parameters of a model of the type `{config.model_type}`: {str(error).splitlines()[0][:200]}"
         ) from error
-    table = model.get_input_embeddings().weight
+    table, head = model.get_input_embeddings().weight, model.get_output_embeddings()
+    head = table if head is None else head.weight
+    bits = weight_bits(config, quantization)
     sent_to = getattr(config, "num_experts_per_tok", None)
     multiplied = 0
     for parameter in model.parameters():
@@ -53,8 +74,18 @@ def target_sizes(config: PretrainedConfig, *, trust_remote_code: bool = False) -
             multiplied += parameter.numel() * sent_to // len(parameter)
     heads = config.num_attention_heads
     head_dim = getattr(config, "head_dim", None) or config.hidden_size // heads
-    parameters = sum(parameter.numel() for parameter in model.parameters())
-    return TargetSizes(parameters, multiplied, config.num_hidden_layers * heads * head_dim, kv_values(config))
+    return TargetSizes(
+        parameters=sum(parameter.numel() for parameter in model.parameters()),
+        multiplied=multiplied,
+        attention_width=config.num_hidden_layers * heads * head_dim,
+        kv_values=kv_values(config),
+        quantized=sum(
+            parameter.numel()
+            for parameter in model.parameters()
+            if bits and parameter.ndim > 1 and parameter is not table and parameter is not head
+        ),
+        bits=bits or 0,
+    )
 
 
 def flop_of_text(sizes: TargetSizes, *, first: float, last: float) -> float:
@@ -86,7 +117,8 @@ class EngineStep:
     def bytes_read(self) -> float:
         """Bytes read in the step: every weight once, and each sequence's keys and values."""
         cache = self.sequences * self.context * self.sizes.kv_values
-        return self.bytes_per_value * (self.sizes.multiplied + cache)
+        weights = self.sizes.weight_bytes(self.bytes_per_value) * self.sizes.multiplied / self.sizes.parameters
+        return weights + self.bytes_per_value * cache
 
     def seconds(self, hardware: Hardware) -> float:
         """Time of the step: computing or reading memory, whichever takes longer."""

@@ -67,6 +67,8 @@ def language_config(config: PretrainedConfig) -> PretrainedConfig:
         raise UserError(f"The target {config.name_or_path} has several language models: {error}") from None
     if not text.name_or_path:  # for messages
         text.name_or_path = config.name_or_path
+    if text is not config and hasattr(config, "quantization_config"):  # stated for all models together
+        text.quantization_config = config.quantization_config
     if getattr(text, "is_encoder_decoder", False):
         raise UserError(
             f"The target {config.name_or_path} (type `{config.model_type}`) reads its prompt with an encoder. Draftsmith makes drafters for "

@@ -5,16 +5,17 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 from draftsmith.run.errors import UserError
 from draftsmith.target.family import target_facts
 from draftsmith.target.pretrained import config_of, language_config
 from draftsmith.target.shards import FILES, shards
-from draftsmith.target.weight_files import names_in, read_weight, refuse_quantized
+from draftsmith.target.weight_files import names_in, read_weight, refuse_quantized, scale_of
 
 if TYPE_CHECKING:
     import torch
+    from transformers import PretrainedConfig
 
 _HEADS = ("lm_head.weight", "embed_out.weight")
 """Names of heads; the second is GPT-NeoX's."""
@@ -50,29 +51,48 @@ def load_target_tensors(path: Path, *, trust_remote_code: bool = False) -> Targe
         UserError: the directory has no weights, or not the tensors of a causal language model of a known family; or they are
             quantized in a way that is not read, missing, damaged or not finite.
     """
-    whole = config_of(path, trust_remote_code=trust_remote_code)
-    config = language_config(whole)
+    config, files, names = _located(path, trust_remote_code)
     facts = target_facts(config)
-    files = _tensor_files(path)
-    prefix = _prefix(path, files, facts.family.embedding, f"layers.{config.num_hidden_layers - 1}.")
-    norm = f"{prefix}{facts.family.final_norm}"
-    if f"{norm}.weight" not in files:
-        raise UserError(f"The target in {path} has no tensor {norm}.weight, its final norm.")
-    tied = any(getattr(each, "tie_word_embeddings", False) for each in (whole, config))
-    head = None if tied else _head(path, files)
-
     table, row = (config.vocab_size, config.hidden_size), (config.hidden_size,)
-    embedding = _read_tensor(files, f"{prefix}{facts.family.embedding}.weight", table)
-    lm_head = embedding if head is None else _read_tensor(files, head, table)
-    weight = _read_tensor(files, f"{norm}.weight", row)
+    embedding = _read_tensor(files, names.embedding, table)
+    lm_head = embedding if names.head is None else _read_tensor(files, names.head, table)
+    weight, bias = _read_tensor(files, names.norm, row), f"{names.norm.removesuffix('weight')}bias"
     return TargetTensors(
         embedding=embedding,
         lm_head=lm_head if facts.logit_scale == 1 else lm_head * facts.logit_scale,
         final_norm_weight=1 + weight.float() if facts.family.norm_plus_one else weight,
-        final_norm_bias=_read_tensor(files, f"{norm}.bias", row) if f"{norm}.bias" in files else None,
+        final_norm_bias=_read_tensor(files, bias, row) if bias in files else None,
         centered_norm=facts.family.norm == "layer",
         logit_soft_cap=facts.logit_soft_cap,
     )
+
+
+def require_readable(path: Path, *, trust_remote_code: bool = False) -> None:
+    """Check that `load_target_tensors` knows the tensors' names and forms, from the headers of files. Arguments and errors as there."""
+    _, files, names = _located(path, trust_remote_code)
+    for name in filter(None, names):
+        scale_of(_there(files, name), name)
+
+
+class _Names(NamedTuple):
+    embedding: str
+    norm: str
+    head: str | None
+    """None if it is tied to the embedding."""
+
+
+def _located(path: Path, trust_remote_code: bool) -> tuple[PretrainedConfig, dict[str, Path], _Names]:
+    """The language model's config, the file of each tensor by name, and the names of those that training reads."""
+    whole = config_of(path, trust_remote_code=trust_remote_code)
+    config = language_config(whole)
+    family = target_facts(config).family
+    files = _tensor_files(path)
+    prefix = _prefix(path, files, family.embedding, f"layers.{config.num_hidden_layers - 1}.")
+    norm = f"{prefix}{family.final_norm}.weight"
+    if norm not in files:
+        raise UserError(f"The target in {path} has no tensor {norm}, its final norm.")
+    tied = any(getattr(each, "tie_word_embeddings", False) for each in (whole, config))
+    return config, files, _Names(f"{prefix}{family.embedding}.weight", norm, None if tied else _head(path, files))
 
 
 def _prefix(path: Path, files: Mapping[str, Path], embedding: str, last_layer: str) -> str:
@@ -121,15 +141,20 @@ def _tensor_files(path: Path) -> dict[str, Path]:
     )
 
 
-def _read_tensor(files: dict[str, Path], name: str, shape: tuple[int, ...]) -> torch.Tensor:
-    import torch
-
+def _there(files: dict[str, Path], name: str) -> dict[str, Path]:
+    """The files, if that of this tensor is there."""
     file = files[name]
     if not file.is_file():
         raise UserError(
             f"The target in {file.parent} is incomplete: {file.name}, the shard with {name}, is missing. Download or copy it."
         )
-    tensor = read_weight(files, name)
+    return files
+
+
+def _read_tensor(files: dict[str, Path], name: str, shape: tuple[int, ...]) -> torch.Tensor:
+    import torch
+
+    file, tensor = files[name], read_weight(_there(files, name), name)
     if tuple(tensor.shape) != shape:
         raise UserError(
             f"{name} in {file} is {list(tensor.shape)}, and the target's config says {list(shape)}. The files do not belong "

@@ -36,6 +36,18 @@ def read_tensor(path: Path, name: str) -> torch.Tensor:
         return opened.get_tensor(name)
 
 
+def _described(path: Path, name: str) -> tuple[Any, tuple[int, ...]]:
+    """A tensor's dtype, by its name in the file where torch has none, and its shape. Errors as for `names_in`."""
+    from draftsmith.run.safetensors_io import DTYPES
+
+    if path.suffix == ".bin":
+        weight = _pickled(path)[name]
+        return weight.dtype, weight.shape
+    with _safetensors(path) as opened:
+        part = opened.get_slice(name)
+        return DTYPES.get(part.get_dtype(), part.get_dtype()), tuple(part.get_shape())
+
+
 def _pickled(path: Path) -> dict[str, Weight]:
     from draftsmith.run.weights import open_pickle
 
@@ -66,23 +78,32 @@ def read_weight(files: Mapping[str, Path], name: str) -> torch.Tensor:
     Raises:
         UserError: the weight is quantized in another way.
     """
+    scale = scale_of(files, name)
+    weight = read_tensor(files[name], name)
+    return weight if scale is None else weight.float() * scale
+
+
+def scale_of(files: Mapping[str, Path], name: str) -> torch.Tensor | None:
+    """The factors of an 8-bit weight [1 or rows, 1]; None for one in floating point. The weight itself is not read.
+
+    Arguments and errors as for `read_weight`.
+    """
     import torch
 
-    weight = read_tensor(files[name], name)
-    if weight.dtype in (torch.float32, torch.bfloat16, torch.float16, torch.float64):
-        return weight
+    dtype, shape = _described(files[name], name)
+    if dtype in (torch.float32, torch.bfloat16, torch.float16, torch.float64):
+        return None
     beside = {key: f"{name}_{key}" for key in ("scale", "zero_point") if f"{name}_{key}" in files}
     scale, zeros = (
         read_tensor(files[beside[key]], beside[key]) if key in beside else None for key in ("scale", "zero_point")
     )
-    rows = len(weight)
-    known = weight.ndim == 2 and weight.dtype in (torch.int8, torch.float8_e4m3fn)
-    if not known or scale is None or scale.shape not in ((), (1,), (1, 1), (rows,), (rows, 1)):
+    known = len(shape) == 2 and dtype in (torch.int8, torch.float8_e4m3fn)
+    if not known or scale is None or scale.shape not in ((), (1,), (1, 1), (shape[0],), (shape[0], 1)):
         scales = "no scale" if scale is None else f"scales of shape {list(scale.shape)}"
-        raise _unread(files[name], name, f"{weight.dtype}, {scales}")
+        raise _unread(files[name], name, f"{dtype}, {scales}")
     if zeros is not None and zeros.any():
-        raise _unread(files[name], name, f"{weight.dtype} with zero points")
-    return weight.float() * scale.float().reshape(-1, 1)
+        raise _unread(files[name], name, f"{dtype} with zero points")
+    return scale.float().reshape(-1, 1)
 
 
 def refuse_quantized(files: Mapping[str, Path], module: str) -> None:

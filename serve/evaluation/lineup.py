@@ -90,10 +90,12 @@ def find_placement(
         smaller: the recipe's key that lowers it, for the error.
 
     Raises:
-        UserError: there are too few GPUs for one engine, or too little memory for two.
+        UserError: vLLM cannot divide the target as asked, there are too few GPUs for one engine, or too little memory for two.
     """
+    environment.require_parallelism(engine, target.config)
     drafters = {dtype: max(_drafter_bytes(one, dtype) for one in speculative) for dtype in dtypes}
-    targets = {dtype: weight_bytes(target.path, dtype) for dtype in dtypes}
+    quantization = engine.options.get("quantization")
+    targets = {dtype: weight_bytes(target.path, dtype, quantization) for dtype in dtypes}
     found = environment.gpus()
     if not found:
         for dtype in dtypes:
@@ -107,7 +109,7 @@ def find_placement(
         return [
             engine_memory(
                 target.config, target_bytes=targets[dtype], drafter_bytes=drafters[dtype], dtype=dtype,
-                tokens=max(tokens, engine.max_model_len), gpus=engine.tensor_parallel_size,
+                tokens=max(tokens, engine.max_model_len), engine=engine,
             )
             for dtype in dtypes
         ]  # fmt: skip
@@ -121,21 +123,18 @@ def find_placement(
 def place(
     engine: recipe.EngineConfig, gpus: Sequence[Gpu], needs: Sequence[EngineMemory], *, target: str, smaller: str
 ) -> Placement:
-    """The room on these GPUs for two engines with these needs.
+    """The room on these GPUs for two engines with these needs. Ray chooses GPUs itself, and gives an engine all of each.
 
     Raises:
         UserError: as in `find_placement`.
     """
     split, grants = engine.tensor_parallel_size, engine.gpu_memory_utilization
-    if split > len(gpus):
-        raise UserError(
-            f"engine.tensor_parallel_size is {split}, and {len(gpus)} GPUs are visible. Lower it, or make more GPUs visible "
-            "(CUDA_VISIBLE_DEVICES)."
-        )
-    names = [gpu.name for gpu in gpus]
-    sets = tuple(tuple(names[first : first + split]) for first in range(0, len(names) - split + 1, split))
     smallest = min(gpu.memory_bytes for gpu in gpus)
     on_each = side_by_side(needs, smallest, grants)
+    names = [gpu.name for gpu in gpus]
+    sets = tuple(tuple(names[first : first + split]) for first in range(0, len(names) - split + 1, split))
+    if engine.on_ray:
+        sets, on_each = ((), ()), min(on_each, 1)
     if on_each * len(sets) < 2:
         largest = max(needs, key=lambda need: need.total)
         raise UserError(

@@ -72,6 +72,6 @@ CHECKS = [
     Check("b", "verify", "vLLM proposes what the trained module proposes", "with_vllm.verify", 900),
     Check("b", "tune", "K for each concurrency, predicted and by wall-clock", "with_vllm.tune", 3600),
     Check("b", "mlp", "an MLP speculator, through the plugin", "with_vllm.mlp", 3600),
-    Check("b", "two-gpus", "two engines, and one over two GPUs", "with_vllm.two_gpus", 1800),
+    Check("b", "two-gpus", "two engines, and one over three GPUs", "with_vllm.two_gpus", 1800),
     Check("b", "extraction", "what extraction costs the engine", "with_vllm.extraction", 3600),
 ]

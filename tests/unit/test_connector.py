@@ -254,7 +254,13 @@ def test_the_plugin_hands_over_with_our_connector_only(monkeypatch: pytest.Monke
 
 def test_which_layer_s_slots_the_states_have() -> None:
     """One that keeps all tokens; of a target with sliding windows alone, such a cache is made for them."""
-    from vllm.v1.kv_cache_interface import FullAttentionSpec, KVCacheGroupSpec, MambaSpec, MLAAttentionSpec, SlidingWindowSpec
+    from vllm.v1.kv_cache_interface import (
+        FullAttentionSpec,
+        KVCacheGroupSpec,
+        MambaSpec,
+        MLAAttentionSpec,
+        SlidingWindowSpec,
+    )
 
     from tests.benchmarks.bench_tokens import _config
 

@@ -14,7 +14,15 @@ from draftsmith.cli.plan import config_of_target, make_plan
 from draftsmith.config.loading import load_recipe
 from draftsmith.config.recipe import EngineConfig, Recipe
 from draftsmith.engine.environment import Gpu
-from draftsmith.engine.memory import GIB, EngineMemory, engine_memory, kv_values, side_by_side, weight_bytes
+from draftsmith.engine.memory import (
+    GIB,
+    EngineMemory,
+    engine_memory,
+    kv_values,
+    kv_values_on_each,
+    side_by_side,
+    weight_bytes,
+)
 from draftsmith.run.errors import UserError
 from draftsmith.serve.evaluation.lineup import Placement, place
 
@@ -28,11 +36,15 @@ def config(name: str) -> Any:
     return AutoConfig.for_model(fields.pop("model_type"), **fields)
 
 
+def split(size: int) -> EngineConfig:
+    return EngineConfig(tensor_parallel_size=size)
+
+
 def test_an_engine_by_hand() -> None:
     llama = config("llama-3.1-8b")
     assert kv_values(llama) == 32 * 2 * 8 * 128
     need = engine_memory(
-        llama, target_bytes=16 * 10**9, drafter_bytes=10**9, dtype="bfloat16", tokens=1000, gpus=2
+        llama, target_bytes=16 * 10**9, drafter_bytes=10**9, dtype="bfloat16", tokens=1000, engine=split(2)
     )  # fmt: skip
     assert need.target == 8 * 10**9
     assert need.drafter == 10**9, "every GPU has the whole drafter"
@@ -42,6 +54,15 @@ def test_an_engine_by_hand() -> None:
     assert need.in_words() == "target 7.5, drafter 0.9, KV cache 0.1, working memory 3.0"
     latent = AutoConfig.for_model("deepseek_v3", num_hidden_layers=2, kv_lora_rank=512, qk_rope_head_dim=64)
     assert kv_values(latent) == 2 * 576
+    # What each process holds: its heads, one at least, a compressed vector whole, and all states.
+    assert kv_values_on_each(llama, split(4)) == 32 * 2 * 2 * 128
+    assert kv_values_on_each(llama, split(32)) == 32 * 2 * 128
+    assert kv_values_on_each(latent, split(8)) == 2 * 576
+    need = engine_memory(
+        llama, target_bytes=16 * 10**9, drafter_bytes=0, dtype="bfloat16", tokens=1000, engine=split(4), state_values=5000
+    )  # fmt: skip
+    assert need.target == 4 * 10**9
+    assert need.kv_cache == 1000 * (32 * 2 * 2 * 128 + 5000) * 2
 
 
 def test_engines_side_by_side_are_counted_by_the_largest() -> None:
@@ -90,7 +111,7 @@ def test_a_whole_run_of_an_8b_target_fits_80_gb_gpus(which: str) -> None:
     assert recipe.plan is not None
     target = config_of_target(recipe, recipe.plan)
     need = engine_memory(
-        target, target_bytes=stages["extract"]["memory_bytes"]["target"], drafter_bytes=0, dtype="bfloat16", tokens=1, gpus=1
+        target, target_bytes=stages["extract"]["memory_bytes"]["target"], drafter_bytes=0, dtype="bfloat16", tokens=1, engine=split(1)
     )  # fmt: skip
     token = 2 * kv_values(target, extracts=True)
     room = (stages["extract"]["memory_limit"] - need.total) // token
@@ -102,11 +123,16 @@ def test_an_8b_target_and_small_gpus() -> None:
     """24 GB hold no two engines; four such GPUs do, with the target split in two, and two of 48 GB as they are."""
     llama = config("llama-3.1-8b")
 
-    def placed(count: int, gib: float, split: int) -> Placement:
+    def placed(count: int, gib: float, gpus_each: int) -> Placement:
         need = engine_memory(
-            llama, target_bytes=16_060_522_496, drafter_bytes=849 * 10**6, dtype="bfloat16", tokens=4096, gpus=split
+            llama,
+            target_bytes=16_060_522_496,
+            drafter_bytes=849 * 10**6,
+            dtype="bfloat16",
+            tokens=4096,
+            engine=split(gpus_each),
         )
-        engine = EngineConfig(tensor_parallel_size=split)
+        engine = split(gpus_each)
         gpus = [Gpu(str(number), int(gib * GIB)) for number in range(count)]
         return place(engine, gpus, [need], target="Llama", smaller="evaluate.concurrency")
 

@@ -34,6 +34,8 @@ def test_the_folder_is_in_memory_where_there_is_room(tmp_path: Path, memory: Pat
         assert folder == run / "handoff"
         assert not [*folder.iterdir()]
     assert not (run / "handoff").exists()
+    with handoff_folder(run, 1, shared=True) as folder:
+        assert folder == run / "handoff", "other machines do not see this one's memory"
     for needed in (1, 2000):
         with pytest.raises(KeyboardInterrupt), handoff_folder(run, needed) as folder:
             raise KeyboardInterrupt

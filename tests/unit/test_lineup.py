@@ -71,8 +71,15 @@ def test_what_does_not_fit_is_an_error_before_anything_starts() -> None:
     assert not place(engine, gpus(2), [need(40)], target="t", smaller="x").together
     with pytest.raises(UserError, match=r"each of the 2 GPUs"):
         place(engine, gpus(2), [need(70)], target="t", smaller="x")
-    with pytest.raises(UserError, match=r"tensor_parallel_size is 4, and 3 GPUs are visible"):
-        place(four, gpus(3), [need(1)], target="t", smaller="x")
+
+
+def test_ray_places_engines_on_gpus_of_their_own() -> None:
+    engine = recipe.EngineConfig(tensor_parallel_size=8, options={"distributed_executor_backend": "ray"})
+    found = place(engine, gpus(2), [need(30)], target="t", smaller="x")
+    assert [(one.gpus, one.memory_share) for one in found.places(start=1)] == [((), 1.0)] * 2
+    with pytest.raises(UserError, match=r"40\.0 GiB on each of its GPUs"):
+        place(engine, gpus(2, gib=40), [need(40)], target="t", smaller="x")
+    assert environment.share_of_machine(1, 2, engine) == {}
 
 
 @pytest.mark.parametrize(
@@ -89,9 +96,9 @@ def test_gpus_have_the_names_that_children_are_given(
     if visible is not None:
         monkeypatch.setenv("CUDA_VISIBLE_DEVICES", visible)
     assert environment.gpus() == [Gpu(names[0], memory[0]), Gpu(names[1], memory[1])]
-    assert environment.share_of_machine(1, 2, 1) == {"CUDA_VISIBLE_DEVICES": names[1]}
+    assert environment.share_of_machine(1, 2, recipe.EngineConfig()) == {"CUDA_VISIBLE_DEVICES": names[1]}
     with pytest.raises(UserError, match=r"2 with 2 GPUs each, and 2 GPUs are visible"):
-        environment.share_of_machine(0, 2, 2)
+        environment.share_of_machine(0, 2, recipe.EngineConfig(tensor_parallel_size=2))
 
 
 @dataclass

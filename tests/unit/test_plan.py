@@ -3,6 +3,7 @@
 import json
 import re
 import socket
+import tempfile
 from collections.abc import Callable, Iterator
 from collections.abc import Sequence as Several
 from dataclasses import replace
@@ -38,6 +39,7 @@ from draftsmith.run.errors import UserError
 from draftsmith.store.format import Sequence
 from draftsmith.store.reader import Store
 from draftsmith.store.writer import StoreWriter
+from draftsmith.target.pretrained import language_config
 from draftsmith.target.tensors import TargetTensors
 from draftsmith.train.data import TrainingData
 from draftsmith.train.muon import orthogonalize
@@ -359,6 +361,98 @@ def test_a_plan_counts_states_in_ordinary_memory() -> None:
     assert f"  hidden states of unfinished sequences: {gib} GiB of each machine's ordinary memory\n" in "\n".join(
         report(plan)
     )
+
+
+def planned(name: str, *overrides: str) -> dict[str, Any]:
+    return make_plan(load_recipe(RECIPES / f"{name}.yaml", overrides))["stages"]
+
+
+def test_a_plan_counts_what_each_gpu_of_a_split_target_holds() -> None:
+    """Llama 70B: 80 layers of 8 key and value heads."""
+    whole = planned("llama-3.3-70b-eagle3")["extract"]
+    two_nodes = planned("llama-3.3-70b-eagle3", "engine.tensor_parallel_size=16")["extract"]
+    assert two_nodes["memory_bytes"]["target"] == pytest.approx(whole["memory_bytes"]["target"] / 2)
+    assert two_nodes["more"]["devices"].startswith("1 engine on GPUs 0 to 15")
+    assert two_nodes["seconds"]["prefill"] == pytest.approx(whole["seconds"]["prefill"] / 2)
+
+    def of_a_sequence(stage: dict[str, Any]) -> float:
+        return stage["memory_bytes"]["KV cache"] / stage["more"]["sequences_at_once"]
+
+    # A head cannot be halved: sixteen ranks hold one each, as eight do, and four hold two.
+    assert of_a_sequence(two_nodes) == pytest.approx(of_a_sequence(whole), rel=1e-6)
+    half = planned("llama-3.3-70b-eagle3", "engine.tensor_parallel_size=4")["extract"]
+    assert of_a_sequence(half) == pytest.approx(2 * of_a_sequence(whole), rel=1e-6)
+
+
+def test_a_plan_checks_engine_options_as_a_run_does() -> None:
+    pytest.importorskip("vllm")
+    with pytest.raises(UserError, match=r"`engine\.options\.kv_cache_dtpye`.*did you mean `kv_cache_dtype`"):
+        planned("demo", "engine.options={kv_cache_dtpye: fp8}")
+    with pytest.raises(UserError, match=r"vLLM 0\.32 hands out no hidden states of a/b"):
+        _planned_config("opt", {"ffn_dim": 48, "word_embed_proj_dim": 32})
+
+
+QUANTIZED: dict[str, tuple[dict[str, Any], float]] = {
+    "GPTQ": ({"quant_method": "gptq", "bits": 4, "group_size": 128}, 4.125),
+    "AWQ": ({"quant_method": "awq", "w_bit": 4, "q_group_size": 64}, 4.25),
+    "FP8": ({"quant_method": "fp8", "weight_block_size": [128, 128]}, 8),
+    "MXFP4": ({"quant_method": "mxfp4"}, 4.25),
+    "NVFP4": ({"quant_method": "modelopt", "quant_algo": "NVFP4"}, 4.5),
+    "bitsandbytes": ({"quant_method": "bitsandbytes", "load_in_8bit": True}, 8),
+    "W8A8": ({"quant_method": "compressed-tensors", "config_groups": {"0": {"weights": {"num_bits": 8, "group_size": None}}}}, 8),
+    "W4 by groups": (
+        {"quant_method": "compressed-tensors", "config_groups": {
+            "0": {"weights": {"num_bits": 4, "group_size": 32}}, "1": {"weights": {"num_bits": 4, "group_size": 16, "type": "float"}},
+        }}, 4.5,
+    ),
+    "another": ({"quant_method": "new"}, 4),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", QUANTIZED)
+def test_a_quantized_target_takes_the_bytes_that_its_config_says(name: str) -> None:
+    config, bits = QUANTIZED[name]
+    plain = _planned_config("llama", {})
+    quantized = _planned_config("llama", {"quantization_config": config})
+    layers = 2 * (4 * 32 * 32 + 3 * 32 * 48)
+    for stage, part in (("extract", "target"), ("evaluate", "target, in 2 engines")):
+        saved = plain[stage]["memory_bytes"][part] - quantized[stage]["memory_bytes"][part]
+        assert saved == int(layers * (16 - bits) / 8) * (2 if stage == "evaluate" else 1)
+    assert quantized["extract"]["seconds"]["decoding"] < plain["extract"]["seconds"]["decoding"]
+
+
+def test_vllm_quantizes_a_plain_target_as_it_loads_it() -> None:
+    config = {"quantization_config": {"quant_method": "fp8"}}
+    online = _planned_config("llama", {}, "engine.options={quantization: fp8}")
+    assert online["extract"]["memory_bytes"] == _planned_config("llama", config)["extract"]["memory_bytes"]
+
+
+def test_what_a_config_states_of_all_its_models_is_the_language_model_s() -> None:
+    stated = {"quant_method": "fp8"}
+    whole = AutoConfig.for_model("gemma3", quantization_config=stated)
+    assert language_config(whole).quantization_config == stated
+    assert not hasattr(language_config(AutoConfig.for_model("gemma3")), "quantization_config")
+
+
+def _planned_config(kind: str, fields: dict[str, Any], *overrides: str) -> dict[str, Any]:
+    """The stages of a plan for a tiny target in bfloat16."""
+    with tempfile.TemporaryDirectory() as folder:
+        path = Path(folder) / "config.json"
+        sizes = {
+            "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "num_attention_heads": 4, "num_key_value_heads": 4,
+            "head_dim": 8, "vocab_size": 64, "max_position_embeddings": 128, "tie_word_embeddings": False,
+        }  # fmt: skip
+        path.write_text(json.dumps({"model_type": kind, **sizes, **fields}))
+        recipe = {
+            "name": "x", "target": {"model": "a/b"}, "extract": {"prompts": {"path": "x.jsonl"}, "layer_ids": [1, 2]},
+            "train": {"drafter": {"kind": "eagle"}}, "evaluate": {"suites": {"questions": {"prompts": {"path": "x.jsonl"}}}},
+            "plan": {
+                "prompt_tokens": 10, "response_tokens": 20, "conversations": 100, "target_config": {"path": str(path)},
+                "hardware": "h100-80gb",
+            },
+        }  # fmt: skip
+        (Path(folder) / "recipe.yaml").write_text(json.dumps(recipe))
+        return make_plan(load_recipe(Path(folder) / "recipe.yaml", overrides))["stages"]
 
 
 def test_what_a_plan_needs_to_be_told(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -4,6 +4,7 @@ import json
 import shutil
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -11,12 +12,17 @@ from compressed_tensors.compressors import BaseCompressor
 from compressed_tensors.quantization import QuantizationScheme
 from safetensors.torch import load_file, save_file
 
+from draftsmith.config.evaluation import EvaluateConfig
 from draftsmith.engine.memory import weight_bytes
+from draftsmith.engine.process import EngineProcess
+from draftsmith.extract.extract import run_extract
 from draftsmith.run.errors import UserError
+from draftsmith.target import weight_files
 from draftsmith.target.info import describe_target
-from draftsmith.target.tensors import load_target_tensors
+from draftsmith.target.tensors import load_target_tensors, require_readable
 from draftsmith.target.weight_files import read_weight
 from tests.quantized_target import SCHEME, quantize
+from tests.unit.fake_engine import make_recipe_and_run
 from tests.unit.test_target import save_model
 
 
@@ -149,13 +155,59 @@ def save(folder: Path, tensors: dict[str, torch.Tensor]) -> dict[str, Path]:
     return dict.fromkeys(tensors, folder / "model.safetensors")
 
 
+@pytest.mark.parametrize("read", [load_target_tensors, require_readable])
 @pytest.mark.parametrize("module", ["lm_head", "model.embed_tokens"])
-def test_packed_weights_are_refused_in_words(tmp_path: Path, module: str) -> None:
+def test_packed_weights_are_refused_in_words(tmp_path: Path, module: str, read: Any) -> None:
     """As AWQ and GPTQ store them."""
     save_model(tmp_path)
     tensors = load_file(tmp_path / "model.safetensors")
     tensors[f"{module}.qweight"] = tensors.pop(f"{module}.weight").to(torch.int32)
     save_file(tensors, tmp_path / "model.safetensors")
     with pytest.raises(UserError, match="quantized in a way that Draftsmith does not read") as caught:
-        load_target_tensors(tmp_path)
+        read(tmp_path)
     assert f"({module}.qweight)" in str(caught.value)
+
+
+@pytest.mark.parametrize("kind", ["whole", "8 bits", "pytorch"])
+def test_what_training_can_read_is_told_without_reading_it(
+    tmp_path: Path, kind: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    save_model(tmp_path)
+    if kind == "8 bits":
+        quantize(tmp_path, head=True)
+    elif kind == "pytorch":
+        to_bin(tmp_path, shards=3)
+    read: list[str] = []
+    plain = weight_files.read_tensor
+    monkeypatch.setattr(weight_files, "read_tensor", lambda path, name: read.append(name) or plain(path, name))
+    require_readable(tmp_path)
+    assert read == (["lm_head.weight_scale"] if kind == "8 bits" else [])
+
+
+def test_a_head_that_training_could_not_read_is_refused_before_extraction(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    recipe, _ = make_recipe_and_run(tmp_path)
+    options = recipe.extract.model_copy(update={"held_out_fraction": 0.0, "max_tokens": 20})
+    recipe = recipe.model_copy(update={"extract": options, "evaluate": EvaluateConfig()})
+    monkeypatch.setattr(EngineProcess, "__init__", mock.Mock(side_effect=RuntimeError("an engine was started")))
+    weights = tmp_path / "target" / "model.safetensors"
+    tensors = load_file(weights)
+    tensors["lm_head.weight"] = tensors["lm_head.weight"].to(torch.int8)
+    save_file(tensors, weights, {"format": "pt"})
+    with pytest.raises(UserError, match=r"lm_head\.weight in .*torch\.int8, no scale"):
+        run_extract(recipe, tmp_path / "new", training_follows=True)
+    assert not (tmp_path / "new").exists()
+    with pytest.raises(RuntimeError, match="an engine was started"):
+        run_extract(recipe, tmp_path / "new")
+    assert "not enough for this recipe's training: lm_head.weight in" in capsys.readouterr().err
+
+
+def test_weights_that_vllm_quantizes_as_it_loads_them_are_counted_so(tmp_path: Path) -> None:
+    state = save_model(tmp_path)
+    matrices = sum(value.numel() for value in state.values() if value.ndim > 1)
+    plain = weight_bytes(tmp_path, "bfloat16")
+    assert weight_bytes(tmp_path, "bfloat16", "fp8") == plain - matrices
+    to_bin(tmp_path)
+    assert weight_bytes(tmp_path, "bfloat16", "fp8") == plain - matrices
+    assert weight_bytes(tmp_path, "bfloat16", "unheard-of") == plain - matrices * 3 // 2
