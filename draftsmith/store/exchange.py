@@ -47,7 +47,7 @@ def export_store(store: Store, layout: Layout, out: Path) -> dict[str, Any]:
     """Write a store's sequences to the folder `out`, the training part first.
 
     Returns:
-        `sequences`, `held_out_sequences`, and for speculators the `train_data_ratio` that keeps the split.
+        `sequences`, `held_out_sequences`, and for speculators, if any are held out, the `train_data_ratio` that keeps the split.
 
     Raises:
         UserError: the store is empty, or `out` exists.
@@ -77,7 +77,8 @@ def export_store(store: Store, layout: Layout, out: Path) -> dict[str, Any]:
             frequencies = torch.bincount(store.response_tokens(held_out=False))
             seen = frequencies.nonzero().flatten().tolist()
             torch.save({token: int(frequencies[token]) for token in seen}, folder / "token_freq.pt")
-            figures["train_data_ratio"] = min(1.0, (len(training) + 0.5) / len(store))  # it rounds the product down
+            if held_out:
+                figures["train_data_ratio"] = (len(training) + 0.5) / len(store)  # it rounds the product down
     console.print(f"export: {out} holds {len(store)} sequences", highlight=False, soft_wrap=True)
     return figures
 

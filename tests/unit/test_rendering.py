@@ -278,6 +278,21 @@ def test_turn_by_turn_with_the_template_itself(kind: str):
         assert found.loss_mask == mask_by_bytes(tokenizer, found.token_ids, said)
 
 
+@pytest.mark.parametrize("kind", TEMPLATES)
+def test_answers_are_found_in_tokens_alone(kind: str):
+    renderer, _ = renderer_of(kind)
+    rng = random.Random(kind)
+    for _ in range(100):
+        texts = [f"x{some_text(rng)}" for _ in range(2 * rng.randint(1, 3))]
+        found = renderer.text(Conversation("x", chat(*texts)))
+        cut = rng.randint(1, found.loss_mask[::-1].index(False))  # an answer that was cut off, as at a limit of tokens
+        assert renderer.answers_in(found.token_ids) == found.loss_mask
+        assert renderer.answers_in(found.token_ids[:-cut] or found.token_ids) == (found.loss_mask[:-cut] or found.loss_mask)
+        asked = renderer.prompt(Conversation("x", chat(*texts)[:1]))
+        with pytest.raises(Unrenderable, match="no answer"):
+            renderer.answers_in(asked)
+
+
 def learnt_text(renderer: Renderer, tokenizer, messages: list[dict], tools=None) -> str:
     found = renderer.text(Conversation("x", messages, tools))
     return tokenizer.decode([i for i, learn in zip(found.token_ids, found.loss_mask, strict=True) if learn])
