@@ -43,9 +43,7 @@ def import_(
             metavar="DIR", help="Safetensors files, one a sequence, or a data set of speculators.", show_default=False
         ),
     ],
-    target: Annotated[
-        str, typer.Option(help="The target of the states: a folder or a Hub id.", show_default=False)
-    ],
+    target: Annotated[str, typer.Option(help="The target of the states: a folder or a Hub id.", show_default=False)],
     layer_ids: Annotated[
         str,
         typer.Option(

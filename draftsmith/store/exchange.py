@@ -160,7 +160,9 @@ def import_states(
                 "name each and the reason: make them again, or move them away."
             )
         if writer is None:
-            raise UserError(f"No row of {source} has a file of states, in {source / 'hidden_states'}. Generate them first.")
+            raise UserError(
+                f"No row of {source} has a file of states, in {source / 'hidden_states'}. Generate them first."
+            )
         counts = writer.close()
         options = {
             "mode": "import", "prompts": {"path": str(source.resolve())}, "layer_ids": list(layer_ids), "loss_mask": loss_mask,
@@ -204,7 +206,9 @@ def _speculators_files(source: Path, rejected: RejectedRows) -> Iterator[tuple[P
     try:
         rows = datasets.load_from_disk(str(source))
         rows.data.validate(full=True)  # it is memory-mapped, and offsets are used unchecked
-        rows = rows.with_format(None).select_columns([name for name in ("input_ids", "loss_mask") if name in rows.column_names])
+        rows = rows.with_format(None).select_columns(
+            [name for name in ("input_ids", "loss_mask") if name in rows.column_names]
+        )
         count = len(rows)
     except Exception as error:  # pyarrow and datasets raise many kinds
         reason = " ".join(str(error).split())[:300]

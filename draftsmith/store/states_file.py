@@ -27,7 +27,7 @@ from draftsmith.store.format import Sequence, StoreIdentity
 _ABOUT, _CHECKSUM = "draftsmith", "draftsmith_checksum"
 _DIGITS = b'"%s":"' % _CHECKSUM.encode()
 """What comes before the checksum's digits. In `_ABOUT` quotes are escaped, so it occurs nowhere before."""
-_NO_CHECKSUM = "0" * 16
+_NO_CHECKSUM = b"0" * 16
 _DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 
 
@@ -59,9 +59,9 @@ def write_states_file(path: Path, sequence: Sequence, identity: StoreIdentity) -
         "next_token_id": int(sequence.token_ids[-1]) if len(sequence.token_ids) > count else None,
     }
     layout = {"token_ids": (torch.int64, [count]), "hidden_states": (states.dtype, list(states.shape))}
-    header = header_bytes(layout, metadata={_ABOUT: json.dumps(about), _CHECKSUM: _NO_CHECKSUM})
+    header = header_bytes(layout, metadata={_ABOUT: json.dumps(about), _CHECKSUM: _NO_CHECKSUM.decode()})
     data = [tensor.view(-1).view(torch.uint8).numpy().data for tensor in (token_ids, states)]
-    before, digits, after = header.partition(_DIGITS + _NO_CHECKSUM.encode())
+    before, _, after = header.partition(_DIGITS + _NO_CHECKSUM)
     hashed = xxhash.xxh3_64(header)
     for part in data:
         hashed.update(part)

@@ -26,7 +26,9 @@ def data_set(job: dict[str, Any], split: str) -> ArrowDataset:
     endpoint = job.get("endpoint")
     asked = {"on_missing": "generate", "vllm_endpoint": endpoint} if endpoint else {"on_missing": "raise"}
     ratio = job["train_data_ratio"]
-    return ArrowDataset(TOKENS_PER_STEP, job["data"], train_ratio=ratio, split=split, hidden_states_dtype=torch.float32, **asked)
+    return ArrowDataset(
+        TOKENS_PER_STEP, job["data"], train_ratio=ratio, split=split, hidden_states_dtype=torch.float32, **asked
+    )
 
 
 def losses(job: dict[str, Any], rows: ArrowDataset) -> list[float]:

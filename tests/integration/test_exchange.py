@@ -35,7 +35,7 @@ def read_by_speculators(folder: Path, job: dict[str, Any]) -> dict[str, torch.Te
 def test_speculators_train_on_an_exported_store(tmp_path: Path) -> None:
     store = Store(make_run(tmp_path) / "store")
     figures = export_store(store, "speculators", tmp_path / "data")
-    *layer_ids, last = store.identity.layer_ids
+    layer_ids = list(store.identity.layer_ids[:-1])
     job = {
         "data": str(tmp_path / "data"), "train_data_ratio": figures["train_data_ratio"], "target": str(tmp_path / "target"),
         "layer_ids": layer_ids, "vocab_size": VOCAB, "draft_vocab_size": 40,

@@ -288,7 +288,12 @@ def test_clients_of_vllm_s_example_connector(asked: dict[str, Any] | None, serve
     tensors = load_hidden_states(path)
     assert tensors["token_ids"].dtype == torch.int64
     choice = answer["choices"][0]
-    check_true(tensors, model, choice["prompt_token_ids"], choice["token_ids"] if asked and asked.get("include_output_tokens") else [])
+    check_true(
+        tensors,
+        model,
+        choice["prompt_token_ids"],
+        choice["token_ids"] if asked and asked.get("include_output_tokens") else [],
+    )
     assert Path(path).parent == server.handoff
     cleanup_hidden_states(path)
     assert not list(server.handoff.iterdir())

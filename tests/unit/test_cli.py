@@ -45,7 +45,10 @@ def test_bad_input(
         (["extract", str(recipe), *runs], "target does not exist"),
         (["train", str(recipe), *runs], "no finished store"),
         (["convert", str(recipe), *runs], "no finished checkpoint"),
-        (["export", str(tmp_path), "--to", "zip", "--out", str(tmp_path / "out")], "`--to zip` must be one of files, speculators."),
+        (
+            ["export", str(tmp_path), "--to", "zip", "--out", str(tmp_path / "out")],
+            "`--to zip` must be one of files, speculators.",
+        ),
         (["export", str(tmp_path), "--to", "files", "--out", str(tmp_path / "out")], "There is no store at"),
         (["import", str(tmp_path), *to_store, "--layer-ids", "1;2"], "`--layer-ids 1;2` must be integers with commas"),
         (["import", str(tmp_path), *to_store, "--layer-ids", "1,2"], "no-target does not exist"),
