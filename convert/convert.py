@@ -1,7 +1,5 @@
 """The convert stage, checkpoint to `vllm/`; and any drafter's checkpoint to any format."""
 
-import shutil
-import tempfile
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -21,7 +19,7 @@ from draftsmith.drafters.base import Drafter
 from draftsmith.drafters.checkpoint import RECORD, UNKNOWN_TARGET, WEIGHTS, Checkpoint
 from draftsmith.drafters.vocabulary import choose_draft_vocabulary
 from draftsmith.run import stage
-from draftsmith.run.atomic_io import read_json, sha256_of, write_bytes
+from draftsmith.run.atomic_io import new_folder, read_json, require_new, sha256_of, write_bytes
 from draftsmith.run.errors import UserError
 from draftsmith.run.progress import console
 from draftsmith.run.stage import StageRun
@@ -145,8 +143,7 @@ def convert_checkpoint(
         DraftsmithError: a comparison failed.
     """
     started = time.time()
-    if out.exists() and (not out.is_dir() or any(out.iterdir())):
-        raise UserError(f"{out} already exists. Move it away, or name another folder with --out.")
+    require_new(out)
     found = recognize(source, named)
     console.print(
         f"convert: {source} is a drafter of the kind {found.kind} in the format {found.format}: {found.reason}"
@@ -164,10 +161,8 @@ def convert_checkpoint(
         counts = Store(store).token_counts(checkpoint.config["vocab_size"])
         ids = choose_draft_vocabulary(counts, vocabulary)
         checkpoint = with_vocabulary(checkpoint, ids, None if tensors is None else tensors.lm_head)
-    out.parent.mkdir(parents=True, exist_ok=True)
-    temporary = Path(tempfile.mkdtemp(dir=out.parent, prefix=f".{out.name}-"))
-    run = StageRun("convert", temporary, started)
-    try:
+    with new_folder(out) as temporary:
+        run = StageRun("convert", temporary, started)
         run.claim(fresh=False)
         if to == NATIVE:
             checkpoint.to(dtype).save(temporary)
@@ -192,10 +187,6 @@ def convert_checkpoint(
         run.finish(
             digest([str(source.resolve()), figures, dtype, vocabulary, str(store), quantize]), figures, recipe={}
         )
-        temporary.chmod(0o755)
-        temporary.rename(out)
-    finally:
-        shutil.rmtree(temporary, ignore_errors=True)
     scheme_title = f", {SCHEMES[quantize].title}" if quantize else ""
     console.print(
         f"convert: {out} holds {figures['parameters'] / 1e6:.1f} M parameters in the format {to}{scheme_title}, "

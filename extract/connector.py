@@ -45,7 +45,7 @@ from vllm.v1.request import RequestStatus
 
 from draftsmith.extract.byte_limit import ByteLimit
 from draftsmith.extract.gpu_copy import GpuCopier
-from draftsmith.extract.handoff import HandoffWriter, handoff_file
+from draftsmith.extract.handoff import FileLocks, HandoffWriter, handoff_file
 from draftsmith.extract.states_pool import StatesPool
 from draftsmith.run.errors import UserError
 from draftsmith.run.process import lower_priority
@@ -69,6 +69,11 @@ DISCARD_KEY = "draftsmith_discard"
 """Save nothing for this request."""
 PROMPT_ONLY_KEY = "draftsmith_prompt_only"
 """Save only the states of the prompt."""
+# The same in the words of vLLM's example connector, with `shared_storage_path`.
+PATH_KEY = "hidden_states_path"
+"""In a finished request: the path of the file. What a client asks for is ignored."""
+OUTPUT_TOO_KEY = "include_output_tokens"
+"""Save the states of the response, too."""
 
 _MAX_UNWRITTEN_BYTES = 1 << 30
 """On a CPU: bytes of states, before they are encoded, that may wait in memory for the disk before the engine waits too. On a GPU they
@@ -97,6 +102,9 @@ class HiddenStatesConnector(KVConnectorBase_V1, SupportsHMA):
 
     Its `kv_connector_extra_config`:
         handoff_directory: an existing folder for the files.
+        shared_storage_path: the same in the words of vLLM's example connector, for its clients: the folder is made, a response
+            also has the path of its file, a `.lock` file is locked until the file is written, and only the prompt's states are
+            saved unless a request asks for more.
         names_from_requests: whether a request may name its file (`NAME_KEY`) and choose its encoding (`FORM_KEY`). For
             engines whose requests all come from one program: on a server, a client that knows another's name could overwrite
             its file.
@@ -128,6 +136,10 @@ class HiddenStatesConnector(KVConnectorBase_V1, SupportsHMA):
         self._names_from_requests = self._kv_transfer_config.get_from_extra_config("names_from_requests", False) is True
         self._finished: list[_Save] = []  # not passed to the worker process yet
         self._dropped: list[int] = []  # likewise
+        shared = self._kv_transfer_config.get_from_extra_config("shared_storage_path", None)
+        self._as_vllm = shared is not None
+        self._directory = self._kv_transfer_config.get_from_extra_config("handoff_directory", shared)
+        self._locks = FileLocks()
 
         # Worker side. Other tensor-parallel ranks than the first have the same states, and do nothing.
         self._writer: HandoffWriter | None = None
@@ -158,12 +170,17 @@ class HiddenStatesConnector(KVConnectorBase_V1, SupportsHMA):
         if asked.get(DISCARD_KEY) or aborted or without_ids or not block_ids:
             self._dropped.extend(block_ids)
             return False, None
+        prompt_only = asked.get(PROMPT_ONLY_KEY) or (self._as_vllm and not asked.get(OUTPUT_TOO_KEY))
         # The last token of an answered request was sampled and never read: it has no state.
-        token_ids = request.prompt_token_ids if asked.get(PROMPT_ONLY_KEY) else request.all_token_ids[:-1]
+        token_ids = request.prompt_token_ids if prompt_only else request.all_token_ids[:-1]
         # Not named after vLLM's request id either: a server's clients choose most of it (X-Request-Id).
         file = handoff_file(secrets.token_hex(16) if name is None else name)
         self._finished.append(_Save(request.request_id, file, list(token_ids), list(block_ids), form))
-        return True, {FILE_KEY: file}
+        if not self._as_vllm:
+            return True, {FILE_KEY: file}
+        path = Path(self._directory, file).absolute()
+        self._locks.hold(request.request_id, path)
+        return True, {FILE_KEY: file, PATH_KEY: str(path)}
 
     def request_finished_all_groups(
         self, request: Request, block_ids: tuple[list[int], ...]
@@ -174,6 +191,9 @@ class HiddenStatesConnector(KVConnectorBase_V1, SupportsHMA):
         metadata = _Metadata(self._finished, self._dropped)
         self._finished, self._dropped = [], []
         return metadata
+
+    def update_connector_output(self, connector_output: Any) -> None:
+        self._locks.release(connector_output.finished_sending or ())
 
     def get_finished_count(self) -> int:
         return 1  # the rank that writes; the others do not report
@@ -187,12 +207,10 @@ class HiddenStatesConnector(KVConnectorBase_V1, SupportsHMA):
             return
         layers = get_layers_from_vllm_config(self._vllm_config, CacheOnlyAttentionLayer, list(kv_caches))
         ((name, layer),) = layers.items()
-        directory = _checked_directory(self._kv_transfer_config.get_from_extra_config("handoff_directory", None))
+        directory = _checked_directory(self._directory, make=self._as_vllm)
         self._writer = HandoffWriter(directory, reuse_files=self._names_from_requests)
-        sizes, dtype = (
-            (layer.num_heads, layer.head_size),
-            layer.kv_cache_torch_dtype,
-        )  # vLLM's names for layers and hidden size
+        sizes = (layer.num_heads, layer.head_size)  # vLLM's names for layers and hidden size
+        dtype = layer.kv_cache_torch_dtype
         self._pool = StatesPool(self._blocks, self._block_size, *sizes, dtype)
         if kv_caches[name].is_cuda:
             tokens = self._vllm_config.scheduler_config.max_num_batched_tokens
@@ -296,8 +314,8 @@ def _encoded(save: _Save, states: torch.Tensor) -> torch.Tensor | EncodedStates:
         ) from None
 
 
-def _checked_directory(given: Any) -> Path:
-    """The folder for the files, after a trial: an engine that cannot write must fail as it starts.
+def _checked_directory(given: Any, *, make: bool) -> Path:
+    """The folder for the files, made if that is asked, after a trial: an engine that cannot write must fail as it starts.
 
     Raises:
         UserError: none is named, or it cannot be written to.
@@ -306,6 +324,8 @@ def _checked_directory(given: Any) -> Path:
     if not isinstance(given, str) or not given:
         raise UserError(f"{where} must name a folder for the hidden-state files; it is {given!r}.")
     try:
+        if make:
+            Path(given).mkdir(parents=True, exist_ok=True)
         tempfile.TemporaryFile(dir=given).close()
     except OSError as error:
         raise UserError(

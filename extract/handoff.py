@@ -1,7 +1,7 @@
 """Handoff files: a finished request's states on their way from the engine to the program that asked for them.
 
-A handoff file is a safetensors file that appears whole. For any program it holds `token_ids` int32 [M] and `hidden_states`
-dtype [M, L, H]; for our own driver `token_ids` and `encoded` uint8, the states as they go into the store, with the other
+A handoff file is a safetensors file that appears whole. For any program it holds `token_ids` int64 [M] and `hidden_states`
+dtype [M, L, H]; for our own driver `token_ids` int32 [M] and `encoded` uint8, the states as they go into the store, with the other
 fields of `EncodedStates` in the file's metadata.
 
 Most of the cost of a file is its memory: allocating, clearing and mapping a new file's pages takes several times as long as
@@ -10,12 +10,15 @@ copying the states into them. So our own driver renames the files that it has re
 
 from __future__ import annotations
 
+import fcntl
 import hashlib
 import json
 import mmap
 import os
 from collections import deque
+from collections.abc import Iterable
 from pathlib import Path
+from typing import IO
 
 import numpy as np
 import torch
@@ -78,8 +81,8 @@ class HandoffWriter:
         else:
             name, dtype, shape = "hidden_states", states.dtype, list(states.shape)
             data = states.view(-1).view(torch.uint8).numpy().data
-        tokens = np.array(token_ids, np.int32)
-        header = header_bytes({name: (dtype, shape), "token_ids": (torch.int32, tokens.shape)}, metadata=metadata)
+        tokens = torch.tensor(token_ids, dtype=torch.int32 if metadata else torch.int64)
+        header = header_bytes({name: (dtype, shape), "token_ids": (tokens.dtype, tokens.shape)}, metadata=metadata)
 
         path = self._directory / file
         temporary = path.with_suffix(".tmp")
@@ -89,7 +92,7 @@ class HandoffWriter:
         ) as out:  # not truncated: its pages are reused
             out.write(header)
             out.write(data)
-            out.write(tokens.data)
+            out.write(tokens.numpy().data)
             out.truncate()
         temporary.replace(path)
         if self._reuse_files:
@@ -109,3 +112,21 @@ class HandoffWriter:
                 if path.exists():  # not taken yet, and neither are those after it
                     self._written.appendleft(path)
                     return
+
+
+class FileLocks:
+    """A locked file `NAME.lock` beside each handoff file until that is written, as vLLM's example connector has it. Its clients wait
+    for the lock, and remove the lock file."""
+
+    def __init__(self) -> None:
+        self._held: dict[str, IO[str]] = {}  # by request id
+
+    def hold(self, request_id: str, path: Path) -> None:
+        """Create the lock file of a request's handoff file."""
+        lock = self._held[request_id] = path.with_name(f"{path.name}.lock").open("w")
+        fcntl.flock(lock, fcntl.LOCK_EX)
+
+    def release(self, request_ids: Iterable[str]) -> None:
+        """Release those of these requests that have one."""
+        for request_id in self._held.keys() & set(request_ids):
+            self._held.pop(request_id).close()

@@ -9,7 +9,7 @@ import typer
 from rich.markup import escape
 
 from draftsmith import __version__
-from draftsmith.cli import convert, doctor, evaluate, inspect, publish, stages
+from draftsmith.cli import convert, doctor, evaluate, exchange, inspect, publish, stages
 from draftsmith.run.errors import DraftsmithError
 from draftsmith.run.progress import console
 
@@ -28,9 +28,9 @@ def version() -> None:
 
 for command in (
     stages.run, stages.extract, stages.train, convert.convert, evaluate.evaluate, stages.tune, stages.serve, publish.publish,
-    inspect.inspect, doctor.doctor, version,
+    inspect.inspect, exchange.export, exchange.import_, doctor.doctor, version,
 ):  # fmt: skip
-    app.command()(command)
+    app.command(command.__name__.strip("_"))(command)
 
 
 def main() -> None:

@@ -2,9 +2,13 @@
 
 import json
 from pathlib import Path
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
+
+if TYPE_CHECKING:
+    from draftsmith.target.info import TargetInfo
+    from draftsmith.target.prepare import Weights
 
 RecipePath = Annotated[Path, typer.Argument(help="The recipe, a YAML file; see recipes/.", show_default=False)]
 Overrides = Annotated[
@@ -17,3 +21,15 @@ AsJson = Annotated[bool, typer.Option("--json", help="Print the results as JSON 
 
 def print_json(value: Any) -> None:
     print(json.dumps(value, indent=2))
+
+
+def describe(target: str, weights: Weights, trust_remote_code: bool) -> TargetInfo:
+    """The target that an option names: a folder, or a Hub id, of which the asked weights are downloaded."""
+    from draftsmith.config.target import TargetConfig
+    from draftsmith.target.info import describe_target
+    from draftsmith.target.prepare import prepare_target
+
+    local = Path(target).expanduser()
+    place = str(local.resolve()) if local.is_dir() else target
+    model = TargetConfig(model=place, trust_remote_code=trust_remote_code)
+    return describe_target(prepare_target(model, weights=weights), model)

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from draftsmith.cli.common import AsJson, Overrides, RunsDir, print_json
+from draftsmith.cli.common import AsJson, Overrides, RunsDir, describe, print_json
 from draftsmith.cli.stages import convert_stage, run_stage
 from draftsmith.run.errors import UserError
 from draftsmith.run.progress import console
@@ -138,22 +138,11 @@ def _convert_drafter(
     source = local_directory(source)
     served = verify and to == "vllm" and find_spec("vllm") is not None
     weights: Weights = "all" if served else "shared" if verify or vocabulary is not None else "none"
-    info = _describe(target, weights, trust_remote_code) if target is not None else None
+    info = describe(target, weights, trust_remote_code) if target is not None else None
     return convert_checkpoint(
         source, out, to=to, named=named, target=info, dtype=dtype, vocabulary=vocabulary, store=store, quantize=quantize,
         verify=verify, served=_compare_with_vllm(info) if verify and to == "vllm" else None,
     )  # fmt: skip
-
-
-def _describe(target: str, weights: Weights, trust_remote_code: bool) -> TargetInfo:
-    from draftsmith.config.target import TargetConfig
-    from draftsmith.target.info import describe_target
-    from draftsmith.target.prepare import prepare_target
-
-    local = Path(target).expanduser()
-    place = str(local.resolve()) if local.is_dir() else target
-    model = TargetConfig(model=place, trust_remote_code=trust_remote_code)
-    return describe_target(prepare_target(model, weights=weights), model)
 
 
 def _compare_with_vllm(target: TargetInfo | None) -> Callable[[Path, Drafter], dict[str, Any]] | None:

@@ -125,6 +125,38 @@ class Renderer:
         last = max(i for i, message in enumerate(messages) if message["role"] == "assistant")
         return self._answers(conversation, messages[: last + 1])
 
+    def answers_in(self, token_ids: list[int]) -> list[bool]:
+        """The loss mask of a conversation of which only the tokens are known: answers run from the tokens that the template puts
+        between a question and its answer to the next one that ends a turn, or to the end.
+
+        Raises:
+            Unrenderable: there is no answer, or the template does not show where answers begin and end.
+        """
+        begin, end = self._answer_marks
+        mask, at = [False] * len(token_ids), len(begin)
+        while at < len(token_ids):
+            answers = token_ids[at - len(begin) : at] == begin
+            while answers and at < len(token_ids):
+                mask[at] = True
+                answers = token_ids[at] != end
+                at += 1
+            at += 1
+        if True not in mask:
+            raise Unrenderable("there is no answer in the chat template's form")
+        return mask
+
+    @cached_property
+    def _answer_marks(self) -> tuple[list[int], int]:
+        """The tokens before an answer, and the one that ends it."""
+        word = _STAND_INS[0]
+        question = {"role": "user", "content": word}
+        before = self._render([question], None, answer_next=True).rpartition(word)[2]
+        after = self._end([question, {"role": "assistant", "content": word}], 1, None)
+        begin, end = (list(self._encoder.encode(text, add_special_tokens=False).ids) for text in (before, after))
+        if not begin:
+            raise Unrenderable("the chat template puts nothing before an answer")
+        return begin, end[-1]
+
     def _answers(self, conversation: Conversation, messages: list[dict[str, Any]]) -> Rendered:
         tools = conversation.tools
         text = self._render(messages, tools)

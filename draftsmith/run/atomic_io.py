@@ -4,6 +4,8 @@ import errno
 import hashlib
 import json
 import os
+import shutil
+import tempfile
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -63,6 +65,33 @@ def new_file(path: Path, *, size: int) -> Iterator[BinaryIO]:
             f"There is no room for {path} ({size / 1e6:.1f} MB): {error.strerror}. Free some space in {path.parent} and run the "
             "same command again; what was finished before is kept."
         ) from None
+
+
+def require_new(folder: Path) -> None:
+    """
+    Raises:
+        UserError: it exists, and is not an empty folder.
+    """
+    if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
+        raise UserError(f"{folder} already exists. Move it away, or name another folder with --out.")
+
+
+@contextmanager
+def new_folder(folder: Path) -> Iterator[Path]:
+    """A temporary folder that becomes `folder` once the block has succeeded, and is removed otherwise.
+
+    Raises:
+        UserError: as `require_new`.
+    """
+    require_new(folder)
+    folder.parent.mkdir(parents=True, exist_ok=True)
+    temporary = Path(tempfile.mkdtemp(dir=folder.parent, prefix=f".{folder.name}-"))
+    try:
+        yield temporary
+        temporary.chmod(0o755)
+        temporary.rename(folder)
+    finally:
+        shutil.rmtree(temporary, ignore_errors=True)
 
 
 def sha256_of(path: Path) -> str:

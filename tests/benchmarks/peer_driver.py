@@ -61,7 +61,9 @@ class HandedOver(BaseDataset):
 class Peer:
     """Model, batches and optimizers, as speculators' command line would put them together."""
 
-    def __init__(self, job: dict[str, Any], tensors: dict[str, torch.Tensor]) -> None:
+    def __init__(
+        self, job: dict[str, Any], tensors: dict[str, torch.Tensor], dataset: BaseDataset | None = None
+    ) -> None:
         options = {
             "verifier_name_or_path": job["target"],
             "target_layer_ids": job["layer_ids"],
@@ -85,7 +87,7 @@ class Peer:
         )
         self.model.train()
         self.call_arguments = self.model.get_trainer_kwargs(**flat)[0]
-        dataset = HandedOver(tensors, args.total_seq_len)
+        dataset = dataset or HandedOver(tensors, args.total_seq_len)
         self.sampler = MultipackDistributedBatchSamplerV2(
             batch_max_length=args.total_seq_len, lengths=dataset.approx_lengths, num_replicas=1, rank=0, seed=args.seed
         )

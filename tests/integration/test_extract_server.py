@@ -11,19 +11,21 @@ import time
 import urllib.error
 import urllib.request
 from collections.abc import Iterator
-from contextlib import suppress
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from datasets import Dataset
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM
 
 from draftsmith.config.recipe import EngineConfig
 from draftsmith.engine import environment as engine_environment
 from tests.integration.conftest import in_soak, reference_states
+from tests.integration.test_exchange import read_by_speculators
 
 pytestmark = pytest.mark.integration
 
@@ -91,16 +93,22 @@ def end(process: subprocess.Popen[bytes]) -> None:
     process.wait()
 
 
-@pytest.fixture(scope="module")
-def server(smollm2: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
-    """A server in a folder of its own, ready; ended in all cases."""
-    folder = tmp_path_factory.mktemp("server")
+@contextmanager
+def started(target: Path, folder: Path, *changes: tuple[str, str]) -> Iterator[Server]:
+    """A server in a folder of its own, ready; ended in all cases.
+
+    Args:
+        changes: to the document's command: what to replace, and by what.
+    """
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         port = probe.getsockname()[1]
-    blocks = commands(smollm2, port)
+    blocks = commands(target, port)
+    for ours, other in changes:
+        assert ours in blocks[0]
+        blocks[0] = blocks[0].replace(ours, other)
     process = run(folder, blocks[0])
-    server = Server(folder, f"http://127.0.0.1:{port}", str(smollm2), blocks, process)
+    server = Server(folder, f"http://127.0.0.1:{port}", str(target), blocks, process)
     try:
         deadline = time.monotonic() + 300
         while True:
@@ -112,6 +120,20 @@ def server(smollm2: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[
         yield server
     finally:
         end(process)
+
+
+@pytest.fixture(scope="module")
+def server(smollm2: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
+    with started(smollm2, tmp_path_factory.mktemp("server")) as server:
+        yield server
+
+
+@pytest.fixture(scope="module")
+def server_as_vllm(smollm2: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
+    """One whose connector is configured in the words of vLLM's example connector, for its clients."""
+    changes = ("mkdir -p handoff\n", ""), ('"handoff_directory"', '"shared_storage_path"')
+    with started(smollm2, tmp_path_factory.mktemp("server"), *changes) as server:
+        yield server
 
 
 @pytest.fixture(scope="module")
@@ -247,6 +269,52 @@ def test_a_failed_write_ends_an_idle_server(server: Server) -> None:
     server.ask(prompt="The sky is")
     server.process.wait(60)  # vLLM calls an end without its engine a success
     assert "No such file or directory" in server.log()
+
+
+@pytest.mark.parametrize("asked", [None, {}, {"include_output_tokens": True}, {"include_output_tokens": False}])
+def test_clients_of_vllm_s_example_connector(asked: dict[str, Any] | None, server_as_vllm: Server, model: Any) -> None:
+    """Its own reader, at once: it waits for the lock until the file is there. The response's states are for those who ask."""
+    from vllm.distributed.kv_transfer.kv_connector.v1.example_hidden_states_connector import (
+        cleanup_hidden_states,
+        load_hidden_states,
+    )
+
+    server, outside = server_as_vllm, server_as_vllm.folder / "outside.safetensors"
+    if asked is not None:
+        asked = asked | {"hidden_states_path": str(outside), "draftsmith_handoff_file": "../outside.safetensors"}
+    answer = server.ask(prompt="The sky is", kv_transfer_params=asked)
+    assert set(answer["kv_transfer_params"]) == {"hidden_states_path", "draftsmith_handoff_file"}
+    path = answer["kv_transfer_params"]["hidden_states_path"]
+    tensors = load_hidden_states(path)
+    assert tensors["token_ids"].dtype == torch.int64
+    choice = answer["choices"][0]
+    check_true(
+        tensors,
+        model,
+        choice["prompt_token_ids"],
+        choice["token_ids"] if asked and asked.get("include_output_tokens") else [],
+    )
+    assert Path(path).parent == server.handoff
+    cleanup_hidden_states(path)
+    assert not list(server.handoff.iterdir())
+    assert not outside.exists()
+
+
+def test_speculators_own_client(server_as_vllm: Server, model: Any, tmp_path: Path) -> None:
+    """Its data set class asks the server for the states of rows that have none, many rows after one another."""
+    texts = [f"{text} {number}" for number in range(10) for text in ("The sky is", "Roses are")]
+    tokens = [server_as_vllm.ask(prompt=text)["choices"][0]["prompt_token_ids"] for text in texts]
+    rows = [{"input_ids": ids, "loss_mask": [1] * len(ids), "seq_len": len(ids)} for ids in tokens]
+    Dataset.from_list(rows).with_format("torch").save_to_disk(tmp_path / "data")
+    for path in server_as_vllm.handoff.iterdir():
+        path.unlink()
+    job = {"data": str(tmp_path / "data"), "train_data_ratio": 1.0, "endpoint": f"{server_as_vllm.url}/v1"}
+    found = read_by_speculators(tmp_path, job)
+    for number, ids in enumerate(tokens):
+        states, last = (found[f"train.{number}.{name}"] for name in ("hidden_states", "verifier_last_hidden_states"))
+        together = torch.cat([states.unflatten(1, (len(_LAYER_IDS) - 1, -1)), last.unsqueeze(1)], dim=1)
+        check_true({"token_ids": found[f"train.{number}.input_ids"], "hidden_states": together}, model, ids, [])
+    assert not list(server_as_vllm.handoff.iterdir()), "speculators deletes what it has read, and the locks"
 
 
 @in_soak

@@ -37,6 +37,7 @@ def test_bad_input(
     recipe: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     runs = ["--runs", str(tmp_path / "runs")]
+    to_store = ["--target", str(tmp_path / "no-target"), "--out", str(tmp_path / "store")]
     cases = [
         (["extract", str(tmp_path / "nothing.yaml")], "No recipe at"),
         (["extract", str(recipe), "-s", "train.epoch=3"], "did you mean `epochs`?"),
@@ -44,6 +45,13 @@ def test_bad_input(
         (["extract", str(recipe), *runs], "target does not exist"),
         (["train", str(recipe), *runs], "no finished store"),
         (["convert", str(recipe), *runs], "no finished checkpoint"),
+        (
+            ["export", str(tmp_path), "--to", "zip", "--out", str(tmp_path / "out")],
+            "`--to zip` must be one of files, speculators.",
+        ),
+        (["export", str(tmp_path), "--to", "files", "--out", str(tmp_path / "out")], "There is no store at"),
+        (["import", str(tmp_path), *to_store, "--layer-ids", "1;2"], "`--layer-ids 1;2` must be integers with commas"),
+        (["import", str(tmp_path), *to_store, "--layer-ids", "1,2"], "no-target does not exist"),
     ]
     done = run(*cases[0][0])
     assert done.returncode == 2
@@ -72,7 +80,8 @@ def test_help_and_version() -> None:
 import sys
 from draftsmith.cli import main
 
-for command in "", "run", "extract", "train", "convert", "evaluate", "tune", "serve", "publish", "inspect", "doctor":
+commands = "run", "extract", "train", "convert", "evaluate", "tune", "serve", "publish", "inspect", "export", "import", "doctor"
+for command in "", *commands:
     sys.argv = ["draftsmith", *command.split(), "--help"]
     try:
         main()
@@ -83,7 +92,7 @@ for command in "", "run", "extract", "train", "convert", "evaluate", "tune", "se
 """
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr
-    assert done.stdout.count("Usage") == 11
+    assert done.stdout.count("Usage") == 13
     assert run("version").stdout.strip() == "0.1.0"
 
 

@@ -1,5 +1,6 @@
 """The connector writes the states that vLLM handed over, from a CPU as from a GPU, and takes no more memory than is said."""
 
+import fcntl
 import random
 import threading
 from concurrent.futures import ThreadPoolExecutor
@@ -14,7 +15,7 @@ import torch
 
 from draftsmith.extract.byte_limit import ByteLimit
 from draftsmith.extract.gpu_copy import GpuCopier, Ring
-from draftsmith.extract.handoff import HandoffWriter, take_handoff_file
+from draftsmith.extract.handoff import FileLocks, HandoffWriter, take_handoff_file
 from draftsmith.extract.states_pool import StatesPool
 from draftsmith.run.errors import UserError
 from draftsmith.serve import plugin
@@ -286,3 +287,31 @@ def test_which_layer_s_slots_the_states_have() -> None:
     assert group(sliding, full) == (1, 16)
     with pytest.raises(ValueError, match="no KV cache group of whole sequences"):
         group(full, sliding)
+
+
+def test_the_words_of_vllm_s_example_connector(tmp_path: Path) -> None:
+    """Its clients find the path in the answer, and a lock that is free once the file is written; they choose neither."""
+    made = object.__new__(connector.HiddenStatesConnector)
+    made._names_from_requests, made._finished, made._locks = False, [], FileLocks()
+    made._as_vllm, made._directory = True, str(tmp_path)
+    asked = {"hidden_states_path": "/elsewhere/evil.safetensors", "draftsmith_name": "mine"}
+    for number, (params, tokens) in enumerate(
+        [(None, [1, 2]), (asked, [1, 2]), (asked | {"include_output_tokens": True}, [1, 2, 3])]
+    ):
+        request = SimpleNamespace(
+            request_id=str(number), kv_transfer_params=params, status=None, prompt_embeds=None, prompt_token_ids=[1, 2],
+            all_token_ids=[1, 2, 3, 4],
+        )  # fmt: skip
+        kept, answer = made.request_finished(request, [0])
+        assert kept
+        assert made._finished[-1].token_ids == tokens
+        path = Path(answer["hidden_states_path"])
+        assert (path.parent, path.name) == (tmp_path, answer["draftsmith_handoff_file"])
+        with open(f"{path}.lock") as lock:
+            for finished in (None, {"another"}):
+                made.update_connector_output(SimpleNamespace(finished_sending=finished))
+                with pytest.raises(BlockingIOError):
+                    fcntl.flock(lock, fcntl.LOCK_SH | fcntl.LOCK_NB)
+            made.update_connector_output(SimpleNamespace(finished_sending={str(number)}))
+            fcntl.flock(lock, fcntl.LOCK_SH | fcntl.LOCK_NB)
+    assert len(list(tmp_path.iterdir())) == 3

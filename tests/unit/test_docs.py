@@ -33,7 +33,20 @@ def test_references_name_everything(pages: dict[str, str]) -> None:
         assert f"## `{section}`" in pages["recipe"] or not hasattr(field.annotation, "model_fields")
     assert re.search(r"`max_tokens` <small>integer, at least 1; default `256`</small>\n:   \w", pages["recipe"])
     assert "## `train.drafter (eagle3)`" in pages["recipe"]
-    for command in ("run", "extract", "train", "convert", "evaluate", "tune", "serve", "publish", "inspect", "doctor"):
+    for command in (
+        "run",
+        "extract",
+        "train",
+        "convert",
+        "evaluate",
+        "tune",
+        "serve",
+        "publish",
+        "inspect",
+        "export",
+        "import",
+        "doctor",
+    ):
         assert f"## `draftsmith {command}`" in pages["cli"]
     assert "`--plan`" in pages["cli"]
     assert re.search(r"`acceptance_length` <small>number</small>\n:   \w", pages["results"])

@@ -35,7 +35,7 @@ def test_others_read_it_as_safetensors(tmp_path: Path, dtype: torch.dtype) -> No
     HandoffWriter(tmp_path, reuse_files=True).write("one.safetensors", [3, 1, 2], states_of(3, dtype))
     tensors = load_file(tmp_path / "one.safetensors")
     assert set(tensors) == {"token_ids", "hidden_states"}
-    assert tensors["token_ids"].dtype == torch.int32
+    assert tensors["token_ids"].dtype == torch.int64, "as vLLM's example connector: clients compare it with torch.equal"
     assert tensors["token_ids"].tolist() == [3, 1, 2]
     assert tensors["hidden_states"].dtype == dtype
     assert torch.equal(tensors["hidden_states"], states_of(3, dtype))

@@ -2,6 +2,7 @@
 
 import json
 import random
+import re
 
 import pytest
 from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers, processors, trainers
@@ -276,6 +277,23 @@ def test_turn_by_turn_with_the_template_itself(kind: str):
             rendered = after
         found = renderer.text(Conversation("x", messages, tools))
         assert found.loss_mask == mask_by_bytes(tokenizer, found.token_ids, said)
+
+
+@pytest.mark.parametrize("kind", TEMPLATES)
+def test_answers_are_found_in_tokens_alone(kind: str):
+    """Of texts that hold no special tokens, and begin with no line break that could join the template's."""
+    renderer, _ = renderer_of(kind)
+    rng = random.Random(kind)
+    words = [word for word in WORDS if not re.search(r"[<\[]", word)]
+    for _ in range(100):
+        texts = [f"x{' '.join(rng.choices(words, k=5))}" for _ in range(2 * rng.randint(1, 3))]
+        found = renderer.text(Conversation("x", chat(*texts)))
+        assert renderer.answers_in(found.token_ids) == found.loss_mask
+        cut = rng.randint(found.loss_mask.index(True) + 1, len(found.token_ids))  # as at a limit of tokens
+        assert renderer.answers_in(found.token_ids[:cut]) == found.loss_mask[:cut]
+        asked = renderer.prompt(Conversation("x", chat(*texts)[:1]))
+        with pytest.raises(Unrenderable, match="no answer"):
+            renderer.answers_in(asked)
 
 
 def learnt_text(renderer: Renderer, tokenizer, messages: list[dict], tools=None) -> str:
