@@ -17,7 +17,7 @@ from draftsmith.serve.evaluation.engine import EngineHost, EngineSpec, Generated
 from draftsmith.serve.evaluation.lineup import Lineup, engine_starter, find_placement, serves_every_k
 from draftsmith.serve.evaluation.schema import AtStart, Ratio
 from draftsmith.serve.evaluation.statistics import acceptance
-from draftsmith.serve.evaluation.throughput import REQUESTS_PER_SLOT, at_start, request_schedule, run_load, speedup
+from draftsmith.serve.evaluation.throughput import at_start, least_requests, request_schedule, run_load, speedup
 from draftsmith.target.info import TargetInfo
 
 _COST_TOKENS = 24  # response tokens of an answer whose steps are timed
@@ -171,7 +171,7 @@ def measure_speedups(
         for group in engines.turns([0, *keys], ranges):
             for k in [k for k in group if k != 0]:
                 for in_flight, found in starts.items():
-                    asked = prompts[: max(REQUESTS_PER_SLOT * in_flight, options.prompts)]
+                    asked = prompts[: max(least_requests(in_flight), options.prompts)]
                     ids = [(turn.id, turn.token_ids) for turn in asked]
                     requests = request_schedule(ids, in_flight, options.tokens, seed=recipe.seed)
                     timings = run_load({0: group[0], k: group[k]}, requests, in_flight, "measured")

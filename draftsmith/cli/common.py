@@ -1,5 +1,7 @@
 """Options and output that several commands share."""
 
+from __future__ import annotations
+
 import json
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any

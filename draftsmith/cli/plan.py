@@ -42,8 +42,8 @@ _FLOAT32_ON_GPU = 1 / 16
 """A GPU's rate in float32 relative to half precision: 19.5 of 312 TFLOP/s on an A100, 67 of 989 on an H100."""
 _COST_STEPS = 6
 """Steps of an answer whose time evaluation measures, as in `serve/evaluation/step_cost.py`."""
-_REQUESTS = 16
-"""Requests per request in flight, as in `serve/evaluation/throughput.py`."""
+_REQUESTS = 10
+"""Requests per request in flight, 64 at least under a load, as in `serve/evaluation/throughput.py`."""
 
 
 @dataclass(frozen=True)
@@ -310,7 +310,9 @@ def plan_evaluate(
         for k, share in pairs if first else ():
             for size in options.concurrency:
                 for one in (0, k):
-                    answer(starts * (1 + share * _REQUESTS) * size, options.timing_tokens, k=one, at_once=size)
+                    answer(
+                        starts * (size + share * max(64, _REQUESTS * size)), options.timing_tokens, k=one, at_once=size
+                    )
     length = min(recipe.engine.max_model_len, math.ceil(assumed.prompt_tokens + answer_tokens))
     if hardware is not None and hardware.memory_gib is None:
         need = cpu_engine_memory(

@@ -27,7 +27,7 @@ from draftsmith.serve.evaluation.schema import (
 )
 from draftsmith.serve.evaluation.statistics import acceptance, acceptance_interval, categories, tokens_per_step
 from draftsmith.serve.evaluation.suites import SuiteInput, draw
-from draftsmith.serve.evaluation.throughput import REQUESTS_PER_SLOT
+from draftsmith.serve.evaluation.throughput import least_requests
 from draftsmith.serve.evaluation.variants import Variants
 
 
@@ -72,7 +72,7 @@ def measure_acceptance(
         )  # fmt: skip
         if first:
             partial.k_curve = _k_curve(found, options.k, costs)
-            most = REQUESTS_PER_SLOT * max(options.concurrency, default=0)
+            most = max(map(least_requests, options.concurrency), default=0)
             partial.load_prompts = timed_prompts(draw(found.turns, most, seed=recipe.seed))
             answers = found.answers[partial.best_k(options.k)]
             partial.examples = examples(renderer, found.turns, answers, options.examples)

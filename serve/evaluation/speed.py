@@ -22,7 +22,7 @@ from draftsmith.serve.evaluation.in_flight import Timing
 from draftsmith.serve.evaluation.lineup import Lineup
 from draftsmith.serve.evaluation.partial import PartialResults, TimedPrompt
 from draftsmith.serve.evaluation.schema import AtStart, Fidelity, Throughput
-from draftsmith.serve.evaluation.throughput import REQUESTS_PER_SLOT, Asked, at_start, request_schedule, run_load
+from draftsmith.serve.evaluation.throughput import Asked, at_start, least_requests, request_schedule, run_load
 from draftsmith.serve.evaluation.variants import Variants
 
 
@@ -49,7 +49,7 @@ class Load:
                 do; with several, its spread between starts widens every interval (`statistics.ratio`).
         """
         options = recipe.evaluate
-        prompts = self.prompts[: max(REQUESTS_PER_SLOT * self.in_flight, options.timing_prompts)]
+        prompts = self.prompts[: max(least_requests(self.in_flight), options.timing_prompts)]
         found = request_schedule(prompts, self.in_flight, options.timing_tokens, seed=recipe.seed)
         counted = len(found) - self.in_flight
         return found[: self.in_flight + math.ceil(counted / 3)] if noise and options.engine_starts == 1 else found

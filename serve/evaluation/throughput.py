@@ -1,7 +1,7 @@
 """Tokens per wall second with N requests always in flight: the one definition of speed, for `evaluate` and `tune --verify`.
 
 Engines that are compared answer the same requests in the same order and alternate every second or so (`in_flight.py`). Counting
-starts when the first N requests have ended and stops when fewer than N are left. At least 16 N requests are counted; prompts
+starts when the first N requests have ended and stops when fewer than N are left. At least 10 N requests are counted; prompts
 repeat in another order if a suite has fewer.
 """
 
@@ -19,14 +19,17 @@ from draftsmith.serve.evaluation.in_flight import Request, Timing
 from draftsmith.serve.evaluation.schema import AtStart, Ratio
 from draftsmith.serve.evaluation.statistics import Starts, ratio
 
-REQUESTS_PER_SLOT = 16
-"""Counted requests, at least, for each of the N in flight: of four in flight, 40 prompts leave a 95% interval of +-5.7% (docs/log.md)."""
 _TURN_TOKENS = 24
 """Tokens that an engine generates for each request in flight before the next engine runs."""
 
 Key = TypeVar("Key", bound=Hashable)
 Asked = list[tuple[str, Request]]
 """Requests in order, each with its prompt's id."""
+
+
+def least_requests(in_flight: int) -> int:
+    """Counted requests, at least: 10 for each in flight, and 64 under a load, where 40 leave a 95% interval of +-5.7% (docs/log.md)."""
+    return 10 if in_flight == 1 else max(64, 10 * in_flight)
 
 
 def request_schedule(prompts: Sequence[tuple[str, list[int]]], in_flight: int, max_tokens: int, *, seed: int) -> Asked:
@@ -41,7 +44,7 @@ def request_schedule(prompts: Sequence[tuple[str, list[int]]], in_flight: int, m
         max_tokens: longest answer.
         seed: for the order.
     """
-    count = max(len(prompts), REQUESTS_PER_SLOT * in_flight)
+    count = max(len(prompts), least_requests(in_flight))
     draw = random.Random(seed)
     order = list(prompts)
     found: Asked = []

@@ -63,7 +63,7 @@ def test_planted_figures_are_found(run: tuple[recipe.Recipe, Path]) -> None:
     assert lookup["acceptance_length"] == pytest.approx(1.75, abs=0.05)
     assert set(found["load"]) == {"1", "4"}
     at_four = found["load"]["4"]
-    assert (at_four["in_flight"], at_four["requests"], at_four["engine_starts"]) == (4, 40, 3)
+    assert (at_four["in_flight"], at_four["requests"], at_four["engine_starts"]) == (4, 64, 3)
     assert at_four["configurations"]["baseline, float32"]["seconds_per_token"] == pytest.approx(0.05)
     assert at_four["configurations"]["baseline, float32"]["tokens_per_second"] == pytest.approx(4 / 0.05)
     # 64 tokens: the first, then 2.25 a step at 1.3 times the cost.

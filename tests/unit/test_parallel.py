@@ -137,18 +137,18 @@ def test_an_engine_over_machines_is_not_one_on_each() -> None:
 def test_one_rank_writes(rank: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     connector = pytest.importorskip("draftsmith.extract.connector")
     monkeypatch.setattr(connector, "get_tensor_model_parallel_rank", lambda: rank)
-    states = {"states": torch.zeros(2, 3, 4, 8)}
-    monkeypatch.setattr(connector, "get_layers_from_vllm_config", lambda config, kind, names: states)
+    layer = SimpleNamespace(num_heads=3, head_size=8, kv_cache_torch_dtype=torch.float32)
+    monkeypatch.setattr(connector, "get_layers_from_vllm_config", lambda config, kind, names: {"states": layer})
     made = object.__new__(connector.HiddenStatesConnector)
-    made._vllm_config, made._names_from_requests, made._writer, made._running = None, True, None, {}
-    made._block_size, made._copier = 4, None
-    settings = {"handoff_directory": str(tmp_path)}
-    made._kv_transfer_config = SimpleNamespace(get_from_extra_config=lambda key, default: settings.get(key, default))
-    made.register_kv_caches({"attention": torch.zeros(1), **states})
-    assert (made._writer is not None) == (rank == 0)
-    made._connector_metadata = connector._Metadata([connector._Save("a", "a.safetensors", [1], [0], None)])
-    with mock.patch.object(connector.HiddenStatesConnector, "_start_copy") as started:
-        assert made.get_finished({"a"}) == (None, None)
+    made._vllm_config, made._names_from_requests, made._running, made._as_vllm = None, True, {}, False
+    made._writer = made._pool = made._copier = None
+    made._blocks, made._block_size, made._directory = 2, 4, str(tmp_path)
+    made.register_kv_caches({"attention": torch.zeros(1), "states": torch.zeros(1)})
+    made.take(torch.tensor([0]), torch.ones(1, 3, 8))
+    assert (made._writer is not None) == (made._pool is not None) == (rank == 0)
+    made._connector_metadata = connector._Metadata([connector._Save("a", "a.safetensors", [1], [0], None)], [])
+    with mock.patch.object(connector.HiddenStatesConnector, "_start_writing") as started:
+        assert made.get_finished({"a"}) == (({"a"}, None) if rank == 0 else (None, None))
     assert started.called == (rank == 0)
 
 
