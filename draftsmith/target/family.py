@@ -232,6 +232,11 @@ def _rope(config: PretrainedConfig) -> dict[str, Any]:
     return {"rope_type": kind, "rope_theta": float(theta)} | {key: stated[key] for key in kept}
 
 
+def uses_mrope(config: PretrainedConfig) -> bool:
+    """Whether the target's tokens of an image have positions in three dimensions (M-RoPE), instead of their places in the text."""
+    return "mrope_section" in (_get(config, "rope_parameters") or {})
+
+
 def _read_like_llama(config: PretrainedConfig) -> Family:
     """The family of a type that is not in the table: like Llama, if what can be checked agrees with that.
 
