@@ -68,14 +68,14 @@ class Requests:
     def __init__(self, folder: Path, requests: Iterable[ExtractRequest]) -> None:
         self._file = tempfile.TemporaryFile(dir=folder)  # noqa: SIM115 (`close` does)
         self._count = 0
-        self.with_images = 0
-        """How many have images."""
+        self.with_images = False
+        """Whether any has images."""
         hashed = hashlib.sha256()
         for request in requests:
             hashed.update(_to_line(replace(request, images=())))  # their digests are in `sample_id`; files may move
             self._file.write(_to_line(request))
             self._count += 1
-            self.with_images += bool(request.images)
+            self.with_images |= bool(request.images)
         self.digest = hashed.hexdigest()
         """SHA-256 of all requests."""
 

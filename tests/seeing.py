@@ -1,7 +1,7 @@
 """Tiny targets that read images, with random weights, and images for them.
 
-LLaVA, whose tokens all have their places in the text as positions, and Qwen2.5-VL, which has M-RoPE. transformers and vLLM load the
-latter with torchvision only.
+LLaVA, whose tokens all have their places in the text as positions, and Qwen2.5-VL, which has M-RoPE. vLLM loads both with torchvision
+only, and transformers the latter.
 """
 
 from pathlib import Path

@@ -35,20 +35,18 @@ HELD_OUT = {"held out with a picture": ["b"]}
 SIZES = {"a": (30, 40), "b": (64, 33), "c": (80, 100)}
 
 
+@pytest.mark.skipif(
+    importlib.util.find_spec("torchvision") is None,
+    reason="vLLM's models that see images need torchvision, which the CPU install leaves out",
+)
 @pytest.mark.parametrize(
     ("kind", "drafter"),
     [
         ("llava", {"kind": "eagle3", "draft_vocab_size": 128}),
-        pytest.param(
-            "qwen2_5_vl", {"kind": "medusa"},  # the model runner on CPUs gives an EAGLE-3 drafter M-RoPE's positions
-            marks=pytest.mark.skipif(
-                importlib.util.find_spec("torchvision") is None,
-                reason="transformers and vLLM load Qwen2.5-VL with torchvision only, which the CPU install leaves out",
-            ),
-        ),
+        ("qwen2_5_vl", {"kind": "medusa"}),  # the model runner on CPUs gives an EAGLE-3 drafter M-RoPE's positions
     ],
     ids=["llava", "qwen2_5_vl"],
-)  # fmt: skip
+)
 def test_images_go_the_whole_way(
     kind: str, drafter: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -11,7 +11,7 @@ import pytest
 import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
-from transformers import AutoProcessor, LlamaConfig
+from transformers import AutoConfig, AutoProcessor, LlamaConfig
 
 from draftsmith.config.recipe import Recipe
 from draftsmith.config.sources import Prompts
@@ -20,13 +20,15 @@ from draftsmith.data.image_renderer import ImageRenderer
 from draftsmith.data.images import image_bytes, image_parts, image_size, text_of
 from draftsmith.data.prompts import load_prompts, split
 from draftsmith.data.turns import TurnRenderer
+from draftsmith.extract import extract
+from draftsmith.extract.extract import _check_images
 from draftsmith.extract.requests import ExtractRequest, Requests, requests_of
 from draftsmith.run.errors import UserError
 from draftsmith.serve.evaluation.suites import render_suite
 from draftsmith.store.codec import Form
 from draftsmith.store.format import Sequence
 from draftsmith.store.reader import Store
-from draftsmith.target.family import uses_mrope
+from draftsmith.target.info import TargetInfo
 from tests.families import save_tokenizer
 from tests.seeing import IMAGE, save_image, save_llava_processor
 from tests.unit.test_store import open_writer
@@ -181,7 +183,7 @@ def test_prompts_are_the_processors_before_images_expand(seeing: Path, tmp_path:
     rows = write_rows(tmp_path / "rows.jsonl", [*look(files[0], "and "), *look(files[1])], "Why?")
     pictures, plain = requests_of(recipe_for(rows), seeing, RejectedRows())
     processor = AutoProcessor.from_pretrained(seeing)
-    text = f"<user>{IMAGE}and {IMAGE}What is it?\n<assistant>"
+    text = f"<user>{IMAGE}and {IMAGE}What is it?<assistant>"
     assert pictures.prompt_token_ids == processor.tokenizer(text)["input_ids"]
     expanded = processor(text=[text], images=[str(file) for file in files])["input_ids"][0]
     assert pictures.prompt_tokens == len(expanded) > len(pictures.prompt_token_ids)
@@ -196,7 +198,7 @@ def test_requests_stay_the_same_when_images_move(seeing: Path, tmp_path: Path) -
         save_image(folder / "a.png", seed)
         rows = write_rows(folder / "rows.jsonl", look("a.png"))
         requests = Requests(tmp_path, requests_of(recipe_for(rows), seeing, RejectedRows()))
-        assert requests.with_images == 1
+        assert requests.with_images
         (back,) = requests
         assert back.images[0]["image"] == str(folder / "a.png")
         return requests.digest
@@ -294,17 +296,30 @@ def test_evaluation_leaves_prompts_with_images_out(seeing: Path, tmp_path: Path,
     renderer = TurnRenderer(AutoProcessor.from_pretrained(seeing).tokenizer, 64)
     both = load_prompts(Prompts(path=str(write_rows(tmp_path / "rows.jsonl", "Why?", look("a.png")))))
     assert [turn.conversation.text for turn in render_suite(renderer, "s", both, 8).prompts] == ["Why?"]
-    assert "1 x it has images, which evaluation does not measure with" in " ".join(capsys.readouterr().out.split())
+    assert "1 x it has images, which evaluation does not measure with" in " ".join(capsys.readouterr().err.split())
     with pytest.raises(UserError, match="No prompt of the suite `s` can be used: 1 x it has images"):
         render_suite(renderer, "s", both[1:], 8)
 
 
-def test_positions_in_three_dimensions_are_told_from_the_config() -> None:
-    from transformers import Qwen2_5_VLConfig
-
-    rope = {"rope_type": "default", "rope_theta": 1e4, "mrope_section": [4, 6, 6]}
-    assert uses_mrope(Qwen2_5_VLConfig(text_config={"rope_parameters": rope}).get_text_config())
-    assert not uses_mrope(LlamaConfig())
+@pytest.mark.parametrize(("kind", "said"), [("qwen2_5_vl_text", "has M-RoPE"), ("llama", ""), ("gemma3_text", None)])
+def test_what_images_mean_for_a_target_is_said(
+    kind: str, said: str | None, capsys: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    rope = {"rope_type": "default", "rope_theta": 1e4, "mrope_section": [16, 24, 24]}
+    config = AutoConfig.for_model(kind, **({"rope_parameters": rope} if kind.startswith("qwen") else {}))
+    target = TargetInfo(Path(), "the target", "", "", "", None, 4, 64, 320, config)
+    monkeypatch.setattr(extract, "find_spec", lambda package: None)
+    with pytest.raises(UserError, match="models that see images need torchvision"):
+        _check_images(target, {})
+    monkeypatch.setattr(extract, "find_spec", lambda package: package)
+    if said is None:
+        with pytest.raises(UserError, match="states of the target .* only through its transformers backend"):
+            _check_images(target, {})
+        return
+    _check_images(target, {})
+    printed = capsys.readouterr().err
+    assert said in printed
+    assert bool(said) == bool(printed)
 
 
 def test_requests_without_images_are_those_of_earlier_versions(tmp_path: Path) -> None:
