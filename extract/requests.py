@@ -72,8 +72,10 @@ class Requests:
         """Whether any has images."""
         hashed = hashlib.sha256()
         for request in requests:
-            hashed.update(_to_line(replace(request, images=())))  # their digests are in `sample_id`; files may move
-            self._file.write(_to_line(request))
+            line = _to_line(request)
+            # Images are in `sample_id` by their digests; their files may move.
+            hashed.update(_to_line(replace(request, images=())) if request.images else line)
+            self._file.write(line)
             self._count += 1
             self.with_images |= bool(request.images)
         self.digest = hashed.hexdigest()

@@ -74,7 +74,10 @@ def save_qwen_processor(directory: Path) -> Qwen2_5_VLConfig:
     tokenizer.image_token, tokenizer.video_token = IMAGE, VIDEO
     size = {"shortest_edge": 28 * 28, "longest_edge": 6 * 28 * 28}
     Qwen2_5_VLProcessor(
-        Qwen2VLImageProcessor(size=size), tokenizer, Qwen2VLVideoProcessor(size=size), chat_template=tokenizer.chat_template
+        Qwen2VLImageProcessor(size=size),
+        tokenizer,
+        Qwen2VLVideoProcessor(size=size),
+        chat_template=tokenizer.chat_template,
     ).save_pretrained(directory)
     text = TinyFamily("", "qwen2_5_vl_text", LLAMA.fields | {
         "rope_parameters": {"rope_type": "default", "rope_theta": 1e4, "mrope_section": [4, 6, 6]},

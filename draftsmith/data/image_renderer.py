@@ -67,7 +67,9 @@ class ImageRenderer:
             raise Unrenderable("the chat template has no place for images")
         try:
             sizes = [image_size(image) for image in images]
-            expanded = self._processor._get_num_multimodal_tokens(image_sizes=sizes, **self._options)["num_image_tokens"]
+            expanded = self._processor._get_num_multimodal_tokens(image_sizes=sizes, **self._options)[
+                "num_image_tokens"
+            ]
         except ValueError as reason:  # also of the processor, for example for an image that is far wider than high
             raise Unrenderable(str(reason)) from None
         ids = self._processor.tokenizer(text, add_special_tokens=False)["input_ids"]

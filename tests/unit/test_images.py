@@ -16,7 +16,6 @@ from transformers import AutoConfig, AutoProcessor, LlamaConfig
 from draftsmith.config.recipe import Recipe
 from draftsmith.config.sources import Prompts
 from draftsmith.data.conversations import Conversation, RejectedRows, parse
-from draftsmith.data.image_renderer import ImageRenderer
 from draftsmith.data.images import image_bytes, image_parts, image_size, text_of
 from draftsmith.data.prompts import load_prompts, split
 from draftsmith.data.turns import TurnRenderer
@@ -313,7 +312,7 @@ def test_what_images_mean_for_a_target_is_said(
         _check_images(target, {})
     monkeypatch.setattr(extract, "find_spec", lambda package: package)
     if said is None:
-        with pytest.raises(UserError, match="states of the target .* only through its transformers backend"):
+        with pytest.raises(UserError, match=r"states of the target .* only through its transformers backend"):
             _check_images(target, {})
         return
     _check_images(target, {})
