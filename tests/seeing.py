@@ -4,19 +4,22 @@ LLaVA, whose tokens all have their places in the text as positions, and Qwen2.5-
 only, and transformers the latter.
 """
 
+import re
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
 from PIL import Image
+from safetensors.torch import load_file, save_file
 from transformers import AutoTokenizer, CLIPVisionConfig, LlavaConfig, LlavaProcessor, Qwen2_5_VLConfig
 from transformers.models.clip.image_processing_pil_clip import CLIPImageProcessorPil
 
 from tests.families import FAMILIES, HIDDEN, TinyFamily, save_tokenizer
 
 LLAMA = FAMILIES[0]
-IMAGE, VIDEO, BEFORE, AFTER = "<image>", "<video>", "<before>", "<after>"
+IMAGE, VIDEO, BEFORE, AFTER = "<|image_pad|>", "<|video_pad|>", "<|vision_start|>", "<|vision_end|>"
+"""Qwen's names, which vLLM looks for."""
 TEMPLATE = (
     "{% for m in messages %}<{{ m['role'] }}>{% if m['content'] is string %}{{ m['content'] }}{% else %}{% for part in m['content'] %}"
     "{% if part['type'] == 'image' %}MARK{% else %}{{ part['text'] }}{% endif %}{% endfor %}{% endif %}\n{% endfor %}"
@@ -46,7 +49,7 @@ def save_llava_processor(directory: Path) -> LlavaConfig:
     images = CLIPImageProcessorPil(size={"shortest_edge": 28}, crop_size={"height": 28, "width": 28})
     LlavaProcessor(
         images, tokenizer, patch_size=14, vision_feature_select_strategy="default", num_additional_image_tokens=1,
-        chat_template=tokenizer.chat_template,
+        chat_template=tokenizer.chat_template, image_token=IMAGE,
     ).save_pretrained(directory)  # fmt: skip
     _name_like_published_ones(directory)
     text = LLAMA.config()
@@ -71,7 +74,6 @@ def save_qwen_processor(directory: Path) -> Qwen2_5_VLConfig:
 
     directory.mkdir(parents=True, exist_ok=True)
     tokenizer = _tokenizer(directory, f"{BEFORE}{IMAGE}{AFTER}")
-    tokenizer.image_token, tokenizer.video_token = IMAGE, VIDEO
     size = {"shortest_edge": 28 * 28, "longest_edge": 6 * 28 * 28}
     Qwen2_5_VLProcessor(
         Qwen2VLImageProcessor(size=size),
@@ -116,9 +118,14 @@ def save_seeing_target(directory: Path, kind: str) -> None:
                 parameter.normal_(std=0.2)  # so that images make a difference
         model.lm_head.weight[257:] = 0  # it says no placeholders, which would stand for no image
     model.float().save_pretrained(directory)
+    _name_like_published_ones(directory)
 
 
 def _name_like_published_ones(directory: Path) -> None:
-    """Published processors do not name what they run on."""
+    """Published processors do not name what they run on, and published tensors of LLaVA, which alone vLLM reads, have longer names."""
     for path in directory.glob("*processor_config.json"):
         path.write_text(path.read_text().replace('ImageProcessorPil"', 'ImageProcessor"'))
+    for path in directory.glob("model.safetensors"):
+        weights = load_file(path)
+        longer = {re.sub(r"vision_tower\.(?!vision_model)", "vision_tower.vision_model.", name): weights[name] for name in weights}
+        save_file(longer, path, {"format": "pt"})

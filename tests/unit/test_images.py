@@ -209,7 +209,7 @@ def test_images_that_cannot_be_used_leave_their_rows_out(seeing: Path, tmp_path:
     whole = save_image(tmp_path / "a.png", 1)
     (tmp_path / "cut.png").write_bytes(whole.read_bytes()[:500])
     (tmp_path / "text.png").write_text("no image")
-    pictures = [part for _ in range(6) for part in look(whole, "")]
+    pictures = [part for _ in range(12) for part in look(whole, "")]
     contents = [look("a.png"), look("cut.png"), look("text.png"), pictures]
     rejected = RejectedRows()
     (found,) = requests_of(recipe_for(write_rows(tmp_path / "rows.jsonl", *contents)), seeing, rejected)
