@@ -10,6 +10,7 @@ import heapq
 import time
 from collections.abc import Iterable, Iterator
 from contextlib import closing
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -36,6 +37,7 @@ from draftsmith.run.stage import StageRun
 from draftsmith.store.format import StoreIdentity
 from draftsmith.store.reader import Store
 from draftsmith.store.writer import StoreWriter, most_bytes, require_free_space
+from draftsmith.target.family import uses_mrope
 from draftsmith.target.info import TargetInfo, describe_target
 from draftsmith.target.layer_ids import check_layer_ids, default_layer_ids
 from draftsmith.target.prepare import Weights, prepare_target
@@ -87,6 +89,8 @@ def run_extract(recipe: Recipe, run_dir: Path, *, training_follows: bool = False
     requests = Requests(run_dir, requests_of(recipe, target.path, rejected, prompts))
     for line in rejected.lines():
         console.print(f"extract: not used: {line}", highlight=False, markup=False, soft_wrap=True)
+    if requests.with_images:
+        _check_images(target, recipe.engine.options)
     inputs = digest([identity.recorded(), recipe.seed, requests.digest])
     if (finished := run.finished(inputs)) is not None:
         return finished
@@ -140,6 +144,32 @@ def run_extract(recipe: Recipe, run_dir: Path, *, training_follows: bool = False
     sections["engine"] = resolved(recipe.engine).model_dump(mode="json")
     prompts.publish(directory)
     return run.finish(inputs, figures, recipe=sections, files=(TRAINING_PROMPTS,))
+
+
+def _check_images(target: TargetInfo, engine_options: dict[str, Any]) -> None:
+    """
+    Raises:
+        UserError: vLLM does not hand out states of what sees images, or lacks a package for that.
+    """
+    if find_spec("torchvision") is None:
+        raise UserError(
+            "Some prompts have images, and nearly all of vLLM's models that see images need torchvision, which is not installed here. Install its build "
+            f"for torch {torch.__version__} (for a CPU: `pip install torchvision --index-url https://download.pytorch.org/whl/cpu`), or leave rows "
+            "with images out."
+        )
+    if states_arguments(target.config, engine_options):
+        raise UserError(
+            f"Some prompts have images, and vLLM 0.32 hands out hidden states of {target.name} (type `{target.config.model_type}`) only "
+            "through its transformers backend, which then reads text alone. Leave rows with images out, or use another target."
+        )
+    if uses_mrope(target.config):
+        console.print(
+            "extract: some prompts have images, and this target has M-RoPE. Drafters are trained on the tokens' places in the text, which "
+            "is what vLLM's model runner on GPUs gives them. Its model runner on CPUs does not: there, drafts of `eagle` and `eagle3` after "
+            "an image are worse than trained; answers are the same.",
+            highlight=False,
+            soft_wrap=True,
+        )
 
 
 def _say_options(recipe: Recipe, target: TargetInfo, identity: StoreIdentity) -> None:
@@ -216,7 +246,7 @@ def _most_bytes(recipe: Recipe, identity: StoreIdentity, requests: Iterable[Extr
     longest: list[int] = []  # tokens of the longest requests, a heap
     tokens = sequences = 0
     for request in requests:
-        length = len(request.prompt_token_ids) + request.max_tokens
+        length = request.prompt_tokens + request.max_tokens
         tokens += length
         sequences += 1
         if len(longest) < at_once:

@@ -10,15 +10,19 @@ import hashlib
 import json
 import tempfile
 from collections.abc import Iterable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
 from draftsmith.config.recipe import Recipe
 from draftsmith.data.chat_template import Rendered, Renderer, Unrenderable
 from draftsmith.data.conversations import Conversation, RejectedRows
+from draftsmith.data.image_renderer import ImageRenderer
+from draftsmith.data.images import Part, image_parts
 from draftsmith.data.overlap import PromptsFile
 from draftsmith.data.prompts import split
+from draftsmith.data.rows import name_of
 from draftsmith.run.errors import UserError
 from draftsmith.target.pretrained import tokenizer_of
 
@@ -38,6 +42,15 @@ class ExtractRequest:
     """With `later`: the messages that `prompt_token_ids` render."""
     later: tuple[list[dict[str, Any]], ...] = ()
     """User turns after the first (`Conversation.user_turns`), each added once the turn before it is answered."""
+    images: tuple[Part, ...] = ()
+    """The prompt's images, in order. `prompt_token_ids` has a placeholder for each, which the engine expands."""
+    image_tokens: int | None = None
+    """With `images`: tokens that the placeholders become in addition."""
+
+    @property
+    def prompt_tokens(self) -> int:
+        """Tokens of the prompt, placeholders expanded."""
+        return len(self.prompt_token_ids) + (self.image_tokens or 0)
 
     def sampling_seed(self, run_seed: int) -> int:
         """A seed of its own, so that sampling depends on neither order nor batch."""
@@ -55,12 +68,16 @@ class Requests:
     def __init__(self, folder: Path, requests: Iterable[ExtractRequest]) -> None:
         self._file = tempfile.TemporaryFile(dir=folder)  # noqa: SIM115 (`close` does)
         self._count = 0
+        self.with_images = False
+        """Whether any has images."""
         hashed = hashlib.sha256()
         for request in requests:
             line = _to_line(request)
-            hashed.update(line)
+            # Images are in `sample_id` by their digests; their files may move.
+            hashed.update(_to_line(replace(request, images=())) if request.images else line)
             self._file.write(line)
             self._count += 1
+            self.with_images |= bool(request.images)
         self.digest = hashed.hexdigest()
         """SHA-256 of all requests."""
 
@@ -93,7 +110,7 @@ def _from_line(line: bytes) -> ExtractRequest:
     fields = json.loads(line)
     if "conversation" in fields:
         fields["conversation"] = Conversation(id=str(fields["sample_id"]), **fields["conversation"])
-    return ExtractRequest(**fields | {"later": tuple(fields.get("later", ()))})
+    return ExtractRequest(**fields | {name: tuple(fields.get(name, ())) for name in ("later", "images")})
 
 
 def requests_of(
@@ -105,14 +122,19 @@ def requests_of(
         prompts: receives the training prompts.
 
     Raises:
-        UserError: no training conversation can be used.
+        UserError: no training conversation can be used; or one has images, and the target or the recipe's settings cannot read them.
     """
     options = recipe.extract
     whole = options.mode == "prefill" or options.turns == "all"
     renderer = Renderer(tokenizer_of(target_dir, trust_remote_code=recipe.target.trust_remote_code))
+    images = ImageRenderer(
+        target_dir,
+        processor_options=recipe.engine.options.get("mm_processor_kwargs") or {},
+        trust_remote_code=recipe.target.trust_remote_code,
+    )
     any_training = False
     for conversation, held_out in split(options, whole=whole, rejected=rejected, apart_from=recipe.evaluate.suites):
-        made = tokenized(recipe, renderer, conversation, rejected, held_out=held_out)
+        made = tokenized(recipe, renderer, images, conversation, rejected, held_out=held_out)
         if made and not held_out:
             any_training = True
             if prompts is not None:
@@ -126,14 +148,31 @@ def requests_of(
 
 
 def tokenized(
-    recipe: Recipe, renderer: Renderer, conversation: Conversation, rejected: RejectedRows, *, held_out: bool
+    recipe: Recipe,
+    renderer: Renderer,
+    images: ImageRenderer,
+    conversation: Conversation,
+    rejected: RejectedRows,
+    *,
+    held_out: bool,
 ) -> list[ExtractRequest]:
-    """One request for each sample of a conversation, rendered with the target's chat template; none if it is rejected."""
+    """One request for each sample of a conversation, rendered with the target's chat template; none if it is rejected.
+
+    Args:
+        renderer: for conversations without images.
+        images: for those with images.
+
+    Raises:
+        UserError: it has images, and the target or the recipe's settings cannot read them.
+    """
     options, generate = recipe.extract, recipe.extract.mode == "generate"
     answer_tokens = options.response_tokens(held_out=held_out) if generate else 1
     opening, later = conversation.opening() if generate else (conversation, [])
+    image_tokens: int | None = None
     try:
-        if generate:
+        if image_parts([*opening.messages, *chain.from_iterable(later)]):
+            (ids, image_tokens), mask = _with_images(recipe, images, opening, later, held_out=held_out), None
+        elif generate:
             ids, mask = renderer.prompt(opening), None
         else:
             rendered: Rendered = renderer.text(conversation)
@@ -141,7 +180,7 @@ def tokenized(
     except Unrenderable as reason:
         rejected.add(str(reason), conversation.where)
         return []
-    if len(ids) + answer_tokens > recipe.engine.max_model_len:
+    if len(ids) + (image_tokens or 0) + answer_tokens > recipe.engine.max_model_len:
         rejected.add("too long: no room for an answer in engine.max_model_len tokens", conversation.where)
     elif mask is not None and not any(mask):
         rejected.add("no token to train on", conversation.where)
@@ -157,10 +196,30 @@ def tokenized(
                 loss_mask=mask,
                 conversation=opening if later else None,
                 later=tuple(later),
+                images=tuple(image_parts(opening.messages)),
+                image_tokens=image_tokens,
             )
             for sample in range(1 if held_out else options.samples)
         ]
     return []
+
+
+def _with_images(
+    recipe: Recipe, images: ImageRenderer, opening: Conversation, later: list[list[dict[str, Any]]], *, held_out: bool
+) -> tuple[list[int], int]:
+    """As `ImageRenderer.prompt`; errors name the row."""
+    options = recipe.extract
+    source = options.held_out if held_out and options.held_out is not None else options.prompts
+    row = f"The row at {opening.where} of {name_of(source)} has images"
+    if options.mode == "prefill" or options.backend == "transformers" or later:
+        raise UserError(
+            f"{row}, which extraction reads only with `extract.mode: generate`, `extract.turns: first` and `extract.backend: vllm`. Set "
+            "these, or leave rows with images out."
+        )
+    try:
+        return images.prompt(opening)
+    except UserError as error:
+        raise UserError(f"{row}. {error}") from None
 
 
 def _nth_sample(sample_id: int, number: int) -> int:

@@ -18,7 +18,8 @@ class Extracted:
 
     request: ExtractRequest
     prompt_token_ids: list[int]
-    """The request's; with later turns, the prompt of the last turn answered, earlier answers included."""
+    """The request's, the images' placeholders expanded; with later turns, the prompt of the last turn answered, earlier answers
+    included."""
     prompt_loss_mask: list[bool]
     """True at earlier answers in the prompt."""
     response_token_ids: list[int]
@@ -49,4 +50,5 @@ def checked(extracted: Extracted) -> EncodedSequence:
         loss_mask = torch.tensor(request.loss_mask)
     else:
         loss_mask = torch.tensor(extracted.prompt_loss_mask + [True] * len(response))
-    return EncodedSequence(request.sample_id, request.held_out, token_ids, loss_mask, extracted.states)
+    images = tuple(image["sha256"] for image in request.images)
+    return EncodedSequence(request.sample_id, request.held_out, token_ids, loss_mask, extracted.states, images)

@@ -29,6 +29,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 from draftsmith.config.recipe import EngineConfig
 from draftsmith.data.chat_template import Unrenderable
 from draftsmith.data.conversations import Conversation
+from draftsmith.data.images import image_bytes
 from draftsmith.data.turns import Turn, TurnRenderer
 from draftsmith.engine.environment import share_of_machine
 from draftsmith.engine.process import EngineFailed, EngineProcess
@@ -227,6 +228,7 @@ class _Turn:
     request: ExtractRequest
     number: int
     prompt_token_ids: list[int]
+    """Once it is answered, with the images' placeholders expanded."""
     conversation: Conversation | None
     response: list[int] = field(default_factory=list)
 
@@ -319,7 +321,7 @@ def _work(llm: LLM, pipe: Connection, job: Job, handoff: Path, store: Path) -> N
 
     def begin(turn: _Turn) -> None:
         running[turn.request_id] = turn
-        engine.add_request(turn.request_id, {"prompt_token_ids": turn.prompt_token_ids}, _sampling(job, turn))
+        engine.add_request(turn.request_id, _prompt(turn), _sampling(job, turn))
 
     with closing(_Storage(job, handoff, store, send, inbox.put)) as storage:
         while True:
@@ -342,6 +344,8 @@ def _work(llm: LLM, pipe: Connection, job: Job, handoff: Path, store: Path) -> N
                     if output.finished and output.request_id in running:
                         turn = running.pop(output.request_id)
                         turn.response = list(output.outputs[0].token_ids) if job.generate else []
+                        if turn.request.images:
+                            turn.prompt_token_ids = list(output.prompt_token_ids)
                         unsaved.append(turn)
             else:  # the last requests' states are handed over in the engine's next steps, so keep stepping
                 if time.monotonic() > flush_by:
@@ -421,6 +425,21 @@ def _read(pipe: Connection, inbox: queue.SimpleQueue[list[ExtractRequest] | Base
         # The driver is gone or done. A step that is still running has nobody to report to.
         time.sleep(5)
         os._exit(0)
+
+
+def _prompt(turn: _Turn) -> Any:
+    """A turn's prompt for vLLM. Images are decoded as vLLM's server does.
+
+    Raises:
+        ValueError: an image has changed, or cannot be read or decoded any more.
+    """
+    prompt: dict[str, Any] = {"prompt_token_ids": turn.prompt_token_ids}
+    if turn.request.images:
+        from vllm.multimodal.media import ImageMediaIO
+
+        decoder = ImageMediaIO()
+        prompt["multi_modal_data"] = {"image": [decoder.load_bytes(image_bytes(part)) for part in turn.request.images]}
+    return prompt
 
 
 def _sampling(job: Job, turn: _Turn) -> Any:

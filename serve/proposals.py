@@ -10,7 +10,7 @@ import os
 import subprocess
 import sys
 import tempfile
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -97,14 +97,21 @@ def record(
 
 
 def compare_proposals(
-    served: Served, drafter: Drafter, target_dir: Path, *, trust_remote_code: bool = False
+    served: Served,
+    drafter: Drafter,
+    target_dir: Path,
+    *,
+    trust_remote_code: bool = False,
+    images_of: Callable[[list[int]], Mapping[str, torch.Tensor]] | None = None,
 ) -> list[int]:
     """Compare every proposal with the first choice for that context of the drafter's module, in float32.
 
+    `images_of` gives for a context's tokens what the target's processor makes of its images (`states_of`); None where no prompt has any.
     Returns the number of tokens compared, by draft position. Raises DraftsmithError: one differs although the module's
     logits of the two are not nearly equal; or more than one in 200 are near-ties.
     """
-    chains = _chains(served, drafter, reference_model(target_dir, torch.float32, trust_remote_code=trust_remote_code))
+    model = reference_model(target_dir, torch.float32, trust_remote_code=trust_remote_code)
+    chains = _chains(served, drafter, model, images_of)
     steps = max((len(proposal["draft"]) for proposal in served.proposals), default=0)
     compared, different = [0] * steps, [0] * steps
     for proposal in served.proposals:
@@ -137,7 +144,12 @@ _Step = tuple[torch.Tensor, torch.Tensor, torch.Tensor]
 
 
 @torch.no_grad()
-def _chains(served: Served, drafter: Drafter, model: Any) -> dict[str, list[_Step]]:
+def _chains(
+    served: Served,
+    drafter: Drafter,
+    model: Any,
+    images_of: Callable[[list[int]], Mapping[str, torch.Tensor]] | None,
+) -> dict[str, list[_Step]]:
     """By request: the module's chains after each of its tokens."""
     longest: dict[str, list[int]] = {}  # the longest context of a request begins with all shorter ones
     for proposal in served.proposals:
@@ -149,7 +161,7 @@ def _chains(served: Served, drafter: Drafter, model: Any) -> dict[str, list[_Ste
         ids = torch.tensor(tokens)
         rows = len(ids) - 1
         batch = Batch(
-            hidden_states=states_of(model, ids[:-1], drafter.config.layer_ids),
+            hidden_states=states_of(model, ids[:-1], drafter.config.layer_ids, images_of and images_of(tokens[:-1])),
             # Chains read their own draft tokens, so only the first of a row's next tokens matters.
             next_tokens=ids[1:, None].expand(-1, steps + 1),
             loss_weights=torch.ones(rows, steps),

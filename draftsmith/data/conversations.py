@@ -1,6 +1,6 @@
 """Conversations: rows in the common data set formats, parsed into one type.
 
-    messages          {"messages": [{"role": "user", "content": "..."}, ...], "tools": [...]}   OpenAI's
+    messages          {"messages": [{"role": "user", "content": "..."}, ...], "tools": [...]}   OpenAI's, images included
     sharegpt          {"conversations": [{"from": "human", "value": "..."}, ...]}
     prompt            {"prompt": "...", "response": "..."}, or {"instruction", "input", "output"}
     text              {"text": "..."}                  used without a chat template
@@ -17,7 +17,10 @@ import json
 import re
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
+from pathlib import Path
 from typing import Any
+
+from draftsmith.data.images import located, text_of, without_sources
 
 _ROLES = ("system", "user", "assistant", "tool")
 _SAME_ROLE = {
@@ -39,7 +42,8 @@ class Conversation:
     id: str
     """Unique in its file."""
     messages: list[dict[str, Any]] = field(default_factory=list)
-    """In the form of chat templates: `role`, `content` (a string), `tool_calls` with arguments as objects, and so on."""
+    """In the form of chat templates: `role`, `content` (a string; with images, a list of parts as in `images.py`), `tool_calls` with
+    arguments as objects, and so on."""
     tools: list[dict[str, Any]] | None = None
     """Schemas of the functions that the model may call."""
     document: str | None = None
@@ -62,12 +66,12 @@ class Conversation:
             return self.document
         if self.token_ids is not None:
             return " ".join(map(str, self.token_ids))
-        return next((str(m["content"]) for m in self.messages if m["role"] == "user"), "")
+        return next((text_of(m["content"]) for m in self.messages if m["role"] == "user"), "")
 
     @property
     def asked(self) -> list[str]:
         """The user's messages, `text` first; or the text."""
-        return [str(m["content"]) for m in self.messages if m["role"] == "user"] or [self.text]
+        return [text_of(m["content"]) for m in self.messages if m["role"] == "user"] or [self.text]
 
     @property
     def has_answers(self) -> bool:
@@ -77,11 +81,12 @@ class Conversation:
     @property
     def sample_id(self) -> int:
         """A 63-bit hash of the conversation, the same in every run and every file."""
-        content: Any = self.messages
+        messages = without_sources(self.messages)
+        content: Any = messages
         if not self.messages:
             content = {"text": self.document, "token_ids": self.token_ids, "loss_mask": self.loss_mask}
         elif self.tools is not None:
-            content = {"messages": self.messages, "tools": self.tools}
+            content = {"messages": messages, "tools": self.tools}
         found = hashlib.sha256(json.dumps(content, sort_keys=True).encode()).digest()
         return int.from_bytes(found[:8], "big") >> 1
 
@@ -175,7 +180,9 @@ EXPECTED = {
 }
 
 
-def parse(row: Any, format: str, *, where: str, fallback_id: str, whole: bool) -> Conversation:
+def parse(
+    row: Any, format: str, *, where: str, fallback_id: str, whole: bool, folder: Path | None = None
+) -> Conversation:
     """Parse one row.
 
     Args:
@@ -183,9 +190,10 @@ def parse(row: Any, format: str, *, where: str, fallback_id: str, whole: bool) -
         where: the row's position in its file.
         fallback_id: the id for a row without one.
         whole: all turns; otherwise up to the first user turn.
+        folder: where relative paths of images start; None for nowhere.
 
     Raises:
-        ValueError: the row does not have that format; the text says why.
+        ValueError: the row does not have that format, or an image cannot be read; the text says why.
         Skip: the row has that format and cannot be used.
     """
     if not isinstance(row, dict):
@@ -194,6 +202,11 @@ def parse(row: Any, format: str, *, where: str, fallback_id: str, whole: bool) -
         found = _PARSERS[format](row, fallback_id, whole)
         # Tokenizers reject unpaired surrogates.
         json.dumps([found["messages"], found.get("tools"), found.get("document")], ensure_ascii=False).encode()
+        for message in found["messages"]:
+            if isinstance(message["content"], list):
+                message["content"] = [
+                    located(part, folder) if part["type"] == "image" else part for part in message["content"]
+                ]
     except KeyError as error:
         raise ValueError(f"no {error}") from None
     except UnicodeEncodeError:
@@ -339,13 +352,13 @@ def _message(message: Any) -> dict[str, Any]:
     calls = message.get("tool_calls")
     if content is None and not calls:
         raise KeyError("content")
-    kept["content"] = "" if content is None else _text(content)
+    kept["content"] = "" if content is None else _content(content) if role == "user" else _text(content)
     if role == "tool":  # a function may return an empty result
         for key in ("name", "tool_call_id"):
             if message.get(key) is not None:
                 kept[key] = _text(message[key])
         return kept
-    if not calls:
+    if not calls and not isinstance(kept["content"], list):
         _not_empty(kept["content"], "`content`")
     if role == "assistant":
         if message.get("reasoning_content"):
@@ -362,6 +375,26 @@ def _role(message: Any) -> str:
     return role
 
 
+def _content(content: Any) -> str | list[dict[str, str]]:
+    """As `_text`; with images, a list of parts."""
+    if not isinstance(content, list) or not any(_is_image(part) for part in content):
+        return _text(content)
+    return [
+        {"type": "image", "image": _reference(part)} if _is_image(part) else {"type": "text", "text": _text([part])}
+        for part in content
+    ]
+
+
+def _is_image(part: Any) -> bool:
+    return isinstance(part, dict) and part.get("type") in ("image", "image_url")
+
+
+def _reference(part: dict[str, Any]) -> str:
+    """The path or data URL of an image."""
+    found = part[part["type"]]
+    return str(_not_empty(found["url"] if isinstance(found, dict) else found, "the path or data URL of an image"))
+
+
 def _text(content: Any) -> str:
     """A string, or a list of text parts joined as in vLLM's server."""
     if isinstance(content, str):
@@ -370,7 +403,7 @@ def _text(content: Any) -> str:
         if not all(
             isinstance(part, str) or (isinstance(part, dict) and part.get("type") == "text") for part in content
         ):
-            raise ValueError("`content` has parts that are not text")
+            raise ValueError("`content` has parts that are not text, nor images in a `user` message")
         return "\n".join(_text(part if isinstance(part, str) else part["text"]) for part in content)
     raise ValueError("`content` must be a string that is not empty")
 

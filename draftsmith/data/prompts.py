@@ -6,11 +6,13 @@ import hashlib
 import random
 from collections.abc import Iterable, Iterator, Mapping
 from itertools import islice
+from pathlib import Path
 
 from draftsmith.config.evaluation import SuiteConfig
 from draftsmith.config.recipe import ExtractConfig
 from draftsmith.config.sources import Prompts
 from draftsmith.data.conversations import EXPECTED, Conversation, RejectedRows, Skip, detect, parse
+from draftsmith.data.images import text_of
 from draftsmith.data.overlap import Known, numbers_of
 from draftsmith.data.rows import Unreadable, name_of, read_rows
 from draftsmith.run.errors import UserError
@@ -158,6 +160,7 @@ def _usable(source: Prompts, whole: bool, rejected: RejectedRows | None) -> Iter
     """Yield every row that is a conversation; others are counted in `rejected`, or errors without it."""
     strict, rejected = rejected is None, RejectedRows() if rejected is None else rejected
     format: str | None = None if source.format == "auto" else source.format
+    folder = _folder(source)
     ids: set[int] = set()
     rows = parsed = usable = 0
     for where, row in read_rows(source):
@@ -168,7 +171,9 @@ def _usable(source: Prompts, whole: bool, rejected: RejectedRows | None) -> Iter
             format = format or detect(row)
             if format is None and isinstance(row, dict):
                 raise ValueError("its keys match no known format")
-            conversation = parse(row, format or "jsonl", where=where, fallback_id=f"{parsed + 1:05d}", whole=whole)
+            conversation = parse(
+                row, format or "jsonl", where=where, fallback_id=f"{parsed + 1:05d}", whole=whole, folder=folder
+            )
         except Skip as reason:
             rejected.add(str(reason), where)
             continue
@@ -187,7 +192,8 @@ def _usable(source: Prompts, whole: bool, rejected: RejectedRows | None) -> Iter
             continue
         ids.add(hash(conversation.id))
         parsed += 1
-        chars = len(conversation.document or "") + sum(len(message["content"]) for message in conversation.messages)
+        said = [text_of(message["content"]) for message in conversation.messages]
+        chars = len(conversation.document or "") + sum(map(len, said))
         if source.max_chars is not None and chars > source.max_chars:
             rejected.add("longer than `max_chars`", where)
             continue
@@ -201,6 +207,14 @@ def _usable(source: Prompts, whole: bool, rejected: RejectedRows | None) -> Iter
             f"{name_of(source)} has no prompts that match `format` and `max_chars`. Rejected: {why}. "
             f"{EXPECTED[format or 'jsonl']}"
         )
+
+
+def _folder(source: Prompts) -> Path | None:
+    """Where relative paths of images start: the folder of a local file, or the local folder of files."""
+    if source.path is None:
+        return None
+    path = Path(source.path).absolute()
+    return path if path.is_dir() else path.parent
 
 
 def _bad_row(source: Prompts, where: str, row: object, format: str, error: ValueError) -> str:

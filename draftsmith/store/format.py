@@ -11,6 +11,8 @@ to end. With T tokens, S sequences, L saved layers and H the target's hidden siz
                                     the end-of-turn token, and was never read
     loss_mask      uint8 [T]        1 where the token is part of a response
     held_out       uint8 [S]        1 where the conversation is held out from training
+    image_counts   int32 [S]        (only with images) the number of images in each prompt
+    image_digests  uint8 [I, 32]    (only with images) SHA-256 of the bytes of each image, in order
     padding        uint8 [0 to 63]  so that the states start at a multiple of 64 bytes in the file
 
 and last, uncompressed
@@ -81,6 +83,8 @@ class Sequence:
     token_ids: torch.Tensor
     loss_mask: torch.Tensor
     hidden_states: torch.Tensor
+    images: tuple[str, ...] = ()
+    """SHA-256 of the bytes of each image in the prompt, hex. Their tokens are the target's placeholders."""
 
 
 @dataclass(frozen=True)
@@ -92,6 +96,7 @@ class EncodedSequence:
     token_ids: torch.Tensor
     loss_mask: torch.Tensor
     states: EncodedStates
+    images: tuple[str, ...] = ()
 
 
 def _flat(fields: dict[str, Any]) -> dict[str, Any]:
@@ -192,6 +197,12 @@ def shard_head(sequences: list[EncodedSequence], identity: StoreIdentity, compre
         "loss_mask": torch.cat([s.loss_mask[:n] for s, n in pairs]).to(torch.uint8),
         "held_out": torch.tensor([s.held_out for s in sequences], dtype=torch.uint8),
     }
+    images = [bytes.fromhex(digest) for s in sequences for digest in s.images]
+    if images:  # the counts before the bytes: int32 begin at a multiple of 4
+        counts = torch.tensor([len(s.images) for s in sequences], dtype=torch.int32)
+        digests = torch.tensor([list(digest) for digest in images], dtype=torch.uint8)
+        bytes_tensors = {name: tensors.pop(name) for name in ("loss_mask", "held_out")}
+        tensors |= {"image_counts": counts, **bytes_tensors, "image_digests": digests}
     if compression == "none":
         shape = [sum(lengths), len(identity.layer_ids), identity.hidden_size]
         states = {"hidden_states": (getattr(torch, identity.dtype), shape)}

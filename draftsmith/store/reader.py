@@ -94,8 +94,10 @@ class Store:
         Raises CorruptStore: the states are not as they were written."""
         entry = self._index[index]
         token_ids, loss_mask = self._text(entry)
-        states = self._shards[entry.shard].states(entry.row)
-        return Sequence(entry.sample_id, entry.held_out, token_ids, loss_mask, states)
+        shard = self._shards[entry.shard]
+        return Sequence(
+            entry.sample_id, entry.held_out, token_ids, loss_mask, shard.states(entry.row), shard.images(entry.row)
+        )
 
     def __iter__(self) -> Iterator[Sequence]:
         return (self[i] for i in range(len(self)))
@@ -179,6 +181,15 @@ class OpenShard:
         columns = zip(*(self.tensors[name].tolist() for name in names), strict=True)
         for row, (sample_id, next_token, held_out) in enumerate(columns):
             yield _Entry(sample_id, number, row, self._offsets[row], self._offsets[row + 1], next_token, bool(held_out))
+
+    def images(self, row: int) -> tuple[str, ...]:
+        """`Sequence.images` of a sequence."""
+        if "image_counts" not in self.tensors:
+            return ()
+        counts = self.tensors["image_counts"]
+        first = int(counts[:row].sum())
+        digests = self.tensors["image_digests"].view(-1, 32)[first : first + int(counts[row])]
+        return tuple(bytes(digest.tolist()).hex() for digest in digests)
 
     def read_ahead(self, row: int) -> None:
         """Have the system load a sequence's states into memory; returns at once."""

@@ -52,7 +52,9 @@ class ShardMaker:
         Raises ValueError: the sequence is not as a store requires (lengths, shape, finite, not all zero)."""
         if isinstance(sequence, Sequence):
             about, states = sequence, encode_states(sequence.hidden_states, self._compression)
-            sequence = EncodedSequence(about.sample_id, about.held_out, about.token_ids, about.loss_mask, states)
+            sequence = EncodedSequence(
+                about.sample_id, about.held_out, about.token_ids, about.loss_mask, states, about.images
+            )
         check_sequence(sequence, self._identity, self._compression)
         self._waiting.append(sequence)
         self.tokens += sequence.states.shape[0]

@@ -47,7 +47,7 @@ class Family:
 _LLAMA_LIKE = (
     "apertus", "arcee", "dots1", "ernie4_5", "glm", "gpt_oss", "hunyuan_v1_dense", "hunyuan_v1_moe", "llama",
     "llama4_text", "mimo", "minimax", "minimax_m2", "ministral", "ministral3", "mistral", "olmo2", "olmo3", "phi3", "qwen2",
-    "qwen2_5_vl_text", "qwen2_vl_text", "qwen3", "qwen3_moe", "qwen3_vl_moe_text", "qwen3_vl_text", "seed_oss",
+    "qwen2_5_vl_text", "qwen3", "qwen3_moe", "qwen3_vl_moe_text", "qwen3_vl_text", "seed_oss",
     "smollm3",
 )  # fmt: skip
 _WITHOUT_OWN_STATES = (
@@ -74,6 +74,7 @@ FAMILIES: dict[str, Family] = {
         ("gemma2", "gemma3_text"),
         Family(norm_plus_one=True, soft_cap="final_logit_softcapping", states="backend"),
     ),
+    "qwen2_vl_text": Family(states="none"),
     "vaultgemma": Family(norm_plus_one=True, soft_cap="final_logit_softcapping"),
     "gemma3n_text": Family(soft_cap="final_logit_softcapping", states="backend"),
     "gemma4_text": Family(soft_cap="final_logit_softcapping"),
@@ -233,6 +234,11 @@ def _rope(config: PretrainedConfig) -> dict[str, Any]:
         kind, needed = "default", ()
     kept = (*needed, *(key for key in _ROPE_OPTIONS.get(kind, ()) if stated.get(key) is not None))
     return {"rope_type": kind, "rope_theta": float(theta)} | {key: stated[key] for key in kept}
+
+
+def uses_mrope(config: PretrainedConfig) -> bool:
+    """Whether the target's tokens of an image have positions in three dimensions (M-RoPE), instead of their places in the text."""
+    return "mrope_section" in (_get(config, "rope_parameters") or {})
 
 
 def _read_like_llama(config: PretrainedConfig) -> Family:

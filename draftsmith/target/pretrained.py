@@ -93,18 +93,61 @@ def tokenizer_of(directory: Path, *, trust_remote_code: bool = False) -> Any:
         return AutoTokenizer.from_pretrained(directory, trust_remote_code=trust_remote_code)
 
 
+def processor_of(directory: Path, *, trust_remote_code: bool = False) -> Any:
+    """What makes images and text the target's inputs: a tokenizer and an image processor.
+
+    Args:
+        trust_remote_code: as for `config_of`.
+
+    Raises:
+        UserError: the target reads text only, or its processor cannot be loaded here, or does not say how many tokens an image takes.
+    """
+    from transformers import AutoProcessor
+
+    config = config_of(directory, trust_remote_code=trust_remote_code)
+    if getattr(config, "vision_config", None) is None:
+        raise UserError(
+            f"The target {directory} (type `{config.model_type}`) reads text only: its config has no `vision_config`. Use one that "
+            "reads images, or leave rows with images out."
+        )
+    try:
+        with _own_code("processor", directory, trust_remote_code):
+            processor: Any = AutoProcessor.from_pretrained(directory, trust_remote_code=trust_remote_code)
+    except UserError:
+        raise
+    except Exception as error:  # missing files, or packages that are not installed
+        why = " ".join(str(error).split())[:300]
+        raise UserError(
+            f"The processor of the target {directory}, which images need, cannot be loaded: {why or type(error).__name__}. If its files are "
+            "all there, install the package that it names; torchvision must be built for the installed torch."
+        ) from None
+    if not hasattr(processor, "_get_num_multimodal_tokens"):
+        raise UserError(
+            f"The processor of the target {directory} ({type(processor).__name__}) does not say how many tokens an image takes, which "
+            "prompts with images need. Use another target, or leave rows with images out."
+        )
+    return processor
+
+
 def model_of(
     directory: Path, dtype: torch.dtype, *, trust_remote_code: bool = False, attention: str | None = None
 ) -> Any:
-    """The causal language model, for inference on the CPU. Other arguments and errors as for `tokenizer_of`.
+    """The causal language model, for inference on the CPU; with what sees images, where the target has that. Other arguments and
+    errors as for `tokenizer_of`.
 
     Args:
         attention: transformers' `attn_implementation`; None for its choice.
     """
-    from transformers import AutoModelForCausalLM
+    from transformers import AutoModelForCausalLM, AutoModelForImageTextToText
+    from transformers.models.auto.modeling_auto import (
+        MODEL_FOR_CAUSAL_LM_MAPPING_NAMES,
+        MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES,
+    )
 
+    kind = config_of(directory, trust_remote_code=trust_remote_code).model_type
+    sees = kind in MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES and kind not in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
     with _own_code("model", directory, trust_remote_code):
-        model: Any = AutoModelForCausalLM.from_pretrained(
+        model: Any = (AutoModelForImageTextToText if sees else AutoModelForCausalLM).from_pretrained(
             directory, dtype=dtype, trust_remote_code=trust_remote_code, attn_implementation=attention
         )
         return model.eval()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -21,13 +22,16 @@ def reference_model(path: Path, dtype: torch.dtype, *, trust_remote_code: bool =
 
 
 @torch.no_grad()
-def states_of(model: Any, token_ids: torch.Tensor, layer_ids: tuple[int, ...]) -> torch.Tensor:
+def states_of(
+    model: Any, token_ids: torch.Tensor, layer_ids: tuple[int, ...], images: Mapping[str, torch.Tensor] | None = None
+) -> torch.Tensor:
     """The inputs of decoder layers and the output of the last, from one forward pass over a text.
 
     Args:
         model: a causal language model from transformers.
         token_ids: [T].
         layer_ids: id i is the input of layer i; the number of layers is the last one's output, before the final norm.
+        images: what the target's processor makes of the text's images, beside token ids.
 
     Returns:
         [T, len(layer_ids), hidden], on the CPU, in the model's dtype.
@@ -47,7 +51,8 @@ def states_of(model: Any, token_ids: torch.Tensor, layer_ids: tuple[int, ...]) -
     hooks = [layers[i].register_forward_pre_hook(entering(i), with_kwargs=True) for i in layer_ids if i < len(layers)]
     hooks.append(layers[-1].register_forward_hook(leaving))
     try:
-        model.get_decoder()(token_ids[None].to(model.device), use_cache=False)
+        reader = model if images else model.get_decoder()
+        reader(token_ids[None].to(model.device), use_cache=False, **(images or {}))
     finally:
         for hook in hooks:
             hook.remove()

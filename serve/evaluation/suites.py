@@ -10,6 +10,7 @@ from typing import Any
 from draftsmith.config.recipe import Recipe
 from draftsmith.data.chat_template import Unrenderable
 from draftsmith.data.conversations import RejectedRows
+from draftsmith.data.images import image_parts
 from draftsmith.data.prompts import Prompt, load_prompts, training_and_held_out
 from draftsmith.data.turns import Turn, TurnRenderer
 from draftsmith.run.errors import UserError
@@ -56,7 +57,7 @@ def load_suite(recipe: Recipe, name: str) -> list[Prompt]:
 def render_suite(
     renderer: TurnRenderer, name: str, conversations: Sequence[Prompt], max_tokens: int, score: str | None = None
 ) -> SuiteInput:
-    """Render the first turns of a suite's conversations; those that the chat template cannot render are left out.
+    """Render the first turns of a suite's conversations; those that the chat template cannot render, or with images, are left out.
 
     Raises:
         UserError: a prompt does not fit the engine or cannot be scored, or none is left.
@@ -75,6 +76,9 @@ def render_suite(
                 f"{where} has nothing to score its answers with: evaluate.suites.{name}.score is `{score}`, which needs "
                 f"{NEEDS[score]} in every row. Leave `score` out, or give the suite such rows."
             )
+        if image_parts(conversation.messages):
+            rejected.add("it has images, which evaluation does not measure with", conversation.id)
+            continue
         try:
             first = renderer.first(conversation)
         except Unrenderable as reason:

@@ -270,7 +270,7 @@ def test_a_wrong_row_is_counted_and_explained(tmp_path, seed):
         ('{"messages": [{"role": "user"}]}', "no 'content'"),
         ('{"messages": [{"role": "robot", "content": "x"}]}', "unknown role 'robot'"),
         ('{"messages": [{"role": "user", "content": 3}]}', "must be a string"),
-        ('{"messages": [{"role": "user", "content": [{"type": "image_url"}]}]}', "parts that are not text"),
+        ('{"messages": [{"role": "user", "content": [{"type": "input_audio"}]}]}', "parts that are not text"),
         ('{"messages": 3}', "another type"),
         ('{"messages": [], "tools": 3}', "no message has the role `user`"),
         ('{"prompt": ""}', "not empty"),

@@ -15,6 +15,7 @@ from transformers import LlamaConfig
 from draftsmith.config.recipe import Recipe
 from draftsmith.data.chat_template import Renderer
 from draftsmith.data.conversations import Conversation, RejectedRows
+from draftsmith.data.image_renderer import ImageRenderer
 from draftsmith.data.overlap import TRAINING_PROMPTS, numbers_of, read_prompts_file
 from draftsmith.extract.extract import run_extract
 from draftsmith.extract.requests import ExtractRequest, Requests, tokenized
@@ -37,8 +38,8 @@ def recipe(mode: str, **options: object) -> Recipe:
 def requests_for(
     of: Recipe, tokenizer: Any, conversations: list[Conversation], rejected: RejectedRows, *, held_out: bool = False
 ) -> list[ExtractRequest]:
-    renderer = Renderer(tokenizer)
-    return [one for talk in conversations for one in tokenized(of, renderer, talk, rejected, held_out=held_out)]
+    renderer, images = Renderer(tokenizer), ImageRenderer(Path())
+    return [one for talk in conversations for one in tokenized(of, renderer, images, talk, rejected, held_out=held_out)]
 
 
 @pytest.mark.parametrize("mode", ["generate", "prefill"])
@@ -127,6 +128,8 @@ any_request = st.builds(
     conversation=st.none()
     | st.builds(Conversation, id=st.just("x"), messages=messages, tools=st.none() | st.just([{"name": "f"}])),
     later=st.lists(messages, max_size=2).map(tuple),
+    images=st.lists(st.fixed_dictionaries({"image": any_text, "sha256": any_text}), max_size=2).map(tuple),
+    image_tokens=st.none() | st.integers(0, 1000),
 )
 
 

@@ -1,5 +1,6 @@
 """Extraction and evaluation ask the target the same tokens, tools included, in the first turn and in later ones."""
 
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -7,6 +8,7 @@ import pytest
 from draftsmith.config.recipe import Recipe
 from draftsmith.data.chat_template import Renderer
 from draftsmith.data.conversations import Conversation, RejectedRows
+from draftsmith.data.image_renderer import ImageRenderer
 from draftsmith.data.turns import TurnRenderer
 from draftsmith.extract import worker
 from draftsmith.extract.requests import tokenized
@@ -39,7 +41,7 @@ def tokenizer_of(kind: str) -> Any:
 @pytest.mark.parametrize("kind", ["llama3", "qwen3", "mistral"])
 def test_a_conversation_with_tools_is_the_same_tokens_in_extraction_and_evaluation(kind: str) -> None:
     tokenizer = tokenizer_of(kind)
-    (request,) = tokenized(RECIPE, Renderer(tokenizer), TALK, RejectedRows(), held_out=False)
+    (request,) = tokenized(RECIPE, Renderer(tokenizer), ImageRenderer(Path()), TALK, RejectedRows(), held_out=False)
     turns = TurnRenderer(tokenizer, 600)
     suite = render_suite(turns, "talks", [TALK], max_tokens=10)
     (asked,) = suite.prompts
