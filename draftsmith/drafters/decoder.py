@@ -237,6 +237,7 @@ class DecoderDrafter(Drafter):
         # Only rows that are predicted from run through the whole last layer; the others only give it keys and values.
         predicted = Tiles(batch, queries, heads)
         everything: Tiles | None = None
+        fewer_from = _fewer_by_step(batch, queries, steps, heads)
         running, place = queries, torch.arange(len(queries), device=queries.device)  # rows in the chain, among the queries
         state, positions = self.first_state(batch), batch.positions
         masks = self.mask_inputs() if steps > 1 else None
@@ -270,11 +271,10 @@ class DecoderDrafter(Drafter):
             yield ChainStep(normed, self.head(), batch.loss_weights[queries, k])
             if k + 1 == steps:
                 return
-            left = batch.loss_weights[running, k + 1 : steps].any(1).nonzero()[:, 0]
-            if len(left) < _WORTH_RUNNING * len(running):
-                running, place, read, state = (x.index_select(0, left) for x in (running, place, read, state))
-                own = [[(_rows(keys, left), _rows(values, left)) for keys, values in of_layer] for of_layer in own]
-                predicted = Tiles(batch, running, heads)
+            if (fewer := fewer_from.get(k + 1)) is not None:
+                running, place, predicted = fewer.rows, fewer.place, fewer.tiles
+                read, state = read.index_select(0, fewer.kept), state.index_select(0, fewer.kept)
+                own = [[(_select(keys, fewer.kept), _select(values, fewer.kept)) for keys, values in pairs] for pairs in own]
             positions = batch.positions[running] + k + 1
             if masks is not None:
                 embeds, state = masks
@@ -292,6 +292,33 @@ class DecoderDrafter(Drafter):
         return cos[0], sin[0]
 
 
-def _rows(x: torch.Tensor, rows: torch.Tensor) -> torch.Tensor:
+@dataclass
+class _FewerRows:
+    """The rows of a chain from some step on."""
+
+    kept: torch.Tensor
+    """int64, among the rows until then."""
+    place: torch.Tensor
+    """int64, among the queries."""
+    rows: torch.Tensor
+    """int64, of the batch."""
+    tiles: Tiles
+
+
+def _fewer_by_step(batch: Batch, queries: torch.Tensor, steps: int, heads: int) -> dict[int, _FewerRows]:
+    """The steps from which on clearly fewer rows have a prediction left: at ends of texts, and where later steps are not trained."""
+    # All at once and beforehand, since a device waits where its results decide on sizes.
+    needed = batch.loss_weights[queries, :steps].flip(1).cumsum(1).flip(1).gt(0).cpu()
+    found, place = {}, torch.arange(len(queries))
+    for k in range(1, steps):
+        kept = needed[place, k].nonzero()[:, 0]
+        if len(kept) < _WORTH_RUNNING * len(place):
+            place = place[kept]
+            rows = queries[place.to(queries.device)]
+            found[k] = _FewerRows(kept.to(rows.device), place.to(rows.device), rows, Tiles(batch, rows, heads))
+    return found
+
+
+def _select(x: torch.Tensor, rows: torch.Tensor) -> torch.Tensor:
     """Some rows; a single row stands for all (values of masks, which have no position)."""
     return x if len(x) == 1 else x.index_select(0, rows)
