@@ -7,7 +7,7 @@ keeps them out of memory until they are written.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -35,13 +35,14 @@ class Scheme:
     inputs: Mapping[str, Any] | None = None
     """The same for the layer's inputs, quantized on the fly; None leaves them in floating point."""
 
-    def section(self) -> dict[str, Any]:
-        """Return `quantization_config` for `config.json`."""
+    def section(self, whole: Collection[str]) -> dict[str, Any]:
+        """Return `quantization_config` for `config.json`; `whole` are the names of modules that stay in floating point."""
         groups = {"targets": ["Linear", "re:.*lm_head"], "weights": dict(self.weights)}
         if self.inputs is not None:
             groups["input_activations"] = dict(self.inputs)
         return {
-            "quant_method": _METHOD, "format": self.format, "quantization_status": "compressed", "ignore": [],
+            "quant_method": _METHOD, "format": self.format, "quantization_status": "compressed",
+            "ignore": [f"re:.*{name}$" for name in sorted(whole)],
             "config_groups": {"group_0": groups},
         }  # fmt: skip
 
@@ -65,7 +66,7 @@ def scheme_of(record: Mapping[str, Any]) -> str | None:
 
 
 def quantized(
-    record: Mapping[str, Any], weights: Mapping[str, Weight], name: str
+    record: Mapping[str, Any], weights: Mapping[str, Weight], name: str, *, whole: Collection[str] = ()
 ) -> tuple[dict[str, Any], dict[str, Weight]]:
     """Quantize the weights of a checkpoint's linear layers; embeddings and norms stay as they are.
 
@@ -73,12 +74,13 @@ def quantized(
         record: `config.json`.
         weights: named as vLLM names them.
         name: of the scheme, in `SCHEMES`.
+        whole: linear layers that stay as they are too.
     """
     scheme = SCHEMES[name]
     written: dict[str, Weight] = {}
     for name_of_weight, weight in weights.items():
         module = name_of_weight.removesuffix(_NAIVE)
-        if not _is_linear(name_of_weight, weight):
+        if module in whole or not _is_linear(name_of_weight, weight):
             written[name_of_weight] = weight
             continue
         rows, columns = weight.shape
@@ -91,7 +93,7 @@ def quantized(
         else:
             dtype = torch.int8 if scheme.weights["type"] == "int" else torch.float8_e4m3fn
             written[module + _NAIVE] = Weight((rows, columns), dtype, compressed("weight"))
-    return {**record, SECTION: scheme.section()}, written
+    return {**record, SECTION: scheme.section(whole)}, written
 
 
 def _is_linear(name: str, weight: Weight) -> bool:
