@@ -86,13 +86,13 @@ class TrainingData:
             share_rows = [rows[i] for i in share] or [min(rows, key=self.store.length)]
             batch = self.batch(share_rows, prompt_weight=options.prompt_loss_weight)
             # What is drawn for a sequence depends on it and on the step, not on the process that trains on it.
-            draws = [
-                torch.Generator().manual_seed(step_seed(self.recipe.seed, number, row)) for row in share_rows
-            ]
+            draws = [torch.Generator().manual_seed(step_seed(self.recipe.seed, number, row)) for row in share_rows]
             lengths = [self.store.length(row) for row in share_rows]
             if options.state_dropout:
                 states = batch.hidden_states.split(lengths)
-                dropped = [_dropout(of_row, options.state_dropout, draw) for of_row, draw in zip(states, draws, strict=True)]
+                dropped = [
+                    _dropout(of_row, options.state_dropout, draw) for of_row, draw in zip(states, draws, strict=True)
+                ]
                 batch = replace(batch, hidden_states=torch.cat(dropped))
             choose = drafter_class(options.drafter.kind).trained_rows
             weights = zip(batch.loss_weights.split(lengths), draws, strict=True)

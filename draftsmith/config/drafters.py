@@ -78,7 +78,7 @@ class EagleOptions(DrafterOptions):
     """Uniform noise on the target's normed hidden states in training: (-1/2, 1/2) * noise * 512 / T for a sequence of T tokens."""
 
 
-class _FusingOptions(DrafterOptions):
+class FusingOptions(DrafterOptions):
     """What EAGLE-3 and P-EAGLE have in common."""
 
     layer_ids: LayerIds | None = None
@@ -98,7 +98,7 @@ class _FusingOptions(DrafterOptions):
     size."""
 
 
-class Eagle3Options(_FusingOptions):
+class Eagle3Options(FusingOptions):
     """EAGLE-3 (arXiv 2503.01840)."""
 
     serving: ClassVar = ServingSpec(method="eagle3", architecture="LlamaForCausalLMEagle3")
@@ -106,7 +106,7 @@ class Eagle3Options(_FusingOptions):
     kind: Literal["eagle3"] = "eagle3"
 
 
-class PEagleOptions(_FusingOptions):
+class PEagleOptions(FusingOptions):
     """P-EAGLE (arXiv 2602.01469): EAGLE-3's layers, with all draft tokens from one forward pass."""
 
     serving: ClassVar = ServingSpec(

@@ -238,7 +238,8 @@ class DecoderDrafter(Drafter):
         predicted = Tiles(batch, queries, heads)
         everything: Tiles | None = None
         fewer_from = _fewer_by_step(batch, queries, steps, heads)
-        running, place = queries, torch.arange(len(queries), device=queries.device)  # rows in the chain, among the queries
+        # The rows in the chain: of the batch, and among the queries.
+        running, place = queries, torch.arange(len(queries), device=queries.device)
         state, positions = self.first_state(batch), batch.positions
         masks = self.mask_inputs() if steps > 1 else None
         embeds = F.embedding(batch.next_tokens[:, 0], self.embedding)
@@ -274,7 +275,10 @@ class DecoderDrafter(Drafter):
             if (fewer := fewer_from.get(k + 1)) is not None:
                 running, place, predicted = fewer.rows, fewer.place, fewer.tiles
                 read, state = read.index_select(0, fewer.kept), state.index_select(0, fewer.kept)
-                own = [[(_select(keys, fewer.kept), _select(values, fewer.kept)) for keys, values in pairs] for pairs in own]
+                own = [
+                    [(_select(keys, fewer.kept), _select(values, fewer.kept)) for keys, values in pairs]
+                    for pairs in own
+                ]
             positions = batch.positions[running] + k + 1
             if masks is not None:
                 embeds, state = masks

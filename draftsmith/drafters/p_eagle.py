@@ -54,11 +54,13 @@ class PEagleDrafter(Eagle3Drafter):
         draft_token_ids: int64 [V] ascending: target id of each draft token.
     """
 
-    config_class: ClassVar = PEagleConfig
+    config_class: ClassVar[type[Eagle3Config]] = PEagleConfig
     vllm_layout: ClassVar = replace(
         Eagle3Drafter.vllm_layout,
         fields=(*Eagle3Drafter.vllm_layout.fields, Entry("num_depths", int), Entry("mask_token_id", int)),
-        never_quantized=frozenset({"fc"}),  # vLLM 0.32 gives it `mask_hidden` as a vector, which its 8-bit kernels for CPUs refuse
+        never_quantized=frozenset(
+            {"fc"}
+        ),  # vLLM 0.32 gives it `mask_hidden` as a vector, which its 8-bit kernels for CPUs refuse
     )
     config: PEagleConfig
 
@@ -91,14 +93,14 @@ class PEagleDrafter(Eagle3Drafter):
         super().init_from_target(tensors, batches)
         count = 0
         for batch in batches:
-            self.mask_hidden += self.normed_states(batch.hidden_states).sum(0)
+            self.mask_hidden.add_(self.normed_states(batch.hidden_states).sum(0))
             count += len(batch.positions)
             if count >= ROWS_AT_ONCE:
                 break
-        self.mask_hidden /= count
+        self.mask_hidden.div_(count)
 
     @staticmethod
-    def init_cost(config: PEagleConfig, *, rows: int, answered: int) -> InitCost:
+    def init_cost(config: Eagle3Config, *, rows: int, answered: int) -> InitCost:
         cost = Eagle3Drafter.init_cost(config, rows=rows, answered=answered)
         return replace(cost, rows_read=cost.rows_read + rows_until(ROWS_AT_ONCE, rows=rows, answered=rows))
 
@@ -121,7 +123,7 @@ class PEagleDrafter(Eagle3Drafter):
         return self.embedding[mask : mask + 1], self.fc(self.normed_states(states))
 
     @staticmethod
-    def matmul_counts(config: PEagleConfig, steps: int) -> dict[str, tuple[int, int]]:
+    def matmul_counts(config: Eagle3Config, steps: int) -> dict[str, tuple[int, int]]:
         counts = Eagle3Drafter.matmul_counts(config, steps)
         for name in "qkv":  # of the masks' slots: one product for all rows
             matrix = f"layers.0.self_attn.{name}_proj.weight"

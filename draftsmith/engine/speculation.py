@@ -241,7 +241,7 @@ def serving_spec(drafter_dir: Path) -> ServingSpec:
 def _kind(drafter_dir: Path) -> str:
     config = _config(drafter_dir)
     architecture = (config.get("architectures") or ["none"])[0]
-    kind = str((config.get("draftsmith") or {}).get("kind"))  # some kinds have their architecture in common
+    kind: str | None = str((config.get("draftsmith") or {}).get("kind"))  # some kinds have their architecture in common
     if kind not in KINDS or KINDS[kind].serving.architecture != architecture:
         kind = kind_of_architecture(architecture)
     if kind is None:

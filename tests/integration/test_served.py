@@ -122,7 +122,9 @@ def test_trained_equals_served_for_other_kinds(
     compared = compare_proposals(served, load_drafter(run_dir, smollm2), smollm2)
     assert len(compared) == K
     assert min(compared) >= POSITIONS, compared
-    assert len({proposal["draft"][-1] for proposal in served.proposals}) > 20, "one that ignores its context would be equal too"
+    assert len({proposal["draft"][-1] for proposal in served.proposals}) > 20, (
+        "one that ignores its context would be equal too"
+    )
     assert served.counters["vllm:spec_decode_num_accepted_tokens"] > 0
 
 

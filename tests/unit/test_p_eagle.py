@@ -75,7 +75,9 @@ def plain_drafts(
             x = torch.cat([embeds, rms(state, layer + "hidden_norm.weight")], dim=-1)
         else:
             x = rms(state, layer + "input_layernorm.weight")
-        q, k, v = ((x @ weights[f"{layer}self_attn.{name}_proj.weight"].T).unflatten(1, (-1, HEAD_DIM)) for name in "qkv")
+        q, k, v = (
+            (x @ weights[f"{layer}self_attn.{name}_proj.weight"].T).unflatten(1, (-1, HEAD_DIM)) for name in "qkv"
+        )
         q, k = rope(q), rope(k)
         mixed = []
         for head in range(HEADS):
@@ -156,11 +158,18 @@ def test_dropped_draft_tokens_change_no_other() -> None:
     kept, all_rows = (thinned.loss_weights > 0), (batch.loss_weights > 0)
     assert torch.equal(kept[:, 0], all_rows[:, 0])
     for depth in range(1, DEPTHS):
-        of_rows = sum(int(part.any(1).sum() * 0.5**depth if depth < 3 else part.any(1).sum() * 0.2) for part in all_rows.split([39, 29]))
+        of_rows = sum(
+            int(part.any(1).sum() * 0.5**depth if depth < 3 else part.any(1).sum() * 0.2)
+            for part in all_rows.split([39, 29])
+        )
         assert 0.6 * of_rows <= kept[:, depth].sum() <= of_rows, "rows near the ends have no token to predict"
-        assert not (kept[:, depth] & all_rows[:, depth - 1] & ~kept[:, depth - 1]).any(), "drafts are whole up to their last token"
+        assert not (kept[:, depth] & all_rows[:, depth - 1] & ~kept[:, depth - 1]).any(), (
+            "drafts are whole up to their last token"
+        )
     rows = [each.loss_weights.any(1).nonzero()[:, 0] for each in (thinned, batch)]
-    some, every = (torch.stack([s.normed for s in drafter.chain(each, steps=DEPTHS)], dim=1) for each in (thinned, batch))
+    some, every = (
+        torch.stack([s.normed for s in drafter.chain(each, steps=DEPTHS)], dim=1) for each in (thinned, batch)
+    )
     every = every[torch.isin(rows[1], rows[0])]
     counted = kept[rows[0]]
     torch.testing.assert_close(some[counted], every[counted], rtol=1e-9, atol=1e-9)
@@ -178,7 +187,8 @@ def test_what_is_drawn_differs_by_step_and_not_by_process(tmp_path: Path) -> Non
 
     def drawn(step: int, rows: list[int], *, number: int = 0, processes: int = 1) -> list[list[float]]:
         accelerator = type("Accelerator", (), {"num_processes": processes, "process_index": number})
-        data = TrainingData(recipe, accelerator, Store(tmp_path / "run" / "store"), columns=[0], last_column=2, ttt_steps=3)  # type: ignore[arg-type]
+        store = Store(tmp_path / "run" / "store")
+        data = TrainingData(recipe, accelerator, store, columns=[0], last_column=2, ttt_steps=3)  # type: ignore[arg-type]
         weights: list[list[float]] = data.micro_batches(step, rows)[0].batch.loss_weights.tolist()
         return weights
 
@@ -209,5 +219,5 @@ def test_it_is_served_in_parallel_and_with_no_more_tokens_than_were_trained(tmp_
 def test_a_mask_token_that_the_target_lacks(tmp_path: Path) -> None:
     make_run(tmp_path)
     target = describe_target(tmp_path / "target")
-    with pytest.raises(UserError, match="`train.drafter.mask_token_id` is 80, and .* has 80 tokens"):
+    with pytest.raises(UserError, match=r"`train\.drafter\.mask_token_id` is 80, and .* has 80 tokens"):
         PEagleDrafter.make_config(PEagleOptions(mask_token_id=80), target, (1, 2, 3), 80)
