@@ -7,7 +7,7 @@ keeps them out of memory until they are written.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Collection, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -35,14 +35,13 @@ class Scheme:
     inputs: Mapping[str, Any] | None = None
     """The same for the layer's inputs, quantized on the fly; None leaves them in floating point."""
 
-    def section(self, whole: Collection[str]) -> dict[str, Any]:
-        """Return `quantization_config` for `config.json`; `whole` are the names of modules that stay in floating point."""
+    def section(self) -> dict[str, Any]:
+        """Return `quantization_config` for `config.json`."""
         groups = {"targets": ["Linear", "re:.*lm_head"], "weights": dict(self.weights)}
         if self.inputs is not None:
             groups["input_activations"] = dict(self.inputs)
         return {
-            "quant_method": _METHOD, "format": self.format, "quantization_status": "compressed",
-            "ignore": [f"re:.*{name}$" for name in sorted(whole)],
+            "quant_method": _METHOD, "format": self.format, "quantization_status": "compressed", "ignore": [],
             "config_groups": {"group_0": groups},
         }  # fmt: skip
 
@@ -66,7 +65,7 @@ def scheme_of(record: Mapping[str, Any]) -> str | None:
 
 
 def quantized(
-    record: Mapping[str, Any], weights: Mapping[str, Weight], name: str, *, whole: Collection[str] = ()
+    record: Mapping[str, Any], weights: Mapping[str, Weight], name: str
 ) -> tuple[dict[str, Any], dict[str, Weight]]:
     """Quantize the weights of a checkpoint's linear layers; embeddings and norms stay as they are.
 
@@ -74,13 +73,12 @@ def quantized(
         record: `config.json`.
         weights: named as vLLM names them.
         name: of the scheme, in `SCHEMES`.
-        whole: linear layers that stay as they are too.
     """
     scheme = SCHEMES[name]
     written: dict[str, Weight] = {}
     for name_of_weight, weight in weights.items():
         module = name_of_weight.removesuffix(_NAIVE)
-        if module in whole or not _is_linear(name_of_weight, weight):
+        if not _is_linear(name_of_weight, weight):
             written[name_of_weight] = weight
             continue
         rows, columns = weight.shape
@@ -93,7 +91,7 @@ def quantized(
         else:
             dtype = torch.int8 if scheme.weights["type"] == "int" else torch.float8_e4m3fn
             written[module + _NAIVE] = Weight((rows, columns), dtype, compressed("weight"))
-    return {**record, SECTION: scheme.section(whole)}, written
+    return {**record, SECTION: scheme.section()}, written
 
 
 def _is_linear(name: str, weight: Weight) -> bool:

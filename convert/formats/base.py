@@ -119,14 +119,13 @@ class Format:
         """
         record, weights = self.to_files(checkpoint, dtype=dtype)
         if quantize is not None:
-            layout = self.layouts[checkpoint.kind]
-            if not layout.quantizes:
+            if not self.layouts[checkpoint.kind].quantizes:
                 able = [kind for kind, layout in self.layouts.items() if layout.quantizes]
                 raise UserError(
                     f"The format {self.name} has 8-bit weights for drafters of the kind {', '.join(able) or '(none)'}, and this "
                     f"drafter is of the kind {checkpoint.kind}. Leave --quantize out{'' if able else ', or write the format vllm'}."
                 )
-            record, weights = quantized(record, weights, quantize, whole=layout.never_quantized)
+            record, weights = quantized(record, weights, quantize)
         size = write_safetensors(directory / self.weights_file, weights)
         write_json(directory / "config.json", record)
         return size

@@ -159,8 +159,6 @@ class Layout:
     """The draft vocabulary may be a subset of the target's, given by the tensors `d2t` and `t2d`."""
     quantizes: bool = False
     """The format's readers take 8-bit weights, as described by `quantization_config`."""
-    never_quantized: frozenset[str] = frozenset()
-    """Linear layers whose weights they do not take in 8 bits."""
 
     def read(self, source: Source) -> dict[str, Any]:
         """Return the kind's config as a dict of its fields.

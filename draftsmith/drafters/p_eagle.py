@@ -58,9 +58,7 @@ class PEagleDrafter(Eagle3Drafter):
     vllm_layout: ClassVar = replace(
         Eagle3Drafter.vllm_layout,
         fields=(*Eagle3Drafter.vllm_layout.fields, Entry("num_depths", int), Entry("mask_token_id", int)),
-        never_quantized=frozenset(
-            {"fc"}
-        ),  # vLLM 0.32 gives it `mask_hidden` as a vector, which its 8-bit kernels for CPUs refuse
+        quantizes=False,  # vLLM 0.32 gives `fc` the mask as a vector, which its 8-bit kernels for CPUs refuse
     )
     config: PEagleConfig
 
