@@ -12,7 +12,7 @@ from typing import Any
 
 from huggingface_hub import EvalResult, ModelCardData
 
-from draftsmith.config.drafters import KINDS
+from draftsmith.config.drafters import KINDS, ServingSpec
 from draftsmith.config.target import TargetConfig
 from draftsmith.convert.quantize import SCHEMES
 from draftsmith.drafters.checkpoint import Checkpoint
@@ -78,7 +78,7 @@ def render(
 
 
 def serve_command(
-    method: str,
+    serving: ServingSpec,
     *,
     drafter: str,
     revision: str | None,
@@ -92,7 +92,7 @@ def serve_command(
 
     It uses `python -m` because vLLM's CPU build has no working `vllm serve`.
     """
-    speculative = {"method": method, "model": drafter, "num_speculative_tokens": k}
+    speculative = serving.speculative | {"model": drafter, "num_speculative_tokens": k}
     if revision:
         speculative["revision"] = revision
     model = shlex.quote(target) + (f" --revision {shlex.quote(target_revision)}" if target_revision else "")
@@ -124,12 +124,11 @@ def _serving(
 ) -> str:
     results = evaluate["figures"] if evaluate else None
     eager = evaluate is not None and evaluate["recipe"]["engine"]["enforce_eager"]
-    method = KINDS[drafter.kind].serving.method
     predicted = drafter.training.get("predicted_acceptance_length") or {}
     dtype = results["dtype"] if results else target.dtype if target else None
     k = results["num_speculative_tokens"] if results else min(_USUAL_K, max(map(int, predicted), default=_USUAL_K))
     command = serve_command(
-        method, drafter=repo or "THIS_DIRECTORY", revision=revision, target=base_model or "TARGET",
+        KINDS[drafter.kind].serving, drafter=repo or "THIS_DIRECTORY", revision=revision, target=base_model or "TARGET",
         target_revision=target.revision if target else None, k=k, dtype=dtype, enforce_eager=eager,
     )  # fmt: skip
     notes = []

@@ -72,7 +72,10 @@ def record(
     """
     # Room beyond the longest answer: for contexts that nearly fill the model's length vLLM proposes token 0.
     job = {
-        "target": str(target_dir), "drafters": [{"path": str(path), "method": method} for path, method in drafters], "k": k,
+        "target": str(target_dir), "k": k,
+        "drafters": [
+            speculation.serving_spec(path).speculative | {"model": str(path), "method": method} for path, method in drafters
+        ],
         "max_tokens": max_tokens, "longest": max(len(ids) for ids in prompts) + max_tokens + 32,
         "trust_remote_code": trust_remote_code, "prompts": [list(ids) for ids in prompts],
         "stock": not any(speculation.needs_plugin(path) or speculation.reads_embeddings(path) for path, _ in drafters),

@@ -1,6 +1,6 @@
 """Run stock vLLM with drafters, one after another, and record every chain that it proposes, with its context.
 
-Run as a program: record_proposals.py JOB.json OUT.json. JOB has `target`, `drafters` (list of `path` and vLLM's `method`), `k`,
+Run as a program: record_proposals.py JOB.json OUT.json. JOB has `target`, `drafters` (of each, vLLM's `speculative_config` without K), `k`,
 `max_tokens`, `longest` (tokens of the longest prompt with its answer), `prompts` (lists of token ids), `arguments` (further ones of
 `vllm.LLM`), `trust_remote_code` and `stock`: if true, `draftsmith` cannot be imported in this process, so a drafter that loads here loads where
 Draftsmith is not installed.
@@ -51,7 +51,7 @@ def main() -> None:
         json.dump(found, file)
 
 
-def record(job: dict[str, Any], drafter: dict[str, str]) -> dict[str, Any]:
+def record(job: dict[str, Any], drafter: dict[str, Any]) -> dict[str, Any]:
     from vllm import LLM, SamplingParams
 
     llm = LLM(
@@ -59,7 +59,7 @@ def record(job: dict[str, Any], drafter: dict[str, str]) -> dict[str, Any]:
         enable_prefix_caching=False, disable_log_stats=False, kv_cache_memory_bytes=1 << 30,
         async_scheduling=False,  # otherwise proposals stay in the worker
         trust_remote_code=job["trust_remote_code"],
-        speculative_config={"method": drafter["method"], "model": drafter["path"], "num_speculative_tokens": job["k"]},
+        speculative_config={**drafter, "num_speculative_tokens": job["k"]},
         **job["arguments"],
     )  # fmt: skip
     core: Any = llm.llm_engine.engine_core.engine_core

@@ -9,6 +9,7 @@ import torch
 from accelerate import Accelerator
 
 from draftsmith.config.recipe import Recipe
+from draftsmith.drafters import drafter_class
 from draftsmith.drafters.batch import Batch
 from draftsmith.run.prefetch import prefetched
 from draftsmith.store.reader import Store
@@ -82,13 +83,19 @@ class TrainingData:
         for share in shares[first : first + accumulation]:
             share_rows = [rows[i] for i in share] or [min(rows, key=self.store.length)]
             batch = self.batch(share_rows, prompt_weight=options.prompt_loss_weight)
+            # What is drawn for a sequence depends on it and on the step, not on the process that trains on it.
+            draws = [torch.Generator().manual_seed(step_seed(self.recipe.seed, number, row)) for row in share_rows]
+            lengths = [self.store.length(row) for row in share_rows]
             if options.state_dropout:
-                states = batch.hidden_states.split([self.store.length(row) for row in share_rows])
+                states = batch.hidden_states.split(lengths)
                 dropped = [
-                    _dropout(of_row, options.state_dropout, step_seed(self.recipe.seed, number, row))
-                    for row, of_row in zip(share_rows, states, strict=True)
+                    _dropout(of_row, options.state_dropout, draw) for of_row, draw in zip(states, draws, strict=True)
                 ]
                 batch = replace(batch, hidden_states=torch.cat(dropped))
+            choose = drafter_class(options.drafter.kind).trained_rows
+            weights = zip(batch.loss_weights.split(lengths), draws, strict=True)
+            trained = [choose(options.drafter, of_row, draw) for of_row, draw in weights]
+            batch = replace(batch, loss_weights=torch.cat(trained))
             loaded.append(MicroBatch(batch, idle=not share))
         return loaded
 
@@ -115,9 +122,8 @@ def step_seed(seed: int, step: int, part: int) -> int:
     return (seed * 1_000_003 + step) * 4099 + part
 
 
-def _dropout(states: torch.Tensor, share: float, seed: int) -> torch.Tensor:
-    """Dropout that depends on the sequence and the step, not on the process that computes it."""
-    kept = torch.rand(states.shape, generator=torch.Generator().manual_seed(seed)) >= share
+def _dropout(states: torch.Tensor, share: float, generator: torch.Generator) -> torch.Tensor:
+    kept = torch.rand(states.shape, generator=generator) >= share
     return states * kept / (1 - share)
 
 

@@ -10,6 +10,7 @@ Not counted: downloads, predicting acceptance length between epochs, and attenti
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
@@ -190,8 +191,14 @@ def plan_train(recipe: Recipe, assumed: Assumptions, drafter: Drafter, *, layers
     tokens, answered = training * length * options.epochs, training * assumed.response_tokens * options.epochs
     optimizer_steps = math.ceil(tokens / options.tokens_per_step)
     trained, by_muon = trained_parameters(recipe, drafter)
-    flop = answered * flop_of_row(recipe, drafter, steps, predicts=True)
-    flop += (tokens - answered) * flop_of_row(recipe, drafter, steps, predicts=False)
+
+    def of_trained(of_steps: Callable[[int], float]) -> float:
+        """What a row takes, given what it takes with so many draft steps: some kinds train later ones on part of the rows."""
+        first = of_steps(1)
+        return first + (of_steps(steps) - first) * options.drafter.share_of_later_steps
+
+    flop = answered * of_trained(lambda steps: flop_of_row(recipe, drafter, steps, predicts=True))
+    flop += (tokens - answered) * of_trained(lambda steps: flop_of_row(recipe, drafter, steps, predicts=False))
     muon = optimizer_steps * sum(flop_of_muon(rows, columns, precision) for rows, columns in by_muon)
     shared = sum(value.numel() for value in drafter.buffers() if value.is_floating_point())
     own = sum(value.numel() for value in drafter.parameters())
@@ -227,7 +234,9 @@ def plan_train(recipe: Recipe, assumed: Assumptions, drafter: Drafter, *, layers
             "copies in bfloat16": 2 * own if precision == "bfloat16" else 0,
             "gradients": 4 * trained // parts,
             "optimizer states": (8 * (trained - muons) + 4 * muons + (4 * own if options.ema else 0)) // parts,
-            "activations": int(rows * kept_by_row(drafter, steps, layers=layers, number=_BYTES[precision])),
+            "activations": int(
+                rows * of_trained(lambda steps: kept_by_row(drafter, steps, layers=layers, number=_BYTES[precision]))
+            ),
         },
         memory_limit=int(hardware.memory_gib * _GIB) if hardware and hardware.memory_gib else None,
         flop=start.flop + flop + muon * processes,

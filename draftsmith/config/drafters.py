@@ -25,12 +25,19 @@ class ServingSpec:
     """vLLM serves it only with Draftsmith's plugin installed."""
     fixed_k: bool = False
     """vLLM drafts the same number of tokens at every concurrency."""
+    parallel_drafting: bool = False
+    """vLLM is told to draft all tokens in one forward pass (`parallel_drafting` of its `speculative_config`)."""
     single_pass: bool = False
     """The drafter's weights are read once for all draft tokens of a step, not once per token."""
     k_field: str | None = None
     """Key in `config.json` of the largest K, for kinds with a limit."""
     runner_v2: bool = True
     """Whether vLLM's model runner V2 serves it, or only V1."""
+
+    @property
+    def speculative(self) -> dict[str, Any]:
+        """The keys of vLLM's `speculative_config` that depend on the kind."""
+        return {"method": self.method} | ({"parallel_drafting": True} if self.parallel_drafting else {})
 
 
 class DrafterOptions(Section):
@@ -46,6 +53,11 @@ class DrafterOptions(Section):
     def max_draft_tokens(self) -> int | None:
         """Largest number of tokens that it can draft; None for any number."""
         return None
+
+    @property
+    def share_of_later_steps(self) -> float:
+        """Share of the draft steps after a row's first that are trained."""
+        return 1.0
 
 
 class EagleOptions(DrafterOptions):
@@ -66,12 +78,9 @@ class EagleOptions(DrafterOptions):
     """Uniform noise on the target's normed hidden states in training: (-1/2, 1/2) * noise * 512 / T for a sequence of T tokens."""
 
 
-class Eagle3Options(DrafterOptions):
-    """EAGLE-3 (arXiv 2503.01840)."""
+class FusingOptions(DrafterOptions):
+    """What EAGLE-3 and P-EAGLE have in common."""
 
-    serving: ClassVar = ServingSpec(method="eagle3", architecture="LlamaForCausalLMEagle3")
-
-    kind: Literal["eagle3"] = "eagle3"
     layer_ids: LayerIds | None = None
     """Layer ids of the hidden states that `fc` fuses, a subset of the store's, in any order. Absent: all of the store's."""
     num_layers: int = Field(1, ge=1)
@@ -87,6 +96,57 @@ class Eagle3Options(DrafterOptions):
     intermediate_size: int | None = Field(None, ge=1)
     """Width of the MLP. Absent: the target's; with experts, that of all that a token goes through, within two to four times the hidden
     size."""
+
+
+class Eagle3Options(FusingOptions):
+    """EAGLE-3 (arXiv 2503.01840)."""
+
+    serving: ClassVar = ServingSpec(method="eagle3", architecture="LlamaForCausalLMEagle3")
+
+    kind: Literal["eagle3"] = "eagle3"
+
+
+class PEagleOptions(FusingOptions):
+    """P-EAGLE (arXiv 2602.01469): EAGLE-3's layers, with all draft tokens from one forward pass."""
+
+    serving: ClassVar = ServingSpec(
+        method="eagle3",
+        architecture="LlamaForCausalLMEagle3",
+        fixed_k=True,
+        parallel_drafting=True,
+        single_pass=True,
+        k_field="num_depths",
+        runner_v2=False,
+    )
+
+    kind: Literal["p_eagle"] = "p_eagle"
+    num_layers: int = Field(4, ge=1)
+    """Decoder layers in the drafter."""
+    num_depths: int = Field(8, ge=2)
+    """Draft tokens that are trained, which is the largest K, regardless of `ttt_steps`."""
+    down_sample_ratio: float = Field(0.7, gt=0, le=1)
+    """Train the d-th draft token after the first on this share, to the power of d, of the positions, drawn anew in every step. Each draft
+    token's loss is a mean over its positions: a `ttt_loss_decay` of the same value weighs the tokens as published."""
+    down_sample_ratio_min: float = Field(0.2, gt=0, le=1)
+    """Smallest such share."""
+    mask_token_id: int | None = Field(None, ge=1)
+    """Token whose embedding stands for the draft tokens that are not known yet; it may occur in texts. Absent: the vocabulary's last."""
+    norm_output: Literal[False] = False
+    """Only false: no draft step reads the output of another."""
+    targets: Literal["distribution", "tokens"] = "distribution"
+    """Train on the target's distribution over next tokens, as published, or on the tokens that it generated."""
+
+    @property
+    def max_draft_tokens(self) -> int | None:
+        return self.num_depths
+
+    def share_of_rows(self, depth: int) -> float:
+        """Share of the positions that the draft token number `depth`, from 0, is trained on."""
+        return max(self.down_sample_ratio**depth, self.down_sample_ratio_min)
+
+    @property
+    def share_of_later_steps(self) -> float:
+        return sum(map(self.share_of_rows, range(1, self.num_depths))) / (self.num_depths - 1)
 
 
 class MedusaOptions(DrafterOptions):
@@ -162,16 +222,16 @@ def _with_default_kind(section: Any) -> Any:
     return section
 
 
-_Kinds = EagleOptions | Eagle3Options | MedusaOptions | MlpOptions
+_Kinds = EagleOptions | Eagle3Options | PEagleOptions | MedusaOptions | MlpOptions
 AnyDrafterOptions = Annotated[_Kinds, Field(discriminator="kind"), BeforeValidator(_with_default_kind)]
 KINDS: dict[str, type[DrafterOptions]] = {options.model_fields["kind"].default: options for options in get_args(_Kinds)}
 """The options of every kind, by its name."""
 
 
 def method_of(kind: str) -> str:
-    """The method that serves a kind, as recipes name it: vLLM's, or the kind itself where it needs the plugin."""
+    """The method that serves a kind, as recipes name it: vLLM's, or the kind itself where vLLM's name is that of another kind too."""
     serving = KINDS[kind].serving
-    return kind if serving.needs_plugin else serving.method
+    return kind if serving.needs_plugin or serving.parallel_drafting else serving.method
 
 
 def kind_of_architecture(architecture: str) -> str | None:

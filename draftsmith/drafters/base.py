@@ -155,6 +155,20 @@ class Drafter(nn.Module, ABC):
         """What the kind learns."""
         return LossTerms()
 
+    @staticmethod
+    def trained_rows(options: Any, weights: torch.Tensor, generator: torch.Generator) -> torch.Tensor:
+        """Choose what one sequence is trained on in one step, for kinds that take a sample of it.
+
+        Args:
+            options: the kind's own.
+            weights: [rows, K], as `Batch.loss_weights`.
+            generator: on the CPU, to draw from.
+
+        Returns:
+            The same, with 0 where nothing is trained.
+        """
+        return weights
+
     @abstractmethod
     def head_parameters(self) -> list[nn.Parameter]:
         """The drafter's own vocabulary heads, which `train.train_lm_head` trains or freezes."""

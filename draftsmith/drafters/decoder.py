@@ -3,7 +3,8 @@
 At position p the first step reads the target's states h_p and the token x_{p+1}, and predicts x_{p+2}; RoPE position p.
 Chain step k reads the output of step k-1 instead of h_p, the token x_{p+1+k} and RoPE position p+k, and predicts
 x_{p+2+k}. It attends to the step-0 keys of positions <= p (in serving: the KV cache) and to its own chain's keys of steps
-1..k (in serving: the entries just written behind them).
+1..k (in serving: the entries just written behind them). A kind that drafts in parallel reads the same learned state and token
+at every step after the first, instead of its own (`mask_inputs`).
 
 Shape legend: T packed rows, Q rows that are predicted from (queries), M key/value heads, C head size, H hidden size,
 V draft vocabulary.
@@ -80,6 +81,8 @@ _MATRICES = (
     *(f"mlp.{name}_proj" for name in ("gate", "up", "down")),
 )
 """Of a decoder layer."""
+_WORTH_RUNNING = 0.8
+"""Where fewer of the running rows have a prediction left, the others are dropped from the chain."""
 
 
 def layer_fields(prefix: str = "", *, old_rope: bool = False) -> tuple[Entry | Rope, ...]:
@@ -202,6 +205,10 @@ class DecoderDrafter(Drafter):
     def head(self) -> torch.Tensor:
         """[V, H]"""
 
+    def mask_inputs(self) -> tuple[torch.Tensor, torch.Tensor] | None:
+        """Embedding and state [1, H] that every step after the first reads; None where it reads its own token and state."""
+        return None
+
     @classmethod
     def config_defaults(cls, target: TargetInfo) -> dict[str, Any]:
         return {"layer_ids": (target.num_hidden_layers,)}
@@ -223,12 +230,16 @@ class DecoderDrafter(Drafter):
         # Only rows that are predicted from run through the whole last layer; the others only give it keys and values.
         predicted = Tiles(batch, queries, heads)
         everything: Tiles | None = None
-        state, tokens, positions = self.first_state(batch), batch.next_tokens[:, 0], batch.positions
+        fewer_from = _fewer_by_step(batch, queries, steps, heads)
+        # The rows in the chain: of the batch, and among the queries.
+        running, place = queries, torch.arange(len(queries), device=queries.device)
+        state, positions = self.first_state(batch), batch.positions
+        masks = self.mask_inputs() if steps > 1 else None
+        embeds = F.embedding(batch.next_tokens[:, 0], self.embedding)
         context: list[KeysValues] = []  # per layer: step-0 keys and values of all rows, [M, T, C]
         own: list[list[KeysValues]] = [[] for _ in self.layers]  # per layer: one pair per later step, packed
         for k in range(steps):
             rope = self._rope(positions, state)
-            embeds = F.embedding(tokens, self.embedding)
             for index, layer in enumerate(self.decoder_layers()):
                 x, residual = self.inputs(layer, index, embeds, state)
                 keys_values = layer.self_attn.keys_values(x, rope)
@@ -248,12 +259,26 @@ class DecoderDrafter(Drafter):
                 state = residual + layer.self_attn.o_proj(mixed)
                 state = state + layer.mlp(layer.post_attention_layernorm(state))
             read, state = self.outputs(state)
-            yield ChainStep(read, self.head(), batch.loss_weights[queries, k])
-            positions = batch.positions[queries] + k + 1
-            if autoregressive:
-                tokens = self.draft_token_ids[F.linear(read, self.head()).argmax(-1)]
+            normed = read
+            if len(running) < len(queries):
+                normed = read.new_zeros(len(queries), read.shape[1]).index_copy(0, place, read)
+            yield ChainStep(normed, self.head(), batch.loss_weights[queries, k])
+            if k + 1 == steps:
+                return
+            if (fewer := fewer_from.get(k + 1)) is not None:
+                running, place, predicted = fewer.rows, fewer.place, fewer.tiles
+                read, state = read.index_select(0, fewer.kept), state.index_select(0, fewer.kept)
+                own = [
+                    [(_select(keys, fewer.kept), _select(values, fewer.kept)) for keys, values in pairs]
+                    for pairs in own
+                ]
+            positions = batch.positions[running] + k + 1
+            if masks is not None:
+                embeds, state = masks
+            elif autoregressive:
+                embeds = F.embedding(self.draft_token_ids[F.linear(read, self.head()).argmax(-1)], self.embedding)
             else:
-                tokens = batch.next_tokens[queries, k + 1]
+                embeds = F.embedding(batch.next_tokens[running, k + 1], self.embedding)
 
     def inverse_frequencies(self) -> torch.Tensor:
         """[C / 2], or fewer where RoPE turns part of each head: radians that each rotary pair turns per position."""
@@ -262,3 +287,35 @@ class DecoderDrafter(Drafter):
     def _rope(self, positions: torch.Tensor, like: torch.Tensor) -> CosSin:
         cos, sin = self._rotary(like, positions[None])
         return cos[0], sin[0]
+
+
+@dataclass
+class _FewerRows:
+    """The rows of a chain from some step on."""
+
+    kept: torch.Tensor
+    """int64, among the rows until then."""
+    place: torch.Tensor
+    """int64, among the queries."""
+    rows: torch.Tensor
+    """int64, of the batch."""
+    tiles: Tiles
+
+
+def _fewer_by_step(batch: Batch, queries: torch.Tensor, steps: int, heads: int) -> dict[int, _FewerRows]:
+    """The steps from which on clearly fewer rows have a prediction left: at ends of texts, and where later steps are not trained."""
+    # All at once and beforehand, since a device waits where its results decide on sizes.
+    needed = batch.loss_weights[queries, :steps].flip(1).cumsum(1).flip(1).gt(0).cpu()
+    found, place = {}, torch.arange(len(queries))
+    for k in range(1, steps):
+        kept = needed[place, k].nonzero()[:, 0]
+        if len(kept) < _WORTH_RUNNING * len(place):
+            place = place[kept]
+            rows = queries[place.to(queries.device)]
+            found[k] = _FewerRows(kept.to(rows.device), place.to(rows.device), rows, Tiles(batch, rows, heads))
+    return found
+
+
+def _select(x: torch.Tensor, rows: torch.Tensor) -> torch.Tensor:
+    """Some rows; a single row stands for all (values of masks, which have no position)."""
+    return x if len(x) == 1 else x.index_select(0, rows)

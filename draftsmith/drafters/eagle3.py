@@ -23,7 +23,7 @@ import torch
 from torch import nn
 from torch.nn import functional as F
 
-from draftsmith.config.drafters import Eagle3Options
+from draftsmith.config.drafters import Eagle3Options, FusingOptions
 from draftsmith.drafters.base import InitCost
 from draftsmith.drafters.batch import Batch
 from draftsmith.drafters.decoder import (
@@ -157,7 +157,7 @@ class Eagle3Drafter(DecoderDrafter):
         draft_token_ids: int64 [V] ascending: target id of each draft token.
     """
 
-    config_class: ClassVar = Eagle3Config
+    config_class: ClassVar[type[Eagle3Config]] = Eagle3Config
     vllm_layout: ClassVar = _VLLM
     has_embedding: ClassVar = True
     config: Eagle3Config
@@ -183,7 +183,7 @@ class Eagle3Drafter(DecoderDrafter):
         self.register_buffer("draft_token_ids", draft_token_ids, persistent=False)
 
     @staticmethod
-    def layer_ids(options: Eagle3Options, saved: tuple[int, ...], last: int) -> tuple[int, ...]:
+    def layer_ids(options: FusingOptions, saved: tuple[int, ...], last: int) -> tuple[int, ...]:
         return options.layer_ids or saved
 
     @classmethod

@@ -25,8 +25,8 @@ _MTP_LAYERS = ("num_nextn_predict_layers", "mtp_num_hidden_layers", "num_mtp_mod
 """Fields of targets' configs with the number of multi-token prediction layers."""
 _MTP_UNCOUNTED = {"mimo_v2", "nemotron_h", "longcat_flash", "step3p5", "dots3"}
 """Targets that have such layers but no such field."""
-FIXED_K = {"suffix", *(options.serving.method for options in KINDS.values() if options.serving.fixed_k)}
-"""Methods with which vLLM drafts the same number of tokens at every load."""
+FIXED_K = {"suffix", *(method_of(kind) for kind, options in KINDS.items() if options.serving.fixed_k)}
+"""Methods of recipes with which vLLM drafts the same number of tokens at every load."""
 
 
 def method_config(
@@ -84,9 +84,9 @@ def method_config(
         check_target(directory, target)
         config |= found | ({"draft_tensor_parallel_size": 1} if tensor_parallel_size > 1 else {})
     schedule = method.num_speculative_tokens_per_batch_size
-    if schedule and config["method"] in FIXED_K and len({k for _, _, k in schedule}) > 1:
+    if schedule and method.method in FIXED_K and len({k for _, _, k in schedule}) > 1:
         raise UserError(
-            f"vLLM's `{config['method']}` drafts the same number of tokens at every load, but "
+            f"vLLM's `{method.method}` drafts the same number of tokens at every load, but "
             "`num_speculative_tokens_per_batch_size` has several. Give num_speculative_tokens instead."
         )
     return config
@@ -165,7 +165,7 @@ def speculative_config(drafter_dir: Path, k: int) -> dict[str, Any]:
             f"The drafter in {drafter_dir} has 8-bit weights for floating-point arithmetic, which vLLM supports on GPUs only. On a CPU "
             "serve one converted with `int8-dynamic`, or without --quantize (convert.quantize)."
         )
-    return {"method": spec.method, "model": str(drafter_dir), "num_speculative_tokens": k}
+    return spec.speculative | {"model": str(drafter_dir), "num_speculative_tokens": k}
 
 
 def target_arguments(
@@ -200,8 +200,11 @@ def serving_spec(drafter_dir: Path) -> ServingSpec:
 
 
 def _kind(drafter_dir: Path) -> str:
-    architecture = (_config(drafter_dir).get("architectures") or ["none"])[0]
-    kind = kind_of_architecture(architecture)
+    config = _config(drafter_dir)
+    architecture = (config.get("architectures") or ["none"])[0]
+    kind: str | None = str((config.get("draftsmith") or {}).get("kind"))  # some kinds have their architecture in common
+    if kind not in KINDS or KINDS[kind].serving.architecture != architecture:
+        kind = kind_of_architecture(architecture)
     if kind is None:
         raise UserError(
             f"{drafter_dir} holds the architecture {architecture}, which is not a drafter of a kind that can be served "

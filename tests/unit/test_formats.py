@@ -54,7 +54,7 @@ def layers(draw: st.DrawFn) -> dict[str, Any]:
 @st.composite
 def checkpoints(draw: st.DrawFn) -> Checkpoint:
     """Any drafter of any kind."""
-    kind = draw(st.sampled_from(["eagle", "eagle3", "medusa", "mlp_speculator"]))
+    kind = draw(st.sampled_from(["eagle", "eagle3", "p_eagle", "medusa", "mlp_speculator"]))
     flag = st.booleans()
     config: dict[str, Any]
     if kind == "eagle":
@@ -64,7 +64,7 @@ def checkpoints(draw: st.DrawFn) -> Checkpoint:
             "noise": draw(st.sampled_from([0.0, 0.2])),
         }
         config |= {"attention_bias": draw(flag), "fc_bias": draw(flag)}
-    elif kind == "eagle3":
+    elif kind in ("eagle3", "p_eagle"):
         usual = draw(flag)
         config = layers(draw) | {
             "layer_ids": [2, 5, 8] if usual else draw(st.sampled_from([[0, 2], [1, 2, 3, 4]])),
@@ -75,6 +75,8 @@ def checkpoints(draw: st.DrawFn) -> Checkpoint:
         config |= {name: not plain and draw(flag) for name in ("norm_before_residual", "norm_output")}
         norm = "none" if plain else draw(st.sampled_from(["fc_norm", "norm_before_fc", "none"]))
         config |= {name: norm == name for name in ("fc_norm", "norm_before_fc")}
+        if kind == "p_eagle":
+            config |= {"num_depths": draw(st.integers(2, 8)), "mask_token_id": draw(st.integers(1, VOCAB - 1))}
     elif kind == "medusa":
         config = {
             "layer_ids": [5], "hidden_size": 16, "rms_norm_eps": 1e-5, "vocab_size": VOCAB, "draft_vocab_size": VOCAB,
@@ -158,10 +160,11 @@ def test_there_and_back_through_every_pair(tmp_path: Path, found: Checkpoint) ->
                 assert (back / file).read_bytes() == (folder / name / file).read_bytes()
 
 
-@pytest.mark.parametrize("kind", ["eagle", "eagle3", "medusa", "mlp_speculator"])
+@pytest.mark.parametrize("kind", KINDS)
 def test_every_format_is_recognized(kind: str, tmp_path: Path) -> None:
     configs: dict[str, dict[str, Any]] = {
         "eagle3": EAGLE3,
+        "p_eagle": EAGLE3 | {"num_depths": 5, "mask_token_id": 3},
         "eagle": {k: v for k, v in EAGLE3.items() if "norm" not in k or k == "rms_norm_eps"}
         | {"draft_vocab_size": VOCAB, "noise": 0.0, "layer_ids": [5]},
         "medusa": {"layer_ids": [5], "hidden_size": 16, "rms_norm_eps": 1e-5, "vocab_size": VOCAB, "draft_vocab_size": VOCAB,
@@ -186,7 +189,7 @@ def test_every_format_is_recognized(kind: str, tmp_path: Path) -> None:
         del record["draftsmith"]
         (tmp_path / name / "config.json").write_text(json.dumps(record))
         known = {"layer_ids": found.config["layer_ids"], "rms_norm_eps": 1e-5}
-        if kind in ("eagle", "eagle3"):
+        if "eagle" in kind:
             del known["rms_norm_eps"]
         assert FORMATS[name].read(tmp_path / name, kind, target=UNKNOWN_TARGET, known=known).config == found.config
 

@@ -25,6 +25,10 @@ from tests.unit.tiny_run import make_recipe, make_run
 CASES: dict[str, tuple[dict, list[float]]] = {
     "eagle": ({"drafter": {"kind": "eagle"}, "lr": 1e-2, "muon_lr": 3e-2}, [2.0017, 1.7253, 1.629, 1.5398, 1.5367]),
     "eagle3": ({"drafter": {"kind": "eagle3", "draft_vocab_size": 60}, "lr": 1e-2, "muon_lr": 3e-2}, [9.5021, 9.477, 9.4458, 9.3655, 9.4008]),
+    "p_eagle": (
+        {"drafter": {"kind": "p_eagle", "num_layers": 2, "num_depths": 4, "draft_vocab_size": 60}, "lr": 1e-2, "muon_lr": 3e-2},
+        [12.086, 11.7359, 11.6522, 11.4955, 11.5293],
+    ),
     "medusa": ({"drafter": {"kind": "medusa", "num_heads": 3}, "lr": 1e-2, "muon_lr": 3e-2}, [7.8074, 7.3528, 7.337, 6.9871, 7.4459]),
     "medusa-shared-head": (
         {"drafter": {"kind": "medusa", "num_heads": 2, "num_layers": 2, "bias": True, "shared_head": True,

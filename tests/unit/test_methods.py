@@ -124,9 +124,17 @@ def test_drafters_fit_the_target_and_the_method(target: TargetInfo, tmp_path: Pa
     with pytest.raises(UserError, match="drafts at most 2 tokens, and 4 were requested"):
         _config(target, {"method": "medusa", "num_speculative_tokens": 4}, medusa)
     assert _config(target, {"method": "medusa"}, medusa)["num_speculative_tokens"] == 2
-    by_load = {"method": "medusa", "num_speculative_tokens_per_batch_size": [[1, 4, 2], [5, 8, 0]]}
-    with pytest.raises(UserError, match="the same number of tokens at every load"):
-        _config(target, by_load, medusa)
+    marked = {"kind": "p_eagle", "target": {"name": "its-own-target"}}
+    p_eagle = _drafter(tmp_path / "p_eagle", target, num_depths=2, draftsmith=marked)
+    assert _config(target, {"method": "p_eagle"}, p_eagle) == {
+        "method": "eagle3", "parallel_drafting": True, "model": str(p_eagle), "num_speculative_tokens": 2,
+    }  # fmt: skip
+    with pytest.raises(UserError, match="for the method `p_eagle`, but the recipe's method is `eagle3`"):
+        _config(target, {"method": "eagle3"}, p_eagle)
+    for drafter in (medusa, p_eagle):
+        by_load = {"method": drafter.name, "num_speculative_tokens_per_batch_size": [[1, 4, 2], [5, 8, 0]]}
+        with pytest.raises(UserError, match=f"vLLM's `{drafter.name}` drafts the same number of tokens at every load"):
+            _config(target, by_load, drafter)
 
 
 def test_sizes_of_cuda_graphs() -> None:

@@ -30,7 +30,7 @@ from draftsmith.cli.plan_report import report, summary
 from draftsmith.config.hardware import Hardware
 from draftsmith.config.loading import load_recipe
 from draftsmith.config.recipe import Recipe
-from draftsmith.drafters import eagle, eagle3, medusa, mlp_speculator
+from draftsmith.drafters import eagle, eagle3, medusa, mlp_speculator, p_eagle
 from draftsmith.drafters.base import Drafter
 from draftsmith.drafters.batch import Batch
 from draftsmith.drafters.init import induction, least_squares
@@ -139,16 +139,20 @@ KINDS = {
     "eagle": {},
     "eagle3": {},
     "eagle3 of two layers": {"num_layers": 2},
+    "p_eagle": {"num_layers": 2, "num_depths": 3},
     "medusa": {"num_heads": 3, "num_layers": 2},
     "mlp_speculator": {"n_predict": 3},
     "mlp_speculator, steps of their own": {"n_predict": 3, "tie_weights": False, "inner_size": 20},
 }
 
 
-@pytest.mark.parametrize("name", KINDS)
-def test_products_are_those_that_the_module_does(name: str) -> None:
+OF_MASKS = [f"layers.0.self_attn.{name}_proj.weight" for name in "qkv"]
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_products_are_those_that_the_module_does(kind: str) -> None:
     """Exact FLOP of the forward pass of all draft steps; activations kept for the backward pass within a factor of two."""
-    drafter, batch = _tiny(name, **KINDS[name])
+    drafter, batch = _tiny(kind, **KINDS[kind])
     rows = int((batch.loss_weights.sum(1) > 0).sum())
     assert 0 < rows < len(batch.positions)
     kept: dict[int, int] = {}
@@ -166,6 +170,8 @@ def test_products_are_those_that_the_module_does(name: str) -> None:
     found = sum(flop for op, flop in counter.get_flop_counts()["Global"].items() if "bmm" not in str(op))
     shapes, passes = drafter.shapes(drafter.config), drafter.matmul_counts(drafter.config, 3)
     uses = {name: rows * often + (len(batch.positions) - rows) * seldom for name, (seldom, often) in passes.items()}
+    if kind == "p_eagle":  # and once for all rows, what the masks of each later step read
+        uses = {name: times + {"fc.weight": 1}.get(name, 2 * (name in OF_MASKS)) for name, times in uses.items()}
     assert found == sum(2 * shapes[name][0] * shapes[name][1] * times for name, times in uses.items())
     assert len(steps) == 3
     shared = {buffer.untyped_storage().data_ptr() for buffer in drafter.buffers()}
@@ -206,7 +212,7 @@ def test_a_start_takes_what_its_kind_says(name: str, monkeypatch: pytest.MonkeyP
     """FLOP, memory and rows read of an initialization that reads part of a small target's store."""
     heads = {"num_key_value_heads": 8} if "free head" in name else {}
     drafter, _ = _tiny(name, hidden=128, heads=8, **heads, **STARTS[name])
-    for module in (eagle, eagle3, least_squares, medusa, mlp_speculator, induction):
+    for module in (eagle, eagle3, least_squares, medusa, mlp_speculator, p_eagle, induction):
         for limit, rows in (("ROWS_TO_FIT", 1000), ("ROWS_AT_ONCE", 64), ("ROWS_TO_LOOK_UP", 500)):
             if hasattr(module, limit):
                 monkeypatch.setattr(module, limit, rows)

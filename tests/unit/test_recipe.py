@@ -120,7 +120,11 @@ def test_an_unknown_key_with_nothing_near_lists_what_is_known(tmp_path):
         ("train.epochs", 0, "`train.epochs`"),
         ("train.drafter.kind", "eagle9", "`train.drafter.kind`"),
         ("train.drafter.kind", "madusa", "`train.drafter.kind` is `madusa` (did you mean `medusa`?)"),
-        ("train.drafter.kind", "base", "`train.drafter.kind` is `base` (known: eagle, eagle3, medusa, mlp_speculator)"),
+        (
+            "train.drafter.kind",
+            "base",
+            "`train.drafter.kind` is `base` (known: eagle, eagle3, medusa, mlp_speculator, p_eagle)",
+        ),
         ("train.drafter", "eagle3", "`train.drafter`: must be a section"),
         ("train.drafter", {"kind": "medusa", "num_heads": 0}, "`train.drafter.num_heads`"),
         ("train.drafter", {"kind": "medusa", "num_head": 3}, "`train.drafter.num_head` (did you mean `num_heads`?)"),

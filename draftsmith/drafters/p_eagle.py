@@ -1,0 +1,132 @@
+"""P-EAGLE (arXiv 2602.01469): EAGLE-3 with all draft tokens from one forward pass.
+
+Alignment and attention are EAGLE-3's (`decoder.py`), and so is the first draft token. The others cannot read tokens and states
+that are not there yet. In their place every slot d = 1, 2, ... reads the same: the embedding of a mask token, and a learned vector
+m in place of the target's states,
+
+    f = fc([fc_norm_1(m^1), ..., fc_norm_n(m^n)])
+
+at RoPE position p+d, and predicts x_{p+2+d}. It attends to the real positions <= p and to the slots 1..d of its own draft, in every
+layer. What is served as one forward pass over K rows is trained slot by slot, which is the same: a slot reads no later one.
+
+Training drops draft tokens at random, the later the more ("conditional drop-out of depths"): slot d is trained for the rows that
+remain of those that slot d-1 was trained for.
+
+Names and shapes of the tensors are those of vLLM's `llama_eagle3.py`, which takes `mask_hidden` besides EAGLE-3's.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass, replace
+from typing import ClassVar
+
+import torch
+from torch import nn
+
+from draftsmith.config.drafters import PEagleOptions
+from draftsmith.drafters.base import InitCost, LossTerms
+from draftsmith.drafters.batch import Batch
+from draftsmith.drafters.eagle3 import Eagle3Config, Eagle3Drafter
+from draftsmith.drafters.init.least_squares import ROWS_AT_ONCE, rows_until
+from draftsmith.drafters.layout import Entry
+from draftsmith.run.errors import UserError
+from draftsmith.target.info import TargetInfo
+from draftsmith.target.tensors import TargetTensors
+
+
+@dataclass(frozen=True, kw_only=True)
+class PEagleConfig(Eagle3Config):
+    """See `Eagle3Config`."""
+
+    num_depths: int
+    """Draft tokens that are trained: the largest K."""
+    mask_token_id: int
+    """The target's token whose embedding the slots after the first read."""
+
+
+class PEagleDrafter(Eagle3Drafter):
+    """The drafter in training. It shares the target's embedding.
+
+    Args:
+        config: shapes.
+        embedding: float [vocab, H], the target's.
+        draft_token_ids: int64 [V] ascending: target id of each draft token.
+    """
+
+    config_class: ClassVar[type[Eagle3Config]] = PEagleConfig
+    vllm_layout: ClassVar = replace(
+        Eagle3Drafter.vllm_layout,
+        fields=(*Eagle3Drafter.vllm_layout.fields, Entry("num_depths", int), Entry("mask_token_id", int)),
+        quantizes=False,  # vLLM 0.32 gives `fc` the mask as a vector, which its 8-bit kernels for CPUs refuse
+    )
+    config: PEagleConfig
+
+    def __init__(self, config: PEagleConfig, embedding: torch.Tensor, draft_token_ids: torch.Tensor) -> None:
+        super().__init__(config, embedding, draft_token_ids)
+        self.max_draft_tokens = config.num_depths
+        self.mask_hidden = nn.Parameter(torch.zeros(1, 1, config.fused_size))
+
+    @classmethod
+    def make_config(
+        cls, options: PEagleOptions, target: TargetInfo, layer_ids: tuple[int, ...], draft_vocab_size: int
+    ) -> PEagleConfig:
+        """See `Drafter.make_config`.
+
+        Raises:
+            UserError: the target has no such mask token.
+        """
+        mask = target.vocab_size - 1 if options.mask_token_id is None else options.mask_token_id
+        if mask >= target.vocab_size:
+            raise UserError(
+                f"`train.drafter.mask_token_id` is {mask}, and {target.name} has {target.vocab_size} tokens, from 0 on. Choose one of "
+                "them, or leave it out."
+            )
+        chosen = options.model_copy(update={"mask_token_id": mask})
+        return super().make_config(chosen, target, layer_ids, draft_vocab_size)  # type: ignore[return-value]
+
+    @torch.no_grad()
+    def init_from_target(self, tensors: TargetTensors, batches: Iterable[Batch]) -> None:
+        """EAGLE-3's start for the first draft token; what the others read is the mean of what the first does."""
+        super().init_from_target(tensors, batches)
+        count = 0
+        for batch in batches:
+            self.mask_hidden.add_(self.normed_states(batch.hidden_states).sum(0))
+            count += len(batch.positions)
+            if count >= ROWS_AT_ONCE:
+                break
+        self.mask_hidden.div_(count)
+
+    @staticmethod
+    def init_cost(config: Eagle3Config, *, rows: int, answered: int) -> InitCost:
+        cost = Eagle3Drafter.init_cost(config, rows=rows, answered=answered)
+        return replace(cost, rows_read=cost.rows_read + rows_until(ROWS_AT_ONCE, rows=rows, answered=rows))
+
+    def loss_terms(self, options: PEagleOptions) -> LossTerms:
+        return LossTerms(targets=options.targets)
+
+    @staticmethod
+    def trained_rows(options: PEagleOptions, weights: torch.Tensor, generator: torch.Generator) -> torch.Tensor:
+        """See `Drafter.trained_rows`: each draft token after the first keeps part of the rows that the one before it has."""
+        rows = weights.any(1).nonzero()[:, 0]
+        rows = rows[torch.randperm(len(rows), generator=generator)]
+        weights = weights.clone()
+        for depth in range(weights.shape[1]):
+            weights[rows[int(len(rows) * options.share_of_rows(depth)) :], depth] = 0
+        return weights
+
+    def mask_inputs(self) -> tuple[torch.Tensor, torch.Tensor]:
+        states = self.mask_hidden.view(1, len(self.config.layer_ids), -1)
+        mask = self.config.mask_token_id
+        return self.embedding[mask : mask + 1], self.fc(self.normed_states(states))
+
+    @staticmethod
+    def matmul_counts(config: Eagle3Config, steps: int) -> dict[str, tuple[int, int]]:
+        counts = Eagle3Drafter.matmul_counts(config, steps)
+        for name in "qkv":  # of the masks' slots: one product for all rows
+            matrix = f"layers.0.self_attn.{name}_proj.weight"
+            counts[matrix] = (counts[matrix][0], 1)
+        return counts
+
+
+DRAFTER = PEagleDrafter

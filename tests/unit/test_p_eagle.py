@@ -1,0 +1,223 @@
+"""P-EAGLE: the packed drafts against one plain forward pass over them, what they see, and what they are trained on."""
+
+import json
+import math
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+from torch.nn import functional as F
+
+from draftsmith.config.drafters import PEagleOptions
+from draftsmith.convert.convert import run_convert
+from draftsmith.drafters.p_eagle import PEagleConfig, PEagleDrafter
+from draftsmith.engine.speculation import FIXED_K, own_drafter, speculative_config
+from draftsmith.run.errors import UserError
+from draftsmith.store.format import Sequence
+from draftsmith.target.info import describe_target
+from draftsmith.train.packing import pack
+from draftsmith.train.train import run_train
+from tests.unit.test_eagle3 import DRAFT, HEAD_DIM, HEADS, HIDDEN, KV_HEADS, VOCAB, make_sequence
+from tests.unit.tiny_run import make_recipe, make_run
+
+DEPTHS, MASK = 4, 7
+
+
+def make_drafter(**changes: object) -> PEagleDrafter:
+    fields: dict = {
+        "layer_ids": (1, 2, 3), "hidden_size": HIDDEN, "intermediate_size": 20, "num_layers": 2, "num_attention_heads": HEADS,
+        "num_key_value_heads": KV_HEADS, "head_dim": HEAD_DIM, "hidden_act": "silu", "rms_norm_eps": 1e-5,
+        "rope_parameters": {"rope_type": "default", "rope_theta": 100.0}, "max_position_embeddings": 64,
+        "vocab_size": VOCAB, "draft_vocab_size": DRAFT, "norm_before_residual": False, "fc_norm": True, "norm_output": False,
+        "num_depths": DEPTHS, "mask_token_id": MASK,
+    }  # fmt: skip
+    torch.manual_seed(0)
+    ids = torch.randperm(VOCAB)[:DRAFT].sort().values
+    drafter = PEagleDrafter(PEagleConfig(**fields | changes), torch.randn(VOCAB, HIDDEN), ids).double()
+    for parameter in drafter.parameters():
+        torch.nn.init.normal_(parameter, std=0.3)
+    return drafter
+
+
+def plain_drafts(
+    d: PEagleDrafter, sequence: Sequence, p: int, weights: dict[str, torch.Tensor], *, late: int = 0, seen: int = 1
+) -> torch.Tensor:
+    """Logits [DEPTHS, V] of all slots drafted from position p: one causal forward pass over p + DEPTHS rows, as it is served.
+
+    Args:
+        late: a planted fault: positions by which the slots of masks are late.
+        seen: real rows up to p + seen - 1; other than 1, a planted fault.
+    """
+
+    def rms(x: torch.Tensor, name: str) -> torch.Tensor:
+        return x / (x.pow(2).mean(-1, keepdim=True) + d.config.rms_norm_eps).sqrt() * weights[name]
+
+    real, masks = p + seen, DEPTHS - 1
+    tokens = [*sequence.token_ids[1 : real + 1].tolist(), *[MASK] * masks]
+    states = torch.cat([sequence.hidden_states[:real], weights["mask_hidden"].view(1, 3, -1).expand(masks, -1, -1)])
+    if d.config.fc_norm:
+        states = torch.stack([rms(states[:, i], f"fc_norm.{i}.weight") for i in range(3)], dim=1)
+    state = states.flatten(1) @ weights["fc.weight"].T
+    positions = torch.tensor([*range(real), *(p + depth + late for depth in range(1, DEPTHS))])
+    frequencies = 1 / (100.0 ** (torch.arange(0, HEAD_DIM, 2).float() / HEAD_DIM))  # rounded as transformers rounds
+    angles = positions[:, None].float() * frequencies
+    cos, sin = angles.cos().double()[:, None], angles.sin().double()[:, None]
+
+    def rope(x: torch.Tensor) -> torch.Tensor:
+        a, b = x.chunk(2, dim=-1)
+        return torch.cat([a * cos - b * sin, b * cos + a * sin], dim=-1)
+
+    for index in range(d.config.num_layers):
+        layer = f"layers.{index}."
+        if index == 0:
+            embeds = rms(d.embedding[tokens], layer + "input_layernorm.weight")
+            x = torch.cat([embeds, rms(state, layer + "hidden_norm.weight")], dim=-1)
+        else:
+            x = rms(state, layer + "input_layernorm.weight")
+        q, k, v = (
+            (x @ weights[f"{layer}self_attn.{name}_proj.weight"].T).unflatten(1, (-1, HEAD_DIM)) for name in "qkv"
+        )
+        q, k = rope(q), rope(k)
+        mixed = []
+        for head in range(HEADS):
+            group = head // (HEADS // KV_HEADS)
+            scores = q[:, head] @ k[:, group].T / math.sqrt(HEAD_DIM)
+            future = torch.ones_like(scores, dtype=torch.bool).triu(1)
+            mixed.append(scores.masked_fill(future, -math.inf).softmax(-1) @ v[:, group])
+        state = state + torch.cat(mixed, dim=-1) @ weights[layer + "self_attn.o_proj.weight"].T
+        y = rms(state, layer + "post_attention_layernorm.weight")
+        gate, up, down = (weights[f"{layer}mlp.{name}_proj.weight"].T for name in ("gate", "up", "down"))
+        state = state + (F.silu(y @ gate) * (y @ up)) @ down
+    slots = [p, *range(real, real + masks)]
+    return rms(state[slots], "norm.weight") @ weights["lm_head.weight"].T
+
+
+DOCUMENTS = [make_sequence(9, 4, 1), make_sequence(14, 6, 2), make_sequence(6, 2, 3)]
+
+
+@pytest.mark.parametrize("changes", [{}, {"num_layers": 1}, {"num_layers": 3, "fc_norm": False}])
+def test_packed_drafts_equal_a_forward_pass_over_them(changes: dict) -> None:
+    """Logits, and gradients of a random function of them."""
+    drafter = make_drafter(**changes)
+    batch = pack(DOCUMENTS, steps=DEPTHS)
+    rows = batch.loss_weights.sum(1).nonzero()[:, 0]
+    weights = {name: value.detach().clone().requires_grad_() for name, value in drafter.state_dict().items()}
+    found = torch.stack([drafter.lm_head(step.normed) for step in drafter.chain(batch, steps=DEPTHS)], dim=1)
+    places = zip(batch.documents[rows].tolist(), batch.positions[rows].tolist(), strict=True)
+    expected = torch.stack([plain_drafts(drafter, DOCUMENTS[document], p, weights) for document, p in places])
+    counted = (batch.loss_weights[rows] > 0)[..., None]
+    assert counted.sum() > 40
+    torch.testing.assert_close(found * counted, expected * counted, rtol=1e-9, atol=1e-9)
+    picks = torch.randn_like(found) * counted
+    (found * picks).sum().backward()
+    (expected * picks).sum().backward()
+    for name, parameter in drafter.named_parameters():
+        torch.testing.assert_close(parameter.grad, weights[name].grad, rtol=1e-9, atol=1e-9)
+
+
+@pytest.mark.parametrize("fault", [{"late": 1}, {"late": -1}, {"seen": 2}])
+def test_a_draft_off_by_one_is_another(fault: dict) -> None:
+    """The comparison above would notice masks at the next or the last position, and a real row too many."""
+    drafter, p = make_drafter(), 6
+    weights = {name: value.detach() for name, value in drafter.state_dict().items()}
+    right = plain_drafts(drafter, DOCUMENTS[1], p, weights)
+    wrong = plain_drafts(drafter, DOCUMENTS[1], p, weights, **fault)
+    torch.testing.assert_close(wrong[0], right[0], rtol=1e-9, atol=1e-9)  # the first slot reads no mask
+    assert (wrong[1:] - right[1:]).abs().amax(-1).min() > 1e-4
+
+
+def test_a_draft_depends_on_nothing_later_and_on_no_other_document() -> None:
+    drafter, at = make_drafter(), 9
+
+    def drafts(documents: list[Sequence]) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        batch = pack(documents, steps=DEPTHS)
+        rows = batch.loss_weights.sum(1).nonzero()[:, 0]
+        normed = torch.stack([step.normed for step in drafter.chain(batch, steps=DEPTHS)], dim=1)
+        return batch.documents[rows], batch.positions[rows], normed * (batch.loss_weights[rows] > 0)[..., None]
+
+    document, position, before = drafts(DOCUMENTS)
+    states, tokens = DOCUMENTS[1].hidden_states.clone(), DOCUMENTS[1].token_ids.clone()
+    states[at] += 1
+    tokens[at + 1] = (tokens[at + 1] + 1) % VOCAB
+    # Row `at` reads both the state and the token after it: drafts from it and from later rows change, and no others.
+    _, _, after = drafts([DOCUMENTS[0], replace(DOCUMENTS[1], hidden_states=states, token_ids=tokens), DOCUMENTS[2]])
+    changed = (before != after).flatten(1).any(1)
+    assert changed.tolist() == ((document == 1) & (position >= at)).tolist()
+    assert changed.any()
+
+
+def test_dropped_draft_tokens_change_no_other() -> None:
+    """Slots that are not trained are not computed, and those that are, are as without the drop-out."""
+    drafter = make_drafter()
+    options = PEagleOptions(num_depths=DEPTHS, down_sample_ratio=0.5, down_sample_ratio_min=0.2)
+    batch = pack([make_sequence(40, 10, 1), make_sequence(30, 4, 2)], steps=DEPTHS)
+    generator = torch.Generator().manual_seed(0)
+    parts = [PEagleDrafter.trained_rows(options, part, generator) for part in batch.loss_weights.split([39, 29])]
+    thinned = replace(batch, loss_weights=torch.cat(parts))
+    kept, all_rows = (thinned.loss_weights > 0), (batch.loss_weights > 0)
+    assert torch.equal(kept[:, 0], all_rows[:, 0])
+    for depth in range(1, DEPTHS):
+        of_rows = sum(
+            int(part.any(1).sum() * 0.5**depth if depth < 3 else part.any(1).sum() * 0.2)
+            for part in all_rows.split([39, 29])
+        )
+        assert 0.6 * of_rows <= kept[:, depth].sum() <= of_rows, "rows near the ends have no token to predict"
+        assert not (kept[:, depth] & all_rows[:, depth - 1] & ~kept[:, depth - 1]).any(), (
+            "drafts are whole up to their last token"
+        )
+    rows = [each.loss_weights.any(1).nonzero()[:, 0] for each in (thinned, batch)]
+    some, every = (
+        torch.stack([s.normed for s in drafter.chain(each, steps=DEPTHS)], dim=1) for each in (thinned, batch)
+    )
+    every = every[torch.isin(rows[1], rows[0])]
+    counted = kept[rows[0]]
+    torch.testing.assert_close(some[counted], every[counted], rtol=1e-9, atol=1e-9)
+    skipped = (some == 0).all(-1)
+    assert not (skipped & counted).any()
+    assert skipped.sum() > 0.5 * (~counted).sum()
+
+
+def test_what_is_drawn_differs_by_step_and_not_by_process(tmp_path: Path) -> None:
+    from draftsmith.store.reader import Store
+    from draftsmith.train.data import TrainingData
+
+    make_run(tmp_path)
+    recipe = make_recipe(tmp_path, drafter={"kind": "p_eagle", "num_depths": 3})
+
+    def drawn(step: int, rows: list[int], *, number: int = 0, processes: int = 1) -> list[list[float]]:
+        accelerator = type("Accelerator", (), {"num_processes": processes, "process_index": number})
+        store = Store(tmp_path / "run" / "store")
+        data = TrainingData(recipe, accelerator, store, columns=[0], last_column=2, ttt_steps=3)  # type: ignore[arg-type]
+        weights: list[list[float]] = data.micro_batches(step, rows)[0].batch.loss_weights.tolist()
+        return weights
+
+    together = drawn(0, [0, 1])
+    assert sorted(drawn(0, [0, 1], processes=2) + drawn(0, [0, 1], number=1, processes=2)) == sorted(together)
+    assert drawn(0, [0, 1]) == together != drawn(1, [0, 1])
+
+
+def test_it_is_served_in_parallel_and_with_no_more_tokens_than_were_trained(tmp_path: Path) -> None:
+    run_dir = make_run(tmp_path)
+    recipe = make_recipe(tmp_path, drafter={"kind": "p_eagle", "num_depths": 3, "num_layers": 2}, epochs=0.1)
+    run_train(recipe, run_dir)
+    run_convert(recipe, run_dir)
+    folder = run_dir / "vllm"
+    config = json.loads((folder / "config.json").read_text())
+    assert (config["mask_token_id"], config["num_depths"], config["num_hidden_layers"]) == (79, 3, 2)
+    assert config["eagle_aux_hidden_state_layer_ids"] == [1, 2, 3]
+    assert speculative_config(folder, 3) == {
+        "method": "eagle3", "parallel_drafting": True, "model": str(folder), "num_speculative_tokens": 3,
+    }  # fmt: skip
+    with pytest.raises(UserError, match=r"at most 3 tokens, and 4 were requested.*train\.drafter\.num_depths"):
+        speculative_config(folder, 4)
+    assert own_drafter(folder).method == "p_eagle"
+    assert "p_eagle" in FIXED_K
+    assert '"parallel_drafting": true' in (folder / "README.md").read_text()
+
+
+def test_a_mask_token_that_the_target_lacks(tmp_path: Path) -> None:
+    make_run(tmp_path)
+    target = describe_target(tmp_path / "target")
+    with pytest.raises(UserError, match=r"`train\.drafter\.mask_token_id` is 80, and .* has 80 tokens"):
+        PEagleDrafter.make_config(PEagleOptions(mask_token_id=80), target, (1, 2, 3), 80)
