@@ -148,7 +148,7 @@ def import_states(
                 else:
                     writer.append(sequence)
                     seen.add(sequence.sample_id)
-            except (ValueError, Unrenderable) as error:
+            except ValueError as error:
                 unusable += 1
                 said = " ".join(str(error).split())
                 console.print(f"import: {path}: {said}", highlight=False, markup=False, soft_wrap=True)
@@ -240,7 +240,7 @@ class _Reader:
         """A file's sequence, and what it was made from.
 
         Raises:
-            ValueError, Unrenderable: it cannot be used.
+            ValueError: it cannot be used.
             UserError: it is of another target or other layers.
         """
         token_ids, states, about = read_states_file(path)
@@ -273,7 +273,10 @@ class _Reader:
         states = "int8" if self.compression == "int8" else "exact"
         if about is None:
             return StoreIdentity(target=target.name, dtype=dtype, sampling={"mode": "import"}, states=states, **asked)
-        written = StoreIdentity(**about["identity"] | {"layer_ids": tuple(about["identity"]["layer_ids"])})
+        try:
+            written = StoreIdentity(**about["identity"] | {"layer_ids": tuple(about["identity"]["layer_ids"])})
+        except TypeError:
+            raise ValueError("another version of Draftsmith exported it") from None
         written.require_fields(asked, path, way_out="Name the target and the layer ids of these states.")
         rounded = {} if written.states == "exact" else {"states": written.states}  # not to be mixed with exact ones
         return replace(written, states=states, sampling=written.sampling | rounded)

@@ -1,5 +1,6 @@
 """Stores to other programs' layouts and back: bit for bit, damage is found, and others' files are checked before they are a store."""
 
+import json
 import random
 import re
 from dataclasses import replace
@@ -13,7 +14,9 @@ import pytest
 import torch
 from safetensors import safe_open
 from safetensors.torch import load_file, save_file
+from typer.testing import CliRunner
 
+from draftsmith.cli import app
 from draftsmith.run import stage
 from draftsmith.run.errors import UserError
 from draftsmith.store.exchange import export_store, import_states
@@ -391,6 +394,20 @@ def test_a_folder_without_states(content: str, tmp_path: Path) -> None:
     with pytest.raises(UserError, match=said):
         take(source, tmp_path / "store")
     assert [path.name for path in tmp_path.iterdir()] == ["theirs"]
+
+
+def test_the_commands(tmp_path: Path) -> None:
+    store = make_run(tmp_path, sequences=6) / "store"
+    data, back = str(tmp_path / "data"), str(tmp_path / "back" / "store")
+    exported = CliRunner().invoke(app, ["export", str(store), "--to", "speculators", "--out", data])
+    assert exported.exit_code == 0, exported.output
+    ratio = float(exported.stdout.split("--train-data-ratio ")[1])
+    assert int(6 * ratio) == 5
+    arguments = ["import", data, "--target", str(tmp_path / "target"), "--layer-ids", "1,2,3", "--out", back, "--json"]
+    imported = CliRunner().invoke(app, arguments)
+    assert imported.exit_code == 0, imported.output
+    assert json.loads(imported.stdout)["held_out_sequences"] == 1
+    check_same(Store(Path(back)), Store(store))
 
 
 def test_metadata_is_what_others_skip(tmp_path: Path) -> None:
