@@ -172,7 +172,9 @@ def vllm() -> Finding:
     except UserError as error:
         return _finding("vLLM", found, figures, wrong=str(error))
     if version.split("+")[0] != _TESTED_VLLM:
-        note = f"Draftsmith is tested with vLLM {_TESTED_VLLM}; its plugin serves MLP speculators with no other version."
+        note = (
+            f"Draftsmith is tested with vLLM {_TESTED_VLLM}; its plugin serves MLP speculators with no other version."
+        )
         return _finding("vLLM", found, figures, note=note)
     unused = build == "cpu" and torch.cuda.is_available()
     wrong = "This vLLM does not use the GPUs. Create an environment with `make install EXTRA=cuda`." if unused else ""
@@ -258,7 +260,9 @@ def extensions() -> Finding:
             "They are built for another torch, and transformers fails to import its models while they are installed. Nothing here "
             f"needs them: pip uninstall {' '.join(broken)}."
         )
-        return _finding("torch's extensions", f"{', '.join(broken)} cannot be imported", {"broken": broken}, wrong=wrong)
+        return _finding(
+            "torch's extensions", f"{', '.join(broken)} cannot be imported", {"broken": broken}, wrong=wrong
+        )
     return Finding("torch's extensions", ", ".join(present) or "none, and none is needed", figures={"broken": {}})
 
 
