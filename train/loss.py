@@ -59,9 +59,7 @@ class _TeacherAlignment:
 
     rows: torch.Tensor  # int64 [N] ascending: the rows t of the batch that supervise any draft
     labels: torch.Tensor  # int64 [N]: x_{t+1}, as an index into the draft vocabulary
-    drafts: (
-        torch.Tensor
-    )  # int64 [K, N]: each draft's index among the Q rows that are drafted from; 0 where there is none
+    drafts: torch.Tensor  # int64 [K, N]: index of each draft among the Q rows drafted from; 0 where there is none
     weights: torch.Tensor  # float64 [K, N]: the draft's weight in the loss; 0 where there is none
 
 

@@ -260,9 +260,8 @@ def extensions() -> Finding:
             "They are built for another torch, and transformers fails to import its models while they are installed. Nothing here "
             f"needs them: pip uninstall {' '.join(broken)}."
         )
-        return _finding(
-            "torch's extensions", f"{', '.join(broken)} cannot be imported", {"broken": broken}, wrong=wrong
-        )
+        found = f"{', '.join(broken)} cannot be imported"
+        return _finding("torch's extensions", found, {"broken": broken}, wrong=wrong)
     return Finding("torch's extensions", ", ".join(present) or "none, and none is needed", figures={"broken": {}})
 
 

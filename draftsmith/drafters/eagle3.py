@@ -249,9 +249,8 @@ class Eagle3Drafter(DecoderDrafter):
         sums = width**2 + width * hidden + 4 * min(fitted, least_squares.ROWS_AT_ONCE) * width
         flop = 2.0 * fitted * width * (width + hidden)  # `_regression`
         flop += least_squares.flop_of_solve(width, hidden) + 2.0 * states**2 * hidden  # `_reduced_rank_fit`
-        flop += (
-            4.0 * hidden**3 + least_squares.flop_of_eigenvectors(hidden) + 2.0 * hidden * rank * (hidden + 2 * states)
-        )
+        flop += least_squares.flop_of_eigenvectors(hidden) + 4.0 * hidden**3
+        flop += 2.0 * hidden * rank * (hidden + 2 * states)
         flop += fitted * (2.0 * hidden * (states + 2 * rank) + 4.0 * hidden**2)  # `_fused_states`
         flop += least_squares.flop_of_solve(hidden, 1)  # `_attend_to_own_position`
         held = max(sums, 2 * width**2 + 2 * width * hidden + 5 * hidden**2)

@@ -174,16 +174,11 @@ class MlpDrafter(Drafter):
         hidden, head = config.hidden_size, config.vocab_size * config.hidden_size
         kept, heads = min(config.inner_size, hidden), 1 if config.tie_weights else config.n_predict
         flop, held = least_squares.cost_of_fit_next_states(hidden, answered=answered, steps=1)
-        flop += (
-            2.0 * head * hidden
-            + least_squares.flop_of_eigenvectors(hidden)
-            + 2.0 * heads * head * kept
-            + 2.0 * hidden**2 * kept
-        )
+        flop += least_squares.flop_of_eigenvectors(hidden)
+        flop += 2.0 * head * hidden + 2.0 * heads * head * kept + 2.0 * hidden**2 * kept
         held = head + max(held, hidden**2 + config.vocab_size * kept) + hidden * kept
-        return InitCost(
-            flop, 4 * held, least_squares.rows_until(least_squares.ROWS_TO_FIT, rows=rows, answered=answered)
-        )
+        rows_read = least_squares.rows_until(least_squares.ROWS_TO_FIT, rows=rows, answered=answered)
+        return InitCost(flop, 4 * held, rows_read)
 
     def loss_terms(self, options: MlpOptions) -> LossTerms:
         return LossTerms(targets=options.targets)
