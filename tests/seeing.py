@@ -127,5 +127,8 @@ def _name_like_published_ones(directory: Path) -> None:
         path.write_text(path.read_text().replace('ImageProcessorPil"', 'ImageProcessor"'))
     for path in directory.glob("model.safetensors"):
         weights = load_file(path)
-        longer = {re.sub(r"vision_tower\.(?!vision_model)", "vision_tower.vision_model.", name): weights[name] for name in weights}
+        longer = {
+            re.sub(r"vision_tower\.(?!vision_model)", "vision_tower.vision_model.", name): weights[name]
+            for name in weights
+        }
         save_file(longer, path, {"format": "pt"})
