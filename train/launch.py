@@ -26,6 +26,7 @@ from draftsmith.config.recipe import Recipe
 from draftsmith.run.cuda import require_usable_gpus
 from draftsmith.run.errors import DraftsmithError, Stopped, UserError
 from draftsmith.run.process import end_with_parent
+from draftsmith.run.progress import console
 from draftsmith.train.signals import on_signal
 from draftsmith.train.train import finished_training, run_train
 
@@ -46,6 +47,7 @@ def train_in_processes(recipe: Recipe, run_dir: Path) -> dict[str, Any]:
         KeyboardInterrupt: Ctrl-C; all processes have ended.
     """
     if (done := finished_training(recipe, run_dir)) is not None:
+        console.print(f"train: {run_dir / 'checkpoint'} is up to date", highlight=False, soft_wrap=True)
         return done
     count = process_count()
     port = get_free_port() if count > 1 else 0

@@ -1,4 +1,4 @@
-"""`serve/record_proposals.py` for prompts with images: the environment variable IMAGES has a list of files for each prompt."""
+"""`serve/record_proposals.py` for prompts with images: the environment variable PYTEST_IMAGES has a list of files for each prompt."""
 
 import json
 import os
@@ -12,7 +12,7 @@ def add_images() -> None:
     import vllm
     from PIL import Image
 
-    images, generate = json.loads(os.environ["IMAGES"]), vllm.LLM.generate
+    images, generate = json.loads(os.environ["PYTEST_IMAGES"]), vllm.LLM.generate
 
     def with_images(llm: Any, prompts: list[Any], *arguments: Any, **named: Any) -> Any:
         for prompt, paths in zip(prompts, images, strict=True):

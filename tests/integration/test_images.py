@@ -85,7 +85,7 @@ def test_images_go_the_whole_way(
 
     run_train(recipe, run)
     run_convert(recipe, run)
-    monkeypatch.setenv("IMAGES", json.dumps([[str(files[name]) for name in names] for names in prompts.images]))
+    monkeypatch.setenv("PYTEST_IMAGES", json.dumps([[str(files[name]) for name in names] for names in prompts.images]))
     (served,) = record(
         [(run / "vllm", drafter["kind"])], target, prompts.unexpanded, k=3, max_tokens=48, recorder=RECORDER
     )

@@ -54,15 +54,15 @@ def test_an_engine_by_hand() -> None:
     assert need.in_words() == "target 7.5, drafter 0.9, KV cache 0.1, working memory 3.0"
     latent = AutoConfig.for_model("deepseek_v3", num_hidden_layers=2, kv_lora_rank=512, qk_rope_head_dim=64)
     assert kv_values(latent) == 2 * 576
-    # What each process holds: its heads, one at least, a compressed vector whole, and all states.
+    # What each process holds: its heads, one at least, and a compressed vector whole.
     assert kv_values_on_each(llama, split(4)) == 32 * 2 * 2 * 128
     assert kv_values_on_each(llama, split(32)) == 32 * 2 * 128
     assert kv_values_on_each(latent, split(8)) == 2 * 576
     need = engine_memory(
-        llama, target_bytes=16 * 10**9, drafter_bytes=0, dtype="bfloat16", tokens=1000, engine=split(4), state_values=5000
+        llama, target_bytes=16 * 10**9, drafter_bytes=0, dtype="bfloat16", tokens=1000, engine=split(4), extracts=True
     )  # fmt: skip
     assert need.target == 4 * 10**9
-    assert need.kv_cache == 1000 * (32 * 2 * 2 * 128 + 5000) * 2
+    assert need.kv_cache == 1000 * 33 * 2 * 2 * 128 * 2
 
 
 def test_engines_side_by_side_are_counted_by_the_largest() -> None:
