@@ -118,7 +118,7 @@ FAMILIES = [
     TinyFamily(
         "DeepSeek-V3", "deepseek_v3",
         _GATED | _ROUTED | {
-            "num_key_value_heads": 2, "q_lora_rank": 32, "kv_lora_rank": 512, "qk_rope_head_dim": 64, "qk_nope_head_dim": 16,
+            "num_key_value_heads": 2, "q_lora_rank": 32, "kv_lora_rank": 512, "qk_rope_head_dim": 64, "qk_nope_head_dim": 32,  # AMX kernels take multiples of 32
             "v_head_dim": 32, "topk_method": "noaux_tc", "scoring_func": "sigmoid",
             "rope_parameters": {
                 "rope_type": "yarn", "rope_theta": 1e4, "factor": 4.0, "original_max_position_embeddings": 128, "beta_fast": 32.0,
