@@ -154,7 +154,7 @@ def test_evaluate(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
             *(f"{method}, float32" for method in methods),
         }
     under_load = results["load"]["2"]
-    assert (under_load["in_flight"], under_load["requests"], under_load["engine_starts"]) == (2, 20, 1)
+    assert (under_load["in_flight"], under_load["requests"], under_load["engine_starts"]) == (2, 64, 1)
     assert all(one["tokens_per_second"] > 0 for one in under_load["configurations"].values())
     # This drafter is right now and then; a drafter that vLLM fails to load properly never is.
     assert results["suites"]["held_out"]["at_k"]["2"]["accepted"] > 0
