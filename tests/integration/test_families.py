@@ -53,6 +53,11 @@ NOT_HERE = {
 }
 """Whose states vLLM's CPU build does not hand out: what it says, and the reason in the table. These go as far as they can without:
 states by transformers, training, conversion, and serving where vLLM runs them."""
+if torch.cpu._is_amx_tile_supported():
+    NOT_HERE["DeepSeek-V3"] = (
+        "expect weight to be bfloat16",
+        "on CPUs with AMX, vLLM 0.32 computes latent attention in bfloat16 only",
+    )
 WITH_MEDUSA = ("OPT", "GPT-NeoX")
 """Families that vLLM serves without attention in the drafter only."""
 NOT_SERVED = {
