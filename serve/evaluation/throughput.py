@@ -1,7 +1,7 @@
 """Tokens per wall second with N requests always in flight: the one definition of speed, for `evaluate` and `tune --verify`.
 
 Engines that are compared answer the same requests in the same order and alternate every second or so (`in_flight.py`). Counting
-starts when the first N requests have ended and stops when fewer than N are left. At least 10 N requests are counted; prompts
+starts when the first N requests have ended and stops when fewer than N are left. `least_requests` are counted; prompts
 repeat in another order if a suite has fewer.
 """
 
