@@ -143,6 +143,12 @@ def _serving(
         notes.append(
             "Install `draftsmith` in vLLM's environment: its plugin serves drafters of this kind, which vLLM alone cannot."
         )
+    if KINDS[drafter.kind].serving.method == "medusa":
+        size = json.dumps({"vocab_size": drafter.config["vocab_size"]})
+        notes.append(
+            f"If the target's config describes several models, as of targets that see images, add `--hf-overrides '{size}'`: vLLM 0.32 looks for "
+            "the vocabulary's size at the top of the config."
+        )
     if results:
         tried = ", ".join(results["k_curve"])
         notes.append(f"{k} speculative tokens were the fastest of the numbers measured ({tried}).")

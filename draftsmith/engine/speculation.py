@@ -175,12 +175,19 @@ def target_arguments(
     options: Mapping[str, Any] = {},
     trust_remote_code: bool = False,
 ) -> dict[str, Any]:
-    """Arguments of `vllm.LLM` with which the target in a directory hands out the hidden states that vLLM's `speculative_config` reads;
-    see `states_arguments`."""
-    if speculative is None or speculative.get("method") != "eagle3" or not (target / "config.json").is_file():
+    """Arguments of `vllm.LLM` with which vLLM serves the target in a directory with a `speculative_config` of this method: those by which it
+    hands out the hidden states that EAGLE-3 reads (`states_arguments`), and the size of the vocabulary where Medusa looks for it."""
+    method = None if speculative is None else speculative.get("method")
+    if method not in ("eagle3", "medusa") or not (target / "config.json").is_file():
         return {}
-    config = language_config(config_of(target, trust_remote_code=trust_remote_code))
-    return environment.states_arguments(config, options)
+    whole = config_of(target, trust_remote_code=trust_remote_code)
+    config = language_config(whole)
+    if method == "eagle3":
+        return environment.states_arguments(config, options)
+    if config is whole:
+        return {}
+    # vLLM 0.32 reads the size at the top of the config (config/speculative.py), where one that nests its language model's has none.
+    return {"hf_overrides": {**options.get("hf_overrides", {}), "vocab_size": config.vocab_size}}
 
 
 def drafter_sha256(drafter_dir: Path) -> dict[str, str]:

@@ -105,6 +105,7 @@ def test_golden_losses(folder: Path, name: str, request: pytest.FixtureRequest) 
     card = (run_dir / "vllm" / "README.md").read_text()
     assert f'"method": "{serving.method}"' in card
     assert ("Install `draftsmith` in vLLM's environment" in card) == serving.needs_plugin
+    assert ("--hf-overrides" in card) == (serving.method == "medusa")  # for targets with nested configs
 
 
 def test_medusa_drafts_at_most_one_token_per_head(folder: Path) -> None:

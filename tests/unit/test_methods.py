@@ -9,9 +9,10 @@ from pydantic import TypeAdapter, ValidationError
 
 from draftsmith.config.methods import AnyMethod, Method
 from draftsmith.engine import speculation
-from draftsmith.engine.speculation import check_graph_sizes, method_config
+from draftsmith.engine.speculation import check_graph_sizes, method_config, target_arguments
 from draftsmith.run.errors import UserError
 from draftsmith.target.info import TargetInfo, describe_target
+from tests.seeing import LLAMA, save_llava_processor
 from tests.unit.tiny_run import make_run
 
 METHODS: TypeAdapter[Method] = TypeAdapter(AnyMethod)
@@ -135,6 +136,17 @@ def test_drafters_fit_the_target_and_the_method(target: TargetInfo, tmp_path: Pa
         by_load = {"method": drafter.name, "num_speculative_tokens_per_batch_size": [[1, 4, 2], [5, 8, 0]]}
         with pytest.raises(UserError, match=f"vLLM's `{drafter.name}` drafts the same number of tokens at every load"):
             _config(target, by_load, drafter)
+
+
+def test_arguments_for_the_target(tmp_path: Path) -> None:
+    """Medusa's size of the vocabulary, where vLLM looks for it: at the top of a config that nests its language model's."""
+    size, options = save_llava_processor(tmp_path / "nested").text_config.vocab_size, {"hf_overrides": {"use_cache": False}}
+    LLAMA.config().save_pretrained(tmp_path / "plain")
+    for method in ("medusa", "eagle", "eagle3"):
+        assert target_arguments(tmp_path / "plain", {"method": method}, options=options) == {}
+        expected = {"hf_overrides": {"use_cache": False, "vocab_size": size}} if method == "medusa" else {}
+        assert target_arguments(tmp_path / "nested", {"method": method}, options=options) == expected
+    assert target_arguments(tmp_path / "nested", None) == {}
 
 
 def test_sizes_of_cuda_graphs() -> None:
