@@ -15,10 +15,9 @@ from typing import Any
 
 import torch
 
+from draftsmith.engine.memory import copy_buffer_bytes
 from draftsmith.extract.states_pool import StatesPool
 
-_MIN_BUFFER = 1 << 30
-"""Bytes of the buffer: 32,768 tokens of the default layers of an 8B target, two of vLLM's largest prefill steps."""
 _ALIGNMENT = 256
 """Regions begin at multiples of this many bytes."""
 
@@ -105,8 +104,7 @@ class GpuCopier:
         pinned: Callable[[int], torch.Tensor] = lambda size: torch.empty(size, dtype=torch.uint8, pin_memory=True),
     ) -> None:
         self._pool, self._cuda = pool, cuda
-        needed = max(_MIN_BUFFER, step_bytes + 8 * step_tokens + 2 * _ALIGNMENT)
-        self._ring = Ring(pinned(1 << (needed - 1).bit_length()))  # torch pins powers of two anyway
+        self._ring = Ring(pinned(copy_buffer_bytes(step_bytes + 2 * _ALIGNMENT, step_tokens)))
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="draftsmith-states")
         self.last: Future[None] | None = None
         """Done when all steps so far are in the pool; raises what went wrong with any of them."""

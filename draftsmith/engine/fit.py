@@ -2,7 +2,8 @@
 
 On a CPU vLLM takes what it is told to, and a machine that runs out of memory kills processes; so what all engines of a stage need is
 compared with what is available. On GPUs vLLM stays within its share and fails, minutes after it started, if that is too little;
-two engines beside each other are placed by `serve/evaluation/lineup.py`. Needs are estimates (`memory.py`).
+two engines beside each other are placed by `serve/evaluation/lineup.py`. The hidden states of an extraction lie in ordinary memory there too.
+Needs are estimates (`memory.py`).
 """
 
 from __future__ import annotations
@@ -13,7 +14,17 @@ from typing import TYPE_CHECKING
 from draftsmith.config.extraction import ExtractConfig
 from draftsmith.config.recipe import EngineConfig
 from draftsmith.engine import environment
-from draftsmith.engine.memory import GIB, EngineMemory, cpu_engine_memory, engine_memory, state_bytes
+from draftsmith.engine.memory import (
+    BYTES,
+    GIB,
+    EngineMemory,
+    copy_buffer_bytes,
+    cpu_engine_memory,
+    engine_memory,
+    kv_values,
+    kv_values_on_each,
+    state_bytes,
+)
 from draftsmith.run.errors import UserError
 from draftsmith.run.machine_memory import available_memory
 
@@ -62,15 +73,53 @@ def require_extraction(
         config, target_bytes=target_bytes, drafter_bytes=0, dtype=dtype, tokens=engine.max_model_len,
         engine=engine, extracts=True,
     )  # fmt: skip
-    need = replace(need, working=0)  # a guess, and nothing is to be refused that would run
+    least = replace(need, working=0)  # a guess, and nothing is to be refused that would run
     memory = min(gpu.memory_bytes for gpu in gpus)
     granted = memory * engine.gpu_memory_utilization
-    if need.total > granted:
+    if least.total > granted:
         raise UserError(
-            f"Extraction from {target} does not fit on this machine: an engine needs at least {need.total / GIB:.1f} GiB on each of "
-            f"its GPUs ({need.in_words()}), and engine.gpu_memory_utilization grants {granted / GIB:.1f} of {memory / GIB:.1f} GiB. Split "
+            f"Extraction from {target} does not fit on this machine: an engine needs at least {least.total / GIB:.1f} GiB on each of "
+            f"its GPUs ({least.in_words()}), and engine.gpu_memory_utilization grants {granted / GIB:.1f} of {memory / GIB:.1f} GiB. Split "
             "the target over more GPUs (engine.tensor_parallel_size), lower engine.max_model_len, or choose a smaller target."
         )
+    kv_cache = max(0.0, granted - replace(need, kv_cache=0).total)  # of one process, which has its share of each token
+    kv_cache *= kv_values(config, extracts=True) / kv_values_on_each(config, engine, extracts=True)
+    _require_host(engine, options, config, target=target, dtype=dtype, layers=layers, kv_cache_bytes=kv_cache)
+
+
+def _require_host(
+    engine: EngineConfig,
+    options: ExtractConfig,
+    config: PretrainedConfig,
+    *,
+    target: str,
+    dtype: str,
+    layers: int,
+    kv_cache_bytes: float,
+) -> None:
+    """Check that the ordinary memory beside the GPUs holds what extraction keeps there.
+
+    Args:
+        kv_cache_bytes: of an engine, on all its GPUs together. Others as for `require_extraction`.
+
+    Raises:
+        UserError: it does not.
+    """
+    tokens = options.max_num_seqs * engine.max_model_len
+    states = state_bytes(config, layers=layers, dtype=dtype, kv_cache_bytes=kv_cache_bytes, tokens=tokens)
+    step = options.max_num_batched_tokens
+    buffer = copy_buffer_bytes(step * layers * config.hidden_size * BYTES[dtype], step)
+    available, needed = available_memory(), options.workers * (states + buffer)
+    if available is None or needed <= available:
+        return
+    engines = "one engine keeps" if options.workers == 1 else f"{options.workers} engines keep"
+    fewer = "extract.workers, " if options.workers > 1 else ""
+    raise UserError(
+        f"Extraction from {target} does not fit into this machine's ordinary memory, beside its GPUs': {engines} up to {needed / GIB:.1f} GiB of "
+        f"hidden states there, of sequences that are not finished ({'each ' if options.workers > 1 else ''}{states / GIB:.1f}, and "
+        f"{buffer / GIB:.1f} to copy through), and {available / GIB:.1f} GiB are available. Lower {fewer}extract.max_num_seqs, "
+        "engine.max_model_len or engine.gpu_memory_utilization, extract fewer layers (extract.layer_ids), or end other programs."
+    )
 
 
 def require_two_engines(

@@ -30,6 +30,9 @@ _ON_CPU = GIB // 2  # what an engine's process takes on a CPU beside weights, KV
 _CPU_STEP_TOKENS = 4096  # tokens of a prefill step on a CPU: vLLM's default for `LLM`
 _STEP_TOKENS = 16384
 """Tokens of a prefill step: vLLM's default for `LLM` on GPUs of 70 GiB and more, the largest of its defaults."""
+_MIN_BUFFER = 1 << 30
+"""Bytes of the buffer through which states are copied: 32,768 tokens of the default layers of an 8B target, two of vLLM's largest prefill
+steps."""
 
 
 @dataclass(frozen=True)
@@ -42,7 +45,7 @@ class EngineMemory:
     working: int
     """Activations of a step, and what the process and CUDA take."""
     states: int = 0
-    """Hidden states that extraction keeps until a sequence is finished. Always in ordinary memory, so 0 on GPUs."""
+    """Hidden states that extraction keeps until a sequence is finished. Always in ordinary memory, so not counted on GPUs."""
 
     @property
     def total(self) -> int:
@@ -115,6 +118,16 @@ def state_bytes(config: PretrainedConfig, *, layers: int, dtype: str, kv_cache_b
     """
     fitting = kv_cache_bytes / (kv_values(config, extracts=True) * BYTES[dtype])
     return math.ceil(min(tokens, fitting) * layers * config.hidden_size * BYTES[dtype])
+
+
+def copy_buffer_bytes(step_bytes: int, step_tokens: int) -> int:
+    """Bytes of the pinned buffer through which an extraction engine copies hidden states from its GPU (`extract/gpu_copy.py`).
+
+    Args:
+        step_bytes: states of the largest step.
+        step_tokens: its tokens, each with a slot of 8 bytes.
+    """
+    return 1 << (max(_MIN_BUFFER, step_bytes + 8 * step_tokens) - 1).bit_length()  # torch pins powers of two anyway
 
 
 def _step_bytes(config: PretrainedConfig, tokens: int, number: int) -> int:

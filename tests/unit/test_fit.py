@@ -90,6 +90,43 @@ def test_extraction_by_hand(available: Any, monkeypatch: pytest.MonkeyPatch) -> 
         extraction()
 
 
+def test_beside_a_gpu_the_states_need_ordinary_memory(available: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    def extraction(**options: Any) -> None:
+        given = {"prompts": {"path": "p.jsonl"}, "max_num_seqs": 64, **options}
+        require_extraction(
+            EngineConfig(max_model_len=2048), ExtractConfig.model_validate(given), CONFIG, target="big", target_bytes=6 * GIB, dtype="float32",
+            layers=4,
+        )  # fmt: skip
+
+    # 64 sequences at their longest: 2 GiB of states, and 1 GiB to copy through.
+    pretend_gpu(monkeypatch, gib=80)
+    available(3.01)
+    extraction()
+    available(None)
+    extraction()
+    available(2.99)
+    with pytest.raises(UserError) as refused:
+        extraction()
+    assert "\n" not in str(refused.value)
+    for part in (
+        "Extraction from big does not fit into this machine's ordinary memory", "one engine keeps up to 3.0 GiB", "(2.0, and 1.0 to copy through)",
+        "3.0 GiB are available", "Lower extract.max_num_seqs",
+    ):  # fmt: skip
+        assert part in str(refused.value)
+    extraction(max_num_seqs=32)
+    available(5.99)
+    with pytest.raises(UserError, match=r"2 engines keep up to 6\.0 GiB.*\(each 2\.0.*Lower extract\.workers, extract\.max"):
+        extraction(workers=2)
+
+    # No more tokens than the KV cache holds: 0.75 GiB beside the weights, CUDA and a step, for three layers' keys and values.
+    pretend_gpu(monkeypatch, gib=(6 + 2 + 16384 * STEP / GIB + 0.75) / 0.85)
+    available(1.51)
+    extraction()
+    available(1.49)
+    with pytest.raises(UserError, match=r"up to 1\.5 GiB"):
+        extraction()
+
+
 def test_memory_of_the_machine(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(machine_memory, "_NODES", tmp_path)
     monkeypatch.setattr(machine_memory, "_CGROUP", tmp_path)
