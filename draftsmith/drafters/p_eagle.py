@@ -17,6 +17,7 @@ Names and shapes of the tensors are those of vLLM's `llama_eagle3.py`, which tak
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable
 from dataclasses import dataclass, replace
 from typing import ClassVar
@@ -29,6 +30,7 @@ from draftsmith.drafters.base import InitCost, LossTerms
 from draftsmith.drafters.batch import Batch
 from draftsmith.drafters.eagle3 import Eagle3Config, Eagle3Drafter
 from draftsmith.drafters.init.least_squares import ROWS_AT_ONCE, rows_until
+from draftsmith.drafters.init.parallel import cost_of_start, guess_from_last_position, units
 from draftsmith.drafters.layout import Entry
 from draftsmith.run.errors import UserError
 from draftsmith.target.info import TargetInfo
@@ -87,8 +89,11 @@ class PEagleDrafter(Eagle3Drafter):
 
     @torch.no_grad()
     def init_from_target(self, tensors: TargetTensors, batches: Iterable[Batch]) -> None:
-        """EAGLE-3's start for the first draft token; what the others read is the mean of what the first does."""
+        """EAGLE-3's start for the first draft token, and for the others `init/parallel.py`, or, with one layer, the mean of what the first
+        reads as what they read."""
         super().init_from_target(tensors, batches)
+        if guess_from_last_position(self, batches, centered=tensors.centered_norm):
+            return
         count = 0
         for batch in batches:
             self.mask_hidden.add_(self.normed_states(batch.hidden_states).sum(0))
@@ -100,7 +105,18 @@ class PEagleDrafter(Eagle3Drafter):
     @staticmethod
     def init_cost(config: Eagle3Config, *, rows: int, answered: int) -> InitCost:
         cost = Eagle3Drafter.init_cost(config, rows=rows, answered=answered)
-        return replace(cost, rows_read=cost.rows_read + rows_until(ROWS_AT_ONCE, rows=rows, answered=rows))
+        assert isinstance(config, PEagleConfig)
+        if not units(config):
+            return replace(cost, rows_read=cost.rows_read + rows_until(ROWS_AT_ONCE, rows=rows, answered=rows))
+        shapes = PEagleDrafter.shapes(config)
+
+        def matmuls(steps: int) -> tuple[float, float]:
+            counts = PEagleDrafter.matmul_counts(config, steps)
+            each = [(2.0 * math.prod(shapes[name]), *times) for name, times in counts.items()]
+            return sum(flop * seldom for flop, seldom, _ in each), sum(flop * often for flop, _, often in each)
+
+        flop, read = cost_of_start(config, rows=rows, answered=answered, matmuls=matmuls)
+        return replace(cost, flop=cost.flop + flop, rows_read=cost.rows_read + read)
 
     def loss_terms(self, options: PEagleOptions) -> LossTerms:
         return LossTerms(targets=options.targets)

@@ -28,7 +28,7 @@ from draftsmith.config.recipe import Recipe
 from draftsmith.drafters import eagle, eagle3, medusa, mlp_speculator, p_eagle
 from draftsmith.drafters.base import Drafter
 from draftsmith.drafters.batch import Batch
-from draftsmith.drafters.init import induction, least_squares
+from draftsmith.drafters.init import induction, least_squares, parallel
 from draftsmith.engine.step_cost import EngineStep, TargetSizes, flop_of_text, target_sizes
 from draftsmith.run.errors import UserError
 from draftsmith.store.format import Sequence
@@ -207,11 +207,12 @@ def test_a_start_takes_what_its_kind_says(name: str, monkeypatch: pytest.MonkeyP
     """FLOP, memory and rows read of an initialization that reads part of a small target's store."""
     heads = {"num_key_value_heads": 8} if "free head" in name else {}
     drafter, _ = _tiny(name, hidden=128, heads=8, **heads, **STARTS[name])
-    for module in (eagle, eagle3, least_squares, medusa, mlp_speculator, p_eagle, induction):
+    for module in (eagle, eagle3, least_squares, medusa, mlp_speculator, p_eagle, induction, parallel):
         for limit, rows in (("ROWS_TO_FIT", 1000), ("ROWS_AT_ONCE", 64), ("ROWS_TO_LOOK_UP", 500)):
             if hasattr(module, limit):
                 monkeypatch.setattr(module, limit, rows)
     drafter, tensors = _of_random_target(drafter)
+    drafter.requires_grad_(False)  # torch's counter of FLOP cannot follow a parameter that is an input without a gradient
     batches = _Counted(_texts(drafter, count=30, tokens=101))
     with FlopCounterMode(display=False, custom_mapping=NO_PRODUCTS) as counter:
         drafter.init_from_target(tensors, batches)
