@@ -8,6 +8,7 @@ from typing import Any
 
 from draftsmith.config.loading import digest
 from draftsmith.config.recipe import Recipe
+from draftsmith.convert.fc_bias import folded, needs_folding
 from draftsmith.convert.formats import FORMATS
 from draftsmith.convert.formats.base import Format
 from draftsmith.convert.model_card import render
@@ -151,6 +152,11 @@ def convert_checkpoint(
     if quantize is not None and to == NATIVE:
         raise UserError("The trainer's checkpoint holds floating-point weights. --quantize goes with --to vllm.")
     original = checkpoint = read(source, found, target)
+    if folds := to == "vllm" and needs_folding(checkpoint):
+        checkpoint = folded(checkpoint)
+        console.print(
+            "convert: vLLM's `fc` has no bias; the drafter's is in the biases of its layer now, which compute the same"
+        )
     if found.format != NATIVE and (scheme := scheme_of(read_json(source / "config.json"))) is not None:
         console.print(f"convert: its weights are quantized ({scheme}) and are read as floating-point numbers")
     tensors = None
@@ -172,7 +178,7 @@ def convert_checkpoint(
         verified: dict[str, Any] | None = None
         if verify:
             result = read(temporary, Found(to, found.kind, ""), target)
-            verified = dict(compare(original, result, tensors, rounded=quantize is not None))
+            verified = dict(compare(original, result, tensors, rounded=quantize is not None, folded=folds))
             console.print(
                 f"verified: on the same inputs the logits differ by {verified['relative_difference']:.2g} of their norm, and "
                 f"{verified['same_first_choice']:.0%} of the top-1 tokens are the same"

@@ -18,6 +18,7 @@ import torch
 
 from draftsmith.config.loading import digest
 from draftsmith.config.recipe import Recipe
+from draftsmith.config.sampling_options import unknown_token
 from draftsmith.data.conversations import RejectedRows
 from draftsmith.data.overlap import TRAINING_PROMPTS, PromptsFile
 from draftsmith.drafters import layer_ids_to_read
@@ -63,6 +64,8 @@ def run_extract(recipe: Recipe, run_dir: Path, *, training_follows: bool = False
     options, directory = recipe.extract, run.directory
     weights: Weights = "all" if options.machines is None else "none"  # the machines download them
     target = describe_target(prepare_target(recipe.target, weights=weights), recipe.target)
+    if (unknown := unknown_token({"stop_token_ids": options.stop_token_ids}, target.vocab_size)) is not None:
+        raise UserError(f"`extract`: {unknown}.")
     layer_ids = options.layer_ids or default_layer_ids(target.num_hidden_layers)
     check_layer_ids(layer_ids, target.num_hidden_layers)
     try:

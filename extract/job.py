@@ -62,7 +62,7 @@ def store_identity(recipe: Recipe, target: TargetInfo, layer_ids: Iterable[int])
         layer_ids=tuple(layer_ids),
         hidden_size=target.hidden_size,
         dtype=recipe.target.dtype,
-        sampling=sampling | ({"seed": recipe.seed} if options.temperature > 0 else {}),
+        sampling=sampling | ({"seed": recipe.seed} if options.temperature > 0 else {}) | options.further_sampling(),
         states="int8" if options.compression == "int8" else "exact",
         engine_options=recipe.engine.options,
     )
@@ -107,6 +107,7 @@ def engine_job(recipe: Recipe, target: TargetInfo, identity: StoreIdentity, room
             "top_k": options.top_k or 0,
             "stop": list(options.stop),
             "detokenize": bool(options.stop),
+            **options.further_sampling(),
         },
         seed=recipe.seed,
         window=2 * options.max_num_seqs,  # enough to keep the engine full, whatever the size of the data set

@@ -98,6 +98,7 @@ def _sections(path: str, model: type[BaseModel]) -> Iterator[tuple[str, type[Bas
             tag = next(
                 (get_args(field.annotation) for key, field in found.model_fields.items() if _chooses(key, field)), ()
             )
+            tag = tuple(name for name in tag if not name.endswith("_mtp"))  # vLLM's older names
             yield from _sections(f"{inner}{place}" + (f" ({', '.join(tag)})" if tag else ""), found)
 
 

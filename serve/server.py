@@ -15,7 +15,7 @@ from draftsmith.engine.speculation import check_graph_sizes, method_config, own_
 from draftsmith.run.errors import UserError
 from draftsmith.run.progress import console
 from draftsmith.serve.schedule import schedule_of
-from draftsmith.serve.vllm_server import VllmServer, server_command
+from draftsmith.serve.vllm_server import VllmServer, served_names, server_command
 from draftsmith.target.info import describe_target
 from draftsmith.target.prepare import prepare_target
 
@@ -44,23 +44,24 @@ def serve(
     """
     check_options(recipe.engine)
     target = describe_target(prepare_target(recipe.target), recipe.target)
-    method = _method(recipe, run_dir, k)
+    method = served_method(recipe, run_dir, k)
     speculative = method_config(
         method, target, own_drafter=run_dir / "vllm", tensor_parallel_size=recipe.engine.tensor_parallel_size
     )
     options = recipe.engine.options | recipe.serve.vllm_args
     check_graph_sizes(options, speculative["num_speculative_tokens"] if speculative else 0)
-    command = server_command(recipe, target.path, speculative, name=target.name, host=host, port=port)
+    name = (served_names(recipe) or [target.name])[0]
+    command = server_command(recipe, target.path, speculative, name=name, host=host, port=port)
     scheme = "https" if recipe.serve.vllm_args.get("ssl_certfile") else "http"
     url = f"{scheme}://{'127.0.0.1' if host in ('0.0.0.0', '::', '') else host}:{port}"
-    console.print(f"serve: {target.name}, {_description(speculative)}", highlight=False, soft_wrap=True)
+    console.print(f"serve: {name}, {description(speculative)}", highlight=False, soft_wrap=True)
 
     stop = threading.Event()
     previous = {number: signal.signal(number, lambda *_: stop.set()) for number in (signal.SIGINT, signal.SIGTERM)}
     server = VllmServer(command, engine=recipe.engine, url=url, show=sys.stderr.write, api_key=api_key)
     try:
         if server.wait_ready(stop):
-            example = curl_command(url, target.name, with_key=api_key is not None)
+            example = curl_command(url, name, with_key=api_key is not None)
             console.print(f"serve: ready. Try\n\n{example}\n", highlight=False, soft_wrap=True)
             server.wait_stopped(stop)
         return 0
@@ -70,7 +71,7 @@ def serve(
             signal.signal(number, handler)
 
 
-def _method(recipe: Recipe, run_dir: Path, k: int | None) -> Method:
+def served_method(recipe: Recipe, run_dir: Path, k: int | None) -> Method:
     """The recipe's method with its number of tokens; without one, the run's own drafter."""
     drafter_dir = run_dir / "vllm"
     method = recipe.serve.method or own_drafter(drafter_dir)
@@ -83,10 +84,16 @@ def _method(recipe: Recipe, run_dir: Path, k: int | None) -> Method:
         k = chosen_k(recipe, run_dir)
     if k is None or method.method == "none":
         return method
+    if method.num_speculative_tokens not in (None, k) and "num_speculative_tokens" in method.model_fields_set:
+        console.print(
+            f"serve: num_speculative_tokens {method.num_speculative_tokens} -> {k}: -k was given",
+            highlight=False,
+            soft_wrap=True,
+        )
     return method.model_copy(update={"num_speculative_tokens": k, "num_speculative_tokens_per_batch_size": None})
 
 
-def _description(speculative: dict[str, Any] | None) -> str:
+def description(speculative: dict[str, Any] | None) -> str:
     if speculative is None:
         return "without speculation"
     model = f" {speculative['model']}," if "model" in speculative else ""

@@ -26,13 +26,14 @@ _POLL_SECONDS = 0.5
 _LINES_KEPT = 400  # lines of the server's output: enough for a traceback of its engine process and one of its own
 _ERROR = re.compile(r"\b\w*(Error|Exception)\b: .*\S")
 _SET_ELSEWHERE = {
-    "model": "by the recipe's `target`", "served-model-name": "by the recipe's `target`", "dtype": "by `target.dtype`",
+    "model": "by the recipe's `target`", "dtype": "by `target.dtype`",
     "max-model-len": "by `engine.max_model_len`", "tensor-parallel-size": "by `engine.tensor_parallel_size`",
     "enforce-eager": "by `engine.enforce_eager`", "trust-remote-code": "by `target.trust_remote_code`",
     "speculative-config": "by `serve.method`", "host": "with --host", "port": "with --port",
     "api-key": "with --api-key, or VLLM_API_KEY in the environment",
 }  # fmt: skip
 """Options of vLLM's server that Draftsmith sets, and where users set them."""
+_NAMES = "served-model-name"
 _AS_JSON = {"allowed-origins", "allowed-methods", "allowed-headers"}
 """Lists that vLLM's command line takes as one JSON string."""
 _NO_REASON = ("Engine core initialization failed", "EngineDeadError", "EngineCore encountered", "Engine process failed")
@@ -130,14 +131,14 @@ def server_command(
     Args:
         recipe: `target`, `engine` and `serve.vllm_args`, which comes before `engine.options`, are read.
         speculative: vLLM's `speculative_config`; None for the baseline.
-        name: the model's name for clients.
+        name: the model's name for clients, unless `serve.vllm_args.served_model_name` has others.
         memory_share: its part of the memory that the recipe grants, for servers side by side.
 
     Raises UserError: an option is set elsewhere.
     """
     command = [
         sys.executable, "-m", "draftsmith.serve.server_process", str(os.getpid()),
-        "--model", str(target_dir), "--served-model-name", name, "--host", host, "--port", str(port),
+        "--model", str(target_dir), "--served-model-name", *(served_names(recipe) or [name]), "--host", host, "--port", str(port),
         "--dtype", recipe.target.dtype, "--max-model-len", str(recipe.engine.max_model_len),
         "--tensor-parallel-size", str(recipe.engine.tensor_parallel_size),
     ]  # fmt: skip
@@ -151,10 +152,17 @@ def server_command(
         command.append("--enforce-eager")
     if recipe.target.trust_remote_code:
         command.append("--trust-remote-code")
-    replaced = {_flag(key) for key in recipe.serve.vllm_args}
+    own = {key: value for key, value in recipe.serve.vllm_args.items() if _flag(key) != _NAMES}
+    replaced = {_flag(key) for key in own}
     given = {_flag(key) for key in arguments}
     shared = {key: value for key, value in recipe.engine.options.items() if _flag(key) not in replaced | given}
-    return command + _flags(shared) + _flags(recipe.serve.vllm_args)
+    return command + _flags(shared) + _flags(own)
+
+
+def served_names(recipe: Recipe) -> list[str]:
+    """The names under which clients may ask for the model, if the recipe has any in `serve.vllm_args.served_model_name`."""
+    found = next((value for key, value in recipe.serve.vllm_args.items() if _flag(key) == _NAMES), None)
+    return [str(name) for name in (found if isinstance(found, list) else [found] if found else [])]
 
 
 def failure_reason(lines: Sequence[str]) -> str:

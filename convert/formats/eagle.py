@@ -36,6 +36,7 @@ FORMAT = Format(
                     default=lambda source, _: "layers.0.self_attn.q_proj.bias" in source.shapes,
                 ),
                 Entry("fc_bias", bool, f"{EXTRA}.fc_bias", default=lambda source, _: "fc.bias" in source.shapes),
+                Entry("output_bias", bool, f"{EXTRA}.output_bias", default=False),
             ),
             names=same_names,
             fixed=LLAMA_FIXED,
@@ -44,6 +45,7 @@ FORMAT = Format(
                 "bias": lambda config: config.fc_bias,
             },
             irrelevant=LLAMA_IRRELEVANT | {"attention_bias"},
+            supported={"output_bias": (False,)},
         )
     },
     recognize=_recognize,

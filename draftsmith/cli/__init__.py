@@ -9,7 +9,8 @@ import typer
 from rich.markup import escape
 
 from draftsmith import __version__
-from draftsmith.cli import convert, doctor, evaluate, exchange, inspect, publish, stages
+from draftsmith.cli import convert, doctor, evaluate, exchange, generate, inspect, publish, stages
+from draftsmith.cli.vllm_options import VllmCommand
 from draftsmith.run.errors import DraftsmithError
 from draftsmith.run.progress import console
 
@@ -26,11 +27,13 @@ def version() -> None:
     print(__version__)
 
 
+_LIKE_VLLM = (stages.serve, generate.generate)
 for command in (
-    stages.run, stages.extract, stages.train, convert.convert, evaluate.evaluate, stages.tune, stages.serve, publish.publish,
-    inspect.inspect, exchange.export, exchange.import_, doctor.doctor, version,
+    stages.run, stages.extract, stages.train, convert.convert, evaluate.evaluate, stages.tune, stages.serve, generate.generate,
+    publish.publish, inspect.inspect, exchange.export, exchange.import_, doctor.doctor, version,
 ):  # fmt: skip
-    app.command(command.__name__.strip("_"))(command)
+    kind = VllmCommand if command in _LIKE_VLLM else None
+    app.command(command.__name__.strip("_"), cls=kind)(command)
 
 
 def main() -> None:

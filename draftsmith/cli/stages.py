@@ -9,6 +9,8 @@ from typing import Annotated, Any
 import typer
 
 from draftsmith.cli.common import AsJson, Overrides, RecipePath, RunsDir, print_json
+from draftsmith.cli.published import for_evaluation, for_serving
+from draftsmith.cli.vllm_options import SpeculativeConfig, with_speculative_config
 from draftsmith.config.loading import load_recipe
 from draftsmith.config.recipe import Recipe
 from draftsmith.run.errors import UserError
@@ -49,7 +51,7 @@ def evaluate_stage(recipe: Recipe, run_dir: Path) -> dict[str, Any]:
         prepare_engines(recipe.engine)  # imports vLLM while this process imports the rest
     from draftsmith.serve.evaluation.evaluate import run_evaluate
 
-    found = dict(run_evaluate(recipe, run_dir))
+    found = dict(run_evaluate(for_evaluation(recipe), run_dir))
     _write_card(recipe, run_dir)
     return found
 
@@ -180,6 +182,7 @@ def serve(
         str | None,
         typer.Option(envvar="VLLM_API_KEY", help="API key that clients must send.", show_default=False),
     ] = None,
+    speculative_config: SpeculativeConfig = None,
 ) -> None:
     """Run vLLM's OpenAI-compatible server with the target and the run's drafter until interrupted.
 
@@ -190,5 +193,5 @@ def serve(
     """
     from draftsmith.serve.server import serve as serve_forever
 
-    loaded = load_recipe(recipe, overrides)
+    loaded = for_serving(load_recipe(recipe, with_speculative_config(overrides, speculative_config)))
     serve_forever(loaded, runs / loaded.name, host=host, port=port, k=k, api_key=api_key)

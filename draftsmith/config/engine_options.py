@@ -7,7 +7,8 @@ from typing import Any
 
 _METHODS = "`serve.method` and `evaluate.methods`"
 _KEYS = {
-    "model": "`target.model`", "tokenizer": "`target.model`", "hf_config_path": "`target.model`", "served_model_name": "`target.model`",
+    "model": "`target.model`", "tokenizer": "`target.model`", "hf_config_path": "`target.model`",
+    "served_model_name": "`serve.vllm_args.served_model_name`",
     "revision": "`target.revision`", "code_revision": "`target.revision`", "tokenizer_revision": "`target.revision`",
     "dtype": "`target.dtype`", "trust_remote_code": "`target.trust_remote_code`", "seed": "`seed`",
     "max_model_len": "`engine.max_model_len`", "enforce_eager": "`engine.enforce_eager`",

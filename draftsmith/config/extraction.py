@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
-from typing import Annotated, Literal
+from typing import Annotated, Any, Literal
 
 from pydantic import Field, model_validator
 
+from draftsmith.config.sampling_options import WITHOUT_SPECULATION, Penalty, TokenId, Word, require_room
 from draftsmith.config.section import LayerIds, Section
 from draftsmith.config.sources import Prompts
+
+_FURTHER = {"stop_token_ids", "min_tokens", "bad_words", "presence_penalty", "frequency_penalty", "repetition_penalty"}
 
 
 class ExtractConfig(Section):
@@ -32,7 +35,7 @@ class ExtractConfig(Section):
     held_out_max_tokens: int | None = Field(None, ge=1)
     """Longest response to a held-out prompt, in tokens. Absent: `max_tokens`. The evaluation of `held_out` uses it too, so that
     predicted and measured acceptance length refer to the same text."""
-    temperature: float = Field(0.0, ge=0)
+    temperature: float = Field(0.0, ge=0, le=2)
     """Sampling temperature; 0 is greedy. Sampled responses are reproducible: every prompt has its own seed."""
     top_p: float = Field(1.0, gt=0, le=1)
     """Sample from the most likely tokens whose probabilities add up to this."""
@@ -40,6 +43,18 @@ class ExtractConfig(Section):
     """Sample from this many most likely tokens. Absent: from all."""
     stop: tuple[str, ...] = ()
     """Strings that end a response, in addition to the target's end tokens."""
+    stop_token_ids: tuple[TokenId, ...] = ()
+    """Tokens that end a response, in addition to the target's end tokens."""
+    min_tokens: int = Field(0, ge=0)
+    """Tokens of a response before it may end."""
+    bad_words: tuple[Word, ...] = ()
+    """Strings that are not generated."""
+    presence_penalty: Penalty = 0.0
+    """Lower the logits of tokens that the response has already by this."""
+    frequency_penalty: Penalty = 0.0
+    """The same times how often the response has them."""
+    repetition_penalty: float = Field(1.0, gt=0, allow_inf_nan=False)
+    """Divide positive logits, and multiply negative ones, of tokens that the prompt or the response has by this."""
     samples: int = Field(1, ge=1)
     """Responses per training prompt, each with its own seed. More than one needs a temperature; held-out prompts get one."""
     turns: Literal["first", "all"] = "first"
@@ -66,6 +81,17 @@ class ExtractConfig(Section):
     """Refuse to start if the disk could not hold the store with every response at its longest. If false, a full disk stops
     the extraction cleanly, and it resumes once there is space."""
 
+    @model_validator(mode="before")
+    @classmethod
+    def _none_without_speculation(cls, section: Any) -> Any:
+        named = [name for name in WITHOUT_SPECULATION if isinstance(section, dict) and name in section]
+        if named:
+            raise ValueError(
+                f"vLLM 0.32 takes no `{named[0]}` where it speculates, and to it extraction of hidden states is a method of speculation; leave "
+                "it out, or let `draftsmith generate` sample the answers and extract them with `mode: prefill`"
+            )
+        return section
+
     @model_validator(mode="after")
     def _samples_differ(self) -> ExtractConfig:
         if self.samples > 1 and (self.temperature == 0 or self.mode == "prefill"):
@@ -75,7 +101,19 @@ class ExtractConfig(Section):
         needs_vllm = self.stop or self.turns == "all" or self.workers > 1 or self.machines is not None
         if self.backend == "transformers" and needs_vllm:
             raise ValueError("`stop`, `turns: all`, `workers` and `machines` need `backend: vllm`")
+        if self.backend == "transformers" and (given := self.further_sampling()):
+            raise ValueError(f"`{next(iter(given))}` needs `backend: vllm`")
+        require_room(self.min_tokens, min(self.max_tokens, self.held_out_max_tokens or self.max_tokens))
         return self
+
+    def further_sampling(self) -> dict[str, Any]:
+        """vLLM's sampling parameters beside temperature, top-p, top-k and `stop` that are not its defaults; none if nothing is generated."""
+        if self.mode == "prefill":
+            return {}
+        found = self.model_dump(mode="json", include=_FURTHER)
+        return {
+            name: value for name, value in found.items() if getattr(self, name) != type(self).model_fields[name].default
+        }
 
     def response_tokens(self, *, held_out: bool) -> int:
         """Longest response to a training or a held-out prompt, in tokens."""

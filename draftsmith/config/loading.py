@@ -10,6 +10,7 @@ from typing import Any, get_args, get_origin
 import yaml
 from pydantic import BaseModel, ValidationError
 
+from draftsmith.config.older_forms import method_by_name, problem_of
 from draftsmith.config.recipe import Recipe
 from draftsmith.run.errors import UserError
 
@@ -53,6 +54,8 @@ def load_recipe(path: str | Path, overrides: list[str] | None = None) -> Recipe:
         raise UserError(f"{path} must be a YAML mapping with the keys {', '.join(Recipe.model_fields)}.")
     for override in overrides or []:
         _apply_override(data, override)
+    if (problem := problem_of(data)) is not None:
+        raise UserError(f"{path} is not a valid recipe: {problem}")
     try:
         return Recipe.model_validate(data, context=path.resolve().parent)
     except ValidationError as error:
@@ -98,8 +101,12 @@ def _explain(error: ValidationError, path: Path) -> str:
         elif item["type"] == "union_tag_invalid":
             context = item["ctx"]
             known = [tag.strip("' ") for tag in context["expected_tags"].split(",")]
+            known = [tag for tag in known if not tag.endswith("_mtp")]  # vLLM's older names
             name = context["discriminator"].strip("'")
             problems.append(f"`{where}.{name}` is `{context['tag']}` ({_hint(context['tag'], 'known', known)})")
+        elif item["type"] == "union_tag_not_found":
+            name = item["ctx"]["discriminator"].strip("'")
+            problems.append(f"`{where}.{name}` is missing{_guess(item['input'])}")
         elif item["type"] == "none_required":
             section = ".".join(location[:-1])
             problems.append(
@@ -111,6 +118,14 @@ def _explain(error: ValidationError, path: Path) -> str:
             given = "" if isinstance(item["input"], dict) else f" (got {item['input']!r:.80})"
             problems.append(f"`{where}`: {item['msg'].removeprefix('Value error, ')}{given}")
     return f"{path} is not a valid recipe: {'; '.join(problems)}."
+
+
+def _guess(section: Any) -> str:
+    """The method that a section without one may mean, by its model."""
+    model = section.get("model") if isinstance(section, dict) else None
+    if not isinstance(model, str):
+        return ""
+    return f"; for `{model}` perhaps `method: {method_by_name(model) or 'draft_model'}`"
 
 
 def _hint(given: str, what: str, known: Sequence[str]) -> str:

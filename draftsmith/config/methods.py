@@ -8,15 +8,24 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Annotated, Any, Literal
 
-from pydantic import Field, model_validator
+from pydantic import Field, SerializerFunctionWrapHandler, model_serializer, model_validator
 
 from draftsmith.config.drafters import KINDS, method_of
 from draftsmith.config.section import ModelName, Section
 
+_MTP_NAMES = (
+    "bailing_hybrid", "bailing_hybrid_v3", "deepseek", "dots3_note", "ernie", "exaone4_5", "exaone_moe", "gemma4", "glm4_moe",
+    "glm4_moe_lite", "glm5_next", "glm_ocr", "hy_v3", "hy_v4", "inkling", "kimi_k3", "longcat_flash", "mimo", "mimo_v2",
+    "minimax_m3", "nemotron_h", "pangu_ultra_moe", "qwen3_5", "qwen3_next", "qwen4_exp", "step3p5",
+)  # fmt: skip
+"""vLLM's older names of `mtp`, one for each family of targets, without the `_mtp` at their end."""
+
 if TYPE_CHECKING:
     DrafterMethod = str
+    MtpMethod = str
 else:
     DrafterMethod = Literal[tuple(dict.fromkeys(map(method_of, KINDS)))]
+    MtpMethod = Literal[("mtp", *(f"{name}_mtp" for name in _MTP_NAMES))]
 
 
 class Method(Section):
@@ -68,10 +77,21 @@ class NGram(Method):
 
     method: Literal["ngram"]
     num_speculative_tokens: int = Field(3, ge=1)
-    prompt_lookup_min: int = Field(2, ge=1)
-    """Fewest last tokens to match."""
+    prompt_lookup_min: int = Field(5, ge=1)
+    """Fewest last tokens to match. Absent: `prompt_lookup_max`, as in vLLM."""
     prompt_lookup_max: int = Field(5, ge=1)
-    """Most last tokens to match."""
+    """Most last tokens to match. Absent: `prompt_lookup_min`, as in vLLM."""
+
+    @model_validator(mode="before")
+    @classmethod
+    def _one_limit_is_both(cls, section: Any) -> Any:
+        if isinstance(section, dict):
+            limits = [section.get(name) for name in ("prompt_lookup_min", "prompt_lookup_max")]
+            given = next((limit for limit in limits if limit is not None), None)
+            if given is not None:
+                least, most = (given if limit is None else limit for limit in limits)
+                section = section | {"prompt_lookup_min": least, "prompt_lookup_max": most}
+        return section
 
     @model_validator(mode="after")
     def _least_is_least(self) -> NGram:
@@ -97,7 +117,39 @@ class Suffix(Method):
     """Draft only tokens that followed at least this often."""
 
 
-class DraftModel(Method):
+class ModelMethod(Method):
+    """What methods share whose draft tokens come from a model."""
+
+    draft_tensor_parallel_size: int | None = Field(None, ge=1)
+    """GPUs that the drafter is split over: 1, or as many as the target. Absent: 1 for trained drafters, else as the target."""
+    disable_padded_drafter_batch: bool | None = None
+    """Draft for sequences of different lengths without padding them to one length, which not every attention kernel can. Absent: vLLM's
+    default, which is to pad."""
+
+    @model_serializer(mode="wrap")
+    def _recorded(self, handler: SerializerFunctionWrapHandler) -> dict[str, Any]:
+        fields: dict[str, Any] = handler(self)
+        own = {*ModelMethod.model_fields, "parallel_drafting"} - Method.model_fields.keys()
+        # Digests of runs without these keys are those of before there were any.
+        return {name: value for name, value in fields.items() if name not in own or value is not None}
+
+
+class ParallelMethod(ModelMethod):
+    """The same, of models that can also draft all tokens at once."""
+
+    parallel_drafting: bool | None = None
+    """Draft all tokens in one forward pass, with a model that was trained for it. Absent: as the run's drafter was trained."""
+
+    @model_validator(mode="after")
+    def _padded_where_vllm_needs_it(self) -> ParallelMethod:
+        if self.disable_padded_drafter_batch and (self.parallel_drafting or self.method == "draft_model"):
+            raise ValueError(
+                "`disable_padded_drafter_batch` does not go with `parallel_drafting` or `method: draft_model`: vLLM pads their batches always"
+            )
+        return self
+
+
+class DraftModel(ParallelMethod):
     """A smaller model with the target's vocabulary drafts."""
 
     method: Literal["draft_model"]
@@ -108,20 +160,21 @@ class DraftModel(Method):
     num_speculative_tokens: int = Field(3, ge=1)
 
 
-class Drafter(Method):
+class Drafter(ParallelMethod):
     """A trained drafter: the run's own, or another."""
 
     method: DrafterMethod
     model: ModelName | None = None
-    """Hub id or folder of a drafter that vLLM loads (`draftsmith convert --to vllm`). Default: the run's own."""
+    """Hub id or folder of a drafter, in any format of `draftsmith convert --list`; where it is not vLLM's, it is converted into the cache,
+    once. Default: the run's own."""
     revision: str | None = None
     """The revision of a Hub id."""
 
 
-class Mtp(Method):
-    """The target's own multi-token prediction layers draft."""
+class Mtp(ModelMethod):
+    """The target's own multi-token prediction layers draft. vLLM's older names, such as `deepseek_mtp`, mean the same."""
 
-    method: Literal["mtp"]
+    method: MtpMethod
     num_speculative_tokens: int = Field(1, ge=1)
 
 

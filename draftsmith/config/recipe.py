@@ -14,6 +14,7 @@ from draftsmith.config.evaluation import EvaluateConfig, ServeConfig, TuneConfig
 from draftsmith.config.extraction import ExtractConfig
 from draftsmith.config.hardware import Assumptions
 from draftsmith.config.methods import NoSpeculation
+from draftsmith.config.sampling_options import SamplingOptions
 from draftsmith.config.section import Section
 from draftsmith.config.target import EngineConfig, TargetConfig
 from draftsmith.config.training import TrainConfig
@@ -44,6 +45,7 @@ class Recipe(Section):
     evaluate: EvaluateConfig = EvaluateConfig()
     tune: TuneConfig = TuneConfig()
     serve: ServeConfig = ServeConfig()
+    sampling: SamplingOptions = SamplingOptions()
     plan: Assumptions | None = None
 
     @model_validator(mode="after")

@@ -45,17 +45,26 @@ class Attention(nn.Module):
         kv_heads: M.
         head_dim: C.
         bias: queries, keys and values have one.
+        output_bias: the output has one.
     """
 
     def __init__(
-        self, input_size: int, output_size: int, *, heads: int, kv_heads: int, head_dim: int, bias: bool
+        self,
+        input_size: int,
+        output_size: int,
+        *,
+        heads: int,
+        kv_heads: int,
+        head_dim: int,
+        bias: bool,
+        output_bias: bool = False,
     ) -> None:
         super().__init__()
         self.heads, self.kv_heads, self.head_dim = heads, kv_heads, head_dim
         self.q_proj = nn.Linear(input_size, heads * head_dim, bias=bias)
         self.k_proj = nn.Linear(input_size, kv_heads * head_dim, bias=bias)
         self.v_proj = nn.Linear(input_size, kv_heads * head_dim, bias=bias)
-        self.o_proj = nn.Linear(heads * head_dim, output_size, bias=False)
+        self.o_proj = nn.Linear(heads * head_dim, output_size, bias=output_bias)
 
     def queries(self, x: torch.Tensor, rope: CosSin) -> torch.Tensor:
         """[Q, N, C]"""

@@ -146,6 +146,7 @@ class DecoderLayer(nn.Module):
         reads: width of what queries, keys and values are projected from.
         input_norm: the layer has `input_layernorm`.
         hidden_norm: the layer has `hidden_norm`, EAGLE-3's on the fused state.
+        output_bias: the attention's output has a bias.
     """
 
     self_attn: Attention
@@ -153,7 +154,13 @@ class DecoderLayer(nn.Module):
     hidden_norm: nn.RMSNorm
 
     def __init__(
-        self, config: DecoderConfig, *, reads: int, input_norm: bool = True, hidden_norm: bool = False
+        self,
+        config: DecoderConfig,
+        *,
+        reads: int,
+        input_norm: bool = True,
+        hidden_norm: bool = False,
+        output_bias: bool = False,
     ) -> None:
         super().__init__()
         from transformers.models.llama.modeling_llama import LlamaMLP
@@ -170,6 +177,7 @@ class DecoderLayer(nn.Module):
             kv_heads=config.num_key_value_heads,
             head_dim=config.head_dim,
             bias=config.attention_bias,
+            output_bias=output_bias,
         )
         self.post_attention_layernorm = RMSNorm(hidden, eps)
         self.mlp = LlamaMLP(config.llama())

@@ -46,20 +46,23 @@ class EagleConfig(DecoderConfig):
 
     noise: float
     fc_bias: bool = False
-    """`fc` has a bias, as in checkpoints of the original implementation; vLLM's has none."""
+    """`fc` has a bias, as in checkpoints of the original implementation; vLLM's has none (`convert/fc_bias.py`)."""
+    output_bias: bool = False
+    """The output of each layer's attention has a bias."""
 
 
 _VLLM = Layout(
     fields=(
         *layer_fields(),
-        Entry("attention_bias", bool, "qkv_bias", default=False),
+        Entry("attention_bias", bool, "qkv_bias", default=lambda source, _: bool(source.record.get("attention_bias"))),
+        Entry("output_bias", bool, "attention_bias", default=False),  # vLLM's key for both, unless there is the other
         Entry("layer_ids", tuple, f"{EXTRA}.layer_ids"),
         Entry("draft_vocab_size", int, f"{EXTRA}.draft_vocab_size", default=lambda _, config: config["vocab_size"]),
         Entry("noise", float, f"{EXTRA}.noise", default=0.0),
         Entry("fc_bias", bool, f"{EXTRA}.fc_bias", default=False),
     ),
     names=same_names,
-    fixed={**LLAMA_FIXED, "attention_bias": False, "bias": None},  # vLLM takes `bias` for one of the attention
+    fixed={**LLAMA_FIXED, "bias": None},  # vLLM takes `bias` for one of the attention
     derived={
         "architectures": lambda _: [EagleOptions.serving.architecture], "model_type": lambda _: "llama",
         "tie_word_embeddings": lambda _: False,
@@ -90,7 +93,8 @@ class EagleDrafter(DecoderDrafter):
         self.config = config
         self.fc = nn.Linear(2 * hidden, hidden, bias=config.fc_bias)
         self.layers = nn.ModuleList(
-            DecoderLayer(config, reads=hidden, input_norm=index > 0) for index in range(config.num_layers)
+            DecoderLayer(config, reads=hidden, input_norm=index > 0, output_bias=config.output_bias)
+            for index in range(config.num_layers)
         )
         self._rotary = rotary_embedding(config)
         self.register_buffer("embedding", embedding, persistent=False)

@@ -6,15 +6,17 @@ own terms, or not at all.
 
 import json
 from collections.abc import Mapping
+from functools import cache
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
 from draftsmith.config.drafters import KINDS, ServingSpec, kind_of_architecture, method_of
-from draftsmith.config.methods import Drafter, DraftModel, Method, Mtp, NoSpeculation, Suffix
+from draftsmith.config.methods import Drafter, DraftModel, Method, ModelMethod, Mtp, NoSpeculation, Suffix
 from draftsmith.engine import environment
 from draftsmith.run.atomic_io import sha256_of
 from draftsmith.run.errors import UserError
+from draftsmith.run.progress import console
 from draftsmith.target.hub import local_directory
 from draftsmith.target.info import TargetInfo
 from draftsmith.target.pretrained import config_of, language_config
@@ -47,7 +49,13 @@ def method_config(
         highest = max(k for _, _, k in method.num_speculative_tokens_per_batch_size)
         if highest == 0:
             return None
-        config["num_speculative_tokens"] = highest
+        if "num_speculative_tokens" not in method.model_fields_set:
+            config.pop("num_speculative_tokens", None)
+        _override(
+            config, "num_speculative_tokens", highest, "the most that `num_speculative_tokens_per_batch_size` has"
+        )
+    if isinstance(method, ModelMethod):
+        _check_split(method, tensor_parallel_size)
     if isinstance(method, Suffix):
         if find_spec("arctic_inference") is None:
             raise UserError(
@@ -57,6 +65,7 @@ def method_config(
             )
         config.setdefault("num_speculative_tokens", method.suffix_decoding_max_tree_depth)
     elif isinstance(method, Mtp):
+        _override(config, "method", "mtp", "vLLM's older name of it")
         layers = max(int(getattr(target.config, name, 0) or 0) for name in _MTP_LAYERS)
         if not layers and target.config.model_type not in _MTP_UNCOUNTED:
             raise UserError(
@@ -77,12 +86,17 @@ def method_config(
         usual = min(_USUAL_K, _longest_draft(directory) or _USUAL_K)
         found = speculative_config(directory, config.get("num_speculative_tokens", usual))
         expected = method_of(_kind(directory))
-        if expected != method.method:
+        in_parallel = bool(method.parallel_drafting) and found["method"] == method.method  # as vLLM names P-EAGLE
+        if expected != method.method and not in_parallel:
             raise UserError(
                 f"{directory} holds a drafter for the method `{expected}`, but the recipe's method is `{method.method}`."
             )
         check_target(directory, target)
-        config |= found | ({"draft_tensor_parallel_size": 1} if tensor_parallel_size > 1 else {})
+        if "parallel_drafting" in found:
+            _override(config, "parallel_drafting", True, "the drafter was trained to draft so")
+        config |= found
+        if tensor_parallel_size > 1:
+            config.setdefault("draft_tensor_parallel_size", 1)
     schedule = method.num_speculative_tokens_per_batch_size
     if schedule and method.method in FIXED_K and len({k for _, _, k in schedule}) > 1:
         raise UserError(
@@ -90,6 +104,30 @@ def method_config(
             "`num_speculative_tokens_per_batch_size` has several. Give num_speculative_tokens instead."
         )
     return config
+
+
+def _check_split(method: ModelMethod, tensor_parallel_size: int) -> None:
+    """Check over how many GPUs the method splits its model. Raises UserError: vLLM cannot."""
+    split = method.draft_tensor_parallel_size
+    allowed = {tensor_parallel_size} if isinstance(method, DraftModel) else {1, tensor_parallel_size}
+    if split is not None and split not in allowed:
+        raise UserError(
+            f"`draft_tensor_parallel_size` is {split}, and vLLM splits the model of `{method.method}` over {' or '.join(map(str, sorted(allowed)))} "
+            f"GPUs where `engine.tensor_parallel_size` is {tensor_parallel_size}. Give one of these, or leave it out."
+        )
+
+
+def _override(config: dict[str, Any], key: str, value: Any, why: str) -> None:
+    """Set a key of the configuration, and say so where the recipe gave it another value."""
+    if (given := config.get(key, value)) != value:
+        _say(f"speculation: {key} {given} -> {value}: {why}")
+    config[key] = value
+
+
+@cache
+def _say(line: str) -> None:
+    """Print a line once: an evaluation makes many configurations of a method."""
+    console.print(line, highlight=False, markup=False, soft_wrap=True)
 
 
 def _longest_draft(drafter_dir: Path) -> int | None:

@@ -145,16 +145,23 @@ class _Engine:
             return None
         return float(logprobs[token].logprob - logprobs[other].logprob)
 
-    def counters(self) -> tuple[int, int, int, tuple[int, ...]]:
-        values: dict[str, Any] = {}
-        for metric in self._llm.get_metrics():
-            if metric.name.startswith("vllm:spec_decode_num_"):
-                values[metric.name.removeprefix("vllm:spec_decode_num_")] = (
-                    getattr(metric, "values", None) or metric.value
-                )
-        return (
-            values.get("drafts", 0),
-            values.get("draft_tokens", 0),
-            values.get("accepted_tokens", 0),
-            tuple(values.get("accepted_tokens_per_pos", ())),
-        )
+    def counters(self) -> SpecDecodeCounts:
+        return counters_of(self._llm)
+
+
+SpecDecodeCounts = tuple[int, int, int, tuple[int, ...]]
+"""Drafts, draft tokens, accepted tokens, and drafts accepted at each position."""
+
+
+def counters_of(llm: Any) -> SpecDecodeCounts:
+    """vLLM's speculative decoding counters of a `vllm.LLM` since it started; all zero for the baseline."""
+    values: dict[str, Any] = {}
+    for metric in llm.get_metrics():
+        if metric.name.startswith("vllm:spec_decode_num_"):
+            values[metric.name.removeprefix("vllm:spec_decode_num_")] = getattr(metric, "values", None) or metric.value
+    return (
+        values.get("drafts", 0),
+        values.get("draft_tokens", 0),
+        values.get("accepted_tokens", 0),
+        tuple(values.get("accepted_tokens_per_pos", ())),
+    )

@@ -46,7 +46,7 @@ def at_request_rates(
     """Measure two servers at every rate of `evaluate.request_rates` that `partial` does not have yet.
 
     Args:
-        recipe: `engine`, `serve.vllm_args` (except TLS: both listen on loopback) and `evaluate` are read.
+        recipe: `engine`, `serve.vllm_args` (except TLS and names: both listen on loopback) and `evaluate` are read.
         target: the target to serve.
         speculative: vLLM's `speculative_config` of one of the servers.
         prompts: in the target's chat template; as many requests are sent at every rate.
@@ -87,7 +87,7 @@ def _start(
     ends: ExitStack,
 ) -> dict[str, VllmServer]:
     """Both servers, ready; `ends` ends them."""
-    own = {name: value for name, value in recipe.serve.vllm_args.items() if not name.startswith("ssl")}
+    own = {name: value for name, value in recipe.serve.vllm_args.items() if not name.startswith(("ssl", "served"))}
     without_tls = recipe.model_copy(update={"serve": recipe.serve.model_copy(update={"vllm_args": own})})
     servers: dict[str, VllmServer] = {}
     with Bar("start servers", total=2, unit="servers") as bar:

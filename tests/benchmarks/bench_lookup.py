@@ -27,7 +27,7 @@ from draftsmith.store.format import Sequence
 from tests.benchmarks.bench_learn import learn_recipe, learn_target, learn_text
 from tests.benchmarks.figures import Figure, figure
 
-KS, LEAST, MOST = (2, 3, 4, 5, 8), (1, 2, 3, 4), (3, 5, 8)
+KS, LEAST, MOST = (2, 3, 4, 5, 8), (1, 2, 3, 4, 5), (3, 5, 8)
 """N-gram: draft tokens, and the fewest and the most last tokens to match."""
 SUFFIX_KS, PROBABILITIES, FACTORS = (2, 3, 4, 5, 8, 24), (0.1, 0.3, 0.5), (1.0, 2.0)
 """Suffix: most draft tokens, `suffix_decoding_min_token_prob` and `suffix_decoding_max_spec_factor`."""

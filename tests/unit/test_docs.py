@@ -41,6 +41,7 @@ def test_references_name_everything(pages: dict[str, str]) -> None:
         "evaluate",
         "tune",
         "serve",
+        "generate",
         "publish",
         "inspect",
         "export",

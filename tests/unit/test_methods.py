@@ -32,7 +32,7 @@ def _config(target: TargetInfo, method: dict[str, Any], drafter: Path = Path("no
 def test_methods_without_a_model(target: TargetInfo, monkeypatch: pytest.MonkeyPatch) -> None:
     assert _config(target, {"method": "none"}) is None
     assert _config(target, {"method": "ngram", "options": {"draft_sample_method": "greedy"}}) == {
-        "method": "ngram", "num_speculative_tokens": 3, "prompt_lookup_min": 2, "prompt_lookup_max": 5,
+        "method": "ngram", "num_speculative_tokens": 3, "prompt_lookup_min": 5, "prompt_lookup_max": 5,
         "draft_sample_method": "greedy",
     }  # fmt: skip
     monkeypatch.setattr(speculation, "find_spec", lambda name: object())

@@ -57,12 +57,12 @@ def test_planted_figures_are_found(run: tuple[recipe.Recipe, Path]) -> None:
     assert run_tune(*run, verify=True) == found
     assert len(Engine.started) == count
     loaded, run_dir = run
-    method = server._method(loaded, run_dir, None)
+    method = server.served_method(loaded, run_dir, None)
     assert method.num_speculative_tokens_per_batch_size == ((1, 4, 2), (5, 32, 0))
-    assert server._method(loaded, run_dir, 3).num_speculative_tokens_per_batch_size is None
+    assert server.served_method(loaded, run_dir, 3).num_speculative_tokens_per_batch_size is None
     (run_dir / "vllm" / "model.safetensors").write_bytes(b"y")
     assert schedule_of(run_dir, "tune") is None
-    assert server._method(loaded, run_dir, None).num_speculative_tokens == loaded.evaluate.acceptance_k
+    assert server.served_method(loaded, run_dir, None).num_speculative_tokens == loaded.evaluate.acceptance_k
 
 
 def test_an_engine_for_every_k_gives_the_ratios_of_one_for_each(

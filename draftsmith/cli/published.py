@@ -1,0 +1,81 @@
+"""Published drafters in a recipe's methods: converted for vLLM once, into the cache."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from draftsmith.config.loading import digest
+from draftsmith.config.methods import Drafter, Method
+from draftsmith.config.recipe import Recipe
+from draftsmith.run.errors import UserError
+
+if TYPE_CHECKING:
+    from draftsmith.target.info import TargetInfo
+
+_VERSION = 1
+"""Counted up when conversions change, so that copies of before are made anew."""
+_READ = ("*.json", "*.safetensors", "*.bin", "*.pt")
+"""Files that a conversion reads."""
+
+
+def for_serving(recipe: Recipe) -> Recipe:
+    """The recipe with a converted copy in the place of the drafter of `serve.method`, if that is in another format than vLLM's.
+
+    A copy is verified as by `draftsmith convert --verify`, and kept under the digest of what it was made from.
+
+    Raises:
+        UserError: the drafter cannot be downloaded, or its format cannot be converted.
+        DraftsmithError: the copy computes something else than its source.
+    """
+    if recipe.serve.method is None:
+        return recipe
+    method = _loadable(recipe.serve.method, recipe)
+    return recipe.model_copy(update={"serve": recipe.serve.model_copy(update={"method": method})})
+
+
+def for_evaluation(recipe: Recipe) -> Recipe:
+    """The same for the drafters of `evaluate.methods`."""
+    methods = {name: _loadable(method, recipe) for name, method in recipe.evaluate.methods.items()}
+    return recipe.model_copy(update={"evaluate": recipe.evaluate.model_copy(update={"methods": methods})})
+
+
+def _loadable(method: Method, recipe: Recipe) -> Method:
+    """The method with a drafter that vLLM loads."""
+    if not isinstance(method, Drafter) or method.model is None:
+        return method
+    from draftsmith.convert.convert import convert_checkpoint, recognize
+    from draftsmith.run import stage
+    from draftsmith.target.downloads import cache_dir
+    from draftsmith.target.hub import local_directory
+    from draftsmith.target.info import describe_target
+    from draftsmith.target.prepare import prepare_target
+
+    source = local_directory(method.model, revision=method.revision)
+    try:
+        found = recognize(source)
+    except UserError:
+        return method  # of a kind that only vLLM knows, or no drafter: serving says which
+    if found.format == "vllm":
+        return method
+    target = describe_target(prepare_target(recipe.target), recipe.target)
+    place = cache_dir() / "drafters" / _digest(source, target)[:16]
+    if stage.read(place) is None:
+        try:
+            convert_checkpoint(source, place, to="vllm", target=target, verify=True)
+        except (OSError, UserError):
+            if stage.read(place) is None:  # otherwise another process was faster, with the same result
+                raise
+    return method.model_copy(update={"model": str(place), "revision": None})
+
+
+def _digest(source: Path, target: TargetInfo) -> str:
+    from draftsmith.run.atomic_io import sha256_of
+    from draftsmith.target.hub import is_snapshot
+
+    # A commit of the Hub is named by its content.
+    content: object = [source.parent.parent.name, source.name]
+    if not is_snapshot(source):
+        files = sorted(path for pattern in _READ for path in source.glob(pattern))
+        content = [[path.name, sha256_of(path)] for path in files]
+    return digest([_VERSION, content, target.config_hash, target.revision])

@@ -1,0 +1,260 @@
+"""Published drafters in a recipe's methods, and EAGLE's `fc.bias`, which vLLM has no place for."""
+
+import json
+import shutil
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file
+
+from draftsmith.cli.published import for_evaluation, for_serving
+from draftsmith.config.methods import Drafter
+from draftsmith.config.recipe import Recipe
+from draftsmith.convert import convert as convert_module
+from draftsmith.convert.convert import convert_checkpoint, recognize
+from draftsmith.convert.fc_bias import folded, needs_folding
+from draftsmith.convert.formats import FORMATS
+from draftsmith.drafters import drafter_class
+from draftsmith.drafters.checkpoint import UNKNOWN_TARGET, Checkpoint
+from draftsmith.engine.speculation import method_config
+from draftsmith.run.errors import UserError
+from draftsmith.run.weights import in_memory
+from draftsmith.target.info import TargetInfo, describe_target
+from draftsmith.train.packing import pack
+from tests.hub_server import Hub, use_hub
+from tests.unit.test_eagle import HIDDEN as SMALL
+from tests.unit.test_eagle import VOCAB as FEW
+from tests.unit.test_eagle import make_drafter, make_sequence, plain_chain
+from tests.unit.tiny_run import HIDDEN, LAYERS, VOCAB, make_run
+
+LAYER: dict[str, Any] = {
+    "hidden_size": HIDDEN, "intermediate_size": 24, "num_layers": 1, "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 8,
+    "hidden_act": "silu", "rms_norm_eps": 1e-5, "rope_parameters": {"rope_type": "default", "rope_theta": 10000.0},
+    "max_position_embeddings": 128, "vocab_size": VOCAB,
+}  # fmt: skip
+ON_LAST: dict[str, Any] = {
+    "layer_ids": [LAYERS], "hidden_size": HIDDEN, "rms_norm_eps": 1e-6, "vocab_size": VOCAB, "draft_vocab_size": VOCAB,
+}  # fmt: skip
+PUBLISHED: dict[str, tuple[str, dict[str, Any]]] = {
+    "eagle": ("eagle", LAYER | {"layer_ids": [LAYERS], "draft_vocab_size": VOCAB, "noise": 0.0, "fc_bias": True}),
+    "specforge": ("eagle3", LAYER | {
+        "layer_ids": [1, 2, 3], "draft_vocab_size": 20, "norm_before_residual": False, "fc_norm": False, "norm_output": False}),
+    "speculators": ("eagle3", LAYER | {
+        "layer_ids": [1, 2, 3], "draft_vocab_size": 20, "norm_before_residual": True, "fc_norm": False, "norm_output": False}),
+    "medusa": ("medusa", ON_LAST | {"num_heads": 2, "num_layers": 1, "bias": True, "shared_head": False}),
+    "ibm": ("mlp_speculator", ON_LAST | {"inner_size": 16, "n_predict": 3, "tie_weights": True, "scale_input": True}),
+}  # fmt: skip
+"""By format: the kind, and a config of it."""
+
+
+def make_checkpoint(kind: str, config: dict[str, Any], *, dtype: torch.dtype = torch.float32) -> Checkpoint:
+    generator = torch.Generator().manual_seed(0)
+    typed = drafter_class(kind).config_class.from_dict(config)
+    shapes = drafter_class(kind).shapes(typed)
+    tensors = {name: (torch.randn(shape, generator=generator) / 5).to(dtype) for name, shape in shapes.items()}
+    ids = torch.randperm(VOCAB, generator=generator)[: typed.draft_vocab_size].sort().values
+    return Checkpoint(kind, typed.to_dict(), dict(UNKNOWN_TARGET), ids, in_memory(tensors)).check()
+
+
+@pytest.fixture
+def target(tmp_path: Path) -> TargetInfo:
+    make_run(tmp_path)
+    return describe_target(tmp_path / "target")
+
+
+@pytest.fixture(autouse=True)
+def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.setenv("DRAFTSMITH_CACHE", str(tmp_path / "cache"))
+    return tmp_path / "cache" / "drafters"
+
+
+@pytest.fixture
+def hub(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[Hub]:
+    with use_hub(monkeypatch, tmp_path / "hf") as hub:
+        yield hub
+
+
+def publish(folder: Path, name: str) -> Path:
+    """A drafter in a published format, as others write it: without Draftsmith's own section."""
+    kind, config = PUBLISHED[name]
+    folder.mkdir()
+    FORMATS[name].write(make_checkpoint(kind, config), folder)
+    record = json.loads((folder / "config.json").read_text())
+    del record["draftsmith"]
+    (folder / "config.json").write_text(json.dumps(record))
+    return folder
+
+
+def recipe_for(target: TargetInfo, model: str, method: str, **options: Any) -> Recipe:
+    section = {"method": method, "model": model, **options}
+    return Recipe.model_validate({
+        "name": "r", "target": {"model": str(target.path), "dtype": "float32"}, "extract": {"prompts": {"path": "p"}},
+        "serve": {"method": section}, "evaluate": {"methods": {"theirs": section, "lookup": {"method": "ngram"}}},
+    })  # fmt: skip
+
+
+# ---- formats ----
+
+
+@pytest.mark.parametrize("name", PUBLISHED)
+def test_every_format_is_served(
+    name: str, target: TargetInfo, tmp_path: Path, cache: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    kind, _ = PUBLISHED[name]
+    recipe = recipe_for(target, str(publish(tmp_path / "theirs", name)), kind)
+    found = for_serving(recipe).serve.method
+    assert isinstance(found, Drafter)
+    (copy,) = cache.iterdir()
+    assert found.model == str(copy)
+    assert recognize(copy).format == "vllm"
+    said = capsys.readouterr().err
+    assert "verified: on the same inputs" in said
+    config = method_config(found, target, own_drafter=Path("no"))
+    assert config is not None
+    assert config["model"] == str(copy)
+    again = for_evaluation(recipe).evaluate.methods
+    assert again["theirs"] == found
+    assert again["lookup"] == recipe.evaluate.methods["lookup"]
+    assert capsys.readouterr().err == "", "converted once"
+    assert [path.name for path in cache.iterdir()] == [copy.name], "and nothing half-written is left"
+
+
+def test_a_changed_drafter_is_converted_again(target: TargetInfo, tmp_path: Path, cache: Path) -> None:
+    folder = publish(tmp_path / "theirs", "eagle")
+    recipe = recipe_for(target, str(folder), "eagle")
+    first = for_serving(recipe)
+    record = json.loads((folder / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps(record | {"rms_norm_eps": 1e-6}))
+    assert for_serving(recipe) != first
+    assert len(list(cache.iterdir())) == 2
+
+
+def test_what_vllm_loads_is_left_alone(target: TargetInfo, tmp_path: Path, cache: Path) -> None:
+    folder = publish(tmp_path / "theirs", "specforge")
+    convert_checkpoint(folder, tmp_path / "vllm", to="vllm")
+    ours = recipe_for(target, str(tmp_path / "vllm"), "eagle3")
+    assert for_serving(ours) == ours
+    shutil.rmtree(folder)
+    folder.mkdir()
+    unknown = recipe_for(target, str(folder), "eagle3")
+    assert for_serving(unknown) == unknown, "serving says what is wrong with it"
+    assert not cache.exists()
+
+
+def test_a_failed_conversion_leaves_nothing(
+    target: TargetInfo, tmp_path: Path, cache: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    recipe = recipe_for(target, str(publish(tmp_path / "theirs", "eagle")), "eagle")
+
+    def fails(*arguments: Any, **options: Any) -> Any:
+        raise UserError("no")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(convert_module, "compare", fails)
+        with pytest.raises(UserError, match="no"):
+            for_serving(recipe)
+    assert list(cache.iterdir()) == []
+    assert for_serving(recipe) != recipe
+
+
+def test_another_process_may_be_faster(
+    target: TargetInfo, tmp_path: Path, cache: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    recipe = recipe_for(target, str(publish(tmp_path / "theirs", "eagle")), "eagle")
+    original = convert_module.convert_checkpoint
+
+    def twice(*arguments: Any, **options: Any) -> Any:
+        original(*arguments, **options)
+        return original(*arguments, **options)
+
+    monkeypatch.setattr(convert_module, "convert_checkpoint", twice)
+    assert for_serving(recipe) != recipe
+
+
+def test_a_hub_id(target: TargetInfo, tmp_path: Path, cache: Path, hub: Hub) -> None:
+    folder = publish(tmp_path / "theirs", "eagle")
+    tensors = load_file(folder / "model.safetensors")
+    (folder / "model.safetensors").unlink()
+    torch.save(tensors, folder / "pytorch_model.bin")  # as its authors publish it
+    hub.add("yuhuili/EAGLE-tiny", {path.name: path.read_bytes() for path in folder.iterdir()})
+    recipe = recipe_for(target, "yuhuili/EAGLE-tiny", "eagle", revision="main")
+    found = for_serving(recipe).serve.method
+    assert isinstance(found, Drafter)
+    assert found.revision is None
+    assert Path(found.model or "").parent == cache
+    assert for_serving(recipe).serve.method == found
+
+
+# ---- fc.bias ----
+
+
+def test_a_folded_bias_computes_the_authors_formula() -> None:
+    """Every state of a chain of three steps, with biases of q, k and v too; float64, 1e-12."""
+    theirs = make_drafter(fc_bias=True, attention_bias=True)
+    weights = {name: value.detach() for name, value in theirs.state_dict().items()}
+    assert weights["fc.bias"].abs().min() > 0
+    checkpoint = Checkpoint(
+        "eagle", theirs.config.to_dict(), dict(UNKNOWN_TARGET), torch.arange(FEW), in_memory(weights)
+    )
+    assert needs_folding(checkpoint)
+    found = folded(checkpoint)
+    assert not needs_folding(found)
+    ours = make_drafter(attention_bias=True, output_bias=True)
+    ours.load_state_dict(found.tensors)
+    sequence, steps = make_sequence(14, 3, 5), 3
+    batch = pack([sequence], steps=steps).with_layers([0], 0)
+    rows = batch.loss_weights[:, :steps].sum(1).nonzero()[:, 0].tolist()
+    for k, step in enumerate(ours.chain(batch, steps=steps)):
+        for at, p in enumerate(rows):
+            if step.loss_weights[at] > 0:
+                expected = plain_chain(weights, theirs, sequence, p, k + 1)[k]
+                torch.testing.assert_close(step.normed[at], expected, rtol=1e-12, atol=1e-12)
+    without = {name: value for name, value in weights.items() if name != "fc.bias"}
+    apart = (
+        plain_chain(without, theirs, sequence, rows[0], 1)[0] - plain_chain(weights, theirs, sequence, rows[0], 1)[0]
+    )
+    assert apart.norm() > 0.1 * SMALL**0.5, "the bias matters"
+
+
+def test_later_layers_get_biases_of_zero() -> None:
+    config = PUBLISHED["eagle"][1] | {"num_layers": 2}
+    found = folded(make_checkpoint("eagle", config))
+    assert not any(found.tensors[f"layers.1.self_attn.{name}_proj.bias"].any() for name in "qkvo")
+    assert all(found.tensors[f"layers.0.self_attn.{name}_proj.bias"].any() for name in "qkvo")
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+def test_the_conversion_verifies_itself(dtype: torch.dtype, tmp_path: Path) -> None:
+    kind, config = PUBLISHED["eagle"]
+    (tmp_path / "theirs").mkdir()
+    FORMATS["eagle"].write(make_checkpoint(kind, config, dtype=dtype), tmp_path / "theirs")
+    figures = convert_checkpoint(tmp_path / "theirs", tmp_path / "ours", to="vllm", verify=True)
+    assert figures["verified"]["relative_difference"] < (1e-5 if dtype == torch.float32 else 2e-2)
+    record = json.loads((tmp_path / "ours" / "config.json").read_text())
+    assert (record["qkv_bias"], record["attention_bias"]) == (True, True)
+    assert "fc.bias" not in load_file(tmp_path / "ours" / "model.safetensors")
+
+
+def test_only_vllm_s_format_has_such_biases(tmp_path: Path) -> None:
+    found = folded(make_checkpoint(*PUBLISHED["eagle"]))
+    (tmp_path / "vllm").mkdir()
+    FORMATS["vllm"].write(found, tmp_path / "vllm")
+    with pytest.raises(UserError, match="cannot express `output_bias: True`"):
+        convert_checkpoint(tmp_path / "vllm", tmp_path / "back", to="eagle")
+    # vLLM's one key for both kinds of biases, as in configs of Llama.
+    record = json.loads((tmp_path / "vllm" / "config.json").read_text())
+    del record["qkv_bias"]
+    (tmp_path / "vllm" / "config.json").write_text(json.dumps(record))
+    again = FORMATS["vllm"].read(tmp_path / "vllm", "eagle", target=UNKNOWN_TARGET, known={})
+    assert again.config == found.config
+
+
+def test_vllm_s_layer_has_these_biases() -> None:
+    """Read in its source: loading a model is `tests/integration/test_published.py`'s."""
+    vllm = pytest.importorskip("vllm")
+    source = (Path(vllm.__file__).parent / "model_executor" / "models" / "llama.py").read_text()
+    assert "bias_o_proj = attention_bias" in source
+    assert 'hasattr(config, "qkv_bias")' in source
