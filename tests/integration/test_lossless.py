@@ -19,6 +19,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaForCausalLM
 from draftsmith.config.drafters import KINDS
 from draftsmith.config.methods import AnyMethod, Mtp
 from draftsmith.config.recipe import EngineConfig
+from draftsmith.config.sampling import Sampling
 from draftsmith.engine.speculation import method_config, own_drafter
 from draftsmith.serve.evaluation.engine import Counters, EngineHost, EngineSpec, Generated, start_engines
 from draftsmith.store.format import Sequence
@@ -256,7 +257,7 @@ def test_predicted_acceptance_at_a_temperature(
             [
                 predict_sampled_acceptance(
                     drafter, [pack([one], steps=K).with_layers(columns, len(layers) - 1) for one in sequences[i::GROUPS]],
-                    k=K, temperature=temperature, norm=norm, head=tensors.lm_head.float(),
+                    k=K, sampling=Sampling(temperature), norm=norm, head=tensors.lm_head.float(),
                 ).greedy_drafts[K]
                 for i in range(GROUPS)
             ]
