@@ -74,6 +74,7 @@ class TuneEngines:
         return EngineSpec(
             name=name, target=str(self._target.path), dtype=self._recipe.target.dtype, engine=self._recipe.engine,
             trust_remote_code=self._target.trust_remote_code, speculative=speculative, max_num_seqs=self._most,
+            sampling=self._recipe.evaluate.sampling,
         )  # fmt: skip
 
     def turns(self, keys: Sequence[int], schedule: Ranges = ()) -> Iterator[dict[int, EngineHost]]:

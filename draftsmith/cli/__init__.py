@@ -9,7 +9,7 @@ import typer
 from rich.markup import escape
 
 from draftsmith import __version__
-from draftsmith.cli import convert, doctor, evaluate, exchange, inspect, publish, stages
+from draftsmith.cli import convert, doctor, evaluate, exchange, inspect, predict, publish, stages
 from draftsmith.run.errors import DraftsmithError
 from draftsmith.run.progress import console
 
@@ -27,8 +27,8 @@ def version() -> None:
 
 
 for command in (
-    stages.run, stages.extract, stages.train, convert.convert, evaluate.evaluate, stages.tune, stages.serve, publish.publish,
-    inspect.inspect, exchange.export, exchange.import_, doctor.doctor, version,
+    stages.run, stages.extract, stages.train, convert.convert, predict.predict, evaluate.evaluate, stages.tune, stages.serve,
+    publish.publish, inspect.inspect, exchange.export, exchange.import_, doctor.doctor, version,
 ):  # fmt: skip
     app.command(command.__name__.strip("_"))(command)
 

@@ -33,6 +33,7 @@ from typing import Any, cast
 from draftsmith.config.evaluation import RESULTS_VERSION
 from draftsmith.config.loading import digest
 from draftsmith.config.recipe import Recipe
+from draftsmith.config.sampling import Sampling
 from draftsmith.data.prompts import Prompt
 from draftsmith.data.turns import TurnRenderer
 from draftsmith.engine.environment import resolved
@@ -52,6 +53,7 @@ from draftsmith.serve.evaluation.load import at_request_rates
 from draftsmith.serve.evaluation.machine import describe_engines, describe_machine
 from draftsmith.serve.evaluation.partial import MeasuredSuite, PartialResults
 from draftsmith.serve.evaluation.report import render
+from draftsmith.serve.evaluation.sampled_fidelity import measure_sampled_fidelity, wrongly_sampled
 from draftsmith.serve.evaluation.schema import MethodAtSuite, Results, Suite
 from draftsmith.serve.evaluation.speed import combined, concurrent_load, measure_speeds, suite_load
 from draftsmith.serve.evaluation.step_cost import measure_step_costs
@@ -95,7 +97,7 @@ def run_evaluate(recipe: Recipe, run_dir: Path) -> Results:
     prompts = _prompts(recipe)
     # Training predicted for held-out text; beside the figures of another suite the prediction would mislead.
     on_held_out = recipe.evaluate.suites[next(iter(prompts))].prompts == "held_out"
-    predicted = _predicted(run_dir) if on_held_out else None
+    predicted = _predicted(run_dir, recipe.evaluate.sampling) if on_held_out else None
     sections = {
         "engine": resolved(recipe.engine).model_dump(mode="json"),
         "evaluate": recipe.evaluate.model_dump(mode="json"),
@@ -166,6 +168,7 @@ def evaluate(
     with closing(variants.lineup()) as lineup:
         measure_step_costs(lineup, variants, suites[0], recipe, partial)
         measure_acceptance(lineup, variants, suites, renderer, recipe, partial)
+        measure_sampled_fidelity(lineup, variants, suites[0], recipe, partial)
         best = partial.best_k(options.k)
         partial.load_k = {n: k or best for n, k in load_k.items()}
         by_suite = {suite.name: suite_load(suite.name, partial, best) for suite in suites}
@@ -191,6 +194,8 @@ def evaluate(
         "load": {n: combined(load, recipe, partial) for n, load in by_load.items()},
         "rates": partial.rates,
         "examples": partial.examples,
+        "sampling": {"temperature": options.temperature, "top_p": options.top_p, "top_k": options.top_k},
+        "sampled_fidelity": partial.sampled_fidelity,
         "dtype": recipe.target.dtype,
         "versions": stage.versions(),
         "machine": describe_machine(),
@@ -215,10 +220,23 @@ def _rendered(recipe: Recipe, renderer: TurnRenderer, name: str, prompts: Sequen
     return render_suite(renderer, name, prompts, max_tokens, options.score)
 
 
-def _predicted(run_dir: Path) -> dict[str, float] | None:
-    """Acceptance length by K that training predicted, from the checkpoint's `stage.json`."""
+def _predicted(run_dir: Path, sampling: Sampling) -> dict[str, float] | None:
+    """Acceptance length by K that training predicted for this sampling, from the checkpoint's `stage.json`: from text that was sampled so,
+    or because the recipe asked for it (`train.predict_temperature`)."""
     record = stage.read(run_dir / "checkpoint")
-    predicted = record["figures"].get("predicted_acceptance_length") if record else None
+    figures = record["figures"] if record else {}
+    text, at = figures.get("text_sampling"), figures.get("predicted_at_temperature")
+    predicted = None
+    if sampling.greedy if text is None else Sampling.of(text) == sampling:
+        predicted = figures.get("predicted_acceptance_length")
+    elif at is not None and Sampling.of(at) == sampling:
+        predicted = at["greedy_drafts"]
+    elif figures:
+        console.print(
+            f"evaluate: training predicted no acceptance length for answers that are sampled like these ({sampling}); "
+            "train.predict_temperature, or responses that are sampled so in extraction, would have it predict one",
+            highlight=False, soft_wrap=True,
+        )  # fmt: skip
     return {str(k): float(value) for k, value in predicted.items()} if predicted else None
 
 
@@ -317,6 +335,7 @@ def _shown(found: Results, output: Path) -> Results:
             for what, one in verdicts.items()
             if one["verdict"] == "wrong"
         ]  # fmt: skip
+    wrong += wrongly_sampled(found["sampled_fidelity"])
     if wrong:
         raise WrongAnswersError(
             f"Speculative decoding changed the target's answers by more than rounding explains: {'; '.join(wrong)}. The results are "

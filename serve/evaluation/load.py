@@ -20,6 +20,7 @@ from tempfile import TemporaryDirectory
 from typing import Any
 
 from draftsmith.config.recipe import Recipe
+from draftsmith.config.sampling import Sampling
 from draftsmith.engine.environment import is_cpu
 from draftsmith.run.errors import DraftsmithError
 from draftsmith.run.progress import Bar
@@ -69,8 +70,9 @@ def at_request_rates(
                 at: dict[str, AtRate] = {}
                 for name in list(servers)[:: 1 if number % 2 else -1]:
                     client = _client(
-                        servers[name].url, rate, len(prompts), target, recipe.evaluate.timing_tokens, folder
-                    )
+                        servers[name].url, rate, len(prompts), target, recipe.evaluate.timing_tokens, folder,
+                        recipe.evaluate.sampling,
+                    )  # fmt: skip
                     at[name] = _ask(client, key, rate, len(prompts), folder / "result.json", log_dir)
                     bar.update(number * len(servers) + len(at))
                 partial.rates[f"{rate:g}"] = {"baseline": at["baseline"], "speculative": at["speculative"]}
@@ -113,7 +115,9 @@ def _start(
     return servers
 
 
-def _client(url: str, rate: float, count: int, target: TargetInfo, max_tokens: int, folder: Path) -> list[str]:
+def _client(
+    url: str, rate: float, count: int, target: TargetInfo, max_tokens: int, folder: Path, sampling: Sampling
+) -> list[str]:
     """The load generator's command line."""
     return [
         sys.executable, "-m", "draftsmith.serve.evaluation.load_client", str(os.getpid()), "--backend", "openai", "--base-url", url,
@@ -121,11 +125,19 @@ def _client(url: str, rate: float, count: int, target: TargetInfo, max_tokens: i
         "--dataset-path", str(folder / "prompts.jsonl"), "--custom-output-len", str(max_tokens), "--num-prompts", str(count),
         # The prompts are in the chat template already, its first token included.
         "--skip-chat-template", "--extra-body", json.dumps({"add_special_tokens": False}), "--disable-shuffle",
-        "--request-rate", str(rate), "--seed", "0", "--num-warmups", str(_WARM_UPS), "--temperature", "0",
+        "--request-rate", str(rate), "--seed", "0", "--num-warmups", str(_WARM_UPS),
+        *_sampling_flags(sampling),
         "--percentile-metrics", "ttft,tpot", "--metric-percentiles", "99", "--disable-tqdm",
         "--save-result", "--result-dir", str(folder), "--result-filename", "result.json",
         *(["--trust-remote-code"] if target.trust_remote_code else []),
     ]  # fmt: skip
+
+
+def _sampling_flags(sampling: Sampling) -> list[str]:
+    flags = ["--temperature", f"{sampling.temperature:g}"]
+    if sampling.greedy:
+        return flags
+    return [*flags, "--top-p", f"{sampling.top_p:g}", *([] if sampling.top_k is None else ["--top-k", str(sampling.top_k)])]
 
 
 def _ask(command: Sequence[str], key: str, rate: float, count: int, result: Path, log_dir: Path) -> AtRate:

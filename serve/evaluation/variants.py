@@ -93,6 +93,7 @@ class Variants:
         return EngineSpec(
             name=name, target=str(self._target.path), dtype=of.dtype, engine=self._recipe.engine,
             trust_remote_code=self._target.trust_remote_code, speculative=config, max_num_seqs=self._max_num_seqs, k_by_load=k_by_load,
+            sampling=self._recipe.evaluate.sampling,
         )  # fmt: skip
 
     def _at_every_load(self, k: int) -> tuple[tuple[int, int, int], ...]:
