@@ -130,7 +130,9 @@ class ServeConfig(Section):
     """How `draftsmith serve` runs the server."""
 
     method: AnyMethod | None = None
-    """Default: the run's drafter, with the schedule that tuning chose or the number of tokens that evaluation chose."""
+    """Default: the run's drafter, with the schedule that tuning chose or the number of tokens that evaluation chose. In a recipe without
+    `extract.prompts`, which trains none, this is also what `draftsmith evaluate` and `draftsmith tune` measure; by default the first of
+    `evaluate.methods`."""
     vllm_args: dict[str, Any] = Field(default_factory=dict)
     """Further options of vLLM's server by name, as in `{ max_num_seqs: 64, enable_prefix_caching: true }`, passed on unchanged; also to
     the servers of `evaluate.request_rates`."""

@@ -8,13 +8,14 @@ from pydantic import Field, model_validator
 
 from draftsmith.config.section import LayerIds, Section
 from draftsmith.config.sources import Prompts
+from draftsmith.run.errors import UserError
 
 
 class ExtractConfig(Section):
     """Prompts to store: the target's responses, and its hidden states, saved as it generates them."""
 
-    prompts: Prompts
-    """Training prompts."""
+    prompts: Prompts | None = None
+    """Training prompts. Only a recipe that trains no drafter, and measures or serves methods that need none, can leave them out."""
     held_out: Prompts | None = None
     """Held-out prompts, never trained on. Absent: `held_out_fraction` of `prompts` is held out."""
     held_out_fraction: float = Field(0.05, ge=0, lt=1)
@@ -76,6 +77,16 @@ class ExtractConfig(Section):
         if self.backend == "transformers" and needs_vllm:
             raise ValueError("`stop`, `turns: all`, `workers` and `machines` need `backend: vllm`")
         return self
+
+    @property
+    def training_prompts(self) -> Prompts:
+        """`prompts`. Raises UserError: the recipe has none."""
+        if self.prompts is None:
+            raise UserError(
+                "The recipe has no `extract.prompts`, so there is nothing to extract or to train a drafter from. Name a file of prompts; methods "
+                "that need no drafter of the run's own are measured with `draftsmith evaluate` and served with `draftsmith serve` alone."
+            )
+        return self.prompts
 
     def response_tokens(self, *, held_out: bool) -> int:
         """Longest response to a training or a held-out prompt, in tokens."""

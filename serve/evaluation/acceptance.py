@@ -25,7 +25,13 @@ from draftsmith.serve.evaluation.schema import (
     SuiteAtK,
     Variant,
 )
-from draftsmith.serve.evaluation.statistics import acceptance, acceptance_interval, categories, tokens_per_step
+from draftsmith.serve.evaluation.statistics import (
+    acceptance,
+    acceptance_interval,
+    categories,
+    decoding_steps,
+    tokens_per_step,
+)
 from draftsmith.serve.evaluation.suites import SuiteInput, draw
 from draftsmith.serve.evaluation.throughput import least_requests
 from draftsmith.serve.evaluation.variants import Variants
@@ -68,7 +74,7 @@ def measure_acceptance(
             lineup.turns(variants.engines([0, *compared]), lambda variant: 0), compared, suite, renderer,
             piece=1 + max(map(variants.num_speculative_tokens, compared)), batch_size=options.acceptance_batch_size,
             max_model_len=recipe.engine.max_model_len,
-            leave_out=beaten if first and options.engine_starts == 1 else lambda variant, found: False,
+            leave_out=beaten if first and options.engine_starts == 1 and variants.drafts_in_every_step else lambda variant, found: False,
             token_for_token=options.sampling.greedy,
         )  # fmt: skip
         if first:
@@ -235,9 +241,17 @@ def _is_of(difference: Difference, variant: Variant) -> bool:
 
 
 def _k_curve(found: InBatches, choices: Sequence[int], costs: Mapping[int, StepCost]) -> dict[str, CurvePoint]:
-    by_prompt = {k: found.at[k]["by_prompt"] for k in costs if k in found.at}
+    # Over all steps: a lookup method drafts in some only.
+    by_prompt = {k: _by_step(found.turns, found.answers[k]) for k in costs if k in found.at}
     curve = speedup_curve({k: costs[k] for k in by_prompt}, by_prompt, [k for k in choices if k in by_prompt])
     return {str(k): one for k, one in curve.items()}
+
+
+def _by_step(turns: Sequence[Turn], answers: Sequence[Generated]) -> dict[str, list[int]]:
+    """Decoding steps and accepted tokens of each prompt."""
+    return {
+        turn.id: [decoding_steps(answer), sum(answer.accepted)] for turn, answer in zip(turns, answers, strict=True)
+    }
 
 
 def _measured(

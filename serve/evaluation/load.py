@@ -43,6 +43,7 @@ def at_request_rates(
     *,
     placement: Placement,
     partial: PartialResults,
+    add_special_tokens: bool = False,
 ) -> None:
     """Measure two servers at every rate of `evaluate.request_rates` that `partial` does not have yet.
 
@@ -50,9 +51,10 @@ def at_request_rates(
         recipe: `engine`, `serve.vllm_args` (except TLS: both listen on loopback) and `evaluate` are read.
         target: the target to serve.
         speculative: vLLM's `speculative_config` of one of the servers.
-        prompts: in the target's chat template; as many requests are sent at every rate.
+        prompts: as texts, in the target's chat template if it has one; as many requests are sent at every rate.
         log_dir: folder for the servers' logs.
         placement: the machine's room for both.
+        add_special_tokens: whether the server adds the tokenizer's special tokens, which a chat template writes itself.
 
     Raises:
         DraftsmithError: a server ended, or a request failed.
@@ -71,7 +73,7 @@ def at_request_rates(
                 for name in list(servers)[:: 1 if number % 2 else -1]:
                     client = _client(
                         servers[name].url, rate, len(prompts), target, recipe.evaluate.timing_tokens, folder,
-                        recipe.evaluate.sampling,
+                        recipe.evaluate.sampling, add_special_tokens=add_special_tokens,
                     )  # fmt: skip
                     at[name] = _ask(client, key, rate, len(prompts), folder / "result.json", log_dir)
                     bar.update(number * len(servers) + len(at))
@@ -116,15 +118,16 @@ def _start(
 
 
 def _client(
-    url: str, rate: float, count: int, target: TargetInfo, max_tokens: int, folder: Path, sampling: Sampling
-) -> list[str]:
+    url: str, rate: float, count: int, target: TargetInfo, max_tokens: int, folder: Path, sampling: Sampling,
+    *, add_special_tokens: bool,
+) -> list[str]:  # fmt: skip
     """The load generator's command line."""
     return [
         sys.executable, "-m", "draftsmith.serve.evaluation.load_client", str(os.getpid()), "--backend", "openai", "--base-url", url,
         "--model", str(target.path), "--served-model-name", target.name, "--dataset-name", "custom",
         "--dataset-path", str(folder / "prompts.jsonl"), "--custom-output-len", str(max_tokens), "--num-prompts", str(count),
-        # The prompts are in the chat template already, its first token included.
-        "--skip-chat-template", "--extra-body", json.dumps({"add_special_tokens": False}), "--disable-shuffle",
+        # Prompts in a chat template have its first token already.
+        "--skip-chat-template", "--extra-body", json.dumps({"add_special_tokens": add_special_tokens}), "--disable-shuffle",
         "--request-rate", str(rate), "--seed", "0", "--num-warmups", str(_WARM_UPS),
         *_sampling_flags(sampling),
         "--percentile-metrics", "ttft,tpot", "--metric-percentiles", "99", "--disable-tqdm",

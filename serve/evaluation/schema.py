@@ -63,7 +63,7 @@ class CurvePoint(TypedDict):
     """One K on the first suite."""
 
     acceptance_length: float
-    """Over the whole suite."""
+    """Over the whole suite. Steps without a draft count too, which only lookup has."""
     step_cost: float
     """Seconds of a decoding step over those of a baseline step, one prompt at a time. No less than at a smaller K: measurements
     out of order are averaged (isotonic regression)."""

@@ -178,6 +178,8 @@ def _results(target: str = "a target") -> schema.Results:
         "examples": [
             {"prompt": "p1", "question": "Why <now>?", "tokens": [["It", 0], [" is", 1], [" <late>", 2], [".", 0]]}
         ],
+        "sampling": {"temperature": 0.0, "top_p": 1.0, "top_k": None},
+        "sampled_fidelity": {},
         "dtype": "float32",
         "versions": {"vllm": "0.32.0"},
         "machine": {"processor": "P", "cores": 2, "memory_gib": 8.0, "gpus": [], "system": "Linux"},
