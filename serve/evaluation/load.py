@@ -22,6 +22,7 @@ from typing import Any
 from draftsmith.config.recipe import Recipe
 from draftsmith.config.sampling import Sampling
 from draftsmith.engine.environment import is_cpu
+from draftsmith.engine.platform import platform_plugins
 from draftsmith.run.errors import DraftsmithError
 from draftsmith.run.progress import Bar
 from draftsmith.serve.evaluation.lineup import Placement
@@ -146,7 +147,7 @@ def _sampling_flags(sampling: Sampling) -> list[str]:
 def _ask(command: Sequence[str], key: str, rate: float, count: int, result: Path, log_dir: Path) -> AtRate:
     """One run of the load generator."""
     environment = os.environ | {
-        "VLLM_PLUGINS": "", "VLLM_LOGGING_LEVEL": "WARNING", "OPENAI_API_KEY": key, "NO_PROXY": "127.0.0.1", "no_proxy": "127.0.0.1",
+        "VLLM_PLUGINS": ",".join(platform_plugins()), "VLLM_LOGGING_LEVEL": "WARNING", "OPENAI_API_KEY": key, "NO_PROXY": "127.0.0.1", "no_proxy": "127.0.0.1",
     }  # fmt: skip
     result.unlink(missing_ok=True)
     with (log_dir / "load-client.log").open("w") as log:
