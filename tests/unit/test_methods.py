@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 from pydantic import TypeAdapter, ValidationError
 
+from draftsmith.config.loading import load_recipe
 from draftsmith.config.methods import AnyMethod, Method
 from draftsmith.engine import speculation
 from draftsmith.engine.speculation import check_graph_sizes, method_config
