@@ -44,7 +44,7 @@ def predict(recipe: Recipe, run_dir: Path, *, store_dir: Path | None = None) -> 
         store.directory,
         way_out="Name a store of this recipe's target.",
     )
-    text, rows = store.identity.sampled_with, store.rows(held_out=True)
+    text, rows = store.identity.sampled_with, store.rows_to_predict()
     if not rows:
         raise UserError(f"The store at {store.directory} holds no text out, and acceptance is predicted on such text.")
     if sampling.greedy and text is not None and not text.greedy:

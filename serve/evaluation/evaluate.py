@@ -314,8 +314,12 @@ def _suite(measured: MeasuredSuite, speed: Any, recipe: Recipe, k: int, timed_pr
 
 
 def _add_overlap(found: Results, recipe: Recipe, run_dir: Path, prompts: Mapping[str, list[Prompt]]) -> None:
-    """How much of each suite the drafter was trained on."""
-    stores = [run_dir / "store", *(Path(folder.path) for folder in recipe.train.extra_stores)]
+    """How much of each suite the drafter was trained on, from the stores that training recorded."""
+    trained = stage.read(run_dir / "checkpoint")
+    more = (trained or {}).get("recipe", {}).get("train", {}).get("extra_stores")
+    if more is None:  # no checkpoint here, or of an earlier version
+        more = [{"path": folder.path} for folder in recipe.train.extra_stores]
+    stores = [run_dir / "store", *(Path(folder["path"]) for folder in more)]
     overlaps = overlap(stores, recipe.evaluate.suites, prompts)
     if overlaps is None:
         console.print(

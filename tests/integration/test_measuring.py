@@ -17,6 +17,7 @@ from draftsmith.extract.extract import run_extract
 from draftsmith.serve import server
 from draftsmith.serve.evaluation.evaluate import run_evaluate
 from draftsmith.serve.tune import run_tune
+from draftsmith.target.info import describe_target
 from draftsmith.train.predict import predict
 from tests.integration.conftest import make_target
 from tests.integration.test_evaluate import make_drafter, tiny_recipe
@@ -62,7 +63,9 @@ def test_sampled_answers_are_accepted_as_predicted_and_follow_the_target(folder:
             "fidelity_prompts": 2, "fidelity_answers": 200, "acceptance_batch_size": 32, "concurrency": [], "dtypes": ["float32"],
         },
     )  # fmt: skip
-    read(run_dir / "vllm", recognize(run_dir / "vllm")).save(run_dir / "checkpoint")
+    (run_dir / "checkpoint").mkdir()
+    drafter = read(run_dir / "vllm", recognize(run_dir / "vllm"), describe_target(folder / "target"))
+    drafter.save(run_dir / "checkpoint")
     run_extract(recipe, run_dir)
     found = predict(recipe, run_dir)
     assert found["own_text"]

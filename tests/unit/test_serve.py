@@ -482,13 +482,11 @@ def test_one_failing_engine_ends_the_others(fake_child, tmp_path: Path) -> None:
         if "speculative_config" in arguments:
             os._exit(1)
         pipe.send(None)
-        time.sleep(60)
+        time.sleep(3600)  # longer than the test may take
 
     fake_child(child)
     second = EngineSpec(name="k1", target="t", dtype="float32", engine=recipe.EngineConfig(), speculative={"k": 1})
-    started = time.monotonic()
     with pytest.raises(DraftsmithError, match="`k1`"):
         engine_module.start_engines([_CONFIG, second], tmp_path)
-    assert time.monotonic() - started < 30
     for pid in pids.read_text().split():
         assert not Path(f"/proc/{pid}").exists()
