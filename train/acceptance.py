@@ -217,14 +217,14 @@ def _walk(accepted_from: list[int]) -> Iterable[int]:
         position += accepted_from[position] + 1
 
 
-def _walk_of_text(accepted: list[int], expected: list[float]) -> tuple[float, int]:
+def _walk_of_text(accepted: list[int], expected: list[float]) -> tuple[float, float]:
     """Tokens expected to be accepted, and drafts, of a `_walk` whose positions the text determines.
 
     Args:
         accepted: for each position, how many draft tokens in a row are the text's.
         expected: for each position, the number of tokens expected to be accepted.
     """
-    tokens, drafts, position = 0.0, 0, 1
+    tokens, drafts, position = 0.0, 0.0, 1
     while position < len(accepted):
         tokens += expected[position]
         drafts += 1
