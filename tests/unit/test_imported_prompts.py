@@ -24,7 +24,7 @@ PLAIN = "{% for m in messages %}[{{ m['role'] }}] {{ m['content'] }} {% endfor %
 def tokenizer(tmp_path: Path) -> Any:
     save_tokenizer(tmp_path)
     found: Any = AutoTokenizer.from_pretrained(tmp_path)
-    found.add_special_tokens({"additional_special_tokens": ["<|start|>", "<|end|>"]})
+    found.add_tokens(["<|start|>", "<|end|>"], special_tokens=True)
     return found
 
 
