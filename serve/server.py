@@ -97,7 +97,10 @@ def _method_alone(recipe: Recipe, run_dir: Path, k: int | None) -> Method:
     measured = speculator(recipe, run_dir)
     if k is not None:
         return _with_k(measured.method, k)
-    if method is not None and method.model_fields_set & {"num_speculative_tokens", "num_speculative_tokens_per_batch_size"}:
+    if method is not None and method.model_fields_set & {
+        "num_speculative_tokens",
+        "num_speculative_tokens_per_batch_size",
+    }:
         return method
     schedule = schedule_of(run_dir, recipe.tune.output, measured.sha256)
     if schedule is not None:

@@ -34,7 +34,9 @@ class TuneEngines:
         self, recipe: Recipe, target: TargetInfo, speculator: Speculator, prompts: Sequence[Turn], log_dir: Path
     ) -> None:
         self._recipe, self._target, self._speculator = recipe, target, speculator
-        self.fixed_k = speculator.method.method in FIXED_K  # whether vLLM drafts the same number of tokens at every load
+        self.fixed_k = (
+            speculator.method.method in FIXED_K
+        )  # whether vLLM drafts the same number of tokens at every load
         options, self._most = recipe.tune, max(recipe.tune.concurrency)
         self.ks = sorted({*options.k})
         self._one_for_every_k = serves_every_k(speculator.method, recipe.engine)

@@ -121,7 +121,9 @@ def predict_sampled_acceptance(
         steps = list(drafter.chain(batch, steps=k))
         states = norm(batch.last_states)
         accept = states.new_zeros(2, len(rows), k)  # of greedy and of sampled drafts
-        right = torch.zeros(len(rows), k, dtype=torch.bool, device=states.device)  # whether a greedy draft is the text's
+        right = torch.zeros(
+            len(rows), k, dtype=torch.bool, device=states.device
+        )  # whether a greedy draft is the text's
         for part in row_chunks(len(states), len(head), states.device.type):
             logits_of_target = capped(F.linear(states[part], head), soft_cap)
             p = sampled_probabilities(logits_of_target, sampling)[:, drafter.draft_token_ids]

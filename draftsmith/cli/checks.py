@@ -169,8 +169,8 @@ def vllm() -> Finding:
     platform = "cpu" if build == "cpu" else "cuda" if torch.cuda.is_available() else None
     if added:  # only vLLM itself can say which device they find, and nothing here imports it
         found = f"{version}, platform of the plugins {', '.join(added)}"
-        figures = {"version": version, "build": build, "platform": "plugin", "plugins": added}
-        return _finding("vLLM", found, figures, note=_tested_with(version))
+        known: dict[str, Any] = {"version": version, "build": build, "platform": "plugin", "plugins": added}
+        return _finding("vLLM", found, known, note=_tested_with(version))
     found = f"{version}, {'CUDA' if build == 'cuda' else 'CPU'} build, platform {platform or 'unspecified'}"
     figures = {"version": version, "build": build, "platform": platform}
     try:

@@ -103,7 +103,9 @@ class EvaluateConfig(Section):
         if self.temperature == 0 and (self.top_p != 1 or self.top_k is not None):
             raise ValueError("`top_p` and `top_k` need a `temperature` above 0: greedy decoding has neither")
         if self.temperature == 0 and self.fidelity == "sampling":
-            raise ValueError("`fidelity: sampling` needs a `temperature` above 0; greedy answers are compared token for token")
+            raise ValueError(
+                "`fidelity: sampling` needs a `temperature` above 0; greedy answers are compared token for token"
+            )
         return self
 
 

@@ -41,3 +41,6 @@ class Sampling:
             return "greedy"
         top_p = "" if self.top_p == 1 else f", top-p {self.top_p:g}"
         return f"temperature {self.temperature:g}{top_p}{'' if self.top_k is None else f', top-k {self.top_k}'}"
+
+
+GREEDY = Sampling()

@@ -7,6 +7,7 @@ from typing import Annotated, Any, Literal
 from pydantic import Field, model_validator
 
 from draftsmith.config.drafters import AnyDrafterOptions, Eagle3Options
+from draftsmith.config.sampling import Sampling
 from draftsmith.config.section import LocalPath, Section
 
 
@@ -135,5 +136,7 @@ class TrainConfig(Section):
     @model_validator(mode="after")
     def _predicts_at_a_temperature(self) -> TrainConfig:
         if self.predict_temperature is None and (self.predict_top_p != 1 or self.predict_top_k is not None):
-            raise ValueError("`predict_top_p` and `predict_top_k` need a `predict_temperature`: greedy decoding has neither")
+            raise ValueError(
+                "`predict_top_p` and `predict_top_k` need a `predict_temperature`: greedy decoding has neither"
+            )
         return self

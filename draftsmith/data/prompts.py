@@ -71,7 +71,9 @@ def split(
     if extract.held_out is not None:
         held_out = _distinct(extract.held_out, whole, RejectedRows())
     else:
-        held_out = (one for one in _distinct(extract.training_prompts, whole, RejectedRows()) if _uniform(one) < fraction)
+        held_out = (
+            one for one in _distinct(extract.training_prompts, whole, RejectedRows()) if _uniform(one) < fraction
+        )
     if extract.held_out is not None or fraction > 0:
         mine = known_of(held_out, label="the held-out prompts", of_a_kind=True)
         known.append(mine)

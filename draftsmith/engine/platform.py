@@ -165,4 +165,3 @@ def _cuda_sizes() -> list[int]:
 def _sizes_by_vllm() -> list[int]:
     found = _current()
     return [int(found.get_device_total_memory(index)) for index in range(found.device_count() or 0)]
-

@@ -13,7 +13,7 @@ from types import TracebackType
 from typing import Any
 
 from draftsmith.config import recipe
-from draftsmith.config.sampling import Sampling
+from draftsmith.config.sampling import GREEDY, Sampling
 from draftsmith.engine import environment
 from draftsmith.engine.options import say_overruled
 from draftsmith.engine.process import EngineProcess
@@ -47,7 +47,7 @@ class EngineSpec:
     """The GPUs to run on, as in CUDA_VISIBLE_DEVICES; empty for those that this process sees."""
     k_by_load: tuple[tuple[int, int, int], ...] | None = None
     """From, to, K: the tokens that it drafts by the number of sequences, set whenever it is asked. None: as it was started."""
-    sampling: Sampling = Sampling()
+    sampling: Sampling = GREEDY
     """How it samples what is measured."""
 
     @property

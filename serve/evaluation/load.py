@@ -141,7 +141,12 @@ def _sampling_flags(sampling: Sampling) -> list[str]:
     flags = ["--temperature", f"{sampling.temperature:g}"]
     if sampling.greedy:
         return flags
-    return [*flags, "--top-p", f"{sampling.top_p:g}", *([] if sampling.top_k is None else ["--top-k", str(sampling.top_k)])]
+    return [
+        *flags,
+        "--top-p",
+        f"{sampling.top_p:g}",
+        *([] if sampling.top_k is None else ["--top-k", str(sampling.top_k)]),
+    ]
 
 
 def _ask(command: Sequence[str], key: str, rate: float, count: int, result: Path, log_dir: Path) -> AtRate:

@@ -232,7 +232,9 @@ def _identity(results: Results) -> str:
                 "the text.</strong>"
             )
         else:
-            lines.append(f"Those of {escape(name)} follow the baseline's distribution ({p}, of {one['answers']} answers).")
+            lines.append(
+                f"Those of {escape(name)} follow the baseline's distribution ({p}, of {one['answers']} answers)."
+            )
     return " ".join(lines)
 
 

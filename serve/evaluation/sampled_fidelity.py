@@ -62,7 +62,9 @@ def measure_sampled_fidelity(
         here = [variant for variant in (0, *compared) if variant in engines and variant not in drawn]
         with Bar(f"{suite.name}: sampled answers", total=len(prompts) * len(here), unit="prompts") as bar:
             for variant in here:
-                drawn[variant] = _draw(engines[variant], prompts, options.fidelity_answers, options.fidelity_tokens, bar)
+                drawn[variant] = _draw(
+                    engines[variant], prompts, options.fidelity_answers, options.fidelity_tokens, bar
+                )
     for variant in compared:
         name = variant if isinstance(variant, str) else f"K = {variant}"
         partial.sampled_fidelity[name] = compare_samples(drawn[0], drawn[variant])
@@ -161,7 +163,8 @@ def accepted_places(answer: Sequence[int], steps: Sequence[int]) -> list[int] | 
     """
     if 1 + sum(steps) + len(steps) < len(answer):
         return None
-    places, place = [], 1
+    places: list[int] = []
+    place = 1
     for count in steps:
         places += range(place, min(place + count, len(answer)))
         place += count + 1

@@ -102,7 +102,9 @@ def _sampled(results: Results) -> list[str]:
     if sampling.greedy:
         return []
     if not results["sampled_fidelity"]:
-        return [f"All answers are sampled ({sampling}), and not compared; `evaluate.fidelity: sampling` tests their distribution."]
+        return [
+            f"All answers are sampled ({sampling}), and not compared; `evaluate.fidelity: sampling` tests their distribution."
+        ]
     lines = [f"All answers are sampled ({sampling})."]
     for name, one in results["sampled_fidelity"].items():
         bias = one["detectable_bias"]

@@ -149,7 +149,12 @@ def test_a_schedule_behind_the_server_and_what_each_request_accepted(folder: Pat
     with serving(recipe.model_copy(update={"serve": serve}), folder) as (url, _):
 
         def ask(text: str, **more: Any) -> dict[str, Any]:
-            body = {"model": "target", "messages": [{"role": "user", "content": text}], "max_tokens": 120, "ignore_eos": True}
+            body = {
+                "model": "target",
+                "messages": [{"role": "user", "content": text}],
+                "max_tokens": 120,
+                "ignore_eos": True,
+            }
             answer = httpx.post(f"{url}/v1/chat/completions", json=body | more, timeout=120)
             answer.raise_for_status()
             found: dict[str, Any] = answer.json()["metrics"]["speculative_decoding"]

@@ -107,7 +107,9 @@ def ask(packages: Path, folder: Path, **variables: str) -> tuple[dict[str, Any],
     (folder / "asked.py").write_text(_ASKED)
     root = str(Path(__file__).parents[2])
     path = os.pathsep.join([str(packages), os.environ.get("PYTHONPATH", root)])
-    environment = {name: value for name, value in os.environ.items() if name not in ("VLLM_PLUGINS", "CUDA_VISIBLE_DEVICES")}
+    environment = {
+        name: value for name, value in os.environ.items() if name not in ("VLLM_PLUGINS", "CUDA_VISIBLE_DEVICES")
+    }
     done = subprocess.run(
         [sys.executable, str(folder / "asked.py"), str(folder)], env=environment | {"PYTHONPATH": path} | variables, capture_output=True,
         text=True, check=False, timeout=300,

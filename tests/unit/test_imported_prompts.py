@@ -29,7 +29,12 @@ def tokenizer(tmp_path: Path) -> Any:
 
 
 TALKS = [
-    [("user", "Why is the sky blue?"), ("assistant", "It scatters."), ("user", "And red?"), ("assistant", "Later it does.")],
+    [
+        ("user", "Why is the sky blue?"),
+        ("assistant", "It scatters."),
+        ("user", "And red?"),
+        ("assistant", "Later it does."),
+    ],
     [("system", "You are terse."), ("user", "Name a bird."), ("assistant", "Owl.")],
 ]
 

@@ -95,7 +95,11 @@ def test_stores_are_those_that_training_recorded(tmp_path: Path) -> None:
     store(run_dir / "store", ["Nothing of it."])
     trained_with = store(tmp_path / "other", ["Name a bird."])
     recipe = Recipe.model_validate(
-        {"name": "run", "target": {"model": "owner/name"}, "evaluate": {"suites": {"mine": mine.model_dump(mode="json")}}}
+        {
+            "name": "run",
+            "target": {"model": "owner/name"},
+            "evaluate": {"suites": {"mine": mine.model_dump(mode="json")}},
+        }
     )
     evaluated = {"mine": load_prompts(mine.prompts)}
 

@@ -25,7 +25,9 @@ from tests.unit.fake_engine import Engine, make_recipe_and_run
 TOKENS, VOCAB, PROMPTS, K = 12, 6, 3, 2
 
 
-def answers(draw: np.random.Generator, count: int, *, bias: float = 1.0, speculative: bool = True) -> list[list[Generated]]:
+def answers(
+    draw: np.random.Generator, count: int, *, bias: float = 1.0, speculative: bool = True
+) -> list[list[Generated]]:
     """Answers of a target whose next token depends on the last one, to `PROMPTS` prompts with tables of their own. Drafts, of K tokens, are
     each the likeliest token, and accepted `bias` times as readily as its probability says."""
     found = []
@@ -52,7 +54,12 @@ def _answer(draw: np.random.Generator, table: np.ndarray, bias: float, speculati
             tokens.append(int(draw.choice(VOCAB, p=table[tokens[-1]])))
         steps.append(accepted)
     return Generated(
-        tokens[:TOKENS], "length", 0.0, 0.0, (K,) * len(steps) if speculative else (), tuple(steps) if speculative else ()
+        tokens[:TOKENS],
+        "length",
+        0.0,
+        0.0,
+        (K,) * len(steps) if speculative else (),
+        tuple(steps) if speculative else (),
     )
 
 
@@ -82,7 +89,9 @@ def test_a_fault_of_the_size_that_it_promises_to_find_is_found() -> None:
     p_values = [
         GuessTest(answers(draw, 400, speculative=False), answers(draw, 400, bias=bias)).p_value for _ in range(20)
     ]
-    assert sum(p < LEVEL / 2 for p in p_values) >= 16, p_values  # 19 of 20 are promised; fewer than 16 come once in a thousand times
+    assert sum(p < LEVEL / 2 for p in p_values) >= 16, (
+        p_values
+    )  # 19 of 20 are promised; fewer than 16 come once in a thousand times
     wrong = compare_samples(baseline, answers(draw, 400, bias=1.5))
     assert wrong["verdict"] == "wrong"
     [line] = sampled_fidelity.wrongly_sampled({"K = 2": wrong, "lookup": correct})
@@ -144,7 +153,9 @@ def test_every_engine_samples_and_nothing_is_compared_token_for_token(run: tuple
     assert {one["answers"] for one in found["sampled_fidelity"].values()} == {2 * 50}
     assert "temperature 0.8, top-p 0.95" in (run[1] / "eval" / "report.html").read_text()
     greedy = {**found, "sampling": {"temperature": 0.0, "top_p": 1.0, "top_k": None}}
-    with pytest.raises(UserError, match=r"A was evaluated with greedy answers and B with temperature 0\.8, top-p 0\.95 ones"):
+    with pytest.raises(
+        UserError, match=r"A was evaluated with greedy answers and B with temperature 0\.8, top-p 0\.95 ones"
+    ):
         compare.compare(greedy, found)
 
 
@@ -160,13 +171,13 @@ class Wrong(Engine):
         pass
 
 
-def test_wrongly_sampled_answers_are_an_error(
-    run: tuple[recipe.Recipe, Path], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_wrongly_sampled_answers_are_an_error(run: tuple[recipe.Recipe, Path], monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(
         lineup, "start_engines", lambda configs, folder, on_ready: [Wrong(config) for config in configs]
     )
-    with pytest.raises(evaluate.WrongAnswersError, match="K = 2: sampled answers do not follow .*; lookup: sampled answers"):
+    with pytest.raises(
+        evaluate.WrongAnswersError, match=r"K = 2: sampled answers do not follow .*; lookup: sampled answers"
+    ):
         run_evaluate(*run)
     assert "do not follow the baseline" in (run[1] / "eval" / "report.html").read_text()
 

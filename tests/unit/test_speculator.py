@@ -90,7 +90,10 @@ def test_a_method_is_tuned(run: tuple[Recipe, Path]) -> None:
 
 def test_the_first_method_is_measured_at_every_k_and_the_others_as_they_are(run: tuple[Recipe, Path]) -> None:
     loaded, run_dir = run
-    methods = {"first": {"method": "ngram", "num_speculative_tokens": 2}, "second": {"method": "ngram", "prompt_lookup_max": 3}}
+    methods = {
+        "first": {"method": "ngram", "num_speculative_tokens": 2},
+        "second": {"method": "ngram", "prompt_lookup_max": 3},
+    }
     alone = with_evaluate(loaded.model_copy(update={"serve": ServeConfig()}), methods=methods)
     found = run_evaluate(alone, run_dir)
     assert set(found["suites"]["questions"]["methods"]) == {"second"}
@@ -146,7 +149,9 @@ def test_what_needs_a_drafter_says_so(run: tuple[Recipe, Path]) -> None:
         with pytest.raises(UserError, match=r"nothing to speculate with: .*`serve\.method` nor `evaluate\.methods`"):
             measure(nothing, run_dir)
     needy = loaded.model_copy(update={"serve": ServeConfig(method=method(method="eagle3"))})
-    with pytest.raises(UserError, match=r"`serve\.method` needs a drafter: the run has none .*`serve\.method\.model: OWNER/NAME`"):
+    with pytest.raises(
+        UserError, match=r"`serve\.method` needs a drafter: the run has none .*`serve\.method\.model: OWNER/NAME`"
+    ):
         run_evaluate(needy, run_dir)
     with pytest.raises(UserError, match=r"`held_out` takes the prompts that extraction holds out"):
         run_evaluate(with_evaluate(loaded, suites={"held_out": {"prompts": "held_out"}}), run_dir)
