@@ -171,8 +171,10 @@ def test_a_wrong_value_is_named(tmp_path, key, value, message):
 
 
 def test_missing_section_missing_file_and_broken_yaml(tmp_path):
-    with pytest.raises(UserError, match="`extract` is missing"):
-        load_recipe(write(tmp_path, {"name": "x", "target": {"model": "a/b"}}))
+    with pytest.raises(UserError, match="`target` is missing"):
+        load_recipe(write(tmp_path, {"name": "x", "extract": MINIMAL["extract"]}))
+    # One that trains nothing.
+    assert load_recipe(write(tmp_path, {"name": "x", "target": {"model": "a/b"}})).extract.prompts is None
     with pytest.raises(UserError, match=r"Did you mean .*recipe\.yaml\?"):
         load_recipe(tmp_path / "recipes.yaml")
     (tmp_path / "broken.yaml").write_text("name: [")
