@@ -36,6 +36,9 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     found = tmp_path_factory.mktemp("measuring")
     make_target(found / "target")
     make_drafter(found / "runs" / "tiny" / "vllm", found / "target")
+    config = found / "runs" / "tiny" / "vllm" / "config.json"
+    # Where vLLM reads them first, and the format names them.
+    config.write_text(json.dumps(json.loads(config.read_text()) | {"eagle_aux_hidden_state_layer_ids": [1, 2, 3]}))
     return found
 
 
@@ -64,7 +67,7 @@ def test_sampled_answers_are_accepted_as_predicted_and_follow_the_target(folder:
         },
     )  # fmt: skip
     (run_dir / "checkpoint").mkdir()
-    drafter = read(run_dir / "vllm", recognize(run_dir / "vllm"), describe_target(folder / "target"))
+    drafter = read(run_dir / "vllm", recognize(run_dir / "vllm", "vllm"), describe_target(folder / "target"))
     drafter.save(run_dir / "checkpoint")
     run_extract(recipe, run_dir)
     found = predict(recipe, run_dir)

@@ -51,8 +51,8 @@ from draftsmith.serve.vllm_server import VllmServer
 def child(pipe):
     from vllm.platforms import current_platform as here
 
-    seen = {name: os.environ.get(name) for name in ("VLLM_PLUGINS", "STUB_VISIBLE_DEVICES", "CUDA_VISIBLE_DEVICES", "LD_PRELOAD")}
-    pipe.send(seen | {"device": here.device_type, "general": os.environ.get("STUB_GENERAL")})
+    seen = {name: os.environ.get(name) for name in ("VLLM_PLUGINS", "STUB_VISIBLE_DEVICES", "CUDA_VISIBLE_DEVICES")}
+    pipe.send(seen | {"device": here.device_type})
 
 
 if __name__ == "__main__":
@@ -84,7 +84,7 @@ def packages(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("packages")
     (folder / "stub_platform").mkdir()
     (folder / "stub_platform" / "__init__.py").write_text(
-        "import os\n\n\ndef register():\n    return 'stub_platform.platform.StubPlatform'\n\n\n"
+        "def register():\n    return 'stub_platform.platform.StubPlatform'\n\n\n"
         "def general():\n    os.environ['STUB_GENERAL'] = 'loaded'\n"
     )
     (folder / "stub_platform" / "platform.py").write_text(_PLATFORM)
@@ -106,7 +106,7 @@ def ask(packages: Path, folder: Path, **variables: str) -> tuple[dict[str, Any],
     """What a process with these packages and variables finds, and what it says to people."""
     (folder / "asked.py").write_text(_ASKED)
     root = str(Path(__file__).parents[2])
-    path = os.pathsep.join([str(packages), os.environ.get("PYTHONPATH", root)])
+    path = os.pathsep.join([str(packages), dict(os.environ).get("PYTHONPATH", root)])
     environment = {
         name: value for name, value in os.environ.items() if name not in ("VLLM_PLUGINS", "CUDA_VISIBLE_DEVICES")
     }

@@ -605,6 +605,7 @@ def test_acceptance_is_predicted_on_what_evaluation_measures(tmp_path: Path) -> 
     """Held-out sequences without images; all of them where every one has some."""
 
     def store(folder: Path, with_images: list[bool]) -> Store:
+        folder.mkdir()
         states = torch.zeros(4, 2, HIDDEN)
         with open_writer(folder) as writer:
             for number, seen in enumerate(with_images):
