@@ -35,8 +35,8 @@ def predict(
         print_json(found)
         return
     text = found["text_sampling"]
-    on = "text that the target did not write" if text is None else f"text with the answers {Sampling.of(text)}"
-    print(f"predicted for answers {Sampling.of(found['sampling'])}, from {found['sequences']} sequences of {on}:")
+    on = "text that the target did not write" if text is None else f"its answers ({Sampling.of(text)})"
+    print(f"predicted for sampling with {Sampling.of(found['sampling'])}, from {found['sequences']} sequences of {on}:")
     for k, length in found["predicted_acceptance_length"].items():
         print(f"K = {k}: acceptance length {length:.3f}")
     if not found["own_text"]:

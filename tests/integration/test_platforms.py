@@ -85,7 +85,7 @@ def packages(tmp_path_factory: pytest.TempPathFactory) -> Path:
     (folder / "stub_platform").mkdir()
     (folder / "stub_platform" / "__init__.py").write_text(
         "def register():\n    return 'stub_platform.platform.StubPlatform'\n\n\n"
-        "def general():\n    os.environ['STUB_GENERAL'] = 'loaded'\n"
+        "def general():\n    pass\n"
     )
     (folder / "stub_platform" / "platform.py").write_text(_PLATFORM)
     (folder / "another").mkdir()
