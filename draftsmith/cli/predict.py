@@ -35,8 +35,9 @@ def predict(
         print_json(found)
         return
     text = found["text_sampling"]
-    on = "text that the target did not write" if text is None else f"its answers ({Sampling.of(text)})"
-    print(f"predicted for sampling with {Sampling.of(found['sampling'])}, from {found['sequences']} sequences of {on}:")
+    written = "text that it did not write" if text is None else f"its own answers ({Sampling.of(text)})"
+    asked = Sampling.of(found["sampling"])
+    print(f"predicted for the target's answers ({asked}), from {found['sequences']} sequences of {written}:")
     for k, length in found["predicted_acceptance_length"].items():
         print(f"K = {k}: acceptance length {length:.3f}")
     if not found["own_text"]:

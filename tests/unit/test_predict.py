@@ -92,7 +92,7 @@ def test_the_command(run: tuple[Recipe, Path]) -> None:
     command = ["predict", str(run_dir.parent / "recipe.yaml"), "--runs", str(run_dir.parent), "-s", "evaluate.temperature=0.7"]
     said = CliRunner().invoke(app, command)
     assert said.exit_code == 0, said.output
-    assert "predicted for sampling with temperature 0.7, from 2 sequences of its answers (greedy)" in " ".join(said.stdout.split())
+    assert "predicted for the target's answers (temperature 0.7), from 2 sequences of its own answers (greedy)" in " ".join(said.stdout.split())
     assert "An estimate" in said.stdout
     as_json = json.loads(CliRunner().invoke(app, [*command, "--json"]).stdout)
     assert as_json["predicted_acceptance_length"] == figures(run_dir)["predicted_at_temperature"]["greedy_drafts"]
