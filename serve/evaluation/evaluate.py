@@ -242,8 +242,8 @@ def _predicted(run_dir: Path, sampling: Sampling) -> dict[str, float] | None:
         predicted = at["greedy_drafts"]
     elif figures:
         console.print(
-            f"evaluate: training predicted no acceptance length for answers that are sampled like these ({sampling}); "
-            "train.predict_temperature, or responses that are sampled so in extraction, would have it predict one",
+            f"evaluate: training predicted no acceptance length for answers like these ({sampling}); `draftsmith predict` does, from held-out "
+            "responses that are sampled so",
             highlight=False, soft_wrap=True,
         )  # fmt: skip
     return {str(k): float(value) for k, value in predicted.items()} if predicted else None
