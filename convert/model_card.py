@@ -13,6 +13,7 @@ from typing import Any
 from huggingface_hub import EvalResult, ModelCardData
 
 from draftsmith.config.drafters import KINDS, ServingSpec
+from draftsmith.config.sampling import Sampling
 from draftsmith.config.target import TargetConfig
 from draftsmith.convert.quantize import SCHEMES
 from draftsmith.drafters.checkpoint import Checkpoint
@@ -188,7 +189,8 @@ def _measured(evaluate: Mapping[str, Any], evaluation: str) -> str:
                     f"{speeds['baseline']:.1f}" if chosen else "", f"{speeds['speculative']:.1f}" if chosen else "",
                     f"{suite['speedup']:.2f} ({_ends(suite['speedup_interval'])})" if chosen else "",
                     f"{suite['speedup_over_fastest_baseline']:.2f}" if chosen else "",
-                    _ends(noise["interval"]) if chosen else "", f"{at_k['prompts_identical']} of {suite['prompts']}",
+                    _ends(noise["interval"]) if chosen else "",
+                    "" if at_k["prompts_identical"] is None else f"{at_k['prompts_identical']} of {suite['prompts']}",
                 ]
             )  # fmt: skip
     headings = ("suite", "K", "acceptance length", "acceptance by position", "baseline tok/s", "speculative tok/s",
@@ -212,7 +214,8 @@ def _measured(evaluate: Mapping[str, Any], evaluation: str) -> str:
             f"{machine['system']}; {results['dtype']}; {versions}; {evaluate['finished_at']}.",
             _table(headings, rows),
             *_trained_on(results),
-            "K: number of speculative tokens. Acceptance length: tokens per step of the target, 1 + accepted / drafts, greedy, over "
+            "K: number of speculative tokens. Acceptance length: tokens per step of the target, 1 + accepted / drafts, "
+            f"{Sampling.of(results.get('sampling') or {})}, over "
             "all prompts of the suite. Tokens per second: including the prompt, at concurrency 1, with baseline and speculative "
             f"decoding interleaved ({suite['timed_prompts']} prompts of {first}, stratified by category; {results['engine_starts']} engine "
             f"start{'s' if results['engine_starts'] > 1 else ''}). Fastest baseline of that suite: "

@@ -233,7 +233,7 @@ class HiddenStatesConnector(KVConnectorBase_V1, SupportsHMA):
         if self._copier is not None:
             self._copier.start(slots, states)
         else:
-            self._pool.put(slots, states)
+            self._pool.put(slots.cpu(), states.cpu())  # no copy on a CPU; other devices wait for it
 
     def start_load_kv(self, forward_context: Any, **kwargs: Any) -> None:
         pass

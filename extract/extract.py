@@ -26,6 +26,7 @@ from draftsmith.engine.environment import is_cpu, resolved, states_arguments
 from draftsmith.engine.fit import require_extraction
 from draftsmith.engine.memory import weight_bytes
 from draftsmith.engine.options import check_options, say_overruled
+from draftsmith.engine.platform import current_platform
 from draftsmith.extract.handoff_folder import handoff_folder
 from draftsmith.extract.job import engine_arguments, engine_job, handoff_bytes, sequences_in_a_step, store_identity
 from draftsmith.extract.requests import ExtractRequest, Requests, requests_of
@@ -187,7 +188,7 @@ def _say_options(recipe: Recipe, target: TargetInfo, identity: StoreIdentity) ->
 def _ran_on(recipe: Recipe) -> dict[str, Any]:
     """What the recipe left to this machine: its GPUs, and how vLLM ran. Engines of a Ray cluster decide for themselves."""
     return {
-        "gpus": [torch.cuda.get_device_name(index) for index in range(torch.cuda.device_count())],
+        "gpus": current_platform().device_names(),
         "enforce_eager": resolved(recipe.engine).enforce_eager,
         "scheduler": "draftsmith" if is_cpu() else "vllm",
     }

@@ -209,7 +209,7 @@ def _with_images(
 ) -> tuple[list[int], int]:
     """As `ImageRenderer.prompt`; errors name the row."""
     options = recipe.extract
-    source = options.held_out if held_out and options.held_out is not None else options.prompts
+    source = options.held_out if held_out and options.held_out is not None else options.training_prompts
     row = f"The row at {opening.where} of {name_of(source)} has images"
     if options.mode == "prefill" or options.backend == "transformers" or later:
         raise UserError(

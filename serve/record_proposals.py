@@ -18,11 +18,12 @@ def main() -> None:
     job_path, out = sys.argv[1:]
     with open(job_path) as file:
         job = json.load(file)
+    plugins = os.environ.get("VLLM_PLUGINS", "draftsmith")  # those of another platform included
     if job["stock"]:
         sys.modules["draftsmith"] = None  # type: ignore[assignment]
+        plugins = ",".join(name for name in plugins.split(",") if name != "draftsmith")
     os.environ |= {
-        "VLLM_ENABLE_V1_MULTIPROCESSING": "0", "VLLM_PLUGINS": "" if job["stock"] else "draftsmith",
-        "VLLM_LOGGING_LEVEL": "WARNING",
+        "VLLM_ENABLE_V1_MULTIPROCESSING": "0", "VLLM_PLUGINS": plugins, "VLLM_LOGGING_LEVEL": "WARNING",
     }  # fmt: skip
     import vllm  # noqa: F401 (for the forks)
 

@@ -6,17 +6,20 @@ from pathlib import Path
 
 import torch
 
+from draftsmith.config.methods import Drafter
 from draftsmith.config.recipe import Recipe
 from draftsmith.data.turns import Turn
+from draftsmith.engine.memory import weight_bytes
 from draftsmith.engine.speculation import serving_spec
 from draftsmith.engine.step_cost import EngineStep, target_sizes
 from draftsmith.run.errors import UserError
 from draftsmith.run.progress import console
+from draftsmith.serve.speculator import Speculator
 from draftsmith.target.info import TargetInfo
 
 
 def roofline(
-    recipe: Recipe, target: TargetInfo, drafter_dir: Path, prompts: Sequence[Turn], lengths: Mapping[int, float]
+    recipe: Recipe, target: TargetInfo, speculator: Speculator, prompts: Sequence[Turn], lengths: Mapping[int, float]
 ) -> dict[int, dict[int, float]] | None:
     """Speedup by batch size and K on the hardware of the recipe's `plan`, from the acceptance length by K; None if it names none, or
     the target's size is unknown."""
@@ -32,9 +35,8 @@ def roofline(
         return None
     number = getattr(torch, recipe.target.dtype).itemsize
     context = statistics.mean(len(turn.token_ids) for turn in prompts) + recipe.tune.tokens / 2
-    weights = (drafter_dir / "model.safetensors").stat().st_size / (hardware.memory_gb_per_second * 1e9)
-    # One head for each position: all are read once. One module for all positions is read at every step of the draft.
-    single_pass = serving_spec(drafter_dir).single_pass
+    size, single_pass = _drafter_bytes(recipe, target, speculator)
+    weights = size / (hardware.memory_gb_per_second * 1e9)
 
     def seconds(batch: int, tokens: int) -> float:
         step = EngineStep(sizes, number, recipe.engine.tensor_parallel_size, batch, context, tokens=tokens)
@@ -47,3 +49,16 @@ def roofline(
         batch: {k: length * seconds(batch, 1) / (seconds(batch, 1 + k) + drafting(k)) for k, length in lengths.items()}
         for batch in recipe.tune.concurrency
     }
+
+
+def _drafter_bytes(recipe: Recipe, target: TargetInfo, speculator: Speculator) -> tuple[int, bool]:
+    """Bytes of the weights that draft, and whether they are read once for all tokens of a draft: one head for each position, or at every
+    step of the draft, as one module for all positions."""
+    if speculator.own:
+        size = (speculator.drafter_dir / "model.safetensors").stat().st_size
+        return size, serving_spec(speculator.drafter_dir).single_pass
+    config = speculator.config(target, recipe.engine.tensor_parallel_size) or {}
+    if "model" not in config:  # lookup, or the target's own layers, which are small beside it
+        return 0, True
+    own_spec = serving_spec(Path(config["model"])) if isinstance(speculator.method, Drafter) else None
+    return weight_bytes(Path(config["model"]), recipe.target.dtype), own_spec is not None and own_spec.single_pass

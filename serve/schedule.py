@@ -30,13 +30,18 @@ def make_schedule(speedups: Mapping[int, Mapping[int, float]], *, most: int) -> 
     return ranges
 
 
-def schedule_of(run_dir: Path, output: str) -> list[list[int]] | None:
-    """The schedule that tuning, in the recipe's `tune.output`, chose for the run's present drafter; None if not tuned."""
+def schedule_of(run_dir: Path, output: str, speculates_with: Mapping[str, str] | None = None) -> list[list[int]] | None:
+    """The schedule that tuning, in the recipe's `tune.output`, chose; None if not tuned.
+
+    Args:
+        speculates_with: `Speculator.sha256` of what it must have been chosen for; None for the run's present drafter.
+    """
     record = stage.read(run_dir / output) if (run_dir / output).is_dir() else None
     if record is None or record.get("stage") != "tune":
         return None
     tuned = record["figures"]
-    return list(tuned["schedule"]) if tuned["drafter_sha256"] == drafter_sha256(run_dir / "vllm") else None
+    wanted = drafter_sha256(run_dir / "vllm") if speculates_with is None else dict(speculates_with)
+    return list(tuned["schedule"]) if tuned["drafter_sha256"] == wanted else None
 
 
 def k_at(schedule: Sequence[Sequence[int]] | None, in_flight: int) -> int:

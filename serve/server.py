@@ -8,13 +8,14 @@ import threading
 from pathlib import Path
 from typing import Any
 
-from draftsmith.config.methods import Drafter, Method
+from draftsmith.config.methods import Drafter, Method, NoSpeculation
 from draftsmith.config.recipe import Recipe
 from draftsmith.engine.options import check_options
 from draftsmith.engine.speculation import check_graph_sizes, method_config, own_drafter
 from draftsmith.run.errors import UserError
 from draftsmith.run.progress import console
 from draftsmith.serve.schedule import schedule_of
+from draftsmith.serve.speculator import speculator, trains_no_drafter
 from draftsmith.serve.vllm_server import VllmServer, served_names, server_command
 from draftsmith.target.info import describe_target
 from draftsmith.target.prepare import prepare_target
@@ -72,9 +73,10 @@ def serve(
 
 
 def served_method(recipe: Recipe, run_dir: Path, k: int | None) -> Method:
-    """The recipe's method with its number of tokens; without one, the run's own drafter."""
-    drafter_dir = run_dir / "vllm"
-    method = recipe.serve.method or own_drafter(drafter_dir)
+    """The recipe's method with its number of tokens; without one, the run's own drafter, or what is measured in its place."""
+    if trains_no_drafter(recipe, run_dir):
+        return _method_alone(recipe, run_dir, k)
+    method = recipe.serve.method or own_drafter(run_dir / "vllm")
     own = isinstance(method, Drafter) and method.model is None
     if k is None and own and not (method.num_speculative_tokens or method.num_speculative_tokens_per_batch_size):
         schedule = schedule_of(run_dir, recipe.tune.output)
@@ -84,12 +86,35 @@ def served_method(recipe: Recipe, run_dir: Path, k: int | None) -> Method:
         k = chosen_k(recipe, run_dir)
     if k is None or method.method == "none":
         return method
-    if method.num_speculative_tokens not in (None, k) and "num_speculative_tokens" in method.model_fields_set:
-        console.print(
-            f"serve: num_speculative_tokens {method.num_speculative_tokens} -> {k}: -k was given",
-            highlight=False,
-            soft_wrap=True,
-        )
+    return _with_k(method, k)
+
+
+def _method_alone(recipe: Recipe, run_dir: Path, k: int | None) -> Method:
+    """The method of a recipe that trains no drafter, with the schedule or the number of tokens that was found best for it, unless the recipe
+    gives one."""
+    method = recipe.serve.method
+    if isinstance(method, NoSpeculation):
+        return method
+    measured = speculator(recipe, run_dir)
+    if k is not None:
+        return _with_k(measured.method, k)
+    if method is not None and method.model_fields_set & {
+        "num_speculative_tokens",
+        "num_speculative_tokens_per_batch_size",
+    }:
+        return method
+    schedule = schedule_of(run_dir, recipe.tune.output, measured.sha256)
+    if schedule is not None:
+        ranges = tuple((first, last, tokens) for first, last, tokens in schedule)
+        return measured.method.model_copy(update={"num_speculative_tokens_per_batch_size": ranges})
+    evaluated = (run_dir / recipe.evaluate.output / "results.json").is_file()
+    return _with_k(measured.method, chosen_k(recipe, run_dir)) if evaluated else measured.method
+
+
+def _with_k(method: Method, k: int) -> Method:
+    given = method.num_speculative_tokens if "num_speculative_tokens" in method.model_fields_set else None
+    if given not in (None, k):
+        console.print(f"serve: num_speculative_tokens {given} -> {k}", highlight=False, soft_wrap=True)
     return method.model_copy(update={"num_speculative_tokens": k, "num_speculative_tokens_per_batch_size": None})
 
 

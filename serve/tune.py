@@ -9,6 +9,9 @@ needs arithmetic that is no longer idle. It costs c(batch, 0), because vLLM stil
 The roofline (`roofline.py`) puts arithmetic beside the measurement: steps as long as their bytes and FLOP take on the hardware of the
 recipe's `plan`.
 
+Answers are sampled as in `evaluate` (`evaluate.temperature`, `top_p`, `top_k`). A recipe that trains no drafter is tuned for its method
+(`speculator.py`).
+
 Reads the target and `runs/NAME/vllm`; writes `runs/NAME/tune/{tune.json,stage.json}`, which `draftsmith serve` uses.
 """
 
@@ -27,7 +30,6 @@ from draftsmith.config.recipe import Recipe
 from draftsmith.data.turns import Turn
 from draftsmith.engine.environment import resolved
 from draftsmith.engine.options import check_options
-from draftsmith.engine.speculation import drafter_sha256
 from draftsmith.run import stage
 from draftsmith.run.atomic_io import write_json
 from draftsmith.run.errors import UserError
@@ -35,15 +37,16 @@ from draftsmith.run.progress import console
 from draftsmith.run.stage import StageRun
 from draftsmith.serve.evaluation.engine import say_options
 from draftsmith.serve.evaluation.machine import describe_engines, describe_machine
-from draftsmith.serve.evaluation.schema import Engines, Machine, Ratio
+from draftsmith.serve.evaluation.schema import Engines, Machine, Ratio, Sampled
 from draftsmith.serve.evaluation.suites import draw, load_suite, render_suite, turn_renderer
 from draftsmith.serve.roofline import roofline
 from draftsmith.serve.schedule import make_schedule
+from draftsmith.serve.speculator import speculator
 from draftsmith.serve.tune_measure import TuneEngines, measure_speedups, measure_steps
 from draftsmith.target.info import TargetInfo, describe_target
 from draftsmith.target.prepare import prepare_target
 
-_VERSION = 6
+_VERSION = 7
 
 ByBatch = dict[str, dict[str, float]]
 """By number of sequences at once, then by K; both as strings."""
@@ -53,7 +56,12 @@ class Tuned(TypedDict):
     """`tune.json`."""
 
     target: str
+    drafter: str
+    """What speculated: the run's drafter, or the method in its place."""
     drafter_sha256: dict[str, str]
+    """SHA-256 of the drafter's files by name; of the method's options if it is not the run's own."""
+    sampling: Sampled
+    """Of all answers."""
     acceptance_per_position: list[float]
     """Share of drafts whose token at position i was accepted, at the highest K."""
     acceptance_length: dict[str, float]
@@ -95,14 +103,16 @@ def run_tune(recipe: Recipe, run_dir: Path, *, verify: bool = False) -> Tuned:
     """
     check_options(recipe.engine)
     run = StageRun("tune", run_dir / recipe.tune.output)
+    speculates_with = speculator(recipe, run_dir)
+    recipe = speculates_with.measured(recipe)
     target = describe_target(prepare_target(recipe.target), recipe.target)
-    drafter_dir, output = run_dir / "vllm", run.directory
-    drafter_hashes = drafter_sha256(drafter_dir)
+    output, drafter_hashes = run.directory, dict(speculates_with.sha256)
     every, prompts = _prompts(recipe, target)
     sections = {
         "engine": resolved(recipe.engine).model_dump(mode="json"),
         "tune": recipe.tune.model_dump(mode="json"),
         "plan": recipe.plan.model_dump(mode="json") if recipe.plan else None,
+        "sampling": recipe.evaluate.sampling.record(),
         "dtype": recipe.target.dtype,
     }
     inputs = digest(
@@ -117,7 +127,7 @@ def run_tune(recipe: Recipe, run_dir: Path, *, verify: bool = False) -> Tuned:
     run.claim(fresh=True)
     say_options("tune", recipe.engine)
 
-    engines = TuneEngines(recipe, target, drafter_dir, every, output)
+    engines = TuneEngines(recipe, target, speculates_with, every, output)
     with closing(engines.lineup):
         costs, shares = measure_steps(engines, prompts, recipe)
         lengths = {k: 1 + sum(shares[:k]) for k in (0, *engines.ks)}
@@ -133,10 +143,13 @@ def run_tune(recipe: Recipe, run_dir: Path, *, verify: bool = False) -> Tuned:
         if verify:
             shuffled = draw(every, len(every), seed=recipe.seed)
             measured, schedule_measured = measure_speedups(engines, schedule if pays else None, shuffled, recipe)
-    by_arithmetic = roofline(recipe, target, drafter_dir, prompts, {k: lengths[k] for k in engines.ks})
+    sampling = recipe.evaluate.sampling
+    by_arithmetic = roofline(recipe, target, speculates_with, prompts, {k: lengths[k] for k in engines.ks})
     found: Tuned = {
         "target": target.name,
+        "drafter": speculates_with.name,
         "drafter_sha256": drafter_hashes,
+        "sampling": {"temperature": sampling.temperature, "top_p": sampling.top_p, "top_k": sampling.top_k},
         "acceptance_per_position": shares,
         "acceptance_length": {str(k): length for k, length in lengths.items()},
         "step_cost": _as_text(costs),

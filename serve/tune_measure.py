@@ -5,19 +5,19 @@ import statistics
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
 from draftsmith.config.recipe import Recipe
 from draftsmith.data.turns import Turn
-from draftsmith.engine.speculation import FIXED_K, method_config, own_drafter
+from draftsmith.engine.speculation import FIXED_K
 from draftsmith.run.errors import UserError
 from draftsmith.run.progress import Bar
 from draftsmith.serve.evaluation.curve import non_decreasing
 from draftsmith.serve.evaluation.engine import EngineHost, EngineSpec, Generated
 from draftsmith.serve.evaluation.lineup import Lineup, engine_starter, find_placement, serves_every_k
 from draftsmith.serve.evaluation.schema import AtStart, Ratio
-from draftsmith.serve.evaluation.statistics import acceptance
+from draftsmith.serve.evaluation.statistics import decoding_steps
 from draftsmith.serve.evaluation.throughput import at_start, least_requests, request_schedule, run_load, speedup
+from draftsmith.serve.speculator import Ranges, Speculator
 from draftsmith.target.info import TargetInfo
 
 _COST_TOKENS = 24  # response tokens of an answer whose steps are timed
@@ -26,22 +26,20 @@ _COST_ANSWERS = 12
 _IDLE_DRAFTER, _BY_SCHEDULE = -1, -2
 """Keys of variants, beside K and 0 for the baseline: a drafter that proposes nothing, and one that follows the schedule."""
 
-Ranges = tuple[tuple[int, int, int], ...]
-"""From, to, K, as vLLM's `num_speculative_tokens_per_batch_size`."""
-
 
 class TuneEngines:
     """What tuning compares: the baseline, the drafter at each K, and an idle drafter."""
 
     def __init__(
-        self, recipe: Recipe, target: TargetInfo, drafter_dir: Path, prompts: Sequence[Turn], log_dir: Path
+        self, recipe: Recipe, target: TargetInfo, speculator: Speculator, prompts: Sequence[Turn], log_dir: Path
     ) -> None:
-        self._recipe, self._target, self._drafter_dir = recipe, target, drafter_dir
-        self._method = own_drafter(drafter_dir)
-        self.fixed_k = self._method.method in FIXED_K  # whether vLLM drafts the same number of tokens at every load
+        self._recipe, self._target, self._speculator = recipe, target, speculator
+        self.fixed_k = (
+            speculator.method.method in FIXED_K
+        )  # whether vLLM drafts the same number of tokens at every load
         options, self._most = recipe.tune, max(recipe.tune.concurrency)
         self.ks = sorted({*options.k})
-        self._one_for_every_k = serves_every_k(self._method, recipe.engine)
+        self._one_for_every_k = serves_every_k(speculator.method, recipe.engine)
         tokens = self._most * (max(len(turn.token_ids) for turn in prompts) + max(options.tokens, _COST_TOKENS))
         placement = find_placement(
             recipe.engine, target, [self.spec(k).speculative for k in (0, *self.ks)], dtypes=[recipe.target.dtype], tokens=tokens,
@@ -54,26 +52,25 @@ class TuneEngines:
         if key == 0:
             return self._spec("baseline")
         if self._one_for_every_k:
-            shared = self._spec("drafter", num_speculative_tokens_per_batch_size=((1, self._most, self.ks[-1]),))
+            shared = self._spec("drafter", ranges=((1, self._most, self.ks[-1]),))
             return replace(shared, k_by_load=schedule or ((1, self._most, max(key, 0)),))
         if key == _BY_SCHEDULE:
-            return self._spec("schedule", num_speculative_tokens_per_batch_size=schedule)
+            return self._spec("schedule", ranges=schedule)
         if key == _IDLE_DRAFTER:
             never = ((1, self._most, 0), (self._most + 1, self._most + 1, 1))
-            return self._spec("idle-drafter", num_speculative_tokens_per_batch_size=never)
-        return self._spec(f"k{key}", num_speculative_tokens=key)
+            return self._spec("idle-drafter", ranges=never)
+        return self._spec(f"k{key}", k=key)
 
-    def _spec(self, name: str, **changes: Any) -> EngineSpec:
-        """An engine; with the drafter if any of its options changes."""
+    def _spec(self, name: str, *, k: int | None = None, ranges: Ranges | None = None) -> EngineSpec:
+        """An engine; with the drafter if it has a number of tokens to draft."""
         speculative = None
-        if changes:
-            speculative = method_config(
-                self._method.model_copy(update=changes), self._target, own_drafter=self._drafter_dir,
-                tensor_parallel_size=self._recipe.engine.tensor_parallel_size,
-            )  # fmt: skip
+        if k is not None or ranges is not None:
+            split = self._recipe.engine.tensor_parallel_size
+            speculative = self._speculator.config(self._target, split, k=k, ranges=ranges)
         return EngineSpec(
             name=name, target=str(self._target.path), dtype=self._recipe.target.dtype, engine=self._recipe.engine,
             trust_remote_code=self._target.trust_remote_code, speculative=speculative, max_num_seqs=self._most,
+            sampling=self._recipe.evaluate.sampling,
         )  # fmt: skip
 
     def turns(self, keys: Sequence[int], schedule: Ranges = ()) -> Iterator[dict[int, EngineHost]]:
@@ -140,17 +137,17 @@ def _step_seconds(answers: Sequence[Generated]) -> float:
     if not longer:
         return 0.0
     first = min(longer, key=lambda answer: answer.decode_seconds)
-    # Prefill gives the first token; after that every step of a speculative engine verifies a draft.
-    return first.decode_seconds / (len(first.drafted) or len(first.token_ids) - 1)
+    return first.decode_seconds / decoding_steps(first)
 
 
 def _acceptance(engine: EngineHost, prompts: Sequence[Turn], tokens: int) -> list[float]:
-    """Share of drafts accepted by position, over all prompts."""
+    """Share of steps whose draft token was accepted, by position, over all prompts; a lookup method drafts in some steps only."""
     before = engine.counters()
     with Bar("acceptance", total=1, unit="batches") as bar:
-        engine.generate([turn.token_ids for turn in prompts], max_tokens=tokens)
+        answers, _ = engine.generate([turn.token_ids for turn in prompts], max_tokens=tokens)
         bar.update(1)
-    return acceptance(engine.counters() - before)["acceptance_per_position"]
+    steps = max(1, sum(map(decoding_steps, answers)))
+    return [count / steps for count in (engine.counters() - before).accepted_per_position]
 
 
 def measure_speedups(

@@ -20,6 +20,8 @@ from statistics import NormalDist
 
 import torch
 
+from draftsmith.serve.evaluation.sampled_fidelity import accepted_places
+
 _CERTAIN = 1e-6
 """Tokens this near to probability 0 or 1 say nothing about acceptance."""
 _LEAST_EXPECTED = 5.0
@@ -69,23 +71,6 @@ def same_distribution(answers: Sequence[Sequence[int]], probabilities: torch.Ten
             freedom += cells.shape[1] - 1
     half = torch.tensor(freedom / 2, dtype=torch.float64)
     return float(torch.special.gammaincc(half, torch.tensor(statistic / 2, dtype=torch.float64))) if freedom else 1.0
-
-
-def accepted_places(answer: Sequence[int], steps: Sequence[int]) -> list[int] | None:
-    """Where in an answer the accepted guesses are; None where that is not known.
-
-    Args:
-        answer: token ids; the first is the target's own.
-        steps: how many guesses each step accepted. A step gives one more token. Steps that do not add up to the answer leave
-            out some without guesses, at places that are not known. The last step may go beyond the answer.
-    """
-    if 1 + sum(steps) + len(steps) < len(answer):
-        return None
-    places, place = [], 1
-    for count in steps:
-        places += range(place, min(place + count, len(answer)))
-        place += count + 1
-    return places
 
 
 def guesses(answers: Sequence[Sequence[int]], accepted: Sequence[Sequence[int]]) -> dict[tuple[int, int], int]:

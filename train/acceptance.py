@@ -1,11 +1,13 @@
 """Predicted acceptance length: what speculative decoding would accept on held-out text, without an engine.
 
-Greedy decoding. The draft token of step k only matters when all draft tokens before it were right, and then the tokens
-before it are the true ones; so running the chain on true tokens and comparing each argmax with the target's token
-tells exactly which draft tokens would be accepted (`predict_acceptance`).
+The drafter proposes its likeliest token, as vLLM has it by default. The draft token of step k only matters when all draft tokens before
+it were right, and then the tokens before it are the true ones; so running the chain on true tokens and comparing each argmax with the
+target's token tells exactly which draft tokens would be accepted (`predict_acceptance`). That holds for sampled text too: rejection
+sampling against a proposal of a single token keeps that token, or draws another one (vllm/v1/sample/rejection_sampler.py), so the draft
+token was accepted if and only if it is the text's. It must be text that the target sampled as it will be served.
 
-Sampling. The target accepts a draft token with a probability, which is known exactly at every position of the text; what follows
-an accepted token is only known where the text contains it. See `predict_sampled_acceptance`.
+At other sampling parameters the target accepts a draft token with a probability, which is known exactly at every position of the text;
+what follows an accepted token is only known where the text contains it. See `predict_sampled_acceptance`.
 """
 
 from collections.abc import Callable, Iterable, Iterator, Mapping
@@ -16,6 +18,7 @@ import torch
 from torch import nn
 from torch.nn import functional as F
 
+from draftsmith.config.sampling import Sampling
 from draftsmith.drafters.base import ChainStep, Drafter
 from draftsmith.drafters.batch import Batch
 from draftsmith.train.loss import capped, row_chunks
@@ -31,7 +34,8 @@ def predict_acceptance(
     """Predicted acceptance length, {K: tokens per verification step of the target, the bonus token included}, for K from 1 to `k`.
 
     Args:
-        batches: held-out conversations that the target answered greedily, with `k` columns or more; iterated once.
+        batches: held-out conversations that the target answered as it will be served, greedily or sampled, with `k` columns or more;
+            iterated once.
         add_up: adds the counts (int64 [k, 2], on the drafter's device) of all processes, each with its part of the
             conversations.
     """
@@ -68,9 +72,10 @@ class SampledAcceptance:
     """Predicted acceptance length when the target samples, by number of speculative tokens."""
 
     greedy_drafts: dict[int, float]
-    """The drafter proposes its most likely token, as in vLLM."""
+    """The drafter proposes its most likely token, as in vLLM (`draft_sample_method: greedy`, its default)."""
     sampled_drafts: dict[int, float]
-    """The drafter samples at the same temperature from its own distribution."""
+    """The drafter samples from its own distribution at the same temperature, as in vLLM with `draft_sample_method: probabilistic`,
+    which applies neither top-p nor top-k to drafts."""
 
 
 @torch.no_grad()
@@ -79,29 +84,35 @@ def predict_sampled_acceptance(
     batches: Iterable[Batch],
     *,
     k: int,
-    temperature: float,
+    sampling: Sampling,
     norm: nn.Module,
     head: torch.Tensor,
     soft_cap: float | None = None,
+    own_text: bool = False,
 ) -> SampledAcceptance:
-    """Predicted acceptance length at a temperature.
+    """Predicted acceptance length when the target samples.
 
-    With p the target's distribution at that temperature and q the drafter's, rejection sampling accepts the drafter's
+    With p the distribution that the target samples from and q the drafter's, rejection sampling accepts the drafter's
     most likely token d with probability p(d), and a token drawn from q with probability sum_v min(p(v), q(v))
     (Leviathan et al., arXiv 2211.17192). These are exact at every position of the text, for the text before it.
 
-    The length is an estimate, for two reasons. The probability of a chain is the product of the probabilities at its steps,
+    On text that the target sampled with these very parameters (`own_text`), greedy drafts need no more: the text itself tells which
+    draft tokens were accepted, so serving's draft positions are those of the text, and at each the chain's next token is
+    accepted with probability p(d) as long as the tokens before it are the text's. Its expectation is the served length.
+
+    Otherwise the length is an estimate, for two reasons. The probability of a chain is the product of the probabilities at its steps,
     each given the true tokens before it and not the accepted draft tokens. And serving's draft positions, which depend on
     what was accepted, are walked along this text. On greedy text both errors vanish as the temperature falls to 0, where
     the result equals that of `predict_acceptance`.
 
     Args:
-        batches: held-out conversations that the target answered, best at this temperature, with the target's last states and
+        batches: held-out conversations that the target answered, best with these parameters, with the target's last states and
             `k` columns or more; iterated once.
-        temperature: above 0.
+        sampling: not greedy.
         norm: the target's final norm.
         head: [vocab, H], the target's whole head, times its scale of logits.
         soft_cap: of the target's logits.
+        own_text: whether the target sampled the answers with these parameters.
     """
     totals = {(draft, length): [0.0, 0.0] for draft in range(2) for length in range(1, k + 1)}  # tokens, drafts
     for batch in _evaluated(drafter, batches):
@@ -110,23 +121,60 @@ def predict_sampled_acceptance(
         steps = list(drafter.chain(batch, steps=k))
         states = norm(batch.last_states)
         accept = states.new_zeros(2, len(rows), k)  # of greedy and of sampled drafts
+        right = torch.zeros(
+            len(rows), k, dtype=torch.bool, device=states.device
+        )  # whether a greedy draft is the text's
         for part in row_chunks(len(states), len(head), states.device.type):
-            p = (capped(F.linear(states[part], head), soft_cap) / temperature).softmax(-1)[:, drafter.draft_token_ids]
+            logits_of_target = capped(F.linear(states[part], head), soft_cap)
+            p = sampled_probabilities(logits_of_target, sampling)[:, drafter.draft_token_ids]
             for j, step in enumerate(steps):
                 teacher = rows + 1 + j - part.start
                 here = ((teacher >= 0) & (teacher < len(p)) & (step.loss_weights > 0)).nonzero()[:, 0]
                 logits = F.linear(step.normed[here], step.head)
-                wanted = p[teacher[here]]
-                accept[0, here, j] = wanted.gather(1, logits.argmax(-1, keepdim=True))[:, 0]
-                accept[1, here, j] = wanted.minimum((logits / temperature).softmax(-1)).sum(-1)
-        chain = accept.double().cumprod(2).cpu()  # probability that the first j + 1 draft tokens are all accepted
+                wanted, likeliest = p[teacher[here]], logits.argmax(-1)
+                accept[0, here, j] = wanted.gather(1, likeliest[:, None])[:, 0]
+                accept[1, here, j] = wanted.minimum((logits / sampling.temperature).softmax(-1)).sum(-1)
+                right[here, j] = drafter.draft_token_ids[likeliest] == batch.next_tokens[rows[here], j + 1]
+        accept, run = accept.double().cpu(), right.int().cumprod(1).cpu()
+        chain = accept.cumprod(2)  # probability that the first j + 1 draft tokens are all accepted
+        # On the target's own text: the same, where the text has shown whether those before it are.
+        chain_of_text = accept[0] * torch.cat([torch.ones_like(run[:, :1]), run[:, :-1]], dim=1)
         for response in _responses(batch, rows):
             for (draft, length), total in totals.items():
-                tokens, drafts = _expected_walk(chain[draft, response, :length].tolist())
+                if own_text and draft == 0:
+                    accepted, at_least = run[response, :length].sum(1), chain_of_text[response, :length].sum(1)
+                    tokens, drafts = _walk_of_text(accepted.tolist(), at_least.tolist())
+                else:
+                    tokens, drafts = _expected_walk(chain[draft, response, :length].tolist())
                 total[0] += tokens
                 total[1] += drafts
     lengths = {key: 1 + tokens / max(drafts, 1.0) for key, (tokens, drafts) in totals.items()}
     return SampledAcceptance(*({length: lengths[draft, length] for length in range(1, k + 1)} for draft in range(2)))
+
+
+def sampled_probabilities(logits: torch.Tensor, sampling: Sampling) -> torch.Tensor:
+    """The distributions that a target samples from, as vLLM makes them (`apply_sampling_constraints` and `apply_top_k_top_p`):
+    temperature, then top-k, then top-p of what is left. Tokens as likely as the last of the top k stay, as there.
+
+    Args:
+        logits: [N, vocab].
+        sampling: not greedy.
+
+    Returns:
+        [N, vocab], rows that add up to 1, in the logits' dtype.
+    """
+    logits = logits / sampling.temperature
+    if sampling.top_k is not None and sampling.top_k < logits.shape[-1]:
+        least = logits.topk(sampling.top_k, dim=-1).values[:, -1:]
+        logits = logits.masked_fill(logits < least, -torch.inf)
+    p = logits.softmax(-1)
+    if sampling.top_p == 1:
+        return p
+    ascending, order = p.sort(dim=-1)
+    left_out = ascending.cumsum(-1) <= 1 - sampling.top_p
+    left_out[:, -1] = False  # at least the likeliest
+    p = p.masked_fill(torch.zeros_like(left_out).scatter(1, order, left_out), 0.0)
+    return p / p.sum(-1, keepdim=True)
 
 
 def predicted_speedup(lengths: Mapping[int, float], step_costs: Mapping[int, float]) -> dict[int, float]:
@@ -169,6 +217,21 @@ def _walk(accepted_from: list[int]) -> Iterable[int]:
     while position < len(accepted_from):
         yield accepted_from[position]
         position += accepted_from[position] + 1
+
+
+def _walk_of_text(accepted: list[int], expected: list[float]) -> tuple[float, float]:
+    """Tokens expected to be accepted, and drafts, of a `_walk` whose positions the text determines.
+
+    Args:
+        accepted: for each position, how many draft tokens in a row are the text's.
+        expected: for each position, the number of tokens expected to be accepted.
+    """
+    tokens, drafts, position = 0.0, 0.0, 1
+    while position < len(accepted):
+        tokens += expected[position]
+        drafts += 1
+        position += accepted[position] + 1
+    return tokens, drafts
 
 
 def _expected_walk(chain: list[list[float]]) -> tuple[float, float]:

@@ -105,9 +105,9 @@ class TrainingData:
         return packed.to_dtype(torch.float32).with_layers(self.columns, self.last_column)
 
     def held_out(self, *, steps: int, part: int = 0, parts: int = 1) -> Iterator[Batch]:
-        """Held-out sequences, a few in a batch, for the prediction of acceptance with K = `steps`; each is read when it is due.
+        """Held-out sequences (`Store.rows_to_predict`), a few in a batch, for the prediction of acceptance with K = `steps`; each is read when it is due.
         Processes that divide them take every `parts`-th, from number `part` on."""
-        rows = self.store.rows(held_out=True)[part::parts]
+        rows = self.store.rows_to_predict()[part::parts]
         for batch in pack_in_order(self.in_order(self.store.__getitem__, rows), steps=steps):
             yield batch.with_layers(self.columns, self.last_column)
 

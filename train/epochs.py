@@ -85,7 +85,8 @@ def requested_predictions(run: Run, published: Figures) -> Figures:
     lengths = {int(k): length for k, length in published["predicted"].items()}
     if options.step_costs:
         figures["predicted_speedup"] = _rounded(predicted_speedup(lengths, options.step_costs))
-    if options.predict_temperature and lengths:
+    wanted = options.predicted_sampling
+    if wanted is not None and lengths:
         device = run.accelerator.device
         tensors = load_target_tensors(run.target.path, trust_remote_code=run.target.trust_remote_code)
         saved = Checkpoint.load(epoch_folder(run.directory, published))
@@ -93,13 +94,14 @@ def requested_predictions(run: Run, published: Figures) -> Figures:
             saved.drafter(tensors).to(device),
             run.data.held_out(steps=max(lengths)),
             k=max(lengths),
-            temperature=options.predict_temperature,
+            sampling=wanted,
             norm=FinalNorm.of(tensors, run.target.facts.norm_eps).to(device),
             head=tensors.lm_head.float().to(device),
             soft_cap=tensors.logit_soft_cap,
+            own_text=run.data.store.identity.sampled_with == wanted,
         )
         figures["predicted_at_temperature"] = {
-            "temperature": options.predict_temperature,
+            **wanted.record(),
             "greedy_drafts": _rounded(found.greedy_drafts),
             "sampled_drafts": _rounded(found.sampled_drafts),
         }

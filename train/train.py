@@ -140,6 +140,7 @@ def run_train(recipe: Recipe, run_dir: Path) -> dict[str, Any]:
         "epochs": progress.epochs,
         "published_epoch": published["epoch"],
         "predicted_acceptance_length": published["predicted"],
+        "text_sampling": None if (sampled := store.identity.sampled_with) is None else sampled.record(),
         "draft_vocabulary_coverage": draft_vocabulary_coverage(run),
         "parameters_trained": sum(p.numel() for p in run.loss.drafter.parameters() if p.requires_grad),
     }

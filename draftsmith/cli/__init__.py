@@ -9,7 +9,7 @@ import typer
 from rich.markup import escape
 
 from draftsmith import __version__
-from draftsmith.cli import convert, doctor, evaluate, exchange, generate, inspect, publish, stages
+from draftsmith.cli import convert, doctor, evaluate, exchange, generate, inspect, predict, publish, stages
 from draftsmith.cli.vllm_options import VllmCommand
 from draftsmith.run.errors import DraftsmithError
 from draftsmith.run.progress import console
@@ -29,7 +29,8 @@ def version() -> None:
 
 _LIKE_VLLM = (stages.serve, generate.generate)
 for command in (
-    stages.run, stages.extract, stages.train, convert.convert, evaluate.evaluate, stages.tune, stages.serve, generate.generate,
+    stages.run, stages.extract, stages.train, convert.convert, predict.predict, evaluate.evaluate, stages.tune, stages.serve,
+    generate.generate,
     publish.publish, inspect.inspect, exchange.export, exchange.import_, doctor.doctor, version,
 ):  # fmt: skip
     kind = VllmCommand if command in _LIKE_VLLM else None

@@ -16,6 +16,7 @@ import torch
 from draftsmith import __version__
 from draftsmith.config.drafters import KINDS
 from draftsmith.config.target import EngineConfig
+from draftsmith.engine.platform import platform_plugins
 from draftsmith.run import cuda
 from draftsmith.run.errors import UserError
 from draftsmith.run.machine_memory import cgroup, memory_nodes
@@ -164,21 +165,30 @@ def vllm() -> Finding:
         wrong = "Extraction and evaluation need it: pip install 'draftsmith[cuda]', or 'draftsmith[cpu]' without a GPU."
         return _finding("vLLM", "not installed", {"version": None, "build": None, "platform": None}, wrong=wrong)
     version, build = installed
+    added = platform_plugins()
     platform = "cpu" if build == "cpu" else "cuda" if torch.cuda.is_available() else None
+    if added:  # only vLLM itself can say which device they find, and nothing here imports it
+        found = f"{version}, platform of the plugins {', '.join(added)}"
+        known: dict[str, Any] = {"version": version, "build": build, "platform": "plugin", "plugins": added}
+        return _finding("vLLM", found, known, note=_tested_with(version))
     found = f"{version}, {'CUDA' if build == 'cuda' else 'CPU'} build, platform {platform or 'unspecified'}"
     figures = {"version": version, "build": build, "platform": platform}
     try:
         cuda.require_gpus_for_vllm()
     except UserError as error:
         return _finding("vLLM", found, figures, wrong=str(error))
-    if version.split("+")[0] != _TESTED_VLLM:
-        note = (
-            f"Draftsmith is tested with vLLM {_TESTED_VLLM}; its plugin serves MLP speculators with no other version."
-        )
+    if note := _tested_with(version):
         return _finding("vLLM", found, figures, note=note)
     unused = build == "cpu" and torch.cuda.is_available()
     wrong = "This vLLM does not use the GPUs. Create an environment with `make install EXTRA=cuda`." if unused else ""
     return _finding("vLLM", found, figures, wrong=wrong)
+
+
+def _tested_with(version: str) -> str:
+    """A note on another version than the tested one; empty for that."""
+    if version.split("+")[0] == _TESTED_VLLM:
+        return ""
+    return f"Draftsmith is tested with vLLM {_TESTED_VLLM}; its plugin serves MLP speculators with no other version."
 
 
 def plugin() -> Finding:

@@ -67,7 +67,7 @@ def conversation_counts(recipe: Recipe, assumed: Assumptions) -> tuple[int, int]
         UserError: neither `extract.prompts.limit` nor `plan.conversations` sets the number of prompts.
     """
     options = recipe.extract
-    known = [number for number in (assumed.conversations, options.prompts.limit) if number is not None]
+    known = [number for number in (assumed.conversations, options.training_prompts.limit) if number is not None]
     if not known:
         raise UserError(
             "The number of prompts is unknown before they are read: set `plan.conversations`, or limit it with "

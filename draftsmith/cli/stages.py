@@ -47,7 +47,8 @@ def evaluate_stage(recipe: Recipe, run_dir: Path) -> dict[str, Any]:
     from draftsmith.engine.process import prepare_engines
     from draftsmith.run import stage
 
-    if stage.read(run_dir / recipe.evaluate.output) is None and (run_dir / "vllm").is_dir():
+    measurable = (run_dir / "vllm").is_dir() or recipe.extract.prompts is None
+    if stage.read(run_dir / recipe.evaluate.output) is None and measurable:
         prepare_engines(recipe.engine)  # imports vLLM while this process imports the rest
     from draftsmith.serve.evaluation.evaluate import run_evaluate
 

@@ -7,10 +7,11 @@ from typing import Annotated, Any, Literal
 from pydantic import Field, model_validator
 
 from draftsmith.config.methods import AnyMethod
+from draftsmith.config.sampling import Sampling
 from draftsmith.config.section import Section
 from draftsmith.config.sources import Prompts
 
-RESULTS_VERSION = 11
+RESULTS_VERSION = 12
 """`schema_version` of `results.json`: counted up when results or report change, so that evaluations of before run again."""
 
 
@@ -44,6 +45,23 @@ class EvaluateConfig(Section):
     k: tuple[int, ...] = (1, 2, 3, 4)
     """Numbers of speculative tokens to try on the first suite; the one with the highest estimated speedup is served. With one engine
     start, those are left out that cannot be the fastest, by step costs and acceptance at smaller K."""
+    temperature: float = Field(0.0, ge=0)
+    """Sampling temperature of all answers that are measured, of `draftsmith tune` too; 0 is greedy. Above 0 answers are drawn anew by
+    each engine, so they are not compared token for token: see `fidelity`."""
+    top_p: float = Field(1.0, gt=0, le=1)
+    """With a `temperature`: sample from the likeliest tokens whose probabilities add up to this."""
+    top_k: int | None = Field(None, ge=1)
+    """With a `temperature`: sample from this many likeliest tokens. Absent: from all."""
+    fidelity: Literal["identity", "sampling"] = "identity"
+    """How it is checked that speculation does not change the text. `identity` compares greedy answers token for token; with a `temperature`
+    nothing is compared. `sampling` needs a `temperature`: every engine draws many short answers to a few prompts, and statistical tests
+    compare those of each with the baseline's."""
+    fidelity_prompts: int = Field(4, ge=1)
+    """With `fidelity: sampling`: prompts of the first suite."""
+    fidelity_answers: int = Field(500, ge=50)
+    """With `fidelity: sampling`: answers of each engine to each of these prompts. What the tests can find shrinks with the square root."""
+    fidelity_tokens: int = Field(16, ge=4)
+    """With `fidelity: sampling`: longest answer, in tokens."""
     acceptance_k: int = Field(3, ge=1)
     """Acceptance length is reported at this K for every suite, beside the chosen one, so that runs can be compared."""
     engine_starts: int = Field(3, ge=1)
@@ -75,6 +93,21 @@ class EvaluateConfig(Section):
     output: str = "eval"
     """Folder of the results inside the run."""
 
+    @property
+    def sampling(self) -> Sampling:
+        """How the answers are sampled."""
+        return Sampling(self.temperature, self.top_p, self.top_k)
+
+    @model_validator(mode="after")
+    def _samples_at_a_temperature(self) -> EvaluateConfig:
+        if self.temperature == 0 and (self.top_p != 1 or self.top_k is not None):
+            raise ValueError("`top_p` and `top_k` need a `temperature` above 0: greedy decoding has neither")
+        if self.temperature == 0 and self.fidelity == "sampling":
+            raise ValueError(
+                "`fidelity: sampling` needs a `temperature` above 0; greedy answers are compared token for token"
+            )
+        return self
+
 
 class TuneConfig(Section):
     """What `draftsmith tune` measures."""
@@ -99,7 +132,9 @@ class ServeConfig(Section):
     """How `draftsmith serve` runs the server."""
 
     method: AnyMethod | None = None
-    """Default: the run's drafter, with the schedule that tuning chose or the number of tokens that evaluation chose."""
+    """Default: the run's drafter, with the schedule that tuning chose or the number of tokens that evaluation chose. In a recipe without
+    `extract.prompts`, which trains none, this is also what `draftsmith evaluate` and `draftsmith tune` measure; by default the first of
+    `evaluate.methods`."""
     vllm_args: dict[str, Any] = Field(default_factory=dict)
     """Further options of vLLM's server by name, as in `{ max_num_seqs: 64, enable_prefix_caching: true }`, passed on unchanged; also to
     the servers of `evaluate.request_rates`."""

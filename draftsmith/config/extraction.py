@@ -9,6 +9,7 @@ from pydantic import Field, model_validator
 from draftsmith.config.sampling_options import WITHOUT_SPECULATION, Penalty, TokenId, Word, require_room
 from draftsmith.config.section import LayerIds, Section
 from draftsmith.config.sources import Prompts
+from draftsmith.run.errors import UserError
 
 _FURTHER = {"stop_token_ids", "min_tokens", "bad_words", "presence_penalty", "frequency_penalty", "repetition_penalty"}
 
@@ -16,8 +17,8 @@ _FURTHER = {"stop_token_ids", "min_tokens", "bad_words", "presence_penalty", "fr
 class ExtractConfig(Section):
     """Prompts to store: the target's responses, and its hidden states, saved as it generates them."""
 
-    prompts: Prompts
-    """Training prompts."""
+    prompts: Prompts | None = None
+    """Training prompts. Only a recipe that trains no drafter, and measures or serves methods that need none, can leave them out."""
     held_out: Prompts | None = None
     """Held-out prompts, never trained on. Absent: `held_out_fraction` of `prompts` is held out."""
     held_out_fraction: float = Field(0.05, ge=0, lt=1)
@@ -114,6 +115,16 @@ class ExtractConfig(Section):
         return {
             name: value for name, value in found.items() if getattr(self, name) != type(self).model_fields[name].default
         }
+
+    @property
+    def training_prompts(self) -> Prompts:
+        """`prompts`. Raises UserError: the recipe has none."""
+        if self.prompts is None:
+            raise UserError(
+                "The recipe has no `extract.prompts`, so there is nothing to extract or to train a drafter from. Name a file of prompts; methods "
+                "that need no drafter of the run's own are measured with `draftsmith evaluate` and served with `draftsmith serve` alone."
+            )
+        return self.prompts
 
     def response_tokens(self, *, held_out: bool) -> int:
         """Longest response to a training or a held-out prompt, in tokens."""

@@ -39,7 +39,7 @@ class Recipe(Section):
     """Seed of training, of sampled responses, and of the prompts that timing and tuning draw."""
     target: TargetConfig
     engine: EngineConfig = EngineConfig()
-    extract: ExtractConfig
+    extract: ExtractConfig = ExtractConfig()
     train: TrainConfig = TrainConfig()
     convert: ConvertConfig = ConvertConfig()
     evaluate: EvaluateConfig = EvaluateConfig()

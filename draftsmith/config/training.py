@@ -7,6 +7,7 @@ from typing import Annotated, Any, Literal
 from pydantic import Field, model_validator
 
 from draftsmith.config.drafters import AnyDrafterOptions, Eagle3Options
+from draftsmith.config.sampling import Sampling
 from draftsmith.config.section import LocalPath, Section
 
 
@@ -93,6 +94,10 @@ class TrainConfig(Section):
     predict_temperature: float | None = Field(None, gt=0)
     """Also predict the acceptance length at this temperature (`predicted_at_temperature` in the figures), preferably on
     responses that were sampled at it."""
+    predict_top_p: float = Field(1.0, gt=0, le=1)
+    """With `predict_temperature`: the top-p of the answers to predict for."""
+    predict_top_k: int | None = Field(None, ge=1)
+    """With `predict_temperature`: their top-k. Absent: all tokens."""
     step_costs: dict[Annotated[int, Field(ge=1)], Annotated[float, Field(gt=0)]] | None = None
     """Cost of a decoding step by K, relative to a baseline step, such as `{1: 1.14, 2: 1.31}`; adds `predicted_speedup` to the
     figures. `draftsmith evaluate` measures it (`k_curve`); drafters of the same shape on the same machine share it."""
@@ -103,6 +108,13 @@ class TrainConfig(Section):
         """`precision`, or its default on a device type of torch."""
         return self.precision or ("bfloat16" if device == "cuda" else "float32")
 
+    @property
+    def predicted_sampling(self) -> Sampling | None:
+        """The sampling parameters to predict for, beside those of the responses; None for no others."""
+        if self.predict_temperature is None:
+            return None
+        return Sampling(self.predict_temperature, self.predict_top_p, self.predict_top_k)
+
     def inputs(self) -> dict[str, Any]:
         """The options that affect the outcome. Changing the others, which say how work is divided, saved and logged, does not
         prevent a run from resuming. Keys have the names that they had at first, so renaming one repeats no finished training."""
@@ -110,10 +122,21 @@ class TrainConfig(Section):
             "gradient_accumulation_steps", "fsdp", "activation_checkpointing", "save_every_steps", "keep_last_epochs", "tracker",
         }  # fmt: skip
         found = self.model_dump(mode="json", exclude=without_effect)
+        for name in ("predict_top_p", "predict_top_k"):
+            if found[name] == type(self).model_fields[name].default:
+                del found[name]  # digests of runs without them are those of before there were any
         return {_FIRST_NAMES.get(key, key): value for key, value in found.items()}
 
     @model_validator(mode="after")
     def _loss_has_a_distribution(self) -> TrainConfig:
         if self.loss != "cross_entropy" and getattr(self.drafter, "targets", "distribution") != "distribution":
             raise ValueError(f"`loss: {self.loss}` needs `targets: distribution` in the drafter's options")
+        return self
+
+    @model_validator(mode="after")
+    def _predicts_at_a_temperature(self) -> TrainConfig:
+        if self.predict_temperature is None and (self.predict_top_p != 1 or self.predict_top_k is not None):
+            raise ValueError(
+                "`predict_top_p` and `predict_top_k` need a `predict_temperature`: greedy decoding has neither"
+            )
         return self

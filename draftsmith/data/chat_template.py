@@ -33,6 +33,7 @@ from functools import cached_property
 from typing import Any
 
 from draftsmith.data.conversations import Conversation
+from draftsmith.data.images import text_of
 from draftsmith.run.errors import UserError
 
 _STAND_INS = ("0qzj0", "9Xkv9")
@@ -56,12 +57,18 @@ class Rendered:
 class Renderer:
     """Renders conversations with a tokenizer's chat template.
 
+    Args:
+        tokenizer: the target's.
+        plain: render prompts as plain text if the tokenizer has no chat template, as for base models, instead of raising an error.
+
     Raises:
         UserError: on use: the tokenizer has no chat template; or a mask is needed and the tokenizer gives no character offsets.
     """
 
-    def __init__(self, tokenizer: Any) -> None:
+    def __init__(self, tokenizer: Any, *, plain: bool = False) -> None:
         self._tokenizer = tokenizer
+        self.plain = plain and not tokenizer.chat_template
+        """Whether messages become plain text (`_plain_text`): asked for, and the tokenizer has no chat template."""
         self._special = set(tokenizer.added_tokens_decoder) | set(tokenizer.all_special_ids)
         template = tokenizer.chat_template or ""
         templates = [template] if isinstance(template, str) else template.values()
@@ -93,7 +100,8 @@ class Renderer:
         """
         if not conversation.messages:
             return self._without_template(conversation)
-        return list(self._tokenizer(self.prompt_text(conversation), add_special_tokens=False)["input_ids"])
+        # A template writes all special tokens itself.
+        return list(self._tokenizer(self.prompt_text(conversation), add_special_tokens=self.plain)["input_ids"])
 
     def prompt_text(self, conversation: Conversation) -> str:
         """What `prompt` tokenizes, for a conversation of messages.
@@ -102,6 +110,8 @@ class Renderer:
             Unrenderable: as in `prompt`.
         """
         messages, tools = conversation.messages, conversation.tools
+        if self.plain:
+            return _plain_text(messages, tools)
         text = self._render(messages, tools, answer_next=True)
         self._require_tools(messages, tools, text, answer_next=True)
         return text
@@ -283,6 +293,17 @@ class Renderer:
                 raise Unrenderable("a token id is not in the target's vocabulary")
             return conversation.token_ids
         return list(self._tokenizer(conversation.document)["input_ids"])
+
+
+def _plain_text(messages: list[dict[str, Any]], tools: Any) -> str:
+    """The words of all messages, a paragraph each, for a target without a chat template to go on with.
+
+    Raises:
+        Unrenderable: there are tools.
+    """
+    if tools:
+        raise Unrenderable("a target without a chat template has no place for tools")
+    return "\n\n".join(text_of(message["content"]) for message in messages)
 
 
 def _saying(message: dict[str, Any], word: str) -> dict[str, Any]:

@@ -200,6 +200,8 @@ def parse(
         raise ValueError('a row must be a JSON object, as in {"prompt": "Why is the sky blue?"}')
     try:
         found = _PARSERS[format](row, fallback_id, whole)
+        if found["messages"]:
+            found.setdefault("tools", _tools(row))
         # Tokenizers reject unpaired surrogates.
         json.dumps([found["messages"], found.get("tools"), found.get("document")], ensure_ascii=False).encode()
         for message in found["messages"]:

@@ -71,20 +71,22 @@ def split(
     if extract.held_out is not None:
         held_out = _distinct(extract.held_out, whole, RejectedRows())
     else:
-        held_out = (one for one in _distinct(extract.prompts, whole, RejectedRows()) if _uniform(one) < fraction)
+        held_out = (
+            one for one in _distinct(extract.training_prompts, whole, RejectedRows()) if _uniform(one) < fraction
+        )
     if extract.held_out is not None or fraction > 0:
         mine = known_of(held_out, label="the held-out prompts", of_a_kind=True)
         known.append(mine)
         if not len(mine):
             raise UserError(
-                f"`extract.held_out_fraction: {fraction}` holds out no prompt of {name_of(extract.prompts)}. "
+                f"`extract.held_out_fraction: {fraction}` holds out no prompt of {name_of(extract.training_prompts)}. "
                 "Raise it, or name a held-out file in `extract.held_out`."
             )
-        for other in _distinct(extract.prompts, whole, RejectedRows()):
+        for other in _distinct(extract.training_prompts, whole, RejectedRows()):
             if _uniform(other) >= fraction:
                 mine.count([numbers_of(text) for text in other.asked])
     some = False
-    for conversation in _distinct(extract.prompts, whole, rejected):
+    for conversation in _distinct(extract.training_prompts, whole, rejected):
         if _uniform(conversation) < fraction:
             yield conversation, True
             continue

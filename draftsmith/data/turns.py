@@ -41,11 +41,12 @@ class TurnRenderer:
     Args:
         tokenizer: the target's.
         max_model_len: tokens of the longest sequence that the engine takes, answer included.
+        plain: as in `Renderer`.
     """
 
-    def __init__(self, tokenizer: Any, max_model_len: int) -> None:
+    def __init__(self, tokenizer: Any, max_model_len: int, *, plain: bool = False) -> None:
         self.tokenizer, self.max_model_len = tokenizer, max_model_len
-        self.renderer = Renderer(tokenizer)
+        self.renderer = Renderer(tokenizer, plain=plain)
 
     def first(self, conversation: Conversation) -> Turn:
         """The first user turn.

@@ -1,4 +1,5 @@
-"""What vLLM's processes need from the machine: environment variables, devices and memory. Does not import vLLM.
+"""What vLLM's processes need from the machine: environment variables, devices and memory. Does not import vLLM, but where only vLLM knows
+the device (`platform.py`).
 
 The variables are for child processes: some only work if they are set before the process starts (the dynamic linker reads
 `LD_PRELOAD`, OpenMP reads `KMP_BLOCKTIME` when it is loaded).
@@ -9,12 +10,12 @@ from __future__ import annotations
 import os
 import sys
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from draftsmith.config.engine_options import EXECUTOR
 from draftsmith.config.recipe import EngineConfig
+from draftsmith.engine.platform import Device, current_platform, plugins_to_load
 from draftsmith.run.errors import UserError
 from draftsmith.run.process import malloc_environment
 from draftsmith.target.family import FAMILIES, has_experts, target_facts
@@ -29,14 +30,7 @@ _BIND = "VLLM_CPU_OMP_THREADS_BIND"
 def is_cpu() -> bool:
     """Whether engines run on the CPU.
     Raises UserError: vLLM is built for CUDA and torch cannot use a GPU; the driver may be missing or too old."""
-    import torch
-
-    from draftsmith.run.cuda import require_gpus_for_vllm
-
-    if torch.cuda.is_available():
-        return False
-    require_gpus_for_vllm()
-    return True
+    return current_platform().is_cpu
 
 
 def resolved(engine: EngineConfig) -> EngineConfig:
@@ -49,14 +43,14 @@ def resolved(engine: EngineConfig) -> EngineConfig:
 def vllm_environment(engine: EngineConfig) -> dict[str, str]:
     """Environment variables for a child process that will import vLLM.
 
-    Variables that the user has set are kept, except the first two. An engine's memory is not among them: pass
+    Variables that the user has set are kept, except the first; VLLM_PLUGINS gets ours in addition. An engine's memory is not among them: pass
     `memory_arguments` to the engine.
     """
     values = {
         # The engine runs in the child itself. For several GPUs vLLM starts worker processes of its own.
         "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
-        # Ours serves MLP speculators and fixes sampling on CPUs. Other packages' plugins may need another vLLM.
-        "VLLM_PLUGINS": "draftsmith",
+        # Ours serves MLP speculators and fixes sampling on CPUs.
+        "VLLM_PLUGINS": plugins_to_load(),
         "VLLM_LOGGING_LEVEL": os.environ.get("VLLM_LOGGING_LEVEL", "WARNING"),
         "VLLM_NO_USAGE_STATS": os.environ.get("VLLM_NO_USAGE_STATS", "1"),
     }
@@ -92,31 +86,18 @@ def openmp_environment() -> dict[str, str]:
     return values
 
 
-@dataclass(frozen=True)
-class Gpu:
-    """A visible GPU."""
-
-    name: str
-    """As in CUDA_VISIBLE_DEVICES."""
-    memory_bytes: int
+Gpu = Device
+"""A visible GPU, or another device that engines run on."""
 
 
 def gpus() -> list[Gpu]:
-    """The visible GPUs, in order; none on a CPU."""
-    import torch
-
-    if is_cpu():
-        return []
-    visible = os.environ.get("CUDA_VISIBLE_DEVICES")
-    count = torch.cuda.device_count()
-    names = [name.strip() for name in visible.split(",")] if visible else [str(index) for index in range(count)]
-    # CUDA ends the list at the first unknown name.
-    return [Gpu(name, torch.cuda.get_device_properties(index).total_memory) for index, name in enumerate(names[:count])]
+    """The visible GPUs, or other devices that engines run on, in order; none on a CPU."""
+    return current_platform().devices()
 
 
 def only_these_gpus(names: Sequence[str]) -> dict[str, str]:
-    """Environment variables that show a child process only these GPUs; with no names, those that this process sees."""
-    return {"CUDA_VISIBLE_DEVICES": ",".join(names)} if names else {}
+    """Environment variables that show a child process only these devices; with no names, those that this process sees."""
+    return {current_platform().visible_devices: ",".join(names)} if names else {}
 
 
 def share_of_machine(number: int, count: int, engine: EngineConfig) -> dict[str, str]:

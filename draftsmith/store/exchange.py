@@ -21,12 +21,14 @@ import torch
 
 from draftsmith.data.chat_template import Renderer, Unrenderable
 from draftsmith.data.conversations import Conversation, RejectedRows
+from draftsmith.data.overlap import TRAINING_PROMPTS, PromptsFile
 from draftsmith.run.atomic_io import new_folder, sha256_of
 from draftsmith.run.errors import UserError
 from draftsmith.run.progress import Bar, console
 from draftsmith.run.stage import StageRun
 from draftsmith.store.codec import Form
 from draftsmith.store.format import MANIFEST, Sequence, StoreIdentity
+from draftsmith.store.imported_prompts import Questions
 from draftsmith.store.reader import Store
 from draftsmith.store.states_file import read_states_file, write_states_file
 from draftsmith.store.writer import StoreWriter
@@ -132,6 +134,8 @@ def import_states(
     with new_folder(out) as folder, ExitStack() as stack:
         run = StageRun("import", folder)
         run.claim(fresh=False)
+        asked = PromptsFile(folder)
+        questions = Questions(reader.tokenizer) if target.path.is_dir() else None
         bar = stack.enter_context(Bar("import", total=len(found), unit="sequences"))
         for path, row in found:
             bar.step()
@@ -148,6 +152,8 @@ def import_states(
                 else:
                     writer.append(sequence)
                     seen.add(sequence.sample_id)
+                    if questions is not None and not sequence.held_out:
+                        asked.add(questions.of(sequence.token_ids, sequence.loss_mask))
             except ValueError as error:
                 unusable += 1
                 said = " ".join(str(error).split())
@@ -164,6 +170,8 @@ def import_states(
                 f"No row of {source} has a file of states, in {source / 'hidden_states'}. Generate them first."
             )
         counts = writer.close()
+        if questions is not None:
+            asked.publish(folder)
         options = {
             "mode": "import", "prompts": {"path": str(source.resolve())}, "layer_ids": list(layer_ids), "loss_mask": loss_mask,
             "held_out_fraction": held_out_fraction, "compression": compression,
@@ -172,6 +180,7 @@ def import_states(
             sha256_of(folder / MANIFEST),
             counts | {"rows_skipped": rejected.figures()},
             recipe={"target": {"model": target.name}, "extract": options},
+            files=(TRAINING_PROMPTS,) if questions is not None else (),
         )
     console.print(
         f"import: {out} holds {counts['sequences']} sequences, {counts['held_out_sequences']} of them held out",
@@ -298,8 +307,12 @@ class _Reader:
             raise ValueError(f"{reason}; with --loss-mask ones, all tokens are trained on") from None
 
     @cached_property
+    def tokenizer(self) -> Any:
+        return tokenizer_of(self.target.path, trust_remote_code=self.target.trust_remote_code)
+
+    @cached_property
     def _renderer(self) -> Renderer:
-        return Renderer(tokenizer_of(self.target.path, trust_remote_code=self.target.trust_remote_code))
+        return Renderer(self.tokenizer)
 
 
 def _mask_of_row(row: dict[str, Any], token_ids: torch.Tensor) -> torch.Tensor | None:

@@ -45,6 +45,7 @@ from typing import Any
 import torch
 import xxhash
 
+from draftsmith.config.sampling import Sampling
 from draftsmith.run.errors import DraftsmithError, UserError
 from draftsmith.run.safetensors_io import header_bytes
 from draftsmith.store.codec import EncodedStates, Form
@@ -123,6 +124,11 @@ class StoreIdentity:
     """`exact`, or `int8` if they were rounded to 8 bits."""
     engine_options: dict[str, Any] = field(default_factory=dict)
     """The recipe's `engine.options`."""
+
+    @property
+    def sampled_with(self) -> Sampling | None:
+        """How the target sampled the responses; None if it wrote none of them here."""
+        return Sampling.of(self.sampling) if self.sampling.get("mode") == "generate" else None
 
     def recorded(self) -> dict[str, Any]:
         """JSON values by name; without engine options if there are none, as when stores did not have them."""

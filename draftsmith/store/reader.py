@@ -81,6 +81,11 @@ class Store:
         """Indices of the sequences of one part of the split, in order."""
         return [i for i, entry in enumerate(self._index) if entry.held_out == held_out]
 
+    def rows_to_predict(self) -> list[int]:
+        """Held-out rows on which acceptance is predicted: those without images, which evaluation measures; all if every one has images."""
+        rows = self.rows(held_out=True)
+        return [row for row in rows if not self._shards[self._index[row].shard].images(self._index[row].row)] or rows
+
     def length(self, index: int) -> int:
         """A sequence's tokens with states."""
         return self._index[index].end - self._index[index].start

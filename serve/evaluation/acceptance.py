@@ -25,7 +25,13 @@ from draftsmith.serve.evaluation.schema import (
     SuiteAtK,
     Variant,
 )
-from draftsmith.serve.evaluation.statistics import acceptance, acceptance_interval, categories, tokens_per_step
+from draftsmith.serve.evaluation.statistics import (
+    acceptance,
+    acceptance_interval,
+    categories,
+    decoding_steps,
+    tokens_per_step,
+)
 from draftsmith.serve.evaluation.suites import SuiteInput, draw
 from draftsmith.serve.evaluation.throughput import least_requests
 from draftsmith.serve.evaluation.variants import Variants
@@ -68,7 +74,8 @@ def measure_acceptance(
             lineup.turns(variants.engines([0, *compared]), lambda variant: 0), compared, suite, renderer,
             piece=1 + max(map(variants.num_speculative_tokens, compared)), batch_size=options.acceptance_batch_size,
             max_model_len=recipe.engine.max_model_len,
-            leave_out=beaten if first and options.engine_starts == 1 else lambda variant, found: False,
+            leave_out=beaten if first and options.engine_starts == 1 and variants.drafts_in_every_step else lambda variant, found: False,
+            token_for_token=options.sampling.greedy,
         )  # fmt: skip
         if first:
             partial.k_curve = _k_curve(found, options.k, costs)
@@ -114,6 +121,7 @@ def in_batches(
     batch_size: int,
     max_model_len: int,
     leave_out: Callable[[Variant, Mapping[Variant, AcceptanceByPrompt]], bool],
+    token_for_token: bool,
 ) -> InBatches:
     """Every prompt of a suite at every variant, in batches; later turns follow the baseline's answers.
 
@@ -123,6 +131,7 @@ def in_batches(
         compared: the variants that speculate.
         piece: of the control (`fidelity.control`): one more than the longest draft of any of them.
         leave_out: whether not to ask a variant, after what was found of those before it.
+        token_for_token: whether to compare answers with the baseline's, which only greedy ones can be.
     """
     seconds: dict[Variant, float] = {}
     answers: dict[Variant, list[Generated]] = {}
@@ -150,10 +159,11 @@ def in_batches(
                     )
                     seconds[variant] += spent
                     answers[variant] += found
-                    different += fidelity.differences_with_margins(
-                        engines[0], {turn.id: turn.token_ids for turn in batch.turns}, batch.baseline, found,
-                        engines[variant].config, variant if isinstance(variant, str) else None,
-                    )  # fmt: skip
+                    if token_for_token:
+                        different += fidelity.differences_with_margins(
+                            engines[0], {turn.id: turn.token_ids for turn in batch.turns}, batch.baseline, found,
+                            engines[variant].config, variant if isinstance(variant, str) else None,
+                        )  # fmt: skip
                     done += len(batch.turns)
                     bar.update(done)
                 accepted[variant] = _by_prompt(engines[variant].counters() - before, batches, answers[variant])
@@ -169,8 +179,10 @@ def in_batches(
         at[variant] = {
             **found_of,
             "acceptance_length_interval": acceptance_interval(found_of["by_prompt"]),
-            "prompts_identical": len(asked) - len(own),
-            "fidelity": fidelity.judge(own, [turn.id for turn in asked], baseline, control),
+            "prompts_identical": len(asked) - len(own) if token_for_token else None,
+            "fidelity": fidelity.judge(own, [turn.id for turn in asked], baseline, control)
+            if token_for_token
+            else fidelity.not_compared(len(asked)),
             "seconds": seconds[variant],
         }
     baseline_seconds = sum(batch.seconds for batch in batches)
@@ -229,9 +241,17 @@ def _is_of(difference: Difference, variant: Variant) -> bool:
 
 
 def _k_curve(found: InBatches, choices: Sequence[int], costs: Mapping[int, StepCost]) -> dict[str, CurvePoint]:
-    by_prompt = {k: found.at[k]["by_prompt"] for k in costs if k in found.at}
+    # Over all steps: a lookup method drafts in some only.
+    by_prompt = {k: _by_step(found.turns, found.answers[k]) for k in costs if k in found.at}
     curve = speedup_curve({k: costs[k] for k in by_prompt}, by_prompt, [k for k in choices if k in by_prompt])
     return {str(k): one for k, one in curve.items()}
+
+
+def _by_step(turns: Sequence[Turn], answers: Sequence[Generated]) -> dict[str, list[int]]:
+    """Decoding steps and accepted tokens of each prompt."""
+    return {
+        turn.id: [decoding_steps(answer), sum(answer.accepted)] for turn, answer in zip(turns, answers, strict=True)
+    }
 
 
 def _measured(
@@ -261,7 +281,9 @@ def _measured(
         "max_tokens": suite.max_tokens,
         "acceptance_length_interval": at_best["acceptance_length_interval"],
         "categories": categories(at_best["by_prompt"], category_of),
-        "identical_to_baseline": not any(one["method"] is None for one in found.different),
+        "identical_to_baseline": not any(one["method"] is None for one in found.different)
+        if recipe.evaluate.sampling.greedy
+        else None,
         "control": found.control
         and {**found.control, "margins": found.control["margins"][: fidelity.DIFFERENCES_KEPT]},
         "differences": found.different[: fidelity.DIFFERENCES_KEPT],

@@ -15,6 +15,7 @@ from typing import Any
 from typing_extensions import TypedDict
 
 from draftsmith.config.evaluation import RESULTS_VERSION
+from draftsmith.config.sampling import Sampling
 from draftsmith.data.turns import TURN
 from draftsmith.run.errors import UserError
 from draftsmith.serve.evaluation.configurations import baseline_again_drafter
@@ -55,6 +56,9 @@ def compare(a: Mapping[str, Any], b: Mapping[str, Any]) -> list[Comparison]:
         raise UserError(
             f"A is an evaluation of {a['target']} and B one of {b['target']}: different targets cannot be compared."
         )
+    if a["sampling"] != b["sampling"]:
+        how = [Sampling.of(one["sampling"]) for one in (a, b)]
+        raise UserError(f"A was evaluated with {how[0]} answers and B with {how[1]} ones: they cannot be compared.")
     found: list[Comparison] = []
     acceptance: list[tuple[str, str, dict[str, list[float]]]] = []
     speeds: list[tuple[str, str, Mapping[str, Any], Mapping[str, Any]]] = []
@@ -72,12 +76,13 @@ def compare(a: Mapping[str, Any], b: Mapping[str, Any]) -> list[Comparison]:
         speeds.append((name, "speedup", one["throughput"], other["throughput"]))
         right = [float(_is_right(suite)) for suite in (one, other)]
         verdict = "same" if right[0] == right[1] else "worse" if right[1] < right[0] else "better"
-        found.append(
-            {
-                "suite": name, "figure": "the target's own answers", "a": right[0], "b": right[1],
-                "interval": [right[1] - right[0]] * 2, "verdict": verdict,
-            }
-        )  # fmt: skip
+        if Sampling.of(a["sampling"]).greedy:  # sampled answers are not compared with the baseline's
+            found.append(
+                {
+                    "suite": name, "figure": "the target's own answers", "a": right[0], "b": right[1],
+                    "interval": [right[1] - right[0]] * 2, "verdict": verdict,
+                }
+            )  # fmt: skip
     first = next(iter(a["suites"]))
     if first in shared and first == next(iter(b["suites"])):
         speeds += [

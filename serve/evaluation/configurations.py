@@ -13,7 +13,7 @@ from typing import Any
 
 from draftsmith.config.recipe import Recipe
 from draftsmith.engine.environment import is_cpu
-from draftsmith.run.cuda import native_bfloat16
+from draftsmith.engine.platform import current_platform
 from draftsmith.serve.evaluation.schema import AtStart, Fidelity, Measured, Ratio, Throughput, Variant
 from draftsmith.serve.evaluation.throughput import paired, speedup, tokens_per_second
 
@@ -63,9 +63,9 @@ class Configuration:
 def machine_dtypes() -> list[str]:
     """The dtypes that this machine has arithmetic for and that the baseline may be fastest in; never float32 on a GPU."""
     if not is_cpu():
-        return ["bfloat16"] if native_bfloat16() else ["float16"]
+        return ["bfloat16"] if current_platform().has_bfloat16() else ["float16"]
     # Emulated, bfloat16 has half the speed of float32.
-    return ["float32", "bfloat16"] if native_bfloat16() else ["float32"]
+    return ["float32", "bfloat16"] if current_platform().has_bfloat16() else ["float32"]
 
 
 def configurations(recipe: Recipe, k: int, *, in_flight: int = 1) -> list[Configuration]:

@@ -13,6 +13,7 @@ from types import TracebackType
 from typing import Any
 
 from draftsmith.config import recipe
+from draftsmith.config.sampling import GREEDY, Sampling
 from draftsmith.engine import environment
 from draftsmith.engine.options import say_overruled
 from draftsmith.engine.process import EngineProcess
@@ -46,6 +47,8 @@ class EngineSpec:
     """The GPUs to run on, as in CUDA_VISIBLE_DEVICES; empty for those that this process sees."""
     k_by_load: tuple[tuple[int, int, int], ...] | None = None
     """From, to, K: the tokens that it drafts by the number of sequences, set whenever it is asked. None: as it was started."""
+    sampling: Sampling = GREEDY
+    """How it samples what is measured."""
 
     @property
     def num_speculative_tokens(self) -> int:
@@ -176,14 +179,14 @@ class EngineHost:
         return self
 
     def generate(
-        self, prompts: Sequence[Sequence[int]], *, max_tokens: int, temperature: float = 0.0
+        self, prompts: Sequence[Sequence[int]], *, max_tokens: int, temperature: float | None = None
     ) -> tuple[list[Generated], float]:
         """Decode until the end of the answer.
 
         Args:
             prompts: token ids, one sequence for each prompt; they run as one batch.
             max_tokens: longest response.
-            temperature: 0 decodes greedily; otherwise answers are sampled, differently in every call.
+            temperature: 0 decodes greedily; otherwise answers are sampled, differently in every call. None: as the engine's `sampling`.
 
         Returns:
             The answers in the prompts' order, and the seconds that the engine took.
@@ -191,7 +194,8 @@ class EngineHost:
         Raises:
             DraftsmithError: the engine failed.
         """
-        answers, seconds = self._call("generate", [list(ids) for ids in prompts], max_tokens, temperature)
+        sampling = self.config.sampling if temperature is None else Sampling(temperature)
+        answers, seconds = self._call("generate", [list(ids) for ids in prompts], max_tokens, sampling.arguments())
         return [Generated(*answer) for answer in answers], seconds
 
     def step_seconds(self, prompt: Sequence[int], steps: int) -> list[float]:
@@ -204,7 +208,7 @@ class EngineHost:
         Raises:
             DraftsmithError: the engine failed.
         """
-        found: list[float] = self._call("step_seconds", list(prompt), steps)
+        found: list[float] = self._call("step_seconds", list(prompt), steps, self.config.sampling.arguments())
         return found
 
     def draft_by_load(self, ranges: Sequence[Sequence[int]]) -> None:
@@ -217,7 +221,8 @@ class EngineHost:
 
     def begin_load(self, requests: Sequence[Request], in_flight: int) -> None:
         """Prepare a load of `in_flight` concurrent requests, without starting it (`in_flight.ConstantLoad`)."""
-        self._call("begin_load", [tuple(request) for request in requests], in_flight)
+        sampling = self.config.sampling.arguments()
+        self._call("begin_load", [tuple(request) for request in requests], in_flight, sampling)
 
     def advance_load(self, tokens: int) -> bool:
         """Run the load until it has produced `tokens` tokens since its start; True once the measurement is complete.
@@ -310,7 +315,7 @@ class SharedEngine(EngineHost):
         self._counted = Counters()
 
     def generate(
-        self, prompts: Sequence[Sequence[int]], *, max_tokens: int, temperature: float = 0.0
+        self, prompts: Sequence[Sequence[int]], *, max_tokens: int, temperature: float | None = None
     ) -> tuple[list[Generated], float]:
         self._set_k()
         before = self._engine.counters()

@@ -36,11 +36,11 @@ class _Engine:
         self._llm = LLM(**arguments)
 
     def generate(
-        self, prompts: list[list[int]], max_tokens: int, temperature: float
+        self, prompts: list[list[int]], max_tokens: int, parameters: dict[str, Any]
     ) -> tuple[list[tuple[Any, ...]], float]:
         from vllm import SamplingParams
 
-        sampling = SamplingParams(temperature=temperature, max_tokens=max_tokens, detokenize=False)
+        sampling = SamplingParams(**parameters, max_tokens=max_tokens, detokenize=False)
         inputs: list[Any] = [{"prompt_token_ids": ids} for ids in prompts]
         started = time.perf_counter()
         outputs = self._llm.generate(inputs, sampling, use_tqdm=False)
@@ -59,11 +59,11 @@ class _Engine:
             )  # fmt: skip
         return answers, seconds
 
-    def step_seconds(self, prompt: list[int], steps: int) -> list[float]:
+    def step_seconds(self, prompt: list[int], steps: int, parameters: dict[str, Any]) -> list[float]:
         from vllm import SamplingParams
 
         engine = self._llm.llm_engine
-        sampling = SamplingParams(temperature=0.0, max_tokens=None, detokenize=False)
+        sampling = SamplingParams(**parameters, max_tokens=None, detokenize=False)
         engine.add_request("steps", {"prompt_token_ids": prompt}, sampling)
         answered: list[float] = []
         while len(answered) <= steps and engine.has_unfinished_requests():
@@ -83,11 +83,11 @@ class _Engine:
     def _scheduler(self) -> Any:
         return self._llm.llm_engine.engine_core.engine_core.scheduler
 
-    def begin_load(self, requests: list[tuple[Any, ...]], in_flight: int) -> None:
+    def begin_load(self, requests: list[tuple[Any, ...]], in_flight: int, parameters: dict[str, Any]) -> None:
         from vllm import SamplingParams
 
         def sampling(max_tokens: int) -> SamplingParams:
-            return SamplingParams(temperature=0.0, max_tokens=max_tokens, detokenize=False)
+            return SamplingParams(**parameters, max_tokens=max_tokens, detokenize=False)
 
         self._load = ConstantLoad(
             self._llm.llm_engine, [Request(*request) for request in requests], in_flight, sampling

@@ -16,6 +16,9 @@ Identical engines differ by several percent from start to start, so a and c run 
 anew; b and the first of c go on with the last ones of a. After that, if asked for, two servers are measured at request rates
 (`evaluate.request_rates`).
 
+Answers are greedy, or sampled as `evaluate.temperature`, `top_p` and `top_k` say. Sampled ones are not compared token for token; on
+demand, tests compare their distribution with the baseline's (`sampled_fidelity.py`).
+
 Acceptance varies between prompts far more than step cost does. Choosing K by wall-clock speed alone would take hundreds of prompts,
 one at a time, on every engine.
 
@@ -33,11 +36,12 @@ from typing import Any, cast
 from draftsmith.config.evaluation import RESULTS_VERSION
 from draftsmith.config.loading import digest
 from draftsmith.config.recipe import Recipe
+from draftsmith.config.sampling import Sampling
 from draftsmith.data.prompts import Prompt
 from draftsmith.data.turns import TurnRenderer
 from draftsmith.engine.environment import resolved
 from draftsmith.engine.options import check_options
-from draftsmith.engine.speculation import check_graph_sizes, drafter_name, drafter_sha256
+from draftsmith.engine.speculation import check_graph_sizes
 from draftsmith.run import stage
 from draftsmith.run.atomic_io import write_bytes, write_json
 from draftsmith.run.errors import DraftsmithError, UserError
@@ -52,6 +56,7 @@ from draftsmith.serve.evaluation.load import at_request_rates
 from draftsmith.serve.evaluation.machine import describe_engines, describe_machine
 from draftsmith.serve.evaluation.partial import MeasuredSuite, PartialResults
 from draftsmith.serve.evaluation.report import render
+from draftsmith.serve.evaluation.sampled_fidelity import measure_sampled_fidelity, wrongly_sampled
 from draftsmith.serve.evaluation.schema import MethodAtSuite, Results, Suite
 from draftsmith.serve.evaluation.speed import combined, concurrent_load, measure_speeds, suite_load
 from draftsmith.serve.evaluation.step_cost import measure_step_costs
@@ -59,6 +64,7 @@ from draftsmith.serve.evaluation.suites import SuiteInput, load_suite, render_su
 from draftsmith.serve.evaluation.summary import print_table
 from draftsmith.serve.evaluation.variants import Variants
 from draftsmith.serve.schedule import k_at, schedule_of
+from draftsmith.serve.speculator import Speculator, speculator
 from draftsmith.target.info import TargetInfo, describe_target
 from draftsmith.target.prepare import prepare_target
 
@@ -75,9 +81,11 @@ class WrongAnswersError(DraftsmithError):
 def run_evaluate(recipe: Recipe, run_dir: Path) -> Results:
     """Evaluate a run's drafter, or return the results of an earlier evaluation of the same inputs.
 
+    In a recipe that trains no drafter, the method of its `serve` section or the first of `evaluate.methods` takes its place.
+
     Args:
         recipe: the whole recipe; `target`, `engine`, `evaluate` and the prompts of `extract` are read.
-        run_dir: `runs/NAME`, with the drafter in `vllm/`.
+        run_dir: `runs/NAME`, with the drafter in `vllm/` if it has one.
 
     Returns:
         The contents of `results.json`.
@@ -89,13 +97,14 @@ def run_evaluate(recipe: Recipe, run_dir: Path) -> Results:
     """
     check_options(recipe.engine)
     run = StageRun("evaluate", run_dir / recipe.evaluate.output)
+    speculates_with = speculator(recipe, run_dir)
+    recipe = speculates_with.measured(recipe)
     target = describe_target(prepare_target(recipe.target), recipe.target)
-    drafter_dir, output = run_dir / "vllm", run.directory
-    drafter_hashes = drafter_sha256(drafter_dir)
+    output = run.directory
     prompts = _prompts(recipe)
     # Training predicted for held-out text; beside the figures of another suite the prediction would mislead.
     on_held_out = recipe.evaluate.suites[next(iter(prompts))].prompts == "held_out"
-    predicted = _predicted(run_dir) if on_held_out else None
+    predicted = _predicted(run_dir, recipe.evaluate.sampling) if on_held_out else None
     sections = {
         "engine": resolved(recipe.engine).model_dump(mode="json"),
         "evaluate": recipe.evaluate.model_dump(mode="json"),
@@ -105,7 +114,7 @@ def run_evaluate(recipe: Recipe, run_dir: Path) -> Results:
         {
             "version": RESULTS_VERSION,
             "target": [target.revision, target.config_hash, target.tokenizer_hash, target.chat_template_hash],
-            "drafter": drafter_hashes,
+            "drafter": dict(speculates_with.sha256),
             "prompts": {name: [[p.id, p.messages, p.tools, p.reference] for p in items] for name, items in prompts.items()},
             "served": recipe.serve.vllm_args if recipe.evaluate.request_rates else None,
             "dtypes": recipe.evaluate.dtypes or machine_dtypes(),
@@ -123,12 +132,15 @@ def run_evaluate(recipe: Recipe, run_dir: Path) -> Results:
     say_options("evaluate", recipe.engine)
     renderer = turn_renderer(target, recipe.engine.max_model_len)
     suites = [_rendered(recipe, renderer, name, items) for name, items in prompts.items()]
-    k_by_load = schedule_of(run_dir, recipe.tune.output) if recipe.evaluate.concurrency else None
+    k_by_load = None
+    if recipe.evaluate.concurrency:
+        k_by_load = schedule_of(run_dir, recipe.tune.output, speculates_with.sha256)
     found = evaluate(
-        recipe, target, drafter_dir, suites, renderer, k_by_load=k_by_load, predicted=predicted, drafter_hashes=drafter_hashes,
-        log_dir=output, partial=partial,
+        recipe, target, speculates_with, suites, renderer, k_by_load=k_by_load, predicted=predicted, log_dir=output,
+        partial=partial,
     )  # fmt: skip
-    _add_overlap(found, recipe, run_dir, prompts)
+    if speculates_with.own:
+        _add_overlap(found, recipe, run_dir, prompts)
 
     write_json(output / "results.json", found)
     write_bytes(output / "report.html", render(found).encode())
@@ -140,32 +152,32 @@ def run_evaluate(recipe: Recipe, run_dir: Path) -> Results:
 def evaluate(
     recipe: Recipe,
     target: TargetInfo,
-    drafter_dir: Path,
+    speculates_with: Speculator,
     suites: Sequence[SuiteInput],
     renderer: TurnRenderer,
     *,
     k_by_load: Sequence[Sequence[int]] | None,
     predicted: Mapping[str, float] | None,
-    drafter_hashes: dict[str, str],
     log_dir: Path,
     partial: PartialResults,
 ) -> Results:
     """Measure what `partial` does not have yet; writes only `partial.json` and logs.
 
     Args:
+        speculates_with: what is measured at every K, with its recipe (`Speculator.measured`).
         suites: the first gives the K curve.
         renderer: for later turns.
         k_by_load: the schedule of `draftsmith tune`: from, to, K; None if it did not run.
         predicted: acceptance length by K that training predicted.
-        drafter_hashes: SHA-256 of the drafter's files, for the results.
         log_dir: folder for the logs of engines and servers.
     """
     options = recipe.evaluate
     load_k = partial.load_k or {str(n): k_at(k_by_load, n) for n in options.concurrency}
-    variants = Variants(recipe, target, drafter_dir, suites, log_dir, load_k.values())
+    variants = Variants(recipe, target, speculates_with, suites, log_dir, load_k.values())
     with closing(variants.lineup()) as lineup:
         measure_step_costs(lineup, variants, suites[0], recipe, partial)
         measure_acceptance(lineup, variants, suites, renderer, recipe, partial)
+        measure_sampled_fidelity(lineup, variants, suites[0], recipe, partial)
         best = partial.best_k(options.k)
         partial.load_k = {n: k or best for n, k in load_k.items()}
         by_suite = {suite.name: suite_load(suite.name, partial, best) for suite in suites}
@@ -176,8 +188,8 @@ def evaluate(
     return {
         "schema_version": RESULTS_VERSION,
         "target": target.name,
-        "drafter": drafter_name(drafter_dir),
-        "drafter_sha256": drafter_hashes,
+        "drafter": speculates_with.name,
+        "drafter_sha256": dict(speculates_with.sha256),
         "num_speculative_tokens": best,
         "suites": {
             name: _suite(partial.suites[name], combined(load, recipe, partial), recipe, best, len(load.prompts))
@@ -191,6 +203,8 @@ def evaluate(
         "load": {n: combined(load, recipe, partial) for n, load in by_load.items()},
         "rates": partial.rates,
         "examples": partial.examples,
+        "sampling": {"temperature": options.temperature, "top_p": options.top_p, "top_k": options.top_k},
+        "sampled_fidelity": partial.sampled_fidelity,
         "dtype": recipe.target.dtype,
         "versions": stage.versions(),
         "machine": describe_machine(),
@@ -215,10 +229,23 @@ def _rendered(recipe: Recipe, renderer: TurnRenderer, name: str, prompts: Sequen
     return render_suite(renderer, name, prompts, max_tokens, options.score)
 
 
-def _predicted(run_dir: Path) -> dict[str, float] | None:
-    """Acceptance length by K that training predicted, from the checkpoint's `stage.json`."""
+def _predicted(run_dir: Path, sampling: Sampling) -> dict[str, float] | None:
+    """Acceptance length by K that training predicted for this sampling, from the checkpoint's `stage.json`: from text that was sampled so,
+    or because the recipe asked for it (`train.predict_temperature`)."""
     record = stage.read(run_dir / "checkpoint")
-    predicted = record["figures"].get("predicted_acceptance_length") if record else None
+    figures = record["figures"] if record else {}
+    text, at = figures.get("text_sampling"), figures.get("predicted_at_temperature")
+    predicted = None
+    if sampling.greedy if text is None else Sampling.of(text) == sampling:
+        predicted = figures.get("predicted_acceptance_length")
+    elif at is not None and Sampling.of(at) == sampling:
+        predicted = at["greedy_drafts"]
+    elif figures:
+        console.print(
+            f"evaluate: training predicted no acceptance length for answers like these ({sampling}); `draftsmith predict` does, from held-out "
+            "responses that are sampled so",
+            highlight=False, soft_wrap=True,
+        )  # fmt: skip
     return {str(k): float(value) for k, value in predicted.items()} if predicted else None
 
 
@@ -243,7 +270,10 @@ def _measure_rates(
     asked = [renderer.renderer.prompt_text(turn.conversation) for turn in suite.prompts[-wanted:]]
     if len(asked) < wanted:
         console.print(f"evaluate: the first suite has {len(asked)} prompts, fewer than evaluate.request_prompts")
-    at_request_rates(recipe, target, speculative, asked, log_dir, placement=variants.placement, partial=partial)
+    at_request_rates(
+        recipe, target, speculative, asked, log_dir, placement=variants.placement, partial=partial,
+        add_special_tokens=renderer.renderer.plain,
+    )  # fmt: skip
 
 
 def _suite(measured: MeasuredSuite, speed: Any, recipe: Recipe, k: int, timed_prompts: int) -> Suite:
@@ -284,8 +314,12 @@ def _suite(measured: MeasuredSuite, speed: Any, recipe: Recipe, k: int, timed_pr
 
 
 def _add_overlap(found: Results, recipe: Recipe, run_dir: Path, prompts: Mapping[str, list[Prompt]]) -> None:
-    """How much of each suite the drafter was trained on."""
-    stores = [run_dir / "store", *(Path(folder.path) for folder in recipe.train.extra_stores)]
+    """How much of each suite the drafter was trained on, from the stores that training recorded."""
+    trained = stage.read(run_dir / "checkpoint")
+    more = (trained or {}).get("recipe", {}).get("train", {}).get("extra_stores")
+    if more is None:  # no checkpoint here, or of an earlier version
+        more = [{"path": folder.path} for folder in recipe.train.extra_stores]
+    stores = [run_dir / "store", *(Path(folder["path"]) for folder in more)]
     overlaps = overlap(stores, recipe.evaluate.suites, prompts)
     if overlaps is None:
         console.print(
@@ -317,6 +351,7 @@ def _shown(found: Results, output: Path) -> Results:
             for what, one in verdicts.items()
             if one["verdict"] == "wrong"
         ]  # fmt: skip
+    wrong += wrongly_sampled(found["sampled_fidelity"])
     if wrong:
         raise WrongAnswersError(
             f"Speculative decoding changed the target's answers by more than rounding explains: {'; '.join(wrong)}. The results are "

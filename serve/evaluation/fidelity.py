@@ -191,6 +191,14 @@ def judge(
     }
 
 
+def not_compared(answers: int) -> Fidelity:
+    """In place of a verdict on sampled answers, which are not compared token for token."""
+    return {
+        "answers": answers, "differing": 0, "tokens": 0, "mismatches": 0, "rate_p_value": 1.0, "margins_p_value": None,
+        "verdict": "not_compared",
+    }  # fmt: skip
+
+
 def rate_p_value(count: int, tokens: int, control_count: int, control_tokens: int) -> float:
     """Probability of at least `count` differences among `tokens` if they were as frequent as in the control.
 

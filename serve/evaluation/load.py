@@ -20,7 +20,9 @@ from tempfile import TemporaryDirectory
 from typing import Any
 
 from draftsmith.config.recipe import Recipe
+from draftsmith.config.sampling import Sampling
 from draftsmith.engine.environment import is_cpu
+from draftsmith.engine.platform import platform_plugins
 from draftsmith.run.errors import DraftsmithError
 from draftsmith.run.progress import Bar
 from draftsmith.serve.evaluation.lineup import Placement
@@ -42,6 +44,7 @@ def at_request_rates(
     *,
     placement: Placement,
     partial: PartialResults,
+    add_special_tokens: bool = False,
 ) -> None:
     """Measure two servers at every rate of `evaluate.request_rates` that `partial` does not have yet.
 
@@ -49,9 +52,10 @@ def at_request_rates(
         recipe: `engine`, `serve.vllm_args` (except TLS and names: both listen on loopback) and `evaluate` are read.
         target: the target to serve.
         speculative: vLLM's `speculative_config` of one of the servers.
-        prompts: in the target's chat template; as many requests are sent at every rate.
+        prompts: as texts, in the target's chat template if it has one; as many requests are sent at every rate.
         log_dir: folder for the servers' logs.
         placement: the machine's room for both.
+        add_special_tokens: whether the server adds the tokenizer's special tokens, which a chat template writes itself.
 
     Raises:
         DraftsmithError: a server ended, or a request failed.
@@ -69,8 +73,9 @@ def at_request_rates(
                 at: dict[str, AtRate] = {}
                 for name in list(servers)[:: 1 if number % 2 else -1]:
                     client = _client(
-                        servers[name].url, rate, len(prompts), target, recipe.evaluate.timing_tokens, folder
-                    )
+                        servers[name].url, rate, len(prompts), target, recipe.evaluate.timing_tokens, folder,
+                        recipe.evaluate.sampling, add_special_tokens=add_special_tokens,
+                    )  # fmt: skip
                     at[name] = _ask(client, key, rate, len(prompts), folder / "result.json", log_dir)
                     bar.update(number * len(servers) + len(at))
                 partial.rates[f"{rate:g}"] = {"baseline": at["baseline"], "speculative": at["speculative"]}
@@ -113,25 +118,41 @@ def _start(
     return servers
 
 
-def _client(url: str, rate: float, count: int, target: TargetInfo, max_tokens: int, folder: Path) -> list[str]:
+def _client(
+    url: str, rate: float, count: int, target: TargetInfo, max_tokens: int, folder: Path, sampling: Sampling,
+    *, add_special_tokens: bool,
+) -> list[str]:  # fmt: skip
     """The load generator's command line."""
     return [
         sys.executable, "-m", "draftsmith.serve.evaluation.load_client", str(os.getpid()), "--backend", "openai", "--base-url", url,
         "--model", str(target.path), "--served-model-name", target.name, "--dataset-name", "custom",
         "--dataset-path", str(folder / "prompts.jsonl"), "--custom-output-len", str(max_tokens), "--num-prompts", str(count),
-        # The prompts are in the chat template already, its first token included.
-        "--skip-chat-template", "--extra-body", json.dumps({"add_special_tokens": False}), "--disable-shuffle",
-        "--request-rate", str(rate), "--seed", "0", "--num-warmups", str(_WARM_UPS), "--temperature", "0",
+        # Prompts in a chat template have its first token already.
+        "--skip-chat-template", "--extra-body", json.dumps({"add_special_tokens": add_special_tokens}), "--disable-shuffle",
+        "--request-rate", str(rate), "--seed", "0", "--num-warmups", str(_WARM_UPS),
+        *_sampling_flags(sampling),
         "--percentile-metrics", "ttft,tpot", "--metric-percentiles", "99", "--disable-tqdm",
         "--save-result", "--result-dir", str(folder), "--result-filename", "result.json",
         *(["--trust-remote-code"] if target.trust_remote_code else []),
     ]  # fmt: skip
 
 
+def _sampling_flags(sampling: Sampling) -> list[str]:
+    flags = ["--temperature", f"{sampling.temperature:g}"]
+    if sampling.greedy:
+        return flags
+    return [
+        *flags,
+        "--top-p",
+        f"{sampling.top_p:g}",
+        *([] if sampling.top_k is None else ["--top-k", str(sampling.top_k)]),
+    ]
+
+
 def _ask(command: Sequence[str], key: str, rate: float, count: int, result: Path, log_dir: Path) -> AtRate:
     """One run of the load generator."""
     environment = os.environ | {
-        "VLLM_PLUGINS": "", "VLLM_LOGGING_LEVEL": "WARNING", "OPENAI_API_KEY": key, "NO_PROXY": "127.0.0.1", "no_proxy": "127.0.0.1",
+        "VLLM_PLUGINS": ",".join(platform_plugins()), "VLLM_LOGGING_LEVEL": "WARNING", "OPENAI_API_KEY": key, "NO_PROXY": "127.0.0.1", "no_proxy": "127.0.0.1",
     }  # fmt: skip
     result.unlink(missing_ok=True)
     with (log_dir / "load-client.log").open("w") as log:

@@ -6,10 +6,9 @@ import os
 import platform
 from pathlib import Path
 
-import torch
-
 from draftsmith.config.recipe import EngineConfig
 from draftsmith.engine.environment import resolved
+from draftsmith.engine.platform import current_platform
 from draftsmith.serve.evaluation.schema import Engines, Machine
 
 
@@ -26,7 +25,7 @@ def describe_machine() -> Machine:
         "processor": processor,
         "cores": len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1,
         "memory_gib": memory / 1024**3,
-        "gpus": [torch.cuda.get_device_name(index) for index in range(torch.cuda.device_count())],
+        "gpus": current_platform().device_names(),
         "system": f"{platform.system()} {platform.machine()}, Python {platform.python_version()}",
     }
 

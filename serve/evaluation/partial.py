@@ -18,6 +18,7 @@ from draftsmith.serve.evaluation.schema import (
     Fidelity,
     MethodAcceptance,
     Rate,
+    SampledFidelity,
     SuiteAcceptance,
 )
 
@@ -56,6 +57,7 @@ class PartialResults:
     fidelity: dict[str, dict[str, Fidelity]] = field(default_factory=dict)
     """By load with one request in flight, then configuration."""
     rates: dict[str, Rate] = field(default_factory=dict)
+    sampled_fidelity: dict[str, SampledFidelity] = field(default_factory=dict)
 
     @classmethod
     def read(cls, path: Path, inputs: str) -> PartialResults | None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from html import escape
 
+from draftsmith.config.sampling import Sampling
 from draftsmith.serve.evaluation.charts import bar_chart, line_chart
 from draftsmith.serve.evaluation.configurations import baseline_again_drafter
 from draftsmith.serve.evaluation.leakage import trained_on
@@ -51,8 +52,7 @@ def render(results: Results) -> str:
     best = results["num_speculative_tokens"]
     curve = results["k_curve"]
     first_name, first = next(iter(results["suites"].items()))
-    same = all(suite["identical_to_baseline"] for suite in results["suites"].values())
-    identity = "Every answer is identical to the baseline's, token for token." if same else _differing(results)
+    identity = _identity(results)
     fastest = first["throughput"]["speedup_over_fastest_baseline"]
     starts = results["engine_starts"]
     over = f"prompts and {starts} engine starts" if starts > 1 else "prompts (one engine start)"
@@ -156,7 +156,7 @@ def _suite_table(results: Results) -> str:
                 [
                     name, k, f"{at_k['acceptance_length']:.3f}", _interval(at_k["acceptance_length_interval"]),
                     ", ".join(f"{100 * share:.1f}%" for share in at_k["acceptance_per_position"]),
-                    str(at_k["drafts"]), f"{at_k['prompts_identical']} of {suite['prompts']}",
+                    str(at_k["drafts"]), _of(at_k["prompts_identical"], suite["prompts"]),
                     f"{speeds['baseline']:.2f}" if chosen else "",
                     f"{speeds['speculative']:.2f}" if chosen else "",
                     f"{suite['speedup']:.3f}" if chosen else "",
@@ -170,7 +170,7 @@ def _suite_table(results: Results) -> str:
                 [
                     f"{name}, {method}", str(other["num_speculative_tokens"]), f"{other['tokens_per_step']:.3f}", "",
                     ", ".join(f"{100 * share:.1f}%" for share in other["acceptance_per_position"][:_POSITIONS_SHOWN]),
-                    str(other["drafts"]), f"{other['prompts_identical']} of {suite['prompts']}",
+                    str(other["drafts"]), _of(other["prompts_identical"], suite["prompts"]),
                     f"{suite['tokens_per_second']['baseline']:.2f}", f"{other['tokens_per_second']:.2f}", f"{other['speedup']:.3f}",
                     _interval(other["speedup_interval"]), "", "",
                 ]
@@ -210,6 +210,32 @@ def _quality(results: Results) -> str:
         return ""
     headings = ("suite", "by", "prompts", "right, baseline", "right, speculative")
     return f"<h2>Correct answers</h2>\n{_table(headings, rows)}"
+
+
+def _of(identical: int | None, prompts: int) -> str:
+    return "" if identical is None else f"{identical} of {prompts}"
+
+
+def _identity(results: Results) -> str:
+    """Whether the answers are the target's own: compared token for token, or, where they were sampled, by their distribution."""
+    sampling = Sampling.of(results["sampling"])
+    if sampling.greedy:
+        if all(suite["identical_to_baseline"] for suite in results["suites"].values()):
+            return "Every answer is identical to the baseline's, token for token."
+        return _differing(results)
+    lines = [f"Answers are sampled ({escape(str(sampling))})."]
+    for name, one in results["sampled_fidelity"].items():
+        p = f"p = {one['continuations_p_value']:.2g} by continuations, {one['guesses_p_value']:.2g} by drafted tokens"
+        if one["verdict"] == "wrong":
+            lines.append(
+                f"<strong>Those of {escape(name)} do not follow the baseline's distribution ({p}): this engine with this drafter changes "
+                "the text.</strong>"
+            )
+        else:
+            lines.append(
+                f"Those of {escape(name)} follow the baseline's distribution ({p}, of {one['answers']} answers)."
+            )
+    return " ".join(lines)
 
 
 def _differing(results: Results) -> str:
@@ -369,6 +395,7 @@ def _facts(results: Results) -> str:
         ["memory", f"{machine['memory_gib']:.1f} GiB"],
         ["GPU", ", ".join(machine["gpus"]) or "none"],
         ["system", machine["system"]],
+        ["sampling", str(Sampling.of(results["sampling"]))],
         ["vLLM", "without CUDA graphs (eager)" if results["engine"]["enforce_eager"] else "compiled, with CUDA graphs"],
         *([name, version] for name, version in results["versions"].items()),
     ]

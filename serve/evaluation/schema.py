@@ -63,7 +63,7 @@ class CurvePoint(TypedDict):
     """One K on the first suite."""
 
     acceptance_length: float
-    """Over the whole suite."""
+    """Over the whole suite. Steps without a draft count too, which only lookup has."""
     step_cost: float
     """Seconds of a decoding step over those of a baseline step, one prompt at a time. No less than at a smaller K: measurements
     out of order are averaged (isotonic regression)."""
@@ -130,7 +130,27 @@ class Fidelity(TypedDict):
     margins_p_value: float | None
     """Probability of margins at least as large under the control (permutation test of the mean); None with too few margins."""
     verdict: str
-    """`identical`; `near_ties`: all differences are near-ties, neither more nor larger than the control's; `wrong`."""
+    """`identical`; `near_ties`: all differences are near-ties, neither more nor larger than the control's; `wrong`; `not_compared`: answers
+    were sampled (`Results.sampled_fidelity`)."""
+
+
+class SampledFidelity(TypedDict):
+    """One variant's sampled answers against the baseline's, as many to the same prompts (`sampled_fidelity.py`)."""
+
+    prompts: int
+    answers: int
+    """Of each engine, to all prompts together."""
+    tokens: int
+    """Of the speculative engine's answers."""
+    continuations_p_value: float
+    """Probability of continuations that differ at least as much by chance."""
+    guesses_p_value: float
+    """Probability that the tokens which are drafted come so much more, or less, often by chance."""
+    detectable_bias: float | None
+    """The factor by which drafts would have to be accepted too readily for the latter to find it with probability 0.95. None: too little was
+    accepted to tell, or above 4."""
+    verdict: str
+    """`same_distribution`; `wrong`: the smaller p-value, doubled, is below `fidelity.LEVEL`."""
 
 
 # ---- speed ----
@@ -233,8 +253,8 @@ class SuiteAtK(AcceptanceByPrompt):
     """One suite at one K, in the batches in which the baseline answered."""
 
     acceptance_length_interval: Interval
-    prompts_identical: int
-    """Prompts whose answer equals the baseline's, token for token."""
+    prompts_identical: int | None
+    """Prompts whose answer equals the baseline's, token for token. None for sampled answers."""
     fidelity: Fidelity
     """Whether rounding explains the differences."""
     seconds: float
@@ -296,10 +316,11 @@ class SuiteAcceptance(Acceptance):
     acceptance_length_interval: Interval
     categories: dict[str, Category]
     """Empty if the data set has none."""
-    identical_to_baseline: bool
-    """Every answer of the run's drafter on this suite, at every K in `at_k`, equals the baseline's."""
+    identical_to_baseline: bool | None
+    """Every answer of the run's drafter on this suite, at every K in `at_k`, equals the baseline's. None for sampled answers."""
     control: Control | None
-    """With the first few `margins`. None if every answer equals the baseline's, of other methods too: then there is nothing to explain."""
+    """With the first few `margins`. None if every answer equals the baseline's, of other methods too: then there is nothing to explain. None
+    for sampled answers."""
     differences: list[Difference]
     """The first few, of the run's drafter and of other methods."""
     at_k: dict[str, SuiteAtK]
@@ -354,6 +375,15 @@ class Machine(TypedDict):
     system: str
 
 
+class Sampled(TypedDict):
+    """How answers were sampled (`draftsmith.config.sampling.Sampling`)."""
+
+    temperature: float
+    """0: greedy."""
+    top_p: float
+    top_k: int | None
+
+
 class Engines(TypedDict):
     """How vLLM ran, where the recipe leaves it to the device."""
 
@@ -389,7 +419,7 @@ class Results(TypedDict):
     """How often engines were started for speeds and step costs. With one, intervals do not cover how far identical engines are
     apart."""
     predicted_acceptance_length: dict[str, float] | None
-    """What training predicted for held-out text, by K; None if it did not."""
+    """What training predicted for held-out text and this sampling, by K; None if it did not."""
     predicted_speedup: dict[str, float] | None
     """That over the step cost measured here, by K; to compare with `CurvePoint.speedup`."""
     load: dict[str, Throughput]
@@ -397,6 +427,10 @@ class Results(TypedDict):
     before with this drafter; otherwise the K above."""
     rates: dict[str, Rate]
     """By requests per second (`evaluate.request_rates`)."""
+    sampling: Sampled
+    """Of all answers above."""
+    sampled_fidelity: dict[str, SampledFidelity]
+    """By variant, as in `K = 3`, or the name of a method; empty unless `evaluate.fidelity` is `sampling`."""
     examples: list[Example]
     dtype: str
     """What the target computed in. Answers can only equal the baseline's exactly in float32 on a CPU: a GPU's attention rounds

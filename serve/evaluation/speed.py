@@ -151,7 +151,9 @@ def _judged(
     requests: Asked,
     recipe: Recipe,
 ) -> dict[str, Fidelity]:
-    """Answers of speculative configurations against those of the baseline that they ran beside, of the same dtype."""
+    """Answers of speculative configurations against those of the baseline that they ran beside, of the same dtype. None of sampled ones."""
+    if not recipe.evaluate.sampling.greedy:
+        return {}
     answers = {
         one: {requests[timing.request][0]: Generated(timing.token_ids, None, 0.0) for timing in found}
         for one, found in timings.items()

@@ -64,18 +64,19 @@ def categories(by_prompt: Mapping[str, Sequence[int]], category_of: Mapping[str,
     }  # fmt: skip
 
 
-def tokens_per_step(answers: Sequence[Generated]) -> float:
-    """Tokens per decoding step, without the first token, which prefill gives.
+def decoding_steps(answer: Generated) -> int:
+    """Steps of an answer after prefill, which gives the first token.
 
     A step with a draft gives the accepted tokens and one more; each token beyond those is a step without a draft. (An answer's end
     may cut off its last step's tokens, which then hide as many such steps.)
     """
-    tokens = steps = 0
-    for answer in answers:
-        after_first = len(answer.token_ids) - 1
-        tokens += after_first
-        steps += len(answer.accepted) + max(0, after_first - sum(answer.accepted) - len(answer.accepted))
-    return tokens / steps if steps else 1.0
+    return len(answer.accepted) + max(0, len(answer.token_ids) - 1 - sum(answer.accepted) - len(answer.accepted))
+
+
+def tokens_per_step(answers: Sequence[Generated]) -> float:
+    """Tokens per decoding step, without the first token."""
+    steps = sum(map(decoding_steps, answers))
+    return sum(len(answer.token_ids) - 1 for answer in answers) / steps if steps else 1.0
 
 
 def draft_position(answer: Generated) -> list[int]:

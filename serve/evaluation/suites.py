@@ -34,8 +34,15 @@ class SuiteInput:
 
 
 def turn_renderer(target: TargetInfo, max_model_len: int) -> TurnRenderer:
-    """A renderer with the target's tokenizer."""
-    return TurnRenderer(tokenizer_of(target.path, trust_remote_code=target.trust_remote_code), max_model_len)
+    """A renderer with the target's tokenizer. Prompts of a target without a chat template, a base model, are plain text: said once."""
+    tokenizer = tokenizer_of(target.path, trust_remote_code=target.trust_remote_code)
+    renderer = TurnRenderer(tokenizer, max_model_len, plain=True)
+    if renderer.renderer.plain:
+        console.print(
+            f"{target.name} has no chat template: prompts are given as plain text, and turns and answers joined by empty lines",
+            highlight=False, soft_wrap=True,
+        )  # fmt: skip
+    return renderer
 
 
 def load_suite(recipe: Recipe, name: str) -> list[Prompt]:
@@ -46,6 +53,11 @@ def load_suite(recipe: Recipe, name: str) -> list[Prompt]:
     """
     suite = recipe.evaluate.suites[name]
     if suite.prompts == "held_out":
+        if recipe.extract.prompts is None:
+            raise UserError(
+                f"The suite `{name}` takes the prompts that extraction holds out, and the recipe has no `extract.prompts`. Give it prompts of its "
+                f"own, as in `evaluate.suites.{name}.prompts: {{ path: my-prompts.jsonl }}`."
+            )
         found = training_and_held_out(recipe.extract)[1]
     else:
         found = load_prompts(suite.prompts, whole=suite.turns == "all")

@@ -5,6 +5,7 @@ from __future__ import annotations
 from rich.box import SIMPLE_HEAD
 from rich.table import Table
 
+from draftsmith.config.sampling import Sampling
 from draftsmith.run.progress import console
 from draftsmith.serve.evaluation.leakage import trained_on
 from draftsmith.serve.evaluation.schema import Interval, Ratio, Results, Throughput
@@ -38,7 +39,7 @@ def print_table(results: Results) -> None:
                 _plus_minus(suite["speedup_over_fastest_baseline"], suite["speedup_over_fastest_baseline_interval"])
                 if chosen
                 else "",
-                f"{at_k['prompts_identical']}/{suite['prompts']}",
+                _same(at_k["prompts_identical"], suite["prompts"]),
             )
         for method, other in suite["methods"].items():
             table.add_row(
@@ -48,7 +49,7 @@ def print_table(results: Results) -> None:
                 f"{speeds['baseline']:.1f} to {other['tokens_per_second']:.1f}",
                 _plus_minus(other["speedup"], other["speedup_interval"]),
                 "",
-                f"{other['prompts_identical']}/{suite['prompts']}",
+                _same(other["prompts_identical"], suite["prompts"]),
             )
     console.print(table)
     for name, suite in results["suites"].items():
@@ -59,6 +60,8 @@ def print_table(results: Results) -> None:
         wrong = [k for k, at_k in suite["at_k"].items() if at_k["fidelity"]["verdict"] == "wrong"]
         if wrong:
             console.print(f"{name}: answers differ from the target's own at K = {', '.join(wrong)}", style="bold red")
+    for line in _sampled(results):
+        console.print(line, highlight=False, soft_wrap=True)
     if results["toss_up"]:
         others = ", ".join(map(str, results["toss_up"]))
         console.print(
@@ -91,6 +94,31 @@ def print_table(results: Results) -> None:
             f"(+-{1.96 * point['step_cost_error']:.2f}) x baseline; estimated speedup {point['speedup']:.2f}{faster}",
             highlight=False,
         )
+
+
+def _sampled(results: Results) -> list[str]:
+    """How answers were sampled, if they were, and what the tests of their distribution say."""
+    sampling = Sampling.of(results["sampling"])
+    if sampling.greedy:
+        return []
+    if not results["sampled_fidelity"]:
+        return [
+            f"All answers are sampled ({sampling}), and not compared; `evaluate.fidelity: sampling` tests their distribution."
+        ]
+    lines = [f"All answers are sampled ({sampling})."]
+    for name, one in results["sampled_fidelity"].items():
+        bias = one["detectable_bias"]
+        finds = "" if bias is None else f"; drafts accepted {bias:.2f} times too readily would have been found"
+        said = "follow" if one["verdict"] == "same_distribution" else "do NOT follow"
+        lines.append(
+            f"{name}: {one['answers']} sampled answers {said} the baseline's distribution (p = {one['continuations_p_value']:.2g} by "
+            f"continuations, {one['guesses_p_value']:.2g} by drafted tokens{finds})"
+        )
+    return lines
+
+
+def _same(identical: int | None, prompts: int) -> str:
+    return "" if identical is None else f"{identical}/{prompts}"
 
 
 def _print_throughput(name: str, of: Throughput) -> None:

@@ -6,14 +6,15 @@ from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
-from draftsmith.config.methods import Method
+from draftsmith.config.methods import NGram, Suffix
 from draftsmith.config.recipe import Recipe
-from draftsmith.engine.speculation import method_config, own_drafter
+from draftsmith.engine.speculation import method_config
 from draftsmith.serve.evaluation.configurations import Configuration, configurations
 from draftsmith.serve.evaluation.engine import EngineSpec
 from draftsmith.serve.evaluation.lineup import Lineup, engine_starter, find_placement, serves_every_k
 from draftsmith.serve.evaluation.schema import Variant
 from draftsmith.serve.evaluation.suites import SuiteInput
+from draftsmith.serve.speculator import Speculator
 from draftsmith.target.info import TargetInfo
 
 
@@ -21,6 +22,7 @@ class Variants:
     """The baseline, the run's drafter at each K, and the recipe's other methods.
 
     Args:
+        speculator: the run's drafter, or the method in its place.
         further_ks: other K than the recipe's at which the drafter is timed; 0 counts for none.
 
     Raises:
@@ -31,14 +33,13 @@ class Variants:
         self,
         recipe: Recipe,
         target: TargetInfo,
-        drafter_dir: Path,
+        speculator: Speculator,
         suites: Sequence[SuiteInput],
         log_dir: Path,
         further_ks: Iterable[int],
     ) -> None:
         options = recipe.evaluate
-        self._recipe, self._target, self._drafter_dir = recipe, target, drafter_dir
-        self._drafter = own_drafter(drafter_dir)
+        self._recipe, self._target, self._speculator = recipe, target, speculator
         self._configs: dict[Variant, dict[str, Any] | None] = {0: None}
         self.ks = sorted({*options.k, options.acceptance_k})
         """Each K that is measured on the first suite."""
@@ -46,12 +47,9 @@ class Variants:
         self._max_num_seqs = max(options.acceptance_batch_size, in_flight)
         self._for_every_k: dict[str, Any] | None = None
         """`speculative_config` of the engine that drafts at every K; None if each K has its own."""
-        if serves_every_k(self._drafter, recipe.engine):
-            self._for_every_k = self._config(
-                self._drafter.model_copy(
-                    update={"num_speculative_tokens_per_batch_size": self._at_every_load(max([*self.ks, *further_ks]))}
-                )
-            )
+        if serves_every_k(speculator.method, recipe.engine):
+            ranges = self._at_every_load(max([*self.ks, *further_ks]))
+            self._for_every_k = speculator.config(target, recipe.engine.tensor_parallel_size, ranges=ranges)
         every: list[Variant] = [0, *self.ks, *options.methods]
         self.placement = find_placement(
             recipe.engine, target, [self.speculative_config(one) for one in every],
@@ -64,17 +62,25 @@ class Variants:
     def speculative_config(self, variant: Variant) -> dict[str, Any] | None:
         """vLLM's `speculative_config`; None for the baseline."""
         if variant not in self._configs:
+            split = self._recipe.engine.tensor_parallel_size
             if isinstance(variant, str):
-                method: Method = self._recipe.evaluate.methods[variant]
+                self._configs[variant] = method_config(
+                    self._recipe.evaluate.methods[variant], self._target, own_drafter=self._speculator.drafter_dir,
+                    tensor_parallel_size=split,
+                )  # fmt: skip
             else:
-                method = self._drafter.model_copy(update={"num_speculative_tokens": variant})
-            self._configs[variant] = self._config(method)
+                self._configs[variant] = self._speculator.config(self._target, split, k=variant)
         return self._configs[variant]
 
     def num_speculative_tokens(self, variant: Variant) -> int:
         """K; 0 for the baseline."""
         config = self.speculative_config(variant)
         return int(config["num_speculative_tokens"]) if config else 0
+
+    @property
+    def drafts_in_every_step(self) -> bool:
+        """Whether what is measured at every K does; lookup does not."""
+        return not isinstance(self._speculator.method, NGram | Suffix)
 
     def lineup(self) -> Lineup[Any]:
         """The engines that are up; none is started yet."""
@@ -93,16 +99,11 @@ class Variants:
         return EngineSpec(
             name=name, target=str(self._target.path), dtype=of.dtype, engine=self._recipe.engine,
             trust_remote_code=self._target.trust_remote_code, speculative=config, max_num_seqs=self._max_num_seqs, k_by_load=k_by_load,
+            sampling=self._recipe.evaluate.sampling,
         )  # fmt: skip
 
     def _at_every_load(self, k: int) -> tuple[tuple[int, int, int], ...]:
         return ((1, self._max_num_seqs, k),)
-
-    def _config(self, method: Method) -> dict[str, Any] | None:
-        return method_config(
-            method, self._target, own_drafter=self._drafter_dir,
-            tensor_parallel_size=self._recipe.engine.tensor_parallel_size,
-        )  # fmt: skip
 
 
 def _longest(suite: SuiteInput) -> int:

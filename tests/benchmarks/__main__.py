@@ -22,6 +22,7 @@ from tests.benchmarks.bench_learn import learning_eagle, learning_eagle3, learni
 from tests.benchmarks.bench_lookup import lookup_best
 from tests.benchmarks.bench_memory import step_memory
 from tests.benchmarks.bench_quantized import quantized_drafters
+from tests.benchmarks.bench_sampled import sampled_acceptance
 from tests.benchmarks.bench_store import store_costs
 from tests.benchmarks.bench_tokens import tokens_at_once
 from tests.benchmarks.bench_train import time_to_peer, training_step
@@ -31,7 +32,7 @@ Benchmark = Callable[[], dict[str, Figure]]
 BENCHMARKS: tuple[Benchmark, ...] = (
     extraction_ratios, memory_growth, store_costs, int8_acceptance, training_step, time_to_peer, learning_eagle3,
     learning_eagle, learning_medusa, learning_mlp, lookup_best, step_memory, convert_costs, quantized_drafters,
-    load_noise, comparisons, shared_engine, tokens_at_once,
+    load_noise, comparisons, shared_engine, tokens_at_once, sampled_acceptance,
 )  # fmt: skip
 OUTPUT = Path("runs/bench/results.json")
 

@@ -19,8 +19,10 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaForCausalLM
 from draftsmith.config.drafters import KINDS
 from draftsmith.config.methods import AnyMethod, Mtp
 from draftsmith.config.recipe import EngineConfig
+from draftsmith.config.sampling import Sampling
 from draftsmith.engine.speculation import method_config, own_drafter
 from draftsmith.serve.evaluation.engine import Counters, EngineHost, EngineSpec, Generated, start_engines
+from draftsmith.serve.evaluation.sampled_fidelity import compare_samples
 from draftsmith.store.format import Sequence
 from draftsmith.target.info import TargetInfo, describe_target
 from draftsmith.target.reference_states import states_of
@@ -216,6 +218,21 @@ def test_sampled_answers_follow_the_target(target: TargetInfo, methods: Methods,
         assert found[name][1].power(FINDS, level / 2) > 0.95, (name, "too few answers")
 
 
+def test_what_an_evaluation_would_say(methods: Methods, drawn: dict[str, Answers]) -> None:
+    """The tests that `evaluate.fidelity: sampling` runs, which compare with the baseline instead of the target's own probabilities: they accept
+    every method, and find a planted bug as large as they say that they would."""
+    found = {name: compare_samples([drawn["baseline"].short], [one.short]) for name, one in drawn.items()}
+    for name in methods.configs:
+        print(f"{name}: {found[name]}")
+        smallest = 2 * min(found[name]["continuations_p_value"], found[name]["guesses_p_value"])
+        assert smallest > LEVEL / len(methods.configs), name
+    detectable = found["draft_model"]["detectable_bias"]
+    assert detectable is not None
+    for bias in PLANTED:
+        print(f"planted {bias}: {found[f'planted {bias}']}")
+        assert bias < detectable or found[f"planted {bias}"]["verdict"] == "wrong"
+
+
 def lengths(per_part: list[float]) -> tuple[float, float]:
     """Mean and its standard error."""
     values = torch.tensor(per_part, dtype=torch.float64)
@@ -251,24 +268,27 @@ def test_predicted_acceptance_at_a_temperature(
     norm.weight.data.copy_(tensors.final_norm_weight)
     columns = [layers.index(layer) for layer in drafter.config.layer_ids]
 
-    def predicted(temperature: float) -> tuple[float, float]:
+    def predicted(temperature: float, *, own_text: bool = False) -> tuple[float, float]:
         return lengths(
             [
                 predict_sampled_acceptance(
                     drafter, [pack([one], steps=K).with_layers(columns, len(layers) - 1) for one in sequences[i::GROUPS]],
-                    k=K, temperature=temperature, norm=norm, head=tensors.lm_head.float(),
+                    k=K, sampling=Sampling(temperature), norm=norm, head=tensors.lm_head.float(), own_text=own_text,
                 ).greedy_drafts[K]
                 for i in range(GROUPS)
             ]
         )  # fmt: skip
 
     length, error_of_prediction = predicted(TEMPERATURE)
+    exact, error_of_exact = predicted(TEMPERATURE, own_text=True)
     of_both = (error**2 + error_of_prediction**2) ** 0.5
     wrong, _ = predicted(1.0)  # as if the temperature were not applied
     print(
-        f"{kind}: served {served:.4f}, predicted {length:.4f}, standard error {of_both:.4f}; at temperature 1: {wrong:.4f}"
+        f"{kind}: served {served:.4f}, predicted {length:.4f}, from the text itself {exact:.4f}, standard error {of_both:.4f}; at "
+        f"temperature 1: {wrong:.4f}"
     )
     assert abs(served - length) < 3 * of_both
+    assert abs(served - exact) < 3 * (error**2 + error_of_exact**2) ** 0.5
     assert abs(served - wrong) > 3 * of_both, "a prediction at another temperature would have passed"
 
 

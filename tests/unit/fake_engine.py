@@ -53,7 +53,9 @@ class Engine:
     def draft_by_load(self, ranges: Any) -> None:
         self.schedule = ranges
 
-    def generate(self, prompts: Any, *, max_tokens: int, temperature: float = 0.0) -> tuple[list[Generated], float]:
+    def generate(
+        self, prompts: Any, *, max_tokens: int, temperature: float | None = None
+    ) -> tuple[list[Generated], float]:
         k, cost = self.at(len(prompts))
         answers = []
         for _ in prompts:

@@ -10,6 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch.nn import functional as F
 
+from draftsmith.config.sampling import Sampling
 from draftsmith.drafters.batch import Batch
 from draftsmith.store.format import Sequence
 from draftsmith.train import packing
@@ -20,6 +21,7 @@ from draftsmith.train.acceptance import (
     predict_acceptance,
     predict_sampled_acceptance,
     predicted_speedup,
+    sampled_probabilities,
 )
 from draftsmith.train.packing import pack, pack_in_order
 from draftsmith.train.train import run_train
@@ -55,7 +57,7 @@ def test_packing_changes_nothing(parts, monkeypatch: pytest.MonkeyPatch) -> None
         assert len(batches(sequences)) == {4096: 1, 60: 3, 1: 5}[at_once]
         found.append((
             predict_acceptance(drafter, batches(sequences), k=K),
-            predict_sampled_acceptance(drafter, batches(sequences), k=K, temperature=0.7, norm=norm, head=head),
+            predict_sampled_acceptance(drafter, batches(sequences), k=K, sampling=Sampling(0.7), norm=norm, head=head),
         ))  # fmt: skip
     assert found[0][0] == found[1][0] == found[2][0]
     for _, at_temperature in found[1:]:
@@ -73,7 +75,7 @@ def test_states_of_any_dtype(parts) -> None:  # type: ignore[no-untyped-def]
 def test_probabilities_are_the_formulas(parts) -> None:  # type: ignore[no-untyped-def]
     """One sequence, K = 1: the expected walk with p(d) and with sum min(p, q), from whole distributions."""
     drafter, (sequence, *_), norm, head = parts
-    found = predict_sampled_acceptance(drafter, batches([sequence]), k=1, temperature=0.6, norm=norm, head=head)
+    found = predict_sampled_acceptance(drafter, batches([sequence]), k=1, sampling=Sampling(0.6), norm=norm, head=head)
     batch = pack([sequence], steps=1)
     (step,) = drafter.chain(batch, steps=1)
     rows = batch.loss_weights[:, 0].nonzero()[:, 0]
@@ -106,10 +108,58 @@ def test_cold_sampling_is_greedy_decoding(parts) -> None:  # type: ignore[no-unt
         written.append(replace(s, token_ids=torch.cat([s.token_ids[:1], greedy.int()])))
     with torch.no_grad():
         drafter.lm_head.weight.zero_()  # it always drafts token 0, the first of equal logits
-    cold = predict_sampled_acceptance(drafter, batches(written), k=K, temperature=1e-4, norm=norm, head=head)
+    cold = predict_sampled_acceptance(drafter, batches(written), k=K, sampling=Sampling(1e-4), norm=norm, head=head)
     greedy_lengths = predict_acceptance(drafter, batches(written), k=K)
     assert greedy_lengths[K] > 1
     assert cold.greedy_drafts == pytest.approx(greedy_lengths, abs=1e-6)
+
+
+def test_sampled_text_tells_what_was_accepted(parts) -> None:  # type: ignore[no-untyped-def]
+    """On text drawn with the very parameters, the expectation given the text is that of counting in it, with less noise; the product of
+    probabilities is for other text."""
+    _, sequences, norm, head = parts
+    sampling = Sampling(0.8, top_p=0.95, top_k=40)
+    drafter = make_drafter(draft_vocab_size=VOCAB)
+    drafter.draft_token_ids = torch.arange(VOCAB)
+    with torch.no_grad():
+        drafter.lm_head.weight.zero_()  # it always drafts token 0, the first of equal logits
+    head = torch.cat([2 * head[:1], head[1:] / 2])  # how likely token 0 is varies widely from place to place
+    counted, expected = [], []
+    for seed in range(60):
+        draw = torch.Generator().manual_seed(seed)
+        written = []
+        for s in sequences:
+            p = sampled_probabilities(F.linear(norm(s.hidden_states[:, 2]), head), sampling)
+            tokens = torch.multinomial(p, 1, generator=draw)[:, 0]
+            written.append(replace(s, token_ids=torch.cat([s.token_ids[:1], tokens.int()])))
+        counted.append(predict_acceptance(drafter, batches(written), k=K)[K])
+        found = predict_sampled_acceptance(
+            drafter, batches(written), k=K, sampling=sampling, norm=norm, head=head, own_text=True
+        )
+        expected.append(found.greedy_drafts[K])
+    counts, expectations = torch.tensor(counted), torch.tensor(expected)
+    error = (counts - expectations).std() / len(counts) ** 0.5
+    assert counts.mean() > 1.2
+    assert abs(counts.mean() - expectations.mean()) < 4 * error
+    assert expectations.std() < counts.std()
+
+
+@pytest.mark.parametrize("sampling", [Sampling(0.5), Sampling(0.8, 0.9), Sampling(1.5, 0.6, 5), Sampling(1.0, 1.0, 3)])
+def test_distributions_are_those_that_are_sampled_from(sampling: Sampling) -> None:
+    """One token at a time, in words: the likeliest k, of these the likeliest whose probabilities reach top-p."""
+    logits = torch.randn(20, 30, generator=torch.Generator().manual_seed(1), dtype=torch.float64)
+    for row, found in zip(logits, sampled_probabilities(logits, sampling), strict=True):
+        order = row.argsort(descending=True).tolist()[: sampling.top_k]
+        p = (row[order] / sampling.temperature).softmax(0)
+        kept, total = [], 0.0
+        for token, probability in zip(order, p.tolist(), strict=True):
+            if total < sampling.top_p:
+                kept.append((token, probability))
+            total += probability
+        expected = torch.zeros(30, dtype=torch.float64)
+        for token, probability in kept:
+            expected[token] = probability / sum(one for _, one in kept)
+        torch.testing.assert_close(found, expected)
 
 
 def test_processes_that_share_the_text_predict_like_one(parts) -> None:  # type: ignore[no-untyped-def]
@@ -139,7 +189,8 @@ def test_the_expected_walk_of_certain_acceptance_is_the_walk(accepted: list[int]
 def test_predictions_that_a_recipe_asks_for(tmp_path: Path) -> None:
     run_dir = make_run(tmp_path)
     recipe = make_recipe(
-        tmp_path, drafter={"kind": "eagle3", "draft_vocab_size": 60}, epochs=1, predict_temperature=0.8, predict_positions=2,
+        tmp_path, drafter={"kind": "eagle3", "draft_vocab_size": 60}, epochs=1, predict_temperature=0.8, predict_top_p=0.9,
+        predict_positions=2,
         step_costs={1: 1.25, 4: 2.0}, loss="total_variation",
     )  # fmt: skip
     figures = run_train(recipe, run_dir)
@@ -147,7 +198,8 @@ def test_predictions_that_a_recipe_asks_for(tmp_path: Path) -> None:
         "1": pytest.approx(figures["predicted_acceptance_length"]["1"] / 1.25, abs=1e-4)
     }
     found = json.loads((run_dir / "checkpoint" / "stage.json").read_text())["figures"]["predicted_at_temperature"]
-    assert found["temperature"] == 0.8
+    assert (found["temperature"], found["top_p"], found["top_k"]) == (0.8, 0.9, None)
+    assert figures["text_sampling"] == {"temperature": 0.0, "top_p": 1.0, "top_k": None}
     for lengths in (found["greedy_drafts"], found["sampled_drafts"]):
         assert 1 < lengths["1"] < lengths["2"] < 2
     assert predicted_speedup({1: 1.5, 2: 1.8}, {2: 1.2, 3: 1.4}) == {2: pytest.approx(1.5)}

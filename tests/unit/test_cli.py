@@ -80,7 +80,7 @@ def test_help_and_version() -> None:
 import sys
 from draftsmith.cli import main
 
-commands = "run", "extract", "train", "convert", "evaluate", "tune", "serve", "publish", "inspect", "export", "import", "doctor"
+commands = "run", "extract", "train", "convert", "predict", "evaluate", "tune", "serve", "publish", "inspect", "export", "import", "doctor"
 for command in "", *commands:
     sys.argv = ["draftsmith", *command.split(), "--help"]
     try:
@@ -92,7 +92,7 @@ for command in "", *commands:
 """
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr
-    assert done.stdout.count("Usage") == 13
+    assert done.stdout.count("Usage") == 14
     assert run("version").stdout.strip() == "0.1.0"
 
 

@@ -38,6 +38,7 @@ def test_references_name_everything(pages: dict[str, str]) -> None:
         "extract",
         "train",
         "convert",
+        "predict",
         "evaluate",
         "tune",
         "serve",

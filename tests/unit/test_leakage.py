@@ -2,14 +2,17 @@
 
 import json
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from draftsmith.config.evaluation import SuiteConfig
+from draftsmith.config.recipe import Recipe
 from draftsmith.config.sources import Prompts
 from draftsmith.data.overlap import TRAINING_PROMPTS, PromptsFile
 from draftsmith.data.prompts import load_prompts
 from draftsmith.run.errors import UserError
+from draftsmith.serve.evaluation import evaluate
 from draftsmith.serve.evaluation.leakage import overlap, trained_on
 
 ASKED = [
@@ -82,3 +85,31 @@ def test_a_store_without_recorded_prompts_gives_no_figure(tmp_path):
     path.write_bytes(path.read_bytes()[:-8])
     with pytest.raises(UserError, match="damaged"):
         overlap([good], {"mine": mine}, {"mine": load_prompts(mine.prompts)})
+
+
+def test_stores_are_those_that_training_recorded(tmp_path: Path) -> None:
+    """Not those that the recipe names now."""
+    mine = suite(tmp_path)
+    run_dir = tmp_path / "run"
+    run_dir.mkdir()
+    store(run_dir / "store", ["Nothing of it."])
+    trained_with = store(tmp_path / "other", ["Name a bird."])
+    recipe = Recipe.model_validate(
+        {
+            "name": "run",
+            "target": {"model": "owner/name"},
+            "evaluate": {"suites": {"mine": mine.model_dump(mode="json")}},
+        }
+    )
+    evaluated = {"mine": load_prompts(mine.prompts)}
+
+    def verbatim() -> int:
+        found: Any = {"suites": {"mine": {}}}
+        evaluate._add_overlap(found, recipe, run_dir, evaluated)
+        return int(found["suites"]["mine"]["overlap_with_training"]["verbatim"])
+
+    assert verbatim() == 0
+    (run_dir / "checkpoint").mkdir()
+    record = {"inputs": "1", "figures": {}, "recipe": {"train": {"extra_stores": [{"path": str(trained_with)}]}}}
+    (run_dir / "checkpoint" / "stage.json").write_text(json.dumps(record))
+    assert verbatim() == 1

@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 from pydantic import TypeAdapter, ValidationError
 
+from draftsmith.config.loading import load_recipe
 from draftsmith.config.methods import AnyMethod, Method
 from draftsmith.engine import speculation
 from draftsmith.engine.speculation import check_graph_sizes, method_config, target_arguments
@@ -163,3 +164,19 @@ def test_sizes_of_cuda_graphs() -> None:
     ):
         with pytest.raises(UserError, match="6, not a multiple of 4"):
             check_graph_sizes(options, 3)
+
+
+def test_the_recipe_for_ascend_is_what_vllm_takes() -> None:
+    """Its graph sizes are those of its number of tokens, and its methods' keys vLLM's."""
+    recipe = load_recipe(Path(__file__).parents[2] / "recipes" / "ascend-llama-3.1-8b.yaml")
+    method = recipe.serve.method
+    assert method is not None
+    assert method.num_speculative_tokens == 3
+    options = recipe.engine.options | recipe.serve.vllm_args
+    check_graph_sizes(options, 3)
+    with pytest.raises(UserError, match="not a multiple of 3"):
+        check_graph_sizes(options, 2)
+    check_graph_sizes(recipe.engine.options, 2)  # evaluation's engines of other K: vLLM chooses sizes
+    assert recipe.engine.options["async_scheduling"] is True
+    assert recipe.evaluate.methods["suffix"].keys()["num_speculative_tokens"] == 15
+    assert recipe.evaluate.methods["ngram"].keys()["prompt_lookup_max"] == 4

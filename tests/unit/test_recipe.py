@@ -36,8 +36,9 @@ def with_key(key: str, value: object, base: dict = MINIMAL) -> dict:
 
 @pytest.mark.parametrize("path", sorted(RECIPES.glob("*.yaml")), ids=lambda path: path.name)
 def test_every_recipe_parses_and_carries_its_command(path):
-    assert load_recipe(path).name
-    assert f"draftsmith run recipes/{path.name}" in path.read_text().split("\nname:")[0]
+    recipe = load_recipe(path)
+    command = "run" if recipe.extract.prompts is not None else "evaluate"  # one that trains nothing
+    assert f"draftsmith {command} recipes/{path.name}" in path.read_text().split("\nname:")[0]
 
 
 def test_recipes_and_errors_need_neither_torch_nor_vllm(tmp_path):
@@ -170,8 +171,10 @@ def test_a_wrong_value_is_named(tmp_path, key, value, message):
 
 
 def test_missing_section_missing_file_and_broken_yaml(tmp_path):
-    with pytest.raises(UserError, match="`extract` is missing"):
-        load_recipe(write(tmp_path, {"name": "x", "target": {"model": "a/b"}}))
+    with pytest.raises(UserError, match="`target` is missing"):
+        load_recipe(write(tmp_path, {"name": "x", "extract": MINIMAL["extract"]}))
+    # One that trains nothing.
+    assert load_recipe(write(tmp_path, {"name": "x", "target": {"model": "a/b"}})).extract.prompts is None
     with pytest.raises(UserError, match=r"Did you mean .*recipe\.yaml\?"):
         load_recipe(tmp_path / "recipes.yaml")
     (tmp_path / "broken.yaml").write_text("name: [")

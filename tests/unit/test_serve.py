@@ -178,6 +178,8 @@ def _results(target: str = "a target") -> schema.Results:
         "examples": [
             {"prompt": "p1", "question": "Why <now>?", "tokens": [["It", 0], [" is", 1], [" <late>", 2], [".", 0]]}
         ],
+        "sampling": {"temperature": 0.0, "top_p": 1.0, "top_k": None},
+        "sampled_fidelity": {},
         "dtype": "float32",
         "versions": {"vllm": "0.32.0"},
         "machine": {"processor": "P", "cores": 2, "memory_gib": 8.0, "gpus": [], "system": "Linux"},
@@ -480,13 +482,11 @@ def test_one_failing_engine_ends_the_others(fake_child, tmp_path: Path) -> None:
         if "speculative_config" in arguments:
             os._exit(1)
         pipe.send(None)
-        time.sleep(60)
+        time.sleep(3600)  # longer than the test may take
 
     fake_child(child)
     second = EngineSpec(name="k1", target="t", dtype="float32", engine=recipe.EngineConfig(), speculative={"k": 1})
-    started = time.monotonic()
     with pytest.raises(DraftsmithError, match="`k1`"):
         engine_module.start_engines([_CONFIG, second], tmp_path)
-    assert time.monotonic() - started < 30
     for pid in pids.read_text().split():
         assert not Path(f"/proc/{pid}").exists()

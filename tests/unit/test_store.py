@@ -599,3 +599,20 @@ def test_appending_does_not_wait_for_the_disk_and_memory_does_not_grow(
     assert writer.sample_ids == {0, 1, 2, 3}
     assert written == ["shard-00000.safetensors", "shard-00001.safetensors"]
     writer.close()
+
+
+def test_acceptance_is_predicted_on_what_evaluation_measures(tmp_path: Path) -> None:
+    """Held-out sequences without images; all of them where every one has some."""
+
+    def store(folder: Path, with_images: list[bool]) -> Store:
+        folder.mkdir()
+        states = torch.zeros(4, 2, HIDDEN)
+        with open_writer(folder) as writer:
+            for number, seen in enumerate(with_images):
+                images = ("ab" * 32,) if seen else ()
+                ids, mask = torch.arange(5, dtype=torch.int32), torch.arange(5) >= 2
+                writer.append(Sequence(number, number > 0, ids, mask, states, images))
+        return Store(folder)
+
+    assert store(tmp_path / "some", [False, True, False, True, False]).rows_to_predict() == [2, 4]
+    assert store(tmp_path / "every", [False, True, True]).rows_to_predict() == [1, 2]

@@ -1,0 +1,89 @@
+"""Predict a trained drafter's acceptance length, greedy or sampled, on the held-out text of a store; nothing is trained or written."""
+
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from draftsmith.config.recipe import Recipe
+from draftsmith.drafters.checkpoint import Checkpoint
+from draftsmith.drafters.norm import FinalNorm
+from draftsmith.run.cuda import require_usable_gpus
+from draftsmith.run.errors import UserError
+from draftsmith.run.progress import Bar
+from draftsmith.store.reader import Store
+from draftsmith.target.info import describe_target
+from draftsmith.target.prepare import prepare_target
+from draftsmith.target.tensors import load_target_tensors
+from draftsmith.train.acceptance import predict_acceptance, predict_sampled_acceptance
+from draftsmith.train.packing import pack_in_order
+
+
+def predict(recipe: Recipe, run_dir: Path, *, store_dir: Path | None = None) -> dict[str, Any]:
+    """The acceptance length that `draftsmith evaluate` with the same sampling parameters should find on held-out prompts.
+
+    Args:
+        recipe: `target`, `train` and the sampling parameters of `evaluate` are read.
+        run_dir: `runs/NAME`, with the drafter in `checkpoint/`.
+        store_dir: the store with the held-out text; None for the run's own. Best is text that the target sampled with these parameters.
+
+    Returns:
+        `sampling`; `text_sampling`, None if the target did not write the text; `sequences`; `own_text`, whether the two are the same, so
+        that nothing is approximated; `predicted_acceptance_length` by K, as text.
+
+    Raises:
+        UserError: there is no drafter, or no store that fits it with held-out text; or greedy answers are asked for of sampled text.
+    """
+    require_usable_gpus()
+    sampling, options = recipe.evaluate.sampling, recipe.train
+    saved = Checkpoint.load(run_dir / "checkpoint")
+    target = describe_target(prepare_target(recipe.target, weights="shared"), recipe.target)
+    store = Store(store_dir or run_dir / "store")
+    store.identity.require_fields(
+        {"target_config_hash": target.config_hash, "tokenizer_hash": target.tokenizer_hash},
+        store.directory,
+        way_out="Name a store of this recipe's target.",
+    )
+    text, rows = store.identity.sampled_with, store.rows_to_predict()
+    if not rows:
+        raise UserError(f"The store at {store.directory} holds no text out, and acceptance is predicted on such text.")
+    if sampling.greedy and text is not None and not text.greedy:
+        raise UserError(
+            f"The held-out text of {store.directory} was sampled ({text}), which does not tell what greedy decoding accepts. Give "
+            "evaluate.temperature (and top_p, top_k), or name a store with greedy responses."
+        )
+    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    tensors = load_target_tensors(target.path, trust_remote_code=target.trust_remote_code)
+    drafter = saved.drafter(tensors).to(device)
+    k = min(options.predict_positions, drafter.max_draft_tokens or options.predict_positions)
+    layers = store.identity.layer_ids
+    wanted = tuple(saved.drafter_config().layer_ids)
+    if missing := sorted({*wanted, target.num_hidden_layers} - {*layers}):
+        raise UserError(
+            f"The store at {store.directory} has the hidden states of layers {list(layers)}, without {missing}, which the drafter or the "
+            "target's head reads. Extract with `extract.layer_ids` that contain them."
+        )
+    columns, last = [layers.index(layer) for layer in wanted], layers.index(target.num_hidden_layers)
+    with Bar("predict", total=len(rows), unit="sequences") as bar:
+
+        def read(row: int) -> Any:
+            bar.step()
+            return store[row]
+
+        packed = pack_in_order(map(read, rows), steps=k)
+        batches = (batch.with_layers(columns, last) for batch in packed)
+        if sampling.greedy:
+            lengths = predict_acceptance(drafter, batches, k=k)
+        else:
+            found = predict_sampled_acceptance(
+                drafter, batches, k=k, sampling=sampling, norm=FinalNorm.of(tensors, target.facts.norm_eps).to(device),
+                head=tensors.lm_head.float().to(device), soft_cap=tensors.logit_soft_cap, own_text=text == sampling,
+            )  # fmt: skip
+            lengths = found.greedy_drafts
+    return {
+        "sampling": sampling.record(),
+        "text_sampling": None if text is None else text.record(),
+        "own_text": text == sampling,
+        "sequences": len(rows),
+        "predicted_acceptance_length": {str(k): round(length, 4) for k, length in lengths.items()},
+    }
