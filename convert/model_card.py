@@ -143,6 +143,11 @@ def _serving(
         notes.append(
             "Install `draftsmith` in vLLM's environment: its plugin serves drafters of this kind, which vLLM alone cannot."
         )
+    if KINDS[drafter.kind].serving.mended_on_cpus and drafter.config.get("num_layers", 1) > 1:
+        notes.append(
+            "On a CPU, vLLM 0.32 norms the keys of all layers after the first with the first layer's weights, and fewer draft tokens are "
+            "accepted; with `draftsmith` installed, its plugin fixes that."
+        )
     if results:
         tried = ", ".join(results["k_curve"])
         notes.append(f"{k} speculative tokens were the fastest of the numbers measured ({tried}).")

@@ -123,7 +123,7 @@ def _upload(repo: str, revision: str | None, files: Mapping[str, Path | bytes], 
             "Hub, or choose another name with --repo."
         )
     # Weights and figures of an earlier publication must not remain beside these.
-    replaced = {name for name in there if name.startswith("eval/") or name.endswith((".safetensors", ".index.json"))}
+    replaced = {name for name in there if name.startswith("eval/") or name.endswith((".safetensors", ".index.json", ".pt"))}
     operations: list[CommitOperationAdd | CommitOperationDelete] = [
         *(CommitOperationAdd(path_in_repo=name, path_or_fileobj=file) for name, file in files.items()),
         *(CommitOperationDelete(path_in_repo=name) for name in sorted(replaced - set(files))),
@@ -261,7 +261,8 @@ def _evaluation_of(drafter: Path, directory: Path) -> dict[str, Any]:
 
 def _drafter_files(drafter: Path) -> list[Path]:
     """The files that vLLM reads: config and weights."""
-    return [drafter / "config.json", *sorted(drafter.glob("*.safetensors")), *sorted(drafter.glob("*.index.json"))]
+    weights = (file for pattern in ("*.safetensors", "*.index.json", "*.pt") for file in sorted(drafter.glob(pattern)))
+    return [drafter / "config.json", *weights]
 
 
 def _target_license(target: TargetConfig, base_model: str | None, *, online: bool) -> dict[str, str]:

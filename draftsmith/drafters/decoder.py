@@ -26,6 +26,7 @@ from draftsmith.drafters.base import ChainStep, Drafter, DrafterConfig
 from draftsmith.drafters.batch import Batch
 from draftsmith.drafters.layout import Entry, Rope
 from draftsmith.drafters.norm import RMSNorm
+from draftsmith.run.errors import UserError
 from draftsmith.target.info import TargetInfo
 
 if TYPE_CHECKING:  # imported where they are used, since that takes seconds
@@ -128,6 +129,18 @@ def rotary_embedding(config: DecoderConfig) -> LlamaRotaryEmbedding:
     return LlamaRotaryEmbedding(replace(config, head_dim=rotated, rope_parameters=rope).llama())
 
 
+def mask_token_of(chosen: int | None, target: TargetInfo) -> int:
+    """The token that stands for draft tokens that are not known yet: as `chosen`, or the last of the vocabulary.
+    Raises UserError: the target has no such token."""
+    mask = target.vocab_size - 1 if chosen is None else chosen
+    if mask >= target.vocab_size:
+        raise UserError(
+            f"`train.drafter.mask_token_id` is {mask}, and {target.name} has {target.vocab_size} tokens, from 0 on. Choose one of them, or "
+            "leave it out."
+        )
+    return mask
+
+
 def shape_of_target(target: TargetInfo) -> dict[str, Any]:
     """Fields of `DecoderConfig` for a new drafter, after the target's own layers (see `TargetFacts`)."""
     facts = target.facts
@@ -146,6 +159,7 @@ class DecoderLayer(nn.Module):
         reads: width of what queries, keys and values are projected from.
         input_norm: the layer has `input_layernorm`.
         hidden_norm: the layer has `hidden_norm`, EAGLE-3's on the fused state.
+        qk_norm: queries and keys are normed, as in Qwen3.
     """
 
     self_attn: Attention
@@ -153,7 +167,13 @@ class DecoderLayer(nn.Module):
     hidden_norm: nn.RMSNorm
 
     def __init__(
-        self, config: DecoderConfig, *, reads: int, input_norm: bool = True, hidden_norm: bool = False
+        self,
+        config: DecoderConfig,
+        *,
+        reads: int,
+        input_norm: bool = True,
+        hidden_norm: bool = False,
+        qk_norm: bool = False,
     ) -> None:
         super().__init__()
         from transformers.models.llama.modeling_llama import LlamaMLP
@@ -170,6 +190,7 @@ class DecoderLayer(nn.Module):
             kv_heads=config.num_key_value_heads,
             head_dim=config.head_dim,
             bias=config.attention_bias,
+            qk_norm=eps if qk_norm else None,
         )
         self.post_attention_layernorm = RMSNorm(hidden, eps)
         self.mlp = LlamaMLP(config.llama())

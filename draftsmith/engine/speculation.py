@@ -94,8 +94,9 @@ def method_config(
 
 def _longest_draft(drafter_dir: Path) -> int | None:
     """The most tokens that the drafter was trained to draft; None for any number."""
-    field = serving_spec(drafter_dir).k_field
-    return None if field is None else _config(drafter_dir).get(field)
+    spec = serving_spec(drafter_dir)
+    said = None if spec.k_field is None else _config(drafter_dir).get(spec.k_field)
+    return None if said is None else said - spec.rows_before_drafts
 
 
 def own_drafter(drafter_dir: Path) -> Drafter:
@@ -130,7 +131,8 @@ def check_target(drafter_dir: Path, target: TargetInfo) -> None:
 
 def _layer_ids(config: Mapping[str, Any]) -> list[int]:
     name = "eagle_aux_hidden_state_layer_ids"
-    return list(config.get(name) or (config.get("eagle_config") or {}).get(name) or ())
+    outputs = (config.get("dflash_config") or {}).get("target_layer_ids") or ()  # output i enters layer i + 1
+    return list(config.get(name) or (config.get("eagle_config") or {}).get(name) or [layer + 1 for layer in outputs])
 
 
 def check_graph_sizes(options: Mapping[str, Any], k: int) -> None:
@@ -177,21 +179,29 @@ def target_arguments(
 ) -> dict[str, Any]:
     """Arguments of `vllm.LLM` with which the target in a directory hands out the hidden states that vLLM's `speculative_config` reads;
     see `states_arguments`."""
-    if speculative is None or speculative.get("method") != "eagle3" or not (target / "config.json").is_file():
+    if speculative is None or speculative.get("method") not in ("eagle3", "dflash") or not (target / "config.json").is_file():
         return {}
     config = language_config(config_of(target, trust_remote_code=trust_remote_code))
     return environment.states_arguments(config, options)
 
 
+def drafter_files(drafter_dir: Path) -> list[str]:
+    """Names of the files that vLLM reads. Those that a drafter from elsewhere may have or not are among them if they are there."""
+    further = serving_spec(drafter_dir).further_files if (drafter_dir / "config.json").is_file() else ()
+    own = further and "kind" in (_config(drafter_dir).get("draftsmith") or {})
+    return [*_FILES, *(name for name in further if own or (drafter_dir / name).is_file())]
+
+
 def drafter_sha256(drafter_dir: Path) -> dict[str, str]:
     """SHA-256 of the drafter's config and weights, by file name. Raises UserError: a file is missing."""
-    for name in _FILES:
+    names = drafter_files(drafter_dir)
+    for name in names:
         if not (drafter_dir / name).is_file():
             raise UserError(
                 f"There is no drafter in {drafter_dir} ({name} is missing). `draftsmith run RECIPE` makes it; if it is trained already, "
                 "`draftsmith convert RECIPE` is enough."
             )
-    return {name: sha256_of(drafter_dir / name) for name in _FILES}
+    return {name: sha256_of(drafter_dir / name) for name in names}
 
 
 def serving_spec(drafter_dir: Path) -> ServingSpec:
@@ -221,6 +231,11 @@ def needs_plugin(drafter_dir: Path) -> bool:
 def reads_embeddings(drafter_dir: Path) -> bool:
     """Whether the drafter reads layer id 0, whose states vLLM's eager mode gets wrong on GPUs without the plugin (`serve/plugin`)."""
     return 0 in _layer_ids(_config(drafter_dir))
+
+
+def needs_mend(drafter_dir: Path) -> bool:
+    """Whether vLLM computes the drafter wrongly on this machine without the plugin (`serve/plugin`)."""
+    return serving_spec(drafter_dir).mended_on_cpus and environment.is_cpu() and _config(drafter_dir).get("num_hidden_layers", 1) > 1
 
 
 def rounds_inputs(drafter_dir: Path) -> bool:
