@@ -113,7 +113,9 @@ def predict_sampled_acceptance(
             chain = list(drafter.chain(batch, steps=steps))
             accept = states.new_zeros(2, len(rows), steps)  # of greedy and of sampled drafts
             for part in row_chunks(len(states), len(head), states.device.type):
-                p = (capped(F.linear(states[part], head), soft_cap) / temperature).softmax(-1)[:, drafter.draft_token_ids]
+                p = (capped(F.linear(states[part], head), soft_cap) / temperature).softmax(-1)[
+                    :, drafter.draft_token_ids
+                ]
                 for j, step in enumerate(chain):
                     teacher = rows + 1 + j - part.start
                     here = ((teacher >= 0) & (teacher < len(p)) & (step.loss_weights > 0)).nonzero()[:, 0]

@@ -236,7 +236,9 @@ def plan_train(recipe: Recipe, assumed: Assumptions, drafter: Drafter, *, layers
             "gradients": 4 * trained // parts,
             "optimizer states": (8 * (trained - muons) + 4 * muons + (4 * own if options.ema else 0)) // parts,
             "activations": int(
-                share * rows * of_trained(lambda steps: kept_by_row(drafter, steps, layers=layers, number=_BYTES[precision]))
+                share
+                * rows
+                * of_trained(lambda steps: kept_by_row(drafter, steps, layers=layers, number=_BYTES[precision]))
             ),
         },
         memory_limit=int(hardware.memory_gib * _GIB) if hardware and hardware.memory_gib else None,

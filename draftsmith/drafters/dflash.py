@@ -149,9 +149,7 @@ class DFlashDrafter(Drafter):
         self.max_draft_tokens, self.depends_on_k = config.block_size - 1, not config.causal
         self.fc = nn.Linear(config.fused_size, hidden, bias=False)
         self.hidden_norm = RMSNorm(hidden, eps)
-        self.layers = nn.ModuleList(
-            DecoderLayer(config, reads=hidden, qk_norm=True) for _ in range(config.num_layers)
-        )
+        self.layers = nn.ModuleList(DecoderLayer(config, reads=hidden, qk_norm=True) for _ in range(config.num_layers))
         self.norm = RMSNorm(hidden, eps)
         self.lm_head = nn.Linear(hidden, config.draft_vocab_size, bias=False)
         if self.learns_mask:
@@ -219,7 +217,9 @@ class DFlashDrafter(Drafter):
             reads = torch.cat([(batch.hidden_states[rows] / scales[:, None]).flatten(1), known], dim=1)
             gram.addmm_(reads.T, reads)
             cross.addmm_(reads.T, least_squares.unit_rms(batch.last_states[rows + 1], centered=tensors.centered_norm))
-        of_tokens = 0 if config.num_layers > 1 else rank // 2  # rank of the first layer that the anchor's embedding leaves to the context
+        of_tokens = (
+            0 if config.num_layers > 1 else rank // 2
+        )  # rank of the first layer that the anchor's embedding leaves to the context
         from_states, to_values, _ = least_squares.reduced_rank_fit(gram, cross, rank=rank - of_tokens)
         del gram, cross
         self.fc.weight.copy_((from_states.view(len(scales), hidden, hidden) / scales[:, None, None]).flatten(0, 1).T)
@@ -247,7 +247,9 @@ class DFlashDrafter(Drafter):
         flop = 2.0 * fitted * width * (width + hidden) + 2.0 * drafted * hidden * (config.fused_size + hidden)
         flop += least_squares.flop_of_solve(width, hidden) + 2.0 * config.fused_size**2 * hidden + 4.0 * hidden**3
         flop += 2 * least_squares.flop_of_eigenvectors(hidden) + 2.0 * hidden * rank * (hidden + 2 * config.fused_size)
-        flop += blocks.flop_of_start(one_pass, hidden=hidden, mixed=mixed, layers=config.num_layers, rows=drafted * steps)
+        flop += blocks.flop_of_start(
+            one_pass, hidden=hidden, mixed=mixed, layers=config.num_layers, rows=drafted * steps
+        )
         sums = width**2 + width * hidden + 4 * min(fitted, least_squares.ROWS_AT_ONCE) * width
         held = max(sums, 2 * width**2 + 2 * width * hidden + 5 * hidden**2)
         rows_read = least_squares.rows_until(least_squares.ROWS_AT_ONCE, rows=rows, answered=answered)

@@ -179,7 +179,11 @@ def target_arguments(
 ) -> dict[str, Any]:
     """Arguments of `vllm.LLM` with which the target in a directory hands out the hidden states that vLLM's `speculative_config` reads;
     see `states_arguments`."""
-    if speculative is None or speculative.get("method") not in ("eagle3", "dflash") or not (target / "config.json").is_file():
+    if (
+        speculative is None
+        or speculative.get("method") not in ("eagle3", "dflash")
+        or not (target / "config.json").is_file()
+    ):
         return {}
     config = language_config(config_of(target, trust_remote_code=trust_remote_code))
     return environment.states_arguments(config, options)
@@ -235,7 +239,11 @@ def reads_embeddings(drafter_dir: Path) -> bool:
 
 def needs_mend(drafter_dir: Path) -> bool:
     """Whether vLLM computes the drafter wrongly on this machine without the plugin (`serve/plugin`)."""
-    return serving_spec(drafter_dir).mended_on_cpus and environment.is_cpu() and _config(drafter_dir).get("num_hidden_layers", 1) > 1
+    return (
+        serving_spec(drafter_dir).mended_on_cpus
+        and environment.is_cpu()
+        and _config(drafter_dir).get("num_hidden_layers", 1) > 1
+    )
 
 
 def rounds_inputs(drafter_dir: Path) -> bool:

@@ -114,7 +114,8 @@ def others(
 
 
 @pytest.mark.parametrize(
-    "name", ["eagle", "p_eagle", "dflash", "medusa", "mlp_speculator", pytest.param("medusa-shared-head", marks=in_soak)]
+    "name",
+    ["eagle", "p_eagle", "dflash", "medusa", "mlp_speculator", pytest.param("medusa-shared-head", marks=in_soak)],
 )
 def test_trained_equals_served_for_other_kinds(
     others: dict[str, tuple[Path, Served]], name: str, smollm2: Path

@@ -149,7 +149,16 @@ def test_packed_blocks_equal_a_forward_pass_over_each(
 
 
 @pytest.mark.parametrize(
-    "fault", [{"late": 1}, {"late": -1}, {"seen": 1}, {"seen": -1}, {"causal": True}, {"normed_context": False}, {"key_norm": 0}]
+    "fault",
+    [
+        {"late": 1},
+        {"late": -1},
+        {"seen": 1},
+        {"seen": -1},
+        {"causal": True},
+        {"normed_context": False},
+        {"key_norm": 0},
+    ],
 )
 def test_the_comparison_would_notice(fault: dict) -> None:
     """A context that ends one position off, masks at other positions, another attention within the block, and norms left out or
@@ -206,7 +215,9 @@ def test_what_is_predicted_for_a_k_is_drafted_with_it() -> None:
         rows = batch.loss_weights[:, :k].sum(1).nonzero()[:, 0]
         choices = ids[logits_of(drafter, batch, steps=k).argmax(-1)]
         right = ((choices == batch.next_tokens[rows, 1 : k + 1]) & (batch.loss_weights[rows, :k] > 0)).int()
-        longest = ids[logits_of(drafter, batch, steps=STEPS).argmax(-1)][torch.isin(batch.loss_weights.sum(1).nonzero()[:, 0], rows), :k]
+        longest = ids[logits_of(drafter, batch, steps=STEPS).argmax(-1)][
+            torch.isin(batch.loss_weights.sum(1).nonzero()[:, 0], rows), :k
+        ]
         of_longest = int((longest != choices).sum())
         for document in range(len(documents)):
             here = (batch.documents[rows] == document) & (batch.loss_weights[rows, 0] > 0)
@@ -263,7 +274,8 @@ def plain_loss(drafter: DFlashDrafter, batch: Batch, alpha: float | None, decay:
                 by_k = decay**k if alpha is None else sum(reached[k:])
                 terms.append((k, weights[k], -one * weights[k] * by_k))
     return sum(
-        sum(loss for at, _, loss in terms if at == k) / max(1, sum(w for at, w, _ in terms if at == k)) for k in range(STEPS)
+        sum(loss for at, _, loss in terms if at == k) / max(1, sum(w for at, w, _ in terms if at == k))
+        for k in range(STEPS)
     )  # type: ignore[return-value]
 
 
@@ -285,7 +297,7 @@ def test_loss(alpha: float | None) -> None:
     output = loss(batch)
     expected = plain_loss(drafter, batch, alpha, 0.8)
     torch.testing.assert_close(output.loss, expected, rtol=1e-9, atol=1e-9)
-    parameters = [p for p in drafter.parameters()]
+    parameters = list(drafter.parameters())
     found, wanted = (torch.autograd.grad(value, parameters, retain_graph=True) for value in (output.loss, expected))
     torch.testing.assert_close(found, wanted, rtol=1e-8, atol=1e-8)
     rows = batch.loss_weights.sum(1).nonzero()[:, 0]
@@ -296,14 +308,17 @@ def test_loss(alpha: float | None) -> None:
     torch.testing.assert_close(output.matches, share.double())
     # Twice the divisors, half the loss; and a subset of the vocabulary that is all but one token is nearly the same.
     torch.testing.assert_close(loss(batch, 2 * loss.weights(batch)).loss, expected / 2, rtol=1e-9, atol=1e-9)
-    assert float(loss_of(loss_vocab_size=DRAFT - 1)(batch).loss) == pytest.approx(float(expected), rel=0.1)
+    assert loss_of(loss_vocab_size=DRAFT - 1)(batch).loss.item() == pytest.approx(expected.item(), rel=0.1)
 
 
+@torch.no_grad()
 def test_heads_start_by_attending_to_a_distance_each() -> None:
     """Given inputs with something in common, each head of a group mixes the values of one row, a fixed number of positions back."""
     size, hidden, rows, steps = 32, 24, 40, 4
     torch.manual_seed(0)
-    drafter = make_drafter(num_layers=1, head_dim=size, num_attention_heads=6, num_key_value_heads=2, block_size=steps + 1).float()
+    drafter = make_drafter(
+        num_layers=1, head_dim=size, num_attention_heads=6, num_key_value_heads=2, block_size=steps + 1
+    ).float()
     layer = drafter.decoder_layers()[0].self_attn
     for projection in (layer.q_proj, layer.k_proj, layer.v_proj):
         projection.reset_parameters()
@@ -312,17 +327,15 @@ def test_heads_start_by_attending_to_a_distance_each() -> None:
     context, blocks = torch.randn(rows, hidden), torch.randn(steps + 1, hidden)
     context[:, 0], blocks[:, 0] = 1, 1
     _attend_to_distances(layer, constant, drafter.inverse_frequencies(), first=2)
-    with torch.no_grad():
-        keys, values = layer.keys_values(context, drafter._rope(torch.arange(rows), context))
-        at = torch.arange(rows, rows + steps + 1)
-        own = layer.keys_values(blocks, drafter._rope(at, blocks))
-        q = layer.queries(blocks, drafter._rope(at, blocks))
-        keys, values = torch.cat([keys, own[0]]), torch.cat([values, own[1]])
-        for head in range(6):
-            scores = (q[:, head] @ keys[:, head // 3].T / math.sqrt(size)).softmax(-1)
-            expected = at - (2 + head % 3)
-            assert scores.argmax(-1).tolist() == expected.tolist(), head
-            assert scores.max(-1).values.min() > 0.8
+    keys, _ = layer.keys_values(context, drafter._rope(torch.arange(rows), context))
+    at = torch.arange(rows, rows + steps + 1)
+    own = layer.keys_values(blocks, drafter._rope(at, blocks))
+    queries = layer.queries(blocks, drafter._rope(at, blocks))
+    keys = torch.cat([keys, own[0]])
+    for head in range(6):
+        scores = (queries[:, head] @ keys[:, head // 3].T / math.sqrt(size)).softmax(-1)
+        assert scores.argmax(-1).tolist() == (at - (2 + head % 3)).tolist(), head
+        assert scores.max(-1).values.min() > 0.8
 
 
 def test_an_untrained_drafter_drafts_as_a_linear_one_does(tmp_path: Path) -> None:
@@ -401,7 +414,11 @@ def test_the_mask_s_file_belongs_to_the_drafter(trained: Path, tmp_path: Path) -
         (folder / file.name).write_bytes(file.read_bytes())
     assert inspect(folder)["good"]
     before = drafter_sha256(folder)
-    assert set(before) == {"config.json", "model.safetensors", "mask_embedding.pt"} == {f.name for f in _drafter_files(folder)}
+    assert (
+        set(before)
+        == {"config.json", "model.safetensors", "mask_embedding.pt"}
+        == {f.name for f in _drafter_files(folder)}
+    )
     (folder / "mask_embedding.pt").write_bytes(b"other")
     assert drafter_sha256(folder) != before
     (folder / "mask_embedding.pt").unlink()
