@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from safetensors import SafetensorError, safe_open
 
-from draftsmith.config.drafters import kind_of_architecture
+from draftsmith.config.drafters import KINDS, kind_of_architecture
 from draftsmith.drafters.checkpoint import RECORD, WEIGHTS, Checkpoint, CorruptCheckpoint
 from draftsmith.run import stage
 from draftsmith.run.errors import UserError
@@ -108,6 +108,9 @@ def _about_drafter(directory: Path) -> dict[str, Any]:
     drafts = "draft_vocab_size" in config or any(map(kind_of_architecture, config.get("architectures") or ()))
     if not drafts and not stage.read(directory):
         raise UserError(f"{directory} is a model for transformers or vLLM, not a drafter that Draftsmith made.")
+    made_as = KINDS.get(str((config.get("draftsmith") or {}).get("kind")))
+    if made_as and (missing := [name for name in made_as.serving.further_files if not (directory / name).is_file()]):
+        raise ValueError(f"{missing[0]} is missing")
     return {
         "architectures": config.get("architectures"),
         "draft_vocab_size": config.get("draft_vocab_size"),

@@ -115,7 +115,9 @@ def _upload(repo: str, revision: str | None, files: Mapping[str, Path | bytes], 
             "Hub, or choose another name with --repo."
         )
     # Weights and figures of an earlier publication must not remain beside these.
-    replaced = {name for name in there if name.startswith("eval/") or name.endswith((".safetensors", ".index.json"))}
+    replaced = {
+        name for name in there if name.startswith("eval/") or name.endswith((".safetensors", ".index.json", ".pt"))
+    }
     operations: list[CommitOperationAdd | CommitOperationDelete] = [
         *(CommitOperationAdd(path_in_repo=name, path_or_fileobj=file) for name, file in files.items()),
         *(CommitOperationDelete(path_in_repo=name) for name in sorted(replaced - set(files))),

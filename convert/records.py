@@ -101,4 +101,5 @@ def evaluation_of(drafter: Path, directory: Path) -> dict[str, Any]:
 
 def drafter_files(drafter: Path) -> list[Path]:
     """The files that vLLM reads: config and weights."""
-    return [drafter / "config.json", *sorted(drafter.glob("*.safetensors")), *sorted(drafter.glob("*.index.json"))]
+    weights = (file for pattern in ("*.safetensors", "*.index.json", "*.pt") for file in sorted(drafter.glob(pattern)))
+    return [drafter / "config.json", *weights]

@@ -78,7 +78,9 @@ def record(
         ],
         "max_tokens": max_tokens, "longest": max(len(ids) for ids in prompts) + max_tokens + 32,
         "trust_remote_code": trust_remote_code, "prompts": [list(ids) for ids in prompts],
-        "stock": not any(speculation.needs_plugin(path) or speculation.reads_embeddings(path) for path, _ in drafters),
+        "stock": not any(
+            asks(path) for path, _ in drafters for asks in (speculation.needs_plugin, speculation.reads_embeddings, speculation.needs_mend)
+        ),
         "arguments": {
             name: value for _, method in drafters
             for name, value in speculation.target_arguments(target_dir, {"method": method}, trust_remote_code=trust_remote_code).items()

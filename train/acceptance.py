@@ -50,20 +50,21 @@ def count_accepted(drafter: Drafter, batches: Iterable[Batch], *, k: int) -> dic
     Returns {K: (tokens accepted, drafts made)}, both over all batches."""
     accepted, drafts = [0] * k, [0] * k
     for batch in _evaluated(drafter, batches):
-        rows = batch.loss_weights[:, :k].sum(1).nonzero()[:, 0]
-        right = torch.stack(
-            [
-                (_draft_tokens(drafter, step) == batch.next_tokens[rows, j + 1]) & (step.loss_weights > 0)
-                for j, step in enumerate(drafter.chain(batch, steps=k))
-            ],
-            dim=1,
-        )
-        run = right.int().cumprod(1).cpu()  # [Q, k]: 1 while every draft token so far is right
-        for response in _responses(batch, rows):
-            for j in range(k):
-                hits = [*_walk(run[response, : j + 1].sum(1).tolist())]
-                accepted[j] += sum(hits)
-                drafts[j] += len(hits)
+        for steps, lengths in _chains(drafter, k):
+            rows = batch.loss_weights[:, :steps].sum(1).nonzero()[:, 0]
+            right = torch.stack(
+                [
+                    (_draft_tokens(drafter, step) == batch.next_tokens[rows, j + 1]) & (step.loss_weights > 0)
+                    for j, step in enumerate(drafter.chain(batch, steps=steps))
+                ],
+                dim=1,
+            )
+            run = right.int().cumprod(1).cpu()  # [Q, steps]: 1 while every draft token so far is right
+            for response in _responses(batch, rows):
+                for length in lengths:
+                    hits = [*_walk(run[response, :length].sum(1).tolist())]
+                    accepted[length - 1] += sum(hits)
+                    drafts[length - 1] += len(hits)
     return dict(enumerate(zip(accepted, drafts, strict=True), start=1))
 
 
@@ -117,39 +118,39 @@ def predict_sampled_acceptance(
     totals = {(draft, length): [0.0, 0.0] for draft in range(2) for length in range(1, k + 1)}  # tokens, drafts
     for batch in _evaluated(drafter, batches):
         assert batch.last_states is not None
-        rows = batch.loss_weights[:, :k].sum(1).nonzero()[:, 0]
-        steps = list(drafter.chain(batch, steps=k))
         states = norm(batch.last_states)
-        accept = states.new_zeros(2, len(rows), k)  # of greedy and of sampled drafts
-        right = torch.zeros(
-            len(rows), k, dtype=torch.bool, device=states.device
-        )  # whether a greedy draft is the text's
-        for part in row_chunks(len(states), len(head), states.device.type):
-            logits_of_target = capped(F.linear(states[part], head), soft_cap)
-            p = sampled_probabilities(logits_of_target, sampling)[:, drafter.draft_token_ids]
-            for j, step in enumerate(steps):
-                teacher = rows + 1 + j - part.start
-                here = ((teacher >= 0) & (teacher < len(p)) & (step.loss_weights > 0)).nonzero()[:, 0]
-                logits = F.linear(step.normed[here], step.head)
-                wanted, likeliest = p[teacher[here]], logits.argmax(-1)
-                accept[0, here, j] = wanted.gather(1, likeliest[:, None])[:, 0]
-                accept[1, here, j] = wanted.minimum((logits / sampling.temperature).softmax(-1)).sum(-1)
-                right[here, j] = drafter.draft_token_ids[likeliest] == batch.next_tokens[rows[here], j + 1]
-        accept, run = accept.double().cpu(), right.int().cumprod(1).cpu()
-        chain = accept.cumprod(2)  # probability that the first j + 1 draft tokens are all accepted
-        # On the target's own text: the same, where the text has shown whether those before it are.
-        chain_of_text = accept[0] * torch.cat([torch.ones_like(run[:, :1]), run[:, :-1]], dim=1)
-        for response in _responses(batch, rows):
-            for (draft, length), total in totals.items():
-                if own_text and draft == 0:
-                    accepted, at_least = run[response, :length].sum(1), chain_of_text[response, :length].sum(1)
-                    tokens, drafts = _walk_of_text(accepted.tolist(), at_least.tolist())
-                else:
-                    tokens, drafts = _expected_walk(chain[draft, response, :length].tolist())
-                total[0] += tokens
-                total[1] += drafts
-    lengths = {key: 1 + tokens / max(drafts, 1.0) for key, (tokens, drafts) in totals.items()}
-    return SampledAcceptance(*({length: lengths[draft, length] for length in range(1, k + 1)} for draft in range(2)))
+        for steps, lengths in _chains(drafter, k):
+            rows = batch.loss_weights[:, :steps].sum(1).nonzero()[:, 0]
+            chain = list(drafter.chain(batch, steps=steps))
+            accept = states.new_zeros(2, len(rows), steps)  # of greedy and of sampled drafts
+            right = torch.zeros(len(rows), steps, dtype=torch.bool, device=states.device)  # a greedy draft is the text's
+            for part in row_chunks(len(states), len(head), states.device.type):
+                logits_of_target = capped(F.linear(states[part], head), soft_cap)
+                p = sampled_probabilities(logits_of_target, sampling)[:, drafter.draft_token_ids]
+                for j, step in enumerate(chain):
+                    teacher = rows + 1 + j - part.start
+                    here = ((teacher >= 0) & (teacher < len(p)) & (step.loss_weights > 0)).nonzero()[:, 0]
+                    logits = F.linear(step.normed[here], step.head)
+                    wanted, likeliest = p[teacher[here]], logits.argmax(-1)
+                    accept[0, here, j] = wanted.gather(1, likeliest[:, None])[:, 0]
+                    accept[1, here, j] = wanted.minimum((logits / sampling.temperature).softmax(-1)).sum(-1)
+                    right[here, j] = drafter.draft_token_ids[likeliest] == batch.next_tokens[rows[here], j + 1]
+            accept, run = accept.double().cpu(), right.int().cumprod(1).cpu()
+            reached = accept.cumprod(2)  # probability that the first j + 1 draft tokens are all accepted
+            # On the target's own text: the same, where the text has shown whether those before it are.
+            on_text = accept[0] * torch.cat([torch.ones_like(run[:, :1]), run[:, :-1]], dim=1)
+            for response in _responses(batch, rows):
+                for draft in range(2):
+                    for length in lengths:
+                        if own_text and draft == 0:
+                            accepted, at_least = run[response, :length].sum(1), on_text[response, :length].sum(1)
+                            tokens, drafts = _walk_of_text(accepted.tolist(), at_least.tolist())
+                        else:
+                            tokens, drafts = _expected_walk(reached[draft, response, :length].tolist())
+                        totals[draft, length][0] += tokens
+                        totals[draft, length][1] += drafts
+    found = {key: 1 + tokens / max(drafts, 1.0) for key, (tokens, drafts) in totals.items()}
+    return SampledAcceptance(*({length: found[draft, length] for length in range(1, k + 1)} for draft in range(2)))
 
 
 def sampled_probabilities(logits: torch.Tensor, sampling: Sampling) -> torch.Tensor:
@@ -181,6 +182,13 @@ def predicted_speedup(lengths: Mapping[int, float], step_costs: Mapping[int, flo
     """Estimated speedup over the baseline, for every K that has both a predicted acceptance length and a step cost, relative to a
     baseline step."""
     return {k: length / step_costs[k] for k, length in lengths.items() if k in step_costs}
+
+
+def _chains(drafter: Drafter, k: int) -> list[tuple[int, Iterable[int]]]:
+    """The chains to run for drafts of 1 to `k` tokens: of how many steps, and the drafts that it tells of."""
+    if drafter.depends_on_k:
+        return [(length, [length]) for length in range(1, k + 1)]
+    return [(k, range(1, k + 1))]
 
 
 def _evaluated(drafter: Drafter, batches: Iterable[Batch]) -> Iterator[Batch]:

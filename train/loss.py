@@ -77,7 +77,7 @@ class ChainLoss(nn.Module):
         teacher_head: [V, H], the target's head rows for the draft vocabulary, times its scale of logits.
         teacher_soft_cap: c, where the target's logits become c * tanh(logits / c).
         ttt_steps: K.
-        ttt_loss_decay: weight of step k is ttt_loss_decay**k (EAGLE-3's reference code: 0.8).
+        ttt_loss_decay: weight of step k is ttt_loss_decay**k (EAGLE-3's reference code: 0.8), unless `terms` weigh by acceptance.
         loss: distance of the drafter's distribution q from the target's p. `cross_entropy`: -sum p log q. `kl`: the same
             less the target's entropy, so it is 0 where q = p; the gradients are equal. `total_variation`:
             1/2 sum |p - q|, the probability that a token drawn from q is rejected (Leviathan et al., arXiv 2211.17192).
@@ -211,6 +211,70 @@ class ChainLoss(nn.Module):
 
 
 @dataclass
+class _DraftTokens:
+    """The N draft tokens of a batch that are trained, row by row of the Q that are drafted from."""
+
+    place: torch.Tensor  # int64 [N] ascending: row * K + chain step
+    labels: torch.Tensor  # int64 [N]: the true tokens, as indices into the draft vocabulary
+    teachers: torch.Tensor  # int64 [N]: the rows of the batch that the target predicts them from
+    weights: torch.Tensor  # float64 [N], in the loss
+
+
+class BlockLoss(ChainLoss):
+    """Cross-entropy against the target's tokens, for kinds that draft from few rows of a batch and read all draft tokens with one head.
+
+    `ChainLoss` lines up what supervises with what drafts, and would go through the head K times as often as there is something to
+    train.
+    """
+
+    def forward(self, batch: Batch, divisors: torch.Tensor | None = None) -> ChainLossOutput:
+        assert batch.last_states is not None
+        tokens, steps = self._tokens(batch), self.ttt_steps
+        divisors = self._by_step(tokens, tokens.weights) if divisors is None else divisors
+        chain = list(self.drafter.chain(batch, steps=steps))
+        head = chain[0].head
+        normed = torch.stack([step.normed for step in chain], dim=1).flatten(0, 1).index_select(0, tokens.place)
+        with torch.no_grad():
+            states = self.teacher_norm(batch.last_states[tokens.teachers])
+        alignment = _TeacherAlignment(tokens.teachers, tokens.labels, tokens.place[None], tokens.weights[None])
+        labels, subset = tokens.labels, self._subset(states, [normed], [head], alignment)
+        if subset is not None:
+            labels, head = torch.searchsorted(subset.columns[: subset.kept], labels), head[subset.columns]
+        targets = _LossTargets(labels, subset)
+
+        alpha = self.terms.acceptance_alpha
+        decay = (self.ttt_loss_decay if alpha is None else 1.0) ** torch.arange(steps, device=divisors.device).double()
+        weights = tokens.weights * (decay / divisors.clamp(min=1))[tokens.place % steps]
+        if alpha is not None:
+            likely = _label_probabilities(normed.detach(), head.detach(), targets)
+            rows = len(chain[0].normed)
+            weights = weights * _acceptance_weights(likely, tokens.place, rows=rows, steps=steps, alpha=alpha)
+        weights = weights[None].to(_sum_dtype(states.dtype)) * self.terms.token_weight
+        total, right = _HeadLoss.apply(self.loss, targets, weights, [0], normed, head)
+        counted = batch.loss_weights[:, :steps].sum(0)
+        matches = self._by_step(tokens, right[0] * tokens.weights) / counted.clamp(min=1)
+        return ChainLossOutput(total, matches.to(total.dtype))
+
+    def weights(self, batch: Batch) -> torch.Tensor:
+        tokens = self._tokens(batch)
+        return self._by_step(tokens, tokens.weights)
+
+    def _by_step(self, tokens: _DraftTokens, values: torch.Tensor) -> torch.Tensor:
+        """Sums [K] of `values` [N] by chain step."""
+        return values.new_zeros(self.ttt_steps).index_add(0, tokens.place % self.ttt_steps, values)
+
+    @torch.no_grad()
+    def _tokens(self, batch: Batch) -> _DraftTokens:
+        steps = self.ttt_steps
+        queries = batch.loss_weights[:, :steps].sum(1).nonzero()[:, 0]
+        counts = batch.loss_weights[queries, :steps].double().flatten()
+        labels = self.to_draft[batch.next_tokens[queries, 1 : steps + 1]].flatten()  # -1 outside
+        place = ((counts > 0) & (labels >= 0)).nonzero()[:, 0]
+        teachers = queries[place // steps] + 1 + place % steps
+        return _DraftTokens(place, labels[place], teachers, counts[place])
+
+
+@dataclass
 class _VocabularySubset:
     """C tokens of the draft vocabulary."""
 
@@ -231,6 +295,40 @@ class _LossTargets:
     states: torch.Tensor | None = None  # [N, H], the target's normed states; None where only the labels are learned
     head: torch.Tensor | None = None  # [V, H], the target's head; with `states` and `soft_cap`, its distribution
     soft_cap: float | None = None
+
+
+@torch.no_grad()
+def _label_probabilities(normed: torch.Tensor, head: torch.Tensor, targets: _LossTargets) -> torch.Tensor:
+    """The drafter's probability of each row's label [N], from the head's inputs [N, H]."""
+    # The loss computes these logits once more: the weight of a draft token depends on all tokens of its row.
+    device = normed.device.type
+    if torch.is_autocast_enabled(device):
+        normed, head = (x.to(torch.get_autocast_dtype(device)) for x in (normed, head))
+    log_weights = None if targets.subset is None else targets.subset.log_weights.to(normed.dtype)
+    found = normed.new_empty(len(normed), dtype=_sum_dtype(normed.dtype))
+    for rows in row_chunks(len(normed), len(head), device):
+        logits = _logits(normed[rows], head, log_weights)
+        found[rows] = (logits.gather(1, targets.labels[rows, None])[:, 0] - logits.logsumexp(-1)).exp()
+    return found
+
+
+def _acceptance_weights(
+    probabilities: torch.Tensor, place: torch.Tensor, *, rows: int, steps: int, alpha: float
+) -> torch.Tensor:
+    """D-PACE (arXiv 2605.18810): the weight of a row's draft token j is the sum over m >= j of the product over i <= m of
+    (1 - alpha) q_i + alpha, where q_i is the drafter's probability of the true token i: the number of tokens that j decides on. A token
+    that is not trained, for instance outside the draft vocabulary, has q_i = 0, since no draft gets past it.
+
+    Args:
+        probabilities: [N], of the tokens that are trained.
+        place: int64 [N]: row * steps + draft token.
+
+    Returns [N].
+    """
+    known, trained = probabilities.new_zeros(2, rows * steps)
+    known[place], trained[place] = probabilities, 1
+    reached = ((1 - alpha) * known + alpha).view(rows, steps).cumprod(1) * trained.view(rows, steps)
+    return reached.flip(1).cumsum(1).flip(1).flatten()[place]
 
 
 class _HeadLoss(torch.autograd.Function):

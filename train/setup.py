@@ -22,7 +22,7 @@ from draftsmith.target.info import TargetInfo
 from draftsmith.target.tensors import load_target_tensors
 from draftsmith.train import distributed
 from draftsmith.train.data import ScheduledStep, TrainingData
-from draftsmith.train.loss import ChainLoss
+from draftsmith.train.loss import BlockLoss, ChainLoss
 from draftsmith.train.optimizers import MovingAverage, make_optimizers
 from draftsmith.train.tracking import require_tracker
 
@@ -116,7 +116,8 @@ def set_up(
             module.forward = functools.partial(
                 checkpoint, module.forward, use_reentrant=False, preserve_rng_state=False
             )
-    loss = ChainLoss(
+    terms = drafter.loss_terms(options.drafter)
+    loss = (BlockLoss if terms.in_blocks else ChainLoss)(
         drafter,
         teacher_norm=FinalNorm.of(tensors, target.facts.norm_eps),
         teacher_head=tensors.lm_head[draft_token_ids].float(),
@@ -125,7 +126,7 @@ def set_up(
         ttt_loss_decay=options.ttt_loss_decay,
         loss=options.loss,
         loss_vocab_size=options.loss_vocab_size,
-        terms=drafter.loss_terms(options.drafter),
+        terms=terms,
     ).to(accelerator.device)
     model = distributed.prepare(accelerator, loss, shard=options.fsdp)
     optimizers = make_optimizers(options, drafter)

@@ -12,7 +12,7 @@ from draftsmith.convert.vocabulary import MAPS, from_tensors, to_tensors
 from draftsmith.drafters import drafter_class
 from draftsmith.drafters.checkpoint import EMBEDDING, UNKNOWN_TARGET, Checkpoint
 from draftsmith.drafters.layout import EXTRA, Layout, Source, look_up, put
-from draftsmith.run.atomic_io import read_json, write_json
+from draftsmith.run.atomic_io import read_json, write_bytes, write_json
 from draftsmith.run.errors import UserError
 from draftsmith.run.weights import Weight, listed, open_weights, write_safetensors
 
@@ -119,6 +119,9 @@ class Format:
                 )
             record, weights = quantized(record, weights, quantize)
         size = write_safetensors(directory / self.weights_file, weights)
+        config = checkpoint.drafter_config()
+        for name, content in self.layouts[checkpoint.kind].further_files.items():
+            write_bytes(directory / name, content(config, weights))
         write_json(directory / "config.json", record)
         return size
 

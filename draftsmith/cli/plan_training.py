@@ -29,7 +29,8 @@ def plan_train(recipe: Recipe, assumed: Assumptions, drafter: Drafter, *, layers
     precision = options.precision_on("cuda" if hardware and hardware.memory_gib else "cpu")
     training, _ = conversation_counts(recipe, assumed)
     length = assumed.prompt_tokens + assumed.response_tokens
-    tokens, answered = training * length * options.epochs, training * assumed.response_tokens * options.epochs
+    share = options.drafter.share_of_positions
+    tokens, answered = training * length * options.epochs, share * training * assumed.response_tokens * options.epochs
     optimizer_steps = math.ceil(tokens / options.tokens_per_step)
     trained, by_muon = trained_parameters(recipe, drafter)
 
@@ -76,7 +77,9 @@ def plan_train(recipe: Recipe, assumed: Assumptions, drafter: Drafter, *, layers
             "gradients": 4 * trained // parts,
             "optimizer states": (8 * (trained - muons) + 4 * muons + (4 * own if options.ema else 0)) // parts,
             "activations": int(
-                rows * of_trained(lambda steps: kept_by_row(drafter, steps, layers=layers, number=BYTES[precision]))
+                share
+                * rows
+                * of_trained(lambda steps: kept_by_row(drafter, steps, layers=layers, number=BYTES[precision]))
             ),
         },
         memory_limit=int(hardware.memory_gib * GIB) if hardware and hardware.memory_gib else None,
@@ -128,6 +131,8 @@ def flop_of_row(recipe: Recipe, drafter: Drafter, steps: int, *, predicts: bool)
     terms = drafter.loss_terms(recipe.train.drafter)
     if terms.targets == "distribution":
         flop += 2 * vocabulary * config.hidden_size
+    if terms.acceptance_alpha is not None:  # the weights take a pass of their own
+        flop += 2 * steps * head
     return flop
 
 

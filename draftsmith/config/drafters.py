@@ -31,6 +31,12 @@ class ServingSpec:
     """The drafter's weights are read once for all draft tokens of a step, not once per token."""
     k_field: str | None = None
     """Key in `config.json` of the largest K, for kinds with a limit."""
+    rows_before_drafts: int = 0
+    """How much less the largest K is than what that key says, where it counts rows of which the first are no draft tokens."""
+    mended_on_cpus: bool = False
+    """On CPUs, vLLM computes it wrongly without Draftsmith's plugin (`serve/plugin`) if it has several layers."""
+    further_files: tuple[str, ...] = ()
+    """Files that vLLM reads beside `config.json` and `model.safetensors`."""
     runner_v2: bool = True
     """Whether vLLM's model runner V2 serves it, or only V1."""
 
@@ -57,6 +63,11 @@ class DrafterOptions(Section):
     @property
     def share_of_later_steps(self) -> float:
         """Share of the draft steps after a row's first that are trained."""
+        return 1.0
+
+    @property
+    def share_of_positions(self) -> float:
+        """Share of the positions with a token to predict that are drafted from in training."""
         return 1.0
 
 
@@ -149,6 +160,57 @@ class PEagleOptions(FusingOptions):
         return sum(map(self.share_of_rows, range(1, self.num_depths))) / (self.num_depths - 1)
 
 
+class DFlashOptions(DrafterOptions):
+    """DFlash (arXiv 2602.06036): a block of tokens from one forward pass, whose layers attend to the target's hidden states."""
+
+    serving: ClassVar = ServingSpec(
+        method="dflash",
+        architecture="DFlashDraftModel",
+        fixed_k=True,
+        single_pass=True,
+        k_field="block_size",
+        rows_before_drafts=1,
+        mended_on_cpus=True,
+        further_files=("mask_embedding.pt",),
+    )
+
+    kind: Literal["dflash"] = "dflash"
+    layer_ids: LayerIds | None = None
+    """Layer ids of the hidden states that `fc` fuses, a subset of the store's, in any order. Absent: all of the store's."""
+    num_layers: int = Field(2, ge=1)
+    """Decoder layers in the drafter."""
+    draft_vocab_size: int | None = Field(8192, ge=16)
+    """Size of the draft vocabulary: the most frequent tokens of the store's responses. null: the target's whole vocabulary."""
+    block_size: int = Field(8, ge=2)
+    """Rows of a block: the last known token and the draft tokens. The largest K is one less, regardless of `ttt_steps`. Published drafters
+    have 16, and little data takes fewer: each position is then trained more often."""
+    causal: bool = False
+    """A draft token attends to no later one of its block. Otherwise all attend to each other, as published, and each depends on how many
+    are drafted."""
+    passes: float = Field(1.0, gt=0)
+    """How often each response token is trained on in an epoch, on average: a text has so many blocks as that takes, at positions drawn anew
+    in every step. More make the first draft token better, which is then trained more often."""
+    acceptance_alpha: float | None = Field(0.5, ge=0, le=1)
+    """Weigh draft tokens by the acceptance that each decides on (D-PACE, arXiv 2605.18810), with this smoothing of their probabilities.
+    null: by `ttt_loss_decay`; published as exp(-1 / 4) for blocks of 8 and exp(-1 / 7) for blocks of 16."""
+    targets: Literal["tokens"] = "tokens"
+    """Only tokens: trained on those that the target generated, as published."""
+    intermediate_size: int | None = Field(None, ge=1)
+    """Width of the MLP. Absent: the target's; with experts, that of all that a token goes through, within two to four times the hidden
+    size."""
+    mask_token_id: int | None = Field(None, ge=1)
+    """Token that stands for the draft tokens that are not known yet, best one that texts do not have: to the drafter it is always that.
+    Absent: the vocabulary's last."""
+
+    @property
+    def max_draft_tokens(self) -> int | None:
+        return self.block_size - 1
+
+    @property
+    def share_of_positions(self) -> float:
+        return min(1.0, self.passes / (self.block_size - 1))
+
+
 class MedusaOptions(DrafterOptions):
     """Medusa (arXiv 2401.10774): heads on the target's last hidden state, one for each draft token."""
 
@@ -222,7 +284,7 @@ def _with_default_kind(section: Any) -> Any:
     return section
 
 
-_Kinds = EagleOptions | Eagle3Options | PEagleOptions | MedusaOptions | MlpOptions
+_Kinds = EagleOptions | Eagle3Options | PEagleOptions | DFlashOptions | MedusaOptions | MlpOptions
 AnyDrafterOptions = Annotated[_Kinds, Field(discriminator="kind"), BeforeValidator(_with_default_kind)]
 KINDS: dict[str, type[DrafterOptions]] = {options.model_fields["kind"].default: options for options in get_args(_Kinds)}
 """The options of every kind, by its name."""

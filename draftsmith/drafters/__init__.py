@@ -55,7 +55,11 @@ def layer_ids_to_read(
             "them under ids in the order of the recipe, so nobody can tell which state is which. Extract again."
         )
     serving = options.serving
-    if serving.method in ("eagle", "eagle3") and not serving.needs_plugin and not target.facts.family.serves_eagle:
+    if (
+        serving.method in ("eagle", "eagle3", "dflash")
+        and not serving.needs_plugin
+        and not target.facts.family.serves_eagle
+    ):
         raise UserError(
             f"vLLM cannot serve {target.name} (type `{target.config.model_type}`) with drafters of the kind `{options.kind}`. "
             "Choose a kind that reads the last state alone (`train.drafter.kind`: medusa or mlp_speculator)."

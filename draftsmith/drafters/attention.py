@@ -22,6 +22,7 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 from draftsmith.drafters.batch import Batch
+from draftsmith.drafters.norm import RMSNorm
 
 _QUERIES_IN_BLOCK = 128
 """A block computes the scores of all keys up to its last query: shorter blocks compute fewer that are masked."""
@@ -46,6 +47,7 @@ class Attention(nn.Module):
         head_dim: C.
         bias: queries, keys and values have one.
         output_bias: the output has one.
+        qk_norm: epsilon of an RMSNorm on each head of queries and keys, before RoPE (Qwen3's); None for none.
     """
 
     def __init__(
@@ -58,6 +60,7 @@ class Attention(nn.Module):
         head_dim: int,
         bias: bool,
         output_bias: bool = False,
+        qk_norm: float | None = None,
     ) -> None:
         super().__init__()
         self.heads, self.kv_heads, self.head_dim = heads, kv_heads, head_dim
@@ -65,14 +68,18 @@ class Attention(nn.Module):
         self.k_proj = nn.Linear(input_size, kv_heads * head_dim, bias=bias)
         self.v_proj = nn.Linear(input_size, kv_heads * head_dim, bias=bias)
         self.o_proj = nn.Linear(heads * head_dim, output_size, bias=output_bias)
+        self.q_norm = None if qk_norm is None else RMSNorm(head_dim, qk_norm)
+        self.k_norm = None if qk_norm is None else RMSNorm(head_dim, qk_norm)
 
     def queries(self, x: torch.Tensor, rope: CosSin) -> torch.Tensor:
         """[Q, N, C]"""
-        return _rotate(self.q_proj(x).unflatten(-1, (self.heads, self.head_dim)), rope)
+        queries = self.q_proj(x).unflatten(-1, (self.heads, self.head_dim))
+        return _rotate(queries if self.q_norm is None else self.q_norm(queries), rope)
 
     def keys_values(self, x: torch.Tensor, rope: CosSin) -> KeysValues:
         """[T, M, C] each"""
-        keys = _rotate(self.k_proj(x).unflatten(-1, (self.kv_heads, self.head_dim)), rope)
+        keys = self.k_proj(x).unflatten(-1, (self.kv_heads, self.head_dim))
+        keys = _rotate(keys if self.k_norm is None else self.k_norm(keys), rope)
         return keys, self.v_proj(x).unflatten(-1, (self.kv_heads, self.head_dim))
 
 
@@ -101,18 +108,65 @@ def attend(queries: torch.Tensor, context: KeysValues, own: list[KeysValues], ti
         return queries.flatten(1)
     kv_heads = context[0].shape[0]
     grouped = queries.unflatten(1, (kv_heads, -1)) / math.sqrt(queries.shape[-1])  # [Q, M, G, C]
-    own_scores = [(grouped * keys[:, :, None]).sum(-1) for keys, _ in own]  # [Q, M, G] each
+    own_scores = torch.stack([(grouped * keys[:, :, None]).sum(-1) for keys, _ in own], dim=-1) if own else None
+    mixed, own_weights = _attend_to_context(grouped, own_scores, context, tiles)
+    if own:
+        mixed = mixed + sum(own_weights[..., j, None] * values[:, :, None] for j, (_, values) in enumerate(own))
+    return mixed.flatten(1)
+
+
+def attend_in_blocks(
+    queries: torch.Tensor, context: KeysValues, own: KeysValues, tiles: Tiles, *, causal: bool
+) -> torch.Tensor:
+    """Attention of blocks of rows that are drafted together: over the document's keys up to the block's row of the batch, and over the
+    block's own.
+
+    Args:
+        queries: [Q, R, N, C], of the last R rows of each block.
+        context: keys and values of the batch's rows, [M, T, C].
+        own: keys and values of all S rows of each block, [Q, S, M, C].
+        tiles: which of the T rows each of the Q blocks sees.
+        causal: a row sees no later row of its block.
+
+    Returns [Q, R, N * C].
+    """
+    if not len(queries):
+        return queries.flatten(2)
+    keys, values = own
+    rows, kv_heads = queries.shape[1], context[0].shape[0]
+    # The rows of a block see the same context, so they are to a tile what the heads of a group are.
+    by_head = queries.unflatten(2, (kv_heads, -1)).transpose(1, 2)  # [Q, M, R, G, C]
+    grouped = by_head.flatten(2, 3) / math.sqrt(queries.shape[-1])
+    own_scores = grouped @ keys.permute(0, 2, 3, 1)  # [Q, M, R * G, S]
+    if causal:
+        earlier = keys.shape[1] - rows
+        later = torch.ones(rows, keys.shape[1], dtype=torch.bool, device=keys.device).triu(earlier + 1)
+        own_scores = own_scores.masked_fill(later.repeat_interleave(by_head.shape[3], dim=0), -torch.inf)
+    mixed, own_weights = _attend_to_context(grouped, own_scores, context, tiles)
+    mixed = mixed + own_weights @ values.transpose(1, 2)
+    return mixed.unflatten(2, (rows, -1)).transpose(1, 2).flatten(2)
+
+
+def _attend_to_context(
+    grouped: torch.Tensor, own_scores: torch.Tensor | None, context: KeysValues, tiles: Tiles
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """The softmax over the context's and a row's own scores, tile by tile.
+
+    Args:
+        grouped: scaled queries [Q, M, G, C].
+        own_scores: [Q, M, G, k], or None for k = 0.
+        context: [M, T, C].
+
+    Returns the context's mixed values [Q, M, G, C], and the weights of the row's own keys [Q, M, G, k].
+    """
     by_head = grouped.transpose(0, 1).contiguous()
-    own_by_head = torch.stack(own_scores, dim=-1).transpose(0, 1).contiguous() if own else None
+    own_by_head = None if own_scores is None else own_scores.transpose(0, 1).contiguous()
     attend_tile: Callable[..., tuple[torch.Tensor, torch.Tensor]] = _attend_tile
     if tiles.recompute and torch.is_grad_enabled():
         attend_tile = partial(checkpoint, _attend_tile, use_reentrant=False, preserve_rng_state=False)
     parts = [attend_tile(tile, by_head, own_by_head, *context) for tile in tiles.tiles]
-    mixed = tiles.join([mixed for mixed, _ in parts])  # [Q, M, G, C]
-    if own:
-        own_weights = tiles.join([weights for _, weights in parts])  # [Q, M, G, k]
-        mixed = mixed + sum(own_weights[..., j, None] * values[:, :, None] for j, (_, values) in enumerate(own))
-    return mixed.flatten(1)
+    mixed = tiles.join([mixed for mixed, _ in parts])
+    return mixed, mixed[..., :0] if own_scores is None else tiles.join([weights for _, weights in parts])
 
 
 def _attend_tile(
@@ -165,14 +219,16 @@ class Tiles:
     Args:
         queries: int64 [Q] ascending, rows of the batch.
         heads: N.
+        block: rows that each query stands for (`attend_in_blocks`).
     """
 
-    def __init__(self, batch: Batch, queries: torch.Tensor, heads: int) -> None:
+    def __init__(self, batch: Batch, queries: torch.Tensor, heads: int, *, block: int = 1) -> None:
         self.queries = queries
         rows, lengths = queries.tolist(), torch.bincount(batch.documents).tolist()
-        groups = _side_by_side(_blocks(rows, lengths), most_area=_SCORES_IN_TILE // heads)
+        blocks = _blocks(rows, lengths, most=max(1, _QUERIES_IN_BLOCK // block))
+        groups = _side_by_side(blocks, most_area=_SCORES_IN_TILE // (heads * block))
         self.tiles = [self._tile(group, len(batch.documents)) for group in groups]
-        self.recompute = heads * sum(tile.masked.numel() for tile in self.tiles) > _SCORES_KEPT
+        self.recompute = heads * block * sum(tile.masked.numel() for tile in self.tiles) > _SCORES_KEPT
         cells = torch.cat([queries[:0], *(tile.queries for tile in self.tiles)])
         # Padding repeats a block's last query. All of its cells hold the same, so it does not matter which is written last.
         self._cell = torch.empty_like(queries).index_copy(0, cells, torch.arange(len(cells), device=cells.device))
@@ -193,13 +249,14 @@ class Tiles:
         return torch.cat(parts, dim=1).index_select(1, self._cell).transpose(0, 1)
 
 
-def _blocks(queries: list[int], lengths: list[int]) -> list[_Block]:
-    """Cut each document's queries (ascending rows) into blocks of about equal size; `lengths` are the documents', in rows."""
+def _blocks(queries: list[int], lengths: list[int], *, most: int) -> list[_Block]:
+    """Cut each document's queries (ascending rows) into blocks of about equal size, at most `most` each; `lengths` are the documents', in
+    rows."""
     blocks = []
     first_key, place = 0, 0
     for length in lengths:
         end_place = bisect_left(queries, first_key + length, lo=place)
-        count = math.ceil((end_place - place) / _QUERIES_IN_BLOCK)
+        count = math.ceil((end_place - place) / most)
         cuts = [place + (end_place - place) * i // count for i in range(count + 1)] if count else []
         blocks += [_Block(range(*ends), range(first_key, queries[ends[1] - 1] + 1)) for ends in pairwise(cuts)]
         first_key, place = first_key + length, end_place

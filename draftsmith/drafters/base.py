@@ -48,6 +48,11 @@ class LossTerms:
     """Weight of that cross-entropy."""
     feature_weight: float = 0.0
     """Weight of SmoothL1 between the head's input and the target's normed last state."""
+    in_blocks: bool = False
+    """Few rows are drafted from, and one head reads all draft tokens (`train.loss.BlockLoss`); with `targets: tokens` only."""
+    acceptance_alpha: float | None = None
+    """Where it is `in_blocks`: weigh the draft tokens of a row by the acceptance that each decides on, with this smoothing (see
+    `DFlashOptions`), instead of by `train.ttt_loss_decay`."""
 
 
 @dataclass
@@ -95,6 +100,8 @@ class Drafter(nn.Module, ABC):
     """int64 [V] ascending: target id of each draft token."""
     max_draft_tokens: int | None = None
     """Largest K, where the drafter's shape limits it; all steps are trained."""
+    depends_on_k: bool = False
+    """A draft token depends on how many are drafted with it, so a chain of K steps is not the beginning of a longer one."""
 
     @staticmethod
     def layer_ids(options: Any, saved: tuple[int, ...], last: int) -> tuple[int, ...]:

@@ -26,6 +26,7 @@ from draftsmith.drafters.base import ChainStep, Drafter, DrafterConfig
 from draftsmith.drafters.batch import Batch
 from draftsmith.drafters.layout import Entry, Rope
 from draftsmith.drafters.norm import RMSNorm
+from draftsmith.run.errors import UserError
 from draftsmith.target.info import TargetInfo
 
 if TYPE_CHECKING:  # imported where they are used, since that takes seconds
@@ -128,6 +129,18 @@ def rotary_embedding(config: DecoderConfig) -> LlamaRotaryEmbedding:
     return LlamaRotaryEmbedding(replace(config, head_dim=rotated, rope_parameters=rope).llama())
 
 
+def mask_token_of(chosen: int | None, target: TargetInfo) -> int:
+    """The token that stands for draft tokens that are not known yet: as `chosen`, or the last of the vocabulary.
+    Raises UserError: the target has no such token."""
+    mask = target.vocab_size - 1 if chosen is None else chosen
+    if mask >= target.vocab_size:
+        raise UserError(
+            f"`train.drafter.mask_token_id` is {mask}, and {target.name} has {target.vocab_size} tokens, from 0 on. Choose one of them, or "
+            "leave it out."
+        )
+    return mask
+
+
 def shape_of_target(target: TargetInfo) -> dict[str, Any]:
     """Fields of `DecoderConfig` for a new drafter, after the target's own layers (see `TargetFacts`)."""
     facts = target.facts
@@ -147,6 +160,7 @@ class DecoderLayer(nn.Module):
         input_norm: the layer has `input_layernorm`.
         hidden_norm: the layer has `hidden_norm`, EAGLE-3's on the fused state.
         output_bias: the attention's output has a bias.
+        qk_norm: queries and keys are normed, as in Qwen3.
     """
 
     self_attn: Attention
@@ -161,6 +175,7 @@ class DecoderLayer(nn.Module):
         input_norm: bool = True,
         hidden_norm: bool = False,
         output_bias: bool = False,
+        qk_norm: bool = False,
     ) -> None:
         super().__init__()
         from transformers.models.llama.modeling_llama import LlamaMLP
@@ -178,6 +193,7 @@ class DecoderLayer(nn.Module):
             head_dim=config.head_dim,
             bias=config.attention_bias,
             output_bias=output_bias,
+            qk_norm=eps if qk_norm else None,
         )
         self.post_attention_layernorm = RMSNorm(hidden, eps)
         self.mlp = LlamaMLP(config.llama())

@@ -220,7 +220,7 @@ class Eagle3Drafter(DecoderDrafter):
 
         rank = min(config.num_key_value_heads * config.head_dim, config.hidden_size)
         sums = _regression(self, batches, tensors.centered_norm)
-        from_states, to_values, from_values = _reduced_rank_fit(*sums, rank=rank)
+        from_states, to_values, from_values = least_squares.reduced_rank_fit(*sums, rank=rank)
         del sums
         self.fc.weight.copy_(from_states.T)
         attention = self.decoder_layers()[0].self_attn
@@ -248,7 +248,7 @@ class Eagle3Drafter(DecoderDrafter):
         fitted = min(answered, least_squares.ROWS_TO_FIT)
         sums = width**2 + width * hidden + 4 * min(fitted, least_squares.ROWS_AT_ONCE) * width
         flop = 2.0 * fitted * width * (width + hidden)  # `_regression`
-        flop += least_squares.flop_of_solve(width, hidden) + 2.0 * states**2 * hidden  # `_reduced_rank_fit`
+        flop += least_squares.flop_of_solve(width, hidden) + 2.0 * states**2 * hidden  # `reduced_rank_fit`
         flop += least_squares.flop_of_eigenvectors(hidden) + 4.0 * hidden**3
         flop += 2.0 * hidden * rank * (hidden + 2 * states)
         flop += fitted * (2.0 * hidden * (states + 2 * rank) + 4.0 * hidden**2)  # `_fused_states`
@@ -321,31 +321,6 @@ def _regression(drafter: Eagle3Drafter, batches: Iterable[Batch], centered: bool
         gram.addmm_(reads.T, reads)
         cross.addmm_(reads.T, least_squares.unit_rms(batch.last_states[rows + 1], centered=centered))
     return gram, cross
-
-
-def _reduced_rank_fit(
-    gram: torch.Tensor, cross: torch.Tensor, *, rank: int
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Ridge regression of W [rows, H] on R [rows, n*H + H], with the rank of the part of R's last H columns limited to `rank` <= H.
-    `gram` is R^T R, contiguous, and overwritten; `cross` is R^T W.
-
-    Returns A [n*H, H], B [H, rank], C [rank, H] with W ~ R[:, :-H] @ A + R[:, -H:] @ B @ C.
-    """
-    split = len(gram) - cross.shape[1]
-    lower = least_squares.factor(gram)
-    full = least_squares.solve(lower, cross)
-    # The part of embeddings that states do not explain has the covariance L L^T of this corner L; keep the directions in which it
-    # explains most.
-    explained = lower[split:, split:].T @ full[split:]
-    kept = torch.linalg.eigh(explained.T @ explained).eigenvectors[:, -rank:].T
-    to_values = full[split:] @ kept.T
-    del full
-    unexplained = cross[:split] - gram[:split, split:] @ to_values @ kept
-    # A solver copies a factor that is part of a matrix; so does this, into the Gram matrix, which is not needed any more.
-    of_states = gram.view(-1)[: split**2].view(split, split).T
-    half = torch.linalg.solve_triangular(of_states.copy_(lower[:split, :split]), unexplained, upper=False)
-    from_states = torch.linalg.solve_triangular(of_states.copy_(lower[:split, :split].T), half, upper=True, out=half)
-    return from_states, to_values, kept
 
 
 @dataclass

@@ -10,6 +10,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from draftsmith.run.errors import UserError
+from draftsmith.run.weights import Weight
 
 EXTRA = "draftsmith"
 """Section of `config.json` for what a format has no key for; the format's other readers ignore it."""
@@ -154,6 +155,8 @@ class Layout:
     """The draft vocabulary may be a subset of the target's, given by the tensors `d2t` and `t2d`."""
     quantizes: bool = False
     """The format's readers take 8-bit weights, as described by `quantization_config`."""
+    further_files: Mapping[str, Callable[[Any, Mapping[str, Weight]], bytes]] = field(default_factory=dict)
+    """Files beside the tensors, by name: what is in each, from the kind's config and the stored tensors. Not read: it says nothing new."""
 
     def read(self, source: Source) -> dict[str, Any]:
         """Return the kind's config as a dict of its fields.

@@ -28,11 +28,11 @@ from torch import nn
 from draftsmith.config.drafters import PEagleOptions
 from draftsmith.drafters.base import InitCost, LossTerms
 from draftsmith.drafters.batch import Batch
+from draftsmith.drafters.decoder import mask_token_of
 from draftsmith.drafters.eagle3 import Eagle3Config, Eagle3Drafter
 from draftsmith.drafters.init.least_squares import ROWS_AT_ONCE, rows_until
 from draftsmith.drafters.init.parallel import cost_of_start, guess_from_last_position, units
 from draftsmith.drafters.layout import Entry
-from draftsmith.run.errors import UserError
 from draftsmith.target.info import TargetInfo
 from draftsmith.target.tensors import TargetTensors
 
@@ -78,12 +78,7 @@ class PEagleDrafter(Eagle3Drafter):
         Raises:
             UserError: the target has no such mask token.
         """
-        mask = target.vocab_size - 1 if options.mask_token_id is None else options.mask_token_id
-        if mask >= target.vocab_size:
-            raise UserError(
-                f"`train.drafter.mask_token_id` is {mask}, and {target.name} has {target.vocab_size} tokens, from 0 on. Choose one of "
-                "them, or leave it out."
-            )
+        mask = mask_token_of(options.mask_token_id, target)
         chosen = options.model_copy(update={"mask_token_id": mask})
         return super().make_config(chosen, target, layer_ids, draft_vocab_size)  # type: ignore[return-value]
 

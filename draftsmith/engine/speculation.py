@@ -132,8 +132,9 @@ def _say(line: str) -> None:
 
 def _longest_draft(drafter_dir: Path) -> int | None:
     """The most tokens that the drafter was trained to draft; None for any number."""
-    field = serving_spec(drafter_dir).k_field
-    return None if field is None else _config(drafter_dir).get(field)
+    spec = serving_spec(drafter_dir)
+    said = None if spec.k_field is None else _config(drafter_dir).get(spec.k_field)
+    return None if said is None else said - spec.rows_before_drafts
 
 
 def own_drafter(drafter_dir: Path) -> Drafter:
@@ -168,7 +169,8 @@ def check_target(drafter_dir: Path, target: TargetInfo) -> None:
 
 def _layer_ids(config: Mapping[str, Any]) -> list[int]:
     name = "eagle_aux_hidden_state_layer_ids"
-    return list(config.get(name) or (config.get("eagle_config") or {}).get(name) or ())
+    outputs = (config.get("dflash_config") or {}).get("target_layer_ids") or ()  # output i enters layer i + 1
+    return list(config.get(name) or (config.get("eagle_config") or {}).get(name) or [layer + 1 for layer in outputs])
 
 
 def check_graph_sizes(options: Mapping[str, Any], k: int) -> None:
@@ -214,13 +216,14 @@ def target_arguments(
     trust_remote_code: bool = False,
 ) -> dict[str, Any]:
     """Arguments of `vllm.LLM` with which vLLM serves the target in a directory with a `speculative_config` of this method: those by which it
-    hands out the hidden states that EAGLE-3 reads (`states_arguments`), and the size of the vocabulary where Medusa looks for it."""
+    hands out the hidden states that EAGLE-3 and DFlash read (`states_arguments`), and the size of the vocabulary where Medusa looks for
+    it."""
     method = None if speculative is None else speculative.get("method")
-    if method not in ("eagle3", "medusa") or not (target / "config.json").is_file():
+    if method not in ("eagle3", "dflash", "medusa") or not (target / "config.json").is_file():
         return {}
     whole = config_of(target, trust_remote_code=trust_remote_code)
     config = language_config(whole)
-    if method == "eagle3":
+    if method != "medusa":
         return environment.states_arguments(config, options)
     if config is whole:
         return {}
@@ -228,15 +231,23 @@ def target_arguments(
     return {"hf_overrides": {**options.get("hf_overrides", {}), "vocab_size": config.vocab_size}}
 
 
+def drafter_files(drafter_dir: Path) -> list[str]:
+    """Names of the files that vLLM reads. Those that a drafter from elsewhere may have or not are among them if they are there."""
+    further = serving_spec(drafter_dir).further_files if (drafter_dir / "config.json").is_file() else ()
+    own = further and "kind" in (_config(drafter_dir).get("draftsmith") or {})
+    return [*_FILES, *(name for name in further if own or (drafter_dir / name).is_file())]
+
+
 def drafter_sha256(drafter_dir: Path) -> dict[str, str]:
     """SHA-256 of the drafter's config and weights, by file name. Raises UserError: a file is missing."""
-    for name in _FILES:
+    names = drafter_files(drafter_dir)
+    for name in names:
         if not (drafter_dir / name).is_file():
             raise UserError(
                 f"There is no drafter in {drafter_dir} ({name} is missing). `draftsmith run RECIPE` makes it; if it is trained already, "
                 "`draftsmith convert RECIPE` is enough."
             )
-    return {name: sha256_of(drafter_dir / name) for name in _FILES}
+    return {name: sha256_of(drafter_dir / name) for name in names}
 
 
 def serving_spec(drafter_dir: Path) -> ServingSpec:
@@ -266,6 +277,15 @@ def needs_plugin(drafter_dir: Path) -> bool:
 def reads_embeddings(drafter_dir: Path) -> bool:
     """Whether the drafter reads layer id 0, whose states vLLM's eager mode gets wrong on GPUs without the plugin (`serve/plugin`)."""
     return 0 in _layer_ids(_config(drafter_dir))
+
+
+def needs_mend(drafter_dir: Path) -> bool:
+    """Whether vLLM computes the drafter wrongly on this machine without the plugin (`serve/plugin`)."""
+    return (
+        serving_spec(drafter_dir).mended_on_cpus
+        and environment.is_cpu()
+        and _config(drafter_dir).get("num_hidden_layers", 1) > 1
+    )
 
 
 def rounds_inputs(drafter_dir: Path) -> bool:

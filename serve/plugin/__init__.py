@@ -1,4 +1,4 @@
-"""A vLLM plugin that serves MLP speculators, hands hidden states to extraction, and mends three things of vLLM 0.32.
+"""A vLLM plugin that serves MLP speculators, hands hidden states to extraction, and mends four things of vLLM 0.32.
 
 **MLP speculators.** vLLM 0.32 has their config but no code to run them. They take EAGLE's place: vLLM's EAGLE proposer gets what an
 MLP speculator reads, namely the target's final hidden states, the tokens sampled after them, and the rows to continue from,
@@ -18,6 +18,10 @@ that repeats a request's settings for each draft token writes into a copy of its
 **Layer id 0 in eager mode on GPUs.** vLLM 0.32 passes wrong states to drafters and to extraction: they are the same tensor as the
 first layer's residual stream, to which the fused norm kernel adds in place, layer after layer. The plugin passes a copy. Found
 by `tests/v2/test_states.py`.
+
+**DFlash on CPUs.** vLLM 0.32 norms the keys of the context of all layers in one call of a kernel, with each layer's own weights. The kernel for
+CPUs takes those of the first layer for all of them, and drafters with several layers only have fewer draft tokens accepted. Found by
+`tests/integration/test_dflash.py`.
 
 **Starting on CPUs.** Before its first use on a machine, vLLM looks at a model's class in a new Python process, which imports vLLM for
 that: so CUDA stays untouched in the engine's own. Where there is no CUDA the class is looked at in the engine's process, which imports
@@ -51,6 +55,7 @@ def register() -> None:
         wrapt.register_post_import_hook(_in_sampling, "vllm.v1.sample.rejection_sampler")
         wrapt.register_post_import_hook(_in_registry, "vllm.model_executor.models.registry")
         wrapt.register_post_import_hook(_in_models, "vllm.model_executor.models.interfaces")
+        wrapt.register_post_import_hook(_in_dflash, "vllm.model_executor.models.qwen3_dflash")
         wrapt.register_post_import_hook(_in_extraction, "vllm.model_executor.models.extract_hidden_states")
 
 
@@ -102,6 +107,21 @@ def _in_models(module: ModuleType) -> None:
         return original(self, aux_hidden_states, layer_idx, hidden_states, residual)
 
     mixin._maybe_add_hidden_state = with_copy
+
+
+def _in_dflash(module: ModuleType) -> None:
+    from vllm.platforms import current_platform
+
+    if current_platform.is_cpu():
+        module.DFlashQwen3Model._normalize_context_k = _normalize_context_k
+
+
+def _normalize_context_k(self: Any, keys: Any) -> Any:
+    """Takes the place of the method of the same name: RMSNorm of each head of `keys` [layers, rows, heads, head size] with its layer's
+    weights. Returns the same dtype and shape, contiguous."""
+    wide = keys.float()
+    scale = (wide.pow(2).mean(-1, keepdim=True) + self._rms_norm_eps).rsqrt()
+    return (wide * scale * self._k_norm_weights[:, None, None].float()).to(keys.dtype)
 
 
 def _in_extraction(module: ModuleType) -> None:

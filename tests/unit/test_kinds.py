@@ -29,6 +29,10 @@ CASES: dict[str, tuple[dict, list[float]]] = {
         {"drafter": {"kind": "p_eagle", "num_layers": 2, "num_depths": 4, "draft_vocab_size": 60}, "lr": 1e-2, "muon_lr": 3e-2},
         [12.086, 11.7359, 11.6522, 11.4955, 11.5293],
     ),
+    "dflash": (
+        {"drafter": {"kind": "dflash", "block_size": 4, "passes": 2.0, "draft_vocab_size": 60}, "lr": 1e-2, "muon_lr": 3e-2},
+        [0, 0, 0, 0, 0],
+    ),
     "medusa": ({"drafter": {"kind": "medusa", "num_heads": 3}, "lr": 1e-2, "muon_lr": 3e-2}, [7.8074, 7.3528, 7.337, 6.9871, 7.4459]),
     "medusa-shared-head": (
         {"drafter": {"kind": "medusa", "num_heads": 2, "num_layers": 2, "bias": True, "shared_head": True,

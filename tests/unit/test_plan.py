@@ -25,7 +25,7 @@ from draftsmith.cli.plan_training import flop_of_muon, kept_by_row
 from draftsmith.config.hardware import Hardware
 from draftsmith.config.loading import load_recipe
 from draftsmith.config.recipe import Recipe
-from draftsmith.drafters import eagle, eagle3, medusa, mlp_speculator, p_eagle
+from draftsmith.drafters import dflash, eagle, eagle3, medusa, mlp_speculator, p_eagle
 from draftsmith.drafters.base import Drafter
 from draftsmith.drafters.batch import Batch
 from draftsmith.drafters.init import induction, least_squares, parallel
@@ -135,6 +135,7 @@ KINDS = {
     "eagle3": {},
     "eagle3 of two layers": {"num_layers": 2},
     "p_eagle": {"num_layers": 2, "num_depths": 3},
+    "dflash": {"block_size": 4},
     "medusa": {"num_heads": 3, "num_layers": 2},
     "mlp_speculator": {"n_predict": 3},
     "mlp_speculator, steps of their own": {"n_predict": 3, "tie_weights": False, "inner_size": 20},
@@ -207,7 +208,7 @@ def test_a_start_takes_what_its_kind_says(name: str, monkeypatch: pytest.MonkeyP
     """FLOP, memory and rows read of an initialization that reads part of a small target's store."""
     heads = {"num_key_value_heads": 8} if "free head" in name else {}
     drafter, _ = _tiny(name, hidden=128, heads=8, **heads, **STARTS[name])
-    for module in (eagle, eagle3, least_squares, medusa, mlp_speculator, p_eagle, induction, parallel):
+    for module in (dflash, eagle, eagle3, least_squares, medusa, mlp_speculator, p_eagle, induction, parallel):
         for limit, rows in (("ROWS_TO_FIT", 1000), ("ROWS_AT_ONCE", 64), ("ROWS_TO_LOOK_UP", 500)):
             if hasattr(module, limit):
                 monkeypatch.setattr(module, limit, rows)

@@ -170,3 +170,12 @@ def test_settings_are_repeated_for_each_draft_token(requests: list[tuple[float, 
     expected = [value or 1 for value, (_, count) in zip(values.tolist(), requests, strict=True) for _ in range(count)]
     assert found.dtype == dtype
     assert found.tolist() == expected
+
+
+def test_keys_of_a_context_are_normed_with_their_layer_s_weights() -> None:
+    layers = SimpleNamespace(_rms_norm_eps=1e-5, _k_norm_weights=torch.rand(3, 8) + 0.5)
+    keys = torch.randn(3, 5, 2, 8)
+    found = plugin._normalize_context_k(layers, keys)
+    for layer, weight in enumerate(layers._k_norm_weights):
+        torch.testing.assert_close(found[layer], torch.nn.functional.rms_norm(keys[layer], (8,), weight, 1e-5))
+    assert plugin._normalize_context_k(layers, keys.bfloat16()).dtype == torch.bfloat16

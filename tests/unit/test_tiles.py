@@ -19,7 +19,7 @@ lengths_and_queries = st.lists(st.lists(st.booleans(), min_size=1, max_size=400)
 def test_every_query_is_in_one_block_with_the_keys_it_sees(documents: list[list[bool]], most_area: int) -> None:
     lengths = [len(document) for document in documents]
     queries = [row for row, predicted in enumerate(p for document in documents for p in document) if predicted]
-    blocks = _blocks(queries, lengths)
+    blocks = _blocks(queries, lengths, most=attention._QUERIES_IN_BLOCK)
     assert [i for block in blocks for i in block.queries] == list(range(len(queries)))
     starts = [sum(lengths[:i]) for i in range(len(lengths))]
     for block in blocks:

@@ -11,9 +11,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from draftsmith.drafters.checkpoint import Checkpoint
-from draftsmith.drafters.eagle3 import _attend_to_own_position, _FusedStates, _reduced_rank_fit
+from draftsmith.drafters.eagle3 import _attend_to_own_position, _FusedStates
 from draftsmith.drafters.init import induction, least_squares
-from draftsmith.drafters.init.least_squares import RIDGE, factor, solve, unit_rms
+from draftsmith.drafters.init.least_squares import RIDGE, factor, reduced_rank_fit, solve, unit_rms
 from draftsmith.drafters.vocabulary import choose_draft_vocabulary
 from draftsmith.run.errors import DraftsmithError
 from draftsmith.run.weights import in_memory
@@ -133,7 +133,7 @@ def test_reduced_rank_fit_recovers_what_is_there() -> None:
     a, b, c = random(10, 6), random(6, 2), random(2, 6)
     reads = random(4000, 16)
     wanted = reads[:, :10] @ a + reads[:, 10:] @ b @ c + 0.01 * random(4000, 6)
-    found_a, found_b, found_c = _reduced_rank_fit(reads.T @ reads, reads.T @ wanted, rank=2)
+    found_a, found_b, found_c = reduced_rank_fit(reads.T @ reads, reads.T @ wanted, rank=2)
     assert found_b.shape == (6, 2)
     torch.testing.assert_close(found_a, a, rtol=0, atol=0.05)
     torch.testing.assert_close(found_b @ found_c, b @ c, rtol=0, atol=0.05)

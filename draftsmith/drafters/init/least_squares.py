@@ -54,6 +54,31 @@ def solve(lower: torch.Tensor, right_side: torch.Tensor) -> torch.Tensor:
     return torch.linalg.solve_triangular(lower.T, half, upper=True, out=half)
 
 
+def reduced_rank_fit(
+    gram: torch.Tensor, cross: torch.Tensor, *, rank: int
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Ridge regression of W [rows, H] on R [rows, n*H + H], with the rank of the part of R's last H columns limited to `rank` <= H.
+    `gram` is R^T R, contiguous, and overwritten; `cross` is R^T W.
+
+    Returns A [n*H, H], B [H, rank], C [rank, H] with W ~ R[:, :-H] @ A + R[:, -H:] @ B @ C.
+    """
+    split = len(gram) - cross.shape[1]
+    lower = factor(gram)
+    full = solve(lower, cross)
+    # The part of embeddings that states do not explain has the covariance L L^T of this corner L; keep the directions in which it
+    # explains most.
+    explained = lower[split:, split:].T @ full[split:]
+    kept = torch.linalg.eigh(explained.T @ explained).eigenvectors[:, -rank:].T
+    to_values = full[split:] @ kept.T
+    del full
+    unexplained = cross[:split] - gram[:split, split:] @ to_values @ kept
+    # A solver copies a factor that is part of a matrix; so does this, into the Gram matrix, which is not needed any more.
+    of_states = gram.view(-1)[: split**2].view(split, split).T
+    half = torch.linalg.solve_triangular(of_states.copy_(lower[:split, :split]), unexplained, upper=False)
+    from_states = torch.linalg.solve_triangular(of_states.copy_(lower[:split, :split].T), half, upper=True, out=half)
+    return from_states, to_values, kept
+
+
 def flop_of_solve(n: int, m: int) -> float:
     """FLOP of `factor` and `solve` for a Gram matrix [n, n] and m columns."""
     return n**3 / 3 + 2.0 * n * n * m

@@ -1,0 +1,359 @@
+"""DFlash (Chen et al., arXiv 2602.06036): a block of draft tokens from one forward pass, by attention to the target's states.
+
+A block is drafted after the text up to its anchor, the last known token x_a, whose state the target has not computed yet. It has
+the anchor and B - 1 masks, at the positions a, a + 1, ..., a + B - 1:
+
+    u = [E(x_a), m, ..., m]                                  m: the learned embedding of the mask
+    c_t = hidden_norm(fc([h_t^1, ..., h_t^n]))               for every earlier position t < a
+
+Each layer has Qwen3's form. Queries come from the block's rows alone; keys and values from the context and from the block:
+
+    x = input_layernorm(u)
+    u = u + o(attention(q_norm(q(x)), [k_norm(k(c)), k_norm(k(x))], [v(c), v(x)]))
+    u = u + mlp(post_attention_layernorm(u))
+    logits = lm_head(norm(u))                                over the draft vocabulary
+
+with RoPE at t for the context and at a + j for row j. The context goes through no layer: every layer reads the same c. Rows of a block
+see all of it, and each other in both directions (`causal`: no later row). Row j >= 1 predicts the token at its own position, x_{a+j};
+nothing is predicted from row 0.
+
+In the terms of `Batch`, row p has the anchor a = p + 1: the last state of the context is its own, and chain step k is row k + 1.
+
+Training takes a sample of the positions as anchors (`trained_rows`), and the text's own next tokens as the truth.
+
+Names and shapes of the tensors are those of vLLM's `qwen3_dflash.py`, which reads the mask's embedding from a file of its own.
+"""
+
+from __future__ import annotations
+
+import io
+import math
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, ClassVar, Self
+
+import torch
+from torch import nn
+from torch.nn import functional as F
+
+from draftsmith.config.drafters import DFlashOptions
+from draftsmith.drafters.attention import CosSin, Tiles, attend_in_blocks
+from draftsmith.drafters.base import ChainStep, Drafter, InitCost, LossTerms
+from draftsmith.drafters.batch import Batch
+from draftsmith.drafters.decoder import (
+    LLAMA_FIXED,
+    LLAMA_IRRELEVANT,
+    DecoderConfig,
+    DecoderLayer,
+    layer_fields,
+    mask_token_of,
+    rotary_embedding,
+    shape_of_target,
+)
+from draftsmith.drafters.init import blocks, least_squares
+from draftsmith.drafters.layout import Entry, Layout, Source, look_up, same_names
+from draftsmith.drafters.norm import RMSNorm
+from draftsmith.run.errors import UserError
+from draftsmith.run.weights import Weight
+from draftsmith.target.info import TargetInfo
+from draftsmith.target.tensors import TargetTensors
+
+if TYPE_CHECKING:  # imported where it is used, since that takes seconds
+    from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
+
+MASK_FILE = "mask_embedding.pt"
+
+
+@dataclass(frozen=True, kw_only=True)
+class DFlashConfig(DecoderConfig):
+    """See `DecoderConfig`; `layer_ids` are the fused hidden states."""
+
+    block_size: int
+    """Rows of a block, B: the largest K is one less."""
+    mask_token_id: int
+    """The token whose embedding is the mask's, in every row of a block."""
+    causal: bool = False
+
+    @property
+    def fused_size(self) -> int:
+        return len(self.layer_ids) * self.hidden_size
+
+
+def _ids_of_outputs(source: Source, config: dict[str, Any]) -> tuple[int, ...]:
+    """`layer_ids` where the config only counts layers' outputs: output i is what enters layer i + 1."""
+    found = look_up(source.record, "dflash_config.target_layer_ids")
+    if not isinstance(found, list) or not all(isinstance(one, int) for one in found) or not found:
+        raise UserError(
+            "The config does not say which of the target's states the drafter reads (`dflash_config.target_layer_ids`)."
+        )
+    return tuple(one + 1 for one in found)
+
+
+def _mask_file(config: DFlashConfig, weights: Mapping[str, Weight]) -> bytes:
+    """What vLLM takes the mask's embedding from; it passes over the tensor of `model.safetensors`."""
+    file = io.BytesIO()
+    mask = {"embedding": weights["mask_embedding"].tensor(), "mask_token_id": config.mask_token_id}
+    torch.save(mask, file)
+    return file.getvalue()
+
+
+_VLLM = Layout(
+    fields=(
+        *layer_fields(),
+        Entry("layer_ids", tuple, "eagle_aux_hidden_state_layer_ids", default=_ids_of_outputs),
+        Entry("draft_vocab_size", int, default=lambda _, config: config["vocab_size"]),
+        Entry("block_size", int),
+        Entry("mask_token_id", int, "dflash_config.mask_token_id"),
+        Entry("causal", bool, "dflash_config.causal", default=False),
+    ),
+    names=same_names,
+    fixed={
+        **LLAMA_FIXED, "attention_bias": False, "dflash_config.use_aux_hidden_state": True, "dflash_config.sample_from_anchor": False,
+    },
+    derived={
+        "architectures": lambda _: [DFlashOptions.serving.architecture],
+        "model_type": lambda _: "qwen3",
+        "tie_word_embeddings": lambda _: False,
+        "dflash_config.target_layer_ids": lambda config: [layer - 1 for layer in config.layer_ids],
+    },
+    irrelevant=LLAMA_IRRELEVANT | {"num_target_layers"},
+    supported={"attention_bias": (False,)},
+    maps_vocabulary=True,
+    further_files={MASK_FILE: _mask_file},
+)  # fmt: skip
+"""For vLLM's `DFlashQwen3ForCausalLM` (vllm/model_executor/models/qwen3_dflash.py). The module already uses its tensor names."""
+
+
+class DFlashDrafter(Drafter):
+    """The drafter in training. It shares the target's embedding.
+
+    Args:
+        config: shapes.
+        embedding: float [vocab, H], the target's.
+        draft_token_ids: int64 [V] ascending: target id of each draft token.
+    """
+
+    config_class: ClassVar[type[DFlashConfig]] = DFlashConfig
+    vllm_layout: ClassVar = _VLLM
+    has_embedding: ClassVar = True
+    learns_mask: ClassVar[bool] = True
+    """The mask has an embedding of its own; otherwise it is the row of its token."""
+    config: DFlashConfig
+    embedding: torch.Tensor
+    _rotary: LlamaRotaryEmbedding
+
+    def __init__(self, config: DFlashConfig, embedding: torch.Tensor, draft_token_ids: torch.Tensor) -> None:
+        super().__init__()
+        hidden, eps = config.hidden_size, config.rms_norm_eps
+        self.config = config
+        self.max_draft_tokens, self.depends_on_k = config.block_size - 1, not config.causal
+        self.fc = nn.Linear(config.fused_size, hidden, bias=False)
+        self.hidden_norm = RMSNorm(hidden, eps)
+        self.layers = nn.ModuleList(DecoderLayer(config, reads=hidden, qk_norm=True) for _ in range(config.num_layers))
+        self.norm = RMSNorm(hidden, eps)
+        self.lm_head = nn.Linear(hidden, config.draft_vocab_size, bias=False)
+        if self.learns_mask:
+            self.mask_embedding = nn.Parameter(torch.zeros(hidden))
+        self._rotary = rotary_embedding(config)
+        self.register_buffer("embedding", embedding, persistent=False)
+        self.register_buffer("draft_token_ids", draft_token_ids, persistent=False)
+
+    @staticmethod
+    def layer_ids(options: DFlashOptions, saved: tuple[int, ...], last: int) -> tuple[int, ...]:
+        return options.layer_ids or saved
+
+    @classmethod
+    def sizes(cls, target: TargetInfo) -> dict[str, Any]:
+        return shape_of_target(target)
+
+    @classmethod
+    def make_config(
+        cls, options: DFlashOptions, target: TargetInfo, layer_ids: tuple[int, ...], draft_vocab_size: int
+    ) -> DFlashConfig:
+        """See `Drafter.make_config`.
+
+        Raises:
+            UserError: the target has no such mask token.
+        """
+        chosen = options.model_copy(update={"mask_token_id": mask_token_of(options.mask_token_id, target)})
+        return super().make_config(chosen, target, layer_ids, draft_vocab_size)  # type: ignore[return-value]
+
+    @classmethod
+    def from_target(cls, config: DFlashConfig, tensors: TargetTensors, draft_token_ids: torch.Tensor) -> Self:
+        return cls(config, tensors.embedding.float(), draft_token_ids)
+
+    @torch.no_grad()
+    def init_from_target(self, tensors: TargetTensors, batches: Iterable[Batch]) -> None:
+        """Initialize the drafter in place so that, untrained, its first draft token is about that of a linear drafter.
+
+        Head and final norm are the target's own, so what the head reads should be the target's last state, up to scale. Least squares on
+        the store gives its best linear prediction from what is known of the position before, as in EAGLE-3's start:
+
+            z_a ~ W_h h_{a-1} + W_e e(x_a)
+
+        `fc` takes W_h, so that the context c_{a-1} is the first part (normed); the first layer's values are those of the anchor's
+        embedding that the second part needs, and the values of the other layers the main directions of the context. For what attention
+        makes of them see `init/blocks.py`. The MLPs start without output.
+        """
+        config = self.config
+        self.lm_head.weight.copy_(tensors.lm_head[self.draft_token_ids.to(tensors.lm_head.device)])
+        self.norm.weight.copy_(tensors.final_norm_weight)
+        for layer in self.decoder_layers():
+            layer.self_attn.o_proj.weight.zero_()
+            layer.mlp.down_proj.weight.zero_()
+        if self.learns_mask:
+            tokens = self.embedding[self.draft_token_ids]
+            mean = tokens.mean(0)
+            self.mask_embedding.copy_(mean * (tokens.norm(dim=1).mean() / mean.norm()))
+            del tokens
+
+        hidden, scales = config.hidden_size, _scales(batches)
+        width, rank = config.fused_size + hidden, min(config.num_key_value_heads * config.head_dim, hidden)
+        gram, cross = self.fc.weight.new_zeros(width, width), self.fc.weight.new_zeros(width, hidden)
+        of_context = self.fc.weight.new_zeros(hidden, hidden)
+        for batch, rows in least_squares.rows_to_fit(batches):
+            assert batch.last_states is not None
+            known = self.decoder_layers()[0].input_layernorm(F.embedding(batch.next_tokens[rows, 0], self.embedding))
+            reads = torch.cat([(batch.hidden_states[rows] / scales[:, None]).flatten(1), known], dim=1)
+            gram.addmm_(reads.T, reads)
+            cross.addmm_(reads.T, least_squares.unit_rms(batch.last_states[rows + 1], centered=tensors.centered_norm))
+        of_tokens = (
+            0 if config.num_layers > 1 else rank // 2
+        )  # rank of the first layer that the anchor's embedding leaves to the context
+        from_states, to_values, _ = least_squares.reduced_rank_fit(gram, cross, rank=rank - of_tokens)
+        del gram, cross
+        self.fc.weight.copy_((from_states.view(len(scales), hidden, hidden) / scales[:, None, None]).flatten(0, 1).T)
+        del from_states
+        for batch, rows in blocks.positions_to_fit(batches):
+            context = self.hidden_norm(self.fc(batch.hidden_states[rows].flatten(1)))
+            of_context.addmm_(context.T, context)
+        directions = torch.linalg.eigh(of_context).eigenvectors.flip(1).T  # the largest first
+        values = [directions[rank * i : rank * (i + 1)] for i in range(config.num_layers - 1)]
+        values = [torch.cat([to_values.T, directions[:of_tokens]]), *values]
+        blocks.start_layers(self, batches, values, centered=tensors.centered_norm)
+
+    @staticmethod
+    def init_cost(config: DFlashConfig, *, rows: int, answered: int) -> InitCost:
+        hidden, width = config.hidden_size, config.fused_size + config.hidden_size
+        steps, mixed = config.block_size - 1, config.num_attention_heads * config.head_dim
+        rank = min(config.num_key_value_heads * config.head_dim, hidden)
+        fitted = min(answered, least_squares.ROWS_TO_FIT)
+        drafted = min(blocks.ANCHORS_TO_FIT, answered // blocks.SPACING)
+        of_blocks = least_squares.rows_until(drafted * blocks.SPACING, rows=rows, answered=answered)
+        one_pass = sum(
+            2.0 * math.prod(DFlashDrafter.shapes(config)[name]) * (seldom * (of_blocks - drafted) + often * drafted)
+            for name, (seldom, often) in DFlashDrafter.matmul_counts(config, steps).items()
+        )
+        flop = 2.0 * fitted * width * (width + hidden) + 2.0 * drafted * hidden * (config.fused_size + hidden)
+        flop += least_squares.flop_of_solve(width, hidden) + 2.0 * config.fused_size**2 * hidden + 4.0 * hidden**3
+        flop += 2 * least_squares.flop_of_eigenvectors(hidden) + 2.0 * hidden * rank * (hidden + 2 * config.fused_size)
+        flop += blocks.flop_of_start(
+            one_pass, hidden=hidden, mixed=mixed, layers=config.num_layers, rows=drafted * steps
+        )
+        sums = width**2 + width * hidden + 4 * min(fitted, least_squares.ROWS_AT_ONCE) * width
+        held = max(sums, 2 * width**2 + 2 * width * hidden + 5 * hidden**2)
+        rows_read = least_squares.rows_until(least_squares.ROWS_AT_ONCE, rows=rows, answered=answered)
+        rows_read += least_squares.rows_until(least_squares.ROWS_TO_FIT, rows=rows, answered=answered)
+        return InitCost(flop, 4 * held, rows_read + (1 + 2 * config.num_layers) * of_blocks)
+
+    def loss_terms(self, options: DFlashOptions) -> LossTerms:
+        return LossTerms(targets="tokens", in_blocks=True, acceptance_alpha=options.acceptance_alpha)
+
+    @staticmethod
+    def trained_rows(options: DFlashOptions, weights: torch.Tensor, generator: torch.Generator) -> torch.Tensor:
+        """See `Drafter.trained_rows`: as many anchors as it takes for `options.passes`, among the positions where a server drafts: both
+        the anchor and the token after it are trained on."""
+        first = weights[:, 0] > 0
+        rows = (first[1:] & first[:-1]).nonzero()[:, 0] + 1
+        count = math.ceil(len(rows) * options.share_of_positions)
+        chosen = rows[torch.randperm(len(rows), generator=generator)[:count]]
+        return torch.zeros_like(weights).index_copy(0, chosen, weights[chosen])
+
+    def head_parameters(self) -> list[nn.Parameter]:
+        return [*self.lm_head.parameters()]
+
+    def recompute_modules(self) -> list[nn.Module]:
+        return [layer.mlp for layer in self.decoder_layers()]
+
+    def chain(self, batch: Batch, *, steps: int, autoregressive: bool = False) -> Iterator[ChainStep]:
+        """See `Drafter.chain`. Draft tokens do not depend on each other, so `autoregressive` makes no difference."""
+        queries = batch.loss_weights[:, :steps].sum(1).nonzero()[:, 0]
+        normed, head = self.block(batch, queries, steps), self.lm_head.weight
+        for k in range(steps):
+            yield ChainStep(normed[:, k], head, batch.loss_weights[queries, k])
+
+    def block(self, batch: Batch, queries: torch.Tensor, steps: int) -> torch.Tensor:
+        """The head's inputs [Q, steps, H] of the blocks that are drafted from some rows of the batch.
+
+        Args:
+            batch: see `Drafter.chain`.
+            queries: int64 [Q] ascending, rows of the batch.
+            steps: draft tokens of each block.
+        """
+        rows = steps + 1
+        tiles = Tiles(batch, queries, self.config.num_attention_heads, block=rows)
+        context = self.hidden_norm(self.fc(batch.hidden_states.flatten(1)))
+        anchors, mask_token = batch.next_tokens[queries, 0], self.config.mask_token_id
+        mask = self.mask_embedding if self.learns_mask else self.embedding[mask_token]
+        known = torch.where((anchors == mask_token)[:, None], mask, F.embedding(anchors, self.embedding))
+        state = torch.cat([known[:, None], mask.expand(len(queries), steps, -1)], dim=1).flatten(0, 1)  # [Q * rows, H]
+        positions = batch.positions[queries, None] + 1 + torch.arange(rows, device=queries.device)
+        of_context, of_blocks = self._rope(batch.positions, context), self._rope(positions.flatten(), context)
+        for index, layer in enumerate(self.decoder_layers()):
+            attention, last = layer.self_attn, index == len(self.layers) - 1
+            keys, values = attention.keys_values(context, of_context)
+            x = layer.input_layernorm(state)
+            own_keys, own_values = attention.keys_values(x, of_blocks)
+            if last:  # nothing reads the first row's output
+                x, state = (each.unflatten(0, (-1, rows))[:, 1:].flatten(0, 1) for each in (x, state))
+                cos, sin = (each.unflatten(0, (-1, rows))[:, 1:].flatten(0, 1) for each in of_blocks)
+                of_blocks = cos, sin
+            asked = attention.queries(x, of_blocks)
+            mixed = attend_in_blocks(
+                asked.unflatten(0, (-1, rows - last)),
+                (keys.transpose(0, 1).contiguous(), values.transpose(0, 1).contiguous()),
+                (own_keys.unflatten(0, (-1, rows)), own_values.unflatten(0, (-1, rows))),
+                tiles,
+                causal=self.config.causal,
+            )
+            state = state + attention.o_proj(mixed.flatten(0, 1))
+            state = state + layer.mlp(layer.post_attention_layernorm(state))
+        return self.norm(state).unflatten(0, (-1, steps))
+
+    def decoder_layers(self) -> list[DecoderLayer]:
+        """The modules of `layers`."""
+        return [layer for layer in self.layers if isinstance(layer, DecoderLayer)]
+
+    def inverse_frequencies(self) -> torch.Tensor:
+        """[C / 2], or fewer where RoPE turns part of each head: radians that each rotary pair turns per position."""
+        return torch.as_tensor(self._rotary.inv_freq)
+
+    def _rope(self, positions: torch.Tensor, like: torch.Tensor) -> CosSin:
+        cos, sin = self._rotary(like, positions[None])
+        return cos[0], sin[0]
+
+    @staticmethod
+    def matmul_counts(config: DFlashConfig, steps: int) -> dict[str, tuple[int, int]]:
+        counts = {"fc.weight": (1, 1)}
+        for index in range(config.num_layers):
+            rows = steps + (index < config.num_layers - 1)
+            for name in "qkvo":
+                seldom, often = (1, steps + 2) if name in "kv" else (0, rows)
+                counts[f"layers.{index}.self_attn.{name}_proj.weight"] = (seldom, often)
+            counts |= {f"layers.{index}.mlp.{name}_proj.weight": (0, rows) for name in ("gate", "up", "down")}
+        return counts
+
+
+def _scales(batches: Iterable[Batch]) -> torch.Tensor:
+    """[n]: RMS of each of the states that the drafter reads, over some rows that a token is predicted from. Layers differ by orders of
+    magnitude, and the ridge of a fit is the same for all."""
+    squares, count = torch.zeros(()), 0
+    for batch, rows in least_squares.rows_to_fit(batches):
+        squares = squares.to(batch.hidden_states.device) + batch.hidden_states[rows].pow(2).mean(-1).sum(0)
+        count += len(rows)
+        if count >= least_squares.ROWS_AT_ONCE:
+            break
+    return (squares / max(count, 1)).sqrt().clamp(min=1e-6)
+
+
+DRAFTER = DFlashDrafter

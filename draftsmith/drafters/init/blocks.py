@@ -1,0 +1,150 @@
+"""A start for the layers of block drafters (`dflash.py`), which know the text before a block only through attention.
+
+Without one, a small store is used up before attention has found the last positions, which tell most about the next token. Here the heads
+of every layer start by attending to one position each, a fixed distance back: the block's anchor, and the last positions of the
+context. What they read is given (`Values`), and what is made of it is fitted layer by layer: the output projection that, by least
+squares, brings the sum of what the layers have said so far nearest to the target's next state.
+
+A head attends to a distance with queries and keys that are the same everywhere up to RoPE, as the first heads of EAGLE-3's start do: a
+direction in which all inputs of the layer are about the same, and fast rotary pairs. A part of each query and key stays random, so that
+training can find other things to attend to.
+
+Shape legend: T rows of a batch, Q blocks, R rows of a block, N heads, M key/value heads, C head size, H hidden size.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
+from typing import TYPE_CHECKING
+
+import torch
+from torch import nn
+
+from draftsmith.drafters.batch import Batch
+from draftsmith.drafters.init.least_squares import factor, solve, unit_rms
+
+if TYPE_CHECKING:
+    from draftsmith.drafters.attention import Attention
+    from draftsmith.drafters.dflash import DFlashDrafter
+
+ANCHORS_TO_FIT = 2048
+"""Blocks to fit on, every `SPACING`-th position with a token to predict."""
+SPACING = 4
+_DISTANCES = 3  # different distances of the heads of a group
+_FAST = 0.03  # radians per position, as in EAGLE-3's start
+_LEAD = 6.0  # how much the score of a head's position exceeds those beside it, in logits
+_STRENGTH = 6.0  # of the constant part of a query or key before its norm; the random part's numbers are about 0.6 each
+_LATER_ROWS = 0.7  # weight of a row in a fit relative to the one before: as often as it decides on anything
+
+
+@torch.no_grad()
+def start_layers(
+    drafter: DFlashDrafter, batches: Iterable[Batch], values: list[torch.Tensor], *, centered: bool
+) -> None:
+    """Set the attention of every layer; their outputs are 0 before.
+
+    Args:
+        drafter: with everything else initialized.
+        batches: see `Drafter.init_from_target`.
+        values: for each layer [at most M * C, H], the first rows of its value projection. What a layer without any reads stays random.
+        centered: see `unit_rms`.
+    """
+    for index, (layer, rows) in enumerate(zip(drafter.decoder_layers(), values, strict=True)):
+        attention = layer.self_attn
+        attention.v_proj.weight[: len(rows)] = rows
+        constant = _constant(drafter, attention, batches)
+        # The anchor is one position before a block's first mask, and the context ends two before.
+        _attend_to_distances(attention, constant, drafter.inverse_frequencies(), first=min(index, 1) + 1)
+        attention.o_proj.weight.copy_(_fitted_output(drafter, attention, batches, centered=centered))
+
+
+def flop_of_start(drafter_flop: float, *, hidden: int, mixed: int, layers: int, rows: int) -> float:
+    """FLOP of `start_layers`, given those of one pass of the drafter over all blocks, of `rows` draft tokens in all."""
+    of_fits = 2.0 * rows * hidden**2 + 2.0 * rows * mixed * (mixed + hidden)
+    return layers * (2 * drafter_flop + of_fits + hidden**3 / 3 + mixed**3 / 3 + 2.0 * mixed**2 * hidden)
+
+
+def positions_to_fit(batches: Iterable[Batch]) -> Iterator[tuple[Batch, torch.Tensor]]:
+    """Each batch with some of its rows to draft from."""
+    count = 0
+    for batch in batches:
+        rows = (batch.loss_weights[:-1, 0] > 0).nonzero()[:, 0][::SPACING]
+        if len(rows):
+            yield batch, rows
+        count += len(rows)
+        if count >= ANCHORS_TO_FIT:
+            break
+
+
+@contextmanager
+def _inputs_of(module: nn.Module) -> Iterator[list[torch.Tensor]]:
+    """What the module is called with, call by call."""
+    seen: list[torch.Tensor] = []
+    hook = module.register_forward_pre_hook(lambda _, inputs: seen.append(inputs[0]))
+    yield seen
+    hook.remove()
+
+
+def _constant(drafter: DFlashDrafter, attention: Attention, batches: Iterable[Batch]) -> torch.Tensor:
+    """A direction [H] in which what a layer reads, of the context and of blocks, is nearly 1 everywhere."""
+    steps = drafter.config.block_size - 1
+    gram = attention.k_proj.weight.new_zeros(drafter.config.hidden_size, drafter.config.hidden_size)
+    total = gram.new_zeros(len(gram))
+    for batch, rows in positions_to_fit(batches):
+        with _inputs_of(attention.k_proj) as seen:
+            drafter.block(batch, rows, steps)
+        context, of_blocks = seen
+        by_row = of_blocks.unflatten(0, (-1, steps + 1))
+        for x, weight in ((context, 1.0), (by_row[:, 0], 1.0), (by_row[:, 1:].flatten(0, 1), 1 / steps)):
+            gram.addmm_(x.T, x, alpha=weight)
+            total += x.sum(0) * weight
+    return solve(factor(gram), total[:, None])[:, 0]
+
+
+def _attend_to_distances(
+    attention: Attention, constant: torch.Tensor, frequencies: torch.Tensor, *, first: int
+) -> None:
+    """Have the heads of each group attend to the positions `first`, `first` + 1, ... back."""
+    fast = (frequencies > _FAST).nonzero()[:, 0]
+    if not len(fast):
+        return
+    queries = attention.q_proj.weight.unflatten(0, (attention.heads, attention.head_dim))  # [N, C, H]
+    keys = attention.k_proj.weight.unflatten(0, (attention.kv_heads, attention.head_dim))
+    group = attention.heads // attention.kv_heads
+    heads = torch.arange(attention.heads, device=constant.device)
+    distances = first + (heads % group if group > 1 else heads) % _DISTANCES
+    for pair in fast.tolist():
+        other = pair + len(frequencies)
+        angles = distances * frequencies[pair]
+        # A query turned back by its distance: its own position, and RoPE, turn it to where the key at that distance is.
+        queries[:, pair] = _STRENGTH * angles.cos()[:, None] * constant
+        queries[:, other] = -_STRENGTH * angles.sin()[:, None] * constant
+        keys[:, pair], keys[:, other] = _STRENGTH * constant, 0
+    # The norms make the constant parts C / len(fast) in square for each pair, so with weights 1 a pair has this score, times the cosine.
+    score = attention.head_dim**0.5 / len(fast)
+    one_away = score * (1 - frequencies[fast].cos()).sum()
+    for norm in (attention.q_norm, attention.k_norm):
+        assert norm is not None
+        norm.weight.fill_((_LEAD / one_away).sqrt())
+
+
+def _fitted_output(
+    drafter: DFlashDrafter, attention: Attention, batches: Iterable[Batch], *, centered: bool
+) -> torch.Tensor:
+    """The output projection [H, N * C] of a layer without output so far, and without layers after it that have some."""
+    steps, mixed_size = drafter.config.block_size - 1, attention.o_proj.in_features
+    gram = attention.o_proj.weight.new_zeros(mixed_size, mixed_size)
+    cross = gram.new_zeros(mixed_size, drafter.config.hidden_size)
+    by_row = _LATER_ROWS ** torch.arange(steps, device=gram.device)
+    for batch, rows in positions_to_fit(batches):
+        assert batch.last_states is not None
+        with _inputs_of(attention.o_proj) as mixed, _inputs_of(drafter.norm) as states:
+            drafter.block(batch, rows, steps)
+        x = mixed[0].unflatten(0, (len(rows), -1))[:, -steps:].flatten(0, 1)
+        teachers = (rows[:, None] + 1 + torch.arange(steps, device=rows.device)).clamp(max=len(batch.positions) - 1)
+        wanted = unit_rms(batch.last_states[teachers.flatten()], centered=centered) - states[0]
+        weights = ((batch.loss_weights[rows] > 0) * by_row).flatten()[:, None]
+        gram.addmm_(x.T, x * weights)
+        cross.addmm_(x.T, wanted * weights)
+    return solve(factor(gram), cross).T

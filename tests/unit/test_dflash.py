@@ -1,0 +1,473 @@
+"""DFlash: packed blocks against one plain forward pass over each, what they see, what they are trained on, and what is predicted."""
+
+import json
+import math
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+from torch import nn
+from torch.nn import functional as F
+
+from draftsmith.config.drafters import DFlashOptions
+from draftsmith.convert.convert import Found, read, run_convert
+from draftsmith.convert.inspection import inspect
+from draftsmith.convert.publish import _drafter_files
+from draftsmith.drafters import attention
+from draftsmith.drafters.base import LossTerms
+from draftsmith.drafters.batch import Batch
+from draftsmith.drafters.checkpoint import Checkpoint
+from draftsmith.drafters.dflash import DFlashConfig, DFlashDrafter
+from draftsmith.drafters.init.blocks import _attend_to_distances
+from draftsmith.engine.speculation import FIXED_K, drafter_sha256, own_drafter, speculative_config
+from draftsmith.run.errors import UserError
+from draftsmith.store.format import Sequence
+from draftsmith.target.info import describe_target
+from draftsmith.train.acceptance import _walk, count_accepted, predict_sampled_acceptance
+from draftsmith.train.loss import BlockLoss
+from draftsmith.train.packing import pack
+from draftsmith.train.train import run_train
+from tests.unit.test_eagle3 import DRAFT, HEAD_DIM, HEADS, HIDDEN, KV_HEADS, VOCAB, make_sequence
+from tests.unit.tiny_run import make_recipe, make_run
+
+BLOCK, MASK = 5, 7
+STEPS = BLOCK - 1
+
+
+def make_drafter(**changes: object) -> DFlashDrafter:
+    """Random, with norms that differ by layer and are far from 1, so that one taken for another is noticed."""
+    fields: dict = {
+        "layer_ids": (1, 2, 3), "hidden_size": HIDDEN, "intermediate_size": 20, "num_layers": 2, "num_attention_heads": HEADS,
+        "num_key_value_heads": KV_HEADS, "head_dim": HEAD_DIM, "hidden_act": "silu", "rms_norm_eps": 1e-5,
+        "rope_parameters": {"rope_type": "default", "rope_theta": 100.0}, "max_position_embeddings": 64,
+        "vocab_size": VOCAB, "draft_vocab_size": DRAFT, "block_size": BLOCK, "mask_token_id": MASK,
+    }  # fmt: skip
+    torch.manual_seed(0)
+    ids = torch.randperm(VOCAB)[:DRAFT].sort().values
+    drafter = DFlashDrafter(DFlashConfig(**fields | changes), torch.randn(VOCAB, HIDDEN), ids).double()
+    for name, parameter in drafter.named_parameters():
+        nn.init.uniform_(parameter, 0.5, 3) if "norm" in name else nn.init.normal_(parameter, std=0.3)
+    return drafter
+
+
+def plain_block(
+    d: DFlashDrafter, sequence: Sequence, p: int, weights: dict[str, torch.Tensor], *, steps: int = STEPS,
+    late: int = 0, seen: int = 0, causal: bool | None = None, normed_context: bool = True, key_norm: int | None = None,
+) -> torch.Tensor:  # fmt: skip
+    """Logits [steps, V] of the block whose anchor is x_{p+1}: one dense forward pass, by the formulas.
+
+    Args:
+        late: a planted fault: positions by which the block is late.
+        seen: a planted fault: rows of context beyond those before the anchor.
+        causal: other than the drafter's, a planted fault.
+        normed_context: False, a planted fault: without `hidden_norm`.
+        key_norm: a planted fault: the layer whose norm the context's keys have in all layers.
+    """
+    causal = d.config.causal if causal is None else causal
+
+    def rms(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+        return x / (x.pow(2).mean(-1, keepdim=True) + d.config.rms_norm_eps).sqrt() * weight
+
+    anchor = p + 1
+    context = sequence.hidden_states[: anchor + seen].flatten(1) @ weights["fc.weight"].T
+    if normed_context:
+        context = rms(context, weights["hidden_norm.weight"])
+    token = int(sequence.token_ids[anchor])
+    first = weights["mask_embedding"] if token == MASK else d.embedding[token]
+    state = torch.stack([first, *[weights["mask_embedding"]] * steps])
+    rows = len(state)
+    positions = torch.tensor([*range(len(context)), *(anchor + late + j for j in range(rows))])
+    frequencies = 1 / (100.0 ** (torch.arange(0, HEAD_DIM, 2).float() / HEAD_DIM))  # rounded as transformers rounds
+    angles = positions[:, None].float() * frequencies
+    cos, sin = angles.cos().double()[:, None], angles.sin().double()[:, None]
+
+    def rope(x: torch.Tensor, at: slice) -> torch.Tensor:
+        a, b = x.chunk(2, dim=-1)
+        return torch.cat([a * cos[at] - b * sin[at], b * cos[at] + a * sin[at]], dim=-1)
+
+    hidden = torch.zeros(rows, len(context) + rows, dtype=torch.bool)
+    if causal:
+        hidden[:, len(context) :] = torch.ones(rows, rows, dtype=torch.bool).triu(1)
+    for index in range(d.config.num_layers):
+        layer = f"layers.{index}."
+
+        def heads(x: torch.Tensor, name: str, norm: str | None, of: str = layer) -> torch.Tensor:
+            found = (x @ weights[f"{of}self_attn.{name}_proj.weight"].T).unflatten(1, (-1, HEAD_DIM))
+            return found if norm is None else rms(found, weights[norm])
+
+        x = rms(state, weights[layer + "input_layernorm.weight"])
+        of_context = layer if key_norm is None else f"layers.{key_norm}."
+        q = rope(heads(x, "q", layer + "self_attn.q_norm.weight"), slice(len(context), None))
+        k = torch.cat([
+            heads(context, "k", of_context + "self_attn.k_norm.weight"), heads(x, "k", layer + "self_attn.k_norm.weight"),
+        ])  # fmt: skip
+        k, v = rope(k, slice(None)), torch.cat([heads(context, "v", None), heads(x, "v", None)])
+        mixed = []
+        for head in range(HEADS):
+            group = head // (HEADS // KV_HEADS)
+            scores = q[:, head] @ k[:, group].T / math.sqrt(HEAD_DIM)
+            mixed.append(scores.masked_fill(hidden, -math.inf).softmax(-1) @ v[:, group])
+        state = state + torch.cat(mixed, dim=-1) @ weights[layer + "self_attn.o_proj.weight"].T
+        y = rms(state, weights[layer + "post_attention_layernorm.weight"])
+        gate, up, down = (weights[f"{layer}mlp.{name}_proj.weight"].T for name in ("gate", "up", "down"))
+        state = state + (F.silu(y @ gate) * (y @ up)) @ down
+    return rms(state[1:], weights["norm.weight"]) @ weights["lm_head.weight"].T
+
+
+DOCUMENTS = [make_sequence(9, 4, 1), make_sequence(34, 6, 2), make_sequence(6, 2, 3)]
+
+
+def logits_of(drafter: DFlashDrafter, batch: Batch, *, steps: int) -> torch.Tensor:
+    """[Q, steps, V]"""
+    return torch.stack([drafter.lm_head(step.normed) for step in drafter.chain(batch, steps=steps)], dim=1)
+
+
+@pytest.mark.parametrize("steps", [STEPS, 2])
+@pytest.mark.parametrize("changes", [{}, {"num_layers": 1}, {"num_layers": 3, "causal": True}])
+def test_packed_blocks_equal_a_forward_pass_over_each(
+    changes: dict, steps: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Logits, and gradients of a random function of them, in several tiles."""
+    monkeypatch.setattr(attention, "_QUERIES_IN_BLOCK", 20)
+    drafter = make_drafter(**changes)
+    documents = [*DOCUMENTS, replace(DOCUMENTS[0], token_ids=torch.full_like(DOCUMENTS[0].token_ids, MASK))]
+    batch = pack(documents, steps=steps)
+    rows = batch.loss_weights.sum(1).nonzero()[:, 0]
+    weights = {name: value.detach().clone().requires_grad_() for name, value in drafter.state_dict().items()}
+    found = logits_of(drafter, batch, steps=steps)
+    places = zip(batch.documents[rows].tolist(), batch.positions[rows].tolist(), strict=True)
+    expected = torch.stack([plain_block(drafter, documents[d], p, weights, steps=steps) for d, p in places])
+    assert len(rows) > 30
+    torch.testing.assert_close(found, expected, rtol=1e-9, atol=1e-9)
+    picks = torch.randn_like(found)
+    (found * picks).sum().backward()
+    (expected * picks).sum().backward()
+    for name, parameter in drafter.named_parameters():
+        torch.testing.assert_close(parameter.grad, weights[name].grad, rtol=1e-9, atol=1e-9)
+
+
+@pytest.mark.parametrize(
+    "fault",
+    [
+        {"late": 1},
+        {"late": -1},
+        {"seen": 1},
+        {"seen": -1},
+        {"causal": True},
+        {"normed_context": False},
+        {"key_norm": 0},
+    ],
+)
+def test_the_comparison_would_notice(fault: dict) -> None:
+    """A context that ends one position off, masks at other positions, another attention within the block, and norms left out or
+    taken from another layer change every draft token's logits."""
+    drafter, p = make_drafter(), 9
+    weights = {name: value.detach() for name, value in drafter.state_dict().items()}
+    right = plain_block(drafter, DOCUMENTS[1], p, weights)
+    wrong = plain_block(drafter, DOCUMENTS[1], p, weights, **fault)
+    assert (wrong - right).abs().amax(-1).min() > 1e-3
+
+
+def test_a_block_depends_on_nothing_later_and_on_no_other_document() -> None:
+    drafter, at = make_drafter(), 9
+
+    def drafts(documents: list[Sequence]) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        batch = pack(documents, steps=STEPS)
+        rows = batch.loss_weights.sum(1).nonzero()[:, 0]
+        return batch.documents[rows], batch.positions[rows], logits_of(drafter, batch, steps=STEPS)
+
+    document, position, before = drafts(DOCUMENTS)
+    states, tokens = DOCUMENTS[1].hidden_states.clone(), DOCUMENTS[1].token_ids.clone()
+    states[at] += 1
+    tokens[at + 1] = (tokens[at + 1] + 1) % VOCAB
+    # Row `at` has the token after it as its anchor, and its own state as the last of its context.
+    _, _, after = drafts([DOCUMENTS[0], replace(DOCUMENTS[1], hidden_states=states, token_ids=tokens), DOCUMENTS[2]])
+    changed = (before != after).flatten(1).any(1)
+    assert changed.tolist() == ((document == 1) & (position >= at)).tolist()
+
+
+@pytest.mark.parametrize("causal", [False, True])
+def test_draft_tokens_depend_on_how_many_there_are(causal: bool) -> None:
+    drafter, batch = make_drafter(causal=causal), pack(DOCUMENTS, steps=STEPS)
+    whole = torch.stack([step.normed for step in drafter.chain(batch, steps=STEPS)], dim=1)
+    rows = [batch.loss_weights[:, :steps].sum(1).nonzero()[:, 0] for steps in (STEPS, 2)]
+    part = torch.stack([step.normed for step in drafter.chain(batch, steps=2)], dim=1)
+    apart = (whole[torch.isin(*rows), :2] - part).abs().amax(-1)
+    assert drafter.depends_on_k is not causal
+    if causal:
+        assert apart.max() < 1e-9
+    else:
+        assert apart.min() > 1e-4
+
+
+def test_what_is_predicted_for_a_k_is_drafted_with_it() -> None:
+    """Greedy, and at a temperature that is nearly greedy: counts of blocks of K + 1 rows, walked as serving walks."""
+    drafter = make_drafter()
+    ids = drafter.draft_token_ids
+    documents = [replace(make_sequence(60, 8, i), token_ids=ids[torch.randint(0, 3, (60,))].int()) for i in range(4)]
+    batch = pack(documents, steps=STEPS).with_layers([0, 1, 2], 2)
+    counts = count_accepted(drafter, [batch], k=STEPS)
+    others = {}
+    for k in range(1, STEPS + 1):
+        accepted = drafts = of_longest = 0
+        rows = batch.loss_weights[:, :k].sum(1).nonzero()[:, 0]
+        choices = ids[logits_of(drafter, batch, steps=k).argmax(-1)]
+        right = ((choices == batch.next_tokens[rows, 1 : k + 1]) & (batch.loss_weights[rows, :k] > 0)).int()
+        longest = ids[logits_of(drafter, batch, steps=STEPS).argmax(-1)][
+            torch.isin(batch.loss_weights.sum(1).nonzero()[:, 0], rows), :k
+        ]
+        of_longest = int((longest != choices).sum())
+        for document in range(len(documents)):
+            here = (batch.documents[rows] == document) & (batch.loss_weights[rows, 0] > 0)
+            hits = [*_walk(right[here].cumprod(1).sum(1).tolist())]
+            accepted, drafts = accepted + sum(hits), drafts + len(hits)
+        assert counts[k] == (accepted, drafts)
+        others[k] = of_longest
+    assert counts[STEPS][0] > 5
+    assert others[1] > 0, "with blocks of one size for every K this test would pass too"
+    head = torch.zeros(VOCAB, HIDDEN, dtype=torch.float64)
+    same = predict_sampled_acceptance(drafter, [batch], k=2, temperature=1.0, norm=nn.Identity(), head=head)
+    # A target that knows nothing accepts the most likely draft token with probability 1 / VOCAB.
+    assert same.greedy_drafts[1] == pytest.approx(1 + 1 / VOCAB)
+
+
+def test_anchors() -> None:
+    """So many that each response token is trained on `passes` times, in every document, each with a block; drawn anew each time."""
+    options = DFlashOptions(block_size=BLOCK, passes=1.0)
+    batch = pack([make_sequence(41, 9, 1), make_sequence(14, 7, 2)], steps=STEPS)
+    lengths, generator = [40, 13], torch.Generator().manual_seed(0)
+    several = []
+    for _ in range(40):
+        parts = [DFlashDrafter.trained_rows(options, part, generator) for part in batch.loss_weights.split(lengths)]
+        several.append([part.any(1).nonzero()[:, 0].tolist() for part in parts])
+        for part, whole in zip(parts, batch.loss_weights.split(lengths), strict=True):
+            chosen = part.any(1)
+            assert torch.equal(part[chosen], whole[chosen]), "blocks are trained whole"
+    # Anchors x_9 ... x_39, with x_10 ... x_40 after them; row p has the anchor x_{p+1}.
+    assert {row for long, _ in several for row in long} == {*range(8, 39)}
+    assert {row for _, short in several for row in short} == {*range(6, 12)}
+    assert {(len(long), len(short)) for long, short in several} == {(math.ceil(31 / STEPS), math.ceil(6 / STEPS))}
+    assert len({tuple(long) for long, _ in several}) > 30
+    every = DFlashDrafter.trained_rows(DFlashOptions(block_size=BLOCK, passes=99), batch.loss_weights[:40], generator)
+    assert every.any(1).sum() == 31
+    nothing = torch.zeros(5, STEPS)
+    assert torch.equal(DFlashDrafter.trained_rows(options, nothing, generator), nothing)
+
+
+def plain_loss(drafter: DFlashDrafter, batch: Batch, alpha: float | None, decay: float) -> torch.Tensor:
+    """The loss by its formulas, block by block."""
+    rows = batch.loss_weights.sum(1).nonzero()[:, 0]
+    log_q = logits_of(drafter, batch, steps=STEPS).log_softmax(-1)
+    ids, terms = drafter.draft_token_ids.tolist(), []
+    for place, row in enumerate(rows.tolist()):
+        tokens = batch.next_tokens[row, 1:].tolist()
+        weights = [float(w) if t in ids else 0.0 for w, t in zip(batch.loss_weights[row], tokens, strict=True)]
+        found = [log_q[place, k, ids.index(t)] if weights[k] else None for k, t in enumerate(tokens)]
+        reached, gate = [], 1.0
+        for one in found:
+            gate *= (alpha or 0) + (1 - (alpha or 0)) * (0.0 if one is None else float(one.detach().exp()))
+            reached.append(gate if one is not None else 0.0)
+        for k, one in enumerate(found):
+            if one is not None:
+                by_k = decay**k if alpha is None else sum(reached[k:])
+                terms.append((k, weights[k], -one * weights[k] * by_k))
+    return sum(
+        sum(loss for at, _, loss in terms if at == k) / max(1, sum(w for at, w, _ in terms if at == k))
+        for k in range(STEPS)
+    )  # type: ignore[return-value]
+
+
+@pytest.mark.parametrize("alpha", [0.5, 0.0, None])
+def test_loss(alpha: float | None) -> None:
+    """Values, gradients and counts, with tokens outside the draft vocabulary and prompts that weigh less."""
+    drafter = make_drafter()
+    batch = pack(DOCUMENTS, steps=STEPS, prompt_weight=0.3).with_layers([0, 1, 2], 2)
+    batch = replace(batch, loss_weights=batch.loss_weights * (torch.arange(len(batch.positions)) % 2)[:, None])
+
+    def loss_of(**options: object) -> BlockLoss:
+        terms = LossTerms(targets="tokens", in_blocks=True, acceptance_alpha=alpha)
+        return BlockLoss(
+            drafter, teacher_norm=nn.Identity(), teacher_head=torch.randn(DRAFT, HIDDEN, dtype=torch.float64), ttt_steps=STEPS,
+            ttt_loss_decay=0.8, terms=terms, **options,
+        )  # type: ignore[arg-type]  # fmt: skip
+
+    loss = loss_of()
+    output = loss(batch)
+    expected = plain_loss(drafter, batch, alpha, 0.8)
+    torch.testing.assert_close(output.loss, expected, rtol=1e-9, atol=1e-9)
+    parameters = list(drafter.parameters())
+    found, wanted = (torch.autograd.grad(value, parameters, retain_graph=True) for value in (output.loss, expected))
+    torch.testing.assert_close(found, wanted, rtol=1e-8, atol=1e-8)
+    rows = batch.loss_weights.sum(1).nonzero()[:, 0]
+    known = torch.isin(batch.next_tokens[rows, 1:], drafter.draft_token_ids)
+    torch.testing.assert_close(loss.weights(batch), (batch.loss_weights[rows] * known).double().sum(0))
+    hits = drafter.draft_token_ids[logits_of(drafter, batch, steps=STEPS).argmax(-1)] == batch.next_tokens[rows, 1:]
+    share = (hits * batch.loss_weights[rows]).sum(0) / batch.loss_weights.sum(0)
+    torch.testing.assert_close(output.matches, share.double())
+    # Twice the divisors, half the loss; and a subset of the vocabulary that is all but one token is nearly the same.
+    torch.testing.assert_close(loss(batch, 2 * loss.weights(batch)).loss, expected / 2, rtol=1e-9, atol=1e-9)
+    assert loss_of(loss_vocab_size=DRAFT - 1)(batch).loss.item() == pytest.approx(expected.item(), rel=0.1)
+
+
+@torch.no_grad()
+def test_heads_start_by_attending_to_a_distance_each() -> None:
+    """Given inputs with something in common, each head of a group mixes the values of one row, a fixed number of positions back."""
+    size, hidden, rows, steps = 32, 24, 40, 4
+    torch.manual_seed(0)
+    drafter = make_drafter(
+        num_layers=1, head_dim=size, num_attention_heads=6, num_key_value_heads=2, block_size=steps + 1
+    ).float()
+    layer = drafter.decoder_layers()[0].self_attn
+    for projection in (layer.q_proj, layer.k_proj, layer.v_proj):
+        projection.reset_parameters()
+    constant = torch.zeros(hidden)
+    constant[0] = 1
+    context, blocks = torch.randn(rows, hidden), torch.randn(steps + 1, hidden)
+    context[:, 0], blocks[:, 0] = 1, 1
+    _attend_to_distances(layer, constant, drafter.inverse_frequencies(), first=2)
+    keys, _ = layer.keys_values(context, drafter._rope(torch.arange(rows), context))
+    at = torch.arange(rows, rows + steps + 1)
+    own = layer.keys_values(blocks, drafter._rope(at, blocks))
+    queries = layer.queries(blocks, drafter._rope(at, blocks))
+    keys = torch.cat([keys, own[0]])
+    for head in range(6):
+        scores = (queries[:, head] @ keys[:, head // 3].T / math.sqrt(size)).softmax(-1)
+        assert scores.argmax(-1).tolist() == (at - (2 + head % 3)).tolist(), head
+        assert scores.max(-1).values.min() > 0.8
+
+
+def test_an_untrained_drafter_drafts_as_a_linear_one_does(tmp_path: Path) -> None:
+    """Its first draft token is right far more often than without the start of its layers, on texts that it was not fitted on."""
+    from accelerate import Accelerator
+
+    from draftsmith.store.reader import Store
+    from draftsmith.target.tensors import load_target_tensors
+    from draftsmith.train.data import TrainingData
+
+    make_run(tmp_path, sequences=120)
+    about, tensors = describe_target(tmp_path / "target"), load_target_tensors(tmp_path / "target")
+    for layers in (1, 2):
+        options = DFlashOptions(block_size=3, num_layers=layers, draft_vocab_size=None)
+        config = DFlashDrafter.make_config(options, about, (1, 2, 3), 80)
+        torch.manual_seed(0)
+        drafter = DFlashDrafter.from_target(config, tensors, torch.arange(80))
+        recipe = make_recipe(tmp_path, drafter=options.model_dump())
+        data = TrainingData(recipe, Accelerator(cpu=True), Store(tmp_path / "run" / "store"), [0, 1, 2], 2, 2)
+        drafter.init_from_target(tensors, data)
+        accepted, drafts = count_accepted(drafter, data.held_out(steps=2), k=1)[1]
+        for layer in drafter.decoder_layers():
+            layer.self_attn.o_proj.weight.data.zero_()
+        without, _ = count_accepted(drafter, data.held_out(steps=2), k=1)[1]
+        assert drafts > 100
+        assert accepted / drafts > without / drafts + 0.2, layers
+
+
+@pytest.fixture(scope="module")
+def trained(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A run with a converted drafter."""
+    folder = tmp_path_factory.mktemp("dflash")
+    run_dir = make_run(folder)
+    recipe = make_recipe(folder, drafter={"kind": "dflash", "block_size": 4, "draft_vocab_size": 60}, epochs=0.3)
+    run_train(recipe, run_dir)
+    run_convert(recipe, run_dir)
+    return run_dir
+
+
+def test_what_vllm_loads(trained: Path) -> None:
+    """vllm/model_executor/models/qwen3_dflash.py reads the config by these keys, and the mask from a file."""
+    folder = trained / "vllm"
+    config = json.loads((folder / "config.json").read_text())
+    assert (config["architectures"], config["model_type"], config["block_size"]) == (["DFlashDraftModel"], "qwen3", 4)
+    assert config["dflash_config"] == {
+        "mask_token_id": 79, "target_layer_ids": [0, 1, 2], "causal": False, "use_aux_hidden_state": True, "sample_from_anchor": False,
+    }  # fmt: skip
+    assert config["eagle_aux_hidden_state_layer_ids"] == [1, 2, 3]
+    mask = torch.load(folder / "mask_embedding.pt", weights_only=True)
+    found = Checkpoint.load(trained / "checkpoint")
+    assert mask["mask_token_id"] == 79
+    assert torch.equal(mask["embedding"], found.tensors["mask_embedding"])
+    assert mask["embedding"].abs().min() > 0
+    again = read(folder, Found("vllm", "dflash", ""))
+    assert again.config == found.config
+    assert all(torch.equal(again.tensors[name], value) for name, value in found.tensors.items())
+
+
+def test_it_is_served_with_no_more_tokens_than_were_trained(trained: Path) -> None:
+    folder = trained / "vllm"
+    assert speculative_config(folder, 3) == {"method": "dflash", "model": str(folder), "num_speculative_tokens": 3}
+    with pytest.raises(UserError, match=r"at most 3 tokens, and 4 were requested.*train\.drafter\.block_size"):
+        speculative_config(folder, 4)
+    assert own_drafter(folder).method == "dflash"
+    assert "dflash" in FIXED_K
+    card = (folder / "README.md").read_text()
+    assert '"method": "dflash"' in card
+    assert "all layers after the first with the first layer's weights" in card
+
+
+def test_the_mask_s_file_belongs_to_the_drafter(trained: Path, tmp_path: Path) -> None:
+    """It is hashed and published; without it the directory is damaged, since vLLM would take another mask without a word."""
+    folder = tmp_path / "vllm"
+    folder.mkdir()
+    for file in (trained / "vllm").iterdir():
+        (folder / file.name).write_bytes(file.read_bytes())
+    assert inspect(folder)["good"]
+    before = drafter_sha256(folder)
+    assert (
+        set(before)
+        == {"config.json", "model.safetensors", "mask_embedding.pt"}
+        == {f.name for f in _drafter_files(folder)}
+    )
+    (folder / "mask_embedding.pt").write_bytes(b"other")
+    assert drafter_sha256(folder) != before
+    (folder / "mask_embedding.pt").unlink()
+    found = inspect(folder)
+    assert not found["good"]
+    assert "mask_embedding.pt is missing" in found["damage"]["message"]
+    with pytest.raises(UserError, match=r"mask_embedding\.pt is missing"):
+        drafter_sha256(folder)
+
+
+def drop(path: str) -> Callable[[dict], None]:
+    section, _, name = path.rpartition(".")
+    return lambda config: (config[section] if section else config).pop(name)
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        (drop("dflash_config.mask_token_id"), r"`mask_token_id` is \(`dflash_config.mask_token_id`\)"),
+        (drop("block_size"), "`block_size`"),
+        (lambda config: config["dflash_config"].update(sample_from_anchor=True), "sample_from_anchor.*only False"),
+        (lambda config: config["dflash_config"].update(use_swa=True), "dflash_config.use_swa"),
+        (lambda config: (drop("eagle_aux_hidden_state_layer_ids")(config), drop("dflash_config.target_layer_ids")(config)), "target_layer_ids"),
+    ],
+)  # fmt: skip
+def test_configs_that_cannot_be_read(
+    trained: Path, tmp_path: Path, change: Callable[[dict], None], message: str
+) -> None:
+    for file in ("config.json", "model.safetensors"):
+        (tmp_path / file).write_bytes((trained / "vllm" / file).read_bytes())
+    config = json.loads((tmp_path / "config.json").read_text())
+    change(config)
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    with pytest.raises(UserError, match=message):
+        read(tmp_path, Found("vllm", "dflash", ""))
+
+
+def test_ids_of_layers_outputs_are_read(trained: Path, tmp_path: Path) -> None:
+    """As the authors publish: output i is what enters layer i + 1."""
+    for file in ("config.json", "model.safetensors"):
+        (tmp_path / file).write_bytes((trained / "vllm" / file).read_bytes())
+    config = json.loads((tmp_path / "config.json").read_text())
+    drop("eagle_aux_hidden_state_layer_ids")(config)
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    assert tuple(read(tmp_path, Found("vllm", "dflash", "")).config["layer_ids"]) == (1, 2, 3)
+
+
+def test_a_mask_token_that_the_target_lacks(tmp_path: Path) -> None:
+    make_run(tmp_path)
+    target = describe_target(tmp_path / "target")
+    with pytest.raises(UserError, match=r"`train\.drafter\.mask_token_id` is 80, and .* has 80 tokens"):
+        DFlashDrafter.make_config(DFlashOptions(mask_token_id=80), target, (1, 2, 3), 80)
