@@ -123,7 +123,9 @@ def predict_sampled_acceptance(
             rows = batch.loss_weights[:, :steps].sum(1).nonzero()[:, 0]
             chain = list(drafter.chain(batch, steps=steps))
             accept = states.new_zeros(2, len(rows), steps)  # of greedy and of sampled drafts
-            right = torch.zeros(len(rows), steps, dtype=torch.bool, device=states.device)  # a greedy draft is the text's
+            right = torch.zeros(
+                len(rows), steps, dtype=torch.bool, device=states.device
+            )  # a greedy draft is the text's
             for part in row_chunks(len(states), len(head), states.device.type):
                 logits_of_target = capped(F.linear(states[part], head), soft_cap)
                 p = sampled_probabilities(logits_of_target, sampling)[:, drafter.draft_token_ids]

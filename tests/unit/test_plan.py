@@ -213,7 +213,9 @@ def test_a_start_takes_what_its_kind_says(name: str, monkeypatch: pytest.MonkeyP
             if hasattr(module, limit):
                 monkeypatch.setattr(module, limit, rows)
     drafter, tensors = _of_random_target(drafter)
-    drafter.requires_grad_(False)  # torch's counter of FLOP cannot follow a parameter that is an input without a gradient
+    drafter.requires_grad_(
+        False
+    )  # torch's counter of FLOP cannot follow a parameter that is an input without a gradient
     batches = _Counted(_texts(drafter, count=30, tokens=101))
     with FlopCounterMode(display=False, custom_mapping=NO_PRODUCTS) as counter:
         drafter.init_from_target(tensors, batches)

@@ -75,9 +75,7 @@ def units(config: PEagleConfig) -> list[tuple[list[int], list[int]]]:
     if group == 1:
         return [([3 * index + head for head in range(3)],) * 2 for index in range(kv_heads // 3)]
     # Two heads a group: two groups make a unit, and one of their four heads is left over.
-    return [
-        ([2 * index, 2 * index + 1], [4 * index, 4 * index + 1, 4 * index + 2]) for index in range(kv_heads // 2)
-    ]
+    return [([2 * index, 2 * index + 1], [4 * index, 4 * index + 1, 4 * index + 2]) for index in range(kv_heads // 2)]
 
 
 def guess_from_last_position(drafter: PEagleDrafter, batches: Iterable[Batch], *, centered: bool) -> bool:
@@ -271,7 +269,9 @@ def _one_step_away() -> tuple[torch.Tensor, torch.Tensor]:
     return torch.where(far == 1, 2 * _TO_SLOTS, -torch.inf), torch.where(far > 1, _NO_SCORE, torch.inf)
 
 
-def _fit_scores(frequencies: torch.Tensor, least: torch.Tensor, most: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+def _fit_scores(
+    frequencies: torch.Tensor, least: torch.Tensor, most: torch.Tensor
+) -> tuple[torch.Tensor, torch.Tensor]:
     """Coefficients of cosines and sines, [pairs] each, whose sum at each distance from 1 on is within `least` and `most` [distances], as
     nearly as small coefficients can be: least squares again and again on the distances where it is not."""
     least, most = least[1:].to(frequencies.device), most[1:].to(frequencies.device)
