@@ -14,7 +14,7 @@ from torch.nn import functional as F
 from draftsmith.config.drafters import DFlashOptions
 from draftsmith.convert.convert import Found, read, run_convert
 from draftsmith.convert.inspection import inspect
-from draftsmith.convert.publish import _drafter_files
+from draftsmith.convert.records import drafter_files
 from draftsmith.drafters import attention
 from draftsmith.drafters.base import LossTerms
 from draftsmith.drafters.batch import Batch
@@ -417,7 +417,7 @@ def test_the_mask_s_file_belongs_to_the_drafter(trained: Path, tmp_path: Path) -
     assert (
         set(before)
         == {"config.json", "model.safetensors", "mask_embedding.pt"}
-        == {f.name for f in _drafter_files(folder)}
+        == {f.name for f in drafter_files(folder)}
     )
     (folder / "mask_embedding.pt").write_bytes(b"other")
     assert drafter_sha256(folder) != before
