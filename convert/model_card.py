@@ -152,6 +152,10 @@ def _serving(
             f"If the target's config describes several models, as of targets that see images, add `--hf-overrides '{size}'`: vLLM 0.32 looks for "
             "the vocabulary's size at the top of the config."
         )
+    if other := KINDS[drafter.kind].serving.method_on_cpus:
+        notes.append(
+            f'On a CPU, vLLM 0.32 serves it with `draftsmith` installed, whose plugin serves it as `"method": "{other}"`.'
+        )
     if KINDS[drafter.kind].serving.mended_on_cpus and drafter.config.get("num_layers", 1) > 1:
         notes.append(
             "On a CPU, vLLM 0.32 norms the keys of all layers after the first with the first layer's weights, and fewer draft tokens are "

@@ -21,6 +21,8 @@ class ServingSpec:
     """`method` of vLLM's `speculative_config`."""
     architecture: str
     """Architecture in the `config.json` that vLLM loads."""
+    method_on_cpus: str | None = None
+    """The same on CPUs, where Draftsmith's plugin serves it under the name of another kind; None where it is no other."""
     needs_plugin: bool = False
     """vLLM serves it only with Draftsmith's plugin installed."""
     fixed_k: bool = False
@@ -160,21 +162,9 @@ class PEagleOptions(FusingOptions):
         return sum(map(self.share_of_rows, range(1, self.num_depths))) / (self.num_depths - 1)
 
 
-class DFlashOptions(DrafterOptions):
-    """DFlash (arXiv 2602.06036): a block of tokens from one forward pass, whose layers attend to the target's hidden states."""
+class BlockOptions(DrafterOptions):
+    """What DFlash and DSpark have in common: a block of tokens from one forward pass, whose layers attend to the target's states."""
 
-    serving: ClassVar = ServingSpec(
-        method="dflash",
-        architecture="DFlashDraftModel",
-        fixed_k=True,
-        single_pass=True,
-        k_field="block_size",
-        rows_before_drafts=1,
-        mended_on_cpus=True,
-        further_files=("mask_embedding.pt",),
-    )
-
-    kind: Literal["dflash"] = "dflash"
     layer_ids: LayerIds | None = None
     """Layer ids of the hidden states that `fc` fuses, a subset of the store's, in any order. Absent: all of the store's."""
     num_layers: int = Field(2, ge=1)
@@ -209,6 +199,44 @@ class DFlashOptions(DrafterOptions):
     @property
     def share_of_positions(self) -> float:
         return min(1.0, self.passes / (self.block_size - 1))
+
+
+class DFlashOptions(BlockOptions):
+    """DFlash (arXiv 2602.06036): a block of tokens from one forward pass, whose layers attend to the target's hidden states."""
+
+    serving: ClassVar = ServingSpec(
+        method="dflash",
+        architecture="DFlashDraftModel",
+        fixed_k=True,
+        single_pass=True,
+        k_field="block_size",
+        rows_before_drafts=1,
+        mended_on_cpus=True,
+        further_files=("mask_embedding.pt",),
+    )
+
+    kind: Literal["dflash"] = "dflash"
+
+
+class DSparkOptions(BlockOptions):
+    """DSpark (arXiv 2607.05147): DFlash with a Markov head, through which a draft token depends on the one before it."""
+
+    serving: ClassVar = ServingSpec(
+        method="dspark",
+        method_on_cpus="dflash",  # our plugin replaces its proposer
+        architecture="Qwen3DSparkModel",
+        fixed_k=True,
+        single_pass=True,
+        k_field="block_size",
+        rows_before_drafts=1,
+        mended_on_cpus=True,
+    )
+
+    kind: Literal["dspark"] = "dspark"
+    markov_rank: int = Field(64, ge=1)
+    """Rank of the Markov head; published as 256. Each draft step reads so many numbers for each token of the draft vocabulary."""
+    mask_token_id: int | None = Field(None, ge=1)
+    """Token whose embedding stands for the draft tokens that are not known yet; it may occur in texts. Absent: the vocabulary's last."""
 
 
 class MedusaOptions(DrafterOptions):
@@ -284,7 +312,7 @@ def _with_default_kind(section: Any) -> Any:
     return section
 
 
-_Kinds = EagleOptions | Eagle3Options | PEagleOptions | DFlashOptions | MedusaOptions | MlpOptions
+_Kinds = EagleOptions | Eagle3Options | PEagleOptions | DFlashOptions | DSparkOptions | MedusaOptions | MlpOptions
 AnyDrafterOptions = Annotated[_Kinds, Field(discriminator="kind"), BeforeValidator(_with_default_kind)]
 KINDS: dict[str, type[DrafterOptions]] = {options.model_fields["kind"].default: options for options in get_args(_Kinds)}
 """The options of every kind, by its name."""

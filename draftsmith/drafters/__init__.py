@@ -56,7 +56,7 @@ def layer_ids_to_read(
         )
     serving = options.serving
     if (
-        serving.method in ("eagle", "eagle3", "dflash")
+        serving.method in ("eagle", "eagle3", "dflash", "dspark")
         and not serving.needs_plugin
         and not target.facts.family.serves_eagle
     ):

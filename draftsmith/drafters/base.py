@@ -52,7 +52,7 @@ class LossTerms:
     """Few rows are drafted from, and one head reads all draft tokens (`train.loss.BlockLoss`); with `targets: tokens` only."""
     acceptance_alpha: float | None = None
     """Where it is `in_blocks`: weigh the draft tokens of a row by the acceptance that each decides on, with this smoothing (see
-    `DFlashOptions`), instead of by `train.ttt_loss_decay`."""
+    `BlockOptions`), instead of by `train.ttt_loss_decay`."""
 
 
 @dataclass

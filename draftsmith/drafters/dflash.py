@@ -36,7 +36,7 @@ import torch
 from torch import nn
 from torch.nn import functional as F
 
-from draftsmith.config.drafters import DFlashOptions
+from draftsmith.config.drafters import BlockOptions, DFlashOptions
 from draftsmith.drafters.attention import CosSin, Tiles, attend_in_blocks
 from draftsmith.drafters.base import ChainStep, Drafter, InitCost, LossTerms
 from draftsmith.drafters.batch import Batch
@@ -159,7 +159,7 @@ class DFlashDrafter(Drafter):
         self.register_buffer("draft_token_ids", draft_token_ids, persistent=False)
 
     @staticmethod
-    def layer_ids(options: DFlashOptions, saved: tuple[int, ...], last: int) -> tuple[int, ...]:
+    def layer_ids(options: BlockOptions, saved: tuple[int, ...], last: int) -> tuple[int, ...]:
         return options.layer_ids or saved
 
     @classmethod
@@ -168,7 +168,7 @@ class DFlashDrafter(Drafter):
 
     @classmethod
     def make_config(
-        cls, options: DFlashOptions, target: TargetInfo, layer_ids: tuple[int, ...], draft_vocab_size: int
+        cls, options: BlockOptions, target: TargetInfo, layer_ids: tuple[int, ...], draft_vocab_size: int
     ) -> DFlashConfig:
         """See `Drafter.make_config`.
 
@@ -256,11 +256,11 @@ class DFlashDrafter(Drafter):
         rows_read += least_squares.rows_until(least_squares.ROWS_TO_FIT, rows=rows, answered=answered)
         return InitCost(flop, 4 * held, rows_read + (1 + 2 * config.num_layers) * of_blocks)
 
-    def loss_terms(self, options: DFlashOptions) -> LossTerms:
+    def loss_terms(self, options: BlockOptions) -> LossTerms:
         return LossTerms(targets="tokens", in_blocks=True, acceptance_alpha=options.acceptance_alpha)
 
     @staticmethod
-    def trained_rows(options: DFlashOptions, weights: torch.Tensor, generator: torch.Generator) -> torch.Tensor:
+    def trained_rows(options: BlockOptions, weights: torch.Tensor, generator: torch.Generator) -> torch.Tensor:
         """See `Drafter.trained_rows`: as many anchors as it takes for `options.passes`, among the positions where a server drafts: both
         the anchor and the token after it are trained on."""
         first = weights[:, 0] > 0

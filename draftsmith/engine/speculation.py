@@ -205,7 +205,8 @@ def speculative_config(drafter_dir: Path, k: int) -> dict[str, Any]:
             f"The drafter in {drafter_dir} has 8-bit weights for floating-point arithmetic, which vLLM supports on GPUs only. On a CPU "
             "serve one converted with `int8-dynamic`, or without --quantize (convert.quantize)."
         )
-    return spec.speculative | {"model": str(drafter_dir), "num_speculative_tokens": k}
+    other = {"method": spec.method_on_cpus} if spec.method_on_cpus and environment.is_cpu() else {}
+    return spec.speculative | other | {"model": str(drafter_dir), "num_speculative_tokens": k}
 
 
 def target_arguments(
@@ -216,10 +217,10 @@ def target_arguments(
     trust_remote_code: bool = False,
 ) -> dict[str, Any]:
     """Arguments of `vllm.LLM` with which vLLM serves the target in a directory with a `speculative_config` of this method: those by which it
-    hands out the hidden states that EAGLE-3 and DFlash read (`states_arguments`), and the size of the vocabulary where Medusa looks for
+    hands out the hidden states that EAGLE-3, DFlash and DSpark read (`states_arguments`), and the size of the vocabulary where Medusa looks for
     it."""
     method = None if speculative is None else speculative.get("method")
-    if method not in ("eagle3", "dflash", "medusa") or not (target / "config.json").is_file():
+    if method not in ("eagle3", "dflash", "dspark", "medusa") or not (target / "config.json").is_file():
         return {}
     whole = config_of(target, trust_remote_code=trust_remote_code)
     config = language_config(whole)
@@ -281,11 +282,9 @@ def reads_embeddings(drafter_dir: Path) -> bool:
 
 def needs_mend(drafter_dir: Path) -> bool:
     """Whether vLLM computes the drafter wrongly on this machine without the plugin (`serve/plugin`)."""
-    return (
-        serving_spec(drafter_dir).mended_on_cpus
-        and environment.is_cpu()
-        and _config(drafter_dir).get("num_hidden_layers", 1) > 1
-    )
+    spec = serving_spec(drafter_dir)
+    several = _config(drafter_dir).get("num_hidden_layers", 1) > 1
+    return environment.is_cpu() and (spec.method_on_cpus is not None or (spec.mended_on_cpus and several))
 
 
 def rounds_inputs(drafter_dir: Path) -> bool:

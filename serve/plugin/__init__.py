@@ -1,10 +1,14 @@
-"""A vLLM plugin that serves MLP speculators, hands hidden states to extraction, and mends four things of vLLM 0.32.
+"""A vLLM plugin that serves MLP speculators and, on CPUs, DSpark, hands hidden states to extraction, and mends four things of vLLM 0.32.
 
 **MLP speculators.** vLLM 0.32 has their config but no code to run them. They take EAGLE's place: vLLM's EAGLE proposer gets what an
 MLP speculator reads, namely the target's final hidden states, the tokens sampled after them, and the rows to continue from,
 corrected for rejected draft tokens. A converted MLP speculator names an architecture of this plugin, which begins with `Eagle` as vLLM
 requires, and for that architecture vLLM's proposer classes construct the plugin's proposers, without attention or cache.
 Nothing changes for other drafters, and no module of vLLM is imported that vLLM does not import itself.
+
+**DSpark on CPUs.** vLLM 0.32 has it in its model runner V2 alone, which needs a GPU. Its model is that of DFlash with a Markov head, and in
+model runner V1 it takes DFlash's place: the plugin registers the architecture under the name that vLLM gives it there, and for it DFlash's
+proposer takes the draft tokens one by one, through that head.
 
 **Hidden states.** vLLM's `extract_hidden_states` method keeps states in the KV cache, where they take up to 94 times what keys and
 values take (`make bench ONLY=tokens_at_once`). With Draftsmith's connector, the layer that would cache them gets the cache of one
@@ -34,6 +38,9 @@ from typing import Any
 ARCHITECTURE = "EagleMLPSpeculatorModel"
 """The same as in `draftsmith/drafters/mlp_speculator.py`, which is not imported here because it imports torch."""
 
+DSPARK = "DFlashQwen3DSparkModel"
+"""What vLLM makes of the architecture in `draftsmith/config/drafters.py` where its method is `dflash`."""
+
 _CONNECTOR = "draftsmith.extract.connector"
 """The module of extraction's connector, which is not imported here: stages do not import each other."""
 
@@ -49,12 +56,14 @@ def register() -> None:
     if ARCHITECTURE in ModelRegistry.get_supported_archs():
         return
     ModelRegistry.register_model(ARCHITECTURE, "draftsmith.serve.plugin.mlp_speculator:MlpSpeculator")
+    ModelRegistry.register_model(DSPARK, "vllm.model_executor.models.qwen3_dspark:Qwen3DSparkForCausalLM")
     if __version__.startswith(_KNOWN):
         wrapt.register_post_import_hook(_in_v1, "vllm.v1.spec_decode.eagle")
         wrapt.register_post_import_hook(_in_v2, "vllm.v1.worker.gpu.spec_decode.eagle.speculator")
         wrapt.register_post_import_hook(_in_sampling, "vllm.v1.sample.rejection_sampler")
         wrapt.register_post_import_hook(_in_registry, "vllm.model_executor.models.registry")
         wrapt.register_post_import_hook(_in_models, "vllm.model_executor.models.interfaces")
+        wrapt.register_post_import_hook(_in_dflash_v1, "vllm.v1.spec_decode.dflash")
         wrapt.register_post_import_hook(_in_dflash, "vllm.model_executor.models.qwen3_dflash")
         wrapt.register_post_import_hook(_in_extraction, "vllm.model_executor.models.extract_hidden_states")
 
@@ -73,13 +82,13 @@ def require_known_vllm() -> None:
 def _in_v1(module: ModuleType) -> None:
     from draftsmith.serve.plugin.mlp_speculator import proposer_v1
 
-    _divert(module.EagleProposer, proposer_v1(module.EagleProposer))
+    _divert(module.EagleProposer, proposer_v1(module.EagleProposer), ARCHITECTURE)
 
 
 def _in_v2(module: ModuleType) -> None:
     from draftsmith.serve.plugin.mlp_speculator import proposer_v2
 
-    _divert(module.EagleSpeculator, proposer_v2(module.EagleSpeculator))
+    _divert(module.EagleSpeculator, proposer_v2(module.EagleSpeculator), ARCHITECTURE)
 
 
 def _in_sampling(module: ModuleType) -> None:
@@ -107,6 +116,12 @@ def _in_models(module: ModuleType) -> None:
         return original(self, aux_hidden_states, layer_idx, hidden_states, residual)
 
     mixin._maybe_add_hidden_state = with_copy
+
+
+def _in_dflash_v1(module: ModuleType) -> None:
+    from draftsmith.serve.plugin.dspark import proposer_v1
+
+    _divert(module.DFlashProposer, proposer_v1(module.DFlashProposer), DSPARK)
 
 
 def _in_dflash(module: ModuleType) -> None:
@@ -183,11 +198,11 @@ def _expand_batch_to_tokens(
     return torch.where(x == replace_from, replace_to, x).repeat_interleave(counts, output_size=num_tokens)
 
 
-def _divert(original: type, replacement: type) -> None:
-    """Have `original(vllm_config, ...)` construct the replacement if the drafter has the plugin's architecture."""
+def _divert(original: type, replacement: type, architecture: str) -> None:
+    """Have `original(vllm_config, ...)` construct the replacement if the drafter has that architecture."""
 
     def new(cls: type, vllm_config: Any, *arguments: Any, **named: Any) -> Any:
         architectures = vllm_config.speculative_config.draft_model_config.architectures or []
-        return object.__new__(replacement if cls is original and ARCHITECTURE in architectures else cls)
+        return object.__new__(replacement if cls is original and architecture in architectures else cls)
 
     original.__new__ = new  # type: ignore[assignment, method-assign]

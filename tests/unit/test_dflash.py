@@ -12,6 +12,7 @@ from torch import nn
 from torch.nn import functional as F
 
 from draftsmith.config.drafters import DFlashOptions
+from draftsmith.config.sampling import Sampling
 from draftsmith.convert.convert import Found, read, run_convert
 from draftsmith.convert.inspection import inspect
 from draftsmith.convert.records import drafter_files
@@ -228,7 +229,9 @@ def test_what_is_predicted_for_a_k_is_drafted_with_it() -> None:
     assert counts[STEPS][0] > 5
     assert others[1] > 0, "with blocks of one size for every K this test would pass too"
     head = torch.zeros(VOCAB, HIDDEN, dtype=torch.float64)
-    same = predict_sampled_acceptance(drafter, [batch], k=2, temperature=1.0, norm=nn.Identity(), head=head)
+    same = predict_sampled_acceptance(
+        drafter, [batch], k=2, sampling=Sampling(temperature=1.0), norm=nn.Identity(), head=head
+    )
     # A target that knows nothing accepts the most likely draft token with probability 1 / VOCAB.
     assert same.greedy_drafts[1] == pytest.approx(1 + 1 / VOCAB)
 

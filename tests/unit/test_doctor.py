@@ -201,7 +201,7 @@ def test_which_runner_takes_what(monkeypatch: pytest.MonkeyPatch) -> None:
     found = checks.runners()
     assert (
         found.found
-        == "V1 for p_eagle, medusa, suffix; V2 for extraction, eagle, eagle3, dflash, mlp_speculator, ngram, draft_model, mtp"
+        == "V1 for p_eagle, medusa, suffix; V2 for extraction, eagle, eagle3, dflash, dspark, mlp_speculator, ngram, draft_model, mtp"
     )
     modules(monkeypatch)
     assert set(checks.runners().figures["runners"].values()) == {"V1"}

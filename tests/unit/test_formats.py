@@ -54,7 +54,7 @@ def layers(draw: st.DrawFn) -> dict[str, Any]:
 @st.composite
 def checkpoints(draw: st.DrawFn) -> Checkpoint:
     """Any drafter of any kind."""
-    kind = draw(st.sampled_from(["eagle", "eagle3", "p_eagle", "dflash", "medusa", "mlp_speculator"]))
+    kind = draw(st.sampled_from(["eagle", "eagle3", "p_eagle", "dflash", "dspark", "medusa", "mlp_speculator"]))
     flag = st.booleans()
     config: dict[str, Any]
     if kind == "eagle":
@@ -77,11 +77,12 @@ def checkpoints(draw: st.DrawFn) -> Checkpoint:
         config |= {name: norm == name for name in ("fc_norm", "norm_before_fc")}
         if kind == "p_eagle":
             config |= {"num_depths": draw(st.integers(2, 8)), "mask_token_id": draw(st.integers(1, VOCAB - 1))}
-    elif kind == "dflash":
+    elif kind in ("dflash", "dspark"):
         config = layers(draw) | {
             "layer_ids": draw(st.sampled_from([[2, 5, 8], [0, 2]])), "draft_vocab_size": draw(st.sampled_from([VOCAB, 7])),
             "block_size": draw(st.integers(2, 16)), "mask_token_id": draw(st.integers(1, VOCAB - 1)), "causal": draw(flag),
         }  # fmt: skip
+        config |= {"markov_rank": draw(st.integers(1, 4))} if kind == "dspark" else {}
     elif kind == "medusa":
         config = {
             "layer_ids": [5], "hidden_size": 16, "rms_norm_eps": 1e-5, "vocab_size": VOCAB, "draft_vocab_size": VOCAB,
@@ -172,6 +173,8 @@ def test_every_format_is_recognized(kind: str, tmp_path: Path) -> None:
         "p_eagle": EAGLE3 | {"num_depths": 5, "mask_token_id": 3},
         "dflash": {k: v for k, v in EAGLE3.items() if "norm" not in k or k == "rms_norm_eps"}
         | {"block_size": 5, "mask_token_id": 3, "causal": True},
+        "dspark": {k: v for k, v in EAGLE3.items() if "norm" not in k or k == "rms_norm_eps"}
+        | {"block_size": 5, "mask_token_id": 3, "causal": False, "markov_rank": 2},
         "eagle": {k: v for k, v in EAGLE3.items() if "norm" not in k or k == "rms_norm_eps"}
         | {"draft_vocab_size": VOCAB, "noise": 0.0, "layer_ids": [5]},
         "medusa": {"layer_ids": [5], "hidden_size": 16, "rms_norm_eps": 1e-5, "vocab_size": VOCAB, "draft_vocab_size": VOCAB,

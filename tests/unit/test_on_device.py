@@ -121,6 +121,12 @@ KINDS: dict[str, dict] = {
         "lr": 1e-2,
         "muon_lr": 3e-2,
     },
+    "dspark": {
+        "drafter": {"kind": "dspark", "block_size": 4, "markov_rank": 4, "draft_vocab_size": 60},
+        "loss_vocab_size": 40,
+        "lr": 1e-2,
+        "muon_lr": 3e-2,
+    },
     "medusa": {"drafter": {"kind": "medusa", "num_heads": 2}, "lr": 1e-2},
     "mlp_speculator": {"drafter": {"kind": "mlp_speculator"}, "ttt_loss_decay": 1.0, "train_lm_head": True, "lr": 1e-2},
 }

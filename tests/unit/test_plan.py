@@ -136,6 +136,7 @@ KINDS = {
     "eagle3 of two layers": {"num_layers": 2},
     "p_eagle": {"num_layers": 2, "num_depths": 3},
     "dflash": {"block_size": 4},
+    "dspark": {"block_size": 4},
     "medusa": {"num_heads": 3, "num_layers": 2},
     "mlp_speculator": {"n_predict": 3},
     "mlp_speculator, steps of their own": {"n_predict": 3, "tie_weights": False, "inner_size": 20},

@@ -9,7 +9,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from draftsmith.config.drafters import MlpOptions
+from draftsmith.config.drafters import DSparkOptions, MlpOptions
 from draftsmith.drafters.mlp_speculator import MlpConfig, MlpDrafter
 from draftsmith.drafters.norm import FinalNorm
 from draftsmith.serve import plugin
@@ -73,7 +73,11 @@ def test_only_our_architecture_gets_our_proposer(vllm: Any, monkeypatch: pytest.
     monkeypatch.setitem(sys.modules, module.__name__, module)
     plugin.register()
     plugin.register()
-    assert vllm.ModelRegistry.known == {plugin.ARCHITECTURE: "draftsmith.serve.plugin.mlp_speculator:MlpSpeculator"}
+    assert vllm.ModelRegistry.known == {
+        plugin.ARCHITECTURE: "draftsmith.serve.plugin.mlp_speculator:MlpSpeculator",
+        plugin.DSPARK: "vllm.model_executor.models.qwen3_dspark:Qwen3DSparkForCausalLM",
+    }
+    assert f"DFlash{DSparkOptions.serving.architecture}" == plugin.DSPARK
     assert MlpOptions.serving.architecture == plugin.ARCHITECTURE
     ours = module.EagleProposer(config_for(MlpOptions.serving.architecture), device="meta")
     assert (type(ours).__name__, ours.device) == ("MlpProposer", "meta")

@@ -124,7 +124,7 @@ def test_an_unknown_key_with_nothing_near_lists_what_is_known(tmp_path):
         (
             "train.drafter.kind",
             "base",
-            "`train.drafter.kind` is `base` (known: dflash, eagle, eagle3, medusa, mlp_speculator, p_eagle)",
+            "`train.drafter.kind` is `base` (known: dflash, dspark, eagle, eagle3, medusa, mlp_speculator, p_eagle)",
         ),
         ("train.drafter", "eagle3", "`train.drafter`: must be a section"),
         ("train.drafter", {"kind": "medusa", "num_heads": 0}, "`train.drafter.num_heads`"),

@@ -1,0 +1,101 @@
+"""DSpark (arXiv 2607.05147): DFlash with a Markov head, through which a draft token depends on the one before it.
+
+The block is DFlash's (`dflash.py`), except that the mask is a row of the target's embedding and not learned. To the logits of row
+j >= 1, which predicts x_{a+j}, comes a term of low rank of the token before it:
+
+    logits_j = lm_head(norm(u_j)) + w2(w1(x_{a+j-1}))
+
+That token is the true one in training, and the block's own draft in serving: K short steps over logits, after one forward pass.
+Published drafters also predict from the anchor's row (`sample_from_anchor`), and have a head that tells how likely a draft token is to be
+accepted. Neither is implemented.
+
+Names and shapes of the tensors are those of vLLM's `qwen3_dspark.py`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass, replace
+from typing import ClassVar
+
+import torch
+from torch import nn
+from torch.nn import functional as F
+
+from draftsmith.config.drafters import DSparkOptions
+from draftsmith.drafters.base import ChainStep
+from draftsmith.drafters.batch import Batch
+from draftsmith.drafters.dflash import DFlashConfig, DFlashDrafter
+from draftsmith.drafters.layout import Entry
+from draftsmith.target.tensors import TargetTensors
+
+
+@dataclass(frozen=True, kw_only=True)
+class DSparkConfig(DFlashConfig):
+    """See `DFlashConfig`."""
+
+    markov_rank: int
+
+
+class MarkovHead(nn.Module):
+    """Logits of the next token by the last one: a table of the target's tokens [vocab, rank], and of the draft vocabulary [V, rank]."""
+
+    def __init__(self, config: DSparkConfig) -> None:
+        super().__init__()
+        self.markov_w1 = nn.Embedding(config.vocab_size, config.markov_rank)
+        self.markov_w2 = nn.Linear(config.markov_rank, config.draft_vocab_size, bias=False)
+
+
+_DFLASH = DFlashDrafter.vllm_layout
+
+
+class DSparkDrafter(DFlashDrafter):
+    """The drafter in training. It shares the target's embedding.
+
+    Args:
+        config: shapes.
+        embedding: float [vocab, H], the target's.
+        draft_token_ids: int64 [V] ascending: target id of each draft token.
+    """
+
+    config_class: ClassVar[type[DFlashConfig]] = DSparkConfig
+    vllm_layout: ClassVar = replace(
+        _DFLASH,
+        fields=(*_DFLASH.fields, Entry("markov_rank", int)),
+        fixed={
+            **_DFLASH.fixed, "markov_head_type": "vanilla", "sample_from_anchor": False, "enable_confidence_head": False,
+        },
+        derived={**_DFLASH.derived, "architectures": lambda _: [DSparkOptions.serving.architecture]},
+        further_files={},
+    )  # fmt: skip
+    learns_mask: ClassVar = False
+    config: DSparkConfig
+
+    def __init__(self, config: DSparkConfig, embedding: torch.Tensor, draft_token_ids: torch.Tensor) -> None:
+        super().__init__(config, embedding, draft_token_ids)
+        self.markov_head = MarkovHead(config)
+
+    @torch.no_grad()
+    def init_from_target(self, tensors: TargetTensors, batches: Iterable[Batch]) -> None:
+        """See `DFlashDrafter.init_from_target`; the Markov head starts without output."""
+        super().init_from_target(tensors, batches)
+        self.markov_head.markov_w2.weight.zero_()
+
+    def embedding_parameters(self) -> list[nn.Parameter]:
+        return [*self.markov_head.parameters()]
+
+    def chain(self, batch: Batch, *, steps: int, autoregressive: bool = False) -> Iterator[ChainStep]:
+        queries = batch.loss_weights[:, :steps].sum(1).nonzero()[:, 0]
+        normed, tokens = self.block(batch, queries, steps), batch.next_tokens[queries, 0]
+        # One product does both: the sum of two is the product of what is side by side.
+        head = torch.cat([self.lm_head.weight, self.markov_head.markov_w2.weight], dim=1)
+        for k in range(steps):
+            read = torch.cat([normed[:, k], self.markov_head.markov_w1(tokens)], dim=1)
+            yield ChainStep(read, head, batch.loss_weights[queries, k])
+            if autoregressive:
+                tokens = self.draft_token_ids[F.linear(read, head).argmax(-1)]
+            else:
+                tokens = batch.next_tokens[queries, k + 1]
+
+
+DRAFTER = DSparkDrafter
