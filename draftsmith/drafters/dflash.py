@@ -320,6 +320,11 @@ class DFlashDrafter(Drafter):
             state = state + layer.mlp(layer.post_attention_layernorm(state))
         return self.norm(state).unflatten(0, (-1, steps))
 
+    def said_by_tokens(self, embeds: torch.Tensor) -> torch.Tensor | None:
+        """What is added to a block's states at draft tokens, by the normed embeddings of the tokens before them, [rows, H]; only used by the
+        start."""
+        return None
+
     def decoder_layers(self) -> list[DecoderLayer]:
         """The modules of `layers`."""
         return [layer for layer in self.layers if isinstance(layer, DecoderLayer)]

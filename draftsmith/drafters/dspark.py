@@ -26,6 +26,8 @@ from draftsmith.config.drafters import DSparkOptions
 from draftsmith.drafters.base import ChainStep
 from draftsmith.drafters.batch import Batch
 from draftsmith.drafters.dflash import DFlashConfig, DFlashDrafter
+from draftsmith.drafters.init import least_squares
+from draftsmith.drafters.init.blocks import fit_outputs_again, fit_tokens
 from draftsmith.drafters.layout import Entry
 from draftsmith.target.tensors import TargetTensors
 
@@ -74,12 +76,27 @@ class DSparkDrafter(DFlashDrafter):
     def __init__(self, config: DSparkConfig, embedding: torch.Tensor, draft_token_ids: torch.Tensor) -> None:
         super().__init__(config, embedding, draft_token_ids)
         self.markov_head = MarkovHead(config)
+        self._said: torch.Tensor | None = None  # [H, H], while the start is fitted
 
     @torch.no_grad()
     def init_from_target(self, tensors: TargetTensors, batches: Iterable[Batch]) -> None:
-        """See `DFlashDrafter.init_from_target`; the Markov head starts without output."""
+        """See `DFlashDrafter.init_from_target`. The Markov head starts with what the last token says of the next beyond the block, and the
+        block's output projections are then fitted again, to the rest."""
         super().init_from_target(tensors, batches)
+        rank, centered = min(self.config.markov_rank, self.config.hidden_size), tensors.centered_norm
+        to_values, from_values, size = fit_tokens(self, batches, rank=rank, centered=centered)
+        self._said = to_values @ from_values
+        fit_outputs_again(self, batches, centered=centered)
+        self._said = None
+        # The final norm makes the block's states larger, so the head does the same.
+        for part in torch.arange(len(self.embedding), device=self.embedding.device).split(least_squares.ROWS_AT_ONCE):
+            self.markov_head.markov_w1.weight[part, :rank] = least_squares.unit_rms(self.embedding[part]) @ to_values
+        head = self.lm_head.weight * self.norm.weight
         self.markov_head.markov_w2.weight.zero_()
+        self.markov_head.markov_w2.weight[:, :rank] = head @ from_values.T / size
+
+    def said_by_tokens(self, embeds: torch.Tensor) -> torch.Tensor | None:
+        return None if self._said is None else embeds @ self._said
 
     def embedding_parameters(self) -> list[nn.Parameter]:
         return [*self.markov_head.parameters()]

@@ -20,6 +20,7 @@ from typing import TYPE_CHECKING
 
 import torch
 from torch import nn
+from torch.nn import functional as F
 
 from draftsmith.drafters.batch import Batch
 from draftsmith.drafters.init.least_squares import factor, solve, unit_rms
@@ -57,6 +58,44 @@ def start_layers(
         # The anchor is one position before a block's first mask, and the context ends two before.
         _attend_to_distances(attention, constant, drafter.inverse_frequencies(), first=min(index, 1) + 1)
         attention.o_proj.weight.copy_(_fitted_output(drafter, attention, batches, centered=centered))
+
+
+@torch.no_grad()
+def fit_outputs_again(drafter: DFlashDrafter, batches: Iterable[Batch], *, centered: bool) -> None:
+    """Fit the output projections of all layers once more, to what `DFlashDrafter.said_by_tokens` leaves to be said."""
+    attentions = [layer.self_attn for layer in drafter.decoder_layers()]
+    for attention in attentions:
+        attention.o_proj.weight.zero_()
+    for attention in attentions:
+        attention.o_proj.weight.copy_(_fitted_output(drafter, attention, batches, centered=centered))
+
+
+@torch.no_grad()
+def fit_tokens(
+    drafter: DFlashDrafter, batches: Iterable[Batch], *, rank: int, centered: bool
+) -> tuple[torch.Tensor, torch.Tensor, float]:
+    """Least squares of what blocks lack after the start of their layers, at draft tokens after the first, on the token before.
+
+    Returns A [H, rank] and B [rank, H], so that (normed embedding) @ A @ B is nearest to the target's state less the block's; and the mean
+    RMS of the blocks' states, which the final norm makes 1.
+    """
+    steps, hidden = drafter.config.block_size - 1, drafter.config.hidden_size
+    gram = drafter.embedding.new_zeros(hidden, hidden)
+    cross, size, count = gram.clone(), 0.0, 0
+    for batch, rows in positions_to_fit(batches):
+        with _inputs_of(drafter.norm) as states:
+            drafter.block(batch, rows, steps)
+        x, wanted, weights = _left_to_say(drafter, batch, rows, states[0], centered=centered)
+        weights = weights.unflatten(0, (len(rows), -1)).clone()
+        weights[:, 0] = 0  # the block itself has read the token before its first draft token
+        weights = weights.flatten(0, 1)
+        gram.addmm_(x.T, x * weights)
+        cross.addmm_(x.T, wanted * weights)
+        size += float(states[0].pow(2).mean(-1).sqrt().sum())
+        count += len(states[0])
+    full = solve(factor(gram.clone()), cross)
+    kept = torch.linalg.eigh(full.T @ (gram @ full)).eigenvectors[:, -rank:]
+    return full @ kept, kept.T, size / max(count, 1)
 
 
 def flop_of_start(drafter_flop: float, *, hidden: int, mixed: int, layers: int, rows: int) -> float:
@@ -136,15 +175,27 @@ def _fitted_output(
     steps, mixed_size = drafter.config.block_size - 1, attention.o_proj.in_features
     gram = attention.o_proj.weight.new_zeros(mixed_size, mixed_size)
     cross = gram.new_zeros(mixed_size, drafter.config.hidden_size)
-    by_row = _LATER_ROWS ** torch.arange(steps, device=gram.device)
     for batch, rows in positions_to_fit(batches):
-        assert batch.last_states is not None
         with _inputs_of(attention.o_proj) as mixed, _inputs_of(drafter.norm) as states:
             drafter.block(batch, rows, steps)
         x = mixed[0].unflatten(0, (len(rows), -1))[:, -steps:].flatten(0, 1)
-        teachers = (rows[:, None] + 1 + torch.arange(steps, device=rows.device)).clamp(max=len(batch.positions) - 1)
-        wanted = unit_rms(batch.last_states[teachers.flatten()], centered=centered) - states[0]
-        weights = ((batch.loss_weights[rows] > 0) * by_row).flatten()[:, None]
+        _, wanted, weights = _left_to_say(drafter, batch, rows, states[0], centered=centered)
         gram.addmm_(x.T, x * weights)
         cross.addmm_(x.T, wanted * weights)
     return solve(factor(gram), cross).T
+
+
+def _left_to_say(
+    drafter: DFlashDrafter, batch: Batch, rows: torch.Tensor, states: torch.Tensor, *, centered: bool
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """For every draft token of some blocks: the normed embedding of the token before it, what is to be added to the block's `states` for
+    the target's state, and its weight in a fit; [Q * (R - 1), H], the same, and [Q * (R - 1), 1]."""
+    assert batch.last_states is not None
+    steps = len(states) // len(rows)
+    before = unit_rms(F.embedding(batch.next_tokens[rows, :steps].flatten(), drafter.embedding))
+    teachers = (rows[:, None] + 1 + torch.arange(steps, device=rows.device)).clamp(max=len(batch.positions) - 1)
+    wanted = unit_rms(batch.last_states[teachers.flatten()], centered=centered) - states
+    if (said := drafter.said_by_tokens(before)) is not None:
+        wanted = wanted - said
+    by_row = _LATER_ROWS ** torch.arange(steps, device=rows.device)
+    return before, wanted, ((batch.loss_weights[rows] > 0) * by_row).flatten()[:, None]
