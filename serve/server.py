@@ -84,12 +84,10 @@ def served_method(recipe: Recipe, run_dir: Path, k: int | None) -> Method:
         k = chosen_k(recipe, run_dir)
     if k is None or method.method == "none":
         return method
-    if method.num_speculative_tokens not in (None, k) and "num_speculative_tokens" in method.model_fields_set:
-        console.print(
-            f"serve: num_speculative_tokens {method.num_speculative_tokens} -> {k}: -k was given",
-            highlight=False,
-            soft_wrap=True,
-        )
+    for name in ("num_speculative_tokens", "num_speculative_tokens_per_batch_size"):
+        typed = getattr(method, name)
+        if name in method.model_fields_set and typed not in (None, k):
+            console.print(f"serve: {name} {typed} gives way to -k {k}", highlight=False, markup=False, soft_wrap=True)
     return method.model_copy(update={"num_speculative_tokens": k, "num_speculative_tokens_per_batch_size": None})
 
 
