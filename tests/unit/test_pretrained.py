@@ -11,8 +11,12 @@ from typing import Any
 import pytest
 import torch
 import transformers
+from safetensors.torch import save_file
+from typer.testing import CliRunner
 
+from draftsmith.cli import app
 from draftsmith.config.recipe import Recipe, TargetConfig
+from draftsmith.drafters.checkpoint import Checkpoint
 from draftsmith.engine.step_cost import target_sizes
 from draftsmith.extract.job import engine_job, store_identity
 from draftsmith.extract.requests import requests_of
@@ -140,6 +144,32 @@ def test_engines_are_told(own: Path) -> None:
         assert job.engine_arguments["trust_remote_code"] is trust
         command = vllm_server.server_command(recipe, own, None, name="n", host="127.0.0.1", port=1)
         assert ("--trust-remote-code" in command) == trust
+
+
+def test_a_conversion_runs_code_where_it_is_trusted(own: Path, tmp_path: Path) -> None:
+    """Of a drafter made elsewhere, which does not say what its target determines."""
+    drafter, out = tmp_path / "drafter", tmp_path / "out"
+    drafter.mkdir()
+    shapes = {f"blocks.{head}.layers.0.weight": (HIDDEN, HIDDEN) for head in (0, 1)}
+    shapes |= {f"lm_heads.{head}.weight": (VOCAB, HIDDEN) for head in (0, 1)}
+    save_file({name: torch.randn(shape) for name, shape in shapes.items()}, drafter / "model.safetensors")
+    fields = {
+        "architectures": ["MedusaModel"], "model_type": "medusa", "hidden_size": HIDDEN, "vocab_size": VOCAB, "num_heads": 2,
+        "num_hidden_layers": 1,
+    }  # fmt: skip
+    (drafter / "config.json").write_text(json.dumps(fields))
+    command = ["convert", str(drafter), "--to", "draftsmith", "--out", str(out), "--target", str(own), "--verify"]
+    refused = CliRunner().invoke(app, command)
+    assert isinstance(refused.exception, UserError)
+    assert "`--trust-remote-code` for a conversion" in str(refused.exception)
+    assert not (own / "ran").exists()
+    assert not out.exists()
+    done = CliRunner().invoke(app, [*command, "--trust-remote-code"], catch_exceptions=False)
+    assert done.exit_code == 0
+    assert (own / "ran").exists()
+    checkpoint, target = Checkpoint.load(out), describe_target(own, TargetConfig(model=str(own), trust_remote_code=True))
+    assert checkpoint.config["rms_norm_eps"] == target.config.rms_norm_eps
+    assert (checkpoint.target["name"], checkpoint.target["revision"]) == (own.name, target.revision)
 
 
 def test_code_is_part_of_what_a_target_is(own: Path) -> None:

@@ -1,0 +1,94 @@
+"""Targets in other forms than safetensors in floating point, and a quantized KV cache, in real engines: the states are those of the
+model that the files mean, and training reads its embedding, norm and head from them."""
+
+import copy
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+from transformers import AutoModelForCausalLM
+
+from draftsmith.config.loading import load_recipe
+from draftsmith.extract.extract import run_extract
+from draftsmith.store.format import Sequence
+from draftsmith.store.reader import Store
+from draftsmith.target.tensors import load_target_tensors
+from tests.integration.conftest import make_target, reference_states, write_recipe
+from tests.quantized_target import quantize_awq, quantize_fp8, quantize_fp8_rows, quantize_gptq
+from tests.unit.test_weight_files import to_bin
+
+pytestmark = pytest.mark.integration
+
+PROMPTS = ["Name three rivers.", "Why is the sky blue?", "Hi", "Count to ten in French, please."]
+LAYER_IDS = (1, 2, 3)
+
+
+def extract(target: Path, folder: Path, *, dtype: str = "float32", options: dict[str, str] = {}) -> Store:
+    folder.mkdir(exist_ok=True)
+    path = write_recipe(
+        folder, target, PROMPTS[1:], PROMPTS[:1], target={"dtype": dtype}, engine={"max_model_len": 128, "options": options},
+        extract={"max_tokens": 16, "layer_ids": [*LAYER_IDS]},
+    )  # fmt: skip
+    run_extract(load_recipe(path), folder / "run")
+    store = Store(folder / "run" / "store")
+    assert len(store) == len(PROMPTS)
+    return store
+
+
+def rounding(sequence: Sequence, model: AutoModelForCausalLM) -> float:
+    """How far a sequence's states are from a model's, relative to these."""
+    expected = reference_states(model, sequence.token_ids[: len(sequence.hidden_states)], LAYER_IDS)
+    return float((sequence.hidden_states.float() - expected).norm() / expected.norm())
+
+
+def test_pytorch_files_give_the_states_of_safetensors(tmp_path: Path) -> None:
+    make_target(tmp_path / "safetensors")
+    whole = extract(tmp_path / "safetensors", tmp_path / "whole")
+    for shards in (1, 3):
+        target = tmp_path / f"bin-{shards}"
+        shutil.copytree(tmp_path / "safetensors", target)
+        to_bin(target, shards=shards)
+        assert not [*target.glob("*.safetensors")]
+        for one, other in zip(extract(target, tmp_path / str(shards)), whole, strict=True):
+            assert torch.equal(one.token_ids, other.token_ids)
+            torch.testing.assert_close(one.hidden_states, other.hidden_states, rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize(
+    ("quantize", "near", "apart"),
+    [(quantize_awq, 0.02, 0.05), (quantize_gptq, 0.02, 0.05), (quantize_fp8, 0.06, 0.02), (quantize_fp8_rows, 0.06, 0.02)],
+    ids=["awq", "gptq", "fp8", "fp8-rows"],
+)
+def test_quantized_targets_are_extracted_as_they_are_served(
+    quantize: Callable[[Path], dict[str, torch.Tensor]], near: float, apart: float, tmp_path: Path
+) -> None:
+    """The engine computes with the weights that the file means, and its answers follow from the stored states by the norm and the head
+    that training reads."""
+    target = tmp_path / "target"
+    make_target(target)
+    plain, shared = AutoModelForCausalLM.from_pretrained(target, dtype=torch.float32).eval(), load_target_tensors(target)
+    meant = copy.deepcopy(plain)
+    meant.load_state_dict(quantize(target), strict=False)
+    tensors = load_target_tensors(target)
+    for name in ("embedding", "lm_head", "final_norm_weight"):
+        assert torch.equal(getattr(tensors, name), getattr(shared, name))
+    for sequence in extract(target, tmp_path, dtype="bfloat16"):
+        states, prompt = sequence.hidden_states.float(), int((~sequence.loss_mask).sum())
+        assert states.isfinite().all()
+        assert rounding(sequence, meant) < near
+        assert rounding(sequence, plain) > apart, "the weights were not quantized"
+        normed = torch.nn.functional.rms_norm(states[:, -1], states.shape[-1:], tensors.final_norm_weight, 1e-6)
+        logits = (normed @ tensors.lm_head.T)[prompt - 1 :]
+        chosen = logits.gather(1, sequence.token_ids[prompt:, None].long())[:, 0]
+        assert (logits.amax(1) - chosen).max() < 0.02, "its own logits are rounded to bfloat16"
+
+
+def test_a_quantized_kv_cache_is_the_engine_s_own(tmp_path: Path) -> None:
+    """`engine.options.kv_cache_dtype: fp8`: keys and values are rounded to 8 bits, the states are not."""
+    target = tmp_path / "target"
+    make_target(target)
+    model = AutoModelForCausalLM.from_pretrained(target, dtype=torch.float32).eval()
+    for sequence in extract(target, tmp_path, options={"kv_cache_dtype": "fp8"}):
+        assert 1e-3 < rounding(sequence, model) < 0.05
