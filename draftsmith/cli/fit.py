@@ -11,6 +11,7 @@ from draftsmith.config.recipe import Recipe
 from draftsmith.engine import environment
 from draftsmith.engine.fit import require_extraction, require_two_engines
 from draftsmith.engine.memory import BYTES, engine_memory, weight_bytes
+from draftsmith.engine.quantization import require_quantization
 from draftsmith.engine.step_cost import target_sizes
 from draftsmith.run import stage
 from draftsmith.run.errors import UserError
@@ -78,6 +79,7 @@ def check_fits(
     if not evaluation:
         return
     environment.require_parallelism(recipe.engine, config)
+    require_quantization(recipe.engine, config, target=name, dtype=dtype)
     drafter = drafter_on_meta(recipe, config, layer_ids)
     drafter_bytes = BYTES[dtype] * sum(math.prod(shape) for shape in drafter.shapes(drafter.config).values())
     gpus = environment.gpus()

@@ -25,6 +25,7 @@ from draftsmith.engine.memory import (
     kv_values_on_each,
     state_bytes,
 )
+from draftsmith.engine.quantization import require_quantization
 from draftsmith.run.errors import UserError
 from draftsmith.run.machine_memory import available_memory
 
@@ -54,9 +55,10 @@ def require_extraction(
         layers: number of layer ids, whose states lie in ordinary memory until a sequence is finished.
 
     Raises:
-        UserError: they do not, or vLLM cannot divide the target as asked.
+        UserError: they do not, or vLLM cannot divide the target as asked, or not run it in its form.
     """
     environment.require_parallelism(engine, config)
+    require_quantization(engine, config, target=target, dtype=dtype)
     gpus = environment.gpus()
     if not gpus:
         kv_cache = engine.kv_cache_gib * GIB / options.workers

@@ -10,11 +10,18 @@ if TYPE_CHECKING:
 
 _BITS = {
     "fp8": 8, "fbgemm_fp8": 8, "ptpc_fp8": 8, "modelopt": 8, "int8": 8, "experts_int8": 8, "mxfp8": 8.25,
+    "fp8_per_tensor": 8, "fp8_per_channel": 8, "fp8_per_block": 8,
     "mxfp4": 4.25, "nvfp4": 4.5, "modelopt_fp4": 4.5,
 }  # fmt: skip
 """By vLLM's names of methods, scales of small groups included."""
 _FEWEST = 4.0
 """Bits where a config does not say: rather too few bytes than a run refused that would fit."""
+
+
+def stated_quantization(config: PretrainedConfig | None) -> Mapping[str, Any]:
+    """What a target's config says of its quantization (`quantization_config`); empty for a target in floating point."""
+    stated: Any = getattr(config, "quantization_config", None)
+    return stated if isinstance(stated, Mapping) else stated.to_dict() if stated else {}
 
 
 def weight_bits(config: PretrainedConfig | None, method: str | None = None) -> float | None:
@@ -26,10 +33,9 @@ def weight_bits(config: PretrainedConfig | None, method: str | None = None) -> f
         config: of the target's language model; None for what the method makes of a plain checkpoint.
         method: the recipe's `engine.options.quantization`, by which vLLM also quantizes a plain checkpoint as it loads it.
     """
-    stated: Any = getattr(config, "quantization_config", None)
-    if stated is None and method is None:
+    fields = stated_quantization(config)
+    if not fields and method is None:
         return None
-    fields: Mapping[str, Any] = stated if isinstance(stated, Mapping) else stated.to_dict() if stated else {}
     groups = [group.get("weights") for group in (fields.get("config_groups") or {}).values()]  # compressed-tensors
     found = [_with_scale(group) for group in groups if group and group.get("num_bits")]
     if found:

@@ -19,6 +19,7 @@ from draftsmith.engine import environment
 from draftsmith.engine.environment import Gpu
 from draftsmith.engine.fit import require_two_engines
 from draftsmith.engine.memory import GIB, EngineMemory, engine_memory, side_by_side, weight_bytes
+from draftsmith.engine.quantization import require_quantization
 from draftsmith.engine.speculation import FIXED_K
 from draftsmith.run.errors import UserError
 from draftsmith.run.progress import Bar
@@ -90,9 +91,11 @@ def find_placement(
         smaller: the recipe's key that lowers it, for the error.
 
     Raises:
-        UserError: vLLM cannot divide the target as asked, there are too few GPUs for one engine, or too little memory for two.
+        UserError: vLLM cannot divide the target as asked, or not run it in its form, there are too few GPUs for one engine, or too little memory for two.
     """
     environment.require_parallelism(engine, target.config)
+    for dtype in dtypes:
+        require_quantization(engine, target.config, target=target.name, dtype=dtype)
     drafters = {dtype: max(_drafter_bytes(one, dtype) for one in speculative) for dtype in dtypes}
     quantization = engine.options.get("quantization")
     targets = {dtype: weight_bytes(target.path, dtype, quantization) for dtype in dtypes}

@@ -1,0 +1,102 @@
+"""What vLLM 0.32 computes with of a quantized target, told before an engine starts. vLLM says it after downloads, in terms of its kernels.
+
+Facts of vllm/model_executor/layers/quantization, vllm/model_executor/kernels/linear and vllm/v1/attention/backends/cpu_attn.py.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Any
+
+from draftsmith.config.recipe import EngineConfig
+from draftsmith.engine import environment
+from draftsmith.run.errors import UserError
+from draftsmith.target.quantization import stated_quantization
+
+if TYPE_CHECKING:
+    from transformers import PretrainedConfig
+
+_IN_FLOAT32 = ("compressed-tensors", "torchao")
+"""Methods whose layers vLLM also runs in float32; all others take bfloat16 and float16 only."""
+_CACHES_ON_CPU = ("auto", "fp8", "fp8_e4m3", "fp8_e5m2")
+
+
+def require_quantization(engine: EngineConfig, config: PretrainedConfig, *, target: str, dtype: str) -> None:
+    """Check that vLLM runs a target, quantized or not, with the recipe's `engine.options` on a machine like this one.
+
+    Args:
+        engine: how the recipe runs vLLM.
+        config: of the target's language model.
+        target: its name.
+        dtype: of the computation.
+
+    Raises:
+        UserError: it does not.
+    """
+    stated, asked = stated_quantization(config), engine.options.get("quantization")
+    method = str(stated.get("quant_method") or asked or "").lower()
+    if asked == "fp8" and not stated:
+        raise UserError(
+            f"`engine.options.quantization: fp8` is for checkpoints in FP8, and {target} is in floating point. To quantize it as it is loaded, "
+            "vLLM 0.32 has fp8_per_tensor, fp8_per_channel and fp8_per_block."
+        )
+    if method and dtype == "float32" and method not in _IN_FLOAT32:
+        whose = f"{target} is quantized ({method})" if stated else f"`engine.options.quantization` is {method}"
+        raise UserError(
+            f"{whose}, and vLLM computes with such weights in bfloat16 and float16 only. Set `target.dtype: bfloat16`, and leave "
+            "float32 out of `evaluate.dtypes`."
+        )
+    if environment.is_cpu():
+        if method:
+            _require_kernels(stated, method, target)
+        _require_cache(engine, config)
+
+
+def _require_kernels(stated: Mapping[str, Any], method: str, target: str) -> None:
+    """
+    Raises:
+        UserError: vLLM's CPU build multiplies by no such weights.
+    """
+    bits, block = stated.get("bits") or stated.get("w_bit") or 4, stated.get("weight_block_size")
+    why = ""
+    if method in ("awq", "gptq") and bits != 4:
+        why = f"{method.upper()} in 4 bits, not in {bits}"
+    elif (block or method == "fp8_per_block") and not _has_amx():
+        why = "FP8 with a scale for each block of a weight on processors with AMX only"
+    if why:
+        raise UserError(
+            f"vLLM's CPU build runs {why}, so it does not run {target} on this machine. Use a GPU, or a checkpoint of the target in another form "
+            "(in floating point, in 8 bits with a scale for each row, in 4 bits as AWQ or GPTQ)."
+        )
+
+
+def _require_cache(engine: EngineConfig, config: PretrainedConfig) -> None:
+    """
+    Raises:
+        UserError: vLLM's CPU build keeps no keys and values of this type, or not on this processor.
+    """
+    asked = engine.options.get("kv_cache_dtype", "auto")
+    if asked not in _CACHES_ON_CPU:
+        raise UserError(
+            f"`engine.options.kv_cache_dtype: {asked}`: vLLM's CPU build has {', '.join(_CACHES_ON_CPU)}. Use one of them."
+        )
+    if asked == "auto":
+        return
+    head_dim = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
+    if head_dim % 32 or not (_has_amx() or _has_avx512()):
+        why = f"heads that are a multiple of 32 wide, not {head_dim}" if head_dim % 32 else "a processor with AVX-512 or AMX"
+        raise UserError(
+            f"`engine.options.kv_cache_dtype: {asked}`: on a CPU, vLLM needs {why} for it. Leave it out here."
+        )
+
+
+def _has_amx() -> bool:
+    import torch
+
+    return bool(torch.cpu._is_amx_tile_supported())
+
+
+def _has_avx512() -> bool:
+    import torch
+
+    return bool(torch.cpu._is_avx512_supported())

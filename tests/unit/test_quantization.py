@@ -1,0 +1,102 @@
+"""Quantized targets and caches that vLLM does not run on this machine are refused in words, before an engine starts."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+from transformers import LlamaConfig
+
+from draftsmith.config.recipe import EngineConfig, ExtractConfig
+from draftsmith.engine import quantization
+from draftsmith.engine.fit import require_extraction
+from draftsmith.engine.process import EngineProcess
+from draftsmith.engine.quantization import require_quantization
+from draftsmith.run.errors import UserError
+from draftsmith.serve.evaluation.evaluate import run_evaluate
+from tests.unit.fake_engine import make_recipe_and_run, pretend_gpu
+from tests.unit.test_fit import no_engine
+
+AWQ = {"quant_method": "awq", "bits": 4, "group_size": 128, "zero_point": True}
+GPTQ = {"quant_method": "gptq", "bits": 4, "group_size": 128, "desc_act": False, "sym": True}
+FP8 = {"quant_method": "fp8", "activation_scheme": "dynamic"}
+W8A8 = {"quant_method": "compressed-tensors", "format": "int-quantized"}
+
+
+@pytest.fixture(autouse=True)
+def processor(monkeypatch: pytest.MonkeyPatch) -> Any:
+    """Sets what the processor seems to have; AVX-512 alone unless a test says more."""
+
+    def has(*, amx: bool, avx512: bool) -> None:
+        monkeypatch.setattr(quantization, "_has_amx", lambda: amx)
+        monkeypatch.setattr(quantization, "_has_avx512", lambda: avx512)
+
+    has(amx=False, avx512=True)
+    return has
+
+
+def require(stated: dict[str, Any] | None = None, *, dtype: str = "bfloat16", heads: int = 8, **options: Any) -> None:
+    config = LlamaConfig(hidden_size=1024, num_attention_heads=heads)
+    if stated is not None:
+        config.quantization_config = stated
+    require_quantization(EngineConfig(options=options), config, target="owner/target", dtype=dtype)
+
+
+@pytest.mark.parametrize("stated", [None, AWQ, GPTQ, FP8, W8A8])
+def test_what_vllm_runs_is_left_alone(stated: dict[str, Any] | None) -> None:
+    require(stated)
+    require(stated, kv_cache_dtype="fp8")
+
+
+@pytest.mark.parametrize(
+    ("stated", "given", "said"),
+    [
+        (AWQ, {"dtype": "float32"}, r"owner/target is quantized \(awq\).*bfloat16 and float16 only\. Set `target\.dtype: bfloat16`"),
+        (FP8, {"dtype": "float32"}, r"owner/target is quantized \(fp8\)"),
+        (None, {"dtype": "float32", "quantization": "fp8_per_tensor"}, r"`engine\.options\.quantization` is fp8_per_tensor"),
+        (None, {"quantization": "fp8"}, r"is for checkpoints in FP8, and owner/target is in floating point.*fp8_per_tensor"),
+        (GPTQ | {"bits": 8}, {}, r"GPTQ in 4 bits, not in 8, so it does not run owner/target on this machine\. Use a GPU"),
+        (FP8 | {"weight_block_size": [128, 128]}, {}, r"each block of a weight on processors with AMX only"),
+        (None, {"quantization": "fp8_per_block"}, r"each block of a weight on processors with AMX only"),
+        (None, {"kv_cache_dtype": "nvfp4"}, r"kv_cache_dtype: nvfp4`: vLLM's CPU build has auto, fp8, fp8_e4m3, fp8_e5m2"),
+        (None, {"kv_cache_dtype": "fp8", "heads": 64}, r"heads that are a multiple of 32 wide, not 16"),
+    ],
+)  # fmt: skip
+def test_what_it_does_not_run_is_refused(stated: dict[str, Any] | None, given: dict[str, Any], said: str) -> None:
+    with pytest.raises(UserError, match=said) as refused:
+        require(stated, **given)
+    assert "\n" not in str(refused.value)
+
+
+def test_processors_differ(processor: Any) -> None:
+    processor(amx=True, avx512=True)
+    require(FP8 | {"weight_block_size": [128, 128]})
+    processor(amx=False, avx512=False)
+    with pytest.raises(UserError, match="a processor with AVX-512 or AMX"):
+        require(kv_cache_dtype="fp8_e5m2")
+
+
+def test_gpus_are_left_to_vllm(monkeypatch: pytest.MonkeyPatch) -> None:
+    """But for what no device does."""
+    pretend_gpu(monkeypatch, gib=80)
+    for stated in (GPTQ | {"bits": 8}, FP8 | {"weight_block_size": [128, 128]}):
+        require(stated, kv_cache_dtype="nvfp4")
+    with pytest.raises(UserError, match="bfloat16 and float16 only"):
+        require(FP8, dtype="float32")
+
+
+def test_no_engine_starts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    recipe, run_dir = make_recipe_and_run(tmp_path)
+    monkeypatch.setattr(EngineProcess, "__init__", no_engine)
+    config = LlamaConfig()
+    config.quantization_config = GPTQ
+    with pytest.raises(UserError, match=r"target is quantized \(gptq\)"):
+        require_extraction(
+            EngineConfig(), ExtractConfig.model_validate({"prompts": {"path": "p.jsonl"}}), config, target="target", target_bytes=1,
+            dtype="float32", layers=4,
+        )  # fmt: skip
+    path = tmp_path / "target" / "config.json"
+    path.write_text(json.dumps(json.loads(path.read_text()) | {"quantization_config": GPTQ}))
+    recipe = recipe.model_copy(update={"extract": recipe.extract.model_copy(update={"max_tokens": 20})})
+    with pytest.raises(UserError, match=r"target is quantized \(gptq\)"):
+        run_evaluate(recipe, run_dir)
