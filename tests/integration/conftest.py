@@ -171,14 +171,18 @@ def recipe_from(path: Path) -> Recipe:
 
 @pytest.fixture(scope="session")
 def whole(smollm2: Path, tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
-    """A recipe, and a run directory with the store that one engine made of it, never interrupted: 15 sequences.
+    """A recipe, and a run directory with the store that one engine made of it, never interrupted: 15 sequences."""
+    return extract_conversations(tmp_path_factory.mktemp("whole"), smollm2, samples=2)
 
-    Conversations of one to three user turns, answered turn by turn, sampled twice, some answers ended by a text.
+
+def extract_conversations(folder: Path, target: Path, *, samples: int, **extract: Any) -> tuple[Path, Path]:
+    """The same for any target, with so many samples of seven conversations.
+
+    They have one to three user turns, answered turn by turn; some answers are ended by a text.
     """
-    folder = tmp_path_factory.mktemp("whole")
-    path = write_recipe(folder, smollm2, ["unused"], ["Hello there"], extract={
-        "turns": "all", "temperature": 0.8, "top_p": 0.9, "samples": 2, "stop": [".", "!"], "max_tokens": 12,
-        "max_num_seqs": 2, "shard_tokens": 64,
+    path = write_recipe(folder, target, ["unused"], ["Hello there"], extract={
+        "turns": "all", "temperature": 0.8, "top_p": 0.9, "samples": samples, "stop": [".", "!"], "max_tokens": 12,
+        "max_num_seqs": 2, "shard_tokens": 64, **extract,
     })  # fmt: skip
     prompts = demo_prompts(12)
     rows = []

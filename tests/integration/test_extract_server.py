@@ -130,7 +130,9 @@ def server(smollm2: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[
 
 @pytest.fixture(scope="module")
 def server_as_vllm(smollm2: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
-    """One whose connector is configured in the words of vLLM's example connector, for its clients."""
+    """One whose connector is configured in the words of vLLM's example connector, for its clients.
+
+    In every run of the tests, `tests/unit/test_connector.py` has these words."""
     changes = ("mkdir -p handoff\n", ""), ('"handoff_directory"', '"shared_storage_path"')
     with started(smollm2, tmp_path_factory.mktemp("server"), *changes) as server:
         yield server
@@ -271,6 +273,7 @@ def test_a_failed_write_ends_an_idle_server(server: Server) -> None:
     assert "No such file or directory" in server.log()
 
 
+@in_soak
 @pytest.mark.parametrize("asked", [None, {}, {"include_output_tokens": True}, {"include_output_tokens": False}])
 def test_clients_of_vllm_s_example_connector(asked: dict[str, Any] | None, server_as_vllm: Server, model: Any) -> None:
     """Its own reader, at once: it waits for the lock until the file is there. The response's states are for those who ask."""
@@ -300,6 +303,7 @@ def test_clients_of_vllm_s_example_connector(asked: dict[str, Any] | None, serve
     assert not outside.exists()
 
 
+@in_soak
 def test_speculators_own_client(server_as_vllm: Server, model: Any, tmp_path: Path) -> None:
     """Its data set class asks the server for the states of rows that have none, many rows after one another."""
     texts = [f"{text} {number}" for number in range(10) for text in ("The sky is", "Roses are")]
