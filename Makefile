@@ -43,7 +43,7 @@ suffix: venv-dev  ## Build the package that suffix decoding needs (a minute)
 	@$(BIN)/python -c "import arctic_inference" 2>/dev/null || { $(BIN)/python -m pip install --quiet nanobind==2.9.2 cmake ninja wheel && PATH="$(CURDIR)/$(BIN):$$PATH" $(BIN)/python -m pip install --quiet --no-deps --no-build-isolation arctic-inference==0.3.0; }
 
 soak: suffix  ## The tests that take longer: writers killed 200 times and trainings too, a machine of a Ray cluster killed, servers started wrongly or with hundreds of clients, every method served and sampled, every family of targets, and `test-v2`
-	DRAFTSMITH_SOAK=1 DRAFTSMITH_KILL_CASES=100 $(BIN)/python -m pytest tests/unit/test_store.py tests/unit/test_trainer.py -k "killed or timeout"
+	DRAFTSMITH_SOAK=1 DRAFTSMITH_KILL_CASES=100 $(BIN)/python -m pytest tests/unit/test_store.py tests/unit/test_trainer_processes.py tests/unit/test_trainer_resumes.py -k "killed or timeout"
 	DRAFTSMITH_SOAK=1 $(BIN)/python -m pytest tests/integration/test_extract_on_ray.py tests/integration/test_extract_server.py tests/integration/test_served.py tests/integration/test_server.py tests/integration/test_lossless.py tests/integration/test_fidelity.py tests/integration/test_families.py tests/integration/test_tensor_parallel.py
 	$(MAKE) test-v2
 

@@ -1,0 +1,165 @@
+"""The trainer ends like an uninterrupted run, bit for bit, after it was killed at any moment, stopped by a signal, or out of memory."""
+
+import os
+import random
+import signal
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from draftsmith.drafters.eagle3 import Eagle3Drafter
+from draftsmith.run import stage
+from draftsmith.run.errors import DraftsmithError, Stopped
+from draftsmith.train.snapshot import SNAPSHOT
+from tests.unit.tiny_run import make_run
+from tests.unit.training_runs import (
+    EAGLE3,
+    at_step,
+    ended,
+    kill_self,
+    losses_of,
+    never_stopped,
+    one_thread,
+    run_dir,
+    start,
+    train,
+    weights_of,
+)
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    path = tmp_path_factory.mktemp("trainer")
+    make_run(path)
+    return path
+
+
+@pytest.fixture(autouse=True)
+def _one_thread() -> Iterator[None]:
+    with one_thread():
+        yield
+
+
+@pytest.fixture(scope="module")
+def whole(folder: Path) -> Path:
+    return never_stopped(folder)
+
+
+class Killed(BaseException):
+    """Stands for the end of the process."""
+
+
+def killed() -> None:
+    raise Killed
+
+
+MOMENTS = ("_step", "finish_epoch", "write_snapshot", "remove_epochs", "torch.save")
+KILLS = int(os.environ.get("DRAFTSMITH_KILL_CASES", "6"))
+"""Of each test; `make soak` asks for more."""
+
+
+@pytest.fixture(scope="module")
+def unbroken(folder: Path) -> dict[str, tuple[Path, dict[str, Any]]]:
+    """Uninterrupted runs in a process of their own, and their options."""
+    eagle = {"drafter": {"kind": "eagle"}, "epochs": 3, "lr": 3e-3, "muon_lr": 1e-2}  # with noise
+    made = {}
+    for name, options in {"eagle3": {**EAGLE3, "ema": 0.9}, "eagle": eagle}.items():
+        made[name] = run_dir(folder, f"unbroken-{name}"), options
+        assert ended(start(folder, made[name][0], processes=1, **options)) == [0]
+    return made
+
+
+def require_identical(directory: Path, original: Path) -> None:
+    """Weights and losses are bit-identical, and no snapshot is left."""
+    assert losses_of(directory) == losses_of(original)
+    weights = weights_of(directory / "checkpoint")
+    for name, value in weights_of(original / "checkpoint").items():
+        assert torch.equal(value, weights[name]), name
+    assert not (directory / "checkpoint" / SNAPSHOT).exists()
+    assert not list((directory / "checkpoint").glob("epoch-*"))
+
+
+def test_resumes_bit_identically_when_killed_while_writing(
+    folder: Path, unbroken: dict[str, tuple[Path, dict[str, Any]]]
+) -> None:
+    """Killed before a step, at the end of an epoch, before or after a snapshot, and in the middle of writing one."""
+    draw = random.Random(4)
+    for number in range(KILLS):
+        original, options = unbroken[draw.choice(list(unbroken))]
+        options = {**options, "save_every_steps": draw.choice([2, 3, 100])}
+        directory = run_dir(folder, "killed")
+        where = MOMENTS[number % len(MOMENTS)]
+        stop = (0, draw.randrange(12 if where == "_step" else 3), signal.SIGKILL, where)
+        assert ended(start(folder, directory, processes=1, stop=stop, **options)) == [-signal.SIGKILL], where
+        assert stage.read(directory / "checkpoint") is None
+        assert ended(start(folder, directory, processes=1, **options)) == [0], where
+        require_identical(directory, original)
+
+
+def test_resumes_bit_identically_when_killed_at_any_moment(
+    folder: Path, unbroken: dict[str, tuple[Path, dict[str, Any]]]
+) -> None:
+    """Another process sends SIGKILL at a random moment of the run, and again when it resumes. Every step is saved, so that much
+    of the time is spent on snapshots."""
+    draw = random.Random(5)
+    killed = 0
+    original, options = unbroken["eagle3"]
+    options = {**options, "save_every_steps": 1}
+    timed = run_dir(folder, "timed")
+    begun = time.perf_counter()
+    assert ended(start(folder, timed, processes=1, **options)) == [0]
+    seconds = time.perf_counter() - begun
+    while killed < KILLS:
+        directory = run_dir(folder, "killed")
+        statuses: list[int | None] = []
+        for _ in range(2):
+            (running,) = start(folder, directory, processes=1, **options)
+            running.join(seconds * draw.random())
+            running.kill()
+            statuses += ended([running])
+        killed += statuses.count(-signal.SIGKILL)
+        if 0 in statuses:  # it finished before the kill: runs are faster now than the timed one
+            seconds *= 0.9
+        assert set(statuses) <= {-signal.SIGKILL, 0}
+        assert ended(start(folder, directory, processes=1, **options)) == [0]
+        require_identical(directory, original)
+
+
+def test_signals_save(folder: Path, whole: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    directory = run_dir(folder, "signals")
+    before = signal.getsignal(signal.SIGTERM)
+    with monkeypatch.context() as patch:
+        at_step(2, lambda: kill_self(signal.SIGUSR1), patch)
+        at_step(3, killed, patch)
+        with pytest.raises(Killed):
+            train(folder, directory, save_every_steps=100, **EAGLE3)
+    assert torch.load(directory / "checkpoint" / SNAPSHOT, weights_only=True)["progress"]["step"] == 3
+    with monkeypatch.context() as patch:
+        at_step(2, lambda: kill_self(signal.SIGTERM), patch)
+        with pytest.raises(Stopped, match=r"after step 6 of 12, which is saved"):
+            train(folder, directory, save_every_steps=100, **EAGLE3)
+    assert signal.getsignal(signal.SIGTERM) == before
+    train(folder, directory, **EAGLE3)
+    assert losses_of(directory) == losses_of(whole)
+
+
+def test_out_of_memory_says_what_to_do(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """In a step, after which training resumes with smaller micro-batches; and in the initialization."""
+
+    def full(*_: Any) -> None:
+        raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 8 GiB.\nmore")
+
+    directory = run_dir(folder, "full")
+    with monkeypatch.context() as patch:
+        at_step(5, full, patch)
+        with pytest.raises(DraftsmithError, match=r"= 70 tokens at once.*Tried to allocate 8 GiB\.$") as raised:
+            train(folder, directory, save_every_steps=1, **EAGLE3)
+    assert raised.value.exit_status == 1
+    assert train(folder, directory, gradient_accumulation_steps=2, **EAGLE3)["steps"] == 12
+    monkeypatch.setattr(Eagle3Drafter, "init_from_target", full)
+    with pytest.raises(DraftsmithError, match=r"`train\.gradient_accumulation_steps`"):
+        train(folder, run_dir(folder, "full-start"), **EAGLE3)
