@@ -17,7 +17,8 @@ from typing import Any
 import torch
 from torch import nn
 
-from draftsmith.cli.plan import Assumptions, flop_of_muon, flop_of_row, plan_train, trained_parameters
+from draftsmith.cli.plan_training import flop_of_muon, flop_of_row, plan_train, trained_parameters
+from draftsmith.config.hardware import Assumptions
 from draftsmith.config.loading import load_recipe
 from draftsmith.config.recipe import Recipe
 from draftsmith.drafters import drafter_class

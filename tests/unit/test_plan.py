@@ -18,15 +18,10 @@ from torch.utils.flop_counter import FlopCounterMode
 from transformers import AutoConfig
 
 from draftsmith.cli import app
-from draftsmith.cli.plan import (
-    config_of_target,
-    conversation_counts,
-    drafter_on_meta,
-    flop_of_muon,
-    kept_by_row,
-    make_plan,
-)
+from draftsmith.cli.plan import config_of_target, drafter_on_meta, make_plan
 from draftsmith.cli.plan_report import report, summary
+from draftsmith.cli.plan_stage import conversation_counts
+from draftsmith.cli.plan_training import flop_of_muon, kept_by_row
 from draftsmith.config.hardware import Hardware
 from draftsmith.config.loading import load_recipe
 from draftsmith.config.recipe import Recipe
@@ -390,7 +385,17 @@ def test_a_plan_counts_what_each_gpu_of_a_split_target_holds() -> None:
     assert of_a_sequence(half) == pytest.approx(2 * of_a_sequence(whole), rel=1e-6)
 
 
-def test_a_plan_checks_engine_options_as_a_run_does() -> None:
+def test_engines_after_a_stage_s_first_start_sooner_on_cpus() -> None:
+    """The demo's evaluation starts engines twice: for the drafter, and for a second baseline."""
+    assert planned("demo")["evaluate"]["seconds"]["starting engines"] == 25 + 3
+    assert planned("demo", "evaluate.engine_starts=3")["evaluate"]["seconds"]["starting engines"] == 25 + 7 * 3
+    alike = planned("demo", "plan.hardware.later_start_seconds=null")
+    assert alike["evaluate"]["seconds"]["starting engines"] == 2 * 25
+    assert {stage["seconds"].get("starting engines") for stage in planned("demo").values()} == {25, 28, None}
+
+
+def test_a_plan_checks_engine_options_as_a_run_does
+() -> None:
     pytest.importorskip("vllm")
     with pytest.raises(UserError, match=r"`engine\.options\.kv_cache_dtpye`.*did you mean `kv_cache_dtype`"):
         planned("demo", "engine.options={kv_cache_dtpye: fp8}")

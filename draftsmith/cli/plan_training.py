@@ -1,0 +1,160 @@
+"""The cost of training a drafter, and of converting it."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from typing import Literal
+
+from draftsmith.cli.plan_stage import StagePlan, conversation_counts, counted, devices_of, hours_of
+from draftsmith.config.hardware import Assumptions
+from draftsmith.config.recipe import Recipe
+from draftsmith.drafters.base import Drafter
+from draftsmith.engine.memory import BYTES, GIB
+
+_FLOAT32_ON_GPU = 1 / 16
+"""A GPU's rate in float32 relative to half precision: 19.5 of 312 TFLOP/s on an A100, 67 of 989 on an H100."""
+
+
+def plan_train(recipe: Recipe, assumed: Assumptions, drafter: Drafter, *, layers: int) -> StagePlan:
+    """Estimate training on the responses of the training part.
+
+    Memory is that of one process: float32 parameters with gradients, AdamW's two moments (Muon: one) and the average (`ema`),
+    each divided by the number of processes with `fsdp`; the tensors shared with the target and the teacher's head; and the
+    activations of a micro-batch, inputs and outputs of every matrix product (less with `activation_checkpointing`). The
+    initialization, before that on one process, has the whole drafter, the shared tensors, and its sums of products.
+    """
+    options, hardware = recipe.train, assumed.hardware
+    steps = drafter.max_draft_tokens or options.ttt_steps
+    precision = options.precision_on("cuda" if hardware and hardware.memory_gib else "cpu")
+    training, _ = conversation_counts(recipe, assumed)
+    length = assumed.prompt_tokens + assumed.response_tokens
+    tokens, answered = training * length * options.epochs, training * assumed.response_tokens * options.epochs
+    optimizer_steps = math.ceil(tokens / options.tokens_per_step)
+    trained, by_muon = trained_parameters(recipe, drafter)
+
+    def of_trained(of_steps: Callable[[int], float]) -> float:
+        """What a row takes, given what it takes with so many draft steps: some kinds train later ones on part of the rows."""
+        first = of_steps(1)
+        return first + (of_steps(steps) - first) * options.drafter.share_of_later_steps
+
+    flop = answered * of_trained(lambda steps: flop_of_row(recipe, drafter, steps, predicts=True))
+    flop += (tokens - answered) * of_trained(lambda steps: flop_of_row(recipe, drafter, steps, predicts=False))
+    muon = optimizer_steps * sum(flop_of_muon(rows, columns, precision) for rows, columns in by_muon)
+    shared = sum(value.numel() for value in drafter.buffers() if value.is_floating_point())
+    own = sum(value.numel() for value in drafter.parameters())
+    muons = sum(rows * columns for rows, columns in by_muon)
+    start = drafter.init_cost(
+        drafter.config, rows=round(training * length), answered=round(training * assumed.response_tokens)
+    )
+    seconds: dict[str, float] = {}
+    if hardware:
+        rate = hardware.matmul_tflops * 1e12 * hardware.train_utilization
+        row_bytes = layers * drafter.config.hidden_size * BYTES[recipe.target.dtype]
+        plain_bytes = tokens * row_bytes
+        slower = _FLOAT32_ON_GPU if hardware.memory_gib else 1
+        seconds = {
+            "forward and backward passes": flop / (rate * hardware.count),
+            "Muon": muon / rate,  # repeated by every process
+            # On one process, while the others wait.
+            "initialization": start.flop / (rate * slower)
+            + start.rows_read * row_bytes / (hardware.load_mb_per_second * 1e6),
+            "reading the store": plain_bytes / (hardware.load_mb_per_second * 1e6 * hardware.count),
+        }
+    processes = hardware.count if hardware else 1
+    rows = options.tokens_per_step / (processes * options.gradient_accumulation_steps)
+    parts = processes if options.fsdp else 1
+    config = drafter.config
+    return StagePlan(
+        tokens=round(tokens),
+        disk_bytes=4 * sum(math.prod(shape) for shape in drafter.shapes(config).values()),
+        memory_bytes={
+            "drafter": 4 * own // parts,
+            "shared with the target": 4 * shared,
+            "the teacher's head": 4 * config.draft_vocab_size * config.hidden_size,
+            "copies in bfloat16": 2 * own if precision == "bfloat16" else 0,
+            "gradients": 4 * trained // parts,
+            "optimizer states": (8 * (trained - muons) + 4 * muons + (4 * own if options.ema else 0)) // parts,
+            "activations": int(
+                rows * of_trained(lambda steps: kept_by_row(drafter, steps, layers=layers, number=BYTES[precision]))
+            ),
+        },
+        memory_limit=int(hardware.memory_gib * GIB) if hardware and hardware.memory_gib else None,
+        flop=start.flop + flop + muon * processes,
+        seconds=seconds,
+        hours=hours_of(hardware, seconds, beside="reading the store"),
+        more={
+            "parameters_trained": trained,
+            "optimizer_steps": optimizer_steps,
+            "initialization": {"flop": start.flop, "memory_bytes": 4 * (own + shared) + start.memory_bytes},
+        }
+        | devices_of(hardware, counted(processes, "process"), processes),
+    )
+
+
+def plan_convert(recipe: Recipe, drafter: Drafter) -> StagePlan:
+    """Estimate conversion: the drafter's tensors in their serving dtype."""
+    number = BYTES[recipe.convert.dtype or recipe.target.dtype]
+    parameters = sum(math.prod(shape) for shape in drafter.shapes(drafter.config).values())
+    return StagePlan(0, number * parameters, {}, None, 0.0, {}, 0.0, {"parameters": parameters})
+
+
+def trained_parameters(recipe: Recipe, drafter: Drafter) -> tuple[int, list[tuple[int, int]]]:
+    """Number of trained parameters, and the shapes of the matrices among them that Muon optimizes."""
+    heads, tables = ({id(p) for p in group} for group in (drafter.head_parameters(), drafter.embedding_parameters()))
+    frozen = set() if recipe.train.train_lm_head else heads
+    trained = [p for p in drafter.parameters() if id(p) not in frozen]
+    by_muon = [p for p in trained if p.ndim == 2 and id(p) not in heads | tables]
+    shapes = [(p.shape[0], p.shape[1]) for p in by_muon] if recipe.train.optimizer == "muon" else []
+    return sum(p.numel() for p in trained), shapes
+
+
+def flop_of_row(recipe: Recipe, drafter: Drafter, steps: int, *, predicts: bool) -> float:
+    """FLOP of training on one token: the forward pass, and as many again for each of the gradients of input and weight.
+
+    A token with a loss (`predicts`) goes through the head at every step (a frozen head has no weight gradient), and once
+    through the teacher's head if the target's distribution is trained on. Selecting the loss's part of the vocabulary is not
+    counted: it uses a few tokens per step.
+    """
+    shapes, config = drafter.shapes(drafter.config), drafter.config
+    flop = 0.0
+    for name, (of_context, of_predicting) in drafter.matmul_counts(config, steps).items():
+        flop += 6 * math.prod(shapes[name]) * (of_predicting if predicts else of_context)
+    if not predicts:
+        return flop
+    vocabulary = min(recipe.train.loss_vocab_size or config.draft_vocab_size, config.draft_vocab_size)
+    head = vocabulary * _head_width(drafter)
+    flop += steps * head * (6 if recipe.train.train_lm_head and drafter.head_parameters() else 4)
+    terms = drafter.loss_terms(recipe.train.drafter)
+    if terms.targets == "distribution":
+        flop += 2 * vocabulary * config.hidden_size
+    return flop
+
+
+def flop_of_muon(rows: int, columns: int, precision: Literal["float32", "bfloat16"]) -> float:
+    """FLOP of one step of Muon on a matrix, with five iterations (`train/muon.py`). In float32 they work on the Gram matrix: 17
+    products of its size, and two with the long side. In bfloat16 they work on the matrix: one and two per iteration."""
+    short, long = sorted((rows, columns))
+    of_gram, of_matrix = (17, 2) if precision == "float32" else (5, 10)
+    return of_gram * 2 * short**3 + of_matrix * 2 * short * short * long
+
+
+def kept_by_row(drafter: Drafter, steps: int, *, layers: int, number: int) -> float:
+    """Bytes that a token keeps until the backward pass: its hidden states, and the inputs and outputs of every product.
+
+    Logits are not kept, because the loss computes them in parts.
+
+    Args:
+        layers: number of the store's layer ids, read in float32.
+        number: bytes of the data type of the products.
+    """
+    shapes = drafter.shapes(drafter.config)
+    numbers = steps * _head_width(drafter)
+    for name, (_, of_predicting) in drafter.matmul_counts(drafter.config, steps).items():
+        numbers += of_predicting * sum(shapes[name])
+    return 4.0 * layers * drafter.config.hidden_size + number * numbers
+
+
+def _head_width(drafter: Drafter) -> int:
+    """Input width of the vocabulary heads."""
+    return next((head.shape[1] for head in drafter.head_parameters()), drafter.config.hidden_size)
