@@ -1,6 +1,6 @@
 """The model card: a README.md that says which target the drafter is for, how to serve it, what was measured, how it was made.
 
-Conversion writes it beside the drafter, before anything is measured, and publishing writes it with the evaluation. Figures
+Conversion writes it beside the drafter, before anything is measured; evaluation writes it again, and publishing too. Figures
 come only from the stages' records. The card contains no path of this machine.
 """
 
@@ -37,6 +37,7 @@ def render(
     train: Mapping[str, Any] | None = None,
     extract: Mapping[str, Any] | None = None,
     evaluate: Mapping[str, Any] | None = None,
+    evaluation: str = "eval",
 ) -> str:
     """Return the card, with the Hub's metadata.
 
@@ -50,6 +51,7 @@ def render(
         train: record (`stage.json`) of the training; None omits how the drafter was made.
         extract: record of the extraction; None omits the data.
         evaluate: record of an evaluation of exactly this drafter; None omits all measurements.
+        evaluation: where its files are, from the card.
     """
     results = evaluate["figures"] if evaluate else None
     name = drafter.target["name"] or "its target"
@@ -71,7 +73,7 @@ def render(
         f"This model drafts tokens for {name} in vLLM's speculative decoding. The target verifies every draft token and still "
         f"determines the output, but yields several tokens per step.{_headline(results)} It works with this target only. Made with Draftsmith.",
         _serving(drafter, target, repo, revision, base_model, evaluate),
-        _measured(evaluate) if evaluate else _predicted(drafter),
+        _measured(evaluate, evaluation) if evaluate else _predicted(drafter),
         _made(drafter, quantized, train, extract),
     ]
     return f"---\n{metadata.to_yaml()}\n---\n\n" + "\n\n".join(part for part in parts if part) + "\n"
@@ -171,7 +173,7 @@ def _trained_on(results: Mapping[str, Any]) -> list[str]:
     ]
 
 
-def _measured(evaluate: Mapping[str, Any]) -> str:
+def _measured(evaluate: Mapping[str, Any], evaluation: str) -> str:
     results = evaluate["figures"]
     best = str(results["num_speculative_tokens"])
     rows = []
@@ -216,7 +218,7 @@ def _measured(evaluate: Mapping[str, Any]) -> str:
             f"start{'s' if results['engine_starts'] > 1 else ''}). Fastest baseline of that suite: "
             f"{suite['throughput']['fastest_baseline']}. Noise: 95% interval of the speedup of a second baseline engine over the first.",
             _table(("K", "acceptance length", "predicted in training", "step cost (× baseline)", "estimated speedup"), curve),
-            "All results are in `eval/results.json` and `eval/report.html`.",
+            f"All results are in `{evaluation}/results.json` and `{evaluation}/report.html`.",
         ]
     )  # fmt: skip
 

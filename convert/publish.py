@@ -4,7 +4,6 @@ Measured figures on the card come from a finished, unchanged evaluation of exact
 none are published.
 """
 
-import json
 import warnings
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
@@ -15,15 +14,9 @@ from huggingface_hub import CommitOperationAdd, CommitOperationDelete, HfApi, Mo
 from huggingface_hub.utils import disable_progress_bars, validate_repo_id
 from rich.markup import escape
 
-from draftsmith.config.evaluation import RESULTS_VERSION
 from draftsmith.config.target import TargetConfig
-from draftsmith.convert.convert import converted_from
-from draftsmith.convert.inspection import inspect
 from draftsmith.convert.model_card import hub_id, render
-from draftsmith.convert.quantize import scheme_of
-from draftsmith.drafters.checkpoint import Checkpoint
-from draftsmith.run import stage
-from draftsmith.run.atomic_io import read_json, sha256_of
+from draftsmith.convert.records import EVALUATION, checkpoint_of, drafter_files, evaluation_of, extraction_of
 from draftsmith.run.errors import DraftsmithError, UserError
 from draftsmith.run.progress import console
 from draftsmith.target.downloads import place_of
@@ -31,7 +24,6 @@ from draftsmith.target.downloads import place_of
 TAG = "draftsmith"
 """Tag of the card that marks a repository as published by Draftsmith, which may then replace its files."""
 _IN_EVERY_REPO = {".gitattributes", "README.md"}
-_EVALUATION = ("results.json", "report.html")
 _LICENSE = ("license", "license_name", "license_link")
 
 
@@ -69,9 +61,9 @@ def publish(
         _check_id(base_model, "--base-model")
     drafter = directory / "vllm" if (directory / "vllm").is_dir() else directory
     run_dir = drafter.resolve().parent
-    checkpoint, train, quantized = _checkpoint_of(drafter, run_dir / "checkpoint")
+    checkpoint, train, quantized = checkpoint_of(drafter, run_dir / "checkpoint")
     target = TargetConfig.model_validate(train["recipe"]["target"])
-    evaluate = _evaluation_of(drafter, run_dir / evaluation) if evaluation is not None else None
+    evaluate = evaluation_of(drafter, run_dir / evaluation) if evaluation is not None else None
     base_model = hub_id(checkpoint.target["name"]) or base_model
     known = {"license": license} if license else _target_license(target, base_model, online=not dry_run)
     if not known:
@@ -84,13 +76,13 @@ def publish(
         )  # fmt: skip
     card = render(
         checkpoint, target, quantized=quantized, repo=repo, revision=revision, base_model=base_model, license=known, train=train,
-        extract=_extraction_of(run_dir / "store", train), evaluate=evaluate,
+        extract=extraction_of(run_dir / "store", train), evaluate=evaluate,
     )  # fmt: skip
     parsed = _parse(card)
     files: dict[str, Path | bytes] = {"README.md": card.encode()}
-    files |= {file.name: file for file in _drafter_files(drafter)}
+    files |= {file.name: file for file in drafter_files(drafter)}
     if evaluate is not None:
-        files |= {f"eval/{name}": run_dir / str(evaluation) / name for name in _EVALUATION}
+        files |= {f"eval/{name}": run_dir / str(evaluation) / name for name in EVALUATION}
     sizes = {name: len(file) if isinstance(file, bytes) else file.stat().st_size for name, file in files.items()}
     done = {"repo": repo, "revision": revision, "files": sizes, "card": card}
     if dry_run:
@@ -198,70 +190,6 @@ def _check_id(name: str, option: str) -> None:
             raise errors.HFValidationError("it has no owner")
     except errors.HFValidationError as error:
         raise UserError(f"`{option} {name}` is not a repository id such as owner/name: {error}") from None
-
-
-def _checkpoint_of(drafter: Path, directory: Path) -> tuple[Checkpoint, dict[str, Any], str | None]:
-    """The checkpoint that the drafter was converted from, the record of its training, and the scheme of the drafter's weights; both
-    directories are checked."""
-    converted, train = stage.read(drafter), stage.read(directory)
-    if converted is None or converted.get("stage") != "convert":
-        raise UserError(
-            f"There is no finished drafter in {drafter}. Give a run's folder, as in runs/NAME, after `draftsmith convert`."
-        )
-    if train is None:
-        raise UserError(
-            f"There is no finished checkpoint in {directory}, which records how the drafter in {drafter} was made. Keep the two "
-            "folders side by side, as `draftsmith run` leaves them."
-        )
-    report = inspect(drafter)
-    if not report["good"]:
-        raise UserError(report["damage"]["message"])
-    config = read_json(drafter / "config.json")
-    quantized = scheme_of(config)
-    if converted["inputs"] != converted_from(directory, config.get("torch_dtype", ""), quantized):
-        raise UserError(
-            f"The drafter in {drafter} was not made from the checkpoint in {directory}, which is newer. Run "
-            "`draftsmith convert` with the run's recipe, and `draftsmith evaluate`."
-        )
-    return Checkpoint.load(directory).check(), train, quantized
-
-
-def _extraction_of(store: Path, train: Mapping[str, Any]) -> dict[str, Any] | None:
-    """The record of the run's store; None if the store is gone or was made again after training."""
-    record = stage.read(store) if store.is_dir() else None
-    return record if record and record["finished_at"] <= train["finished_at"] else None
-
-
-def _evaluation_of(drafter: Path, directory: Path) -> dict[str, Any]:
-    """The record of the evaluation, whose files are unchanged and which measured this drafter."""
-    advice = (
-        "Run `draftsmith evaluate` with the run's recipe, or publish without measured numbers: `--without-evaluation`."
-    )
-    record = stage.read(directory)
-    if record is None or record.get("stage") != "evaluate":
-        raise UserError(f"There is no finished evaluation in {directory}. {advice}")
-    measured, written = record["figures"].get("drafter_sha256"), record.get("files")
-    if not measured or not written:
-        raise UserError(
-            f"The evaluation in {directory} is from an earlier version, which did not record what it measured. {advice}"
-        )
-    if record["figures"].get("schema_version") != RESULTS_VERSION:
-        raise UserError(f"Another version of Draftsmith wrote the evaluation in {directory}. {advice}")
-    for name in _EVALUATION:
-        if not (directory / name).is_file() or sha256_of(directory / name) != written.get(name):
-            raise UserError(f"{directory / name} has changed since the evaluation wrote it. {advice}")
-    if json.loads((directory / "results.json").read_text()) != record["figures"]:
-        raise UserError(f"{directory / stage.MARKER} does not hold the figures of results.json. {advice}")
-    if measured != {file.name: sha256_of(file) for file in _drafter_files(drafter)}:
-        raise UserError(
-            f"The evaluation in {directory} measured a different drafter from the one in {drafter}. {advice}"
-        )
-    return record
-
-
-def _drafter_files(drafter: Path) -> list[Path]:
-    """The files that vLLM reads: config and weights."""
-    return [drafter / "config.json", *sorted(drafter.glob("*.safetensors")), *sorted(drafter.glob("*.index.json"))]
 
 
 def _target_license(target: TargetConfig, base_model: str | None, *, online: bool) -> dict[str, str]:

@@ -49,7 +49,20 @@ def evaluate_stage(recipe: Recipe, run_dir: Path) -> dict[str, Any]:
         prepare_engines(recipe.engine)  # imports vLLM while this process imports the rest
     from draftsmith.serve.evaluation.evaluate import run_evaluate
 
-    return dict(run_evaluate(recipe, run_dir))
+    found = dict(run_evaluate(recipe, run_dir))
+    _write_card(recipe, run_dir)
+    return found
+
+
+def _write_card(recipe: Recipe, run_dir: Path) -> None:
+    """The model card beside the drafter, with what was measured; or a line that says why it stays as it is."""
+    from draftsmith.convert.records import write_measured_card
+    from draftsmith.run.progress import console
+
+    try:
+        write_measured_card(run_dir, recipe.evaluate.output)
+    except UserError as error:
+        console.print(f"evaluate: the drafter's card does not show this evaluation: {error}", highlight=False, markup=False, soft_wrap=True)
 
 
 STAGES: dict[str, Stage] = {

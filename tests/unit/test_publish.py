@@ -16,7 +16,7 @@ import torch
 from huggingface_hub import ModelCard
 from typer.testing import CliRunner
 
-from draftsmith.cli import app
+from draftsmith.cli import app, stages
 from draftsmith.config.recipe import EngineConfig, Recipe
 from draftsmith.convert.convert import run_convert
 from draftsmith.convert.inspection import inspect
@@ -27,6 +27,7 @@ from draftsmith.run import stage
 from draftsmith.run.atomic_io import sha256_of, write_bytes, write_json
 from draftsmith.run.errors import DraftsmithError, UserError
 from draftsmith.run.weights import in_memory
+from draftsmith.serve.evaluation import evaluate as evaluation
 from draftsmith.serve.evaluation.report import render
 from draftsmith.target.hub import local_directory
 from draftsmith.target.prepare import target_name
@@ -207,7 +208,33 @@ def test_card_without_measurement(run_dir: Path) -> None:
     assert "THIS_DIRECTORY" in serve_command(beside.content)
 
 
-def test_dry_run_contacts_nothing(run_dir: Path, hub: Hub) -> None:
+def test_an_evaluation_writes_the_card_beside_the_drafter(
+    run_dir: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    path = run_dir / "vllm" / "README.md"
+    before = path.read_text()
+    assert "## Evaluation" not in before
+    recipe = Recipe.model_validate(
+        {"name": "tiny", "target": {"model": "a/b"}, "extract": {"prompts": {"path": "p.jsonl"}}}
+    )
+    monkeypatch.setattr(evaluation, "run_evaluate", lambda recipe, run_dir: {"finished": True})
+    assert stages.evaluate_stage(recipe, run_dir) == {"finished": True}
+    card = path.read_text()
+    for text in ("## Evaluation", "| held_out | 2 | 1.700 |", "`../eval/results.json`", "THIS_DIRECTORY", "7 steps, 1,234 tokens"):
+        assert text in card, card
+    assert ModelCard(card).data.tags == ModelCard(before).data.tags
+    assert str(run_dir.parents[1]) not in card
+
+    # A card never shows the figures of another drafter.
+    (run_dir / "vllm" / "config.json").write_text((run_dir / "vllm" / "config.json").read_text() + "\n")
+    path.write_text(before)
+    stages.evaluate_stage(recipe, run_dir)
+    assert path.read_text() == before
+    assert "the drafter's card does not show this evaluation: " in capsys.readouterr().err
+
+
+def test_dry_run_contacts_nothing
+(run_dir: Path, hub: Hub) -> None:
     done = CliRunner().invoke(app, ["publish", str(run_dir), "--repo", REPO, "--dry-run"], catch_exceptions=False)
     assert done.exit_code == 0
     for name in UPLOADED - {"README.md"}:
