@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 _METHODS = "`serve.method` and `evaluate.methods`"
@@ -44,8 +44,15 @@ _REFUSED = {
 EXECUTOR = "distributed_executor_backend"
 EXECUTORS = ("mp", "ray", "uni")
 """Executors that start an engine's processes themselves: on this machine, through Ray, and none beside the engine's own."""
-_READ_FROM_CONFIG = ("num_hidden_layers", "hidden_size", "vocab_size", "tie_word_embeddings")
+READ_FROM_CONFIG = frozenset({
+    "model_type", "num_hidden_layers", "hidden_size", "vocab_size", "tie_word_embeddings", "quantization_config",
+    "num_attention_heads", "num_key_value_heads", "head_dim", "kv_lora_rank", "qk_rope_head_dim", "sliding_window", "layer_types",
+    "rms_norm_eps", "layer_norm_eps", "layer_norm_epsilon", "norm_eps", "norm_epsilon",
+    "final_logit_softcapping", "lm_head_multiplier", "logit_scale", "logits_scaling", "logits_soft_cap", "output_multiplier",
+})  # fmt: skip
 """What Draftsmith reads from the target's config itself, where vLLM's `hf_overrides` do not reach."""
+_LANGUAGE_MODELS = ("text_config", "llm_config", "language_config", "thinker_config")
+"""Where configs nest their language model's."""
 
 
 def refusal(options: Mapping[str, Any]) -> str | None:
@@ -62,8 +69,15 @@ def refusal(options: Mapping[str, Any]) -> str | None:
     overrides = options.get("hf_overrides") or {}
     if not isinstance(overrides, Mapping):
         return "`hf_overrides` must be a mapping from fields of the target's config to values"
-    nested = overrides.get("text_config")
-    for name in (*overrides, *(nested if isinstance(nested, Mapping) else ())):
-        if name in _READ_FROM_CONFIG:
+    for name in _overridden(overrides):
+        if name in READ_FROM_CONFIG:
             return f"`hf_overrides` changes `{name}`, which Draftsmith reads from the target's config.json; change it there"
     return None
+
+
+def _overridden(overrides: Mapping[str, Any]) -> Iterator[str]:
+    """Fields that overrides change in a config and in the language model's within it."""
+    for name, value in overrides.items():
+        yield name
+        if name in _LANGUAGE_MODELS and isinstance(value, Mapping):
+            yield from _overridden(value)

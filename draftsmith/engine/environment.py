@@ -17,7 +17,7 @@ from draftsmith.config.engine_options import EXECUTOR
 from draftsmith.config.recipe import EngineConfig
 from draftsmith.run.errors import UserError
 from draftsmith.run.process import malloc_environment
-from draftsmith.target.family import FAMILIES, has_experts
+from draftsmith.target.family import FAMILIES, has_experts, target_facts
 
 if TYPE_CHECKING:
     from transformers import PretrainedConfig
@@ -178,7 +178,8 @@ def require_parallelism(engine: EngineConfig, config: PretrainedConfig) -> None:
 
 def states_arguments(config: PretrainedConfig, options: Mapping[str, Any]) -> dict[str, Any]:
     """Arguments of `vllm.LLM` for an engine that must hand out hidden states: where vLLM's own model of a family does not, vLLM's
-    transformers backend does.
+    transformers backend does. That is told the factor of the family's logits, which it does not know by the family's name for it: sampled
+    answers would follow other probabilities.
 
     With `model_impl: transformers`, vLLM 0.32 looks for the drafter among transformers' models too, and fails.
 
@@ -195,7 +196,12 @@ def states_arguments(config: PretrainedConfig, options: Mapping[str, Any]) -> di
             "(`train.drafter.kind`: medusa or mlp_speculator)."
         )
     backend = f"Transformers{'MoE' if has_experts(config) else ''}ForCausalLM"
-    return {"hf_overrides": {**options.get("hf_overrides", {}), "architectures": [backend]}}
+    overrides = {**options.get("hf_overrides", {}), "architectures": [backend]}
+    family = FAMILIES[config.model_type]
+    if (family.multiplier or family.divisor or "logit_scale") != "logit_scale":
+        # The one name by which the backend finds a factor of logits (vllm/model_executor/models/transformers/causal.py).
+        overrides["logit_scale"] = target_facts(config).logit_scale
+    return {"hf_overrides": overrides}
 
 
 def memory_arguments(engine: EngineConfig, *, share: float = 1.0) -> dict[str, Any]:

@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 
 _IN_FLOAT32 = ("compressed-tensors", "torchao")
 """Methods whose layers vLLM also runs in float32; all others take bfloat16 and float16 only."""
-_CACHES_ON_CPU = ("auto", "fp8", "fp8_e4m3", "fp8_e5m2")
+_CACHES_ON_CPU = ("auto", "bfloat16", "float16", "fp8", "fp8_e4m3", "fp8_e5m2")
 
 
 def require_quantization(engine: EngineConfig, config: PretrainedConfig, *, target: str, dtype: str) -> None:
@@ -80,7 +80,7 @@ def _require_cache(engine: EngineConfig, config: PretrainedConfig) -> None:
         raise UserError(
             f"`engine.options.kv_cache_dtype: {asked}`: vLLM's CPU build has {', '.join(_CACHES_ON_CPU)}. Use one of them."
         )
-    if asked == "auto":
+    if not asked.startswith("fp8"):
         return
     head_dim = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
     if head_dim % 32 or not (_has_amx() or _has_avx512()):

@@ -11,12 +11,17 @@ import torch
 from transformers import AutoModelForCausalLM
 
 from draftsmith.config.loading import load_recipe
+from draftsmith.config.recipe import EngineConfig
+from draftsmith.engine.environment import states_arguments
 from draftsmith.extract.extract import run_extract
+from draftsmith.serve.evaluation.engine import EngineHost, EngineSpec
 from draftsmith.store.format import Sequence
 from draftsmith.store.reader import Store
 from draftsmith.target.tensors import load_target_tensors
+from tests.families import TinyFamily
 from tests.integration.conftest import make_target, reference_states, write_recipe
 from tests.quantized_target import quantize_awq, quantize_fp8, quantize_fp8_rows, quantize_gptq
+from tests.seeing import LLAMA
 from tests.unit.test_weight_files import to_bin
 
 pytestmark = pytest.mark.integration
@@ -92,3 +97,18 @@ def test_a_quantized_kv_cache_is_the_engine_s_own(tmp_path: Path) -> None:
     model = AutoModelForCausalLM.from_pretrained(target, dtype=torch.float32).eval()
     for sequence in extract(target, tmp_path, options={"kv_cache_dtype": "fp8"}):
         assert 1e-3 < rounding(sequence, model) < 0.05
+
+def test_logits_through_the_transformers_backend_have_their_factor(tmp_path: Path) -> None:
+    """Granite's, with experts: vLLM's backend does not know it by Granite's name for it."""
+    family = TinyFamily("", "granitemoe", LLAMA.fields | {"num_local_experts": 4, "num_experts_per_tok": 2, "logits_scaling": 7.0})
+    model = family.save(tmp_path / "target")
+    arguments = states_arguments(model.config, {})
+    engine = EngineConfig(max_model_len=128, kv_cache_gib=0.2).model_copy(update={"options": arguments})
+    prompt = torch.arange(40, 60)
+    with torch.no_grad():
+        logits = model(prompt[None]).logits[0, -1]
+    first, second = logits.topk(2).indices.tolist()
+    margin = float(logits[first] - logits[second])
+    spec = EngineSpec(name="backend", target=str(tmp_path / "target"), dtype="float32", engine=engine)
+    with EngineHost(spec, tmp_path).start() as host:
+        assert host.wait_ready().logit_margin(prompt.tolist(), first, second) == pytest.approx(margin, rel=1e-3)

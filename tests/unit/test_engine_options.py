@@ -9,11 +9,13 @@ from typing import Any
 
 import pytest
 from pydantic import ValidationError
+from transformers import AutoConfig
 
 from draftsmith.config import engine_options
 from draftsmith.config.loading import digest, load_recipe
 from draftsmith.config.recipe import EngineConfig, Recipe
 from draftsmith.engine import options
+from draftsmith.engine.environment import states_arguments
 from draftsmith.extract import worker
 from draftsmith.extract.extract import _say_options
 from draftsmith.extract.job import engine_job, store_identity
@@ -22,6 +24,8 @@ from draftsmith.serve import vllm_server
 from draftsmith.serve.evaluation.engine import EngineSpec, say_options
 from draftsmith.serve.evaluation.machine import describe_engines
 from draftsmith.store.format import MANIFEST, StoreIdentity, manifest_bytes, read_manifest
+from draftsmith.target import family
+from draftsmith.target.family import FAMILIES
 from draftsmith.target.info import TargetInfo, describe_target
 from tests.unit.test_store import identity
 from tests.unit.tiny_run import make_run
@@ -72,6 +76,8 @@ def target(tmp_path: Path) -> TargetInfo:
         ({"hf_overrides": "callable"}, "must be a mapping"),
         ({"hf_overrides": {"num_hidden_layers": 2}}, "changes `num_hidden_layers`"),
         ({"hf_overrides": {"text_config": {"vocab_size": 2}}}, "changes `vocab_size`"),
+        ({"hf_overrides": {"thinker_config": {"text_config": {"rms_norm_eps": 1e-4}}}}, "changes `rms_norm_eps`"),
+        ({"hf_overrides": {"logits_scaling": 2.0}}, "changes `logits_scaling`"),
     ],
 )
 def test_what_another_key_sets_or_no_stage_can_use_is_refused(given: dict[str, Any], said: str) -> None:
@@ -80,7 +86,30 @@ def test_what_another_key_sets_or_no_stage_can_use_is_refused(given: dict[str, A
     assert said in str(caught.value)
 
 
-def test_a_refusal_is_one_paragraph_that_names_the_key(tmp_path: Path) -> None:
+def test_overrides_of_what_is_read_from_the_config_are_all_refused() -> None:
+    """Every key that the facts of some family are read from; not what vLLM alone uses, nor the sizes of what sees images."""
+    read = {key for one in FAMILIES.values() for key in (one.eps, one.multiplier, one.divisor, one.soft_cap)}
+    assert {key for key in read if isinstance(key, str)} | {*family._OTHER_LOGITS} <= engine_options.READ_FROM_CONFIG
+    allowed = {"rope_parameters": {"rope_type": "default"}, "vision_config": {"hidden_size": 8}, "max_position_embeddings": 64}
+    assert EngineConfig(options={"hf_overrides": allowed}).options == {"hf_overrides": allowed}
+
+
+def test_the_transformers_backend_is_told_the_factor_of_logits() -> None:
+    """By the name that it knows; it knows soft caps, and Cohere's factor has that name."""
+    for kind, fields, backend, told in (
+        ("granitemoe", {"logits_scaling": 8.0}, "TransformersMoEForCausalLM", {"logit_scale": 0.125}),
+        ("falcon_h1", {"lm_head_multiplier": 0.5}, "TransformersForCausalLM", {"logit_scale": 0.5}),
+        ("cohere", {"logit_scale": 0.25}, "TransformersForCausalLM", {}),
+        ("gemma2", {}, "TransformersForCausalLM", {}),
+    ):
+        found = states_arguments(AutoConfig.for_model(kind, **fields), {"hf_overrides": {"use_cache": False}})
+        assert found == {"hf_overrides": {"use_cache": False, "architectures": [backend], **told}}, kind
+    assert states_arguments(AutoConfig.for_model("granite", logits_scaling=8.0), {}) == {}
+
+
+def test_a_refusal_is_one_paragraph_that_names_the_key
+
+(tmp_path: Path) -> None:
     (tmp_path / "recipe.yaml").write_text(
         "name: r\ntarget: { model: a/b }\nextract: { prompts: { path: p } }\nengine: { options: { max_model_len: 8 } }\n"
     )
