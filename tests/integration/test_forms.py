@@ -3,7 +3,7 @@ model that the files mean, and training reads its embedding, norm and head from 
 
 import copy
 import shutil
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
 
 import pytest
@@ -30,10 +30,10 @@ PROMPTS = ["Name three rivers.", "Why is the sky blue?", "Hi", "Count to ten in 
 LAYER_IDS = (1, 2, 3)
 
 
-def extract(target: Path, folder: Path, *, dtype: str = "float32", options: dict[str, str] = {}) -> Store:
+def extract(target: Path, folder: Path, *, dtype: str = "float32", options: Mapping[str, str] = {}) -> Store:
     folder.mkdir(exist_ok=True)
     path = write_recipe(
-        folder, target, PROMPTS[1:], PROMPTS[:1], target={"dtype": dtype}, engine={"max_model_len": 128, "options": options},
+        folder, target, PROMPTS[1:], PROMPTS[:1], target={"dtype": dtype}, engine={"max_model_len": 128, "options": dict(options)},
         extract={"max_tokens": 16, "layer_ids": [*LAYER_IDS]},
     )  # fmt: skip
     run_extract(load_recipe(path), folder / "run")

@@ -434,7 +434,7 @@ def test_a_quantized_target_takes_the_bytes_that_its_config_says(name: str) -> N
 
 def test_vllm_quantizes_a_plain_target_as_it_loads_it() -> None:
     config = {"quantization_config": {"quant_method": "fp8"}}
-    online = _planned_config("llama", {}, "engine.options={quantization: fp8}")
+    online = _planned_config("llama", {}, "engine.options={quantization: fp8_per_tensor}")
     assert online["extract"]["memory_bytes"] == _planned_config("llama", config)["extract"]["memory_bytes"]
 
 
