@@ -62,12 +62,21 @@ _Parts = tuple[dict[str, torch.Tensor], torch.Tensor]
 
 def quantize_awq(directory: Path) -> dict[str, torch.Tensor]:
     """4 bits with zero points. See `_rewrite`."""
-    return _rewrite(directory, _awq, {"quant_method": "awq", "bits": 4, "group_size": GROUP, "zero_point": True, "version": "gemm"})
+    return _rewrite(
+        directory, _awq, {"quant_method": "awq", "bits": 4, "group_size": GROUP, "zero_point": True, "version": "gemm"}
+    )
 
 
 def quantize_gptq(directory: Path) -> dict[str, torch.Tensor]:
     """4 bits around zero. See `_rewrite`."""
-    described = {"quant_method": "gptq", "bits": 4, "group_size": GROUP, "desc_act": False, "sym": True, "lm_head": False}
+    described = {
+        "quant_method": "gptq",
+        "bits": 4,
+        "group_size": GROUP,
+        "desc_act": False,
+        "sym": True,
+        "lm_head": False,
+    }
     return _rewrite(directory, _gptq, described)
 
 

@@ -62,7 +62,12 @@ def _write_card(recipe: Recipe, run_dir: Path) -> None:
     try:
         write_measured_card(run_dir, recipe.evaluate.output)
     except UserError as error:
-        console.print(f"evaluate: the drafter's card does not show this evaluation: {error}", highlight=False, markup=False, soft_wrap=True)
+        console.print(
+            f"evaluate: the drafter's card does not show this evaluation: {error}",
+            highlight=False,
+            markup=False,
+            soft_wrap=True,
+        )
 
 
 STAGES: dict[str, Stage] = {

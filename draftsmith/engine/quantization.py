@@ -84,7 +84,11 @@ def _require_cache(engine: EngineConfig, config: PretrainedConfig) -> None:
         return
     head_dim = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
     if head_dim % 32 or not (_has_amx() or _has_avx512()):
-        why = f"heads that are a multiple of 32 wide, not {head_dim}" if head_dim % 32 else "a processor with AVX-512 or AMX"
+        why = (
+            f"heads that are a multiple of 32 wide, not {head_dim}"
+            if head_dim % 32
+            else "a processor with AVX-512 or AMX"
+        )
         raise UserError(
             f"`engine.options.kv_cache_dtype: {asked}`: on a CPU, vLLM needs {why} for it. Leave it out here."
         )

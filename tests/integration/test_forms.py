@@ -33,10 +33,10 @@ LAYER_IDS = (1, 2, 3)
 def extract(target: Path, folder: Path, *, dtype: str = "float32", options: Mapping[str, str] = {}) -> Store:
     folder.mkdir(exist_ok=True)
     path = write_recipe(
-        folder, target, PROMPTS[1:], PROMPTS[:1], target={"dtype": dtype}, engine={"max_model_len": 128, "options": dict(options)},
+        folder, target, PROMPTS[1:], PROMPTS[:1], engine={"max_model_len": 128, "options": dict(options)},
         extract={"max_tokens": 16, "layer_ids": [*LAYER_IDS]},
     )  # fmt: skip
-    run_extract(load_recipe(path), folder / "run")
+    run_extract(load_recipe(path, [f"target.dtype={dtype}"]), folder / "run")
     store = Store(folder / "run" / "store")
     assert len(store) == len(PROMPTS)
     return store
@@ -63,7 +63,12 @@ def test_pytorch_files_give_the_states_of_safetensors(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize(
     ("quantize", "near", "apart"),
-    [(quantize_awq, 0.02, 0.05), (quantize_gptq, 0.02, 0.05), (quantize_fp8, 0.06, 0.02), (quantize_fp8_rows, 0.06, 0.02)],
+    [
+        (quantize_awq, 0.02, 0.05),
+        (quantize_gptq, 0.02, 0.05),
+        (quantize_fp8, 0.06, 0.02),
+        (quantize_fp8_rows, 0.06, 0.02),
+    ],
     ids=["awq", "gptq", "fp8", "fp8-rows"],
 )
 def test_quantized_targets_are_extracted_as_they_are_served(
@@ -73,7 +78,10 @@ def test_quantized_targets_are_extracted_as_they_are_served(
     that training reads."""
     target = tmp_path / "target"
     make_target(target)
-    plain, shared = AutoModelForCausalLM.from_pretrained(target, dtype=torch.float32).eval(), load_target_tensors(target)
+    plain, shared = (
+        AutoModelForCausalLM.from_pretrained(target, dtype=torch.float32).eval(),
+        load_target_tensors(target),
+    )
     meant = copy.deepcopy(plain)
     meant.load_state_dict(quantize(target), strict=False)
     tensors = load_target_tensors(target)
@@ -98,9 +106,12 @@ def test_a_quantized_kv_cache_is_the_engine_s_own(tmp_path: Path) -> None:
     for sequence in extract(target, tmp_path, options={"kv_cache_dtype": "fp8"}):
         assert 1e-3 < rounding(sequence, model) < 0.05
 
+
 def test_logits_through_the_transformers_backend_have_their_factor(tmp_path: Path) -> None:
     """Granite's, with experts: vLLM's backend does not know it by Granite's name for it."""
-    family = TinyFamily("", "granitemoe", LLAMA.fields | {"num_local_experts": 4, "num_experts_per_tok": 2, "logits_scaling": 7.0})
+    family = TinyFamily(
+        "", "granitemoe", LLAMA.fields | {"num_local_experts": 4, "num_experts_per_tok": 2, "logits_scaling": 7.0}
+    )
     model = family.save(tmp_path / "target")
     arguments = states_arguments(model.config, {})
     engine = EngineConfig(max_model_len=128, kv_cache_gib=0.2).model_copy(update={"options": arguments})

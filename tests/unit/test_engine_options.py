@@ -90,7 +90,11 @@ def test_overrides_of_what_is_read_from_the_config_are_all_refused() -> None:
     """Every key that the facts of some family are read from; not what vLLM alone uses, nor the sizes of what sees images."""
     read = {key for one in FAMILIES.values() for key in (one.eps, one.multiplier, one.divisor, one.soft_cap)}
     assert {key for key in read if isinstance(key, str)} | {*family._OTHER_LOGITS} <= engine_options.READ_FROM_CONFIG
-    allowed = {"rope_parameters": {"rope_type": "default"}, "vision_config": {"hidden_size": 8}, "max_position_embeddings": 64}
+    allowed = {
+        "rope_parameters": {"rope_type": "default"},
+        "vision_config": {"hidden_size": 8},
+        "max_position_embeddings": 64,
+    }
     assert EngineConfig(options={"hf_overrides": allowed}).options == {"hf_overrides": allowed}
 
 
@@ -107,9 +111,7 @@ def test_the_transformers_backend_is_told_the_factor_of_logits() -> None:
     assert states_arguments(AutoConfig.for_model("granite", logits_scaling=8.0), {}) == {}
 
 
-def test_a_refusal_is_one_paragraph_that_names_the_key
-
-(tmp_path: Path) -> None:
+def test_a_refusal_is_one_paragraph_that_names_the_key(tmp_path: Path) -> None:
     (tmp_path / "recipe.yaml").write_text(
         "name: r\ntarget: { model: a/b }\nextract: { prompts: { path: p } }\nengine: { options: { max_model_len: 8 } }\n"
     )

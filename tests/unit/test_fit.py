@@ -115,7 +115,9 @@ def test_beside_a_gpu_the_states_need_ordinary_memory(available: Any, monkeypatc
         assert part in str(refused.value)
     extraction(max_num_seqs=32)
     available(5.99)
-    with pytest.raises(UserError, match=r"2 engines keep up to 6\.0 GiB.*\(each 2\.0.*Lower extract\.workers, extract\.max"):
+    with pytest.raises(
+        UserError, match=r"2 engines keep up to 6\.0 GiB.*\(each 2\.0.*Lower extract\.workers, extract\.max"
+    ):
         extraction(workers=2)
 
     # No more tokens than the KV cache holds: 0.75 GiB beside the weights, CUDA and a step, for three layers' keys and values.

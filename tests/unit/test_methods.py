@@ -140,7 +140,10 @@ def test_drafters_fit_the_target_and_the_method(target: TargetInfo, tmp_path: Pa
 
 def test_arguments_for_the_target(tmp_path: Path) -> None:
     """Medusa's size of the vocabulary, where vLLM looks for it: at the top of a config that nests its language model's."""
-    size, options = save_llava_processor(tmp_path / "nested").text_config.vocab_size, {"hf_overrides": {"use_cache": False}}
+    size, options = (
+        save_llava_processor(tmp_path / "nested").text_config.vocab_size,
+        {"hf_overrides": {"use_cache": False}},
+    )
     LLAMA.config().save_pretrained(tmp_path / "plain")
     for method in ("medusa", "eagle", "eagle3"):
         assert target_arguments(tmp_path / "plain", {"method": method}, options=options) == {}

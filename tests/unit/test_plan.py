@@ -394,8 +394,7 @@ def test_engines_after_a_stage_s_first_start_sooner_on_cpus() -> None:
     assert {stage["seconds"].get("starting engines") for stage in planned("demo").values()} == {25, 28, None}
 
 
-def test_a_plan_checks_engine_options_as_a_run_does
-() -> None:
+def test_a_plan_checks_engine_options_as_a_run_does() -> None:
     pytest.importorskip("vllm")
     with pytest.raises(UserError, match=r"`engine\.options\.kv_cache_dtpye`.*did you mean `kv_cache_dtype`"):
         planned("demo", "engine.options={kv_cache_dtpye: fp8}")

@@ -167,7 +167,10 @@ def test_a_conversion_runs_code_where_it_is_trusted(own: Path, tmp_path: Path) -
     done = CliRunner().invoke(app, [*command, "--trust-remote-code"], catch_exceptions=False)
     assert done.exit_code == 0
     assert (own / "ran").exists()
-    checkpoint, target = Checkpoint.load(out), describe_target(own, TargetConfig(model=str(own), trust_remote_code=True))
+    checkpoint, target = (
+        Checkpoint.load(out),
+        describe_target(own, TargetConfig(model=str(own), trust_remote_code=True)),
+    )
     assert checkpoint.config["rms_norm_eps"] == target.config.rms_norm_eps
     assert (checkpoint.target["name"], checkpoint.target["revision"]) == (own.name, target.revision)
 

@@ -220,7 +220,13 @@ def test_an_evaluation_writes_the_card_beside_the_drafter(
     monkeypatch.setattr(evaluation, "run_evaluate", lambda recipe, run_dir: {"finished": True})
     assert stages.evaluate_stage(recipe, run_dir) == {"finished": True}
     card = path.read_text()
-    for text in ("## Evaluation", "| held_out | 2 | 1.700 |", "`../eval/results.json`", "THIS_DIRECTORY", "7 steps, 1,234 tokens"):
+    for text in (
+        "## Evaluation",
+        "| held_out | 2 | 1.700 |",
+        "`../eval/results.json`",
+        "THIS_DIRECTORY",
+        "7 steps, 1,234 tokens",
+    ):
         assert text in card, card
     assert ModelCard(card).data.tags == ModelCard(before).data.tags
     assert str(run_dir.parents[1]) not in card
@@ -233,8 +239,7 @@ def test_an_evaluation_writes_the_card_beside_the_drafter(
     assert "the drafter's card does not show this evaluation: " in capsys.readouterr().err
 
 
-def test_dry_run_contacts_nothing
-(run_dir: Path, hub: Hub) -> None:
+def test_dry_run_contacts_nothing(run_dir: Path, hub: Hub) -> None:
     done = CliRunner().invoke(app, ["publish", str(run_dir), "--repo", REPO, "--dry-run"], catch_exceptions=False)
     assert done.exit_code == 0
     for name in UPLOADED - {"README.md"}:

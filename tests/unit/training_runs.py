@@ -158,4 +158,3 @@ def require_alike(one: Path, other: Path) -> None:
     """The same losses up to the order of sums. Weights may differ more: Muon and AdamW make full steps even of gradients that are
     nothing but rounding errors."""
     assert losses_of(one) == pytest.approx(losses_of(other), rel=2e-5)
-
