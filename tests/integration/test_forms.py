@@ -12,6 +12,7 @@ from transformers import AutoModelForCausalLM
 
 from draftsmith.config.loading import load_recipe
 from draftsmith.config.recipe import EngineConfig
+from draftsmith.engine import quantization
 from draftsmith.engine.environment import states_arguments
 from draftsmith.extract.extract import run_extract
 from draftsmith.serve.evaluation.engine import EngineHost, EngineSpec
@@ -97,6 +98,9 @@ def test_quantized_targets_are_extracted_as_they_are_served(
         assert (logits.amax(1) - chosen).max() < 0.02, "its own logits are rounded to float16"
 
 
+@pytest.mark.skipif(
+    not (quantization._has_amx() or quantization._has_avx512()), reason="vLLM's CPU build needs AVX-512 or AMX for it"
+)
 def test_a_quantized_kv_cache_is_the_engine_s_own(tmp_path: Path) -> None:
     """`engine.options.kv_cache_dtype: fp8`: keys and values are rounded to 8 bits, the states are not."""
     target = tmp_path / "target"
