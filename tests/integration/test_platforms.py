@@ -84,8 +84,7 @@ def packages(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("packages")
     (folder / "stub_platform").mkdir()
     (folder / "stub_platform" / "__init__.py").write_text(
-        "def register():\n    return 'stub_platform.platform.StubPlatform'\n\n\n"
-        "def general():\n    pass\n"
+        "def register():\n    return 'stub_platform.platform.StubPlatform'\n\n\ndef general():\n    pass\n"
     )
     (folder / "stub_platform" / "platform.py").write_text(_PLATFORM)
     (folder / "another").mkdir()

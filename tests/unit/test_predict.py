@@ -27,7 +27,11 @@ def run(tmp_path_factory: pytest.TempPathFactory) -> tuple[Recipe, Path]:
     folder = tmp_path_factory.mktemp("predict")
     run_dir = make_run(folder)
     recipe = make_recipe(
-        folder, drafter={"kind": "eagle3", "draft_vocab_size": 60}, epochs=1, predict_positions=2, predict_temperature=0.7
+        folder,
+        drafter={"kind": "eagle3", "draft_vocab_size": 60},
+        epochs=1,
+        predict_positions=2,
+        predict_temperature=0.7,
     )
     run_train(recipe, run_dir)
     return recipe, run_dir
@@ -80,7 +84,9 @@ def test_text_of_another_store(run: tuple[Recipe, Path], tmp_path: Path) -> None
     assert found["own_text"]
     lengths = found["predicted_acceptance_length"]
     assert 1 < lengths["1"] <= lengths["2"]
-    with pytest.raises(UserError, match=r"was sampled \(temperature 0\.7\), which does not tell what greedy decoding accepts"):
+    with pytest.raises(
+        UserError, match=r"was sampled \(temperature 0\.7\), which does not tell what greedy decoding accepts"
+    ):
         predict(recipe, run_dir, store_dir=sampled)
     with pytest.raises(UserError, match="There is no checkpoint"):
         predict(recipe, tmp_path)
@@ -89,10 +95,20 @@ def test_text_of_another_store(run: tuple[Recipe, Path], tmp_path: Path) -> None
 def test_the_command(run: tuple[Recipe, Path]) -> None:
     recipe, run_dir = run
     (run_dir.parent / "recipe.yaml").write_text(yaml.safe_dump(recipe.model_dump(mode="json", exclude_none=True)))
-    command = ["predict", str(run_dir.parent / "recipe.yaml"), "--runs", str(run_dir.parent), "-s", "evaluate.temperature=0.7"]
+    command = [
+        "predict",
+        str(run_dir.parent / "recipe.yaml"),
+        "--runs",
+        str(run_dir.parent),
+        "-s",
+        "evaluate.temperature=0.7",
+    ]
     said = CliRunner().invoke(app, command)
     assert said.exit_code == 0, said.output
-    assert "predicted for the target's answers (temperature 0.7), from 2 sequences of its own answers (greedy)" in " ".join(said.stdout.split())
+    assert (
+        "predicted for the target's answers (temperature 0.7), from 2 sequences of its own answers (greedy)"
+        in " ".join(said.stdout.split())
+    )
     assert "An estimate" in said.stdout
     as_json = json.loads(CliRunner().invoke(app, [*command, "--json"]).stdout)
     assert as_json["predicted_acceptance_length"] == figures(run_dir)["predicted_at_temperature"]["greedy_drafts"]

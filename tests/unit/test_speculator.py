@@ -122,8 +122,15 @@ class Seldom(Engine):
         longer = [
             # As many steps without a draft as with one, each of which gives one token.
             type(one)(
-                [7] * (1 + sum(one.accepted) + 2 * len(one.drafted)), "length", 2 * one.decode_seconds, 0.0, one.drafted, one.accepted
+                [7] * (1 + sum(one.accepted) + 2 * len(one.drafted)),
+                "length",
+                2 * one.decode_seconds,
+                0.0,
+                one.drafted,
+                one.accepted,
             )
+            if one.drafted
+            else one  # an idle drafter
             for one in answers
         ]
         return longer, 2 * seconds
