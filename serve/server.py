@@ -112,9 +112,10 @@ def _method_alone(recipe: Recipe, run_dir: Path, k: int | None) -> Method:
 
 
 def _with_k(method: Method, k: int) -> Method:
-    given = method.num_speculative_tokens if "num_speculative_tokens" in method.model_fields_set else None
-    if given not in (None, k):
-        console.print(f"serve: num_speculative_tokens {given} -> {k}", highlight=False, soft_wrap=True)
+    for name in ("num_speculative_tokens", "num_speculative_tokens_per_batch_size"):
+        typed = getattr(method, name)
+        if name in method.model_fields_set and typed not in (None, k):
+            console.print(f"serve: {name} {typed} gives way to {k}", highlight=False, markup=False, soft_wrap=True)
     return method.model_copy(update={"num_speculative_tokens": k, "num_speculative_tokens_per_batch_size": None})
 
 

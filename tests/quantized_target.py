@@ -54,8 +54,6 @@ GROUP = 32
 """Weights in a row that share a scale, in 4 bits."""
 _AWQ_ORDER = (0, 2, 4, 6, 1, 3, 5, 7)
 """Which of eight values AWQ puts into an integer's lowest four bits, and so on."""
-_FP8_SCALE = 2.0**-9
-"""One for all layers: vLLM rounds again what it fuses, where scales differ."""
 _Parts = tuple[dict[str, torch.Tensor], torch.Tensor]
 """A layer's tensors in the file, by their names without the layer's, and its weight in float32 as these mean it."""
 
@@ -80,14 +78,8 @@ def quantize_gptq(directory: Path) -> dict[str, torch.Tensor]:
     return _rewrite(directory, _gptq, described)
 
 
-def quantize_fp8(directory: Path) -> dict[str, torch.Tensor]:
-    """8-bit floats, to which inputs are rounded too, each step's together. See `_rewrite`."""
-    described = {"quant_method": "fp8", "activation_scheme": "dynamic", "ignored_layers": ["lm_head"]}
-    return _rewrite(directory, _fp8, described)
-
-
 def quantize_fp8_rows(directory: Path) -> dict[str, torch.Tensor]:
-    """8-bit floats with a scale for each row, as compressed-tensors stores them; inputs are rounded token by token. See `_rewrite`."""
+    """8-bit floats with a scale for each row, as compressed-tensors stores them; inputs are rounded likewise, token by token. See `_rewrite`."""
     weights = {"num_bits": 8, "type": "float", "symmetric": True, "strategy": "channel", "dynamic": False}
     inputs = weights | {"strategy": "token", "dynamic": True}
     described = {
@@ -146,15 +138,19 @@ def _gptq(weight: torch.Tensor) -> _Parts:
     return parts, (values * scales).reshape(columns, rows).T
 
 
-def _fp8(weight: torch.Tensor) -> _Parts:
-    values = (weight / _FP8_SCALE).to(torch.float8_e4m3fn)
-    return {"weight": values, "weight_scale": torch.tensor(_FP8_SCALE)}, values.float() * _FP8_SCALE
-
-
 def _fp8_rows(weight: torch.Tensor) -> _Parts:
-    scales = weight.abs().amax(1, keepdim=True) / torch.finfo(torch.float8_e4m3fn).max
-    values = (weight / scales).to(torch.float8_e4m3fn)
-    return {"weight": values, "weight_scale": scales}, values.float() * scales
+    scales = _row_scales(weight)
+    return {"weight": (weight / scales).to(torch.float8_e4m3fn), "weight_scale": scales}, in_fp8(weight)
+
+
+def _row_scales(values: torch.Tensor) -> torch.Tensor:
+    return values.abs().amax(-1, keepdim=True) / torch.finfo(torch.float8_e4m3fn).max
+
+
+def in_fp8(values: torch.Tensor) -> torch.Tensor:
+    """What is left of rows [..., N] in 8-bit floats with a scale for each; float32 too."""
+    scales = _row_scales(values)
+    return (values / scales).to(torch.float8_e4m3fn).float() * scales
 
 
 def _packed(values: torch.Tensor, order: Sequence[int]) -> torch.Tensor:

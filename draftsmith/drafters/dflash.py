@@ -195,7 +195,6 @@ class DFlashDrafter(Drafter):
         embedding that the second part needs, and the values of the other layers the main directions of the context. For what attention
         makes of them see `init/blocks.py`. The MLPs start without output.
         """
-        config = self.config
         self.lm_head.weight.copy_(tensors.lm_head[self.draft_token_ids.to(tensors.lm_head.device)])
         self.norm.weight.copy_(tensors.final_norm_weight)
         for layer in self.decoder_layers():
@@ -206,7 +205,12 @@ class DFlashDrafter(Drafter):
             mean = tokens.mean(0)
             self.mask_embedding.copy_(mean * (tokens.norm(dim=1).mean() / mean.norm()))
             del tokens
+        values = self._fit_context(tensors, batches)
+        blocks.start_layers(self, batches, values, centered=tensors.centered_norm)
 
+    def _fit_context(self, tensors: TargetTensors, batches: Iterable[Batch]) -> list[torch.Tensor]:
+        """Fit `fc`; return what the layers' values should read (`blocks.start_layers`)."""
+        config = self.config
         hidden, scales = config.hidden_size, _scales(batches)
         width, rank = config.fused_size + hidden, min(config.num_key_value_heads * config.head_dim, hidden)
         gram, cross = self.fc.weight.new_zeros(width, width), self.fc.weight.new_zeros(width, hidden)
@@ -217,10 +221,8 @@ class DFlashDrafter(Drafter):
             reads = torch.cat([(batch.hidden_states[rows] / scales[:, None]).flatten(1), known], dim=1)
             gram.addmm_(reads.T, reads)
             cross.addmm_(reads.T, least_squares.unit_rms(batch.last_states[rows + 1], centered=tensors.centered_norm))
-        of_tokens = (
-            0 if config.num_layers > 1 else rank // 2
-        )  # rank of the first layer that the anchor's embedding leaves to the context
-        from_states, to_values, _ = least_squares.reduced_rank_fit(gram, cross, rank=rank - of_tokens)
+        left = 0 if config.num_layers > 1 else rank // 2  # of the first layer's rank, to the context
+        from_states, to_values, _ = least_squares.reduced_rank_fit(gram, cross, rank=rank - left)
         del gram, cross
         self.fc.weight.copy_((from_states.view(len(scales), hidden, hidden) / scales[:, None, None]).flatten(0, 1).T)
         del from_states
@@ -229,8 +231,7 @@ class DFlashDrafter(Drafter):
             of_context.addmm_(context.T, context)
         directions = torch.linalg.eigh(of_context).eigenvectors.flip(1).T  # the largest first
         values = [directions[rank * i : rank * (i + 1)] for i in range(config.num_layers - 1)]
-        values = [torch.cat([to_values.T, directions[:of_tokens]]), *values]
-        blocks.start_layers(self, batches, values, centered=tensors.centered_norm)
+        return [torch.cat([to_values.T, directions[:left]]), *values]
 
     @staticmethod
     def init_cost(config: DFlashConfig, *, rows: int, answered: int) -> InitCost:

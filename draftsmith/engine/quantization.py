@@ -55,19 +55,30 @@ def require_quantization(engine: EngineConfig, config: PretrainedConfig, *, targ
 def _require_kernels(stated: Mapping[str, Any], method: str, target: str) -> None:
     """
     Raises:
-        UserError: vLLM's CPU build multiplies by no such weights.
+        UserError: vLLM's CPU build multiplies by no such weights, or cannot load them.
     """
     bits, block = stated.get("bits") or stated.get("w_bit") or 4, stated.get("weight_block_size")
     why = ""
     if method in ("awq", "gptq") and bits != 4:
         why = f"{method.upper()} in 4 bits, not in {bits}"
-    elif (block or method == "fp8_per_block") and not _has_amx():
-        why = "FP8 with a scale for each block of a weight on processors with AMX only"
+    elif block or method == "fp8_per_block":
+        why = "" if _has_amx() else "FP8 with a scale for each block of a weight on processors with AMX only"
+    elif method in ("fp8", "fp8_per_tensor") or _one_scale_in_fp8(stated):
+        # It loads such weights with an operation that the build lacks (layers/quantization/utils/w8a8_utils.py).
+        why = "FP8 with a scale for each row of a weight, not with one for all of it"
     if why:
         raise UserError(
-            f"vLLM's CPU build runs {why}, so it does not run {target} on this machine. Use a GPU, or a checkpoint of the target in another form "
-            "(in floating point, in 8 bits with a scale for each row, in 4 bits as AWQ or GPTQ)."
+            f"vLLM's CPU build runs {why}, so it does not run {target} on this machine as the recipe asks. Use a GPU, or a checkpoint of the "
+            "target in another form (in floating point, in 8 bits with a scale for each row, in 4 bits as AWQ or GPTQ)."
         )
+
+
+def _one_scale_in_fp8(stated: Mapping[str, Any]) -> bool:
+    """Whether compressed-tensors has weights in FP8 with one scale for each."""
+    weights = [group.get("weights") or {} for group in (stated.get("config_groups") or {}).values()]
+    return any(
+        one.get("type") == "float" and one.get("num_bits") == 8 and one.get("strategy") == "tensor" for one in weights
+    )
 
 
 def _require_cache(engine: EngineConfig, config: PretrainedConfig) -> None:

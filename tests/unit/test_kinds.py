@@ -27,7 +27,7 @@ CASES: dict[str, tuple[dict, list[float]]] = {
     "eagle3": ({"drafter": {"kind": "eagle3", "draft_vocab_size": 60}, "lr": 1e-2, "muon_lr": 3e-2}, [9.5021, 9.477, 9.4458, 9.3655, 9.4008]),
     "p_eagle": (
         {"drafter": {"kind": "p_eagle", "num_layers": 2, "num_depths": 4, "draft_vocab_size": 60}, "lr": 1e-2, "muon_lr": 3e-2},
-        [12.086, 11.7359, 11.6522, 11.4955, 11.5293],
+        [11.6343, 11.5155, 11.4609, 11.354, 11.4025],
     ),
     "dflash": (
         {"drafter": {"kind": "dflash", "block_size": 4, "passes": 2.0, "draft_vocab_size": 60}, "lr": 1e-2, "muon_lr": 3e-2},

@@ -23,6 +23,12 @@ FP8 = {"quant_method": "fp8", "activation_scheme": "dynamic"}
 W8A8 = {"quant_method": "compressed-tensors", "format": "int-quantized"}
 
 
+def fp8_by(strategy: str) -> dict[str, Any]:
+    """As compressed-tensors states it."""
+    weights = {"num_bits": 8, "type": "float", "strategy": strategy}
+    return {"quant_method": "compressed-tensors", "config_groups": {"group_0": {"weights": weights}}}
+
+
 @pytest.fixture(autouse=True)
 def processor(monkeypatch: pytest.MonkeyPatch) -> Any:
     """Sets what the processor seems to have; AVX-512 alone unless a test says more."""
@@ -42,10 +48,12 @@ def require(stated: dict[str, Any] | None = None, *, dtype: str = "bfloat16", he
     require_quantization(EngineConfig(options=options), config, target="owner/target", dtype=dtype)
 
 
-@pytest.mark.parametrize("stated", [None, AWQ, GPTQ, FP8, W8A8])
+@pytest.mark.parametrize("stated", [None, AWQ, GPTQ, W8A8, fp8_by("channel")])
 def test_what_vllm_runs_is_left_alone(stated: dict[str, Any] | None) -> None:
     require(stated)
     require(stated, kv_cache_dtype="fp8")
+    if stated is None:
+        require(quantization="fp8_per_channel")
 
 
 @pytest.mark.parametrize(
@@ -55,7 +63,10 @@ def test_what_vllm_runs_is_left_alone(stated: dict[str, Any] | None) -> None:
         (FP8, {"dtype": "float32"}, r"owner/target is quantized \(fp8\)"),
         (None, {"dtype": "float32", "quantization": "fp8_per_tensor"}, r"`engine\.options\.quantization` is fp8_per_tensor"),
         (None, {"quantization": "fp8"}, r"is for checkpoints in FP8, and owner/target is in floating point.*fp8_per_tensor"),
-        (GPTQ | {"bits": 8}, {}, r"GPTQ in 4 bits, not in 8, so it does not run owner/target on this machine\. Use a GPU"),
+        (GPTQ | {"bits": 8}, {}, r"GPTQ in 4 bits, not in 8, so it does not run owner/target on this machine as the recipe asks\. Use a GPU"),
+        (FP8, {}, r"FP8 with a scale for each row of a weight, not with one for all of it"),
+        (fp8_by("tensor"), {}, r"a scale for each row of a weight, not with one for all of it"),
+        (None, {"quantization": "fp8_per_tensor"}, r"a scale for each row of a weight, not with one for all of it"),
         (FP8 | {"weight_block_size": [128, 128]}, {}, r"each block of a weight on processors with AMX only"),
         (None, {"quantization": "fp8_per_block"}, r"each block of a weight on processors with AMX only"),
         (None, {"kv_cache_dtype": "nvfp4"}, r"kv_cache_dtype: nvfp4`: vLLM's CPU build has auto, .*fp8, fp8_e4m3"),
@@ -79,7 +90,7 @@ def test_processors_differ(processor: Any) -> None:
 def test_gpus_are_left_to_vllm(monkeypatch: pytest.MonkeyPatch) -> None:
     """But for what no device does."""
     pretend_gpu(monkeypatch, gib=80)
-    for stated in (GPTQ | {"bits": 8}, FP8 | {"weight_block_size": [128, 128]}):
+    for stated in (GPTQ | {"bits": 8}, FP8, FP8 | {"weight_block_size": [128, 128]}):
         require(stated, kv_cache_dtype="nvfp4")
     with pytest.raises(UserError, match="bfloat16 and float16 only"):
         require(FP8, dtype="float32")

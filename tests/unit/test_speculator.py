@@ -69,10 +69,10 @@ def test_a_method_takes_the_place_of_a_drafter(run: tuple[Recipe, Path], capsys:
     assert "overlap_with_training" not in found["suites"]["questions"]
     assert "not checked whether" not in capsys.readouterr().err
     # Served with what was found, unless the recipe or the command says otherwise.
-    assert server._method(loaded, run_dir, None).num_speculative_tokens == 2
-    assert server._method(loaded, run_dir, 5).num_speculative_tokens == 5
+    assert server.served_method(loaded, run_dir, None).num_speculative_tokens == 2
+    assert server.served_method(loaded, run_dir, 5).num_speculative_tokens == 5
     fixed = loaded.model_copy(update={"serve": ServeConfig(method=method(method="ngram", num_speculative_tokens=4))})
-    assert server._method(fixed, run_dir, None).num_speculative_tokens == 4
+    assert server.served_method(fixed, run_dir, None).num_speculative_tokens == 4
 
 
 def test_a_method_is_tuned(run: tuple[Recipe, Path]) -> None:
@@ -81,7 +81,7 @@ def test_a_method_is_tuned(run: tuple[Recipe, Path]) -> None:
     TypeAdapter(Tuned).validate_python(found, strict=True)
     assert found["drafter"] == "ngram"
     assert found["schedule"][0] == [1, 4, 2]
-    assert server._method(loaded, run_dir, None).num_speculative_tokens_per_batch_size is not None
+    assert server.served_method(loaded, run_dir, None).num_speculative_tokens_per_batch_size is not None
     hashes = speculator(loaded, run_dir).sha256
     assert schedule_of(run_dir, "tune", hashes) == found["schedule"]
     longer = loaded.model_copy(update={"serve": ServeConfig(method=method(method="ngram", prompt_lookup_max=9))})
@@ -129,6 +129,8 @@ class Seldom(Engine):
                 one.drafted,
                 one.accepted,
             )
+            if one.drafted
+            else one  # an idle drafter
             for one in answers
         ]
         return longer, 2 * seconds

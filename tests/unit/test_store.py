@@ -606,12 +606,13 @@ def test_acceptance_is_predicted_on_what_evaluation_measures(tmp_path: Path) -> 
 
     def store(folder: Path, with_images: list[bool]) -> Store:
         folder.mkdir()
-        states = torch.zeros(4, 2, HIDDEN)
+        states = torch.ones(4, LAYERS, HIDDEN)
         with open_writer(folder) as writer:
             for number, seen in enumerate(with_images):
                 images = ("ab" * 32,) if seen else ()
                 ids, mask = torch.arange(5, dtype=torch.int32), torch.arange(5) >= 2
                 writer.append(Sequence(number, number > 0, ids, mask, states, images))
+            writer.close()
         return Store(folder)
 
     assert store(tmp_path / "some", [False, True, False, True, False]).rows_to_predict() == [2, 4]

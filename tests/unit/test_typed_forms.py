@@ -170,7 +170,11 @@ def test_k_of_the_command_line_is_said_where_it_replaces_the_recipe_s(
 ) -> None:
     recipe = Recipe.model_validate(MINIMAL | {"serve": {"method": {"method": "ngram", "num_speculative_tokens": 5}}})
     assert server.served_method(recipe, tmp_path, 2).num_speculative_tokens == 2
-    assert "serve: num_speculative_tokens 5 -> 2" in capsys.readouterr().err
+    assert capsys.readouterr().err == "serve: num_speculative_tokens 5 gives way to 2\n"
+    by_load = {"method": "ngram", "num_speculative_tokens_per_batch_size": [[1, 8, 3]]}
+    scheduled = Recipe.model_validate(MINIMAL | {"serve": {"method": by_load}})
+    assert server.served_method(scheduled, tmp_path, 2).num_speculative_tokens_per_batch_size is None
+    assert "num_speculative_tokens_per_batch_size ((1, 8, 3),) gives way to 2" in capsys.readouterr().err
     assert server.served_method(recipe, tmp_path, None).num_speculative_tokens == 5
     assert capsys.readouterr().err == ""
 
