@@ -239,12 +239,7 @@ class DFlashDrafter(Drafter):
         steps, mixed = config.block_size - 1, config.num_attention_heads * config.head_dim
         rank = min(config.num_key_value_heads * config.head_dim, hidden)
         fitted = min(answered, least_squares.ROWS_TO_FIT)
-        drafted = min(blocks.ANCHORS_TO_FIT, answered // blocks.SPACING)
-        of_blocks = least_squares.rows_until(drafted * blocks.SPACING, rows=rows, answered=answered)
-        one_pass = sum(
-            2.0 * math.prod(DFlashDrafter.shapes(config)[name]) * (seldom * (of_blocks - drafted) + often * drafted)
-            for name, (seldom, often) in DFlashDrafter.matmul_counts(config, steps).items()
-        )
+        one_pass, drafted, of_blocks = DFlashDrafter.cost_of_pass(config, rows=rows, answered=answered)
         flop = 2.0 * fitted * width * (width + hidden) + 2.0 * drafted * hidden * (config.fused_size + hidden)
         flop += least_squares.flop_of_solve(width, hidden) + 2.0 * config.fused_size**2 * hidden + 4.0 * hidden**3
         flop += 2 * least_squares.flop_of_eigenvectors(hidden) + 2.0 * hidden * rank * (hidden + 2 * config.fused_size)
@@ -256,6 +251,17 @@ class DFlashDrafter(Drafter):
         rows_read = least_squares.rows_until(least_squares.ROWS_AT_ONCE, rows=rows, answered=answered)
         rows_read += least_squares.rows_until(least_squares.ROWS_TO_FIT, rows=rows, answered=answered)
         return InitCost(flop, 4 * held, rows_read + (1 + 2 * config.num_layers) * of_blocks)
+
+    @staticmethod
+    def cost_of_pass(config: DFlashConfig, *, rows: int, answered: int) -> tuple[float, int, int]:
+        """Of a pass over the blocks that the start is fitted on: FLOP, blocks, and rows of the store."""
+        drafted = min(blocks.ANCHORS_TO_FIT, answered // blocks.SPACING)
+        read = least_squares.rows_until(drafted * blocks.SPACING, rows=rows, answered=answered)
+        flop = sum(
+            2.0 * math.prod(DFlashDrafter.shapes(config)[name]) * (seldom * (read - drafted) + often * drafted)
+            for name, (seldom, often) in DFlashDrafter.matmul_counts(config, config.block_size - 1).items()
+        )
+        return flop, drafted, read
 
     def loss_terms(self, options: BlockOptions) -> LossTerms:
         return LossTerms(targets="tokens", in_blocks=True, acceptance_alpha=options.acceptance_alpha)

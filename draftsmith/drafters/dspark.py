@@ -23,11 +23,11 @@ from torch import nn
 from torch.nn import functional as F
 
 from draftsmith.config.drafters import DSparkOptions
-from draftsmith.drafters.base import ChainStep
+from draftsmith.drafters.base import ChainStep, InitCost
 from draftsmith.drafters.batch import Batch
 from draftsmith.drafters.dflash import DFlashConfig, DFlashDrafter
 from draftsmith.drafters.init import least_squares
-from draftsmith.drafters.init.blocks import fit_outputs_again, fit_tokens
+from draftsmith.drafters.init.blocks import fit_outputs_again, fit_tokens, flop_of_fit_tokens
 from draftsmith.drafters.layout import Entry
 from draftsmith.target.tensors import TargetTensors
 
@@ -94,6 +94,19 @@ class DSparkDrafter(DFlashDrafter):
         head = self.lm_head.weight * self.norm.weight
         self.markov_head.markov_w2.weight.zero_()
         self.markov_head.markov_w2.weight[:, :rank] = head @ from_values.T / size
+
+    @staticmethod
+    def init_cost(config: DFlashConfig, *, rows: int, answered: int) -> InitCost:
+        assert isinstance(config, DSparkConfig)
+        cost = DFlashDrafter.init_cost(config, rows=rows, answered=answered)
+        one_pass, drafted, read = DFlashDrafter.cost_of_pass(config, rows=rows, answered=answered)
+        hidden, rank = config.hidden_size, min(config.markov_rank, config.hidden_size)
+        flop = flop_of_fit_tokens(
+            one_pass, hidden=hidden, mixed=config.num_attention_heads * config.head_dim, layers=config.num_layers,
+            rows=drafted * (config.block_size - 1), rank=rank,
+        )  # fmt: skip
+        flop += 2.0 * (config.vocab_size + config.draft_vocab_size) * hidden * rank
+        return replace(cost, flop=cost.flop + flop, rows_read=cost.rows_read + (1 + config.num_layers) * read)
 
     def said_by_tokens(self, embeds: torch.Tensor) -> torch.Tensor | None:
         return None if self._said is None else embeds @ self._said

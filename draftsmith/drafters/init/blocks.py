@@ -23,7 +23,7 @@ from torch import nn
 from torch.nn import functional as F
 
 from draftsmith.drafters.batch import Batch
-from draftsmith.drafters.init.least_squares import factor, solve, unit_rms
+from draftsmith.drafters.init.least_squares import factor, flop_of_eigenvectors, solve, unit_rms
 
 if TYPE_CHECKING:
     from draftsmith.drafters.attention import Attention
@@ -102,6 +102,16 @@ def flop_of_start(drafter_flop: float, *, hidden: int, mixed: int, layers: int, 
     """FLOP of `start_layers`, given those of one pass of the drafter over all blocks, of `rows` draft tokens in all."""
     of_fits = 2.0 * rows * hidden**2 + 2.0 * rows * mixed * (mixed + hidden)
     return layers * (2 * drafter_flop + of_fits + hidden**3 / 3 + mixed**3 / 3 + 2.0 * mixed**2 * hidden)
+
+
+def flop_of_fit_tokens(
+    drafter_flop: float, *, hidden: int, mixed: int, layers: int, rows: int, rank: int
+) -> float:
+    """FLOP of `fit_tokens` and `fit_outputs_again`; see `flop_of_start`."""
+    again = drafter_flop + 2.0 * rows * (mixed * (mixed + hidden) + hidden**2)
+    again += mixed**3 / 3 + 2.0 * mixed**2 * hidden
+    fit = drafter_flop + 4.0 * rows * hidden**2 + 19.0 / 3 * hidden**3 + flop_of_eigenvectors(hidden)
+    return layers * again + fit + 4.0 * hidden**2 * rank
 
 
 def positions_to_fit(batches: Iterable[Batch]) -> Iterator[tuple[Batch, torch.Tensor]]:
