@@ -121,7 +121,7 @@ def test_methods_without_a_drafter_on_a_base_model(tmp_path: Path, capsys: pytes
     itself = suite["methods"]["itself"]
     assert itself["fidelity"]["verdict"] == "identical"
     assert itself["accepted"] > 0.9 * itself["draft_tokens"]
-    served = server._method(recipe, tmp_path / "runs" / "alone", None)
+    served = server.served_method(recipe, tmp_path / "runs" / "alone", None)
     assert served.num_speculative_tokens == results["num_speculative_tokens"]
 
 
@@ -139,7 +139,7 @@ def test_tune(folder: Path) -> None:
         assert found["step_cost"][batch].keys() == {"0", "1", "2"}
         assert all(cost > 0 for cost in found["step_cost"][batch].values())
         assert found["measured"][batch].keys() == {"1", "2"}
-    ranges = server._method(recipe, run_dir, None).num_speculative_tokens_per_batch_size
+    ranges = server.served_method(recipe, run_dir, None).num_speculative_tokens_per_batch_size
     assert ranges == tuple(map(tuple, found["schedule"]))
 
 
