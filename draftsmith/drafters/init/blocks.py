@@ -104,9 +104,7 @@ def flop_of_start(drafter_flop: float, *, hidden: int, mixed: int, layers: int, 
     return layers * (2 * drafter_flop + of_fits + hidden**3 / 3 + mixed**3 / 3 + 2.0 * mixed**2 * hidden)
 
 
-def flop_of_fit_tokens(
-    drafter_flop: float, *, hidden: int, mixed: int, layers: int, rows: int, rank: int
-) -> float:
+def flop_of_fit_tokens(drafter_flop: float, *, hidden: int, mixed: int, layers: int, rows: int, rank: int) -> float:
     """FLOP of `fit_tokens` and `fit_outputs_again`; see `flop_of_start`."""
     again = drafter_flop + 2.0 * rows * (mixed * (mixed + hidden) + hidden**2)
     again += mixed**3 / 3 + 2.0 * mixed**2 * hidden
