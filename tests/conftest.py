@@ -7,6 +7,11 @@ Done as this file is imported, before any that imports torch: OpenMP makes as ma
 import os
 
 import pytest
+from hypothesis import settings
+
+# How long an example takes says how busy the machine is.
+settings.register_profile("any-time", deadline=None)
+settings.load_profile("any-time")
 
 
 def _keep_to_own_cores() -> None:
