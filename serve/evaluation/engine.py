@@ -49,6 +49,8 @@ class EngineSpec:
     """From, to, K: the tokens that it drafts by the number of sequences, set whenever it is asked. None: as it was started."""
     sampling: Sampling = GREEDY
     """How it samples what is measured."""
+    seed: int = 0
+    """Of sampling."""
 
     @property
     def num_speculative_tokens(self) -> int:
@@ -71,7 +73,7 @@ class EngineSpec:
             "disable_log_stats": False,  # the speculative decoding counters come from there
             "logprobs_mode": "raw_logprobs",  # from which differences of logits are read
             "max_logprobs": LIKELIEST,
-            "seed": 0,
+            "seed": self.seed,
             "use_tqdm_on_load": False,  # its output goes to a log here, and its lock would outlive the process
         }
         arguments |= environment.memory_arguments(self.engine, share=self.memory_share)
