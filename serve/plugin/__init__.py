@@ -1,4 +1,4 @@
-"""A vLLM plugin that serves MLP speculators and, on CPUs, DSpark, hands hidden states to extraction, and mends four things of vLLM 0.32.
+"""A vLLM plugin that serves MLP speculators and, on CPUs, DSpark, hands hidden states to extraction, and mends five things of vLLM 0.32.
 
 **MLP speculators.** vLLM 0.32 has their config but no code to run them. They take EAGLE's place: vLLM's EAGLE proposer gets what an
 MLP speculator reads, namely the target's final hidden states, the tokens sampled after them, and the rows to continue from,
@@ -18,6 +18,10 @@ the connector. Nothing changes with other connectors.
 **Sampling on CPUs.** vLLM 0.32 verifies sampled draft tokens at the wrong temperature, top-k and top-p: the CPU stand-in for the kernel
 that repeats a request's settings for each draft token writes into a copy of its output, which keeps whatever was in memory
 (`_expand_batch_to_tokens`). Greedy decoding does not use it. Found by `tests/integration/test_lossless.py`.
+
+**Seeded requests on CPUs.** vLLM 0.32 samples a token after every part of a prompt that it reads in several steps, drops all but the last,
+and turns the generator of a request with a seed back by moving its offset. Generators of CPUs have none, and the engine ends
+("CPU Generator does not use offset"). The plugin keeps the generator's state instead. Found by `tests/integration/test_extract.py`.
 
 **Layer id 0 in eager mode on GPUs.** vLLM 0.32 passes wrong states to drafters and to extraction: they are the same tensor as the
 first layer's residual stream, to which the fused norm kernel adds in place, layer after layer. The plugin passes a copy. Found
@@ -61,6 +65,7 @@ def register() -> None:
         wrapt.register_post_import_hook(_in_v1, "vllm.v1.spec_decode.eagle")
         wrapt.register_post_import_hook(_in_v2, "vllm.v1.worker.gpu.spec_decode.eagle.speculator")
         wrapt.register_post_import_hook(_in_sampling, "vllm.v1.sample.rejection_sampler")
+        wrapt.register_post_import_hook(_in_cpu_runner, "vllm.v1.worker.cpu_model_runner")
         wrapt.register_post_import_hook(_in_registry, "vllm.model_executor.models.registry")
         wrapt.register_post_import_hook(_in_models, "vllm.model_executor.models.interfaces")
         wrapt.register_post_import_hook(_in_dflash_v1, "vllm.v1.spec_decode.dflash")
@@ -96,6 +101,33 @@ def _in_sampling(module: ModuleType) -> None:
 
     if current_platform.is_cpu():
         module.expand_batch_to_tokens = _expand_batch_to_tokens  # type: ignore[attr-defined]
+
+
+def _in_cpu_runner(module: ModuleType) -> None:
+    runner = module.CPUModelRunner
+    sample, take_stock = runner._sample, runner._bookkeeping_sync
+
+    def dropped(self: Any) -> dict[int, Any]:
+        """Generators by the index of their request, of the requests whose token is dropped."""
+        drops = self.discard_request_mask.np
+        return {index: generator for index, generator in self.input_batch.generators.items() if drops[index]}
+
+    def sample_and_turn_back(self: Any, *arguments: Any, **named: Any) -> Any:
+        states = [(generator, generator.get_state()) for generator in dropped(self).values()]
+        sampled = sample(self, *arguments, **named)
+        for generator, state in states:
+            generator.set_state(state)
+        return sampled
+
+    def take_stock_without(self: Any, *arguments: Any, **named: Any) -> Any:
+        generators = self.input_batch.generators
+        apart = {index: generators.pop(index) for index in dropped(self)}  # vLLM moves the offsets of those it finds
+        try:
+            return take_stock(self, *arguments, **named)
+        finally:
+            generators.update(apart)
+
+    runner._sample, runner._bookkeeping_sync = sample_and_turn_back, take_stock_without
 
 
 def _in_registry(module: ModuleType) -> None:

@@ -48,6 +48,23 @@ def test_states_are_true(mode: str, smollm2: Path, tmp_path: Path) -> None:
         _check_transformers_backend(recipe, store, tmp_path)
 
 
+def test_sampled_answers_do_not_depend_on_how_prompts_are_read(tmp_path: Path) -> None:
+    """A prompt that vLLM reads in several steps, beside others, gets the answer of its seed."""
+    make_target(tmp_path / "target")
+    prompts = ["Hi", "Summarise this: " + " ".join(demo_prompts(12))[:300], "Why?"]
+    answers = []
+    for tokens_at_once in (16, 512):
+        options = {"layer_ids": [1, 3], "temperature": 0.9, "max_num_batched_tokens": tokens_at_once}
+        run_dir = tmp_path / str(tokens_at_once)
+        recipe = write_recipe(tmp_path, tmp_path / "target", prompts, ["Hello"], extract={"max_num_seqs": 2} | options)
+        run_extract(load_recipe(recipe), run_dir)
+        store = Store(run_dir / "store")
+        assert max(store.length(i) for i in range(len(store))) > 64
+        answers.append({one.sample_id: one.token_ids.tolist() for one in store})
+    assert len(answers[0]) == 4
+    assert answers[0] == answers[1]
+
+
 def check_states(store: Store, target: Path, prompts: list[str], mode: str) -> None:
     """A store's states are transformers' own, those of every prompt and nothing else, the last one held out; generated answers
     are the target's greedy ones."""
