@@ -9,7 +9,7 @@ import torch
 from draftsmith.config.methods import Drafter
 from draftsmith.config.recipe import Recipe
 from draftsmith.data.turns import Turn
-from draftsmith.engine.memory import weight_bytes
+from draftsmith.engine.memory import cache_bytes, weight_bytes
 from draftsmith.engine.speculation import serving_spec
 from draftsmith.engine.step_cost import EngineStep, target_sizes
 from draftsmith.run.errors import UserError
@@ -39,7 +39,10 @@ def roofline(
     weights = size / (hardware.memory_gb_per_second * 1e9)
 
     def seconds(batch: int, tokens: int) -> float:
-        step = EngineStep(sizes, number, recipe.engine.tensor_parallel_size, batch, context, tokens=tokens)
+        step = EngineStep(
+            sizes, number, recipe.engine.tensor_parallel_size, batch, context, tokens=tokens,
+            cached=cache_bytes(recipe.engine, recipe.target.dtype),
+        )  # fmt: skip
         return step.seconds(hardware)
 
     def drafting(k: int) -> float:

@@ -12,6 +12,7 @@ from draftsmith.drafters.base import Drafter
 from draftsmith.engine.memory import (
     BYTES,
     GIB,
+    cache_bytes,
     cpu_engine_memory,
     engine_memory,
     kv_values,
@@ -50,7 +51,7 @@ def sequences_at_once(
             limit - sizes.weight_bytes(number) / engine.tensor_parallel_size,
             kv_values_on_each(config, engine, extracts=extracts),
         )
-    return max(1, int(room // (tokens * values * number)))
+    return max(1, int(room // (tokens * values * cache_bytes(engine, recipe.target.dtype))))
 
 
 def _engine_memory(recipe: Recipe, hardware: Hardware | None) -> int | None:
@@ -100,11 +101,11 @@ def plan_extract(
     answering = conversations * flop_of_text(sizes, first=read, last=length)
     text_bytes = length * len(layer_ids) * config.hidden_size * number  # of states
     plain_bytes = conversations * text_bytes
-    devices = _engine_devices(recipe, hardware)
+    devices, cached = _engine_devices(recipe, hardware), cache_bytes(recipe.engine, recipe.target.dtype)
     seconds: dict[str, float] = {}
     if hardware:
         rate = engines * devices * hardware.matmul_tflops * 1e12
-        step = EngineStep(sizes, number, devices, at_once, (read + length) / 2)
+        step = EngineStep(sizes, number, devices, at_once, (read + length) / 2, cached=cached)
         steps = conversations * (length - read) / (at_once * engines)
         seconds = {
             "prefill": reading / (rate * hardware.prefill_utilization),
@@ -123,7 +124,7 @@ def plan_extract(
         ),
         memory_bytes={
             "target": sharing * sizes.weight_bytes(number) // devices,
-            "KV cache": int(at_once * length * token_values * number),
+            "KV cache": int(at_once * length * token_values * cached),
         },
         memory_limit=_engine_memory(recipe, hardware),
         flop=reading + answering,
@@ -159,14 +160,14 @@ def plan_evaluate(
     ks = sorted({*options.k, options.acceptance_k})
     of_drafter = number * sum(math.prod(shape) for shape in drafter.shapes(drafter.config).values())
     names = list(options.only or options.suites)
-    devices = _engine_devices(recipe, hardware)
+    devices, cached = _engine_devices(recipe, hardware), cache_bytes(recipe.engine, recipe.target.dtype)
     tokens, flop, answering, answer_tokens = 0, 0.0, 0.0, options.timing_tokens
 
     def answer(prompts: float, response: float, *, k: int, at_once: int) -> None:
         nonlocal tokens, flop, answering
         at_once = max(1, min(at_once, math.ceil(prompts)))
         context = assumed.prompt_tokens + response / 2
-        step = EngineStep(sizes, number, devices, at_once, context, tokens=1 + k)
+        step = EngineStep(sizes, number, devices, at_once, context, tokens=1 + k, cached=cached)
         reading = prompts * flop_of_text(sizes, first=0, last=assumed.prompt_tokens)
         steps = math.ceil(prompts / at_once) * response
         tokens += round(prompts * (assumed.prompt_tokens + response))

@@ -63,7 +63,8 @@ def require_extraction(
     if not gpus:
         kv_cache = engine.kv_cache_gib * GIB / options.workers
         states = state_bytes(
-            config, layers=layers, dtype=dtype, kv_cache_bytes=kv_cache, tokens=options.max_num_seqs * engine.max_model_len
+            config, layers=layers, dtype=dtype, engine=engine, kv_cache_bytes=kv_cache,
+            tokens=options.max_num_seqs * engine.max_model_len,
         )  # fmt: skip
         one = cpu_engine_memory(
             config, target_bytes=target_bytes, drafter_bytes=0, dtype=dtype, step_tokens=options.max_num_batched_tokens,
@@ -108,7 +109,9 @@ def _require_host(
         UserError: it does not.
     """
     tokens = options.max_num_seqs * engine.max_model_len
-    states = state_bytes(config, layers=layers, dtype=dtype, kv_cache_bytes=kv_cache_bytes, tokens=tokens)
+    states = state_bytes(
+        config, layers=layers, dtype=dtype, engine=engine, kv_cache_bytes=kv_cache_bytes, tokens=tokens
+    )  # fmt: skip
     step = options.max_num_batched_tokens
     buffer = copy_buffer_bytes(step * layers * config.hidden_size * BYTES[dtype], step)
     available, needed = available_memory(), options.workers * (states + buffer)

@@ -23,6 +23,8 @@ if TYPE_CHECKING:
 
 GIB = 1024**3
 BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
+_CACHED = {"fp8": 1.0, "bfloat16": 2.0, "float16": 2.0}
+"""Bytes of a key's or value's number in the types of `engine.options.kv_cache_dtype`, by how their names begin."""
 _FLOATS = ("F32", "F16", "BF16", "F64")
 """Types, by their safetensors names, that vLLM casts to the engine's dtype as it loads."""
 _FIXED = 2 * GIB  # CUDA's context, workspaces of kernels and NCCL, and captured CUDA graphs: a guess, not measured
@@ -80,10 +82,11 @@ def engine_memory(
     number = BYTES[dtype]
     # The drafter has keys and values too, about as many in proportion to its size as the target.
     kv = kv_values_on_each(config, engine, extracts=extracts) * (1 + drafter_bytes / max(1, target_bytes))
+    cached = cache_bytes(engine, dtype)
     return EngineMemory(
         target=math.ceil(target_bytes / engine.tensor_parallel_size),
         drafter=drafter_bytes,
-        kv_cache=math.ceil(tokens * kv * number),
+        kv_cache=math.ceil(tokens * kv * cached),
         working=_FIXED + math.ceil(_step_bytes(config, _STEP_TOKENS, number) / engine.tensor_parallel_size),
     )
 
@@ -106,17 +109,26 @@ def cpu_engine_memory(
     return EngineMemory(target_bytes, drafter_bytes, math.ceil(kv_cache_bytes), working, states)
 
 
-def state_bytes(config: PretrainedConfig, *, layers: int, dtype: str, kv_cache_bytes: float, tokens: int) -> int:
+def cache_bytes(engine: EngineConfig, dtype: str) -> float:
+    """Bytes of a number in the KV cache of an engine that computes in `dtype`. Types with fewer than 8 bits count as `dtype`."""
+    asked = str(engine.options.get("kv_cache_dtype", "auto"))
+    return next((size for name, size in _CACHED.items() if asked.startswith(name)), float(BYTES[dtype]))
+
+
+def state_bytes(
+    config: PretrainedConfig, *, layers: int, dtype: str, engine: EngineConfig, kv_cache_bytes: float, tokens: int
+) -> int:
     """The most bytes of hidden states that an extraction engine keeps in ordinary memory: of sequences that are not finished.
 
     Args:
         config: of the target's language model.
         layers: number of layer ids.
         dtype: of the computation.
+        engine: how the recipe runs vLLM.
         kv_cache_bytes: memory of the KV cache, which limits the tokens.
         tokens: of the longest sequences that the recipe lets run at once, which limit them too.
     """
-    fitting = kv_cache_bytes / (kv_values(config, extracts=True) * BYTES[dtype])
+    fitting = kv_cache_bytes / (kv_values(config, extracts=True) * cache_bytes(engine, dtype))
     return math.ceil(min(tokens, fitting) * layers * config.hidden_size * BYTES[dtype])
 
 

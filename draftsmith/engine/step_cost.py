@@ -108,6 +108,8 @@ class EngineStep:
     context: float
     tokens: int = 1
     """Per sequence and step: 1 + K with K speculative tokens."""
+    cached: float | None = None
+    """Bytes of a number in the KV cache (`memory.cache_bytes`); None: `bytes_per_value`."""
 
     def flop(self) -> float:
         """FLOP of the step."""
@@ -118,7 +120,7 @@ class EngineStep:
         """Bytes read in the step: every weight once, and each sequence's keys and values."""
         cache = self.sequences * self.context * self.sizes.kv_values
         weights = self.sizes.weight_bytes(self.bytes_per_value) * self.sizes.multiplied / self.sizes.parameters
-        return weights + self.bytes_per_value * cache
+        return weights + (self.bytes_per_value if self.cached is None else self.cached) * cache
 
     def seconds(self, hardware: Hardware) -> float:
         """Time of the step: computing or reading memory, whichever takes longer."""

@@ -17,10 +17,12 @@ from draftsmith.engine.environment import Gpu
 from draftsmith.engine.memory import (
     GIB,
     EngineMemory,
+    cache_bytes,
     engine_memory,
     kv_values,
     kv_values_on_each,
     side_by_side,
+    state_bytes,
     weight_bytes,
 )
 from draftsmith.run.errors import UserError
@@ -63,6 +65,33 @@ def test_an_engine_by_hand() -> None:
     )  # fmt: skip
     assert need.target == 4 * 10**9
     assert need.kv_cache == 1000 * 33 * 2 * 2 * 128 * 2
+
+
+def test_a_cache_in_8_bits_takes_a_byte_for_each_number() -> None:
+    llama = config("llama-3.1-8b")
+    asked = [
+        {},
+        {"kv_cache_dtype": "auto"},
+        {"kv_cache_dtype": "bfloat16"},
+        {"kv_cache_dtype": "fp8"},
+        {"kv_cache_dtype": "fp8_e5m2"},
+    ]
+    engines = [EngineConfig(options=options) for options in asked]
+    assert [cache_bytes(engine, "float32") for engine in engines] == [4, 4, 2, 1, 1]
+    assert cache_bytes(EngineConfig(options={"kv_cache_dtype": "nvfp4"}), "bfloat16") == 2, (
+        "too much rather than too little"
+    )
+    caches = [
+        engine_memory(llama, target_bytes=1, drafter_bytes=0, dtype="bfloat16", tokens=1000, engine=engine).kv_cache
+        for engine in engines
+    ]
+    assert [size / caches[-1] for size in caches] == [2, 2, 2, 1, 1]
+    # More sequences fit into it, so more of their states wait in ordinary memory.
+    plain, rounded = (
+        state_bytes(llama, layers=4, dtype="bfloat16", engine=engine, kv_cache_bytes=GIB, tokens=10**6)
+        for engine in (engines[0], engines[-1])
+    )
+    assert rounded == pytest.approx(2 * plain, abs=8)
 
 
 def test_engines_side_by_side_are_counted_by_the_largest() -> None:

@@ -107,6 +107,7 @@ def test_engine_arithmetic() -> None:
     step = EngineStep(sizes, 2, devices=2, sequences=8, context=50, tokens=3)
     assert step.flop() == 8 * 3 * (2000 + 4 * 10 * 50)
     assert step.bytes_read() == 2 * (1000 + 8 * 50 * 4)
+    assert replace(step, cached=1).bytes_read() == 2 * 1000 + 8 * 50 * 4
     rates = {
         "device": "x",
         "store_mb_per_second": 1,
