@@ -16,7 +16,8 @@ from rich.markup import escape
 
 from draftsmith.config.target import TargetConfig
 from draftsmith.convert.model_card import hub_id, render
-from draftsmith.convert.records import EVALUATION, checkpoint_of, drafter_files, evaluation_of, extraction_of
+from draftsmith.convert.records import EVALUATION, checkpoint_of, evaluation_of, extraction_of
+from draftsmith.engine.speculation import drafter_files
 from draftsmith.run.errors import DraftsmithError, UserError
 from draftsmith.run.progress import console
 from draftsmith.target.downloads import place_of
@@ -80,7 +81,7 @@ def publish(
     )  # fmt: skip
     parsed = _parse(card)
     files: dict[str, Path | bytes] = {"README.md": card.encode()}
-    files |= {file.name: file for file in drafter_files(drafter)}
+    files |= {name: drafter / name for name in drafter_files(drafter)}
     if evaluate is not None:
         files |= {f"eval/{name}": run_dir / str(evaluation) / name for name in EVALUATION}
     sizes = {name: len(file) if isinstance(file, bytes) else file.stat().st_size for name, file in files.items()}

@@ -12,6 +12,7 @@ from draftsmith.convert.inspection import inspect
 from draftsmith.convert.model_card import render
 from draftsmith.convert.quantize import scheme_of
 from draftsmith.drafters.checkpoint import Checkpoint
+from draftsmith.engine.speculation import drafter_sha256
 from draftsmith.run import stage
 from draftsmith.run.atomic_io import read_json, sha256_of, write_bytes
 from draftsmith.run.errors import UserError
@@ -92,14 +93,8 @@ def evaluation_of(drafter: Path, directory: Path) -> dict[str, Any]:
             raise UserError(f"{directory / name} has changed since the evaluation wrote it. {advice}")
     if json.loads((directory / "results.json").read_text()) != record["figures"]:
         raise UserError(f"{directory / stage.MARKER} does not hold the figures of results.json. {advice}")
-    if measured != {file.name: sha256_of(file) for file in drafter_files(drafter)}:
+    if measured != drafter_sha256(drafter):
         raise UserError(
             f"The evaluation in {directory} measured a different drafter from the one in {drafter}. {advice}"
         )
     return record
-
-
-def drafter_files(drafter: Path) -> list[Path]:
-    """The files that vLLM reads: config and weights."""
-    weights = (file for pattern in ("*.safetensors", "*.index.json", "*.pt") for file in sorted(drafter.glob(pattern)))
-    return [drafter / "config.json", *weights]

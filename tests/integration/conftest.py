@@ -27,9 +27,6 @@ from tests.families import save_tokenizer
 
 _ROOT = Path(__file__).parents[2]
 
-SOAKING = "DRAFTSMITH_SOAK" in os.environ
-in_soak = pytest.mark.skipif(not SOAKING, reason="takes minutes, and its logic has quick tests: `make soak` runs it")
-
 
 @pytest.fixture
 def every_core() -> Iterator[None]:

@@ -15,7 +15,8 @@ import psutil
 import pytest
 
 from draftsmith.store.reader import Store
-from tests.integration.conftest import check_same, in_soak
+from tests.integration.conftest import check_same
+from tests.soak import in_soak
 
 pytestmark = [
     pytest.mark.integration,

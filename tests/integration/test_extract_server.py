@@ -24,8 +24,9 @@ from transformers import AutoModelForCausalLM
 
 from draftsmith.config.recipe import EngineConfig
 from draftsmith.engine import environment as engine_environment
-from tests.integration.conftest import in_soak, reference_states
+from tests.integration.conftest import reference_states
 from tests.integration.test_exchange import read_by_speculators
+from tests.soak import in_soak
 
 pytestmark = pytest.mark.integration
 

@@ -22,7 +22,8 @@ from draftsmith.store.reader import Store
 from draftsmith.target.reference_states import reference_model, states_of
 from draftsmith.train.train import run_train
 from tests.families import FAMILIES, LAYERS, TinyFamily
-from tests.integration.conftest import SOAKING, demo_prompts, in_soak, load_drafter, write_recipe
+from tests.integration.conftest import demo_prompts, load_drafter, write_recipe
+from tests.soak import SOAKING, in_soak
 
 pytestmark = pytest.mark.integration
 

@@ -11,7 +11,8 @@ from draftsmith.config.recipe import EngineConfig
 from draftsmith.serve.evaluation import fidelity
 from draftsmith.serve.evaluation.engine import EngineHost, EngineSpec, start_engines
 from draftsmith.serve.evaluation.schema import Control, Fidelity
-from tests.integration.conftest import demo_prompts, in_soak
+from tests.integration.conftest import demo_prompts
+from tests.soak import in_soak
 
 pytestmark = pytest.mark.integration
 

@@ -29,8 +29,9 @@ from draftsmith.target.reference_states import states_of
 from draftsmith.target.tensors import load_target_tensors
 from draftsmith.train.acceptance import predict_sampled_acceptance
 from draftsmith.train.packing import pack
-from tests.integration.conftest import SOAKING, in_soak, load_drafter, make_mtp_target, make_target, train_drafters
+from tests.integration.conftest import load_drafter, make_mtp_target, make_target, train_drafters
 from tests.sampling import Acceptance, same_distribution, token_probabilities
+from tests.soak import SOAKING, in_soak
 
 pytestmark = pytest.mark.integration
 

@@ -20,7 +20,8 @@ from draftsmith.serve.proposals import Served, compare_proposals, record
 from draftsmith.target.tensors import load_target_tensors
 from draftsmith.train.snapshot import SNAPSHOT
 from draftsmith.train.train import run_train
-from tests.integration.conftest import SOAKING, demo_prompts, in_soak, load_drafter, write_recipe
+from tests.integration.conftest import demo_prompts, load_drafter, write_recipe
+from tests.soak import SOAKING, in_soak
 
 pytestmark = pytest.mark.integration
 

@@ -31,8 +31,9 @@ from draftsmith.convert.convert import run_convert
 from draftsmith.extract.extract import run_extract
 from draftsmith.serve.evaluation.evaluate import run_evaluate
 from draftsmith.train.train import run_train
-from tests.integration.conftest import demo_prompts, in_soak, make_mtp_target, make_target, write_recipe
+from tests.integration.conftest import demo_prompts, make_mtp_target, make_target, write_recipe
 from tests.integration.test_evaluate import alive, make_drafter, tiny_recipe
+from tests.soak import in_soak
 
 pytestmark = pytest.mark.integration
 

@@ -20,7 +20,8 @@ from draftsmith.store.reader import Store
 from draftsmith.target.info import describe_target
 from draftsmith.train.train import run_train
 from tests.integration import notes_proposals, notes_writers
-from tests.integration.conftest import demo_prompts, in_soak, make_target, write_recipe
+from tests.integration.conftest import demo_prompts, make_target, write_recipe
+from tests.soak import in_soak
 
 pytestmark = [
     pytest.mark.integration,

@@ -2,6 +2,7 @@
 
 import json
 import math
+import shutil
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -15,7 +16,7 @@ from draftsmith.config.drafters import DFlashOptions
 from draftsmith.config.sampling import Sampling
 from draftsmith.convert.convert import Found, read, run_convert
 from draftsmith.convert.inspection import inspect
-from draftsmith.convert.records import drafter_files
+from draftsmith.convert.publish import publish
 from draftsmith.drafters import attention
 from draftsmith.drafters.base import LossTerms
 from draftsmith.drafters.batch import Batch
@@ -411,17 +412,13 @@ def test_it_is_served_with_no_more_tokens_than_were_trained(trained: Path) -> No
 
 def test_the_mask_s_file_belongs_to_the_drafter(trained: Path, tmp_path: Path) -> None:
     """It is hashed and published; without it the directory is damaged, since vLLM would take another mask without a word."""
-    folder = tmp_path / "vllm"
-    folder.mkdir()
-    for file in (trained / "vllm").iterdir():
-        (folder / file.name).write_bytes(file.read_bytes())
+    shutil.copytree(trained, tmp_path / "run", ignore=shutil.ignore_patterns("store"))
+    folder = tmp_path / "run" / "vllm"
     assert inspect(folder)["good"]
     before = drafter_sha256(folder)
-    assert (
-        set(before)
-        == {"config.json", "model.safetensors", "mask_embedding.pt"}
-        == {f.name for f in drafter_files(folder)}
-    )
+    files = {"config.json", "model.safetensors", "mask_embedding.pt"}
+    assert set(before) == files
+    assert set(publish(tmp_path / "run", "me/drafter", evaluation=None, dry_run=True)["files"]) == files | {"README.md"}
     (folder / "mask_embedding.pt").write_bytes(b"other")
     assert drafter_sha256(folder) != before
     (folder / "mask_embedding.pt").unlink()

@@ -30,6 +30,7 @@ from draftsmith.store.codec import Form, channel_exponents, encode_states
 from draftsmith.store.format import CorruptStore, EncodedSequence, Sequence, StoreIdentity
 from draftsmith.store.reader import Store
 from draftsmith.store.writer import StoreWriter, most_bytes, require_free_space
+from tests.soak import kill_cases
 
 LAYERS, HIDDEN = 2, 4
 FORMS: list[Form] = ["none", "lossless", "int8"]
@@ -341,7 +342,7 @@ print(killed)
 
 
 def test_killed_at_any_moment_and_run_again_is_the_uninterrupted_store(tmp_path: Path) -> None:
-    cases = int(os.environ.get("DRAFTSMITH_KILL_CASES", "24"))  # two writers each; `make soak` asks for more
+    cases = kill_cases(24)  # two writers each; `make soak` asks for more
     command = [sys.executable, "-c", KILLER, str(tmp_path), str(cases)]
     done = subprocess.run(command, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr

@@ -17,6 +17,7 @@ from draftsmith.drafters.eagle3 import Eagle3Drafter
 from draftsmith.run import stage
 from draftsmith.train import setup as training_setup
 from draftsmith.train.snapshot import SNAPSHOT
+from tests.soak import in_soak
 from tests.unit.tiny_run import make_recipe, make_run
 from tests.unit.training_runs import (
     EAGLE3,
@@ -136,9 +137,7 @@ def with_a_slow_start(
     process(rank, folder, directory, EAGLE3, port, None)
 
 
-@pytest.mark.parametrize(
-    "seconds", [6.0, pytest.param(60.0, marks=pytest.mark.skipif("DRAFTSMITH_SOAK" not in os.environ, reason="`make soak`"))]
-)  # fmt: skip
+@pytest.mark.parametrize("seconds", [6.0, pytest.param(60.0, marks=in_soak)])
 def test_initialization_may_take_longer_than_the_default_timeout(folder: Path, whole: Path, seconds: float) -> None:
     """With a timeout of half the time that an initialization takes, both processes fail without our timeout, none with it."""
     for may_wait, statuses in ((timedelta(seconds=seconds / 2), {1}), (None, {0})):

@@ -1,6 +1,5 @@
 """The trainer ends like an uninterrupted run, bit for bit, after it was killed at any moment, stopped by a signal, or out of memory."""
 
-import os
 import random
 import signal
 import time
@@ -15,6 +14,7 @@ from draftsmith.drafters.eagle3 import Eagle3Drafter
 from draftsmith.run import stage
 from draftsmith.run.errors import DraftsmithError, Stopped
 from draftsmith.train.snapshot import SNAPSHOT
+from tests.soak import kill_cases
 from tests.unit.tiny_run import make_run
 from tests.unit.training_runs import (
     EAGLE3,
@@ -58,7 +58,7 @@ def killed() -> None:
 
 
 MOMENTS = ("_step", "finish_epoch", "write_snapshot", "remove_epochs", "torch.save")
-KILLS = int(os.environ.get("DRAFTSMITH_KILL_CASES", "6"))
+KILLS = kill_cases(6)
 """Of each test; `make soak` asks for more."""
 
 
