@@ -16,12 +16,12 @@ from draftsmith.store.format import Sequence
 from draftsmith.train import packing
 from draftsmith.train.acceptance import (
     _expected_walk,
-    walk,
     count_accepted,
     predict_acceptance,
     predict_sampled_acceptance,
     predicted_speedup,
     sampled_probabilities,
+    walk,
 )
 from draftsmith.train.packing import pack, pack_in_order
 from draftsmith.train.train import run_train

@@ -26,7 +26,7 @@ from draftsmith.engine.speculation import FIXED_K, drafter_sha256, own_drafter, 
 from draftsmith.run.errors import UserError
 from draftsmith.store.format import Sequence
 from draftsmith.target.info import describe_target
-from draftsmith.train.acceptance import walk, count_accepted, predict_sampled_acceptance
+from draftsmith.train.acceptance import count_accepted, predict_sampled_acceptance, walk
 from draftsmith.train.loss import BlockLoss
 from draftsmith.train.packing import pack
 from draftsmith.train.train import run_train

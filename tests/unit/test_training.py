@@ -18,7 +18,7 @@ from draftsmith.drafters.vocabulary import choose_draft_vocabulary
 from draftsmith.run.errors import DraftsmithError
 from draftsmith.run.weights import in_memory
 from draftsmith.target.tensors import TargetTensors
-from draftsmith.train.acceptance import walk, predict_acceptance
+from draftsmith.train.acceptance import predict_acceptance, walk
 from draftsmith.train.optimizers import learning_rate_factor
 from draftsmith.train.packing import balance_tokens, pack, pack_epoch
 from tests.unit.converting import to_vllm
