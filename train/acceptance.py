@@ -49,7 +49,7 @@ def count_accepted(drafter: Drafter, batches: Iterable[Batch], *, k: int) -> dic
     """The counts behind `predict_acceptance`; same arguments.
     Returns {K: (tokens accepted, drafts made)}, both over all batches."""
     accepted, drafts = [0] * k, [0] * k
-    for batch in _evaluated(drafter, batches):
+    for batch in evaluated(drafter, batches):
         for steps, lengths in _chains(drafter, k):
             rows = batch.loss_weights[:, :steps].sum(1).nonzero()[:, 0]
             right = torch.stack(
@@ -60,9 +60,9 @@ def count_accepted(drafter: Drafter, batches: Iterable[Batch], *, k: int) -> dic
                 dim=1,
             )
             run = right.int().cumprod(1).cpu()  # [Q, steps]: 1 while every draft token so far is right
-            for response in _responses(batch, rows):
+            for response in responses(batch, rows):
                 for length in lengths:
-                    hits = [*_walk(run[response, :length].sum(1).tolist())]
+                    hits = [*walk(run[response, :length].sum(1).tolist())]
                     accepted[length - 1] += sum(hits)
                     drafts[length - 1] += len(hits)
     return dict(enumerate(zip(accepted, drafts, strict=True), start=1))
@@ -116,7 +116,7 @@ def predict_sampled_acceptance(
         own_text: whether the target sampled the answers with these parameters.
     """
     totals = {(draft, length): [0.0, 0.0] for draft in range(2) for length in range(1, k + 1)}  # tokens, drafts
-    for batch in _evaluated(drafter, batches):
+    for batch in evaluated(drafter, batches):
         assert batch.last_states is not None
         states = norm(batch.last_states)
         for steps, lengths in _chains(drafter, k):
@@ -141,7 +141,7 @@ def predict_sampled_acceptance(
             reached = accept.cumprod(2)  # probability that the first j + 1 draft tokens are all accepted
             # On the target's own text: the same, where the text has shown whether those before it are.
             on_text = accept[0] * torch.cat([torch.ones_like(run[:, :1]), run[:, :-1]], dim=1)
-            for response in _responses(batch, rows):
+            for response in responses(batch, rows):
                 for draft in range(2):
                     for length in lengths:
                         if own_text and draft == 0:
@@ -193,7 +193,7 @@ def _chains(drafter: Drafter, k: int) -> list[tuple[int, Iterable[int]]]:
     return [(k, range(1, k + 1))]
 
 
-def _evaluated(drafter: Drafter, batches: Iterable[Batch]) -> Iterator[Batch]:
+def evaluated(drafter: Drafter, batches: Iterable[Batch]) -> Iterator[Batch]:
     """The batches in the drafter's dtype and on its device, which is in evaluation mode until the last."""
     like, training = next(drafter.parameters()), drafter.training
     drafter.eval()
@@ -209,7 +209,7 @@ def _draft_tokens(drafter: Drafter, step: ChainStep) -> torch.Tensor:
     return drafter.draft_token_ids[tokens]
 
 
-def _responses(batch: Batch, rows: torch.Tensor) -> Iterable[torch.Tensor]:
+def responses(batch: Batch, rows: torch.Tensor) -> Iterable[torch.Tensor]:
     """The responses: runs of consecutive rows whose first step predicts a response token, as indices into `rows`.
 
     Other rows only reach one later in the chain. The last row of a document predicts nothing, so no run crosses into the
@@ -220,7 +220,7 @@ def _responses(batch: Batch, rows: torch.Tensor) -> Iterable[torch.Tensor]:
     return places.tensor_split(ends)
 
 
-def _walk(accepted_from: list[int]) -> Iterable[int]:
+def walk(accepted_from: list[int]) -> Iterable[int]:
     """Visit the positions that serving would draft from: each draft advances by its accepted tokens and one more."""
     # The first row predicts the first response token, which serving gets from prefill, so it drafts from the next row.
     position = 1
@@ -230,7 +230,7 @@ def _walk(accepted_from: list[int]) -> Iterable[int]:
 
 
 def _walk_of_text(accepted: list[int], expected: list[float]) -> tuple[float, float]:
-    """Tokens expected to be accepted, and drafts, of a `_walk` whose positions the text determines.
+    """Tokens expected to be accepted, and drafts, of a `walk` whose positions the text determines.
 
     Args:
         accepted: for each position, how many draft tokens in a row are the text's.
@@ -245,7 +245,7 @@ def _walk_of_text(accepted: list[int], expected: list[float]) -> tuple[float, fl
 
 
 def _expected_walk(chain: list[list[float]]) -> tuple[float, float]:
-    """Expected numbers of accepted tokens and of drafts of a `_walk` where `chain` has, for each position, the probability that at
+    """Expected numbers of accepted tokens and of drafts of a `walk` where `chain` has, for each position, the probability that at
     least 1, 2, ... K tokens are accepted."""
     visits = [0.0] * len(chain)  # probability that serving drafts from here
     if len(visits) > 1:

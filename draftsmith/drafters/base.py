@@ -12,6 +12,7 @@ import torch
 from torch import nn
 
 from draftsmith.drafters.batch import Batch
+from draftsmith.drafters.branches import Branches, RepeatedChains
 from draftsmith.drafters.layout import Layout
 from draftsmith.run.errors import UserError
 from draftsmith.target.info import TargetInfo
@@ -100,6 +101,8 @@ class Drafter(nn.Module, ABC):
     """int64 [V] ascending: target id of each draft token."""
     max_draft_tokens: int | None = None
     """Largest K, where the drafter's shape limits it; all steps are trained."""
+    drafts_at_once: ClassVar[bool] = False
+    """All draft tokens come from one forward pass, so a further branch of a tree of them costs none."""
     depends_on_k: bool = False
     """A draft token depends on how many are drafted with it, so a chain of K steps is not the beginning of a longer one."""
 
@@ -198,6 +201,17 @@ class Drafter(nn.Module, ABC):
             autoregressive: steps after the first read the drafter's own greedy tokens, as in serving, instead of the
                 true ones, as in training.
         """
+
+    def branches(self, batch: Batch, rows: torch.Tensor, *, steps: int) -> Branches:
+        """Draft several continuations from the same rows, for trees of draft tokens. The default runs the chain of each from its start
+        again; a kind that can go on from where it was overrides it.
+
+        Args:
+            batch: as for `chain`, with `steps` columns or more.
+            rows: int64 [Q] ascending, rows of the batch.
+            steps: tokens of a branch, at most.
+        """
+        return RepeatedChains(self, batch, rows, steps=steps)
 
     @classmethod
     def shapes(cls, config: DrafterConfig) -> dict[str, tuple[int, ...]]:

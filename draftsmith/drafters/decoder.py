@@ -24,6 +24,7 @@ from torch.nn import functional as F
 from draftsmith.drafters.attention import Attention, CosSin, KeysValues, Tiles, attend
 from draftsmith.drafters.base import ChainStep, Drafter, DrafterConfig
 from draftsmith.drafters.batch import Batch
+from draftsmith.drafters.branches import Branches, Proposals
 from draftsmith.drafters.layout import Entry, Rope
 from draftsmith.drafters.norm import RMSNorm
 from draftsmith.run.errors import UserError
@@ -251,38 +252,14 @@ class DecoderDrafter(Drafter):
     def chain(self, batch: Batch, *, steps: int, autoregressive: bool = False) -> Iterator[ChainStep]:
         heads = self.config.num_attention_heads
         queries = batch.loss_weights[:, :steps].sum(1).nonzero()[:, 0]
-        # Only rows that are predicted from run through the whole last layer; the others only give it keys and values.
         predicted = Tiles(batch, queries, heads)
-        everything: Tiles | None = None
         fewer_from = _fewer_by_step(batch, queries, steps, heads)
         # The rows in the chain: of the batch, and among the queries.
         running, place = queries, torch.arange(len(queries), device=queries.device)
-        state, positions = self.first_state(batch), batch.positions
         masks = self.mask_inputs() if steps > 1 else None
-        embeds = F.embedding(batch.next_tokens[:, 0], self.embedding)
-        context: list[KeysValues] = []  # per layer: step-0 keys and values of all rows, [M, T, C]
         own: list[list[KeysValues]] = [[] for _ in self.layers]  # per layer: one pair per later step, packed
+        read, state, context = self._first_step(batch, queries, predicted)
         for k in range(steps):
-            rope = self._rope(positions, state)
-            for index, layer in enumerate(self.decoder_layers()):
-                x, residual = self.inputs(layer, index, embeds, state)
-                keys_values = layer.self_attn.keys_values(x, rope)
-                tiles = predicted
-                if k > 0:
-                    own[index].append(keys_values)
-                else:
-                    keys, values = keys_values
-                    context.append((keys.transpose(0, 1).contiguous(), values.transpose(0, 1).contiguous()))
-                    if index < len(self.layers) - 1:
-                        tiles = everything = everything or Tiles(batch, torch.arange(len(x), device=x.device), heads)
-                    else:
-                        # x[queries] would be the same, with a gradient that is scattered one element at a time.
-                        x, residual = x.index_select(0, queries), residual.index_select(0, queries)
-                        rope = (rope[0][queries], rope[1][queries])
-                mixed = attend(layer.self_attn.queries(x, rope), context[index], own[index], tiles)
-                state = residual + layer.self_attn.o_proj(mixed)
-                state = state + layer.mlp(layer.post_attention_layernorm(state))
-            read, state = self.outputs(state)
             normed = read
             if len(running) < len(queries):
                 normed = read.new_zeros(len(queries), read.shape[1]).index_copy(0, place, read)
@@ -303,6 +280,55 @@ class DecoderDrafter(Drafter):
                 embeds = F.embedding(self.draft_token_ids[F.linear(read, self.head()).argmax(-1)], self.embedding)
             else:
                 embeds = F.embedding(batch.next_tokens[running, k + 1], self.embedding)
+            read, state = self._later_step(embeds, state, positions, context, own, predicted)
+
+    def branches(self, batch: Batch, rows: torch.Tensor, *, steps: int) -> Branches:
+        return _Branches(self, batch, rows)
+
+    def _first_step(
+        self, batch: Batch, queries: torch.Tensor, predicted: Tiles
+    ) -> tuple[torch.Tensor, torch.Tensor, list[KeysValues]]:
+        """`outputs` of step 0 for the queries, and each layer's keys and values of all rows, [M, T, C].
+
+        Only rows that are predicted from run through the whole last layer; the others only give it keys and values.
+        """
+        state = self.first_state(batch)
+        embeds = F.embedding(batch.next_tokens[:, 0], self.embedding)
+        rope = self._rope(batch.positions, state)
+        every_row = torch.arange(len(state), device=state.device)
+        everything = Tiles(batch, every_row, self.config.num_attention_heads) if len(self.layers) > 1 else predicted
+        context = []
+        for index, layer in enumerate(self.decoder_layers()):
+            x, residual = self.inputs(layer, index, embeds, state)
+            keys, values = layer.self_attn.keys_values(x, rope)
+            context.append((keys.transpose(0, 1).contiguous(), values.transpose(0, 1).contiguous()))
+            tiles = everything
+            if index == len(self.layers) - 1:
+                # x[queries] would be the same, with a gradient that is scattered one element at a time.
+                x, residual = x.index_select(0, queries), residual.index_select(0, queries)
+                rope, tiles = (rope[0][queries], rope[1][queries]), predicted
+            mixed = attend(layer.self_attn.queries(x, rope), context[index], [], tiles)
+            state = _rest_of_layer(layer, residual, mixed)
+        return (*self.outputs(state), context)
+
+    def _later_step(
+        self,
+        embeds: torch.Tensor,
+        state: torch.Tensor,
+        positions: torch.Tensor,
+        context: list[KeysValues],
+        own: list[list[KeysValues]],
+        tiles: Tiles,
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """`outputs` of a step after the first for the rows of `tiles`, at their `positions`; adds to `own`, which has a list per layer with
+        the keys and values [rows, M, C] of each later step so far."""
+        rope = self._rope(positions, state)
+        for index, layer in enumerate(self.decoder_layers()):
+            x, residual = self.inputs(layer, index, embeds, state)
+            own[index].append(layer.self_attn.keys_values(x, rope))
+            mixed = attend(layer.self_attn.queries(x, rope), context[index], own[index], tiles)
+            state = _rest_of_layer(layer, residual, mixed)
+        return self.outputs(state)
 
     def inverse_frequencies(self) -> torch.Tensor:
         """[C / 2], or fewer where RoPE turns part of each head: radians that each rotary pair turns per position."""
@@ -311,6 +337,37 @@ class DecoderDrafter(Drafter):
     def _rope(self, positions: torch.Tensor, like: torch.Tensor) -> CosSin:
         cos, sin = self._rotary(like, positions[None])
         return cos[0], sin[0]
+
+
+def _rest_of_layer(layer: DecoderLayer, residual: torch.Tensor, mixed: torch.Tensor) -> torch.Tensor:
+    """What follows the attention."""
+    state = residual + layer.self_attn.o_proj(mixed)
+    rest: torch.Tensor = state + layer.mlp(layer.post_attention_layernorm(state))
+    return rest
+
+
+class _Branches(Branches):
+    """Branches that share the context of their row, and have the keys and values of their own chain steps."""
+
+    def __init__(self, drafter: DecoderDrafter, batch: Batch, rows: torch.Tensor) -> None:
+        self._drafter, self._batch, self._rows, self._depth = drafter, batch, rows, 0
+        self._state, self._context = torch.empty(0), list[KeysValues]()
+        self._own: list[list[KeysValues]] = [[] for _ in drafter.layers]
+
+    def step(self, parents: torch.Tensor, tokens: torch.Tensor) -> Proposals:
+        drafter, batch, depth = self._drafter, self._batch, self._depth
+        self._rows = self._rows[parents]
+        tiles = Tiles(batch, self._rows, drafter.config.num_attention_heads)
+        if depth == 0:
+            read, self._state, self._context = drafter._first_step(batch, self._rows, tiles)
+        else:
+            self._own = [[(keys[parents], values[parents]) for keys, values in pairs] for pairs in self._own]
+            embeds, positions = F.embedding(tokens, drafter.embedding), batch.positions[self._rows] + depth
+            read, self._state = drafter._later_step(
+                embeds, self._state[parents], positions, self._context, self._own, tiles
+            )
+        self._depth += 1
+        return Proposals(read, drafter.head(), torch.arange(len(tokens), device=tokens.device))
 
 
 @dataclass

@@ -40,6 +40,7 @@ from draftsmith.config.drafters import BlockOptions, DFlashOptions
 from draftsmith.drafters.attention import CosSin, Tiles, attend_in_blocks
 from draftsmith.drafters.base import ChainStep, Drafter, InitCost, LossTerms
 from draftsmith.drafters.batch import Batch
+from draftsmith.drafters.branches import Branches, IndependentSlots
 from draftsmith.drafters.decoder import (
     LLAMA_FIXED,
     LLAMA_IRRELEVANT,
@@ -136,6 +137,7 @@ class DFlashDrafter(Drafter):
     config_class: ClassVar[type[DFlashConfig]] = DFlashConfig
     vllm_layout: ClassVar = _VLLM
     has_embedding: ClassVar = True
+    drafts_at_once: ClassVar = True
     learns_mask: ClassVar[bool] = True
     """The mask has an embedding of its own; otherwise it is the row of its token."""
     config: DFlashConfig
@@ -288,6 +290,9 @@ class DFlashDrafter(Drafter):
         normed, head = self.block(batch, queries, steps), self.lm_head.weight
         for k in range(steps):
             yield ChainStep(normed[:, k], head, batch.loss_weights[queries, k])
+
+    def branches(self, batch: Batch, rows: torch.Tensor, *, steps: int) -> Branches:
+        return IndependentSlots(self, batch, rows, steps=steps)
 
     def block(self, batch: Batch, queries: torch.Tensor, steps: int) -> torch.Tensor:
         """The head's inputs [Q, steps, H] of the blocks that are drafted from some rows of the batch.

@@ -25,6 +25,7 @@ from torch.nn import functional as F
 from draftsmith.config.drafters import DSparkOptions
 from draftsmith.drafters.base import ChainStep, InitCost
 from draftsmith.drafters.batch import Batch
+from draftsmith.drafters.branches import Branches, Proposals
 from draftsmith.drafters.dflash import DFlashConfig, DFlashDrafter
 from draftsmith.drafters.init import least_squares
 from draftsmith.drafters.init.blocks import fit_outputs_again, fit_tokens, flop_of_fit_tokens
@@ -126,6 +127,25 @@ class DSparkDrafter(DFlashDrafter):
                 tokens = self.draft_token_ids[F.linear(read, head).argmax(-1)]
             else:
                 tokens = batch.next_tokens[queries, k + 1]
+
+    def branches(self, batch: Batch, rows: torch.Tensor, *, steps: int) -> Branches:
+        return _Branches(self, batch, rows, steps)
+
+
+class _Branches(Branches):
+    """One block for all branches of a row, and the Markov head along each."""
+
+    def __init__(self, drafter: DSparkDrafter, batch: Batch, rows: torch.Tensor, steps: int) -> None:
+        markov = drafter.markov_head
+        self._block, self._embed = drafter.block(batch, rows, steps), markov.markov_w1
+        self._head = torch.cat([drafter.lm_head.weight, markov.markov_w2.weight], dim=1)
+        self._roots, self._depth = torch.arange(len(rows), device=rows.device), 0
+
+    def step(self, parents: torch.Tensor, tokens: torch.Tensor) -> Proposals:
+        self._roots, of_block = self._roots[parents], self._block[:, self._depth]
+        self._depth += 1
+        normed = torch.cat([of_block[self._roots], self._embed(tokens)], dim=1)
+        return Proposals(normed, self._head, torch.arange(len(tokens), device=tokens.device))
 
 
 DRAFTER = DSparkDrafter

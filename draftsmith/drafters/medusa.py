@@ -23,6 +23,7 @@ from torch.nn import functional as F
 from draftsmith.config.drafters import MedusaOptions
 from draftsmith.drafters.base import ChainStep, Drafter, DrafterConfig, InitCost, LossTerms
 from draftsmith.drafters.batch import Batch
+from draftsmith.drafters.branches import Branches, IndependentSlots
 from draftsmith.drafters.init.least_squares import ROWS_TO_FIT, cost_of_fit_next_states, fit_next_states, rows_until
 from draftsmith.drafters.layout import Entry, Layout, same_names, target_fields
 from draftsmith.drafters.norm import FinalNorm
@@ -77,6 +78,7 @@ class MedusaDrafter(Drafter):
 
     config_class: ClassVar = MedusaConfig
     vllm_layout: ClassVar = _VLLM
+    drafts_at_once: ClassVar = True
     config: MedusaConfig
     final_norm: FinalNorm
 
@@ -139,6 +141,9 @@ class MedusaDrafter(Drafter):
         state = self.final_norm(batch.hidden_states[rows, 0])
         for k in range(steps):
             yield ChainStep(self.blocks[k](state), self._head(k), batch.loss_weights[rows, k])
+
+    def branches(self, batch: Batch, rows: torch.Tensor, *, steps: int) -> Branches:
+        return IndependentSlots(self, batch, rows, steps=steps)
 
     def _head(self, i: int) -> torch.Tensor:
         """[V, H]"""

@@ -28,6 +28,7 @@ from torch import nn
 from draftsmith.config.drafters import PEagleOptions
 from draftsmith.drafters.base import InitCost, LossTerms
 from draftsmith.drafters.batch import Batch
+from draftsmith.drafters.branches import Branches, IndependentSlots
 from draftsmith.drafters.decoder import mask_token_of
 from draftsmith.drafters.eagle3 import Eagle3Config, Eagle3Drafter
 from draftsmith.drafters.init.least_squares import ROWS_AT_ONCE, rows_until
@@ -62,6 +63,7 @@ class PEagleDrafter(Eagle3Drafter):
         fields=(*Eagle3Drafter.vllm_layout.fields, Entry("num_depths", int), Entry("mask_token_id", int)),
         quantizes=False,  # vLLM 0.32 gives `fc` the mask as a vector, which its 8-bit kernels for CPUs refuse
     )
+    drafts_at_once: ClassVar = True
     config: PEagleConfig
 
     def __init__(self, config: PEagleConfig, embedding: torch.Tensor, draft_token_ids: torch.Tensor) -> None:
@@ -130,6 +132,9 @@ class PEagleDrafter(Eagle3Drafter):
         states = self.mask_hidden.view(1, len(self.config.layer_ids), -1)
         mask = self.config.mask_token_id
         return self.embedding[mask : mask + 1], self.fc(self.normed_states(states))
+
+    def branches(self, batch: Batch, rows: torch.Tensor, *, steps: int) -> Branches:
+        return IndependentSlots(self, batch, rows, steps=steps)
 
     @staticmethod
     def matmul_counts(config: Eagle3Config, steps: int) -> dict[str, tuple[int, int]]:

@@ -16,12 +16,12 @@ from draftsmith.store.format import Sequence
 from draftsmith.train import packing
 from draftsmith.train.acceptance import (
     _expected_walk,
-    _walk,
     count_accepted,
     predict_acceptance,
     predict_sampled_acceptance,
     predicted_speedup,
     sampled_probabilities,
+    walk,
 )
 from draftsmith.train.packing import pack, pack_in_order
 from draftsmith.train.train import run_train
@@ -181,7 +181,7 @@ def test_expected_walk() -> None:
 
 @given(st.lists(st.integers(0, 4), max_size=30))
 def test_the_expected_walk_of_certain_acceptance_is_the_walk(accepted: list[int]) -> None:
-    steps = list(_walk(accepted))
+    steps = list(walk(accepted))
     chain = [[float(n < count) for n in range(4)] for count in accepted]
     assert _expected_walk(chain) == (sum(steps), len(steps))
 

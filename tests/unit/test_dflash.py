@@ -27,7 +27,7 @@ from draftsmith.engine.speculation import FIXED_K, drafter_sha256, own_drafter, 
 from draftsmith.run.errors import UserError
 from draftsmith.store.format import Sequence
 from draftsmith.target.info import describe_target
-from draftsmith.train.acceptance import _walk, count_accepted, predict_sampled_acceptance
+from draftsmith.train.acceptance import count_accepted, predict_sampled_acceptance, walk
 from draftsmith.train.loss import BlockLoss
 from draftsmith.train.packing import pack
 from draftsmith.train.train import run_train
@@ -223,7 +223,7 @@ def test_what_is_predicted_for_a_k_is_drafted_with_it() -> None:
         of_longest = int((longest != choices).sum())
         for document in range(len(documents)):
             here = (batch.documents[rows] == document) & (batch.loss_weights[rows, 0] > 0)
-            hits = [*_walk(right[here].cumprod(1).sum(1).tolist())]
+            hits = [*walk(right[here].cumprod(1).sum(1).tolist())]
             accepted, drafts = accepted + sum(hits), drafts + len(hits)
         assert counts[k] == (accepted, drafts)
         others[k] = of_longest

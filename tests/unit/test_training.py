@@ -18,7 +18,7 @@ from draftsmith.drafters.vocabulary import choose_draft_vocabulary
 from draftsmith.run.errors import DraftsmithError
 from draftsmith.run.weights import in_memory
 from draftsmith.target.tensors import TargetTensors
-from draftsmith.train.acceptance import _walk, predict_acceptance
+from draftsmith.train.acceptance import predict_acceptance, walk
 from draftsmith.train.optimizers import learning_rate_factor
 from draftsmith.train.packing import balance_tokens, pack, pack_epoch
 from tests.unit.converting import to_vllm
@@ -54,9 +54,9 @@ def test_learning_rate() -> None:
 
 def test_walk_advances_by_accepted_tokens() -> None:
     # The token of row 0 comes from prefill. From row 1 two draft tokens are accepted and the target adds one: on to row 4.
-    assert list(_walk([9, 2, 8, 8, 0, 0, 1, 8])) == [2, 0, 0, 1]
-    assert list(_walk([0, 1, 5, 0])) == [1, 0]
-    assert list(_walk([3])) == []
+    assert list(walk([9, 2, 8, 8, 0, 0, 1, 8])) == [2, 0, 0, 1]
+    assert list(walk([0, 1, 5, 0])) == [1, 0]
+    assert list(walk([3])) == []
 
 
 def test_predicted_acceptance_of_a_drafter_that_is_always_right() -> None:
