@@ -68,11 +68,11 @@ def test_it_is_what_training_predicted(run: tuple[Recipe, Path]) -> None:
     ), "of one token there is nothing to sample"
 
 
-def sampled_copy(store_dir: Path, out: Path) -> Path:
+def sampled_copy(store_dir: Path, out: Path, **sampled: Any) -> Path:
     """The same sequences, said to be sampled."""
     store = Store(store_dir)
     out.mkdir()
-    sampling = store.identity.sampling | {"temperature": 0.7}
+    sampling = store.identity.sampling | {"temperature": 0.7} | sampled
     identity = type(store.identity)(**vars(store.identity) | {"sampling": sampling})
     with StoreWriter(out, identity, shard_tokens=100) as writer:
         for sequence in store:
@@ -119,7 +119,7 @@ def test_the_command(run: tuple[Recipe, Path]) -> None:
     assert as_json["predicted_acceptance_length"] == figures(run_dir)["predicted_at_temperature"]["greedy_drafts"]
 
 
-def test_trees(run: tuple[Recipe, Path], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_trees(run: tuple[Recipe, Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     recipe, run_dir = run
     found = predict_trees(recipe, run_dir, tokens=[4, 2, 12], depth=2, top_k=3)
     assert found == json.loads((run_dir / "trees.json").read_text())
@@ -149,6 +149,13 @@ def test_trees(run: tuple[Recipe, Path], monkeypatch: pytest.MonkeyPatch) -> Non
     assert free["best"] is None
     assert free["step"] is None
     assert free["depth"] == 5
+
+    # Text that the target did not write says little of what it would accept; sampled text says nothing.
+    foreign = sampled_copy(run_dir / "store", tmp_path / "foreign", mode="prefill")
+    assert not predict_trees(recipe, run_dir, tokens=[2], step_cost=False, store_dir=foreign)["own_text"]
+    sampled = sampled_copy(run_dir / "store", tmp_path / "sampled")
+    with pytest.raises(UserError, match="which does not tell what greedy decoding accepts"):
+        predict_trees(recipe, run_dir, tokens=[2], store_dir=sampled)
 
     with pytest.raises(
         UserError, match="A tree of 13 tokens was asked for, and with --tree-depth 2 and --tree-top-k 3 there are 12"
