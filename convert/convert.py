@@ -17,7 +17,7 @@ from draftsmith.convert.verify import compare
 from draftsmith.convert.vocabulary import with_vocabulary
 from draftsmith.drafters import drafter_class
 from draftsmith.drafters.base import Drafter
-from draftsmith.drafters.checkpoint import RECORD, UNKNOWN_TARGET, WEIGHTS, Checkpoint
+from draftsmith.drafters.checkpoint import RECORD, TREES, UNKNOWN_TARGET, WEIGHTS, Checkpoint
 from draftsmith.drafters.vocabulary import choose_draft_vocabulary
 from draftsmith.run import stage
 from draftsmith.run.atomic_io import new_folder, read_json, require_new, sha256_of, write_bytes
@@ -174,7 +174,10 @@ def convert_checkpoint(
             checkpoint.to(dtype).save(temporary)
         else:
             FORMATS[to].write(checkpoint, temporary, dtype=dtype, quantize=quantize)
-            write_bytes(temporary / "README.md", render(checkpoint, quantized=quantize).encode())
+            algorithm = FORMATS[to].sglang_algorithm
+            trees = trees_of(source) if algorithm and vocabulary is None else None
+            card = render(checkpoint, quantized=quantize, trees=trees, sglang_algorithm=algorithm)
+            write_bytes(temporary / "README.md", card.encode())
         verified: dict[str, Any] | None = None
         if verify:
             result = read(temporary, Found(to, found.kind, ""), target)
@@ -199,6 +202,19 @@ def convert_checkpoint(
         f"{figures['bytes'] / 1e6:.1f} MB"
     )
     return figures
+
+
+def trees_of(checkpoint: Path) -> dict[str, Any] | None:
+    """What was predicted of the trees of a run's drafter (`train.predict_trees`); None if nothing was, or of other weights.
+
+    Args:
+        checkpoint: `runs/NAME/checkpoint`.
+    """
+    file = checkpoint.resolve().parent / TREES
+    if not file.is_file() or not (checkpoint / WEIGHTS).is_file():
+        return None
+    found: dict[str, Any] = read_json(file)
+    return found if found.get("checkpoint") == sha256_of(checkpoint / WEIGHTS) else None
 
 
 def table_of_formats() -> list[tuple[str, str, list[str], list[str]]]:

@@ -39,6 +39,8 @@ def render(
     extract: Mapping[str, Any] | None = None,
     evaluate: Mapping[str, Any] | None = None,
     evaluation: str = "eval",
+    trees: Mapping[str, Any] | None = None,
+    sglang_algorithm: str | None = None,
 ) -> str:
     """Return the card, with the Hub's metadata.
 
@@ -53,6 +55,8 @@ def render(
         extract: record of the extraction; None omits the data.
         evaluate: record of an evaluation of exactly this drafter; None omits all measurements.
         evaluation: where its files are, from the card.
+        trees: what trees of exactly this drafter's tokens are predicted to have accepted (`trees.json`); None omits it.
+        sglang_algorithm: SGLang's name of the method, if it serves the drafter in this form.
     """
     results = evaluate["figures"] if evaluate else None
     name = drafter.target["name"] or "its target"
@@ -75,6 +79,9 @@ def render(
         f"determines the output, but yields several tokens per step.{_headline(results)} It works with this target only. Made with Draftsmith.",
         _serving(drafter, target, repo, revision, base_model, evaluate),
         _measured(evaluate, evaluation) if evaluate else _predicted(drafter),
+        _trees(trees, sglang_algorithm, drafter=repo or "THIS_DIRECTORY", target=base_model or "TARGET")
+        if trees and sglang_algorithm
+        else "",
         _made(drafter, quantized, train, extract),
     ]
     return f"---\n{metadata.to_yaml()}\n---\n\n" + "\n\n".join(part for part in parts if part) + "\n"
@@ -251,6 +258,54 @@ def _predicted(drafter: Checkpoint) -> str:
             _table(("K", "acceptance length"), rows),
         ]
     )  # fmt: skip
+
+
+def _trees(trees: Mapping[str, Any], algorithm: str, *, drafter: str, target: str) -> str:
+    """Predicted acceptance of trees, and SGLang's flags for the best of what was tried."""
+    step, best = trees["step"], trees["best"]
+    rows = []
+    for shape in ("chain", "tree"):
+        for tokens, one in trees[f"{shape}s"].items():
+            low, high = one["interval"]
+            cost = one["step_cost"]
+            rows.append(
+                [
+                    f"{shape} of {tokens}", f"{one['acceptance_length']:.3f} ({low:.3f} to {high:.3f})",
+                    "" if cost is None else f"{cost:.2f}", "" if cost is None else f"{one['acceptance_length'] / cost:.2f}",
+                ]
+            )  # fmt: skip
+    written = (
+        "held-out greedy answers of the target"
+        if trees["own_text"]
+        else "held-out text that the target did not write, so this is an estimate"
+    )
+    parts = [
+        "## Trees in SGLang",
+        "SGLang can check a tree of draft tokens instead of a chain. Tokens per step of the target, greedy, predicted on "
+        f"{trees['sequences']} sequences of {written}, with 95% intervals over sequences; trees of at most {trees['depth']} levels, top-k "
+        f"{trees['top_k']}, chosen as SGLang does.",
+        _table(("draft tokens", "acceptance length (95% interval)", "cost of checking", "length / cost"), rows),
+    ]
+    if step is None or best is None:
+        return "\n\n".join([*parts, "What checking costs was not measured, so none of them is recommended here."])
+    on = "a GPU" if step["device"].startswith("cuda") else f"a CPU with {step['threads']} threads"
+    tree = best["shape"] == "tree"
+    steps, top_k = (trees["depth"], trees["top_k"]) if tree else (best["tokens"], 1)
+    command = (
+        f"python -m sglang.launch_server --model-path {shlex.quote(target)} \\\n"
+        f"    --speculative-algorithm {algorithm} --speculative-draft-model-path {shlex.quote(drafter)} \\\n"
+        f"    --speculative-num-steps {steps} --speculative-eagle-topk {top_k} --speculative-num-draft-tokens {best['tokens'] + 1}"
+    )
+    notes = [
+        f"Cost of checking: time of transformers' forward pass of the target in {step['dtype']} over the draft tokens and one more, in "
+        f"units of that over one token, on {on} after {step['context']} tokens. The time of drafting is not in it. The flags are those of "
+        "the largest length / cost. Costs differ from machine to machine and with the number of concurrent requests: measure where you "
+        "serve, with `draftsmith predict RECIPE --tree`.",
+        "SGLang counts the last known token among the draft tokens: its number is one more.",
+    ]
+    if tree:
+        notes.append("Trees need pages of one token (`--page-size 1`), or an attention backend that takes larger ones.")
+    return "\n\n".join([*parts, f"```bash\n{command}\n```", " ".join(notes)])
 
 
 def _made(

@@ -1,20 +1,23 @@
 """Predict a trained drafter's acceptance length, greedy or sampled, on the held-out text of a store; nothing is trained or written."""
 
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
 
 from draftsmith.config.recipe import Recipe
+from draftsmith.config.sampling import Sampling
+from draftsmith.drafters.base import Drafter
 from draftsmith.drafters.checkpoint import Checkpoint
 from draftsmith.drafters.norm import FinalNorm
 from draftsmith.run.cuda import require_usable_gpus
 from draftsmith.run.errors import UserError
 from draftsmith.run.progress import Bar
 from draftsmith.store.reader import Store
-from draftsmith.target.info import describe_target
+from draftsmith.target.info import TargetInfo, describe_target
 from draftsmith.target.prepare import prepare_target
-from draftsmith.target.tensors import load_target_tensors
+from draftsmith.target.tensors import TargetTensors, load_target_tensors
 from draftsmith.train.acceptance import predict_acceptance, predict_sampled_acceptance
 from draftsmith.train.packing import pack_in_order
 
@@ -34,8 +37,57 @@ def predict(recipe: Recipe, run_dir: Path, *, store_dir: Path | None = None) -> 
     Raises:
         UserError: there is no drafter, or no store that fits it with held-out text; or greedy answers are asked for of sampled text.
     """
+    run = open_run(recipe, run_dir, store_dir)
+    sampling, options, drafter = recipe.evaluate.sampling, recipe.train, run.drafter
+    k = min(options.predict_positions, drafter.max_draft_tokens or options.predict_positions)
+    with Bar("predict", total=len(run.rows), unit="sequences") as bar:
+
+        def read(row: int) -> Any:
+            bar.step()
+            return run.store[row]
+
+        packed = pack_in_order(map(read, run.rows), steps=k)
+        batches = (batch.with_layers(run.columns, run.last_column) for batch in packed)
+        if sampling.greedy:
+            lengths = predict_acceptance(drafter, batches, k=k)
+        else:
+            tensors = run.tensors
+            found = predict_sampled_acceptance(
+                drafter, batches, k=k, sampling=sampling, norm=FinalNorm.of(tensors, run.target.facts.norm_eps).to(run.device),
+                head=tensors.lm_head.float().to(run.device), soft_cap=tensors.logit_soft_cap, own_text=run.text == sampling,
+            )  # fmt: skip
+            lengths = found.greedy_drafts
+    return {
+        "sampling": sampling.record(),
+        "text_sampling": None if run.text is None else run.text.record(),
+        "own_text": run.text == sampling,
+        "sequences": len(run.rows),
+        "predicted_acceptance_length": {str(k): round(length, 4) for k, length in lengths.items()},
+    }
+
+
+@dataclass(frozen=True)
+class RunToPredict:
+    """A run's drafter and the held-out text that acceptance is predicted on."""
+
+    kind: str
+    drafter: Drafter
+    target: TargetInfo
+    tensors: TargetTensors
+    store: Store
+    rows: list[int]
+    text: Sampling | None
+    """How the target sampled it; None if it did not write it."""
+    columns: list[int]
+    """Of the store's states, those that the drafter reads; and the target's last."""
+    last_column: int
+    device: torch.device
+
+
+def open_run(recipe: Recipe, run_dir: Path, store_dir: Path | None) -> RunToPredict:
+    """See `predict`, with its errors."""
     require_usable_gpus()
-    sampling, options = recipe.evaluate.sampling, recipe.train
+    sampling = recipe.evaluate.sampling
     saved = Checkpoint.load(run_dir / "checkpoint")
     target = describe_target(prepare_target(recipe.target, weights="shared"), recipe.target)
     store = Store(store_dir or run_dir / "store")
@@ -55,7 +107,6 @@ def predict(recipe: Recipe, run_dir: Path, *, store_dir: Path | None = None) -> 
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     tensors = load_target_tensors(target.path, trust_remote_code=target.trust_remote_code)
     drafter = saved.drafter(tensors).to(device)
-    k = min(options.predict_positions, drafter.max_draft_tokens or options.predict_positions)
     layers = store.identity.layer_ids
     wanted = tuple(saved.drafter_config().layer_ids)
     if missing := sorted({*wanted, target.num_hidden_layers} - {*layers}):
@@ -64,26 +115,4 @@ def predict(recipe: Recipe, run_dir: Path, *, store_dir: Path | None = None) -> 
             "target's head reads. Extract with `extract.layer_ids` that contain them."
         )
     columns, last = [layers.index(layer) for layer in wanted], layers.index(target.num_hidden_layers)
-    with Bar("predict", total=len(rows), unit="sequences") as bar:
-
-        def read(row: int) -> Any:
-            bar.step()
-            return store[row]
-
-        packed = pack_in_order(map(read, rows), steps=k)
-        batches = (batch.with_layers(columns, last) for batch in packed)
-        if sampling.greedy:
-            lengths = predict_acceptance(drafter, batches, k=k)
-        else:
-            found = predict_sampled_acceptance(
-                drafter, batches, k=k, sampling=sampling, norm=FinalNorm.of(tensors, target.facts.norm_eps).to(device),
-                head=tensors.lm_head.float().to(device), soft_cap=tensors.logit_soft_cap, own_text=text == sampling,
-            )  # fmt: skip
-            lengths = found.greedy_drafts
-    return {
-        "sampling": sampling.record(),
-        "text_sampling": None if text is None else text.record(),
-        "own_text": text == sampling,
-        "sequences": len(rows),
-        "predicted_acceptance_length": {str(k): round(length, 4) for k, length in lengths.items()},
-    }
+    return RunToPredict(saved.kind, drafter, target, tensors, store, rows, text, columns, last, device)

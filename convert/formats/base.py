@@ -32,6 +32,8 @@ class Format:
     """Path in `config.json` of the target's name or Hub id; empty if the format has none."""
     weights_file: str = "model.safetensors"
     """The file that the format's other readers open."""
+    sglang_algorithm: str | None = None
+    """SGLang's name of the method, where SGLang serves the format, and with it trees of draft tokens; None elsewhere."""
 
     def read(self, directory: Path, kind: str, *, target: Mapping[str, Any], known: Mapping[str, Any]) -> Checkpoint:
         """Read a checkpoint of this format, `config.json` and the tensors.

@@ -26,5 +26,6 @@ FORMAT = Format(
             irrelevant=frozenset({"target_model_type"}),
         )
     },
+    sglang_algorithm="EAGLE3",
     recognize=partial(recognize_midlayer, architecture="LlamaForCausalLMEagle3"),
 )

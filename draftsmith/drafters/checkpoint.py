@@ -24,6 +24,8 @@ if TYPE_CHECKING:
 
 WEIGHTS = "draft.safetensors"
 RECORD = "draft.json"
+TREES = "trees.json"
+"""Beside the checkpoint's folder: what trees of its draft tokens would have accepted (`train.predict.predict_trees`)."""
 FORMAT_VERSION = 1
 EMBEDDING = "embed_tokens.weight"
 """[vocab, H]: the drafter's own embedding, if it does not share the target's."""
