@@ -1,11 +1,9 @@
 """Every kind of drafter, trained and converted on a tiny store, with golden losses."""
 
 import json
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-import torch
 from safetensors.torch import load_file
 
 from draftsmith.config.drafters import KINDS
@@ -21,6 +19,8 @@ from draftsmith.train.acceptance import predict_acceptance
 from draftsmith.train.packing import pack
 from draftsmith.train.train import run_train
 from tests.unit.tiny_run import make_recipe, make_run
+
+pytestmark = pytest.mark.usefixtures("single_thread")
 
 CASES: dict[str, tuple[dict, list[float]]] = {
     "eagle": ({"drafter": {"kind": "eagle"}, "lr": 1e-2, "muon_lr": 3e-2}, [2.0017, 1.7253, 1.629, 1.5398, 1.5367]),
@@ -56,15 +56,6 @@ def folder(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFact
     path = tmp_path_factory.mktemp("kinds")
     make_run(path, tied=request.param)
     return path
-
-
-@pytest.fixture(autouse=True)
-def _one_thread() -> Iterator[None]:
-    """So that the order of sums is fixed."""
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(threads)
 
 
 def test_every_kind_is_here() -> None:

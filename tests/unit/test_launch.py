@@ -20,18 +20,11 @@ from draftsmith.run.errors import UserError
 from draftsmith.train import launch
 from draftsmith.train.launch import process_count, train_in_processes
 from draftsmith.train.train import LOSSES
-from tests.unit.tiny_run import make_recipe, make_run
+from tests.unit.tiny_run import make_recipe
 from tests.unit.training_runs import EAGLE3, SERVER, losses_of, require_alike, run_dir
 
 LONG = {**EAGLE3, "epochs": 50}
 """200 steps: enough time to be stopped."""
-
-
-@pytest.fixture(scope="module")
-def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    path = tmp_path_factory.mktemp("launch")
-    make_run(path)
-    return path
 
 
 @pytest.fixture(autouse=True)

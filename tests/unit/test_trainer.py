@@ -1,7 +1,6 @@
 """The trainer's options: each does what its docstring says, on one process."""
 
 import math
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -16,25 +15,9 @@ from draftsmith.train.data import TrainingData
 from draftsmith.train.optimizers import learning_rate_factor
 from draftsmith.train.snapshot import SNAPSHOT
 from tests.unit.tiny_run import make_recipe, make_run
-from tests.unit.training_runs import EAGLE3, losses_of, never_stopped, one_thread, run_dir, train, weights_of
+from tests.unit.training_runs import EAGLE3, losses_of, run_dir, train, weights_of
 
-
-@pytest.fixture(scope="module")
-def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    path = tmp_path_factory.mktemp("trainer")
-    make_run(path)
-    return path
-
-
-@pytest.fixture(autouse=True)
-def _one_thread() -> Iterator[None]:
-    with one_thread():
-        yield
-
-
-@pytest.fixture(scope="module")
-def whole(folder: Path) -> Path:
-    return never_stopped(folder)
+pytestmark = pytest.mark.usefixtures("single_thread")
 
 
 def test_a_loss_that_is_not_finite_stops_with_its_samples(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -1,7 +1,6 @@
 """The trainer reads held-out text a few sequences at a time, when it predicts, and each process reads its part."""
 
 import weakref
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -12,13 +11,9 @@ from draftsmith.store.reader import Store
 from draftsmith.train import data, packing
 from draftsmith.train import train as trainer
 from tests.unit.tiny_run import make_run
-from tests.unit.training_runs import EAGLE3, SERVER, ended, free_port, losses_of, one_thread, process, run_dir, train
+from tests.unit.training_runs import EAGLE3, SERVER, ended, free_port, losses_of, process, run_dir, train
 
-
-@pytest.fixture(autouse=True)
-def _one_thread() -> Iterator[None]:
-    with one_thread():
-        yield
+pytestmark = pytest.mark.usefixtures("single_thread")
 
 
 def test_held_out_states_are_read_a_few_at_a_time(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -5,7 +5,6 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Iterator
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
@@ -18,15 +17,13 @@ from draftsmith.run import stage
 from draftsmith.train import setup as training_setup
 from draftsmith.train.snapshot import SNAPSHOT
 from tests.soak import in_soak
-from tests.unit.tiny_run import make_recipe, make_run
+from tests.unit.tiny_run import make_recipe
 from tests.unit.training_runs import (
     EAGLE3,
     SERVER,
     ended,
     free_port,
     losses_of,
-    never_stopped,
-    one_thread,
     process,
     require_alike,
     run_dir,
@@ -34,23 +31,7 @@ from tests.unit.training_runs import (
     train,
 )
 
-
-@pytest.fixture(scope="module")
-def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    path = tmp_path_factory.mktemp("trainer")
-    make_run(path)
-    return path
-
-
-@pytest.fixture(autouse=True)
-def _one_thread() -> Iterator[None]:
-    with one_thread():
-        yield
-
-
-@pytest.fixture(scope="module")
-def whole(folder: Path) -> Path:
-    return never_stopped(folder)
+pytestmark = pytest.mark.usefixtures("single_thread")
 
 
 def test_two_processes_train_like_one(folder: Path, whole: Path) -> None:

@@ -3,7 +3,6 @@
 import random
 import signal
 import time
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -15,38 +14,19 @@ from draftsmith.run import stage
 from draftsmith.run.errors import DraftsmithError, Stopped
 from draftsmith.train.snapshot import SNAPSHOT
 from tests.soak import kill_cases
-from tests.unit.tiny_run import make_run
 from tests.unit.training_runs import (
     EAGLE3,
     at_step,
     ended,
     kill_self,
     losses_of,
-    never_stopped,
-    one_thread,
     run_dir,
     start,
     train,
     weights_of,
 )
 
-
-@pytest.fixture(scope="module")
-def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    path = tmp_path_factory.mktemp("trainer")
-    make_run(path)
-    return path
-
-
-@pytest.fixture(autouse=True)
-def _one_thread() -> Iterator[None]:
-    with one_thread():
-        yield
-
-
-@pytest.fixture(scope="module")
-def whole(folder: Path) -> Path:
-    return never_stopped(folder)
+pytestmark = pytest.mark.usefixtures("single_thread")
 
 
 class Killed(BaseException):

@@ -146,14 +146,6 @@ def ended(started: list[ForkServerProcess]) -> list[int | None]:
     return [one.exitcode for one in started]
 
 
-def never_stopped(folder: Path) -> Path:
-    """A run of one process from beginning to end."""
-    directory = run_dir(folder, "whole")
-    with one_thread():
-        train(folder, directory, **EAGLE3)
-    return directory
-
-
 def require_alike(one: Path, other: Path) -> None:
     """The same losses up to the order of sums. Weights may differ more: Muon and AdamW make full steps even of gradients that are
     nothing but rounding errors."""
