@@ -1,5 +1,6 @@
 """The convert stage, checkpoint to `vllm/`; and any drafter's checkpoint to any format."""
 
+import functools
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -10,7 +11,7 @@ from draftsmith.config.loading import digest
 from draftsmith.config.recipe import Recipe
 from draftsmith.convert.fc_bias import folded, needs_folding
 from draftsmith.convert.formats import FORMATS
-from draftsmith.convert.formats.base import Format
+from draftsmith.convert.formats.base import Format, SharedTensors
 from draftsmith.convert.model_card import render
 from draftsmith.convert.quantize import SCHEMES, scheme_of
 from draftsmith.convert.verify import compare
@@ -96,8 +97,27 @@ def recognize(directory: Path, named: str | None = None) -> Found:
     )
 
 
-def read(directory: Path, found: Found, target: TargetInfo | None = None) -> Checkpoint:
-    """Read the checkpoint in `directory`; formats that leave out some of its config need the drafter's `target`.
+def leaves_tensors_out(source: Path, to: str, named: str | None = None) -> bool:
+    """Whether reading the checkpoint in `source`, or writing it in the format `to`, takes the target's embedding or head."""
+    found = recognize(source, named)
+    layouts = [FORMATS[name].layouts.get(found.kind) for name in (found.format, to) if name != NATIVE]
+    return any(layout is not None and layout.shared for layout in layouts)
+
+
+def _shared_by(target: TargetInfo | None) -> SharedTensors | None:
+    """Loads the target's tensors, once."""
+    if target is None:
+        return None
+    return functools.cache(
+        lambda: load_target_tensors(target.path, trust_remote_code=target.trust_remote_code),
+    )
+
+
+def read(
+    directory: Path, found: Found, target: TargetInfo | None = None, *, shared: SharedTensors | None = None
+) -> Checkpoint:
+    """Read the checkpoint in `directory`; formats that leave out some of it need the drafter's `target`, whose tensors `shared` loads if it is
+    given.
     Raises UserError: the checkpoint is damaged, or its config is incomplete."""
     try:
         if found.format == NATIVE:
@@ -107,7 +127,8 @@ def read(directory: Path, found: Found, target: TargetInfo | None = None) -> Che
         if target is not None:
             named = {"name": target.name, "revision": target.revision, "config_hash": target.config_hash}
             known = drafter_class(found.kind).config_defaults(target)
-        return FORMATS[found.format].read(directory, found.kind, target=named, known=known)
+        shared = shared or _shared_by(target)
+        return FORMATS[found.format].read(directory, found.kind, target=named, known=known, shared=shared)
     except UserError as error:
         raise UserError(f"{directory}, read as {found.format} ({found.kind}): {error}") from None
 
@@ -151,7 +172,8 @@ def convert_checkpoint(
     )
     if quantize is not None and to == NATIVE:
         raise UserError("The trainer's checkpoint holds floating-point weights. --quantize goes with --to vllm.")
-    original = checkpoint = read(source, found, target)
+    shared = _shared_by(target)
+    original = checkpoint = read(source, found, target, shared=shared)
     if folds := to == "vllm" and needs_folding(checkpoint):
         checkpoint = folded(checkpoint)
         console.print(
@@ -160,8 +182,8 @@ def convert_checkpoint(
     if found.format != NATIVE and (scheme := scheme_of(read_json(source / "config.json"))) is not None:
         console.print(f"convert: its weights are quantized ({scheme}) and are read as floating-point numbers")
     tensors = None
-    if target is not None and (verify or vocabulary is not None):  # otherwise only the target's config is needed
-        tensors = load_target_tensors(target.path, trust_remote_code=target.trust_remote_code)
+    if shared is not None and (verify or vocabulary is not None):
+        tensors = shared()
     if vocabulary is not None:
         assert store is not None
         counts = Store(store).token_counts(checkpoint.config["vocab_size"])
@@ -173,14 +195,14 @@ def convert_checkpoint(
         if to == NATIVE:
             checkpoint.to(dtype).save(temporary)
         else:
-            FORMATS[to].write(checkpoint, temporary, dtype=dtype, quantize=quantize)
+            FORMATS[to].write(checkpoint, temporary, dtype=dtype, quantize=quantize, shared=shared)
             algorithm = FORMATS[to].sglang_algorithm
             trees = trees_of(source) if algorithm and vocabulary is None else None
             card = render(checkpoint, quantized=quantize, trees=trees, sglang_algorithm=algorithm)
             write_bytes(temporary / "README.md", card.encode())
         verified: dict[str, Any] | None = None
         if verify:
-            result = read(temporary, Found(to, found.kind, ""), target)
+            result = read(temporary, Found(to, found.kind, ""), target, shared=shared)
             verified = dict(compare(original, result, tensors, rounded=quantize is not None, folded=folds))
             console.print(
                 f"verified: on the same inputs the logits differ by {verified['relative_difference']:.2g} of their norm, and "
@@ -222,7 +244,8 @@ def table_of_formats() -> list[tuple[str, str, list[str], list[str]]]:
     holds = {name: sorted(each.layouts) for name, each in FORMATS.items()}
     holds = {NATIVE: sorted(set().union(*holds.values()))} | holds
     titles = {NATIVE: "the trainer's own checkpoint"} | {name: each.title for name, each in FORMATS.items()}
+    written = [name for name in holds if name == NATIVE or not FORMATS[name].read_only]
     return [
-        (name, titles[name], kinds, [other for other in holds if other != name and set(holds[other]) & set(kinds)])
+        (name, titles[name], kinds, [other for other in written if other != name and set(holds[other]) & set(kinds)])
         for name, kinds in holds.items()
     ]

@@ -1,9 +1,9 @@
 """A format: a layout for each kind of drafter that it can hold, and reading and writing with it."""
 
 from collections.abc import Callable, Collection, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import torch
 
@@ -11,10 +11,16 @@ from draftsmith.convert.quantize import dequantized, quantized
 from draftsmith.convert.vocabulary import MAPS, from_tensors, to_tensors
 from draftsmith.drafters import drafter_class
 from draftsmith.drafters.checkpoint import EMBEDDING, UNKNOWN_TARGET, Checkpoint
-from draftsmith.drafters.layout import EXTRA, Layout, Source, look_up, put
+from draftsmith.drafters.layout import EXTRA, Layout, Rows, Source, look_up, put
 from draftsmith.run.atomic_io import read_json, write_bytes, write_json
 from draftsmith.run.errors import UserError
 from draftsmith.run.weights import Weight, listed, open_weights, write_safetensors
+from draftsmith.target.tensors import TargetTensors
+
+SharedTensors = Callable[[], TargetTensors]
+"""Loads the target's tensors, which is done only where a format leaves some out."""
+_OF_TARGET = f"{EXTRA}.embedding_of_target"
+"""Whether the embedding is the target's but for rows that the format has no other place for."""
 
 
 @dataclass(frozen=True)
@@ -34,13 +40,26 @@ class Format:
     """The file that the format's other readers open."""
     sglang_algorithm: str | None = None
     """SGLang's name of the method, where SGLang serves the format, and with it trees of draft tokens; None elsewhere."""
+    read_only: str = ""
+    """Why the format is not written; empty if it is."""
+    loaded_by_vllm: Literal["nowhere", "on GPUs", "everywhere"] = "nowhere"
+    """Where vLLM serves a drafter of this format as it is, and rightly. In vLLM's own format it always does."""
 
-    def read(self, directory: Path, kind: str, *, target: Mapping[str, Any], known: Mapping[str, Any]) -> Checkpoint:
+    def read(
+        self,
+        directory: Path,
+        kind: str,
+        *,
+        target: Mapping[str, Any],
+        known: Mapping[str, Any],
+        shared: SharedTensors | None = None,
+    ) -> Checkpoint:
         """Read a checkpoint of this format, `config.json` and the tensors.
 
         Args:
             target: name, revision and config_hash, if the user named the target; else `UNKNOWN_TARGET`.
             known: from the target: fields that the format leaves out.
+            shared: the target's tensors, of which the format may leave some out; None if the target was not named.
 
         Raises UserError: a part is missing, unknown or contradictory.
         """
@@ -56,9 +75,14 @@ class Format:
             if order is not None and "lm_head.weight" in weights:
                 weights["lm_head.weight"] = weights["lm_head.weight"].rows(order)
         training = look_up(record, f"{EXTRA}.training")
+        tensors = self._by_tensor_of_kind(kind, config, weights, tied=bool(record.get("tie_word_embeddings")))
+        for name, rows in layout.shared.items():
+            if name not in tensors and (index := rows.which(config, ids)) is not None:
+                tensors[name] = Weight.of(_rows_of(rows, index, tensors, shared, name))
+        if look_up(record, _OF_TARGET) is True:
+            tensors.pop(EMBEDDING, None)
         return Checkpoint(
-            kind, config.to_dict(), self._target_of(record) if target["name"] is None else dict(target), ids,
-            self._by_tensor_of_kind(kind, config, weights, tied=bool(record.get("tie_word_embeddings"))),
+            kind, config.to_dict(), self._target_of(record) if target["name"] is None else dict(target), ids, tensors,
             dict(training) if isinstance(training, Mapping) else {},
         ).check()  # fmt: skip
 
@@ -92,7 +116,8 @@ class Format:
             found.setdefault(name, weights[stored])
         if tied and "lm_head.weight" in shapes and EMBEDDING in found:
             found.setdefault("lm_head.weight", found[EMBEDDING])
-        if missing := sorted(shapes.keys() - found.keys()):
+        left_out = self.layouts[kind].shared.keys()
+        if missing := sorted(shapes.keys() - found.keys() - left_out):
             stored_as = {name: stored for stored, name in reversed(names.items())}
             raise UserError(
                 f"The checkpoint lacks {listed([stored_as[name] for name in missing])}. It is incomplete or of another "
@@ -101,17 +126,24 @@ class Format:
         return found
 
     def write(
-        self, checkpoint: Checkpoint, directory: Path, *, dtype: str | None = None, quantize: str | None = None
+        self,
+        checkpoint: Checkpoint,
+        directory: Path,
+        *,
+        dtype: str | None = None,
+        quantize: str | None = None,
+        shared: SharedTensors | None = None,
     ) -> int:
         """Write a checkpoint into `directory`, `config.json` last; return the size of its tensors in bytes.
 
         Args:
             dtype: torch's name of the floating-point type; None keeps the source's.
             quantize: 8-bit weights in linear layers, one of `quantize.SCHEMES`; None for floating point.
+            shared: the target's tensors, of which the format may leave some out; None if the target was not named.
 
         Raises UserError: the format cannot express the drafter, or its readers take no such weights.
         """
-        record, weights = self.to_files(checkpoint, dtype=dtype)
+        record, weights = self.to_files(checkpoint, dtype=dtype, shared=shared)
         if quantize is not None:
             if not self.layouts[checkpoint.kind].quantizes:
                 able = [kind for kind, layout in self.layouts.items() if layout.quantizes]
@@ -127,8 +159,12 @@ class Format:
         write_json(directory / "config.json", record)
         return size
 
-    def to_files(self, checkpoint: Checkpoint, *, dtype: str | None = None) -> tuple[dict[str, Any], dict[str, Weight]]:
+    def to_files(
+        self, checkpoint: Checkpoint, *, dtype: str | None = None, shared: SharedTensors | None = None
+    ) -> tuple[dict[str, Any], dict[str, Weight]]:
         """Return `config.json` and the tensors as the format stores them; see `write`."""
+        if self.read_only:
+            raise UserError(f"The format {self.name} is read, not written: {self.read_only}.")
         layout = self.layouts.get(checkpoint.kind)
         if layout is None:
             raise UserError(
@@ -140,8 +176,9 @@ class Format:
             layout.check(config)
         except UserError as error:
             raise UserError(f"The format {self.name} cannot hold this drafter: {error}.") from None
-        names = layout.names(config, tuple(name for name in checkpoint.weights if name != EMBEDDING))
-        source = checkpoint.to(dtype).weights
+        source, of_target = self._without_shared(checkpoint, shared)
+        source = replace(checkpoint, weights=source).to(dtype).weights
+        names = layout.names(config, tuple(name for name in source if name != EMBEDDING))
         weights = {stored: source[name] for stored, name in names.items()}
         if EMBEDDING in source:
             weights[EMBEDDING] = source[EMBEDDING]
@@ -149,11 +186,74 @@ class Format:
         if layout.maps_vocabulary:
             weights |= to_tensors(checkpoint.draft_token_ids, vocabulary=config.vocab_size)
         record = layout.write(config)
-        if self.target_name and checkpoint.target["name"]:
+        if self.target_name and checkpoint.target["name"] and not layout.taken_from_target(config) & weights.keys():
             put(record, self.target_name, checkpoint.target["name"])
         extra = record.setdefault(EXTRA, {})
+        if of_target:
+            put(record, _OF_TARGET, True)
         extra |= {"kind": checkpoint.kind, "target": checkpoint.target, "training": checkpoint.training}
         return record | {"torch_dtype": types[0] if len(types) == 1 else "float32"}, weights
+
+    def _without_shared(
+        self, checkpoint: Checkpoint, shared: SharedTensors | None
+    ) -> tuple[Mapping[str, Weight], bool]:
+        """The weights that the format stores, and whether the embedding among them is the target's but for some rows."""
+        layout, config, ids = self.layouts[checkpoint.kind], checkpoint.drafter_config(), checkpoint.draft_token_ids
+        weights, of_target = dict(checkpoint.weights), False
+        if EMBEDDING in weights and not layout.has_embedding:
+            raise UserError(
+                f"The format {self.name} cannot hold this drafter: it has an embedding of its own, and the format's readers take the target's."
+            )
+        for name, rows in layout.shared.items():
+            index = rows.which(config, ids)
+            own = rows.table == "embedding" and EMBEDDING in weights
+            known = index is not None and (own or shared is not None)
+            ours = weights[name].tensor()
+            if known:
+                theirs = _rows_of(rows, index, weights, shared, name)
+                if ours.shape == theirs.shape and torch.equal(ours, theirs.to(ours.dtype)):
+                    del weights[name]
+                    continue
+            if rows.otherwise == "refused":
+                because = "differs from it" if known else "is not known to be the same"
+                hint = "" if known or index is None else " If it is, name the target with --target."
+                raise UserError(
+                    f"The format {self.name} cannot hold this drafter: its readers take `{name}` from the target's {rows.table}, and the "
+                    f"drafter's own {because}.{hint}"
+                )
+            if rows.otherwise == "in_embedding":
+                if not known:
+                    raise UserError(
+                        f"The format {self.name} has no place for the drafter's `{name}` but a row of an embedding of its own, whose other rows "
+                        "are the target's. Name the target with --target."
+                    )
+                table = weights[EMBEDDING].tensor() if own or shared is None else shared().embedding
+                table = table.to(torch.promote_types(table.dtype, ours.dtype), copy=True)
+                table[index] = ours.to(table.dtype)
+                weights[EMBEDDING], of_target = Weight.of(table), not own
+                del weights[name]
+        return weights, of_target
+
+
+def _rows_of(
+    rows: Rows, index: Any, weights: Mapping[str, Weight], shared: SharedTensors | None, name: str
+) -> torch.Tensor:
+    """Rows of the target's table, or of the drafter's own embedding. Raises UserError: the target was not named, or is another."""
+    if rows.table == "embedding" and EMBEDDING in weights:
+        table = weights[EMBEDDING].tensor()
+    elif shared is None:
+        raise UserError(
+            f"The checkpoint leaves `{name}` to the target: it is the target's {rows.table}, or rows of it. Name the target with --target."
+        )
+    else:
+        table = getattr(shared(), rows.table)
+    if int(torch.as_tensor(index).max()) >= len(table):
+        raise UserError(
+            f"`{name}` should be rows of the {rows.table}, which has {len(table)} rows: too few. The drafter's target is another, or the "
+            "checkpoint is damaged."
+        )
+    found: torch.Tensor = table[index]
+    return found
 
 
 def _same(one: Weight, other: Weight) -> bool:

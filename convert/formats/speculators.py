@@ -1,42 +1,172 @@
-"""EAGLE-3 as the speculators project (0.9) writes it: the layer's config is a section of its own."""
+"""EAGLE-3, P-EAGLE, DFlash and DSpark as the speculators project (0.9) writes them: the layers' config is a section of its own.
 
-from collections.abc import Collection, Mapping
+Of P-EAGLE, the number of trained draft tokens is that of the proposal method. Its DFlash and DSpark read the embedding, and the head over the
+whole vocabulary, from the target that the config names, whatever the file has. `aux_hidden_state_layer_ids` are vLLM's ids.
+
+Layers with full attention see all rows of a block. vLLM, which loads this format itself, takes the direction of all layers from
+`sliding_window_non_causal`, which speculators leaves false there: that it is written as true makes both agree.
+"""
+
+from collections.abc import Callable, Collection, Mapping
+from dataclasses import dataclass, replace
 from typing import Any
 
+from draftsmith.convert.formats import blocks
 from draftsmith.convert.formats.base import Format
+from draftsmith.drafters.decoder import layer_fields
 from draftsmith.drafters.eagle3 import eagle3_layout
-from draftsmith.drafters.layout import REQUIRED, Entry
+from draftsmith.drafters.layout import EXTRA, REQUIRED, Entry, Layout, Rope, Source, look_up, put, same_names
+from draftsmith.run.errors import UserError
+
+_KINDS = {"eagle3": "eagle3", "peagle": "p_eagle", "dflash": "dflash", "dspark": "dspark"}
+"""Kinds of drafter, by `speculators_model_type`."""
+_LAYERS = "transformer_layer_config."
+_METHODS = "speculators_config.proposal_methods"
 
 
 def _recognize(record: Mapping[str, Any], names: Collection[str]) -> tuple[str, str] | None:
-    kind = record.get("speculators_model_type")
-    return (kind, f"its config says `speculators_model_type: {kind}`") if kind == "eagle3" else None
+    stated = record.get("speculators_model_type")
+    kind = _KINDS.get(stated) if isinstance(stated, str) else None
+    return None if kind is None else (kind, f"its config says `speculators_model_type: {stated}`")
 
 
-_LAYOUT = eagle3_layout(
-    prefix="transformer_layer_config.",
+def _proposes(tokens: int) -> list[dict[str, Any]]:
+    return [{"proposal_type": "greedy", "speculative_tokens": tokens}]
+
+
+def _derived(
+    algorithm: str, architecture: str, *, layers: str, tokens: Callable[[Any], int] | None
+) -> dict[str, Callable[[Any], Any]]:
+    """`Layout.derived`; `tokens`: draft tokens of a step, unless a field says it."""
+    found: dict[str, Callable[[Any], Any]] = {
+        "architectures": lambda _: [architecture],
+        f"{_LAYERS}model_type": lambda _: layers,
+        "speculators_config.algorithm": lambda _: algorithm,
+        "speculators_config.default_proposal_method": lambda _: "greedy",
+        "speculators_config.verifier": lambda _: {"name_or_path": None, "architectures": []},
+    }
+    return found if tokens is None else found | {_METHODS: lambda config: _proposes(tokens(config))}
+
+
+_IRRELEVANT = frozenset({
+    "auto_map", "dtype", "embed_requires_grad", "has_no_defaults_at_init", "speculators_version", "tie_word_embeddings",
+    "torch_dtype", "transformers_version",
+})  # fmt: skip
+
+_EAGLE3 = eagle3_layout(
+    prefix=_LAYERS,
     ids=Entry("layer_ids", tuple, "eagle_aux_hidden_state_layer_ids"),
     flags=True,
     norm_before_residual=REQUIRED,  # speculators and vLLM have different defaults for it
     fixed={"speculators_model_type": "eagle3"},
-    derived={
-        "architectures": lambda _: ["Eagle3Speculator"],
-        "transformer_layer_config.model_type": lambda _: "llama",
-        "speculators_config.algorithm": lambda _: "eagle3",
-        "speculators_config.default_proposal_method": lambda _: "greedy",
-        "speculators_config.proposal_methods": lambda _: [{"proposal_type": "greedy", "speculative_tokens": 3}],
-        "speculators_config.verifier": lambda _: {"name_or_path": None, "architectures": []},
-    },
-    irrelevant=frozenset({
-        "auto_map", "dtype", "embed_requires_grad", "has_no_defaults_at_init", "speculators_version", "tie_word_embeddings",
-        "torch_dtype", "transformers_version",
-    }),
-)  # fmt: skip
+    derived=_derived("eagle3", "Eagle3Speculator", layers="llama", tokens=lambda _: 3),
+    irrelevant=_IRRELEVANT,
+)
+
+
+@dataclass(frozen=True)
+class _Proposed(Entry):
+    """The tokens of the first proposal method."""
+
+    def read(self, source: Source, config: dict[str, Any]) -> Any:
+        methods = look_up(source.record, self.path)
+        first = methods[0] if isinstance(methods, list) and methods else None
+        tokens = first.get("speculative_tokens") if isinstance(first, Mapping) else None
+        if type(tokens) is not int or not 0 < tokens < 1 << 31:
+            raise UserError(
+                f"The config does not say how many tokens the drafter proposes (`{self.path}[0].speculative_tokens`)."
+            )
+        return tokens
+
+    def write(self, record: dict[str, Any], value: Any) -> None:
+        put(record, self.path, _proposes(value))
+
+
+_P_EAGLE = replace(
+    _EAGLE3,
+    fields=(
+        *(
+            replace(each, default=False) if isinstance(each, Entry) and each.field == "norm_before_residual" else each
+            for each in _EAGLE3.fields
+        ),
+        _Proposed("num_depths", int, _METHODS),
+        Entry("mask_token_id", int),
+    ),
+    fixed={**_EAGLE3.fixed, "speculators_model_type": "peagle"},
+    derived=_derived("peagle", "PEagleSpeculator", layers="llama", tokens=None),
+)
+
+
+def _blocks_layout(
+    kind: str,
+    architecture: str,
+    *,
+    from_anchor: bool,
+    more: tuple[Entry, ...] = (),
+    fixed: Mapping[str, Any] = {},
+    refused: tuple[Callable[[Source], str | None], ...] = (),
+    learns_mask: bool = False,
+) -> Layout:
+    """The layout of a kind of block drafters.
+
+    Args:
+        from_anchor: speculators' default of `sample_from_anchor`.
+        more: fields that the others do not have.
+        learns_mask: the kind's mask has an embedding of its own.
+    """
+    layers: tuple[Entry | Rope, ...] = layer_fields(_LAYERS)
+    from_target = {"embed_tokens.weight"}
+    return Layout(
+        fields=(
+            *layers,
+            Entry("layer_ids", tuple, "aux_hidden_state_layer_ids"),
+            Entry("draft_vocab_size", int),
+            Entry("block_size", int),
+            Entry("mask_token_id", int),
+            Entry("causal", bool, f"{EXTRA}.causal", default=False),
+            *more,
+        ),
+        names=same_names,
+        fixed={
+            **blocks.fixed_fields(_LAYERS), "speculators_model_type": kind, "sample_from_anchor": False, **fixed,
+        },
+        derived={
+            **_derived(kind, architecture, layers="qwen3", tokens=lambda config: int(config.block_size) - 1),
+            f"{_LAYERS}layer_types": blocks.layer_types,
+            "sliding_window_non_causal": lambda _: True,
+        },
+        irrelevant=blocks.irrelevant_fields(_LAYERS)
+        | _IRRELEVANT
+        # Their class does not use the target's width; another than the drafter's gives `fc` another shape. The other is of confidence heads.
+        | {"confidence_head_with_markov", "target_hidden_size"},
+        supported={"causal": (False,), "attention_bias": (False,)},
+        maps_vocabulary=True,
+        refused=(
+            blocks.needs_full_attention(_LAYERS),
+            blocks.needs_no_draft_from_anchor("sample_from_anchor", absent=from_anchor),
+            *refused,
+        ),
+        shared=(blocks.mask_of_target(kept=True) if learns_mask else {}) | blocks.head_of_target(kept=True),
+        taken_from_target=lambda config: frozenset(
+            from_target | ({blocks.HEAD} if config.draft_vocab_size == config.vocab_size else set())
+        ),
+    )  # fmt: skip
+
+
+_DFLASH = _blocks_layout("dflash", "DFlashSpeculator", from_anchor=False, learns_mask=True)
+_DSPARK = _blocks_layout(
+    "dspark",
+    "DSparkSpeculator",
+    from_anchor=True,
+    more=(Entry("markov_rank", int),),
+    fixed={"markov_head_type": "vanilla", "enable_confidence_head": False},
+    refused=(blocks.needs_vanilla_markov_head, blocks.needs_no_confidence_head(absent=True)),
+)
 
 FORMAT = Format(
     name="speculators",
-    title="EAGLE-3 as the speculators project writes it",
-    layouts={"eagle3": _LAYOUT},
+    title="EAGLE-3, P-EAGLE, DFlash and DSpark as the speculators project writes them",
+    layouts={"eagle3": _EAGLE3, "p_eagle": _P_EAGLE, "dflash": _DFLASH, "dspark": _DSPARK},
     recognize=_recognize,
     target_name="speculators_config.verifier.name_or_path",
 )

@@ -115,7 +115,7 @@ def _convert_drafter(
     verify: bool,
 ) -> dict[str, Any]:
     """Check the options, find source and target, and convert; returns the figures."""
-    from draftsmith.convert.convert import NATIVE, convert_checkpoint
+    from draftsmith.convert.convert import NATIVE, convert_checkpoint, leaves_tensors_out
     from draftsmith.convert.formats import FORMATS
     from draftsmith.convert.quantize import SCHEMES
     from draftsmith.target.hub import local_directory
@@ -137,8 +137,11 @@ def _convert_drafter(
         raise UserError("Name the folder to write with --out.")
     source = local_directory(source)
     served = verify and to == "vllm" and find_spec("vllm") is not None
-    weights: Weights = "all" if served else "shared" if verify or vocabulary is not None else "none"
-    info = describe(target, weights, trust_remote_code) if target is not None else None
+    info = None
+    if target is not None:
+        reads = verify or vocabulary is not None or leaves_tensors_out(source, to, named)
+        weights: Weights = "all" if served else "shared" if reads else "none"
+        info = describe(target, weights, trust_remote_code)
     return convert_checkpoint(
         source, out, to=to, named=named, target=info, dtype=dtype, vocabulary=vocabulary, store=store, quantize=quantize,
         verify=verify, served=_compare_with_vllm(info) if verify and to == "vllm" else None,
@@ -161,4 +164,4 @@ def _print_formats() -> None:
 
     for name, title, kinds, others in table_of_formats():
         print(f"{name:<12} {title}: {', '.join(kinds)}")
-        print(f"{'':<12}   from and to {', '.join(others)}")
+        print(f"{'':<12}   {'to' if 'read only' in title else 'from and to'} {', '.join(others)}")

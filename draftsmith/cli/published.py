@@ -1,4 +1,4 @@
-"""Published drafters in a recipe's methods: converted for vLLM once, into the cache."""
+"""Published drafters in a recipe's methods: converted for vLLM once, into the cache, unless vLLM serves them as they are."""
 
 from __future__ import annotations
 
@@ -56,7 +56,7 @@ def _loadable(method: Method, recipe: Recipe) -> Method:
         found = recognize(source)
     except UserError:
         return method  # of a kind that only vLLM knows, or no drafter: serving says which
-    if found.format == "vllm":
+    if _is_loaded_by_vllm(source, found.format):
         return method
     target = describe_target(prepare_target(recipe.target), recipe.target)
     place = cache_dir() / "drafters" / _digest(source, target)[:16]
@@ -67,6 +67,18 @@ def _loadable(method: Method, recipe: Recipe) -> Method:
             if stage.read(place) is None:  # otherwise another process was faster, with the same result
                 raise
     return method.model_copy(update={"model": str(place), "revision": None})
+
+
+def _is_loaded_by_vllm(source: Path, name: str) -> bool:
+    """Whether vLLM serves a drafter in this format here as it is, and rightly."""
+    from draftsmith.convert.formats import FORMATS
+    from draftsmith.engine import environment
+
+    if name == "vllm":
+        return True
+    where = FORMATS[name].loaded_by_vllm if name in FORMATS else "nowhere"
+    one_file = (source / "model.safetensors").is_file()  # serving takes no other
+    return one_file and (where == "everywhere" or (where == "on GPUs" and not environment.is_cpu()))
 
 
 def _digest(source: Path, target: TargetInfo) -> str:

@@ -165,6 +165,10 @@ class DFlashDrafter(Drafter):
         return options.layer_ids or saved
 
     @classmethod
+    def config_defaults(cls, target: TargetInfo) -> dict[str, Any]:
+        return {}  # a config says which states are read, in one way or another
+
+    @classmethod
     def sizes(cls, target: TargetInfo) -> dict[str, Any]:
         return shape_of_target(target)
 

@@ -7,7 +7,9 @@ over on either side is an error.
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, Literal
+
+import torch
 
 from draftsmith.run.errors import UserError
 from draftsmith.run.weights import Weight
@@ -135,6 +137,18 @@ def same_names(config: Any, tensors: tuple[str, ...]) -> dict[str, str]:
 
 
 @dataclass(frozen=True)
+class Rows:
+    """A tensor of a kind that a format leaves out where it is rows of one of the target's tables."""
+
+    table: Literal["embedding", "lm_head"]
+    """The target's; of the embedding, the drafter's own if it has one."""
+    which: Callable[[Any, torch.Tensor], Any]
+    """Index of the rows, from the kind's config and the draft token ids; None where the format always stores the tensor."""
+    otherwise: Literal["stored", "in_embedding", "refused"]
+    """What is written for other values than the table's: the tensor itself, an own embedding with these rows, or nothing, which is an error."""
+
+
+@dataclass(frozen=True)
 class Layout:
     """Config and tensor names of one kind in one format."""
 
@@ -157,10 +171,22 @@ class Layout:
     """The format's readers take 8-bit weights, as described by `quantization_config`."""
     further_files: Mapping[str, Callable[[Any, Mapping[str, Weight]], bytes]] = field(default_factory=dict)
     """Files beside the tensors, by name: what is in each, from the kind's config and the stored tensors. Not read: it says nothing new."""
+    refused: tuple[Callable[[Source], str | None], ...] = ()
+    """Each says what a checkpoint of the format computes that the kind's module does not; None for nothing."""
+    shared: Mapping[str, Rows] = field(default_factory=dict)
+    """Tensors of the kind, by name, that the format leaves to the target."""
+    has_embedding: bool = True
+    """A drafter may have an embedding of its own, if its kind may."""
+    taken_from_target: Callable[[Any], frozenset[str]] = lambda _: frozenset()
+    """Stored tensors that the format's readers replace by those of the target that the config names, by the kind's config: where a drafter has
+    its own, the target is not named."""
 
     def read(self, source: Source) -> dict[str, Any]:
         """Return the kind's config as a dict of its fields.
-        Raises UserError: a field is missing or invalid, or a key is unknown."""
+        Raises UserError: a field is missing or invalid, a key is unknown, or the kind's module does not compute the same."""
+        for reason in self.refused:
+            if (why := reason(source)) is not None:
+                raise UserError(f"It cannot be converted: {why}.")
         config: dict[str, Any] = {}
         for each in self.fields:
             config[each.field] = each.read(source, config)

@@ -169,7 +169,7 @@ def check_target(drafter_dir: Path, target: TargetInfo) -> None:
 
 def _layer_ids(config: Mapping[str, Any]) -> list[int]:
     name = "eagle_aux_hidden_state_layer_ids"
-    outputs = (config.get("dflash_config") or {}).get("target_layer_ids") or ()  # output i enters layer i + 1
+    outputs = (config.get("dflash_config") or config).get("target_layer_ids") or ()  # output i enters layer i + 1
     return list(config.get(name) or (config.get("eagle_config") or {}).get(name) or [layer + 1 for layer in outputs])
 
 

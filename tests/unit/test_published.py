@@ -35,6 +35,13 @@ LAYER: dict[str, Any] = {
     "hidden_act": "silu", "rms_norm_eps": 1e-5, "rope_parameters": {"rope_type": "default", "rope_theta": 10000.0},
     "max_position_embeddings": 128, "vocab_size": VOCAB,
 }  # fmt: skip
+P_EAGLE: dict[str, Any] = LAYER | {
+    "layer_ids": [1, 2, 3], "draft_vocab_size": 20, "norm_before_residual": False, "fc_norm": True, "norm_output": False,
+    "num_depths": 4, "mask_token_id": 7,
+}  # fmt: skip
+BLOCK: dict[str, Any] = LAYER | {
+    "layer_ids": [1, 2, 3], "draft_vocab_size": 20, "block_size": 5, "mask_token_id": 7, "causal": False,
+}  # fmt: skip
 ON_LAST: dict[str, Any] = {
     "layer_ids": [LAYERS], "hidden_size": HIDDEN, "rms_norm_eps": 1e-6, "vocab_size": VOCAB, "draft_vocab_size": VOCAB,
 }  # fmt: skip
@@ -44,10 +51,12 @@ PUBLISHED: dict[str, tuple[str, dict[str, Any]]] = {
         "layer_ids": [1, 2, 3], "draft_vocab_size": 20, "norm_before_residual": False, "fc_norm": False, "norm_output": False}),
     "speculators": ("eagle3", LAYER | {
         "layer_ids": [1, 2, 3], "draft_vocab_size": 20, "norm_before_residual": True, "fc_norm": False, "norm_output": False}),
+    "speculators p_eagle": ("p_eagle", P_EAGLE),
+    "speculators dspark": ("dspark", BLOCK | {"markov_rank": 3}),
     "medusa": ("medusa", ON_LAST | {"num_heads": 2, "num_layers": 1, "bias": True, "shared_head": False}),
     "ibm": ("mlp_speculator", ON_LAST | {"inner_size": 16, "n_predict": 3, "tie_weights": True, "scale_input": True}),
 }  # fmt: skip
-"""By format: the kind, and a config of it."""
+"""By format, and the kind where a format has several: the kind, and a config of it."""
 
 
 def make_checkpoint(kind: str, config: dict[str, Any], *, dtype: torch.dtype = torch.float32) -> Checkpoint:
@@ -81,7 +90,7 @@ def publish(folder: Path, name: str) -> Path:
     """A drafter in a published format, as others write it: without Draftsmith's own section."""
     kind, config = PUBLISHED[name]
     folder.mkdir()
-    FORMATS[name].write(make_checkpoint(kind, config), folder)
+    FORMATS[name.split()[0]].write(make_checkpoint(kind, config), folder)
     record = json.loads((folder / "config.json").read_text())
     del record["draftsmith"]
     (folder / "config.json").write_text(json.dumps(record))

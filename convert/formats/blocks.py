@@ -1,0 +1,103 @@
+"""What the published formats of block drafters (DFlash, DSpark) have in common.
+
+Their mask is a row of the target's embedding, and with the whole vocabulary their head is the target's: neither is in their files. All their
+layers see each other's rows of a block in both directions.
+"""
+
+from collections.abc import Callable
+from typing import Any
+
+from draftsmith.drafters.decoder import LLAMA_FIXED, LLAMA_IRRELEVANT
+from draftsmith.drafters.layout import Rows, Source, look_up
+
+FULL = "full_attention"
+"""Of `layer_types`: a layer that sees the whole context, and all rows of its block."""
+
+
+def fixed_fields(prefix: str = "") -> dict[str, Any]:
+    """`Layout.fixed` of the layers; `layer_types` is `needs_full_attention`'s."""
+    fields = {**LLAMA_FIXED, "attention_bias": False}
+    return {f"{prefix}{name}": value for name, value in fields.items() if name != "layer_types"}
+
+
+def irrelevant_fields(prefix: str = "") -> frozenset[str]:
+    """`Layout.irrelevant` of the layers."""
+    return frozenset(f"{prefix}{name}" for name in LLAMA_IRRELEVANT)
+
+
+def layer_types(config: Any) -> list[str]:
+    """The config's `layer_types`."""
+    return [FULL] * int(config.num_layers)
+
+
+# ---- what is not implemented ----
+
+
+def needs_full_attention(prefix: str = "") -> Callable[[Source], str | None]:
+    """Refuses layers with a sliding window. In most projects a window also means that rows of a block do not see later ones."""
+    path = f"{prefix}layer_types"
+
+    def reason(source: Source) -> str | None:
+        found = look_up(source.record, path)
+        if found is None or (isinstance(found, list) and all(each == FULL for each in found)):
+            return None
+        return f"its layers are `{path}: {str(found)[:80]}`, and only layers with full attention are implemented"
+
+    return reason
+
+
+def needs_no_draft_from_anchor(path: str, *, absent: bool) -> Callable[[Source], str | None]:
+    """Refuses drafters that predict a token from the anchor's row as well; `absent`: what the lack of the key means."""
+
+    # To lift this for a kind that has the option: drop it from the layout's `refused`, and add an `Entry` with `default=absent`.
+    def reason(source: Source) -> str | None:
+        found = look_up(source.record, path)
+        if (absent if found is None else found) is False:
+            return None
+        said = f"`{path}: {str(found)[:20]}`" if found is not None else f"there is no `{path}`, which means true"
+        return f"it also predicts from the row of the last known token ({said}), which is not implemented"
+
+    return reason
+
+
+def needs_no_confidence_head(*, absent: bool) -> Callable[[Source], str | None]:
+    """Refuses drafters with a head that estimates acceptance; `absent` as above."""
+
+    # To lift this: as above, with `enable_confidence_head`.
+    def reason(source: Source) -> str | None:
+        found = look_up(source.record, "enable_confidence_head")
+        tensors = any(name.startswith("confidence_head.") for name in source.shapes)
+        if (absent if found is None else found) is False and not tensors:
+            return None
+        return "it has a confidence head (`enable_confidence_head`), which is not implemented"
+
+    return reason
+
+
+def needs_vanilla_markov_head(source: Source) -> str | None:
+    """Refuses the Markov heads that vLLM does not know either."""
+    found = look_up(source.record, "markov_head_type")
+    if found in (None, "vanilla"):
+        return None
+    return f"its Markov head is `markov_head_type: {str(found)[:20]}`, and only vanilla ones are implemented"
+
+
+# ---- what is the target's ----
+
+HEAD = "lm_head.weight"
+MASK = "mask_embedding"
+
+
+def head_of_target(*, kept: bool) -> dict[str, Rows]:
+    """`Layout.shared` of the head: the target's, if it is over the whole vocabulary. `kept`: the format can hold another."""
+
+    def which(config: Any, ids: Any) -> Any:
+        return ids if config.draft_vocab_size == config.vocab_size else None
+
+    return {HEAD: Rows("lm_head", which, "stored" if kept else "refused")}
+
+
+def mask_of_target(*, kept: bool) -> dict[str, Rows]:
+    """`Layout.shared` of the learned embedding of DFlash's mask: the row of the mask's token. `kept`: the format can hold another, in an
+    embedding of the drafter's own."""
+    return {MASK: Rows("embedding", lambda config, _: config.mask_token_id, "in_embedding" if kept else "refused")}

@@ -1,0 +1,405 @@
+"""Formats of P-EAGLE, DFlash and DSpark: published configs, what is left to the target, and what is refused."""
+
+from __future__ import annotations
+
+import json
+import random
+import shutil
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+from draftsmith.cli.published import for_serving
+from draftsmith.config.methods import Drafter
+from draftsmith.convert.convert import convert_checkpoint, leaves_tensors_out, read, recognize
+from draftsmith.convert.formats import FORMATS
+from draftsmith.drafters.checkpoint import EMBEDDING, Checkpoint
+from draftsmith.engine import environment
+from draftsmith.engine.speculation import check_target, method_config
+from draftsmith.run.errors import DraftsmithError, UserError
+from draftsmith.run.weights import Weight
+from draftsmith.target.info import TargetInfo, describe_target
+from draftsmith.target.tensors import TargetTensors, load_target_tensors
+from tests.unit.test_formats import assert_equal
+from tests.unit.test_published import make_checkpoint, recipe_for
+from tests.unit.tiny_run import HIDDEN, LAYERS, VOCAB, make_run
+
+LAYER: dict[str, Any] = {
+    "hidden_size": HIDDEN, "intermediate_size": 24, "num_layers": 2, "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 8,
+    "hidden_act": "silu", "rms_norm_eps": 1e-5, "rope_parameters": {"rope_type": "default", "rope_theta": 10000.0},
+    "max_position_embeddings": 128, "vocab_size": VOCAB, "layer_ids": [1, 2, 3],
+}  # fmt: skip
+BLOCK: dict[str, Any] = LAYER | {"block_size": 5, "mask_token_id": 7, "causal": False, "draft_vocab_size": VOCAB}
+CONFIGS: dict[str, dict[str, Any]] = {
+    "p_eagle": LAYER | {
+        "draft_vocab_size": 20, "norm_before_residual": False, "fc_norm": True, "norm_output": False, "num_depths": 4, "mask_token_id": 7},
+    "dflash": BLOCK,
+    "dspark": BLOCK | {"markov_rank": 3},
+}  # fmt: skip
+
+# Configs as published, with sizes of this target.
+LAYERS_OF_QWEN3: dict[str, Any] = {
+    "attention_bias": False, "attention_dropout": 0.0, "bos_token_id": 1, "eos_token_id": 2, "head_dim": 8, "hidden_act": "silu",
+    "hidden_size": HIDDEN, "initializer_range": 0.02, "intermediate_size": 24, "layer_types": ["full_attention"] * 2,
+    "max_position_embeddings": 128, "max_window_layers": 2, "model_type": "qwen3", "num_attention_heads": 4, "num_hidden_layers": 2,
+    "num_key_value_heads": 2, "rms_norm_eps": 1e-5, "rope_scaling": None, "rope_theta": 10000, "sliding_window": None,
+    "tie_word_embeddings": False, "use_cache": True, "use_sliding_window": False, "vocab_size": VOCAB,
+}  # fmt: skip
+ZLAB = LAYERS_OF_QWEN3 | {
+    "architectures": ["DFlashDraftModel"], "auto_map": {"AutoModel": "dflash.DFlashDraftModel"}, "block_size": 5, "dtype": "bfloat16",
+    "dflash_config": {"mask_token_id": 7, "target_layer_ids": [0, 1, 2]}, "num_target_layers": LAYERS, "transformers_version": "4.57.3",
+}  # fmt: skip
+DEEPSPEC = LAYERS_OF_QWEN3 | {
+    "architectures": ["Qwen3DSparkModel"], "block_size": 5, "num_target_layers": LAYERS, "mask_token_id": 7, "target_layer_ids": [0, 1, 2],
+    "num_anchors": 512, "enable_confidence_head": True, "confidence_head_with_markov": True, "markov_rank": 3,
+    "markov_head_type": "vanilla",
+}  # fmt: skip
+SPECULATORS = {
+    "architectures": ["DFlashSpeculator"], "aux_hidden_state_layer_ids": [1, 2, 3], "block_size": 5, "draft_vocab_size": VOCAB,
+    "dtype": "float32", "has_no_defaults_at_init": False, "mask_token_id": 7, "sample_from_anchor": False,
+    "sliding_window_non_causal": False, "speculators_model_type": "dflash", "speculators_version": "0.9.0", "target_hidden_size": None,
+    "tie_word_embeddings": True, "transformer_layer_config": LAYERS_OF_QWEN3, "transformers_version": "5.12.0",
+    "speculators_config": {
+        "algorithm": "dflash", "default_proposal_method": "greedy",
+        "proposal_methods": [{"accept_tolerance": 0.0, "proposal_type": "greedy", "speculative_tokens": 4, "verifier_accept_k": 1}],
+        "verifier": {"architectures": ["LlamaForCausalLM"], "name_or_path": "owner/target"}},
+}  # fmt: skip
+
+
+@pytest.fixture(scope="module")
+def target(tmp_path_factory: pytest.TempPathFactory) -> TargetInfo:
+    make_run(folder := tmp_path_factory.mktemp("run"))
+    return describe_target(folder / "target")
+
+
+@pytest.fixture(scope="module")
+def tensors(target: TargetInfo) -> TargetTensors:
+    return load_target_tensors(target.path)
+
+
+def sharing(kind: str, tensors: TargetTensors, **fields: Any) -> Checkpoint:
+    """A drafter whose head, and whose mask, are the target's, as their authors train it."""
+    found = make_checkpoint(kind, CONFIGS[kind] | fields)
+    weights = {**found.weights, "lm_head.weight": Weight.of(tensors.lm_head)}
+    if "mask_embedding" in weights:
+        weights["mask_embedding"] = Weight.of(tensors.embedding[found.config["mask_token_id"]])
+    return replace(found, weights=weights)
+
+
+def own_files(folder: Path, record: dict[str, Any], checkpoint: Checkpoint, *left_out: str) -> Path:
+    """A folder as others write it, with the tensors of `checkpoint`."""
+    folder.mkdir()
+    (folder / "config.json").write_text(json.dumps(record))
+    kept = {name: value for name, value in checkpoint.tensors.items() if name not in left_out}
+    save_file(kept, folder / "model.safetensors")
+    return folder
+
+
+# ---- published configs ----
+
+
+@pytest.mark.parametrize(("record", "name"), [(ZLAB, "zlab"), (SPECULATORS, "speculators")])
+def test_a_published_dflash(
+    record: dict[str, Any], name: str, target: TargetInfo, tensors: TargetTensors, tmp_path: Path
+) -> None:
+    expected = sharing("dflash", tensors)
+    folder = own_files(tmp_path / "theirs", record, expected, "lm_head.weight", "mask_embedding")
+    found = recognize(folder)
+    assert (found.format, found.kind) == (name, "dflash")
+    assert leaves_tensors_out(folder, "vllm")
+    with pytest.raises(UserError, match=r"leaves `mask_embedding` to the target.*--target"):
+        read(folder, found)
+    checkpoint = read(folder, found, target)
+    assert checkpoint.config == expected.config
+    for each, value in expected.tensors.items():
+        assert torch.equal(checkpoint.tensors[each], value), each
+    # And back: what the target has is left out again.
+    FORMATS[name].write(checkpoint, tmp_path, shared=lambda: tensors)
+    assert load_file(tmp_path / "model.safetensors").keys() == load_file(folder / "model.safetensors").keys()
+    assert_equal(checkpoint, read(tmp_path, recognize(tmp_path), target))
+
+
+def test_the_usual_layers(tensors: TargetTensors, tmp_path: Path, target: TargetInfo) -> None:
+    """Of 36 layers, five feed Qwen3-8B's published drafter: outputs 1, 9, 17, 25 and 33. Of 16, a drafter of one layer reads the eighth."""
+    for layers, depth, expected in ((5, 36, [2, 10, 18, 26, 34]), (1, 16, [9])):
+        made = sharing("dflash", tensors, num_layers=layers, layer_ids=expected)
+        about = {"num_hidden_layers": layers, "layer_types": ["full_attention"] * layers, "num_target_layers": depth}
+        record = ZLAB | about | {"dflash_config": {"mask_token_id": 7}}
+        folder = own_files(tmp_path / str(layers), record, made, "lm_head.weight", "mask_embedding")
+        assert read(folder, recognize(folder), target).config["layer_ids"] == expected
+    (folder / "config.json").write_text(
+        json.dumps({name: v for name, v in record.items() if name != "num_target_layers"})
+    )
+    with pytest.raises(UserError, match=r"which of the target's states the drafter reads"):
+        read(folder, recognize(folder), target)
+
+
+def test_a_published_dspark(tensors: TargetTensors, tmp_path: Path) -> None:
+    """DeepSpec's: recognized, and refused for what is not implemented, not for a tensor that nobody asked about."""
+    made = sharing("dspark", tensors)
+    made = replace(made, weights={**made.weights, EMBEDDING: Weight.of(tensors.embedding)})
+    folder = own_files(tmp_path / "theirs", DEEPSPEC, made)
+    found = recognize(folder)
+    assert (found.format, found.kind) == ("deepspec", "dspark")
+    with pytest.raises(UserError, match=r"no `sample_from_anchor`, which means true"):
+        read(folder, found)
+    # Beyond that the format is read.
+    plain = DEEPSPEC | {"sample_from_anchor": False, "enable_confidence_head": False}
+    (folder / "config.json").write_text(json.dumps(plain))
+    checkpoint = read(folder, recognize(folder))
+    assert checkpoint.config == made.config
+    assert_equal(replace(checkpoint, target=made.target, training=made.training), made)
+    with pytest.raises(UserError, match=r"format deepspec is read, not written"):
+        FORMATS["deepspec"].to_files(made)
+
+
+# ---- both ways ----
+
+
+@pytest.mark.parametrize("kind", CONFIGS)
+@pytest.mark.parametrize("draft_vocab_size", [20, VOCAB])
+def test_there_and_back_through_speculators(
+    kind: str, draft_vocab_size: int, target: TargetInfo, tensors: TargetTensors, tmp_path: Path
+) -> None:
+    made = make_checkpoint(kind, CONFIGS[kind] | {"draft_vocab_size": draft_vocab_size})
+    made = replace(made, target={"name": "owner/target", "revision": None, "config_hash": None}, training={"steps": 3})
+    FORMATS["speculators"].write(made, tmp_path, shared=lambda: tensors)
+    told = recognize(tmp_path)
+    assert (told.format, told.kind) == ("speculators", kind)
+    assert_equal(made, read(tmp_path, told))
+    record = json.loads((tmp_path / "config.json").read_text())
+    (method,) = record["speculators_config"]["proposal_methods"]
+    assert method["speculative_tokens"] == 4
+    # Where their class would read the target's tensors instead of the drafter's, the target is not named.
+    own = kind == "dflash" or (kind == "dspark" and draft_vocab_size == VOCAB)
+    assert record["speculators_config"]["verifier"]["name_or_path"] == (None if own else "owner/target")
+
+
+def test_the_mask_becomes_a_row(tensors: TargetTensors, tmp_path: Path) -> None:
+    made = make_checkpoint("dflash", BLOCK, dtype=torch.bfloat16)
+    with pytest.raises(UserError, match=r"no place for the drafter's `mask_embedding`.*--target"):
+        FORMATS["speculators"].to_files(made)
+    FORMATS["speculators"].write(made, tmp_path, shared=lambda: tensors)
+    table, mask = load_file(tmp_path / "model.safetensors")[EMBEDDING], made.tensors["mask_embedding"]
+    assert torch.equal(table[7], mask.float())
+    expected = tensors.embedding.clone()
+    expected[7] = mask.float()
+    assert torch.equal(table, expected)
+    # An embedding of the drafter's own takes it too, and stays.
+    other = replace(made, weights={**made.weights, EMBEDDING: Weight.of(expected.flip(0).bfloat16())})
+    FORMATS["speculators"].write(other, tmp_path)
+    again = read(tmp_path, recognize(tmp_path))
+    assert torch.equal(again.tensors["mask_embedding"], mask)
+    assert torch.equal(again.tensors[EMBEDDING][:7], other.tensors[EMBEDDING][:7])
+
+
+def test_zlab_holds_what_the_target_has(tensors: TargetTensors, target: TargetInfo, tmp_path: Path) -> None:
+    made = sharing("dflash", tensors)
+    FORMATS["zlab"].write(made, tmp_path, shared=lambda: tensors)
+    written = json.loads((tmp_path / "config.json").read_text())
+    assert written["dflash_config"] == {"mask_token_id": 7, "target_layer_ids": [0, 1, 2], "causal": False}
+    assert (written["rope_theta"], written["layer_types"]) == (10000.0, ["full_attention"] * 2)
+    for change, why in (
+        ({"lm_head.weight": Weight.of(-tensors.lm_head)}, r"`lm_head.weight` from the target's lm_head.*differs"),
+        (
+            {"mask_embedding": Weight.of(-tensors.embedding[7])},
+            r"`mask_embedding` from the target's embedding.*differs",
+        ),
+        ({EMBEDDING: Weight.of(tensors.embedding)}, "an embedding of its own"),
+    ):
+        with pytest.raises(UserError, match=why):
+            FORMATS["zlab"].to_files(replace(made, weights={**made.weights, **change}), shared=lambda: tensors)
+    with pytest.raises(UserError, match=r"is not known to be the same.*--target"):
+        FORMATS["zlab"].to_files(made)
+    reduced = make_checkpoint("dflash", BLOCK | {"draft_vocab_size": 20})
+    reduced = replace(reduced, weights={**reduced.weights, "mask_embedding": made.weights["mask_embedding"]})
+    with pytest.raises(UserError, match=r"`lm_head.weight` from the target's lm_head"):
+        FORMATS["zlab"].to_files(reduced, shared=lambda: tensors)
+
+
+@pytest.mark.parametrize("kind", ["dflash", "dspark"])
+def test_a_causal_block_is_refused(kind: str, tensors: TargetTensors) -> None:
+    """Speculators' full attention sees the whole block: written without a word, the drafter would compute something else."""
+    made = sharing(kind, tensors, causal=True)
+    for name in ("speculators", *(["zlab"] if kind == "dflash" else [])):
+        with pytest.raises(UserError, match="cannot express `causal: True`"):
+            FORMATS[name].to_files(made, shared=lambda: tensors)
+
+
+def test_the_command_verifies_it(target: TargetInfo, tensors: TargetTensors, tmp_path: Path) -> None:
+    made = make_checkpoint("dflash", BLOCK)
+    (tmp_path / "checkpoint").mkdir()
+    made.save(tmp_path / "checkpoint")
+    figures = convert_checkpoint(
+        tmp_path / "checkpoint", tmp_path / "theirs", to="speculators", target=target, verify=True
+    )
+    assert figures["verified"]["relative_difference"] == 0
+    figures = convert_checkpoint(tmp_path / "theirs", tmp_path / "back", to="draftsmith", target=target, verify=True)
+    assert (figures["from"], figures["verified"]["relative_difference"]) == ("speculators", 0)
+    assert torch.equal(Checkpoint.load(tmp_path / "back").tensors["mask_embedding"], made.tensors["mask_embedding"])
+
+
+# ---- what is refused ----
+
+
+def _of_dspark(**fields: Any) -> dict[str, Any]:
+    plain = {
+        "sample_from_anchor": False,
+        "enable_confidence_head": False,
+        "markov_rank": 3,
+        "markov_head_type": "vanilla",
+    }
+    record = SPECULATORS | {"speculators_model_type": "dspark"} | plain | fields
+    return {name: value for name, value in record.items() if value is not None}
+
+
+@pytest.mark.parametrize(
+    ("record", "why"),
+    [
+        (_of_dspark(sample_from_anchor=True), r"`sample_from_anchor: True`"),
+        (_of_dspark(sample_from_anchor=None), r"no `sample_from_anchor`, which means true"),
+        (_of_dspark(enable_confidence_head=None), "it has a confidence head"),
+        (_of_dspark(markov_head_type="gated"), "markov_head_type: gated"),
+        (_of_dspark(markov_rank=0), r"`markov_rank` is '0'"),
+        (SPECULATORS | {"sample_from_anchor": True}, "row of the last known token"),
+        (
+            SPECULATORS | {"transformer_layer_config": LAYERS_OF_QWEN3 | {"layer_types": ["sliding_attention"] * 2}},
+            "only layers with full attention",
+        ),
+        (SPECULATORS | {"mask_token_id": None}, "mask_token_id"),
+        (SPECULATORS | {"mask_token_id": VOCAB}, "too few"),
+        (ZLAB | {"layer_types": ["full_attention", "sliding_attention"]}, "only layers with full attention"),
+        (
+            ZLAB | {"dflash_config": ZLAB["dflash_config"] | {"sample_from_anchor": True}},
+            r"`dflash_config.sample_from_anchor: True`",
+        ),
+        (ZLAB | {"dflash_config": ZLAB["dflash_config"] | {"use_swa": True}}, "unknown fields.*dflash_config.use_swa"),
+    ],
+)
+def test_what_is_not_implemented(
+    record: dict[str, Any], why: str, target: TargetInfo, tensors: TargetTensors, tmp_path: Path
+) -> None:
+    kind = "dspark" if record.get("speculators_model_type") == "dspark" else "dflash"
+    folder = own_files(tmp_path / "theirs", record, sharing(kind, tensors), "lm_head.weight", "mask_embedding")
+    with pytest.raises(UserError, match=why) as refused:
+        convert_checkpoint(folder, tmp_path / "out", to="vllm", target=target)
+    assert str(folder) in str(refused.value)
+    assert not (tmp_path / "out").exists()
+
+
+def test_a_confidence_head_is_not_dropped(target: TargetInfo, tensors: TargetTensors, tmp_path: Path) -> None:
+    made = sharing("dspark", tensors)
+    folder = own_files(tmp_path / "theirs", _of_dspark(), made, "lm_head.weight")
+    assert read(folder, recognize(folder), target).config == made.config
+    stored = load_file(folder / "model.safetensors")
+    save_file(stored | {"confidence_head.proj.bias": torch.ones(1)}, folder / "model.safetensors")
+    with pytest.raises(UserError, match="it has a confidence head"):
+        read(folder, recognize(folder), target)
+
+
+Damage = Callable[[dict[str, Any], random.Random], None]
+JUNK = ["x", -1, [], {}, 1 << 70, [[1]], -1.5, float("nan"), None, "\ud800"]
+
+
+def _field(record: dict[str, Any], rng: random.Random) -> None:
+    """Junk in a field that every such config has."""
+    path = rng.choice([
+        "block_size", "mask_token_id", "aux_hidden_state_layer_ids", "draft_vocab_size", "transformer_layer_config.hidden_size",
+        "transformer_layer_config.vocab_size", "transformer_layer_config.num_hidden_layers",
+    ])  # fmt: skip
+    *sections, last = path.split(".")
+    for section in sections:
+        record = record[section]
+    junk = rng.choice([each for each in JUNK if each is not None or last != "num_hidden_layers"])
+    record[last] = junk
+
+
+def _types_of_layers(record: dict[str, Any], rng: random.Random) -> None:
+    record["transformer_layer_config"]["layer_types"] = rng.choice(["x", 5, [5], ["full_attention", None], {"a": 1}])
+
+
+def _anchor(record: dict[str, Any], rng: random.Random) -> None:
+    record["sample_from_anchor"] = rng.choice(["x", 1, [], 0.5, {}])
+
+
+def _unknown(record: dict[str, Any], rng: random.Random) -> None:
+    where = rng.choice([record, record["transformer_layer_config"]])
+    where[rng.choice(["logit_scale", "conv_kernel_size", "attention_sink_bias", "selector_rank"])] = rng.choice(
+        [0.5, True, [1]]
+    )
+
+
+def _section(record: dict[str, Any], rng: random.Random) -> None:
+    record["transformer_layer_config"] = rng.choice([None, 5, [], "x"])
+
+
+@pytest.mark.parametrize("damage", [_field, _types_of_layers, _anchor, _unknown, _section])
+def test_damaged_configs(damage: Damage, target: TargetInfo, tensors: TargetTensors, tmp_path: Path) -> None:
+    """Each is a clear error and leaves no files."""
+    good = own_files(tmp_path / "good", SPECULATORS, sharing("dflash", tensors), "lm_head.weight", "mask_embedding")
+    for case in range(60):
+        folder = tmp_path / "bad"
+        shutil.copytree(good, folder)
+        record = json.loads(json.dumps(SPECULATORS))
+        damage(record, random.Random(case))
+        (folder / "config.json").write_text(json.dumps(record))
+        message = ""
+        try:
+            convert_checkpoint(folder, tmp_path / "out", to="vllm", target=target)
+        except DraftsmithError as error:
+            message = str(error)
+        assert str(folder) in message, (case, record, message)
+        assert len(message) < 1500
+        assert {path.name for path in tmp_path.iterdir()} == {"good", "bad"}
+        shutil.rmtree(folder)
+
+
+# ---- in a recipe's methods ----
+
+
+@pytest.mark.parametrize("cpu", [True, False])
+def test_what_vllm_serves_as_it_is(
+    cpu: bool, target: TargetInfo, tensors: TargetTensors, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """z-lab's everywhere, DeepSpec's on GPUs: on CPUs our plugin serves it, and would draft it off by one."""
+    monkeypatch.setenv("DRAFTSMITH_CACHE", str(tmp_path / "cache"))
+    monkeypatch.setattr(environment, "is_cpu", lambda: cpu)
+    zlab = own_files(tmp_path / "zlab", ZLAB, sharing("dflash", tensors), "lm_head.weight", "mask_embedding")
+    deepspec = own_files(tmp_path / "deepspec", DEEPSPEC, sharing("dspark", tensors))
+    recipe = recipe_for(target, str(zlab), "dflash")
+    assert for_serving(recipe) == recipe
+    assert recipe.serve.method is not None
+    config = method_config(recipe.serve.method, target, own_drafter=Path("no"))
+    assert config is not None
+    assert (config["model"], config["method"], config["num_speculative_tokens"]) == (str(zlab), "dflash", 3)
+    recipe = recipe_for(target, str(deepspec), "dspark")
+    if cpu:
+        with pytest.raises(UserError, match="no `sample_from_anchor`, which means true"):
+            for_serving(recipe)
+    else:
+        assert for_serving(recipe) == recipe
+    record = DEEPSPEC | {"target_layer_ids": [0, 1, LAYERS]}
+    (deepspec / "config.json").write_text(json.dumps(record))
+    with pytest.raises(UserError, match=f"reads the target's layers .*{LAYERS + 1}"):
+        check_target(deepspec, target)
+
+
+def test_speculators_drafters_are_converted(
+    target: TargetInfo, tensors: TargetTensors, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """vLLM loads the format too, and would see only earlier rows of a block (`sliding_window_non_causal`, as speculators leaves it)."""
+    monkeypatch.setenv("DRAFTSMITH_CACHE", str(tmp_path / "cache"))
+    made = sharing("dflash", tensors)
+    folder = own_files(tmp_path / "theirs", SPECULATORS, made, "lm_head.weight", "mask_embedding")
+    method = for_serving(recipe_for(target, str(folder), "dflash")).serve.method
+    assert isinstance(method, Drafter)
+    copy = Path(method.model or "")
+    assert copy.parent == tmp_path / "cache" / "drafters"
+    written = json.loads((copy / "config.json").read_text())
+    assert written["dflash_config"]["causal"] is False
+    assert torch.equal(load_file(copy / "model.safetensors")["mask_embedding"], made.tensors["mask_embedding"])
