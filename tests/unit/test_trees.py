@@ -228,10 +228,16 @@ def test_what_holds_for_every_tree(folder: Path, name: str) -> None:
     rows = (batch.loss_weights[:, 0] > 0).nonzero()[:, 0]
     top_k = None if drafter.drafts_at_once else 4
 
-    # A chain is the tree with one node on each level.
-    chains = count_accepted(drafter, [batch], k=DEPTH)
-    for k in range(DEPTH if drafter.depends_on_k else 1, DEPTH + 1):
-        assert count_in_trees(drafter, batch, shape=TreeShape((k,), DEPTH, 1))[k] == chains[k]
+    # A chain is the tree with one node on each level; also where a turn of the user comes between two responses.
+    turns = [replace(text, loss_mask=text.loss_mask & (torch.arange(TOKENS) % 4 != 2)) for text in texts]
+    counted = []
+    for each in (batch, columns_of(drafter, pack(turns, steps=DEPTH))):
+        chains = count_accepted(drafter, [each], k=DEPTH)
+        counted.append(chains)
+        for k in range(DEPTH if drafter.depends_on_k else 1, DEPTH + 1):
+            assert count_in_trees(drafter, each, shape=TreeShape((k,), DEPTH, 1))[k] == chains[k]
+    assert counted[0] != counted[1]
+    chains = counted[0]
 
     # Smaller trees are parts of larger ones.
     found = accepted_in_trees(drafter, batch, rows, shape=TreeShape((1, 2, 5, 12, 30), DEPTH, top_k))
