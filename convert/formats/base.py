@@ -232,6 +232,18 @@ class Format:
                 table[index] = ours.to(table.dtype)
                 weights[EMBEDDING], of_target = Weight.of(table), not own
                 del weights[name]
+        replaced = layout.taken_from_target(config)
+        if replaced & weights.keys():  # readers cannot be told to take some of these from the target, and others not
+            for name in replaced - weights.keys():
+                if name in checkpoint.weights:
+                    weights[name] = checkpoint.weights[name]
+                elif shared is None:
+                    raise UserError(
+                        f"The format {self.name} takes both embedding and head from the target or neither, and the drafter has a head of its own. "
+                        "Name the target with --target, for its embedding."
+                    )
+                else:
+                    weights[name], of_target = Weight.of(shared().embedding), True
         return weights, of_target
 
 
