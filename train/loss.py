@@ -144,7 +144,9 @@ class ChainLoss(nn.Module):
         targets = _LossTargets(labels, subset)
         if self.terms.targets == "distribution":
             targets = replace(targets, states=states, head=teacher_head, soft_cap=self.teacher_soft_cap)
-        total, right = _HeadLoss.apply(self.loss, targets, weights * self.terms.token_weight, head_of, *normed, *heads)
+        total, right, _ = _HeadLoss.apply(
+            self.loss, targets, weights * self.terms.token_weight, head_of, *normed, *heads
+        )
         if self.terms.feature_weight:
             for each, weight in zip(normed, weights, strict=True):
                 apart = F.smooth_l1_loss(each, states, reduction="none").mean(-1)
@@ -223,6 +225,9 @@ class _DraftTokens:
 class BlockLoss(ChainLoss):
     """Cross-entropy against the target's tokens, for kinds that draft from few rows of a batch and read all draft tokens with one head.
 
+    To that, by `terms`, come the distance between the two distributions and the loss of the confidence head. These need the target's
+    distribution, which the cross-entropy does not.
+
     `ChainLoss` lines up what supervises with what drafts, and would go through the head K times as often as there is something to
     train.
     """
@@ -242,15 +247,26 @@ class BlockLoss(ChainLoss):
             labels, head = torch.searchsorted(subset.columns[: subset.kept], labels), head[subset.columns]
         targets = _LossTargets(labels, subset)
 
-        alpha = self.terms.acceptance_alpha
+        terms, alpha = self.terms, self.terms.acceptance_alpha
+        loss: LossName | _Mixture = self.loss
+        if terms.variation_weight or terms.confidence_weight:
+            teacher_head = self.teacher_head if subset is None else self.teacher_head[subset.columns]
+            targets = replace(targets, states=states, head=teacher_head, soft_cap=self.teacher_soft_cap)
+            loss = _Mixture(terms.token_weight, terms.variation_weight)
         decay = (self.ttt_loss_decay if alpha is None else 1.0) ** torch.arange(steps, device=divisors.device).double()
         weights = tokens.weights * (decay / divisors.clamp(min=1))[tokens.place % steps]
         if alpha is not None:
             likely = _label_probabilities(normed.detach(), head.detach(), targets)
             rows = len(chain[0].normed)
             weights = weights * _acceptance_weights(likely, tokens.place, rows=rows, steps=steps, alpha=alpha)
-        weights = weights[None].to(_sum_dtype(states.dtype)) * self.terms.token_weight
-        total, right = _HeadLoss.apply(self.loss, targets, weights, [0], normed, head)
+        weights = weights.to(_sum_dtype(states.dtype))
+        scaled = weights if isinstance(loss, _Mixture) else weights * terms.token_weight
+        total, right, overlap = _HeadLoss.apply(loss, targets, scaled[None], [0], normed, head)
+        if terms.confidence_weight:
+            said = torch.stack([step.confidence for step in chain if step.confidence is not None], dim=1).flatten()
+            said = said.index_select(0, tokens.place).to(weights.dtype)
+            each = F.binary_cross_entropy_with_logits(said, overlap[0], reduction="none")
+            total = total + terms.confidence_weight * (each * weights).sum()
         counted = batch.loss_weights[:, :steps].sum(0)
         matches = self._by_step(tokens, right[0] * tokens.weights) / counted.clamp(min=1)
         return ChainLossOutput(total, matches.to(total.dtype))
@@ -269,7 +285,10 @@ class BlockLoss(ChainLoss):
         queries = batch.loss_weights[:, :steps].sum(1).nonzero()[:, 0]
         counts = batch.loss_weights[queries, :steps].double().flatten()
         labels = self.to_draft[batch.next_tokens[queries, 1 : steps + 1]].flatten()  # -1 outside
-        place = ((counts > 0) & (labels >= 0)).nonzero()[:, 0]
+        learned = (counts > 0) & (labels >= 0)
+        if self.terms.supervised_prefix:
+            learned = learned.view(-1, steps).cumprod(1).flatten().bool()
+        place = learned.nonzero()[:, 0]
         teachers = queries[place // steps] + 1 + place % steps
         return _DraftTokens(place, labels[place], teachers, counts[place])
 
@@ -284,6 +303,14 @@ class _VocabularySubset:
     """[C], added to the logits: log of the number of tokens that each stands for. The sum of exp(logits) is then estimated
     without bias, and the drawn tokens push down those left out (Bengio and Senecal 2008, doi 10.1109/TNN.2007.912312;
     Jean et al., arXiv 1412.2007)."""
+
+
+@dataclass(frozen=True)
+class _Mixture:
+    """A loss of two terms: -log q(label), and sum |p - q|."""
+
+    token_weight: float
+    variation_weight: float
 
 
 @dataclass
@@ -340,20 +367,20 @@ class _HeadLoss(torch.autograd.Function):
     @staticmethod
     def forward(
         ctx: Any,
-        loss: LossName,
+        loss: LossName | _Mixture,
         targets: _LossTargets,
         weights: torch.Tensor,
         head_of: list[int],
         *tensors: torch.Tensor,
-    ) -> tuple[torch.Tensor, torch.Tensor]:
+    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
         """Args:
-            loss: see `ChainLoss`.
+            loss: see `ChainLoss`; a mixture needs the target's distribution.
             targets: for N rows.
             weights: [K, N].
             head_of: index of the head that each step uses.
             tensors: `normed` [N, H] of each step, then the heads [V, H]. Products are in autocast's dtype where it is on.
 
-        Returns the sum, and bool [K, N]: whether a row's largest logit is its label's.
+        Returns the sum; bool [K, N]: whether a row's largest logit is its label's; and [K, N], for a mixture only: 1 - sum |p - q| / 2.
         """
         steps, device = len(weights), weights.device.type
         dtype = torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else tensors[0].dtype
@@ -372,6 +399,7 @@ class _HeadLoss(torch.autograd.Function):
             log_weights, kept = targets.subset.log_weights.to(dtype), targets.subset.kept
         total = weights.new_zeros((), dtype=_sum_dtype(dtype))
         right = torch.empty_like(weights, dtype=torch.bool)
+        overlap = torch.zeros_like(weights)
         with torch.autocast(device, enabled=False):
             for rows in row_chunks(weights.shape[1], len(heads[0]), device):
                 labels = targets.labels[rows]
@@ -389,6 +417,13 @@ class _HeadLoss(torch.autograd.Function):
                     right[k, rows] = logits.gather(1, labels[:, None])[:, 0] == logits[:, :kept].amax(-1)
                     if p is None:
                         each, d_logits = _token_cross_entropy(logits, labels)
+                    elif isinstance(loss, _Mixture):
+                        each, d_logits = _total_variation(logits, p)
+                        overlap[k, rows] = 1 - each
+                        of_tokens, d_tokens = _token_cross_entropy(logits, labels)
+                        each = 2 * loss.variation_weight * each + loss.token_weight * of_tokens
+                        d_logits = d_logits.mul_(2 * loss.variation_weight).add_(d_tokens, alpha=loss.token_weight)
+                        del d_tokens
                     elif loss == "total_variation":
                         each, d_logits = _total_variation(logits, p)
                     else:
@@ -406,8 +441,8 @@ class _HeadLoss(torch.autograd.Function):
                             d_head += d_logits.T @ weighted
                     del logits, d_logits
         ctx.gradients = [*d_normed, *d_heads]
-        ctx.mark_non_differentiable(right)
-        return total, right
+        ctx.mark_non_differentiable(right, overlap)
+        return total, right, overlap
 
     @staticmethod
     def backward(ctx: Any, *grads: torch.Tensor) -> Any:

@@ -131,6 +131,8 @@ def flop_of_row(recipe: Recipe, drafter: Drafter, steps: int, *, predicts: bool)
     terms = drafter.loss_terms(recipe.train.drafter)
     if terms.targets == "distribution":
         flop += 2 * vocabulary * config.hidden_size
+    elif terms.variation_weight or terms.confidence_weight:  # draft tokens of a block share no teacher
+        flop += 2 * steps * vocabulary * config.hidden_size
     if terms.acceptance_alpha is not None:  # the weights take a pass of their own
         flop += 2 * steps * head
     return flop

@@ -35,6 +35,8 @@ class ServingSpec:
     """Key in `config.json` of the largest K, for kinds with a limit."""
     rows_before_drafts: int = 0
     """How much less the largest K is than what that key says, where it counts rows of which the first are no draft tokens."""
+    all_rows_field: str | None = None
+    """Key in `config.json` that says, where it is true, that those rows are draft tokens too."""
     mended_on_cpus: bool = False
     """On CPUs, vLLM computes it wrongly without Draftsmith's plugin (`serve/plugin`) if it has several layers."""
     further_files: tuple[str, ...] = ()
@@ -194,11 +196,16 @@ class BlockOptions(DrafterOptions):
 
     @property
     def max_draft_tokens(self) -> int | None:
+        return self.draft_rows
+
+    @property
+    def draft_rows(self) -> int:
+        """Rows of a block that a draft token is predicted from."""
         return self.block_size - 1
 
     @property
     def share_of_positions(self) -> float:
-        return min(1.0, self.passes / (self.block_size - 1))
+        return min(1.0, self.passes / self.draft_rows)
 
 
 class DFlashOptions(BlockOptions):
@@ -229,14 +236,43 @@ class DSparkOptions(BlockOptions):
         single_pass=True,
         k_field="block_size",
         rows_before_drafts=1,
+        all_rows_field="sample_from_anchor",
         mended_on_cpus=True,
     )
 
     kind: Literal["dspark"] = "dspark"
     markov_rank: int = Field(64, ge=1)
     """Rank of the Markov head; published as 256. Each draft step reads so many numbers for each token of the draft vocabulary."""
+    sample_from_anchor: bool = False
+    """Predict the first draft token from the row of the last known token, as published: every row predicts the token after its own, and the
+    largest K is `block_size`. Otherwise a row predicts the token at its own position, as in DFlash."""
+    enable_confidence_head: bool = False
+    """Also learn how likely each draft token is to be accepted, as published. vLLM reads it on GPUs alone, with
+    `enable_adaptive_verification`."""
+    confidence_head_with_markov: bool = True
+    """The confidence head also reads what the Markov head knows of the token before, as published."""
+    token_weight: float = Field(1.0, ge=0)
+    """Weight of the cross-entropy against the target's tokens; published as 0.1."""
+    variation_weight: float = Field(0.0, ge=0)
+    """Weight of the sum of |p - q| over the draft vocabulary, between the target's and the drafter's distribution; published as 0.9."""
+    confidence_weight: float = Field(1.0, ge=0)
+    """Weight of the confidence head's binary cross-entropy against the probability that a sampled draft token is accepted; 1, as
+    published."""
+    supervised_prefix: bool = False
+    """Train a block only up to its first draft token that is not learned, of a prompt or outside the draft vocabulary, as published. Otherwise
+    also on those after it, which a server never reaches."""
     mask_token_id: int | None = Field(None, ge=1)
     """Token whose embedding stands for the draft tokens that are not known yet; it may occur in texts. Absent: the vocabulary's last."""
+
+    @property
+    def draft_rows(self) -> int:
+        return self.block_size if self.sample_from_anchor else self.block_size - 1
+
+    @model_validator(mode="after")
+    def _learns_to_draft(self) -> DSparkOptions:
+        if not self.token_weight and not self.variation_weight:
+            raise ValueError("`token_weight` and `variation_weight` are both 0: the drafter would learn nothing")
+        return self
 
 
 class MedusaOptions(DrafterOptions):

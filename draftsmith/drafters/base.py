@@ -51,6 +51,13 @@ class LossTerms:
     """Weight of SmoothL1 between the head's input and the target's normed last state."""
     in_blocks: bool = False
     """Few rows are drafted from, and one head reads all draft tokens (`train.loss.BlockLoss`); with `targets: tokens` only."""
+    variation_weight: float = 0.0
+    """Weight of sum |p - q|, for the target's distribution p and the drafter's q; where it is `in_blocks`."""
+    confidence_weight: float = 0.0
+    """Weight of the binary cross-entropy of `ChainStep.confidence` against 1 - sum |p - q| / 2, the probability that a token drawn from q is
+    accepted (Leviathan et al., arXiv 2211.17192); where it is `in_blocks`."""
+    supervised_prefix: bool = False
+    """Where it is `in_blocks`: leave out the draft tokens of a row after the first that is not trained."""
     acceptance_alpha: float | None = None
     """Where it is `in_blocks`: weigh the draft tokens of a row by the acceptance that each decides on, with this smoothing (see
     `BlockOptions`), instead of by `train.ttt_loss_decay`."""
@@ -66,6 +73,8 @@ class ChainStep:
     """[V, H']: the head of this step. Logits over the draft vocabulary are `normed @ head.T`."""
     loss_weights: torch.Tensor
     """[Q]: weight of each row in the loss."""
+    confidence: torch.Tensor | None = None
+    """[Q]: logit of the probability that the draft token is accepted; None where the kind does not tell."""
 
 
 @dataclass(frozen=True)
@@ -184,7 +193,7 @@ class Drafter(nn.Module, ABC):
         """The drafter's own vocabulary heads, which `train.train_lm_head` trains or freezes."""
 
     def embedding_parameters(self) -> list[nn.Parameter]:
-        """Other parameters with one row per token, which AdamW trains instead of Muon."""
+        """Other parameters that AdamW trains instead of Muon: those with one row per token, and heads of a single row."""
         return []
 
     def recompute_modules(self) -> list[nn.Module]:

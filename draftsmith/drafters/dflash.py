@@ -70,7 +70,7 @@ class DFlashConfig(DecoderConfig):
     """See `DecoderConfig`; `layer_ids` are the fused hidden states."""
 
     block_size: int
-    """Rows of a block, B: the largest K is one less."""
+    """Rows of a block, B."""
     mask_token_id: int
     """The token whose embedding is the mask's, in every row of a block."""
     causal: bool = False
@@ -78,6 +78,16 @@ class DFlashConfig(DecoderConfig):
     @property
     def fused_size(self) -> int:
         return len(self.layer_ids) * self.hidden_size
+
+    @property
+    def known_rows(self) -> int:
+        """Rows at the beginning of a block that nothing is predicted from."""
+        return 1
+
+    @property
+    def max_draft_tokens(self) -> int:
+        """The largest K."""
+        return self.block_size - self.known_rows
 
 
 def _ids_of_outputs(source: Source, config: dict[str, Any]) -> tuple[int, ...]:
@@ -148,7 +158,7 @@ class DFlashDrafter(Drafter):
         super().__init__()
         hidden, eps = config.hidden_size, config.rms_norm_eps
         self.config = config
-        self.max_draft_tokens, self.depends_on_k = config.block_size - 1, not config.causal
+        self.max_draft_tokens, self.depends_on_k = config.max_draft_tokens, not config.causal
         self.fc = nn.Linear(config.fused_size, hidden, bias=False)
         self.hidden_norm = RMSNorm(hidden, eps)
         self.layers = nn.ModuleList(DecoderLayer(config, reads=hidden, qk_norm=True) for _ in range(config.num_layers))
@@ -242,7 +252,7 @@ class DFlashDrafter(Drafter):
     @staticmethod
     def init_cost(config: DFlashConfig, *, rows: int, answered: int) -> InitCost:
         hidden, width = config.hidden_size, config.fused_size + config.hidden_size
-        steps, mixed = config.block_size - 1, config.num_attention_heads * config.head_dim
+        steps, mixed = config.max_draft_tokens, config.num_attention_heads * config.head_dim
         rank = min(config.num_key_value_heads * config.head_dim, hidden)
         fitted = min(answered, least_squares.ROWS_TO_FIT)
         one_pass, drafted, of_blocks = DFlashDrafter.cost_of_pass(config, rows=rows, answered=answered)
@@ -265,7 +275,7 @@ class DFlashDrafter(Drafter):
         read = least_squares.rows_until(drafted * blocks.SPACING, rows=rows, answered=answered)
         flop = sum(
             2.0 * math.prod(DFlashDrafter.shapes(config)[name]) * (seldom * (read - drafted) + often * drafted)
-            for name, (seldom, often) in DFlashDrafter.matmul_counts(config, config.block_size - 1).items()
+            for name, (seldom, often) in DFlashDrafter.matmul_counts(config, config.max_draft_tokens).items()
         )
         return flop, drafted, read
 
@@ -306,13 +316,16 @@ class DFlashDrafter(Drafter):
             queries: int64 [Q] ascending, rows of the batch.
             steps: draft tokens of each block.
         """
-        rows = steps + 1
+        known_rows = self.config.known_rows
+        rows = known_rows + steps
         tiles = Tiles(batch, queries, self.config.num_attention_heads, block=rows)
         context = self.hidden_norm(self.fc(batch.hidden_states.flatten(1)))
         anchors, mask_token = batch.next_tokens[queries, 0], self.config.mask_token_id
         mask = self.mask_embedding if self.learns_mask else self.embedding[mask_token]
         known = torch.where((anchors == mask_token)[:, None], mask, F.embedding(anchors, self.embedding))
-        state = torch.cat([known[:, None], mask.expand(len(queries), steps, -1)], dim=1).flatten(0, 1)  # [Q * rows, H]
+        state = torch.cat([known[:, None], mask.expand(len(queries), rows - 1, -1)], dim=1).flatten(
+            0, 1
+        )  # [Q * rows, H]
         positions = batch.positions[queries, None] + 1 + torch.arange(rows, device=queries.device)
         of_context, of_blocks = self._rope(batch.positions, context), self._rope(positions.flatten(), context)
         for index, layer in enumerate(self.decoder_layers()):
@@ -320,13 +333,13 @@ class DFlashDrafter(Drafter):
             keys, values = attention.keys_values(context, of_context)
             x = layer.input_layernorm(state)
             own_keys, own_values = attention.keys_values(x, of_blocks)
-            if last:  # nothing reads the first row's output
-                x, state = (each.unflatten(0, (-1, rows))[:, 1:].flatten(0, 1) for each in (x, state))
-                cos, sin = (each.unflatten(0, (-1, rows))[:, 1:].flatten(0, 1) for each in of_blocks)
+            if last and known_rows:  # nothing reads their output
+                x, state = (each.unflatten(0, (-1, rows))[:, known_rows:].flatten(0, 1) for each in (x, state))
+                cos, sin = (each.unflatten(0, (-1, rows))[:, known_rows:].flatten(0, 1) for each in of_blocks)
                 of_blocks = cos, sin
             asked = attention.queries(x, of_blocks)
             mixed = attend_in_blocks(
-                asked.unflatten(0, (-1, rows - last)),
+                asked.unflatten(0, (-1, steps if last else rows)),
                 (keys.transpose(0, 1).contiguous(), values.transpose(0, 1).contiguous()),
                 (own_keys.unflatten(0, (-1, rows)), own_values.unflatten(0, (-1, rows))),
                 tiles,
@@ -357,9 +370,10 @@ class DFlashDrafter(Drafter):
     def matmul_counts(config: DFlashConfig, steps: int) -> dict[str, tuple[int, int]]:
         counts = {"fc.weight": (1, 1)}
         for index in range(config.num_layers):
-            rows = steps + (index < config.num_layers - 1)
+            all_rows = steps + config.known_rows
+            rows = all_rows if index < config.num_layers - 1 else steps
             for name in "qkvo":
-                seldom, often = (1, steps + 2) if name in "kv" else (0, rows)
+                seldom, often = (1, all_rows + 1) if name in "kv" else (0, rows)
                 counts[f"layers.{index}.self_attn.{name}_proj.weight"] = (seldom, often)
             counts |= {f"layers.{index}.mlp.{name}_proj.weight": (0, rows) for name in ("gate", "up", "down")}
         return counts

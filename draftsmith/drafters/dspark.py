@@ -6,8 +6,18 @@ j >= 1, which predicts x_{a+j}, comes a term of low rank of the token before it:
     logits_j = lm_head(norm(u_j)) + w2(w1(x_{a+j-1}))
 
 That token is the true one in training, and the block's own draft in serving: K short steps over logits, after one forward pass.
-Published drafters also predict from the anchor's row (`sample_from_anchor`), and have a head that tells how likely a draft token is to be
-accepted. Neither is implemented.
+
+With `sample_from_anchor`, as published, the anchor's row predicts too, and each row the token after its own: row k = 0, 1, ... predicts
+x_{a+1+k}, from the logits above with x_{a+k} as the token before. A block of B rows then has B draft tokens instead of B - 1. In the
+terms of `Batch`, chain step k is row k.
+
+A confidence head (`enable_confidence_head`) tells how likely a draft token is to be accepted, where the target samples from p and the
+drafter from q, both over the draft vocabulary:
+
+    c_k = sigmoid(proj([norm(u_k), w1(x_{a+k})]))            trained to be 1 - sum |p - q| / 2
+
+The published loss (DeepSpec, `modeling/dspark/loss.py`) is 0.1 times the cross-entropy against the target's tokens, plus 0.9 sum |p - q|,
+plus the binary cross-entropy of c_k, each weighed by exp(-k / 4). Here the first alone is the default, which needs no distribution.
 
 Names and shapes of the tensors are those of vLLM's `qwen3_dspark.py`.
 """
@@ -22,8 +32,8 @@ import torch
 from torch import nn
 from torch.nn import functional as F
 
-from draftsmith.config.drafters import DSparkOptions
-from draftsmith.drafters.base import ChainStep, InitCost
+from draftsmith.config.drafters import BlockOptions, DSparkOptions
+from draftsmith.drafters.base import ChainStep, InitCost, LossTerms
 from draftsmith.drafters.batch import Batch
 from draftsmith.drafters.branches import Branches, Proposals
 from draftsmith.drafters.dflash import DFlashConfig, DFlashDrafter
@@ -38,6 +48,15 @@ class DSparkConfig(DFlashConfig):
     """See `DFlashConfig`."""
 
     markov_rank: int
+    sample_from_anchor: bool = False
+    """The anchor's row predicts the first draft token."""
+    enable_confidence_head: bool = False
+    confidence_head_with_markov: bool = False
+    """It also reads the embedding of the token before in the Markov head; only with `enable_confidence_head`."""
+
+    @property
+    def known_rows(self) -> int:
+        return 0 if self.sample_from_anchor else 1
 
 
 class MarkovHead(nn.Module):
@@ -47,6 +66,15 @@ class MarkovHead(nn.Module):
         super().__init__()
         self.markov_w1 = nn.Embedding(config.vocab_size, config.markov_rank)
         self.markov_w2 = nn.Linear(config.markov_rank, config.draft_vocab_size, bias=False)
+
+
+class ConfidenceHead(nn.Module):
+    """The logit of a draft token's probability of being accepted, [rows, 1], by the head's input at it."""
+
+    def __init__(self, config: DSparkConfig) -> None:
+        super().__init__()
+        markov = config.markov_rank if config.confidence_head_with_markov else 0
+        self.proj = nn.Linear(config.hidden_size + markov, 1)
 
 
 _DFLASH = DFlashDrafter.vllm_layout
@@ -64,10 +92,16 @@ class DSparkDrafter(DFlashDrafter):
     config_class: ClassVar[type[DFlashConfig]] = DSparkConfig
     vllm_layout: ClassVar = replace(
         _DFLASH,
-        fields=(*_DFLASH.fields, Entry("markov_rank", int)),
-        fixed={
-            **_DFLASH.fixed, "markov_head_type": "vanilla", "sample_from_anchor": False, "enable_confidence_head": False,
-        },
+        fields=(
+            *_DFLASH.fields,
+            Entry("markov_rank", int),
+            # An absent key is what vLLM's class takes it for.
+            Entry("sample_from_anchor", bool, default=True),
+            Entry("enable_confidence_head", bool, default=False),
+            Entry("confidence_head_with_markov", bool, default=False),
+        ),
+        # `dflash_config.sample_from_anchor` stays false: vLLM looks at the key above, and refuses another value of this one.
+        fixed={**_DFLASH.fixed, "markov_head_type": "vanilla"},
         derived={**_DFLASH.derived, "architectures": lambda _: [DSparkOptions.serving.architecture]},
         further_files={},
     )  # fmt: skip
@@ -77,6 +111,8 @@ class DSparkDrafter(DFlashDrafter):
     def __init__(self, config: DSparkConfig, embedding: torch.Tensor, draft_token_ids: torch.Tensor) -> None:
         super().__init__(config, embedding, draft_token_ids)
         self.markov_head = MarkovHead(config)
+        if config.enable_confidence_head:
+            self.confidence_head = ConfidenceHead(config)
         self._said: torch.Tensor | None = None  # [H, H], while the start is fitted
 
     @torch.no_grad()
@@ -95,6 +131,9 @@ class DSparkDrafter(DFlashDrafter):
         head = self.lm_head.weight * self.norm.weight
         self.markov_head.markov_w2.weight.zero_()
         self.markov_head.markov_w2.weight[:, :rank] = head @ from_values.T / size
+        if self.config.enable_confidence_head:  # nothing is known yet: one half
+            for parameter in self.confidence_head.parameters():
+                parameter.zero_()
 
     @staticmethod
     def init_cost(config: DFlashConfig, *, rows: int, answered: int) -> InitCost:
@@ -104,7 +143,7 @@ class DSparkDrafter(DFlashDrafter):
         hidden, rank = config.hidden_size, min(config.markov_rank, config.hidden_size)
         flop = flop_of_fit_tokens(
             one_pass, hidden=hidden, mixed=config.num_attention_heads * config.head_dim, layers=config.num_layers,
-            rows=drafted * (config.block_size - 1), rank=rank,
+            rows=drafted * config.max_draft_tokens, rank=rank,
         )  # fmt: skip
         flop += 2.0 * (config.vocab_size + config.draft_vocab_size) * hidden * rank
         return replace(cost, flop=cost.flop + flop, rows_read=cost.rows_read + (1 + config.num_layers) * read)
@@ -112,8 +151,17 @@ class DSparkDrafter(DFlashDrafter):
     def said_by_tokens(self, embeds: torch.Tensor) -> torch.Tensor | None:
         return None if self._said is None else embeds @ self._said
 
+    def loss_terms(self, options: BlockOptions) -> LossTerms:
+        assert isinstance(options, DSparkOptions)
+        return replace(
+            super().loss_terms(options), token_weight=options.token_weight, variation_weight=options.variation_weight,
+            confidence_weight=options.confidence_weight if options.enable_confidence_head else 0.0,
+            supervised_prefix=options.supervised_prefix,
+        )  # fmt: skip
+
     def embedding_parameters(self) -> list[nn.Parameter]:
-        return [*self.markov_head.parameters()]
+        confidence = self.confidence_head.parameters() if self.config.enable_confidence_head else ()
+        return [*self.markov_head.parameters(), *confidence]
 
     def chain(self, batch: Batch, *, steps: int, autoregressive: bool = False) -> Iterator[ChainStep]:
         queries = batch.loss_weights[:, :steps].sum(1).nonzero()[:, 0]
@@ -122,11 +170,19 @@ class DSparkDrafter(DFlashDrafter):
         head = torch.cat([self.lm_head.weight, self.markov_head.markov_w2.weight], dim=1)
         for k in range(steps):
             read = torch.cat([normed[:, k], self.markov_head.markov_w1(tokens)], dim=1)
-            yield ChainStep(read, head, batch.loss_weights[queries, k])
+            yield ChainStep(read, head, batch.loss_weights[queries, k], self._confidence(read))
             if autoregressive:
                 tokens = self.draft_token_ids[F.linear(read, head).argmax(-1)]
             else:
                 tokens = batch.next_tokens[queries, k + 1]
+
+    def _confidence(self, read: torch.Tensor) -> torch.Tensor | None:
+        """The logits [Q] of a step's draft tokens being accepted, by the head's input [Q, H + rank]; None without that head."""
+        if not self.config.enable_confidence_head:
+            return None
+        proj = self.confidence_head.proj
+        logits: torch.Tensor = proj(read[:, : proj.in_features])
+        return logits[:, 0]
 
     def branches(self, batch: Batch, rows: torch.Tensor, *, steps: int) -> Branches:
         return _Branches(self, batch, rows, steps)

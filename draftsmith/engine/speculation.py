@@ -133,8 +133,13 @@ def _say(line: str) -> None:
 def _longest_draft(drafter_dir: Path) -> int | None:
     """The most tokens that the drafter was trained to draft; None for any number."""
     spec = serving_spec(drafter_dir)
-    said = None if spec.k_field is None else _config(drafter_dir).get(spec.k_field)
-    return None if said is None else said - spec.rows_before_drafts
+    config = _config(drafter_dir)
+    said = None if spec.k_field is None else config.get(spec.k_field)
+    if said is None:
+        return None
+    # vLLM takes an absent `sample_from_anchor` for true.
+    all_rows = spec.all_rows_field is not None and config.get(spec.all_rows_field, True)
+    return int(said if all_rows else said - spec.rows_before_drafts)
 
 
 def own_drafter(drafter_dir: Path) -> Drafter:

@@ -18,20 +18,35 @@ from tests.benchmarks.bench_convert import convert_costs
 from tests.benchmarks.bench_evaluate import comparisons, load_noise, shared_engine
 from tests.benchmarks.bench_extract import extraction_ratios, memory_growth
 from tests.benchmarks.bench_int8 import int8_acceptance
-from tests.benchmarks.bench_learn import learning_eagle, learning_eagle3, learning_medusa, learning_mlp
+from tests.benchmarks.bench_learn import (
+    learning_dflash,
+    learning_dspark,
+    learning_eagle,
+    learning_eagle3,
+    learning_medusa,
+    learning_mlp,
+    learning_p_eagle,
+)
 from tests.benchmarks.bench_lookup import lookup_best
 from tests.benchmarks.bench_memory import step_memory
 from tests.benchmarks.bench_quantized import quantized_drafters
 from tests.benchmarks.bench_sampled import sampled_acceptance
 from tests.benchmarks.bench_store import store_costs
 from tests.benchmarks.bench_tokens import tokens_at_once
-from tests.benchmarks.bench_train import time_to_peer, training_step
+from tests.benchmarks.bench_train import (
+    time_to_peer,
+    training_step,
+    training_step_dflash,
+    training_step_dspark,
+    training_step_p_eagle,
+)
 from tests.benchmarks.figures import Figure, missed, table
 
 Benchmark = Callable[[], dict[str, Figure]]
 BENCHMARKS: tuple[Benchmark, ...] = (
-    extraction_ratios, memory_growth, store_costs, int8_acceptance, training_step, time_to_peer, learning_eagle3,
-    learning_eagle, learning_medusa, learning_mlp, lookup_best, step_memory, convert_costs, quantized_drafters,
+    extraction_ratios, memory_growth, store_costs, int8_acceptance, training_step, training_step_p_eagle,
+    training_step_dflash, training_step_dspark, time_to_peer, learning_eagle3, learning_p_eagle, learning_dflash,
+    learning_dspark, learning_eagle, learning_medusa, learning_mlp, lookup_best, step_memory, convert_costs, quantized_drafters,
     load_noise, comparisons, shared_engine, tokens_at_once, sampled_acceptance,
 )  # fmt: skip
 OUTPUT = Path("runs/bench/results.json")

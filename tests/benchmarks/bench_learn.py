@@ -5,9 +5,9 @@ tuning part everything is chosen: learning rates, numbers of epochs and states r
 the epoch for ours, whose learning rates were chosen on other text. On the report part nobody chose anything: there acceptance
 is predicted for all, by the same code, and there vLLM measures ours, which must be within 3% of what was predicted.
 
-EAGLE-3 is trained with that recipe's options and held against speculators' own model, loss and optimizer with the same draft
-vocabulary; the other kinds with their own recipe's (`recipes/smollm2-KIND.yaml`), held against their published recipe
-(`references.py`). All see the same training part.
+EAGLE-3 is trained with that recipe's options, the other kinds with their own recipe's (`recipes/smollm2-KIND.yaml`). EAGLE-3, P-EAGLE,
+DFlash and DSpark are held against speculators' own model, loss and optimizer, with the same draft vocabulary and size; the others against
+their published recipe (`references.py`). All see the same training part.
 
 Runs of ours are kept in `runs/learn/KIND`, and are continued or found finished the next time, like any run; of each training
 of a sweep, `runs/learn/references` keeps what it came to, so that a sweep that was interrupted goes on with the next one.
@@ -57,13 +57,22 @@ FIRST_TRIED = {"eagle": (3e-5, 1e-4, 3e-4, 1e-3, 3e-3)}
 
 def learning_eagle3() -> dict[str, Figure]:
     """`learn.eagle3.predicted`, `.measured` and `.apart`."""
-    recipe, text = learn_recipe("eagle3"), learn_text()
-    peer, settings = tuned_peer(recipe, text)
-    reached = length(peer.reported)
-    return _figures(
-        recipe, text, peer.reported, bar=max(EAGLE3_AT_LEAST, reached + ABOVE_PEER),
-        against=f"{EAGLE3_AT_LEAST} and {ABOVE_PEER:.2f} above speculators' {reached:.4f} ({settings})",
-    )  # fmt: skip
+    return _against_peer(learn_recipe("eagle3"), at_least=EAGLE3_AT_LEAST)
+
+
+def learning_p_eagle() -> dict[str, Figure]:
+    """`learn.p_eagle.predicted`, `.measured` and `.apart`."""
+    return _against_peer(learn_recipe("p_eagle"))
+
+
+def learning_dflash() -> dict[str, Figure]:
+    """`learn.dflash.predicted`, `.measured` and `.apart`."""
+    return _against_peer(learn_recipe("dflash"))
+
+
+def learning_dspark() -> dict[str, Figure]:
+    """`learn.dspark.predicted`, `.measured` and `.apart`."""
+    return _against_peer(learn_recipe("dspark"))
 
 
 def learning_eagle() -> dict[str, Figure]:
@@ -146,7 +155,7 @@ def learn_recipe(kind: str) -> Recipe:
     """The recipe of the store, with a kind's options: all positions that it guesses, five at most, served."""
     if kind == "eagle3":
         return load_recipe(RECIPES / "learn.yaml")
-    own = load_recipe(RECIPES / f"smollm2-{kind.removesuffix('_speculator')}.yaml").train
+    own = load_recipe(RECIPES / f"smollm2-{kind.removesuffix('_speculator').replace('_', '-')}.yaml").train
     k = min(POSITIONS, own.drafter.max_draft_tokens or POSITIONS)
     train = json.dumps(own.model_dump(mode="json"))
     return load_recipe(RECIPES / "learn.yaml", [f"train={train}", f"evaluate.k=[{k}]", f"evaluate.acceptance_k={k}"])
@@ -212,6 +221,18 @@ def with_report_suite(recipe: Recipe, text: Text, run_dir: Path) -> Recipe:
 
 
 # ---- the references ----
+
+
+def _against_peer(recipe: Recipe, *, at_least: float = 0.0) -> dict[str, Figure]:
+    """Against speculators' drafter of the same kind and size."""
+    text = learn_text()
+    peer, settings = tuned_peer(recipe, text)
+    reached = length(peer.reported)
+    also = f"{at_least} and " if at_least else ""
+    return _figures(
+        recipe, text, peer.reported, bar=max(at_least, reached + ABOVE_PEER),
+        against=f"{also}{ABOVE_PEER:.2f} above speculators' {reached:.4f} ({settings})",
+    )  # fmt: skip
 
 
 def _against_reference(recipe: Recipe) -> dict[str, Figure]:
@@ -285,7 +306,7 @@ def tuned_peer(recipe: Recipe, text: Text) -> tuple[Outcome, str]:
     vocabulary = peer_vocabulary(recipe, target, text.store)
 
     def outcome(layer_ids: tuple[int, ...] | None, lr: float, epochs: int) -> Outcome:
-        return peer_outcome(target, text, vocabulary, layer_ids=layer_ids, lr=lr, epochs=epochs)
+        return peer_outcome(recipe, target, text, vocabulary, layer_ids=layer_ids, lr=lr, epochs=epochs)
 
     choices = (None, text.store.identity.layer_ids)  # its default, and what ours reads
     states = best_of(choices, choices, lambda one: outcome(one, LEARNING_RATE, ours).tuned)
@@ -296,16 +317,18 @@ def tuned_peer(recipe: Recipe, text: Text) -> tuple[Outcome, str]:
 
 
 def peer_outcome(
-    target: TargetInfo, text: Text, vocabulary: torch.Tensor, *, layer_ids: tuple[int, ...] | None, lr: float, epochs: int,
-    fresh: bool = False,
+    recipe: Recipe, target: TargetInfo, text: Text, vocabulary: torch.Tensor, *, layer_ids: tuple[int, ...] | None, lr: float,
+    epochs: int, fresh: bool = False,
 ) -> Outcome:  # fmt: skip
     """One training of speculators' drafter. Its weights are checked to mean in our module what they mean in its own.
 
     Args:
+        recipe: of ours of the same kind and size.
         layer_ids: the states that it reads; None for its default.
         fresh: train again, for the clock.
     """
-    handed = hand_over(target, text.store.identity.layer_ids, vocabulary, layer_ids)
+    options, k = recipe.train.drafter, recipe.evaluate.acceptance_k
+    handed = hand_over(target, text.store.identity.layer_ids, vocabulary, layer_ids, options)
     training = text.store.read(text.training)
 
     def train() -> Outcome:
@@ -321,12 +344,12 @@ def peer_outcome(
             columns = list(range(len(handed.columns)))
             for found, sequences in ((outcome.tuning, text.tuning), (outcome.report, text.report)):
                 prepared = [peer.prepared(sequence) for sequence in sequences]
-                found.append(counts(peer.drafter, prepared, columns, k=POSITIONS))
+                found.append(counts(peer.drafter, prepared, columns, k=k))
         return outcome
 
     if fresh:
         return train()
     name = f"states-{'-'.join(map(str, handed.layer_ids))}-lr-{lr:g}-epochs-{epochs}.json"
     sources = [Path(__file__).with_name(source).read_text() for source in ("peer_driver.py", "peer_speculators.py")]
-    about = [sources, text.inputs, list(handed.layer_ids), lr, epochs, vocabulary.tolist()]
-    return kept(RUNS / "references" / "speculators" / name, about, train)
+    about = [sources, text.inputs, list(handed.layer_ids), lr, epochs, vocabulary.tolist(), handed.own_options, k]
+    return kept(RUNS / "references" / f"speculators-{handed.kind}" / name, about, train)

@@ -1,4 +1,4 @@
-"""How fast EAGLE-3 trains: against what limits it, against a first try, and against speculators.
+"""How fast drafters train: against what limits it, against a first try, and against speculators.
 
 `training_step`: one step at SmolLM2-135M's shapes, all takers in turn in one run, on the same tensors: 1,024 rows in 5
 documents, of which 30% are prompt, as in ShareGPT, and count as in `recipes/learn.yaml`; 3 fused states, draft vocabulary
@@ -12,6 +12,10 @@ documents, of which 30% are prompt, as in ShareGPT, and count as in `recipes/lea
 - The first try (`first_try.py`) with AdamW, and speculators' model with its own optimizer (`peer_driver.py`), do what they
   do for all rows.
 
+`training_step_p_eagle`, `training_step_dflash`, `training_step_dspark`: the same for the drafters of `recipes/smollm2-KIND.yaml`,
+against speculators' of the same size, which draws as many blocks and the same shares of later draft tokens. Useful operations are
+counted by `Drafter.matmul_counts`, and attention with them.
+
 `time_to_peer`: training to the same acceptance on the store of `recipes/learn.yaml`.
 """
 
@@ -22,20 +26,28 @@ import statistics
 import tempfile
 import time
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 from unittest import mock
 
 import torch
 
+from draftsmith.cli.plan_training import flop_of_muon, trained_parameters
 from draftsmith.config.loading import load_recipe
+from draftsmith.config.recipe import Recipe
+from draftsmith.drafters import drafter_class
+from draftsmith.drafters.base import Drafter
 from draftsmith.drafters.batch import Batch
 from draftsmith.drafters.eagle3 import Eagle3Config, Eagle3Drafter
+from draftsmith.drafters.norm import FinalNorm
 from draftsmith.run.process import disable_malloc_trim
 from draftsmith.store.format import Sequence
+from draftsmith.target.info import TargetInfo
+from draftsmith.target.tensors import load_target_tensors
 from draftsmith.train import epochs as epoch_end
 from draftsmith.train import train
-from draftsmith.train.loss import ROWS_ASKED, ChainLoss
+from draftsmith.train.loss import ROWS_ASKED, BlockLoss, ChainLoss
 from draftsmith.train.optimizers import make_optimizers
 from draftsmith.train.packing import pack
 from tests.benchmarks import bench_learn
@@ -76,12 +88,7 @@ def training_step() -> dict[str, Figure]:
             "first try": lambda: _seconds(first_try),
             "peer": peer,
         }
-        for take in takers.values():  # first calls allocate and choose kernels
-            take()
-        times: dict[str, list[float]] = {name: [] for name in takers}
-        for turn in range(ROUNDS):
-            for name in takers if turn % 2 == 0 else reversed(takers):
-                times[name].append(takers[name]())
+        times = _in_turns(takers)
     possible = [PRODUCTS * 2 * rows * inner * columns / seconds for seconds in times["products"]]
     fractions = [operations / seconds / most for seconds, most in zip(times["ours"], possible, strict=True)]
     tokens = {name: [ROWS / one for one in seconds] for name, seconds in times.items()}
@@ -102,6 +109,70 @@ def training_step() -> dict[str, Figure]:
     }
 
 
+def training_step_p_eagle() -> dict[str, Figure]:
+    """`train.p_eagle.tokens_per_second`, `.matmul_fraction` and `.peer_ratio`."""
+    return _step_of("p_eagle")
+
+
+def training_step_dflash() -> dict[str, Figure]:
+    """`train.dflash.tokens_per_second`, `.matmul_fraction` and `.peer_ratio`."""
+    return _step_of("dflash")
+
+
+def training_step_dspark() -> dict[str, Figure]:
+    """`train.dspark.tokens_per_second`, `.matmul_fraction` and `.peer_ratio`."""
+    return _step_of("dspark")
+
+
+def _step_of(kind: str) -> dict[str, Figure]:
+    torch.manual_seed(0)
+    recipe, target = bench_learn.learn_recipe(kind), bench_learn.learn_target()
+    layers = target.num_hidden_layers
+    saved = (2, layers // 2, layers - 3, layers)
+    vocabulary = torch.arange(recipe.train.drafter.draft_vocab_size or target.vocab_size)
+    sequences = _sequences(len(saved))
+    ours, operations = step_of_kind(recipe, target, sequences, vocabulary)
+    rows, inner, columns = MATMUL
+    a, b = torch.randn(rows, inner), torch.randn(inner, columns)
+
+    def products() -> None:
+        for _ in range(PRODUCTS):
+            a @ b
+
+    handed = hand_over(target, saved, vocabulary, options=recipe.train.drafter)
+    with tempfile.TemporaryDirectory() as folder, stepping(handed, sequences, Path(folder)) as peer:
+        takers: dict[str, Callable[[], float]] = {
+            "products": lambda: _seconds(products), "ours": lambda: _seconds(ours), "peer": peer,
+        }  # fmt: skip
+        times = _in_turns(takers)
+    possible = [PRODUCTS * 2 * rows * inner * columns / seconds for seconds in times["products"]]
+    fractions = [operations / seconds / most for seconds, most in zip(times["ours"], possible, strict=True)]
+    ratios = [theirs / mine for mine, theirs in zip(times["ours"], times["peer"], strict=True)]
+    rate, peers = statistics.median(possible) / 1e9, ROWS / statistics.median(times["peer"])
+    return {
+        f"train.{kind}.tokens_per_second": figure(
+            [ROWS / one for one in times["ours"]], "tokens/s", "nothing; noisy machine", direction="higher"
+        ),
+        f"train.{kind}.matmul_fraction": figure(
+            fractions, "ratio", f"one {list(MATMUL)} product: {rate:.0f} GFLOP/s", direction="higher", bar=0.65
+        ),
+        f"train.{kind}.peer_ratio": figure(
+            ratios, "ratio", f"speculators' model and optimizer, Muon in float32: {peers:.0f} tokens/s", direction="higher", bar=1.5
+        ),
+    }  # fmt: skip
+
+
+def _in_turns(takers: dict[str, Callable[[], float]]) -> dict[str, list[float]]:
+    """Seconds of each taker in `ROUNDS` rounds, in which they take turns."""
+    for take in takers.values():  # first calls allocate and choose kernels
+        take()
+    times: dict[str, list[float]] = {name: [] for name in takers}
+    for turn in range(ROUNDS):
+        for name in takers if turn % 2 == 0 else reversed(takers):
+            times[name].append(takers[name]())
+    return times
+
+
 def time_to_peer() -> dict[str, Figure]:
     """`train.time_to_peer_ratio`: wall time of one fixed training of ours over that in which speculators' drafter reaches what it
     does at its best; `train.time_to_peer_length`: acceptance length that ours then has, which must be the peer's.
@@ -114,7 +185,7 @@ def time_to_peer() -> dict[str, Figure]:
     recipe, target, text = bench_learn.learn_recipe("eagle3"), bench_learn.learn_target(), bench_learn.learn_text()
     best, settings = bench_learn.tuned_peer(recipe, text)
     again = bench_learn.peer_outcome(
-        target, text, bench_learn.peer_vocabulary(recipe, target, text.store), lr=best.more["lr"],
+        recipe, target, text, bench_learn.peer_vocabulary(recipe, target, text.store), lr=best.more["lr"],
         layer_ids=tuple(best.more["layer_ids"]), epochs=best.more["epochs"], fresh=True,
     )  # fmt: skip
     theirs, their_seconds = length(best.reported), again.more["seconds"][best.epoch - 1]
@@ -205,6 +276,90 @@ def _ours(sequences: list[Sequence]) -> tuple[Callable[[], None], float]:
     return step, operations
 
 
+def step_of_kind(
+    recipe: Recipe, target: TargetInfo, sequences: list[Sequence], vocabulary: torch.Tensor
+) -> tuple[Callable[[], None], float]:
+    """The trainer's step of a recipe's drafter on these sequences, whose last state is the target's, and the operations that it needs."""
+    disable_malloc_trim()
+    options, tensors = recipe.train, load_target_tensors(target.path)
+    kind, states = drafter_class(options.drafter.kind), sequences[0].hidden_states.shape[1]
+    config = kind.make_config(options.drafter, target, tuple(range(states - 1)), len(vocabulary))
+    drafter = kind.from_target(config, tensors, vocabulary)
+    for head in drafter.head_parameters():
+        head.requires_grad_(options.train_lm_head)
+    steps, terms = drafter.max_draft_tokens or options.ttt_steps, drafter.loss_terms(options.drafter)
+    loss = (BlockLoss if terms.in_blocks else ChainLoss)(
+        drafter, teacher_norm=FinalNorm.of(tensors, target.facts.norm_eps), teacher_head=tensors.lm_head[vocabulary].float(),
+        ttt_steps=steps, ttt_loss_decay=options.ttt_loss_decay, loss=options.loss, loss_vocab_size=options.loss_vocab_size, terms=terms,
+    )  # fmt: skip
+    optimizers = make_optimizers(options, drafter)
+    packed = pack(sequences, steps=steps, prompt_weight=options.prompt_loss_weight)
+    draw = torch.Generator().manual_seed(0)
+    lengths = [len(one.hidden_states) for one in sequences]
+    weights = [kind.trained_rows(options.drafter, part, draw) for part in packed.loss_weights.split(lengths)]
+    batch = replace(packed, loss_weights=torch.cat(weights)).with_layers(list(range(states - 1)), states - 1)
+
+    def step() -> None:
+        loss(batch).loss.backward()
+        torch.nn.utils.clip_grad_norm_(drafter.parameters(), options.max_grad_norm)
+        for optimizer in optimizers:
+            optimizer.step()
+            optimizer.zero_grad(set_to_none=True)
+
+    return step, operations_of_kind(recipe, drafter, batch)
+
+
+def operations_of_kind(recipe: Recipe, drafter: Drafter, batch: Batch) -> float:
+    """Floating-point operations that a step of the trainer needs on a batch, as `useful_operations` counts them, for any kind with a
+    frozen head of its own."""
+    options, config, rows = recipe.train, drafter.config, len(batch.positions)
+    assert not options.train_lm_head
+    weights = batch.loss_weights > 0
+    steps, shapes = weights.shape[1], drafter.shapes(drafter.config)
+    in_blocks = drafter.loss_terms(options.drafter).in_blocks
+    queries = weights.any(1)
+    # Rows that take so many draft steps: all of a block, and in a chain those up to the last that is trained.
+    reached = [int((queries if in_blocks else weights[:, k:].any(1)).sum()) for k in range(steps)]
+    counts = [drafter.matmul_counts(config, k + 1) for k in range(steps)]
+    total = 0.0
+    for name, (of_context, often) in counts[0].items():
+        times = (rows - reached[0]) * of_context + reached[0] * often
+        times += sum(reached[k] * (counts[k][name][1] - counts[k - 1][name][1]) for k in range(1, steps))
+        # Forward, gradient of the input, gradient of the weight; `fc` reads data.
+        total += (4 if name == "fc.weight" else 6) * math.prod(shapes[name]) * times
+    (head,) = drafter.head_parameters()
+    vocabulary = min(options.loss_vocab_size or len(head), len(head))
+    taught = int(weights.sum())
+    width = head.shape[1] + getattr(config, "markov_rank", 0)
+    total += 4 * taught * width * vocabulary
+    terms = drafter.loss_terms(options.drafter)
+    if terms.acceptance_alpha is not None:  # the weights take the logits once more
+        total += 2 * taught * width * vocabulary
+    if terms.targets == "distribution":
+        total += 2 * taught_rows(weights) * head.shape[1] * vocabulary
+    if vocabulary < len(head):
+        total += 2 * 2 * head.shape[1] * min(ROWS_ASKED, taught) * len(head)
+    # A score and a mixed value at each key that is seen: the context's, and the block's or chain's own.
+    heads = int(config.num_attention_heads) * int(config.head_dim)  # type: ignore[attr-defined]
+    layers = int(config.num_layers)  # type: ignore[attr-defined]
+    for k in range(steps):
+        at = queries if in_blocks else weights[:, k:].any(1)
+        own = steps + 1 if in_blocks else k
+        total += 12 * heads * layers * float((batch.positions[at] + 1 + own).sum())
+    if options.optimizer == "muon":
+        total += sum(flop_of_muon(*shape, "float32") for shape in trained_parameters(recipe, drafter)[1])
+    return total
+
+
+def taught_rows(weights: torch.Tensor) -> int:
+    """Rows whose state gives the distribution of some trained draft token, by bool `weights` [rows, K]."""
+    rows, steps = weights.shape
+    taught = torch.zeros(rows + steps + 1, dtype=torch.bool)
+    for step in range(steps):
+        taught[weights[:, step].nonzero()[:, 0] + 1 + step] = True
+    return int(taught.sum())
+
+
 def _first_try(sequences: list[Sequence]) -> Callable[[], None]:
     drafter = FirstTry(torch.randn(VOCAB, HIDDEN) * 0.05, torch.arange(DRAFT))
     optimizer = torch.optim.AdamW(drafter.parameters(), lr=1e-3, betas=(0.9, 0.95), weight_decay=0.0)
@@ -238,10 +393,7 @@ def useful_operations(batch: Batch, *, loss_vocabulary: int) -> float:
         6 * keys_values * (STEPS - 1) + 6 * STEPS * others
     )
     head = 4 * int((batch.loss_weights > 0).sum()) * HIDDEN * loss_vocabulary
-    taught = torch.zeros(rows + STEPS + 1, dtype=torch.bool)
-    for step in range(STEPS):
-        taught[(batch.loss_weights[:, step] > 0).nonzero()[:, 0] + 1 + step] = True
-    rows_taught = int(taught.sum())
+    rows_taught = taught_rows(batch.loss_weights > 0)
     teacher = 2 * HIDDEN * rows_taught * loss_vocabulary
     if loss_vocabulary < DRAFT:
         asked = math.ceil(rows_taught / math.ceil(rows_taught / ROWS_ASKED))

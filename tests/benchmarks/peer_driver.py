@@ -1,4 +1,4 @@
-"""Trains speculators' EAGLE-3 drafter on tensors handed over: `python peer_driver.py FOLDER`, in speculators' environment.
+"""Trains a drafter of speculators on tensors handed over: `python peer_driver.py FOLDER`, in speculators' environment.
 
 Imports nothing of Draftsmith. Model, loss, packing, optimizers and every option not named in `job.json` are speculators'
 own defaults; the loop is that of its `Trainer.train_epoch`, which itself needs a GPU. What a CPU makes necessary: float32
@@ -17,12 +17,13 @@ import json
 import sys
 import time
 from collections.abc import Iterator
+from importlib import import_module
 from pathlib import Path
 from typing import Any
 
 import torch
 from safetensors.torch import load_file, save_file
-from speculators.models.eagle3 import Eagle3DraftModel, shift_batch
+from speculators.models.eagle3 import shift_batch
 from speculators.train.cli import create_transformer_layer_config, set_seed
 from speculators.train.config import TrainConfig
 from speculators.train.data import BaseDataset, CollateFn
@@ -30,6 +31,13 @@ from speculators.train.distributed_batch_sampler import MultipackDistributedBatc
 from speculators.train.optimizers import build_optimizers
 from torch.utils.data import DataLoader
 from transformers import get_linear_schedule_with_warmup
+
+MODELS = {
+    "eagle3": "Eagle3DraftModel", "peagle": "PEagleDraftModel", "dflash": "DFlashDraftModel", "dspark": "DSparkDraftModel",
+}  # fmt: skip
+"""The class of each kind in `speculators.models.KIND.core`."""
+SHIFTED = ("eagle3", "peagle")
+"""Kinds that read each state with the token after it; it takes a token from each sequence."""
 
 
 class HandedOver(BaseDataset):
@@ -64,7 +72,9 @@ class Peer:
     def __init__(
         self, job: dict[str, Any], tensors: dict[str, torch.Tensor], dataset: BaseDataset | None = None
     ) -> None:
+        self.kind = job["kind"]
         options = {
+            "speculator_type": self.kind,
             "verifier_name_or_path": job["target"],
             "target_layer_ids": job["layer_ids"],
             "draft_vocab_size": len(tensors["d2t"]),
@@ -74,6 +84,7 @@ class Peer:
             "draft_attn_impl": job["attention"],
             "loss_implementation": "eager",
             "hidden_states_dtype": "float32",
+            **job["options"],
         }
         flat = TrainConfig.from_flat(options).flatten()
         args = argparse.Namespace(**flat)
@@ -82,7 +93,8 @@ class Peer:
             args.verifier_name_or_path, args.num_layers, args.draft_arch, args.draft_hidden_act, args.sliding_window,
             args.full_attention_indices,
         )  # fmt: skip
-        self.model = Eagle3DraftModel.from_training_args(
+        self.core = import_module(f"speculators.models.{self.kind}.core")
+        self.model = getattr(self.core, MODELS[self.kind]).from_training_args(
             verifier_config=layer, t2d=tensors["t2d"], d2t=tensors["d2t"], **flat
         )
         self.model.train()
@@ -92,8 +104,9 @@ class Peer:
             batch_max_length=args.total_seq_len, lengths=dataset.approx_lengths, num_replicas=1, rank=0, seed=args.seed
         )
         collate = CollateFn(
-            args.total_seq_len, tensors["last_states"].shape[1], len(job["layer_ids"]), torch.float32, shift_batch
-        )
+            args.total_seq_len, tensors["last_states"].shape[1], len(job["layer_ids"]), torch.float32,
+            shift_batch if self.kind in SHIFTED else None,
+        )  # fmt: skip
         self.loader = DataLoader(dataset, batch_sampler=self.sampler, collate_fn=collate)
         self.optimizers = build_optimizers(self.model, args)
         total = args.epochs * len(self.loader)
@@ -130,16 +143,62 @@ class Peer:
 
     @torch.no_grad()
     def logits(self) -> dict[str, torch.Tensor]:
-        """Its logits for the first sequence, true tokens read at every step: [steps, rows, draft vocabulary]."""
+        """Its logits for the first sequence, true tokens read at every step: `logits` [N, draft vocabulary], with `rows` [N], the
+        positions whose state is the last that is read, and `steps` [N], how many draft tokens come before."""
         heard: list[torch.Tensor] = []
         hook = self.model.lm_head.register_forward_hook(lambda module, inputs, output: heard.append(output[0]))
+        told: dict[str, Any] = {}
+        of_loss = self.core.compute_metrics
+
+        def listen(*arguments: Any, **named: Any) -> Any:
+            told.update(named, **({"logits": arguments[0]} if arguments else {}))
+            return of_loss(*arguments, **named)
+
+        if self.kind in ("dflash", "dspark"):
+            choose = self.core.select_anchors
+
+            def chosen(*arguments: Any) -> Any:
+                told["anchors"], told["valid"] = choose(*arguments)
+                return told["anchors"], told["valid"]
+
+            self.core.select_anchors = chosen
+        self.core.compute_metrics = listen
         collate = self.loader.collate_fn
         batch = collate([self.loader.dataset[0]])
         tensors = {name: value for name, value in batch.items() if isinstance(value, torch.Tensor)}
         self.model(**tensors, **self.call_arguments)
         hook.remove()
-        rows = int((tensors["document_ids"] == 0).sum())
-        return {"logits": torch.stack(heard)[:, :rows].contiguous()}
+        length = int((tensors["document_ids"] == 0).sum())
+        if self.kind == "eagle3":
+            logits = torch.stack(heard)[:, :length]
+            steps, rows = torch.meshgrid(torch.arange(len(heard)), torch.arange(length), indexing="ij")
+        elif self.kind == "peagle":
+            logits, rows, steps = told["logits"][0], told["anchor_pos"], told["depth"]
+        else:
+            size, first = self.model.block_size, 0 if self.model.config.sample_from_anchor else 1
+            blocks = told["logits"][0].unflatten(0, (-1, size))[told["valid"], first:]
+            logits = blocks[:64]  # enough of them
+            anchors = told["anchors"][told["valid"]][:64]
+            rows, steps = torch.meshgrid(anchors - 1, torch.arange(size - first), indexing="ij")
+        logits, rows, steps = logits.reshape(rows.numel(), -1), rows.flatten(), steps.flatten()
+        here = rows < length
+        return {"logits": logits[here].contiguous(), "rows": rows[here].contiguous(), "steps": steps[here].contiguous()}
+
+    def config(self) -> dict[str, Any]:
+        """What of its config says how the weights are meant."""
+        config = self.model.config
+        if self.kind in SHIFTED:
+            return {
+                name: getattr(config, name)
+                for name in ("norm_before_residual", "norm_before_fc", "fc_norm", "norm_output")
+            }
+        names = ("enable_confidence_head", "confidence_head_with_markov") if self.kind == "dspark" else ()
+        return {
+            # A layer with a sliding window, longer than any text here, sees no later row of its block.
+            "causal": not self.model.uses_full_attn and not self.model.sliding_window_non_causal,
+            "sample_from_anchor": config.sample_from_anchor,
+            **{name: getattr(config, name) for name in names},
+        }
 
 
 def muon_in_float32() -> None:
@@ -161,10 +220,10 @@ def muon_in_float32() -> None:
     _muon._zeropower_via_newtonschulz = orthogonalize
 
 
-def tokens_of(batch: dict[str, Any]) -> int:
+def tokens_of(batch: dict[str, Any], *, shifted: bool) -> int:
     """Tokens handed over in a batch; shifting has taken one from each sequence."""
     documents = batch["document_ids"]
-    return int((documents != -1).sum() + documents.max() + 1)
+    return int((documents != -1).sum() + (documents.max() + 1 if shifted else 0))
 
 
 def train(peer: Peer, job: dict[str, Any], folder: Path, seconds: float) -> None:
@@ -175,16 +234,14 @@ def train(peer: Peer, job: dict[str, Any], folder: Path, seconds: float) -> None
         losses = []
         for batch in peer.batches(epoch):
             losses.append(peer.step(batch))
-            tokens += tokens_of(batch)
+            tokens += tokens_of(batch, shifted=peer.kind in SHIFTED)
         seconds += time.perf_counter() - begun
         epochs.append({"loss": sum(losses) / len(losses), "steps": len(losses), "tokens": tokens, "seconds": seconds})
         save_file(peer.weights(), folder / f"epoch-{epoch + 1}.safetensors")
         print(f"speculators, epoch {epoch + 1}: {json.dumps(epochs[-1])}", flush=True)
     save_file(peer.logits(), folder / "check.safetensors")
-    config = peer.model.config
-    flags = {name: getattr(config, name) for name in ("norm_before_residual", "norm_before_fc", "norm_output")}
     temporary = folder / "figures.json.tmp"
-    temporary.write_text(json.dumps({"epochs": epochs, "config": flags}))
+    temporary.write_text(json.dumps({"epochs": epochs, "config": peer.config()}))
     temporary.replace(folder / "figures.json")
 
 

@@ -1,4 +1,7 @@
-"""The peer: speculators' own EAGLE-3 model, loss and optimizer, trained on exactly the tensors of one of our stores.
+"""The peer: speculators' own model of a kind, loss and optimizer, trained on exactly the tensors of one of our stores.
+
+It has our drafter's size (layers, draft tokens, rank, blocks per text), which is chosen for a small store; everything else is its own
+default, among them its own loss, weights of draft tokens, and, for DSpark, the anchor's row and the confidence head.
 
 It runs in an environment of its own (`runs/bench/peer-env`, made once) and in a process of its own (`peer_driver.py`, which
 says what of it is speculators' and what a CPU made necessary). Its weights come back into our module, so that acceptance is
@@ -9,6 +12,7 @@ that speculators' own gives.
 from __future__ import annotations
 
 import json
+import math
 import subprocess
 import sys
 from collections.abc import Iterable, Iterator
@@ -21,8 +25,18 @@ import torch
 from safetensors.torch import load_file, save_file
 from torch.nn import functional as F
 
+from draftsmith.config.drafters import (
+    BlockOptions,
+    DrafterOptions,
+    DSparkOptions,
+    Eagle3Options,
+    FusingOptions,
+    PEagleOptions,
+)
 from draftsmith.config.loading import digest
-from draftsmith.drafters.eagle3 import Eagle3Config, Eagle3Drafter, Eagle3Options
+from draftsmith.drafters import drafter_class
+from draftsmith.drafters.base import Drafter
+from draftsmith.drafters.decoder import mask_token_of
 from draftsmith.run.atomic_io import write_json
 from draftsmith.run.errors import DraftsmithError, UserError
 from draftsmith.run.progress import console
@@ -73,7 +87,9 @@ def environment() -> Path:
     return python
 
 
-_IMPORTS = "import speculators.models.eagle3, speculators.train.cli, speculators.train.optimizers"
+_IMPORTS = (
+    "import speculators.models.eagle3, speculators.models.dspark, speculators.train.cli, speculators.train.optimizers"
+)
 
 
 def _run(*command: str) -> None:
@@ -88,6 +104,8 @@ def _run(*command: str) -> None:
 
 # ---- handing over ----
 
+_EAGLE3 = Eagle3Options()
+
 
 @dataclass(frozen=True)
 class Handed:
@@ -101,12 +119,38 @@ class Handed:
     last_column: int
     draft_token_ids: torch.Tensor
     """int64 [V] ascending."""
+    options: DrafterOptions
+    """Of our drafter of the same kind, whose size it has."""
+
+    @property
+    def kind(self) -> str:
+        """Its name of the kind."""
+        return self.options.kind.replace("p_eagle", "peagle")
+
+    @property
+    def own_options(self) -> dict[str, Any]:
+        """Options of its training command with which it is of our drafter's size."""
+        options, found = self.options, {}
+        if isinstance(options, FusingOptions | BlockOptions):
+            found["num_layers"] = options.num_layers
+        if isinstance(options, PEagleOptions | BlockOptions):
+            found["mask_token_id"] = mask_token_of(options.mask_token_id, self.target)
+        if isinstance(options, PEagleOptions):
+            found["num_depths"] = options.num_depths
+        if isinstance(options, BlockOptions):
+            blocks = math.ceil(TOKENS_PER_STEP * options.share_of_positions)
+            found |= {"block_size": options.block_size, "max_anchors": blocks}
+        if isinstance(options, DSparkOptions):
+            found["markov_rank"] = options.markov_rank
+        return found
 
 
 def hand_over(
-    target: TargetInfo, saved: tuple[int, ...], draft_token_ids: torch.Tensor, layer_ids: tuple[int, ...] | None = None
-) -> Handed:
-    """Choose what the peer reads of states saved in this order: `layer_ids`, or its own default.
+    target: TargetInfo, saved: tuple[int, ...], draft_token_ids: torch.Tensor, layer_ids: tuple[int, ...] | None = None,
+    options: DrafterOptions = _EAGLE3,
+) -> Handed:  # fmt: skip
+    """Choose what the peer reads of states saved in this order: `layer_ids`, or its own default; and its kind and size, by those of our
+    drafter.
 
     Raises:
         UserError: the store lacks these layers.
@@ -118,7 +162,8 @@ def hand_over(
             f"speculators is to read the states of layers {[*wanted, layers]}, and the store lacks {missing}. Extract "
             "with extract.layer_ids that hold them."
         )
-    return Handed(target, wanted, [saved.index(one) for one in wanted], saved.index(layers), draft_token_ids)
+    columns = [saved.index(one) for one in wanted]
+    return Handed(target, wanted, columns, saved.index(layers), draft_token_ids, options)
 
 
 def _write(folder: Path, handed: Handed, sequences: Iterable[Sequence], job: dict[str, Any]) -> None:
@@ -145,6 +190,7 @@ def _write(folder: Path, handed: Handed, sequences: Iterable[Sequence], job: dic
 
 def _job(handed: Handed, epochs: int, lr: float = LEARNING_RATE) -> dict[str, Any]:
     return {
+        "kind": handed.kind, "options": handed.own_options,
         "target": str(handed.target.path), "layer_ids": list(handed.layer_ids), "epochs": epochs, "lr": lr,
         "tokens_per_step": TOKENS_PER_STEP, "attention": "sdpa", "muon_float32": True, "threads": torch.get_num_threads(),
     }  # fmt: skip
@@ -231,7 +277,7 @@ def stepping(handed: Handed, sequences: Iterable[Sequence], folder: Path) -> Ite
 class PeerDrafter:
     """The peer's weights in our module, which reads some of the states of a store."""
 
-    drafter: Eagle3Drafter
+    drafter: Drafter
     columns: list[int]
 
     def prepared(self, sequence: Sequence) -> Sequence:
@@ -243,13 +289,12 @@ def load_peer(handed: Handed, folder: Path, *, epoch: int) -> PeerDrafter:
     """Its weights after an epoch (from 1); names and shapes are the same."""
     flags = json.loads((folder / "figures.json").read_text())["config"]
     tensors = load_file(folder / f"epoch-{epoch}.safetensors")
-    options = Eagle3Options(
-        norm_before_residual=flags["norm_before_residual"], norm_output=flags["norm_output"], fc_norm=False
-    )
-    vocabulary = handed.draft_token_ids
-    made: Eagle3Config = Eagle3Drafter.make_config(options, handed.target, handed.layer_ids, len(vocabulary))
-    config = replace(made, norm_before_fc=flags["norm_before_fc"])
-    drafter = Eagle3Drafter.from_target(config, load_target_tensors(handed.target.path), vocabulary)
+    kind, vocabulary = drafter_class(handed.options.kind), handed.draft_token_ids
+    made = kind.make_config(handed.options, handed.target, handed.layer_ids, len(vocabulary))
+    config = kind.config_class.from_dict(made.to_dict() | {n: v for n, v in flags.items() if n in made.to_dict()})
+    drafter = kind.from_target(config, load_target_tensors(handed.target.path), vocabulary)
+    if "mask_embedding" in drafter.state_dict():  # its mask is the row of its token
+        tensors["mask_embedding"] = drafter.embedding[config.mask_token_id]
     drafter.load_state_dict(tensors)
     return PeerDrafter(drafter, handed.columns)
 
@@ -261,16 +306,21 @@ def check_mapping(peer: PeerDrafter, first: Sequence, folder: Path) -> None:
     Raises:
         DraftsmithError: it does not.
     """
-    theirs = load_file(folder / "check.safetensors")["logits"]  # [steps, rows, V]
+    checked = load_file(folder / "check.safetensors")
     sequence = peer.prepared(first)
     rows = len(sequence.hidden_states)
     everywhere = replace(sequence, token_ids=sequence.token_ids[:rows], loss_mask=torch.ones(rows, dtype=torch.bool))
-    batch = pack([everywhere], steps=len(theirs))
-    for k, step in enumerate(peer.drafter.chain(batch, steps=len(theirs))):
+    steps = int(checked["steps"].max()) + 1
+    batch = pack([everywhere], steps=steps)
+    for k, step in enumerate(peer.drafter.chain(batch, steps=steps)):
         counted = int((step.loss_weights > 0).sum())  # rows from 0 on whose token at this step is known
-        logits = F.linear(step.normed[:counted], step.head)
-        apart = (logits - theirs[k, :counted]).abs().max().item()
-        if apart > 1e-3 * theirs[k].abs().max().item():
+        here = (checked["steps"] == k) & (checked["rows"] >= 0) & (checked["rows"] < counted)
+        theirs = checked["logits"][here]
+        if k and not len(theirs):  # P-EAGLE may not have drawn a row for a late draft token
+            continue
+        logits = F.linear(step.normed[checked["rows"][here]], step.head)
+        apart = (logits - theirs).abs().max().item()
+        if apart > 1e-3 * theirs.abs().max().item():
             raise DraftsmithError(
                 f"Speculators' weights give other logits in our module at chain step {k}: up to {apart:.3g} apart. What is "
                 "predicted for it would be wrong."

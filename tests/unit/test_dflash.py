@@ -57,6 +57,7 @@ def make_drafter(**changes: object) -> DFlashDrafter:
 def plain_block(
     d: DFlashDrafter, sequence: Sequence, p: int, weights: dict[str, torch.Tensor], *, steps: int = STEPS,
     late: int = 0, seen: int = 0, causal: bool | None = None, normed_context: bool = True, key_norm: int | None = None,
+    from_anchor: bool = False,
 ) -> torch.Tensor:  # fmt: skip
     """Logits [steps, V] of the block whose anchor is x_{p+1}: one dense forward pass, by the formulas.
 
@@ -66,6 +67,7 @@ def plain_block(
         causal: other than the drafter's, a planted fault.
         normed_context: False, a planted fault: without `hidden_norm`.
         key_norm: a planted fault: the layer whose norm the context's keys have in all layers.
+        from_anchor: the first draft token is predicted from the anchor's row (DSpark), whose mask is a row of the embedding.
     """
     causal = d.config.causal if causal is None else causal
 
@@ -77,8 +79,9 @@ def plain_block(
     if normed_context:
         context = rms(context, weights["hidden_norm.weight"])
     token = int(sequence.token_ids[anchor])
-    first = weights["mask_embedding"] if token == MASK else d.embedding[token]
-    state = torch.stack([first, *[weights["mask_embedding"]] * steps])
+    mask = weights.get("mask_embedding", d.embedding[MASK])
+    first = mask if token == MASK else d.embedding[token]
+    state = torch.stack([first, *[mask] * (steps - from_anchor)])
     rows = len(state)
     positions = torch.tensor([*range(len(context)), *(anchor + late + j for j in range(rows))])
     frequencies = 1 / (100.0 ** (torch.arange(0, HEAD_DIM, 2).float() / HEAD_DIM))  # rounded as transformers rounds
@@ -115,7 +118,7 @@ def plain_block(
         y = rms(state, weights[layer + "post_attention_layernorm.weight"])
         gate, up, down = (weights[f"{layer}mlp.{name}_proj.weight"].T for name in ("gate", "up", "down"))
         state = state + (F.silu(y @ gate) * (y @ up)) @ down
-    return rms(state[1:], weights["norm.weight"]) @ weights["lm_head.weight"].T
+    return rms(state[not from_anchor :], weights["norm.weight"]) @ weights["lm_head.weight"].T
 
 
 DOCUMENTS = [make_sequence(9, 4, 1), make_sequence(34, 6, 2), make_sequence(6, 2, 3)]

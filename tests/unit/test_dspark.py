@@ -125,8 +125,17 @@ class Model:
 
 
 class Proposer:
-    def __init__(self, model: Model, input_ids: torch.Tensor, steps: int) -> None:
+    def __init__(self, model: Model, input_ids: torch.Tensor, steps: int, *, from_anchor: bool | None = False) -> None:
         self.model, self.input_ids, self.num_speculative_tokens = model, input_ids, steps
+        said = {} if from_anchor is None else {"sample_from_anchor": from_anchor}
+        self.draft_model_config = SimpleNamespace(hf_config=SimpleNamespace(**said))
+        self.arange = torch.arange(1000, dtype=torch.int32)
+
+    def set_inputs_first_pass(self, requests: int) -> tuple[int, torch.Tensor, str]:
+        """As vLLM's lays out blocks: a row more than draft tokens, and draft tokens from all but the first."""
+        steps = self.num_speculative_tokens
+        rows = torch.arange(requests * (steps + 1)).view(requests, -1)
+        return rows.numel(), rows[:, 1:].flatten(), f"metadata of {rows.shape[1]} rows each"
 
 
 @torch.no_grad()

@@ -55,8 +55,9 @@ def start_layers(
         attention = layer.self_attn
         attention.v_proj.weight[: len(rows)] = rows
         constant = _constant(drafter, attention, batches)
-        # The anchor is one position before a block's first mask, and the context ends two before.
-        _attend_to_distances(attention, constant, drafter.inverse_frequencies(), first=min(index, 1) + 1)
+        # The anchor is one position before a block's first mask, or where the first draft token is predicted from; the context ends before it.
+        first = drafter.config.known_rows + min(index, 1)
+        _attend_to_distances(attention, constant, drafter.inverse_frequencies(), first=first)
         attention.o_proj.weight.copy_(_fitted_output(drafter, attention, batches, centered=centered))
 
 
@@ -79,7 +80,7 @@ def fit_tokens(
     Returns A [H, rank] and B [rank, H], so that (normed embedding) @ A @ B is nearest to the target's state less the block's; and the mean
     RMS of the blocks' states, which the final norm makes 1.
     """
-    steps, hidden = drafter.config.block_size - 1, drafter.config.hidden_size
+    steps, hidden = drafter.config.max_draft_tokens, drafter.config.hidden_size
     gram = drafter.embedding.new_zeros(hidden, hidden)
     cross, size, count = gram.clone(), 0.0, 0
     for batch, rows in positions_to_fit(batches):
@@ -135,15 +136,20 @@ def _inputs_of(module: nn.Module) -> Iterator[list[torch.Tensor]]:
 
 def _constant(drafter: DFlashDrafter, attention: Attention, batches: Iterable[Batch]) -> torch.Tensor:
     """A direction [H] in which what a layer reads, of the context and of blocks, is nearly 1 everywhere."""
-    steps = drafter.config.block_size - 1
+    steps = drafter.config.max_draft_tokens
+    rows_of_block = steps + drafter.config.known_rows
     gram = attention.k_proj.weight.new_zeros(drafter.config.hidden_size, drafter.config.hidden_size)
     total = gram.new_zeros(len(gram))
     for batch, rows in positions_to_fit(batches):
         with _inputs_of(attention.k_proj) as seen:
             drafter.block(batch, rows, steps)
         context, of_blocks = seen
-        by_row = of_blocks.unflatten(0, (-1, steps + 1))
-        for x, weight in ((context, 1.0), (by_row[:, 0], 1.0), (by_row[:, 1:].flatten(0, 1), 1 / steps)):
+        by_row = of_blocks.unflatten(0, (-1, rows_of_block))
+        for x, weight in (
+            (context, 1.0),
+            (by_row[:, 0], 1.0),
+            (by_row[:, 1:].flatten(0, 1), 1 / max(rows_of_block - 1, 1)),
+        ):
             gram.addmm_(x.T, x, alpha=weight)
             total += x.sum(0) * weight
     return solve(factor(gram), total[:, None])[:, 0]
@@ -180,7 +186,7 @@ def _fitted_output(
     drafter: DFlashDrafter, attention: Attention, batches: Iterable[Batch], *, centered: bool
 ) -> torch.Tensor:
     """The output projection [H, N * C] of a layer without output so far, and without layers after it that have some."""
-    steps, mixed_size = drafter.config.block_size - 1, attention.o_proj.in_features
+    steps, mixed_size = drafter.config.max_draft_tokens, attention.o_proj.in_features
     gram = attention.o_proj.weight.new_zeros(mixed_size, mixed_size)
     cross = gram.new_zeros(mixed_size, drafter.config.hidden_size)
     for batch, rows in positions_to_fit(batches):

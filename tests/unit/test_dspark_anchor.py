@@ -1,0 +1,314 @@
+"""DSpark as published: drafts from the anchor's row, the confidence head, and the loss of three terms, against plain formulas."""
+
+import json
+import math
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from torch.nn import functional as F
+
+from draftsmith.config.drafters import DSparkOptions
+from draftsmith.convert.convert import Found, read, run_convert
+from draftsmith.drafters.base import LossTerms
+from draftsmith.drafters.batch import Batch
+from draftsmith.drafters.checkpoint import Checkpoint
+from draftsmith.drafters.dspark import DSparkConfig, DSparkDrafter
+from draftsmith.engine import speculation
+from draftsmith.run.errors import UserError
+from draftsmith.serve.plugin.dspark import proposer_v1
+from draftsmith.train.loss import BlockLoss
+from draftsmith.train.packing import pack
+from draftsmith.train.train import run_train
+from tests.unit.test_dflash import BLOCK, DOCUMENTS, MASK, plain_block
+from tests.unit.test_dflash import make_drafter as make_dflash
+from tests.unit.test_dspark import Model, Proposer
+from tests.unit.test_eagle3 import DRAFT, HIDDEN
+from tests.unit.tiny_run import make_recipe, make_run
+
+RANK = 3
+PUBLISHED = {"token_weight": 0.1, "variation_weight": 0.9, "confidence_weight": 1.0, "supervised_prefix": True}
+
+
+def make_drafter(*, from_anchor: bool = True, with_markov: bool = True, **changes: object) -> DSparkDrafter:
+    """Random, with every head."""
+    plain = make_dflash(**changes)
+    more = {
+        "markov_rank": RANK, "sample_from_anchor": from_anchor, "enable_confidence_head": True,
+        "confidence_head_with_markov": with_markov,
+    }  # fmt: skip
+    config = DSparkConfig.from_dict(plain.config.to_dict() | more)
+    drafter = DSparkDrafter(config, plain.embedding, plain.draft_token_ids).double()
+    drafter.load_state_dict({n: v for n, v in plain.state_dict().items() if n != "mask_embedding"}, strict=False)
+    for parameter in (*drafter.markov_head.parameters(), *drafter.confidence_head.parameters()):
+        nn.init.normal_(parameter, std=1)
+    return drafter
+
+
+def steps_of(drafter: DSparkDrafter) -> int:
+    assert drafter.max_draft_tokens == BLOCK - (0 if drafter.config.sample_from_anchor else 1)
+    return drafter.max_draft_tokens
+
+
+def found_logits(drafter: DSparkDrafter, batch: Batch, *, steps: int) -> torch.Tensor:
+    return torch.stack([F.linear(step.normed, step.head) for step in drafter.chain(batch, steps=steps)], dim=1)
+
+
+def plain_logits(drafter: DSparkDrafter, batch: Batch, *, steps: int, shift: int = 0, **fault: Any) -> torch.Tensor:
+    """[Q, steps, V] by the formulas, one dense forward pass for each block.
+
+    Args:
+        shift: a planted fault: how much later the token is that the Markov head reads.
+    """
+    weights = dict(drafter.named_parameters())
+    w1, w2 = drafter.markov_head.markov_w1.weight, drafter.markov_head.markov_w2.weight
+    rows = batch.loss_weights[:, :steps].sum(1).nonzero()[:, 0].tolist()
+    found = []
+    for row in rows:
+        document, p = int(batch.documents[row]), int(batch.positions[row])
+        from_anchor = fault.get("from_anchor", drafter.config.sample_from_anchor)
+        others = {name: value for name, value in fault.items() if name != "from_anchor"}
+        logits = plain_block(drafter, DOCUMENTS[document], p, weights, steps=steps, from_anchor=from_anchor, **others)
+        before = batch.next_tokens[row, shift : shift + steps]
+        found.append(logits + w1[before] @ w2.T)
+    return torch.stack(found)
+
+
+@pytest.mark.parametrize("steps", [BLOCK, 2, 1])
+@pytest.mark.parametrize("changes", [{}, {"num_layers": 1}, {"num_layers": 3, "causal": True}])
+def test_every_row_predicts_the_token_after_its_own(changes: dict, steps: int) -> None:
+    drafter = make_drafter(**changes)
+    batch = pack(DOCUMENTS, steps=steps_of(drafter))
+    found, expected = (f(drafter, batch, steps=steps) for f in (found_logits, plain_logits))
+    assert len(found) > 25
+    torch.testing.assert_close(found, expected, rtol=1e-9, atol=1e-9)
+    parameters = [p for n, p in drafter.named_parameters() if "confidence" not in n]
+    picks = torch.randn_like(found)
+    torch.testing.assert_close(
+        torch.autograd.grad((found * picks).sum(), parameters),
+        torch.autograd.grad((expected * picks).sum(), parameters),
+        rtol=1e-8,
+        atol=1e-8,
+    )
+
+
+@pytest.mark.parametrize(
+    "fault", [{"from_anchor": False}, {"late": 1}, {"late": -1}, {"seen": 1}, {"seen": -1}, {"shift": 1}, {"causal": True}]
+)  # fmt: skip
+def test_the_comparison_would_notice(fault: dict) -> None:
+    """Blocks with a row more, at other positions, with another context, or whose Markov head reads a token too late."""
+    drafter = make_drafter()
+    batch = pack(DOCUMENTS, steps=BLOCK)
+    rows = batch.loss_weights[:, :3].sum(1).nonzero()[:, 0]
+    keep = batch.positions[rows] < 5  # where a context one row longer exists
+    right, wrong = (plain_logits(drafter, batch, steps=3, **f)[keep] for f in ({}, fault))
+    assert (wrong - right).abs().amax((0, 2)).min() > 1e-3
+
+
+# ---- the loss ----
+
+
+def plain_loss(
+    drafter: DSparkDrafter, batch: Batch, head: torch.Tensor, terms: LossTerms, decay: float, *, fault: str = ""
+) -> torch.Tensor:
+    """The loss by its formulas, draft token by draft token, over the whole draft vocabulary."""
+    assert batch.last_states is not None
+    steps = steps_of(drafter)
+    rows = batch.loss_weights[:, :steps].sum(1).nonzero()[:, 0].tolist()
+    logits = found_logits(drafter, batch, steps=steps)
+    ids = drafter.draft_token_ids.tolist()
+    w1, proj = drafter.markov_head.markov_w1.weight, drafter.confidence_head.proj
+    sums = [logits.new_zeros(()) for _ in range(steps)]
+    counts = [0.0] * steps
+    chain = list(drafter.chain(batch, steps=steps))
+    for place, row in enumerate(rows):
+        for k in range(steps):
+            token, weight = int(batch.next_tokens[row, k + 1]), float(batch.loss_weights[row, k])
+            if token not in ids or not weight:
+                if terms.supervised_prefix and fault != "no prefix":
+                    break
+                continue
+            teacher = row + 1 + k + (1 if fault == "teacher late" and row + 2 + k < len(batch.positions) else 0)
+            p = (head @ batch.last_states[teacher]).softmax(-1)
+            q = logits[place, k].softmax(-1)
+            distance = (p - q).abs().sum() * (0.5 if fault == "halved" else 1.0)
+            cross_entropy = -q[ids.index(token)].log()
+            state = chain[k].normed[place][:HIDDEN]
+            before = w1[int(batch.next_tokens[row, k])]
+            reads = torch.cat([state, before]) if drafter.config.confidence_head_with_markov else state
+            c = torch.sigmoid(proj.weight[0] @ reads + proj.bias[0])
+            target = 1 - 0.5 * (p - q).abs().sum()
+            target = target if fault == "target not detached" else target.detach()
+            confidence = -(target * c.log() + (1 - target) * (1 - c).log())
+            each = terms.token_weight * cross_entropy + terms.variation_weight * distance
+            each = each + terms.confidence_weight * confidence
+            sums[k] = sums[k] + weight * each
+            counts[k] += weight
+    return sum(decay**k * total / max(1, counts[k]) for k, total in enumerate(sums))  # type: ignore[return-value]
+
+
+def loss_of(drafter: DSparkDrafter, head: torch.Tensor, terms: LossTerms, **options: Any) -> BlockLoss:
+    steps = steps_of(drafter)
+    return BlockLoss(
+        drafter, teacher_norm=nn.Identity(), teacher_head=head, ttt_steps=steps, ttt_loss_decay=math.exp(-1 / 4), terms=terms, **options,
+    )  # fmt: skip
+
+
+def make_case(**changes: Any) -> tuple[DSparkDrafter, Batch, torch.Tensor]:
+    drafter = make_drafter(**changes)
+    packed = pack(DOCUMENTS, steps=steps_of(drafter)).with_layers([0, 1, 2], 2)
+    weights = packed.loss_weights * (torch.arange(len(packed.positions)) % 5 == 0)[:, None]
+    return drafter, replace(packed, loss_weights=weights), torch.randn(DRAFT, HIDDEN, dtype=torch.float64)
+
+
+TERMS = {
+    "published": PUBLISHED,
+    "without variation": PUBLISHED | {"variation_weight": 0.0},
+    "without tokens": {"token_weight": 0.0, "variation_weight": 1.0, "confidence_weight": 0.0},
+    "without confidence": PUBLISHED | {"confidence_weight": 0.0},
+    "all rows of a block": PUBLISHED | {"supervised_prefix": False},
+    "cross-entropy alone": {"supervised_prefix": True},
+}
+
+
+@pytest.mark.parametrize("with_markov", [True, False])
+@pytest.mark.parametrize("from_anchor", [True, False])
+@pytest.mark.parametrize("name", TERMS)
+def test_loss(name: str, from_anchor: bool, with_markov: bool) -> None:
+    """Value and gradients, with tokens outside the draft vocabulary."""
+    drafter, batch, head = make_case(from_anchor=from_anchor, with_markov=with_markov)
+    terms = LossTerms(targets="tokens", in_blocks=True, **TERMS[name])  # type: ignore[arg-type]
+    loss = loss_of(drafter, head, terms)
+    output, expected = loss(batch), plain_loss(drafter, batch, head, terms, math.exp(-1 / 4))
+    torch.testing.assert_close(output.loss, expected, rtol=1e-9, atol=1e-9)
+    parameters = [p for n, p in drafter.named_parameters() if terms.confidence_weight or "confidence" not in n]
+    found, wanted = (torch.autograd.grad(x, parameters, retain_graph=True) for x in (output.loss, expected))
+    torch.testing.assert_close(found, wanted, rtol=1e-8, atol=1e-9)
+    # A step's micro-batches share its divisors.
+    torch.testing.assert_close(loss(batch, 2 * loss.weights(batch)).loss, expected / 2, rtol=1e-9, atol=1e-9)
+
+
+@pytest.mark.parametrize("fault", ["halved", "teacher late", "no prefix", "target not detached"])
+def test_the_loss_s_comparison_would_notice(fault: str) -> None:
+    drafter, batch, head = make_case()
+    terms = LossTerms(targets="tokens", in_blocks=True, **PUBLISHED)  # type: ignore[arg-type]
+    both = [plain_loss(drafter, batch, head, terms, math.exp(-1 / 4), fault=f) for f in ("", fault)]
+    parameters = list(drafter.parameters())
+    right, wrong = (torch.cat([g.flatten() for g in torch.autograd.grad(x, parameters)]) for x in both)
+    assert (right - wrong).norm() > 1e-3 * right.norm()
+
+
+def test_a_subset_of_the_vocabulary_gives_nearly_the_same() -> None:
+    drafter, batch, head = make_case()
+    terms = LossTerms(targets="tokens", in_blocks=True, **PUBLISHED)  # type: ignore[arg-type]
+    whole, part = (loss_of(drafter, head, terms, loss_vocab_size=size)(batch).loss.item() for size in (None, DRAFT - 1))
+    assert part == pytest.approx(whole, rel=0.1)
+
+
+def test_options() -> None:
+    options = DSparkOptions(sample_from_anchor=True, enable_confidence_head=True, block_size=7, passes=3.5, **PUBLISHED)  # type: ignore[arg-type]
+    assert (options.max_draft_tokens, options.share_of_positions) == (7, 0.5)
+    assert make_drafter().loss_terms(options) == LossTerms(
+        targets="tokens", in_blocks=True, acceptance_alpha=0.5, **PUBLISHED  # type: ignore[arg-type]
+    )  # fmt: skip
+    assert make_drafter().loss_terms(DSparkOptions()).confidence_weight == 0, "no head, nothing to weigh"
+    assert DSparkOptions().max_draft_tokens == 7
+    with pytest.raises(ValueError, match="would learn nothing"):
+        DSparkOptions(token_weight=0)
+
+
+# ---- serving ----
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("steps", [BLOCK, 3])
+@pytest.mark.parametrize("said", [True, None])
+def test_the_plugins_proposer_drafts_from_all_rows(said: bool | None, steps: int) -> None:
+    """vLLM takes an absent key for true."""
+    drafter = make_drafter()
+    batch = pack(DOCUMENTS, steps=BLOCK)
+    rows = batch.loss_weights[:, :steps].sum(1).nonzero()[:, 0]
+    states = drafter.block(batch, rows, steps).flatten(0, 1)
+    ids = torch.full((len(rows) + 3, steps), MASK)
+    ids[: len(rows), 0] = batch.next_tokens[rows, 0]
+    proposer: Any = proposer_v1(Proposer)(Model(drafter), ids.flatten(), steps, from_anchor=said)
+    count, places, metadata = proposer.set_inputs_first_pass(len(rows))
+    assert (count, metadata) == (len(rows) * steps, f"metadata of {steps} rows each")
+    assert places.tolist() == [*range(count)]
+    assert proposer.num_speculative_tokens == steps
+    found, _ = proposer._sample_draft_tokens(states, None)
+    chain = drafter.chain(batch, steps=steps, autoregressive=True)
+    expected = torch.stack([drafter.draft_token_ids[F.linear(s.normed, s.head).argmax(-1)] for s in chain], dim=1)
+    assert torch.equal(found.view(-1, steps), expected)
+
+
+@pytest.fixture(scope="module")
+def trained(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("dspark")
+    run_dir = make_run(folder)
+    drafter = {
+        "kind": "dspark", "block_size": 4, "markov_rank": 5, "draft_vocab_size": 60, "sample_from_anchor": True,
+        "enable_confidence_head": True, **PUBLISHED,
+    }  # fmt: skip
+    recipe = make_recipe(folder, drafter=drafter, epochs=1)
+    run_train(recipe, run_dir)
+    run_convert(recipe, run_dir)
+    return run_dir
+
+
+def test_what_vllm_loads(trained: Path) -> None:
+    """vllm/model_executor/models/qwen3_dspark.py."""
+    folder = trained / "vllm"
+    config = json.loads((folder / "config.json").read_text())
+    said = ("sample_from_anchor", "enable_confidence_head", "confidence_head_with_markov", "block_size")
+    assert [config[name] for name in said] == [True, True, True, 4]
+    assert config["dflash_config"]["sample_from_anchor"] is False, "vLLM's V2 refuses another value there"
+    found, again = Checkpoint.load(trained / "checkpoint"), read(folder, Found("vllm", "dspark", ""))
+    assert again.config == found.config
+    hidden = found.config["hidden_size"]
+    assert found.tensors["confidence_head.proj.weight"].shape == (1, hidden + 5)
+    assert found.tensors["confidence_head.proj.weight"].any(), "it has learned"
+    assert found.tensors["confidence_head.proj.bias"].shape == (1,)
+    assert all(torch.equal(again.tensors[name], value) for name, value in found.tensors.items())
+    assert speculation.speculative_config(folder, 4)["num_speculative_tokens"] == 4
+    with pytest.raises(UserError, match="at most 4 tokens, and 5 were requested"):
+        speculation.speculative_config(folder, 5)
+
+
+def test_predicted_for_as_many_tokens_as_rows(trained: Path) -> None:
+    figures = Checkpoint.load(trained / "checkpoint").training
+    assert [*figures["predicted_acceptance_length"]] == ["1", "2", "3", "4"]
+
+
+@pytest.mark.parametrize(
+    ("change", "expected"),
+    [
+        (lambda config: config.pop("sample_from_anchor"), (True, True, True)),
+        (lambda config: config.update(sample_from_anchor=False), (False, True, True)),
+    ],
+)
+def test_an_absent_key_means_what_vllm_takes_it_for(
+    trained: Path, tmp_path: Path, change: Callable[[dict], None], expected: tuple[bool, ...]
+) -> None:
+    for file in ("config.json", "model.safetensors"):
+        (tmp_path / file).write_bytes((trained / "vllm" / file).read_bytes())
+    config = json.loads((tmp_path / "config.json").read_text())
+    change(config)
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    found = read(tmp_path, Found("vllm", "dspark", "")).config
+    names = ("sample_from_anchor", "enable_confidence_head", "confidence_head_with_markov")
+    assert tuple(found[name] for name in names) == expected
+    assert speculation._longest_draft(tmp_path) == (4 if expected[0] else 3)
+
+
+def test_checkpoints_from_before_these_options() -> None:
+    fields = {name: value for name, value in make_drafter().config.to_dict().items() if "anchor" not in name}
+    fields = {name: value for name, value in fields.items() if "confidence" not in name}
+    config = DSparkConfig.from_dict(fields)
+    assert not config.sample_from_anchor
+    assert config.max_draft_tokens == BLOCK - 1
+    assert "confidence_head.proj.weight" not in DSparkDrafter.shapes(config)
