@@ -46,30 +46,14 @@ def needs_full_attention(prefix: str = "") -> Callable[[Source], str | None]:
     return reason
 
 
-def needs_no_draft_from_anchor(path: str, *, absent: bool) -> Callable[[Source], str | None]:
-    """Refuses drafters that predict a token from the anchor's row as well; `absent`: what the lack of the key means."""
+def needs_no_draft_from_anchor(path: str) -> Callable[[Source], str | None]:
+    """Refuses drafters that predict a token from the anchor's row as well, for kinds without that option."""
 
-    # To lift this for a kind that has the option: drop it from the layout's `refused`, and add an `Entry` with `default=absent`.
     def reason(source: Source) -> str | None:
         found = look_up(source.record, path)
-        if (absent if found is None else found) is False:
+        if found is None or found is False:
             return None
-        said = f"`{path}: {str(found)[:20]}`" if found is not None else f"there is no `{path}`, which means true"
-        return f"it also predicts from the row of the last known token ({said}), which is not implemented"
-
-    return reason
-
-
-def needs_no_confidence_head(*, absent: bool) -> Callable[[Source], str | None]:
-    """Refuses drafters with a head that estimates acceptance; `absent` as above."""
-
-    # To lift this: as above, with `enable_confidence_head`.
-    def reason(source: Source) -> str | None:
-        found = look_up(source.record, "enable_confidence_head")
-        tensors = any(name.startswith("confidence_head.") for name in source.shapes)
-        if (absent if found is None else found) is False and not tensors:
-            return None
-        return "it has a confidence head (`enable_confidence_head`), which is not implemented"
+        return f"it also predicts from the row of the last known token (`{path}: {str(found)[:20]}`), which is not implemented"
 
     return reason
 

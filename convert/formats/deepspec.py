@@ -32,22 +32,16 @@ FORMAT = Format(
                 Entry("mask_token_id", int),
                 Entry("causal", bool, default=False),
                 Entry("markov_rank", int),
+                Entry("sample_from_anchor", bool, default=True),
+                Entry("enable_confidence_head", bool, default=False),
+                Entry("confidence_head_with_markov", bool, default=False),
             ),
             names=same_names,
             fixed={**blocks.fixed_fields(), "markov_head_type": "vanilla"},
             irrelevant=blocks.irrelevant_fields()
-            | {
-                "auto_map", "confidence_head_with_markov", "enable_confidence_head", "layer_types", "num_anchors",
-                "num_target_layers", "sample_from_anchor",
-            },
+            | {"auto_map", "layer_types", "num_anchors", "num_target_layers"},
             maps_vocabulary=True,
-            refused=(
-                blocks.needs_full_attention(),
-                blocks.needs_vanilla_markov_head,
-                # The next two until the kind has these options; see `blocks`.
-                blocks.needs_no_draft_from_anchor("sample_from_anchor", absent=True),
-                blocks.needs_no_confidence_head(absent=False),
-            ),
+            refused=(blocks.needs_full_attention(), blocks.needs_vanilla_markov_head),
             shared=blocks.head_of_target(kept=True),
         )
     },

@@ -101,7 +101,6 @@ def _blocks_layout(
     kind: str,
     architecture: str,
     *,
-    from_anchor: bool,
     more: tuple[Entry, ...] = (),
     fixed: Mapping[str, Any] = {},
     refused: tuple[Callable[[Source], str | None], ...] = (),
@@ -110,7 +109,6 @@ def _blocks_layout(
     """The layout of a kind of block drafters.
 
     Args:
-        from_anchor: speculators' default of `sample_from_anchor`.
         more: fields that the others do not have.
         learns_mask: the kind's mask has an embedding of its own.
     """
@@ -128,22 +126,20 @@ def _blocks_layout(
         ),
         names=same_names,
         fixed={
-            **blocks.fixed_fields(_LAYERS), "speculators_model_type": kind, "sample_from_anchor": False, **fixed,
+            **blocks.fixed_fields(_LAYERS), "speculators_model_type": kind, **fixed,
         },
         derived={
-            **_derived(kind, architecture, layers="qwen3", tokens=lambda config: int(config.block_size) - 1),
+            **_derived(kind, architecture, layers="qwen3", tokens=lambda config: config.max_draft_tokens),
             f"{_LAYERS}layer_types": blocks.layer_types,
             "sliding_window_non_causal": lambda _: True,
         },
         irrelevant=blocks.irrelevant_fields(_LAYERS)
         | _IRRELEVANT
-        # Their class does not use the target's width; another than the drafter's gives `fc` another shape. The other is of confidence heads.
-        | {"confidence_head_with_markov", "target_hidden_size"},
+        | {"target_hidden_size"},  # their class does not use it; another than the drafter's gives `fc` another shape
         supported={"causal": (False,), "attention_bias": (False,)},
         maps_vocabulary=True,
         refused=(
             blocks.needs_full_attention(_LAYERS),
-            blocks.needs_no_draft_from_anchor("sample_from_anchor", absent=from_anchor),
             *refused,
         ),
         shared=(blocks.mask_of_target(kept=True) if learns_mask else {}) | blocks.head_of_target(kept=True),
@@ -153,14 +149,24 @@ def _blocks_layout(
     )  # fmt: skip
 
 
-_DFLASH = _blocks_layout("dflash", "DFlashSpeculator", from_anchor=False, learns_mask=True)
+_DFLASH = _blocks_layout(
+    "dflash",
+    "DFlashSpeculator",
+    fixed={"sample_from_anchor": False},
+    refused=(blocks.needs_no_draft_from_anchor("sample_from_anchor"),),
+    learns_mask=True,
+)
 _DSPARK = _blocks_layout(
     "dspark",
     "DSparkSpeculator",
-    from_anchor=True,
-    more=(Entry("markov_rank", int),),
-    fixed={"markov_head_type": "vanilla", "enable_confidence_head": False},
-    refused=(blocks.needs_vanilla_markov_head, blocks.needs_no_confidence_head(absent=True)),
+    more=(
+        Entry("markov_rank", int),
+        Entry("sample_from_anchor", bool, default=True),
+        Entry("enable_confidence_head", bool, default=True),
+        Entry("confidence_head_with_markov", bool, default=True),
+    ),
+    fixed={"markov_head_type": "vanilla"},
+    refused=(blocks.needs_vanilla_markov_head,),
 )
 
 FORMAT = Format(

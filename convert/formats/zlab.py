@@ -63,7 +63,7 @@ FORMAT = Format(
             maps_vocabulary=True,
             refused=(
                 blocks.needs_full_attention(),
-                blocks.needs_no_draft_from_anchor("dflash_config.sample_from_anchor", absent=False),
+                blocks.needs_no_draft_from_anchor("dflash_config.sample_from_anchor"),
             ),
             shared=blocks.mask_of_target(kept=False) | blocks.head_of_target(kept=False),
             has_embedding=False,

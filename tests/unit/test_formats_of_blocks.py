@@ -39,7 +39,8 @@ CONFIGS: dict[str, dict[str, Any]] = {
     "p_eagle": LAYER | {
         "draft_vocab_size": 20, "norm_before_residual": False, "fc_norm": True, "norm_output": False, "num_depths": 4, "mask_token_id": 7},
     "dflash": BLOCK,
-    "dspark": BLOCK | {"markov_rank": 3},
+    "dspark": BLOCK | {
+        "markov_rank": 3, "sample_from_anchor": True, "enable_confidence_head": True, "confidence_head_with_markov": True},
 }  # fmt: skip
 
 # Configs as published, with sizes of this target.
@@ -140,18 +141,13 @@ def test_the_usual_layers(tensors: TargetTensors, tmp_path: Path, target: Target
 
 
 def test_a_published_dspark(tensors: TargetTensors, tmp_path: Path) -> None:
-    """DeepSpec's: recognized, and refused for what is not implemented, not for a tensor that nobody asked about."""
+    """DeepSpec's, which predict from the anchor's row without a key that says so."""
     made = sharing("dspark", tensors)
     made = replace(made, weights={**made.weights, EMBEDDING: Weight.of(tensors.embedding)})
     folder = own_files(tmp_path / "theirs", DEEPSPEC, made)
     found = recognize(folder)
     assert (found.format, found.kind) == ("deepspec", "dspark")
-    with pytest.raises(UserError, match=r"no `sample_from_anchor`, which means true"):
-        read(folder, found)
-    # Beyond that the format is read.
-    plain = DEEPSPEC | {"sample_from_anchor": False, "enable_confidence_head": False}
-    (folder / "config.json").write_text(json.dumps(plain))
-    checkpoint = read(folder, recognize(folder))
+    checkpoint = read(folder, found)
     assert checkpoint.config == made.config
     assert_equal(replace(checkpoint, target=made.target, training=made.training), made)
     with pytest.raises(UserError, match=r"format deepspec is read, not written"):
@@ -174,7 +170,7 @@ def test_there_and_back_through_speculators(
     assert_equal(made, read(tmp_path, told))
     record = json.loads((tmp_path / "config.json").read_text())
     (method,) = record["speculators_config"]["proposal_methods"]
-    assert method["speculative_tokens"] == 4
+    assert method["speculative_tokens"] == (5 if kind == "dspark" else 4)
     # Where their class would read the target's tensors instead of the drafter's, the target is not named.
     own = kind == "dflash" or (kind == "dspark" and draft_vocab_size == VOCAB)
     assert record["speculators_config"]["verifier"]["name_or_path"] == (None if own else "owner/target")
@@ -249,11 +245,9 @@ def test_the_command_verifies_it(target: TargetInfo, tensors: TargetTensors, tmp
 
 def _of_dspark(**fields: Any) -> dict[str, Any]:
     plain = {
-        "sample_from_anchor": False,
-        "enable_confidence_head": False,
-        "markov_rank": 3,
+        "sample_from_anchor": True, "enable_confidence_head": True, "confidence_head_with_markov": True, "markov_rank": 3,
         "markov_head_type": "vanilla",
-    }
+    }  # fmt: skip
     record = SPECULATORS | {"speculators_model_type": "dspark"} | plain | fields
     return {name: value for name, value in record.items() if value is not None}
 
@@ -261,9 +255,6 @@ def _of_dspark(**fields: Any) -> dict[str, Any]:
 @pytest.mark.parametrize(
     ("record", "why"),
     [
-        (_of_dspark(sample_from_anchor=True), r"`sample_from_anchor: True`"),
-        (_of_dspark(sample_from_anchor=None), r"no `sample_from_anchor`, which means true"),
-        (_of_dspark(enable_confidence_head=None), "it has a confidence head"),
         (_of_dspark(markov_head_type="gated"), "markov_head_type: gated"),
         (_of_dspark(markov_rank=0), r"`markov_rank` is '0'"),
         (SPECULATORS | {"sample_from_anchor": True}, "row of the last known token"),
@@ -294,11 +285,16 @@ def test_what_is_not_implemented(
 
 def test_a_confidence_head_is_not_dropped(target: TargetInfo, tensors: TargetTensors, tmp_path: Path) -> None:
     made = sharing("dspark", tensors)
-    folder = own_files(tmp_path / "theirs", _of_dspark(), made, "lm_head.weight")
-    assert read(folder, recognize(folder), target).config == made.config
-    stored = load_file(folder / "model.safetensors")
-    save_file(stored | {"confidence_head.proj.bias": torch.ones(1)}, folder / "model.safetensors")
-    with pytest.raises(UserError, match="it has a confidence head"):
+    keys = ("sample_from_anchor", "enable_confidence_head", "confidence_head_with_markov")
+    for number, record in enumerate([_of_dspark(), _of_dspark(**dict.fromkeys(keys))]):  # by default all are true
+        folder = own_files(tmp_path / str(number), record, made, "lm_head.weight")
+        checkpoint = read(folder, recognize(folder), target)
+        assert checkpoint.config == made.config
+        assert torch.equal(
+            checkpoint.tensors["confidence_head.proj.weight"], made.tensors["confidence_head.proj.weight"]
+        )
+    (folder / "config.json").write_text(json.dumps(_of_dspark(enable_confidence_head=False)))
+    with pytest.raises(UserError, match="confidence_head"):
         read(folder, recognize(folder), target)
 
 
@@ -366,7 +362,7 @@ def test_damaged_configs(damage: Damage, target: TargetInfo, tensors: TargetTens
 def test_what_vllm_serves_as_it_is(
     cpu: bool, target: TargetInfo, tensors: TargetTensors, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """z-lab's everywhere, DeepSpec's on GPUs: on CPUs our plugin serves it, and would draft it off by one."""
+    """z-lab's everywhere, DeepSpec's on GPUs: on CPUs our plugin serves it, which reads vLLM's layout only."""
     monkeypatch.setenv("DRAFTSMITH_CACHE", str(tmp_path / "cache"))
     monkeypatch.setattr(environment, "is_cpu", lambda: cpu)
     zlab = own_files(tmp_path / "zlab", ZLAB, sharing("dflash", tensors), "lm_head.weight", "mask_embedding")
@@ -379,8 +375,9 @@ def test_what_vllm_serves_as_it_is(
     assert (config["model"], config["method"], config["num_speculative_tokens"]) == (str(zlab), "dflash", 3)
     recipe = recipe_for(target, str(deepspec), "dspark")
     if cpu:
-        with pytest.raises(UserError, match="no `sample_from_anchor`, which means true"):
-            for_serving(recipe)
+        copy = for_serving(recipe).serve.method
+        assert isinstance(copy, Drafter)
+        assert json.loads((Path(copy.model or "") / "config.json").read_text())["sample_from_anchor"] is True
     else:
         assert for_serving(recipe) == recipe
     record = DEEPSPEC | {"target_layer_ids": [0, 1, LAYERS]}
