@@ -1,16 +1,14 @@
-"""Measuring with real engines as people serve: sampled answers, methods without a drafter, tuning, and a schedule behind the server."""
+"""Measuring with real engines as people serve: sampled answers, methods without a drafter and tuning."""
 
 from __future__ import annotations
 
 import json
-from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
-import httpx
 import pytest
 
-from draftsmith.config.evaluation import ServeConfig, TuneConfig
+from draftsmith.config.evaluation import TuneConfig
 from draftsmith.config.recipe import Recipe
 from draftsmith.convert.convert import read, recognize
 from draftsmith.extract.extract import run_extract
@@ -21,7 +19,6 @@ from draftsmith.target.info import describe_target
 from draftsmith.train.predict import predict
 from tests.integration.conftest import make_target
 from tests.integration.test_evaluate import make_drafter, tiny_recipe
-from tests.integration.test_server import serving
 
 pytestmark = pytest.mark.integration
 
@@ -141,37 +138,3 @@ def test_tune(folder: Path) -> None:
         assert found["measured"][batch].keys() == {"1", "2"}
     ranges = server.served_method(recipe, run_dir, None).num_speculative_tokens_per_batch_size
     assert ranges == tuple(map(tuple, found["schedule"]))
-
-
-def test_a_schedule_behind_the_server_and_what_each_request_accepted(folder: Path) -> None:
-    """Alone a request gets three draft tokens a step, and beside others one; its answer says so."""
-    recipe = recipe_of(folder)
-    method = {"method": "eagle3", "num_speculative_tokens_per_batch_size": [[1, 1, 3], [2, 8, 1]]}
-    options = {"max_num_seqs": 8, "per_request_spec_decode_metrics": "detailed"}
-    serve = ServeConfig.model_validate({"method": method, "vllm_args": options})
-    with serving(recipe.model_copy(update={"serve": serve}), folder) as (url, _):
-
-        def ask(text: str, **more: Any) -> dict[str, Any]:
-            body = {
-                "model": "target",
-                "messages": [{"role": "user", "content": text}],
-                "max_tokens": 120,
-                "ignore_eos": True,
-            }
-            answer = httpx.post(f"{url}/v1/chat/completions", json=body | more, timeout=120)
-            answer.raise_for_status()
-            found: dict[str, Any] = answer.json()["metrics"]["speculative_decoding"]
-            return found
-
-        alone = ask("Hello?", temperature=0)
-        assert set(alone["per_step_drafted"]) == {3}
-        assert alone["num_spec_steps"] == len(alone["per_step_accepted"])
-        assert alone["mean_acceptance_length"] == pytest.approx(
-            1 + sum(alone["per_step_accepted"]) / len(alone["per_step_accepted"])
-        )
-        with ThreadPoolExecutor(4) as pool:
-            together = list(pool.map(lambda n: ask(f"Question {n}?", temperature=0.7, top_p=0.9), range(4)))
-        assert all(1 in one["per_step_drafted"] for one in together)
-        assert sum(one["per_step_drafted"].count(1) for one in together) > sum(
-            one["per_step_drafted"].count(3) for one in together
-        )

@@ -1,4 +1,7 @@
-"""What is served is what was trained: extract, train, convert with the real target; then stock vLLM's proposals."""
+"""What is served is what was trained: extract, train, convert with the real target; then stock vLLM's proposals.
+
+Other kinds than EAGLE-3 soak: `test_kinds.py` serves all, tiny and with random weights.
+"""
 
 import json
 from pathlib import Path
@@ -93,11 +96,11 @@ def others(
 ) -> dict[str, tuple[Path, Served]]:
     """Of each kind: a run from the same store, and what vLLM proposed."""
     run_dirs = {}
-    for name in [name for name in OTHER_KINDS if name != "medusa-shared-head" or SOAKING]:
+    for name, options in OTHER_KINDS.items():
         # A few steps of training are enough: what they start from already guesses some tokens right.
-        drafter = f"train.drafter={json.dumps(OTHER_KINDS[name])}"
-        options = [drafter, "train.tracker=null", "train.epochs=0.2", f"evaluate.k={[K]}"]
-        recipe = load_recipe(run[0], options)
+        drafter = f"train.drafter={json.dumps(options)}"
+        overrides = [drafter, "train.tracker=null", "train.epochs=0.2", f"evaluate.k={[K]}"]
+        recipe = load_recipe(run[0], overrides)
         run_dirs[name] = run_dir = tmp_path_factory.mktemp(name) / "run"
         run_dir.mkdir()
         (run_dir / "store").symlink_to(run[1] / "store")
@@ -110,9 +113,8 @@ def others(
     return found
 
 
-@pytest.mark.parametrize(
-    "name", ["eagle", "p_eagle", "medusa", "mlp_speculator", pytest.param("medusa-shared-head", marks=in_soak)]
-)
+@in_soak
+@pytest.mark.parametrize("name", OTHER_KINDS)
 def test_trained_equals_served_for_other_kinds(
     others: dict[str, tuple[Path, Served]], name: str, smollm2: Path
 ) -> None:

@@ -13,6 +13,7 @@ import threading
 import time
 import urllib.request
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -92,29 +93,63 @@ def ask(client: openai.OpenAI, model: str, text: str, *, max_tokens: int = 24) -
     return whole
 
 
-def test_serve(tmp_path: Path) -> None:
-    """It says when it is ready, lets in who has the key, drafts, and leaves nothing behind when told to stop."""
-    make_target(tmp_path / "target")
-    make_drafter(tmp_path / "runs" / "tiny" / "vllm", tmp_path / "target")
-    recipe = tiny_recipe(tmp_path)
-    recipe = recipe.model_copy(update={"serve": recipe.serve.model_copy(update={"vllm_args": {"max_num_seqs": 7}})})
-    with serving(recipe, tmp_path, key=KEY) as (url, process):
-        with pytest.raises(openai.AuthenticationError):
-            openai.OpenAI(base_url=f"{url}/v1", api_key="another").models.list()
-        client = openai.OpenAI(base_url=f"{url}/v1", api_key=KEY)
-        (model,) = client.models.list().data
-        ask(client, model.id, "Hello?")
-        answer = client.completions.create(model=model.id, prompt="Hello", max_tokens=4, temperature=0)
-        assert answer.usage is not None
-        assert answer.usage.completion_tokens > 0
-        assert drafts(url) > 0
+@pytest.fixture(scope="module")
+def served(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[str, Any]]:
+    """A server's address and process. Alone a request gets three draft tokens a step, and beside others one. When told to stop, it leaves
+    nothing behind."""
+    folder = tmp_path_factory.mktemp("served")
+    make_target(folder / "target")
+    make_drafter(folder / "runs" / "tiny" / "vllm", folder / "target")
+    method = {"method": "eagle3", "num_speculative_tokens_per_batch_size": [[1, 1, 3], [2, 7, 1]]}
+    options = {"max_num_seqs": 7, "per_request_spec_decode_metrics": "detailed"}
+    serve = ServeConfig.model_validate({"method": method, "vllm_args": options})
+    with serving(tiny_recipe(folder).model_copy(update={"serve": serve}), folder, key=KEY) as (url, process):
+        yield url, process
         children = family(process)
-        command = " ".join(word for child in children for word in child.cmdline())
-        assert "--max-num-seqs 7" in command
-        assert KEY not in command
         process.send_signal(signal.SIGTERM)
         assert process.wait(60) == 0
     assert not any(alive(child.pid) for child in children)
+
+
+def test_serve(served: tuple[str, Any]) -> None:
+    """It says when it is ready, lets in who has the key, and drafts."""
+    url, process = served
+    with pytest.raises(openai.AuthenticationError):
+        openai.OpenAI(base_url=f"{url}/v1", api_key="another").models.list()
+    client = openai.OpenAI(base_url=f"{url}/v1", api_key=KEY)
+    (model,) = client.models.list().data
+    ask(client, model.id, "Hello?")
+    answer = client.completions.create(model=model.id, prompt="Hello", max_tokens=4, temperature=0)
+    assert answer.usage is not None
+    assert answer.usage.completion_tokens > 0
+    assert drafts(url) > 0
+    command = " ".join(word for child in family(process) for word in child.cmdline())
+    assert "--max-num-seqs 7" in command
+    assert KEY not in command
+
+
+def test_a_schedule_and_what_each_request_accepted(served: tuple[str, Any]) -> None:
+    """The schedule is followed, and each answer says what was drafted for it."""
+
+    def asked(text: str, **more: Any) -> dict[str, Any]:
+        body = _question(text) | {"max_tokens": 120, "ignore_eos": True} | more
+        headers = {"Authorization": f"Bearer {KEY}"}
+        answer = httpx.post(f"{served[0]}/v1/chat/completions", json=body, headers=headers, timeout=120)
+        answer.raise_for_status()
+        found: dict[str, Any] = answer.json()["metrics"]["speculative_decoding"]
+        return found
+
+    alone = asked("Hello?")
+    assert set(alone["per_step_drafted"]) == {3}
+    assert alone["num_spec_steps"] == len(alone["per_step_accepted"])
+    assert alone["mean_acceptance_length"] == pytest.approx(
+        1 + sum(alone["per_step_accepted"]) / len(alone["per_step_accepted"])
+    )
+    with ThreadPoolExecutor(4) as pool:
+        together = list(pool.map(lambda n: asked(f"Question {n}?", temperature=0.7, top_p=0.9), range(4)))
+    assert all(1 in one["per_step_drafted"] for one in together)
+    steps = [drafted for one in together for drafted in one["per_step_drafted"]]
+    assert steps.count(1) > steps.count(3)
 
 
 @in_soak

@@ -123,4 +123,4 @@ def test_a_load_at_every_k(hosts: dict[str, EngineHost], prompts: list[list[int]
     found = {k: answered(at(hosts, k)) for k in (2, 3, 1)}
     for k in KS:
         assert found[k] == answered(hosts[f"k{k}"])
-    assert found[1] != found[2] != found[3]
+    assert found[1] != found[2] != found[3] != found[1]

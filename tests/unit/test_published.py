@@ -262,7 +262,7 @@ def test_only_vllm_s_format_has_such_biases(tmp_path: Path) -> None:
 
 
 def test_vllm_s_layer_has_these_biases() -> None:
-    """Read in its source: loading a model is `tests/integration/test_published.py`'s."""
+    """Read in its source: loading a model is `tests/integration/test_kinds.py`'s."""
     vllm = pytest.importorskip("vllm")
     source = (Path(vllm.__file__).parent / "model_executor" / "models" / "llama.py").read_text()
     assert "bias_o_proj = attention_bias" in source
