@@ -32,6 +32,9 @@ BLOCK: dict[str, Any] = {
     "block_size": STEPS + 1, "mask_token_id": MASK, "aux_hidden_state_layer_ids": [1, 2, 4], "sample_from_anchor": False,
 }  # fmt: skip
 DSPARK: dict[str, Any] = BLOCK | {"markov_rank": 6, "enable_confidence_head": False}
+AS_PUBLISHED: dict[str, Any] = {
+    "block_size": STEPS, "sample_from_anchor": True, "enable_confidence_head": True, "confidence_head_with_markov": True,
+}  # fmt: skip
 P_EAGLE: dict[str, Any] = {"mask_token_id": MASK, "eagle_aux_hidden_state_layer_ids": [1, 2, 4]}
 OPTIONS: dict[str, tuple[str, str, dict[str, Any]]] = {
     "p-eagle": ("peagle", "p_eagle", P_EAGLE | {"draft_vocab_size": 20}),
@@ -42,6 +45,7 @@ OPTIONS: dict[str, tuple[str, str, dict[str, Any]]] = {
     "dflash with the target's head": ("dflash", "dflash", BLOCK | {"draft_vocab_size": VOCAB}),
     "dspark": ("dspark", "dspark", DSPARK | {"draft_vocab_size": 20}),
     "dspark with the target's head": ("dspark", "dspark", DSPARK | {"draft_vocab_size": VOCAB}),
+    "dspark as published": ("dspark", "dspark", DSPARK | AS_PUBLISHED | {"draft_vocab_size": VOCAB}),
 }  # fmt: skip
 """By name: speculators' kind, ours, and the fields of its config."""
 
@@ -92,15 +96,16 @@ def assert_same_logits(checkpoint: Checkpoint, folder: Path, how: str) -> None:
     queries = batch.loss_weights.sum(1).nonzero()[:, 0].tolist()
     with torch.no_grad():
         steps = [F.linear(step.normed, step.head) for step in drafter.chain(batch, steps=STEPS)]
-    compared = 0
+    compared, first = (
+        0,
+        0 if checkpoint.config.get("sample_from_anchor") else 1,
+    )  # theirs predicts nothing in earlier rows
     for k, ours in enumerate(steps):
         for at, row in enumerate(queries):
             if checkpoint.kind == "p_eagle" and row + k + 2 <= ROWS:
                 expected = theirs[k, row]
-            elif (
-                checkpoint.kind != "p_eagle" and row + 1 in ANCHORS
-            ):  # row p has the anchor p + 1; theirs predicts nothing in row 0
-                expected = theirs[ANCHORS.index(row + 1), k + 1]
+            elif checkpoint.kind != "p_eagle" and row + 1 in ANCHORS:  # row p has the anchor p + 1
+                expected = theirs[ANCHORS.index(row + 1), k + first]
             else:
                 continue
             assert expected.std() > 0.1
@@ -136,6 +141,8 @@ def ours(root: Path) -> dict[str, tuple[Path, Checkpoint]]:
                 config |= {"norm_before_residual": False, "fc_norm": True, "norm_output": False, "num_depths": STEPS}
             else:
                 config |= {"block_size": STEPS + 1} | ({"markov_rank": 6} if kind == "dspark" else {})
+            if kind == "dspark" and size == VOCAB:
+                config |= AS_PUBLISHED
             made = drafter_class(kind)
             typed = made.config_class.from_dict(config)
             weights = {name: torch.randn(shape) * 0.3 + ("norm" in name) for name, shape in made.shapes(typed).items()}
