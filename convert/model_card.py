@@ -288,7 +288,7 @@ def _trees(trees: Mapping[str, Any], algorithm: str, *, drafter: str, target: st
     ]
     if step is None or best is None:
         return "\n\n".join([*parts, "What checking costs was not measured, so none of them is recommended here."])
-    on = "a GPU" if step["device"].startswith("cuda") else f"a CPU with {step['threads']} threads"
+    on = "a GPU" if step["device"].startswith("cuda") else f"a CPU (torch threads: {step['threads']})"
     tree = best["shape"] == "tree"
     steps, top_k = (trees["depth"], trees["top_k"]) if tree else (best["tokens"], 1)
     command = (

@@ -139,7 +139,10 @@ def _predict_trees(
             print(f"{name + ' ' + count:<22} {length:<26} {cost}".rstrip())
     print(f"Trees: at most {found['depth']} levels, {grown}. In brackets: 95%, over sequences.")
     if step := found["step"]:
-        best, where = found["best"], "a GPU" if step["device"].startswith("cuda") else f"{step['threads']} threads"
+        best, where = (
+            found["best"],
+            "a GPU" if step["device"].startswith("cuda") else f"a CPU, torch threads: {step['threads']}",
+        )
         print(
             f"Cost: time of transformers' forward pass of the target over the draft tokens and one more, in units of that over one "
             f"({1000 * step['seconds']:.1f} ms; {step['dtype']}, {where}, after {step['context']} tokens). Most tokens per cost, drafting "
