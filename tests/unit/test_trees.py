@@ -32,6 +32,13 @@ CASES: dict[str, dict] = {
     "dflash": {"kind": "dflash", "block_size": 5},
     "dflash-causal": {"kind": "dflash", "block_size": 5, "causal": True},
     "dspark": {"kind": "dspark", "block_size": 5, "markov_rank": 8},
+    "dspark-from-anchor": {
+        "kind": "dspark",
+        "block_size": 4,
+        "markov_rank": 8,
+        "sample_from_anchor": True,
+        "enable_confidence_head": True,
+    },
     "medusa": {"kind": "medusa", "num_heads": 4},
     "mlp_speculator": {"kind": "mlp_speculator", "n_predict": 4},
 }
