@@ -400,3 +400,14 @@ def test_speculators_drafters_are_converted(
     written = json.loads((copy / "config.json").read_text())
     assert written["dflash_config"]["causal"] is False
     assert torch.equal(load_file(copy / "model.safetensors")["mask_embedding"], made.tensors["mask_embedding"])
+
+
+def test_head_and_embedding_go_together(tensors: TargetTensors) -> None:
+    """Of a target that is not named, speculators' classes take neither."""
+    made = make_checkpoint("dspark", CONFIGS["dspark"])
+    with pytest.raises(UserError, match=r"both embedding and head from the target or neither.*--target"):
+        FORMATS["speculators"].to_files(made)
+    _, stored = FORMATS["speculators"].to_files(made, shared=lambda: tensors)
+    assert torch.equal(stored[EMBEDDING].tensor(), tensors.embedding)
+    _, stored = FORMATS["speculators"].to_files(sharing("dspark", tensors), shared=lambda: tensors)
+    assert not {EMBEDDING, "lm_head.weight"} & stored.keys()
