@@ -149,6 +149,7 @@ def test_training_again_does_nothing_and_foreign_stores_are_refused(run: tuple[P
         run_train(load_recipe(recipe_path, ["train.drafter.layer_ids=[7, 30]"]), run_dir)
 
 
+@in_soak
 def test_interrupted_training_ends_like_an_uninterrupted_one(
     run: tuple[Path, Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
