@@ -155,13 +155,14 @@ class Peer:
             return of_loss(*arguments, **named)
 
         if self.kind in ("dflash", "dspark"):
-            choose = self.core.select_anchors
+            backbone = import_module("speculators.models.dflash.core")
+            choose = backbone.select_anchors
 
             def chosen(*arguments: Any) -> Any:
                 told["anchors"], told["valid"] = choose(*arguments)
                 return told["anchors"], told["valid"]
 
-            self.core.select_anchors = chosen
+            backbone.select_anchors = chosen
         self.core.compute_metrics = listen
         collate = self.loader.collate_fn
         batch = collate([self.loader.dataset[0]])

@@ -136,7 +136,7 @@ class Handed:
         if isinstance(options, PEagleOptions | BlockOptions):
             found["mask_token_id"] = mask_token_of(options.mask_token_id, self.target)
         if isinstance(options, PEagleOptions):
-            found["num_depths"] = options.num_depths
+            found |= {"num_depths": options.num_depths, "draft_arch": "llama"}  # with Qwen3's norms our module has no place for them
         if isinstance(options, BlockOptions):
             blocks = math.ceil(TOKENS_PER_STEP * options.share_of_positions)
             found |= {"block_size": options.block_size, "max_anchors": blocks}
