@@ -135,8 +135,9 @@ class Peer:
         return float(loss.detach())
 
     def weights(self) -> dict[str, torch.Tensor]:
-        """What it trained, with the head; not what it shares with the target."""
-        shared = ("embed_tokens", "verifier_", "d2t", "t2d", "rotary_emb")
+        """What it trained, with the head; not what it shares with the target. P-EAGLE trains the embedding too."""
+        shared = ("verifier_", "d2t", "t2d", "rotary_emb")
+        shared += () if self.model.embed_tokens.weight.requires_grad else ("embed_tokens",)
         return {
             name: value.contiguous() for name, value in self.model.state_dict().items() if not name.startswith(shared)
         }

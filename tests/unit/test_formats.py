@@ -82,7 +82,9 @@ def checkpoints(draw: st.DrawFn) -> Checkpoint:
             "layer_ids": draw(st.sampled_from([[2, 5, 8], [0, 2]])), "draft_vocab_size": draw(st.sampled_from([VOCAB, 7])),
             "block_size": draw(st.integers(2, 16)), "mask_token_id": draw(st.integers(1, VOCAB - 1)), "causal": draw(flag),
         }  # fmt: skip
-        config |= {"markov_rank": draw(st.integers(1, 4))} if kind == "dspark" else {}
+        if kind == "dspark":
+            heads = ("sample_from_anchor", "enable_confidence_head", "confidence_head_with_markov")
+            config |= {"markov_rank": draw(st.integers(1, 4)), **{name: draw(flag) for name in heads}}
     elif kind == "medusa":
         config = {
             "layer_ids": [5], "hidden_size": 16, "rms_norm_eps": 1e-5, "vocab_size": VOCAB, "draft_vocab_size": VOCAB,
