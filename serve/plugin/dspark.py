@@ -18,8 +18,8 @@ def proposer_v1(base: type[Any]) -> type[Any]:
             """See the base. It lays out a row more than it drafts, so for blocks whose first row drafts too it is asked for one draft token
             less, and draft tokens are taken from all rows."""
             if self._known_rows:
-                return super().set_inputs_first_pass(*arguments, **named)  # type: ignore[no-any-return]
-            steps = self.num_speculative_tokens
+                return super().set_inputs_first_pass(*arguments, **named)
+            steps: int = self.num_speculative_tokens
             self.num_speculative_tokens = steps - 1
             try:
                 rows, _, metadata = super().set_inputs_first_pass(*arguments, **named)

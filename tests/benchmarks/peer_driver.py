@@ -135,8 +135,9 @@ class Peer:
         return float(loss.detach())
 
     def weights(self) -> dict[str, torch.Tensor]:
-        """What it trained, with the head; not what it shares with the target."""
-        shared = ("embed_tokens", "verifier_", "d2t", "t2d", "rotary_emb")
+        """What it trained, with the head; not what it shares with the target. P-EAGLE trains the embedding too."""
+        shared = ("verifier_", "d2t", "t2d", "rotary_emb")
+        shared += () if self.model.embed_tokens.weight.requires_grad else ("embed_tokens",)
         return {
             name: value.contiguous() for name, value in self.model.state_dict().items() if not name.startswith(shared)
         }
@@ -155,13 +156,14 @@ class Peer:
             return of_loss(*arguments, **named)
 
         if self.kind in ("dflash", "dspark"):
-            choose = self.core.select_anchors
+            backbone = import_module("speculators.models.dflash.core")
+            choose = backbone.select_anchors
 
             def chosen(*arguments: Any) -> Any:
                 told["anchors"], told["valid"] = choose(*arguments)
                 return told["anchors"], told["valid"]
 
-            self.core.select_anchors = chosen
+            backbone.select_anchors = chosen
         self.core.compute_metrics = listen
         collate = self.loader.collate_fn
         batch = collate([self.loader.dataset[0]])

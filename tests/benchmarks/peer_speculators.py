@@ -136,7 +136,10 @@ class Handed:
         if isinstance(options, PEagleOptions | BlockOptions):
             found["mask_token_id"] = mask_token_of(options.mask_token_id, self.target)
         if isinstance(options, PEagleOptions):
-            found["num_depths"] = options.num_depths
+            found |= {
+                "num_depths": options.num_depths,
+                "draft_arch": "llama",
+            }  # with Qwen3's norms our module has no place for them
         if isinstance(options, BlockOptions):
             blocks = math.ceil(TOKENS_PER_STEP * options.share_of_positions)
             found |= {"block_size": options.block_size, "max_anchors": blocks}
@@ -292,7 +295,10 @@ def load_peer(handed: Handed, folder: Path, *, epoch: int) -> PeerDrafter:
     kind, vocabulary = drafter_class(handed.options.kind), handed.draft_token_ids
     made = kind.make_config(handed.options, handed.target, handed.layer_ids, len(vocabulary))
     config = kind.config_class.from_dict(made.to_dict() | {n: v for n, v in flags.items() if n in made.to_dict()})
-    drafter = kind.from_target(config, load_target_tensors(handed.target.path), vocabulary)
+    of_target = load_target_tensors(handed.target.path)
+    if (embedding := tensors.pop("embed_tokens.weight", None)) is not None:
+        of_target = replace(of_target, embedding=embedding)
+    drafter = kind.from_target(config, of_target, vocabulary)
     if "mask_embedding" in drafter.state_dict():  # its mask is the row of its token
         tensors["mask_embedding"] = drafter.embedding[config.mask_token_id]
     drafter.load_state_dict(tensors)

@@ -83,11 +83,8 @@ def checkpoints(draw: st.DrawFn) -> Checkpoint:
             "block_size": draw(st.integers(2, 16)), "mask_token_id": draw(st.integers(1, VOCAB - 1)), "causal": draw(flag),
         }  # fmt: skip
         if kind == "dspark":
-            confident = draw(flag)
-            config |= {
-                "markov_rank": draw(st.integers(1, 4)), "sample_from_anchor": draw(flag), "enable_confidence_head": confident,
-                "confidence_head_with_markov": confident and draw(flag),
-            }  # fmt: skip
+            heads = ("sample_from_anchor", "enable_confidence_head", "confidence_head_with_markov")
+            config |= {"markov_rank": draw(st.integers(1, 4)), **{name: draw(flag) for name in heads}}
     elif kind == "medusa":
         config = {
             "layer_ids": [5], "hidden_size": 16, "rms_norm_eps": 1e-5, "vocab_size": VOCAB, "draft_vocab_size": VOCAB,

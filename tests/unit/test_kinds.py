@@ -37,6 +37,12 @@ CASES: dict[str, tuple[dict, list[float]]] = {
         {"drafter": {"kind": "dspark", "block_size": 4, "passes": 2.0, "markov_rank": 8, "draft_vocab_size": 60}, "lr": 1e-2, "muon_lr": 3e-2},
         [4.1001, 3.3634, 3.1316, 2.7431, 2.9369],
     ),
+    "dspark-as-published": (
+        {"drafter": {"kind": "dspark", "block_size": 4, "passes": 2.0, "markov_rank": 8, "draft_vocab_size": 60, "sample_from_anchor": True,
+                     "enable_confidence_head": True, "token_weight": 0.1, "variation_weight": 0.9, "supervised_prefix": True,
+                     "acceptance_alpha": None}, "ttt_loss_decay": 0.7788, "lr": 1e-2, "muon_lr": 3e-2},
+        [3.8724, 3.294, 3.014, 2.7456, 2.8852],
+    ),
     "medusa": ({"drafter": {"kind": "medusa", "num_heads": 3}, "lr": 1e-2, "muon_lr": 3e-2}, [7.8074, 7.3528, 7.337, 6.9871, 7.4459]),
     "medusa-shared-head": (
         {"drafter": {"kind": "medusa", "num_heads": 2, "num_layers": 2, "bias": True, "shared_head": True,

@@ -138,6 +138,7 @@ KINDS = {
     "p_eagle": {"num_layers": 2, "num_depths": 3},
     "dflash": {"block_size": 4},
     "dspark": {"block_size": 4},
+    "dspark from the anchor": {"block_size": 3, "sample_from_anchor": True},
     "medusa": {"num_heads": 3, "num_layers": 2},
     "mlp_speculator": {"n_predict": 3},
     "mlp_speculator, steps of their own": {"n_predict": 3, "tie_weights": False, "inner_size": 20},
