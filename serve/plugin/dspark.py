@@ -9,6 +9,8 @@ def proposer_v1(base: type[Any]) -> type[Any]:
     """From vLLM's proposer for DFlash (vllm/v1/spec_decode/dflash.py)."""
 
     class DSparkProposer(base):
+        num_speculative_tokens: int
+
         @property
         def _known_rows(self) -> int:
             """Rows of a block before the first that a draft token is predicted from. An absent key is what vLLM's V2 takes it for."""

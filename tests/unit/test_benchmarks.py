@@ -6,15 +6,20 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
+from torch.utils.flop_counter import FlopCounterMode
 
 from draftsmith.config.recipe import Recipe
 from draftsmith.data.prompts import load_prompts
 from draftsmith.run.errors import UserError
+from draftsmith.store.format import Sequence
 from draftsmith.store.reader import Store
+from draftsmith.target.info import describe_target
 from tests.benchmarks import bench_learn, references
 from tests.benchmarks.__main__ import main
 from tests.benchmarks.bench_lookup import Answer, speedup, walk
+from tests.benchmarks.bench_train import step_of_kind
 from tests.benchmarks.figures import figure, missed
+from tests.benchmarks.peer_speculators import hand_over
 from tests.benchmarks.sweep import Outcome, best_of, interval_of_difference, kept, length
 from tests.unit.tiny_run import make_recipe, make_run
 
@@ -210,3 +215,36 @@ def test_lookup_is_walked_as_served() -> None:
     # The first token is the prompt's. 1, 2 right, then 3 by the target; 4 without a guess; 9, 1, 2 right, and none after.
     assert walk(answer, propose) == [(3, 2), (0, 0), (3, 3)]
     assert speedup([(3, 2), (0, 0)], lambda guessed: 1 + guessed / 3) == pytest.approx(4 / 3)
+
+
+@pytest.mark.parametrize("kind", ["p_eagle", "dflash", "dspark"])
+def test_needed_operations_are_about_those_that_a_step_does(kind: str, tmp_path: Path) -> None:
+    """Nothing is counted that torch's counter does not see too; what it sees beyond is done for rows that need it not."""
+    make_run(tmp_path, sequences=6, tokens=20)
+    sequences = []
+    for number in range(3):
+        ids = torch.randint(0, 80, (101,), dtype=torch.int32)
+        sequences.append(Sequence(number, False, ids, torch.arange(101) >= 30, torch.randn(100, 4, 32)))
+    recipe = bench_learn.learn_recipe(kind)
+    assert recipe.evaluate.acceptance_k == 5
+    step, needed = step_of_kind(recipe, describe_target(tmp_path / "target"), sequences, torch.arange(80))
+    with FlopCounterMode(display=False) as counter:
+        step()
+    assert 0.7 < needed / counter.get_total_flops() < 1
+
+
+def test_speculators_drafter_has_the_size_of_ours(tmp_path: Path) -> None:
+    make_run(tmp_path, sequences=6, tokens=20)
+    target, vocabulary = describe_target(tmp_path / "target"), torch.arange(60)
+    sizes = {
+        kind: hand_over(target, (1, 2, 3), vocabulary, (1, 2), bench_learn.learn_recipe(kind).train.drafter)
+        for kind in ("eagle3", "p_eagle", "dflash", "dspark")
+    }
+    assert [one.kind for one in sizes.values()] == ["eagle3", "peagle", "dflash", "dspark"]
+    assert sizes["eagle3"].own_options == {"num_layers": 1}
+    assert sizes["p_eagle"].own_options == {
+        "num_layers": 2, "mask_token_id": 79, "num_depths": 5, "draft_arch": "llama",
+    }  # fmt: skip
+    # As many blocks as ours draws at most in a step: each of 1,024 positions twice, in blocks of seven draft tokens.
+    blocks = {"num_layers": 2, "mask_token_id": 79, "block_size": 8, "max_anchors": 293}
+    assert sizes["dspark"].own_options == blocks | {"markov_rank": 64}
