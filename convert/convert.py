@@ -100,8 +100,11 @@ def recognize(directory: Path, named: str | None = None) -> Found:
 def leaves_tensors_out(source: Path, to: str, named: str | None = None) -> bool:
     """Whether reading the checkpoint in `source`, or writing it in the format `to`, takes the target's embedding or head."""
     found = recognize(source, named)
-    layouts = [FORMATS[name].layouts.get(found.kind) for name in (found.format, to) if name != NATIVE]
-    return any(layout is not None and layout.shared for layout in layouts)
+    layouts = {name: FORMATS[name].layouts.get(found.kind) for name in (found.format, to) if name != NATIVE}
+    written = layouts.get(to)
+    return any(layout is not None and layout.shared for layout in layouts.values()) or (
+        written is not None and written.wants_embedding
+    )
 
 
 def _shared_by(target: TargetInfo | None) -> SharedTensors | None:

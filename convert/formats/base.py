@@ -232,6 +232,8 @@ class Format:
                 table[index] = ours.to(table.dtype)
                 weights[EMBEDDING], of_target = Weight.of(table), not own
                 del weights[name]
+        if layout.wants_embedding and EMBEDDING not in weights and shared is not None:
+            weights[EMBEDDING], of_target = Weight.of(shared().embedding), True
         replaced = layout.taken_from_target(config)
         if replaced & weights.keys():  # readers cannot be told to take some of these from the target, and others not
             for name in replaced - weights.keys():

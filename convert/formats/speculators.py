@@ -53,14 +53,18 @@ _IRRELEVANT = frozenset({
     "torch_dtype", "transformers_version",
 })  # fmt: skip
 
-_EAGLE3 = eagle3_layout(
-    prefix=_LAYERS,
-    ids=Entry("layer_ids", tuple, "eagle_aux_hidden_state_layer_ids"),
-    flags=True,
-    norm_before_residual=REQUIRED,  # speculators and vLLM have different defaults for it
-    fixed={"speculators_model_type": "eagle3"},
-    derived=_derived("eagle3", "Eagle3Speculator", layers="llama", tokens=lambda _: 3),
-    irrelevant=_IRRELEVANT,
+_EAGLE3 = replace(
+    eagle3_layout(
+        prefix=_LAYERS,
+        ids=Entry("layer_ids", tuple, "eagle_aux_hidden_state_layer_ids"),
+        flags=True,
+        norm_before_residual=REQUIRED,  # speculators and vLLM have different defaults for it
+        fixed={"speculators_model_type": "eagle3"},
+        derived=_derived("eagle3", "Eagle3Speculator", layers="llama", tokens=lambda _: 3),
+        irrelevant=_IRRELEVANT,
+    ),
+    # Their class takes the target's if its own is not a number, and what it does not load is whatever was in memory.
+    wants_embedding=True,
 )
 
 

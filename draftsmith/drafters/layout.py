@@ -177,6 +177,8 @@ class Layout:
     """Tensors of the kind, by name, that the format leaves to the target."""
     has_embedding: bool = True
     """A drafter may have an embedding of its own, if its kind may."""
+    wants_embedding: bool = False
+    """The format's own reader needs an embedding in the file, the target's if the drafter has none of its own."""
     taken_from_target: Callable[[Any], frozenset[str]] = lambda _: frozenset()
     """Stored tensors that the format's readers replace by those of the target that the config names, by the kind's config: where a drafter has
     its own, the target is not named."""
