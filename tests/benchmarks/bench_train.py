@@ -36,6 +36,7 @@ import torch
 from draftsmith.cli.plan_training import flop_of_muon, trained_parameters
 from draftsmith.config.loading import load_recipe
 from draftsmith.config.recipe import Recipe
+from draftsmith.config.training import TrainConfig
 from draftsmith.drafters import drafter_class
 from draftsmith.drafters.base import Drafter
 from draftsmith.drafters.batch import Batch
@@ -258,22 +259,14 @@ def _ours(sequences: list[Sequence]) -> tuple[Callable[[], None], float]:
         drafter, teacher_norm=torch.nn.RMSNorm(HIDDEN), teacher_head=torch.randn(DRAFT, HIDDEN) / HIDDEN**0.5,
         ttt_steps=STEPS, ttt_loss_decay=options.ttt_loss_decay, loss=options.loss, loss_vocab_size=options.loss_vocab_size,
     )  # fmt: skip
-    optimizers = make_optimizers(options, drafter)
     packed = pack(sequences, steps=STEPS, prompt_weight=options.prompt_loss_weight)
     batch = packed.with_layers(list(range(FUSED)), FUSED)
-
-    def step() -> None:
-        loss(batch).loss.backward()
-        torch.nn.utils.clip_grad_norm_(drafter.parameters(), options.max_grad_norm)
-        for optimizer in optimizers:
-            optimizer.step()
-            optimizer.zero_grad(set_to_none=True)
 
     assert not options.train_lm_head  # else the head's own gradient would count too
     operations = useful_operations(batch, loss_vocabulary=options.loss_vocab_size or DRAFT)
     if options.optimizer == "muon":
         operations += muon_operations()
-    return step, operations
+    return _optimizer_step(loss, batch, options), operations
 
 
 def step_of_kind(
@@ -292,12 +285,19 @@ def step_of_kind(
         drafter, teacher_norm=FinalNorm.of(tensors, target.facts.norm_eps), teacher_head=tensors.lm_head[vocabulary].float(),
         ttt_steps=steps, ttt_loss_decay=options.ttt_loss_decay, loss=options.loss, loss_vocab_size=options.loss_vocab_size, terms=terms,
     )  # fmt: skip
-    optimizers = make_optimizers(options, drafter)
     packed = pack(sequences, steps=steps, prompt_weight=options.prompt_loss_weight)
     draw = torch.Generator().manual_seed(0)
     lengths = [len(one.hidden_states) for one in sequences]
     weights = [kind.trained_rows(options.drafter, part, draw) for part in packed.loss_weights.split(lengths)]
     batch = replace(packed, loss_weights=torch.cat(weights)).with_layers(list(range(states - 1)), states - 1)
+
+    return _optimizer_step(loss, batch, options), operations_of_kind(recipe, drafter, batch)
+
+
+def _optimizer_step(loss: ChainLoss, batch: Batch, options: TrainConfig) -> Callable[[], None]:
+    """The trainer's step on a batch, which it repeats."""
+    drafter = loss.drafter
+    optimizers = make_optimizers(options, drafter)
 
     def step() -> None:
         loss(batch).loss.backward()
@@ -306,7 +306,7 @@ def step_of_kind(
             optimizer.step()
             optimizer.zero_grad(set_to_none=True)
 
-    return step, operations_of_kind(recipe, drafter, batch)
+    return step
 
 
 def operations_of_kind(recipe: Recipe, drafter: Drafter, batch: Batch) -> float:

@@ -14,7 +14,7 @@ from torch.nn import functional as F
 
 from draftsmith.config.drafters import DFlashOptions
 from draftsmith.config.sampling import Sampling
-from draftsmith.convert.convert import Found, read, run_convert
+from draftsmith.convert.convert import Found, read
 from draftsmith.convert.inspection import inspect
 from draftsmith.convert.publish import publish
 from draftsmith.drafters import attention
@@ -30,9 +30,8 @@ from draftsmith.target.info import describe_target
 from draftsmith.train.acceptance import count_accepted, predict_sampled_acceptance, walk
 from draftsmith.train.loss import BlockLoss
 from draftsmith.train.packing import pack
-from draftsmith.train.train import run_train
 from tests.unit.test_eagle3 import DRAFT, HEAD_DIM, HEADS, HIDDEN, KV_HEADS, VOCAB, make_sequence
-from tests.unit.tiny_run import make_recipe, make_run
+from tests.unit.tiny_run import make_converted, make_recipe, make_run
 
 BLOCK, MASK = 5, 7
 STEPS = BLOCK - 1
@@ -374,12 +373,8 @@ def test_an_untrained_drafter_drafts_as_a_linear_one_does(tmp_path: Path) -> Non
 @pytest.fixture(scope="module")
 def trained(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A run with a converted drafter."""
-    folder = tmp_path_factory.mktemp("dflash")
-    run_dir = make_run(folder)
-    recipe = make_recipe(folder, drafter={"kind": "dflash", "block_size": 4, "draft_vocab_size": 60}, epochs=0.3)
-    run_train(recipe, run_dir)
-    run_convert(recipe, run_dir)
-    return run_dir
+    drafter = {"kind": "dflash", "block_size": 4, "draft_vocab_size": 60}
+    return make_converted(tmp_path_factory.mktemp("dflash"), drafter, epochs=0.3)
 
 
 def test_what_vllm_loads(trained: Path) -> None:

@@ -11,7 +11,7 @@ import torch
 from torch import nn
 from torch.nn import functional as F
 
-from draftsmith.convert.convert import Found, read, run_convert
+from draftsmith.convert.convert import Found, read
 from draftsmith.drafters.checkpoint import Checkpoint
 from draftsmith.drafters.dflash import DFlashConfig, DFlashDrafter
 from draftsmith.drafters.dspark import DSparkConfig, DSparkDrafter
@@ -20,11 +20,10 @@ from draftsmith.run.errors import UserError
 from draftsmith.serve.plugin.dspark import proposer_v1
 from draftsmith.train.acceptance import count_accepted
 from draftsmith.train.packing import pack
-from draftsmith.train.train import run_train
 from tests.unit.test_dflash import DOCUMENTS, MASK, STEPS
 from tests.unit.test_dflash import make_drafter as make_dflash
 from tests.unit.test_eagle3 import VOCAB, make_sequence
-from tests.unit.tiny_run import make_recipe, make_run
+from tests.unit.tiny_run import make_converted
 
 
 def make_drafter() -> tuple[DSparkDrafter, DFlashDrafter]:
@@ -82,12 +81,8 @@ def test_what_is_predicted_is_what_its_own_drafts_would_have_accepted() -> None:
 
 def test_what_vllm_loads(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """vllm/model_executor/models/qwen3_dspark.py; the mask is a row of the target's embedding there."""
-    run_dir = make_run(tmp_path)
-    recipe = make_recipe(
-        tmp_path, drafter={"kind": "dspark", "block_size": 4, "markov_rank": 5, "draft_vocab_size": 60}, epochs=0.3
-    )
-    run_train(recipe, run_dir)
-    run_convert(recipe, run_dir)
+    drafter = {"kind": "dspark", "block_size": 4, "markov_rank": 5, "draft_vocab_size": 60}
+    run_dir = make_converted(tmp_path, drafter, epochs=0.3)
     folder = run_dir / "vllm"
     config = json.loads((folder / "config.json").read_text())
     said = (

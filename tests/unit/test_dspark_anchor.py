@@ -13,7 +13,7 @@ from torch import nn
 from torch.nn import functional as F
 
 from draftsmith.config.drafters import DSparkOptions
-from draftsmith.convert.convert import Found, read, run_convert
+from draftsmith.convert.convert import Found, read
 from draftsmith.drafters.base import LossTerms
 from draftsmith.drafters.batch import Batch
 from draftsmith.drafters.checkpoint import Checkpoint
@@ -23,12 +23,11 @@ from draftsmith.run.errors import UserError
 from draftsmith.serve.plugin.dspark import proposer_v1
 from draftsmith.train.loss import BlockLoss
 from draftsmith.train.packing import pack
-from draftsmith.train.train import run_train
 from tests.unit.test_dflash import BLOCK, DOCUMENTS, MASK, plain_block
 from tests.unit.test_dflash import make_drafter as make_dflash
 from tests.unit.test_dspark import Model, Proposer
 from tests.unit.test_eagle3 import DRAFT, HIDDEN
-from tests.unit.tiny_run import make_recipe, make_run
+from tests.unit.tiny_run import make_converted
 
 RANK = 3
 PUBLISHED = {"token_weight": 0.1, "variation_weight": 0.9, "confidence_weight": 1.0, "supervised_prefix": True}
@@ -248,16 +247,11 @@ def test_the_plugins_proposer_drafts_from_all_rows(said: bool | None, steps: int
 
 @pytest.fixture(scope="module")
 def trained(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    folder = tmp_path_factory.mktemp("dspark")
-    run_dir = make_run(folder)
     drafter = {
         "kind": "dspark", "block_size": 4, "markov_rank": 5, "draft_vocab_size": 60, "sample_from_anchor": True,
         "enable_confidence_head": True, **PUBLISHED,
     }  # fmt: skip
-    recipe = make_recipe(folder, drafter=drafter, epochs=1)
-    run_train(recipe, run_dir)
-    run_convert(recipe, run_dir)
-    return run_dir
+    return make_converted(tmp_path_factory.mktemp("dspark"), drafter, epochs=1)
 
 
 def test_what_vllm_loads(trained: Path) -> None:

@@ -10,16 +10,14 @@ import torch
 from torch.nn import functional as F
 
 from draftsmith.config.drafters import PEagleOptions
-from draftsmith.convert.convert import run_convert
 from draftsmith.drafters.p_eagle import PEagleConfig, PEagleDrafter
 from draftsmith.engine.speculation import FIXED_K, own_drafter, speculative_config
 from draftsmith.run.errors import UserError
 from draftsmith.store.format import Sequence
 from draftsmith.target.info import describe_target
 from draftsmith.train.packing import pack
-from draftsmith.train.train import run_train
 from tests.unit.test_eagle3 import DRAFT, HEAD_DIM, HEADS, HIDDEN, KV_HEADS, VOCAB, make_sequence
-from tests.unit.tiny_run import make_recipe, make_run
+from tests.unit.tiny_run import make_converted, make_recipe, make_run
 
 DEPTHS, MASK = 4, 7
 
@@ -198,10 +196,7 @@ def test_what_is_drawn_differs_by_step_and_not_by_process(tmp_path: Path) -> Non
 
 
 def test_it_is_served_in_parallel_and_with_no_more_tokens_than_were_trained(tmp_path: Path) -> None:
-    run_dir = make_run(tmp_path)
-    recipe = make_recipe(tmp_path, drafter={"kind": "p_eagle", "num_depths": 3, "num_layers": 2}, epochs=0.1)
-    run_train(recipe, run_dir)
-    run_convert(recipe, run_dir)
+    run_dir = make_converted(tmp_path, {"kind": "p_eagle", "num_depths": 3, "num_layers": 2}, epochs=0.1)
     folder = run_dir / "vllm"
     config = json.loads((folder / "config.json").read_text())
     assert (config["mask_token_id"], config["num_depths"], config["num_hidden_layers"]) == (79, 3, 2)

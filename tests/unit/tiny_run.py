@@ -7,10 +7,12 @@ from tokenizers import Tokenizer, models
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from draftsmith.config.recipe import Recipe, TargetConfig
+from draftsmith.convert.convert import run_convert
 from draftsmith.run import stage
 from draftsmith.store.format import Sequence, StoreIdentity
 from draftsmith.store.writer import StoreWriter
 from draftsmith.target.info import describe_target
+from draftsmith.train.train import run_train
 
 HIDDEN, LAYERS, VOCAB = 32, 3, 80
 
@@ -65,3 +67,11 @@ def make_recipe(folder: Path, **train: object) -> Recipe:
         "name": "run", "target": target.model_dump(), "extract": {"prompts": {"path": "unused"}}, "train": options,
         "evaluate": {"k": [1, 2], "acceptance_k": 2},
     })  # fmt: skip
+
+
+def make_converted(folder: Path, drafter: dict[str, object], *, epochs: float) -> Path:
+    """The run directory of such a drafter, trained and converted."""
+    run_dir, recipe = make_run(folder), make_recipe(folder, drafter=drafter, epochs=epochs)
+    run_train(recipe, run_dir)
+    run_convert(recipe, run_dir)
+    return run_dir
