@@ -29,7 +29,7 @@ by `tests/v2/test_states.py`.
 
 **DFlash on CPUs.** vLLM 0.32 norms the keys of the context of all layers in one call of a kernel, with each layer's own weights. The kernel for
 CPUs takes those of the first layer for all of them, and drafters with several layers only have fewer draft tokens accepted. Found by
-`tests/integration/test_dflash.py`.
+`tests/integration/test_kinds.py`.
 
 **Starting on CPUs.** Before its first use on a machine, vLLM looks at a model's class in a new Python process, which imports vLLM for
 that: so CUDA stays untouched in the engine's own. Where there is no CUDA the class is looked at in the engine's process, which imports

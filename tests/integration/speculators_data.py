@@ -36,7 +36,7 @@ def losses(job: dict[str, Any], rows: ArrowDataset) -> list[float]:
     d2t, t2d = build_vocab_mappings_from_distribution(frequencies, job["draft_vocab_size"], job["vocab_size"])
     last = rows[0]["verifier_last_hidden_states"]
     options = {
-        "target": job["target"], "layer_ids": job["layer_ids"], "epochs": 1, "lr": 1e-3, "tokens_per_step": TOKENS_PER_STEP,
+        "kind": "eagle3", "options": {}, "target": job["target"], "layer_ids": job["layer_ids"], "epochs": 1, "lr": 1e-3, "tokens_per_step": TOKENS_PER_STEP,
         "attention": "sdpa",
     }  # fmt: skip
     peer = Peer(options, {"d2t": d2t, "t2d": t2d, "last_states": last}, rows)

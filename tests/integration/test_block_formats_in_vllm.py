@@ -18,9 +18,10 @@ from draftsmith.serve.proposals import compare_proposals, record
 from draftsmith.target.info import describe_target
 from draftsmith.target.tensors import load_target_tensors
 from tests.integration.conftest import TINY_LAYERS, TINY_VOCAB, make_target
-from tests.integration.test_dflash import PROMPTS, K
+from tests.integration.test_kinds import PROMPTS, K
+from tests.soak import in_soak
 
-pytestmark = pytest.mark.integration
+pytestmark = [pytest.mark.integration, in_soak]
 
 
 def make_drafter(target: Path, folder: Path, kind: str, written: str) -> Drafter:
