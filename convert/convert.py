@@ -18,7 +18,7 @@ from draftsmith.convert.verify import compare
 from draftsmith.convert.vocabulary import with_vocabulary
 from draftsmith.drafters import drafter_class
 from draftsmith.drafters.base import Drafter
-from draftsmith.drafters.checkpoint import RECORD, TREES, UNKNOWN_TARGET, WEIGHTS, Checkpoint
+from draftsmith.drafters.checkpoint import EMBEDDING, RECORD, TREES, UNKNOWN_TARGET, WEIGHTS, Checkpoint
 from draftsmith.drafters.vocabulary import choose_draft_vocabulary
 from draftsmith.run import stage
 from draftsmith.run.atomic_io import new_folder, read_json, require_new, sha256_of, write_bytes
@@ -199,6 +199,15 @@ def convert_checkpoint(
             checkpoint.to(dtype).save(temporary)
         else:
             FORMATS[to].write(checkpoint, temporary, dtype=dtype, quantize=quantize, shared=shared)
+            if (
+                shared is None
+                and EMBEDDING not in checkpoint.weights
+                and FORMATS[to].layouts[found.kind].wants_embedding
+            ):
+                console.print(
+                    f"convert: the result has no embedding, without which the {to} project's own classes compute with whatever is in memory "
+                    "(vLLM takes the target's). Name the target with --target to have it written."
+                )
             algorithm = FORMATS[to].sglang_algorithm
             trees = trees_of(source) if algorithm and vocabulary is None else None
             card = render(checkpoint, quantized=quantize, trees=trees, sglang_algorithm=algorithm)

@@ -240,6 +240,22 @@ def test_the_command_verifies_it(target: TargetInfo, tensors: TargetTensors, tmp
     assert torch.equal(Checkpoint.load(tmp_path / "back").tensors["mask_embedding"], made.tensors["mask_embedding"])
 
 
+@pytest.mark.parametrize("named", [True, False])
+def test_an_embedding_that_is_missing_is_said(
+    named: bool, target: TargetInfo, tensors: TargetTensors, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Speculators' classes need the target's in P-EAGLE's file; the drafter still has none of its own."""
+    made = make_checkpoint("p_eagle", CONFIGS["p_eagle"])
+    (tmp_path / "checkpoint").mkdir()
+    made.save(tmp_path / "checkpoint")
+    convert_checkpoint(tmp_path / "checkpoint", tmp_path / "theirs", to="speculators", target=target if named else None)
+    stored = load_file(tmp_path / "theirs" / "model.safetensors")
+    assert (EMBEDDING in stored) is named
+    assert not named or torch.equal(stored[EMBEDDING], tensors.embedding.float())
+    assert ("has no embedding" in " ".join(capsys.readouterr().err.split())) is not named
+    assert EMBEDDING not in read(tmp_path / "theirs", recognize(tmp_path / "theirs")).weights
+
+
 # ---- what is refused ----
 
 
