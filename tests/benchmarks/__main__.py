@@ -30,7 +30,7 @@ from tests.benchmarks.bench_learn import (
 from tests.benchmarks.bench_lookup import lookup_best
 from tests.benchmarks.bench_memory import step_memory
 from tests.benchmarks.bench_quantized import quantized_drafters
-from tests.benchmarks.bench_sampled import sampled_acceptance
+from tests.benchmarks.bench_sampled import sampled_acceptance, sampled_fidelity
 from tests.benchmarks.bench_store import store_costs
 from tests.benchmarks.bench_tokens import tokens_at_once
 from tests.benchmarks.bench_train import (
@@ -48,6 +48,7 @@ BENCHMARKS: tuple[Benchmark, ...] = (
     training_step_dflash, training_step_dspark, time_to_peer, learning_eagle3, learning_p_eagle, learning_dflash,
     learning_dspark, learning_eagle, learning_medusa, learning_mlp, lookup_best, step_memory, convert_costs, quantized_drafters,
     load_noise, comparisons, shared_engine, tokens_at_once, sampled_acceptance,
+    sampled_fidelity,
 )  # fmt: skip
 OUTPUT = Path("runs/bench/results.json")
 

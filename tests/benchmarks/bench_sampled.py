@@ -1,12 +1,15 @@
-"""Acceptance as people serve: predicted at a temperature and a top-p, and measured by vLLM's counters, on the same held-out prompts.
+"""Acceptance and text as people serve, at a temperature and a top-p, with the demo's drafter, trained if `runs/demo` has none.
 
-The demo's drafter, trained if `runs/demo` has none. Its held-out prompts are answered once more at the sampling parameters, into a store of
-their own (`runs/demo-sampled`), from which acceptance is predicted; then an engine with the drafter samples several answers to each of
-them, and its counters are what is predicted.
+`sampled_acceptance`: the demo's held-out prompts are answered once more at the sampling parameters, into a store of their own
+(`runs/demo-sampled`), from which acceptance is predicted; then an engine with the drafter samples several answers to each of them, and its
+counters are what is predicted.
+
+`sampled_fidelity`: the statistical tests of `evaluate.fidelity: sampling`, of the baseline's answers and the drafter's.
 """
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 
 from draftsmith.config.loading import load_recipe
@@ -15,9 +18,11 @@ from draftsmith.convert.convert import run_convert
 from draftsmith.data.prompts import training_and_held_out
 from draftsmith.engine.speculation import method_config, own_drafter
 from draftsmith.extract.extract import run_extract
-from draftsmith.serve.evaluation.engine import EngineHost, EngineSpec
+from draftsmith.serve.evaluation.engine import EngineHost, EngineSpec, Generated
+from draftsmith.serve.evaluation.fidelity import LEVEL
+from draftsmith.serve.evaluation.sampled_fidelity import compare_samples
 from draftsmith.serve.evaluation.suites import turn_renderer
-from draftsmith.target.info import describe_target
+from draftsmith.target.info import TargetInfo, describe_target
 from draftsmith.target.prepare import prepare_target
 from draftsmith.train.predict import predict
 from draftsmith.train.train import run_train
@@ -29,23 +34,20 @@ K, SAMPLES, AT_ONCE = 3, 4, 64
 APART = 0.03
 """The bar: how far the prediction may be from what is measured, relative to it."""
 _ASKED = [f"evaluate.temperature={TEMPERATURE}", f"evaluate.top_p={TOP_P}"]
-_SAMPLED = [f"extract.temperature={TEMPERATURE}", f"extract.top_p={TOP_P}"]
+_SAMPLED = [
+    "name=demo-sampled", f"extract.temperature={TEMPERATURE}", f"extract.top_p={TOP_P}", "extract.prompts.limit=20",
+    "extract.held_out.limit=null",
+]  # fmt: skip
 
 
 def sampled_acceptance() -> dict[str, Figure]:
     """`sampled.predicted`, `.measured` and `.apart`."""
-    recipe = load_recipe(Path("recipes/demo.yaml"), _ASKED)
-    for stage in (run_extract, run_train, run_convert):
-        stage(recipe, RUNS / "demo")
-    text = load_recipe(
-        Path("recipes/demo.yaml"),
-        [*_SAMPLED, "name=demo-sampled", "extract.prompts.limit=20", "extract.held_out.limit=null"],
-    )
-    run_extract(text, RUNS / "demo-sampled")
+    recipe = _demo()
+    run_extract(_text(), RUNS / "demo-sampled")
     found = predict(recipe, RUNS / "demo", store_dir=RUNS / "demo-sampled" / "store")
     assert found["own_text"]
     predicted = found["predicted_acceptance_length"][str(K)]
-    measured = _measured(recipe, text)
+    measured = _measured(recipe)
     how = f"temperature {TEMPERATURE}, top-p {TOP_P}, K = {K}, {found['sequences']} held-out prompts"
     apart = abs(predicted / measured - 1)
     return {
@@ -55,19 +57,70 @@ def sampled_acceptance() -> dict[str, Figure]:
     }
 
 
-def _measured(recipe: Recipe, text: Recipe) -> float:
-    """vLLM's acceptance length on the prompts that `text` holds out, `SAMPLES` answers to each."""
+def sampled_fidelity() -> dict[str, Figure]:
+    """`sampled.p_continuations` and `sampled.p_guesses`: the two tests' p-values. Either below half of the level fails."""
+    recipe = _demo()
+    target, speculative = _engine(recipe)
+    prompts = _prompts(target, recipe)[: recipe.evaluate.fidelity_prompts]
+    # Another seed, so that the two engines' answers are independent.
+    baseline = _answers(replace(speculative, name="baseline", speculative=None, seed=1), prompts, recipe)
+    found = compare_samples(baseline, _answers(speculative, prompts, recipe))
+    how = (
+        f"{found['answers']} answers of each engine to {found['prompts']} prompts, {found['tokens']} tokens with drafts; a bias from "
+        f"{found['detectable_bias']} on would be found"
+    )
+    return {
+        f"sampled.p_{test}": figure([value], "p-value", how, direction="higher", bar=LEVEL / 2)
+        for test, value in (("continuations", found["continuations_p_value"]), ("guesses", found["guesses_p_value"]))
+    }
+
+
+def _demo() -> Recipe:
+    """The demo's recipe at the sampling parameters; its drafter is there afterwards."""
+    recipe = load_recipe(Path("recipes/demo.yaml"), _ASKED)
+    for stage in (run_extract, run_train, run_convert):
+        stage(recipe, RUNS / "demo")
+    return recipe
+
+
+def _text() -> Recipe:
+    """The held-out text that acceptance is predicted on, sampled."""
+    return load_recipe(Path("recipes/demo.yaml"), _SAMPLED)
+
+
+def _engine(recipe: Recipe) -> tuple[TargetInfo, EngineSpec]:
     target = describe_target(prepare_target(recipe.target), recipe.target)
     method = own_drafter(RUNS / "demo" / "vllm").model_copy(update={"num_speculative_tokens": K})
-    spec = EngineSpec(
+    return target, EngineSpec(
         name="sampled", target=str(target.path), dtype=recipe.target.dtype, engine=recipe.engine, max_num_seqs=AT_ONCE,
         speculative=method_config(method, target, own_drafter=RUNS / "demo" / "vllm"), sampling=recipe.evaluate.sampling,
     )  # fmt: skip
+
+
+def _prompts(target: TargetInfo, recipe: Recipe) -> list[list[int]]:
+    """Of the held-out conversations."""
     renderer = turn_renderer(target, recipe.engine.max_model_len)
-    prompts = [renderer.first(one).token_ids for one in training_and_held_out(text.extract)[1]]
+    return [renderer.first(one).token_ids for one in training_and_held_out(_text().extract)[1]]
+
+
+def _measured(recipe: Recipe) -> float:
+    """vLLM's acceptance length on the held-out prompts, `SAMPLES` answers to each."""
+    target, spec = _engine(recipe)
+    prompts = _prompts(target, recipe)
     with EngineHost(spec, RUNS / "demo-sampled") as host:
         host.start().wait_ready()
         for _ in range(SAMPLES):
-            host.generate(prompts, max_tokens=text.extract.response_tokens(held_out=True))
+            host.generate(prompts, max_tokens=_text().extract.response_tokens(held_out=True))
         counters = host.counters()
     return 1 + counters.accepted / counters.drafts
+
+
+def _answers(spec: EngineSpec, prompts: list[list[int]], recipe: Recipe) -> list[list[Generated]]:
+    """By prompt: this engine's answers."""
+    options = recipe.evaluate
+    with EngineHost(spec, RUNS / "demo-sampled") as host:
+        host.start().wait_ready()
+        return [
+            host.generate([prompt] * options.fidelity_answers, max_tokens=options.fidelity_tokens)[0]
+            for prompt in prompts
+        ]
