@@ -1,7 +1,7 @@
 """The store as training reads it: the schedule of steps, micro-batches, and batches for initialization and prediction."""
 
 import math
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import NamedTuple, TypeVar
 
@@ -54,6 +54,8 @@ class TrainingData:
     """Which of the store's states is the target's last, for the teacher."""
     ttt_steps: int
     """K, the number of chain steps to train."""
+    state_scales: Sequence[float] = ()
+    """What the states are divided by, one a layer id (`Drafter.scales_states`)."""
 
     def __iter__(self) -> Iterator[Batch]:
         for batch in self.in_order(lambda row: self.batch([row]), self.store.rows(held_out=False)):
@@ -102,14 +104,17 @@ class TrainingData:
     def batch(self, rows: list[int], *, prompt_weight: float = 0.0) -> Batch:
         """Store rows packed, in float32 on the CPU, with the target's last states."""
         packed = pack(self.store.read(rows), steps=self.ttt_steps, prompt_weight=prompt_weight)
-        return packed.to_dtype(torch.float32).with_layers(self.columns, self.last_column)
+        return self._for_drafter(packed.to_dtype(torch.float32))
 
     def held_out(self, *, steps: int, part: int = 0, parts: int = 1) -> Iterator[Batch]:
         """Held-out sequences (`Store.rows_to_predict`), a few in a batch, for the prediction of acceptance with K = `steps`; each is read when it is due.
         Processes that divide them take every `parts`-th, from number `part` on."""
         rows = self.store.rows_to_predict()[part::parts]
         for batch in pack_in_order(self.in_order(self.store.__getitem__, rows), steps=steps):
-            yield batch.with_layers(self.columns, self.last_column)
+            yield self._for_drafter(batch)
+
+    def _for_drafter(self, packed: Batch) -> Batch:
+        return packed.with_layers(self.columns, self.last_column).divided(self.state_scales)
 
     def in_order(self, load: Callable[[Item], Loaded], items: Iterable[Item]) -> Iterator[Loaded]:
         """`load(item)` of each item, some of them early in background threads where that leaves the cores to training."""

@@ -38,6 +38,8 @@ def finish_epoch(run: Run, epoch: int) -> None:
                 predicted = predict_acceptance(drafter, batches, k=k, add_up=accelerator.reduce)
                 figures["predicted"] = _rounded(predicted)
         if accelerator.is_main_process:
+            if run.progress.state_scales:
+                tensors = drafter.to_raw_states(tensors, run.progress.state_scales)
             folder = epoch_folder(run.directory, figures)
             folder.mkdir(exist_ok=True)
             target = {"name": run.target.name, "revision": run.target.revision, "config_hash": run.target.config_hash}

@@ -1,7 +1,8 @@
 """What a training run needs before its first step: processes, drafter, loss, data and optimizers, restored from a snapshot."""
 
 import functools
-from dataclasses import dataclass, field
+import math
+from dataclasses import dataclass, field, replace
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
@@ -30,6 +31,8 @@ _PROCESS_TIMEOUT = timedelta(hours=6)
 """How long a process waits for one that downloads the target, initializes the drafter or predicts alone: NCCL's own limit is ten
 minutes. A process that ends does not leave others waiting so long: what launched them ends them."""
 
+_ROWS_TO_SCALE = 2048
+
 
 @dataclass
 class Progress:
@@ -41,6 +44,8 @@ class Progress:
     seconds: float = 0.0
     losses: list[float] = field(default_factory=list)
     """Of every step."""
+    state_scales: list[float] = field(default_factory=list)
+    """What training divides the states by, one a layer id; empty where the drafter norms them (`Drafter.scales_states`)."""
     epochs: list[dict[str, Any]] = field(default_factory=list)
     """Figures of every finished epoch."""
 
@@ -105,6 +110,10 @@ def set_up(
     columns, last_column = [saved.index(layer) for layer in layer_ids], saved.index(target.num_hidden_layers)
     ttt_steps = drafter.max_draft_tokens or options.ttt_steps
     data = TrainingData(recipe, accelerator, store, columns, last_column, ttt_steps)
+    progress = Progress(**snapshot["progress"]) if snapshot else Progress()
+    if drafter.scales_states and not snapshot:
+        progress.state_scales = _state_scales(data)
+    data = replace(data, state_scales=progress.state_scales)
     if snapshot:
         drafter.load_state_dict(snapshot["drafter"])
     elif accelerator.is_main_process:  # the others get its weights
@@ -136,7 +145,6 @@ def set_up(
             distributed.load_optimizer(optimizer, state)
         for name, value in snapshot["average"].items():
             average.weights[name].copy_(distributed.shard_like(value, average.weights[name]))
-    progress = Progress(**snapshot["progress"]) if snapshot else Progress()
     return Run(
         recipe,
         directory,
@@ -151,3 +159,17 @@ def set_up(
         average,
         progress,
     )
+
+
+def _state_scales(data: TrainingData) -> list[float]:
+    """RMS of each state that the drafter reads over the first rows that a token is predicted from, as powers of two: dividing by them and
+    multiplying weights by them rounds nothing. Every process finds the same."""
+    squares, count = torch.zeros(len(data.columns), dtype=torch.float64), 0
+    for batch in data:
+        rows = batch.loss_weights[:, 0] > 0
+        squares += batch.hidden_states[rows].double().pow(2).mean(-1).sum(0).cpu()
+        count += int(rows.sum())
+        if count >= _ROWS_TO_SCALE:
+            break
+    sizes = (squares / max(count, 1)).sqrt().clamp(min=1e-6)
+    return [2.0 ** round(math.log2(size)) if math.isfinite(size) else 1.0 for size in sizes.tolist()]

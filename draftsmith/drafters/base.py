@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 from abc import ABC, abstractmethod
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, fields
 from typing import Any, ClassVar, Literal, Self
 
@@ -90,6 +90,11 @@ class InitCost:
     """Rows of the store, counted each time they are read: whole sequences, until enough of their rows predict a token."""
 
 
+def divide_columns(weight: torch.Tensor, scales: Sequence[float]) -> torch.Tensor:
+    """A matrix [H, n * S] that reads n states, with the columns of each divided by its scale."""
+    return (weight.unflatten(1, (len(scales), -1)) / weight.new_tensor(scales)[:, None]).flatten(1)
+
+
 @functools.lru_cache(maxsize=64)
 def _shapes(kind: type[Drafter], config: DrafterConfig) -> dict[str, tuple[int, ...]]:
     """See `Drafter.shapes`."""
@@ -164,6 +169,19 @@ class Drafter(nn.Module, ABC):
             batches: one sequence of the store each, on the parameters' device, with `last_states`. They may be iterated several
                 times, and not to the end.
         """
+
+    @property
+    def scales_states(self) -> bool:
+        """The drafter multiplies the target's states by a matrix without norming them first. States of different layers differ in size by
+        orders of magnitude, and an optimizer's step is of one size for the whole matrix: it would change what the drafter makes of the
+        large ones by much more than it is. So training divides the states by a scale each, and `to_raw_states` takes the scales into the
+        weights that are saved."""
+        return False
+
+    def to_raw_states(self, tensors: dict[str, torch.Tensor], scales: Sequence[float]) -> dict[str, torch.Tensor]:
+        """For a kind that `scales_states`: the state dict that computes from the states what `tensors` computes from the states divided by
+        `scales`, one a layer id; powers of two, so that nothing is rounded."""
+        raise NotImplementedError
 
     @staticmethod
     @abstractmethod

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 import torch
@@ -32,6 +33,12 @@ class Batch:
         """The batch for a drafter that reads those of the saved states, in this order; one of all becomes `last_states`."""
         last_states = None if last_column is None else self.hidden_states[:, last_column]
         return replace(self, hidden_states=self.hidden_states[:, columns], last_states=last_states)
+
+    def divided(self, scales: Sequence[float]) -> Batch:
+        """The batch for a drafter that reads each state divided by its scale, one a layer id (`Drafter.scales_states`); none: as it is."""
+        if not scales:
+            return self
+        return replace(self, hidden_states=self.hidden_states / self.hidden_states.new_tensor(scales)[:, None])
 
     def to(self, device: torch.device) -> Batch:
         """The same batch on another device."""

@@ -28,7 +28,7 @@ from __future__ import annotations
 
 import io
 import math
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, ClassVar, Self
 
@@ -38,7 +38,7 @@ from torch.nn import functional as F
 
 from draftsmith.config.drafters import BlockOptions, DFlashOptions
 from draftsmith.drafters.attention import CosSin, Tiles, attend_in_blocks
-from draftsmith.drafters.base import ChainStep, Drafter, InitCost, LossTerms
+from draftsmith.drafters.base import ChainStep, Drafter, InitCost, LossTerms, divide_columns
 from draftsmith.drafters.batch import Batch
 from draftsmith.drafters.branches import Branches, IndependentSlots
 from draftsmith.drafters.decoder import (
@@ -227,20 +227,20 @@ class DFlashDrafter(Drafter):
     def _fit_context(self, tensors: TargetTensors, batches: Iterable[Batch]) -> list[torch.Tensor]:
         """Fit `fc`; return what the layers' values should read (`blocks.start_layers`)."""
         config = self.config
-        hidden, scales = config.hidden_size, _scales(batches)
+        hidden = config.hidden_size
         width, rank = config.fused_size + hidden, min(config.num_key_value_heads * config.head_dim, hidden)
         gram, cross = self.fc.weight.new_zeros(width, width), self.fc.weight.new_zeros(width, hidden)
         of_context = self.fc.weight.new_zeros(hidden, hidden)
         for batch, rows in least_squares.rows_to_fit(batches):
             assert batch.last_states is not None
             known = self.decoder_layers()[0].input_layernorm(F.embedding(batch.next_tokens[rows, 0], self.embedding))
-            reads = torch.cat([(batch.hidden_states[rows] / scales[:, None]).flatten(1), known], dim=1)
+            reads = torch.cat([batch.hidden_states[rows].flatten(1), known], dim=1)
             gram.addmm_(reads.T, reads)
             cross.addmm_(reads.T, least_squares.unit_rms(batch.last_states[rows + 1], centered=tensors.centered_norm))
         left = 0 if config.num_layers > 1 else rank // 2  # of the first layer's rank, to the context
         from_states, to_values, _ = least_squares.reduced_rank_fit(gram, cross, rank=rank - left)
         del gram, cross
-        self.fc.weight.copy_((from_states.view(len(scales), hidden, hidden) / scales[:, None, None]).flatten(0, 1).T)
+        self.fc.weight.copy_(from_states.T)
         del from_states
         for batch, rows in blocks.positions_to_fit(batches):
             context = self.hidden_norm(self.fc(batch.hidden_states[rows].flatten(1)))
@@ -264,8 +264,7 @@ class DFlashDrafter(Drafter):
         )
         sums = width**2 + width * hidden + 4 * min(fitted, least_squares.ROWS_AT_ONCE) * width
         held = max(sums, 2 * width**2 + 2 * width * hidden + 5 * hidden**2)
-        rows_read = least_squares.rows_until(least_squares.ROWS_AT_ONCE, rows=rows, answered=answered)
-        rows_read += least_squares.rows_until(least_squares.ROWS_TO_FIT, rows=rows, answered=answered)
+        rows_read = least_squares.rows_until(least_squares.ROWS_TO_FIT, rows=rows, answered=answered)
         return InitCost(flop, 4 * held, rows_read + (1 + 2 * config.num_layers) * of_blocks)
 
     @staticmethod
@@ -278,6 +277,13 @@ class DFlashDrafter(Drafter):
             for name, (seldom, often) in DFlashDrafter.matmul_counts(config, config.max_draft_tokens).items()
         )
         return flop, drafted, read
+
+    @property
+    def scales_states(self) -> bool:
+        return True
+
+    def to_raw_states(self, tensors: dict[str, torch.Tensor], scales: Sequence[float]) -> dict[str, torch.Tensor]:
+        return tensors | {"fc.weight": divide_columns(tensors["fc.weight"], scales)}
 
     def loss_terms(self, options: BlockOptions) -> LossTerms:
         return LossTerms(targets="tokens", in_blocks=True, acceptance_alpha=options.acceptance_alpha)
@@ -377,18 +383,6 @@ class DFlashDrafter(Drafter):
                 counts[f"layers.{index}.self_attn.{name}_proj.weight"] = (seldom, often)
             counts |= {f"layers.{index}.mlp.{name}_proj.weight": (0, rows) for name in ("gate", "up", "down")}
         return counts
-
-
-def _scales(batches: Iterable[Batch]) -> torch.Tensor:
-    """[n]: RMS of each of the states that the drafter reads, over some rows that a token is predicted from. Layers differ by orders of
-    magnitude, and the ridge of a fit is the same for all."""
-    squares, count = torch.zeros(()), 0
-    for batch, rows in least_squares.rows_to_fit(batches):
-        squares = squares.to(batch.hidden_states.device) + batch.hidden_states[rows].pow(2).mean(-1).sum(0)
-        count += len(rows)
-        if count >= least_squares.ROWS_AT_ONCE:
-            break
-    return (squares / max(count, 1)).sqrt().clamp(min=1e-6)
 
 
 DRAFTER = DFlashDrafter

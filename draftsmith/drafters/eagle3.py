@@ -15,7 +15,7 @@ Names and shapes of the tensors are those of published checkpoints and of vLLM's
 """
 
 import math
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, ClassVar, Self
 
@@ -24,7 +24,7 @@ from torch import nn
 from torch.nn import functional as F
 
 from draftsmith.config.drafters import Eagle3Options, FusingOptions
-from draftsmith.drafters.base import InitCost
+from draftsmith.drafters.base import InitCost, divide_columns
 from draftsmith.drafters.batch import Batch
 from draftsmith.drafters.decoder import (
     LLAMA_FIXED,
@@ -279,6 +279,13 @@ class Eagle3Drafter(DecoderDrafter):
         if self.fc_norm is not None:
             hidden_states = torch.stack([norm(hidden_states[:, i]) for i, norm in enumerate(self.fc_norm)], dim=1)
         return hidden_states.flatten(1)
+
+    @property
+    def scales_states(self) -> bool:
+        return self.fc_norm is None and self.input_norm is None
+
+    def to_raw_states(self, tensors: dict[str, torch.Tensor], scales: Sequence[float]) -> dict[str, torch.Tensor]:
+        return tensors | {"fc.weight": divide_columns(tensors["fc.weight"], scales)}
 
     def reads(self, batch: Batch, rows: torch.Tensor | slice) -> torch.Tensor:
         """All that step 0 reads at `rows`, [rows, n*H + H]: `normed_states`, and the normed embedding of the next token."""

@@ -18,7 +18,7 @@ Names and shapes of the tensors are those of vLLM's `llama_eagle3.py`, which tak
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from typing import ClassVar
 
@@ -127,6 +127,12 @@ class PEagleDrafter(Eagle3Drafter):
         for depth in range(weights.shape[1]):
             weights[rows[int(len(rows) * options.share_of_rows(depth)) :], depth] = 0
         return weights
+
+    def to_raw_states(self, tensors: dict[str, torch.Tensor], scales: Sequence[float]) -> dict[str, torch.Tensor]:
+        tensors = super().to_raw_states(tensors, scales)
+        mask = tensors["mask_hidden"]  # a state, as `fc` reads them
+        size = mask.new_tensor(scales).repeat_interleave(mask.shape[-1] // len(scales))
+        return tensors | {"mask_hidden": mask * size}
 
     def mask_inputs(self) -> tuple[torch.Tensor, torch.Tensor]:
         states = self.mask_hidden.view(1, len(self.config.layer_ids), -1)

@@ -17,8 +17,17 @@ from draftsmith.train.train import run_train
 HIDDEN, LAYERS, VOCAB = 32, 3, 80
 
 
-def make_run(folder: Path, *, tied: bool = False, sequences: int = 12, tokens: int = 24, prompt: int = 6) -> Path:
-    """`folder/target` and `folder/run/store`, one in six sequences held out; returns the run directory."""
+def make_run(
+    folder: Path,
+    *,
+    tied: bool = False,
+    sequences: int = 12,
+    tokens: int = 24,
+    prompt: int = 6,
+    sizes: tuple[float, float, float] = (1, 1, 1),
+) -> Path:
+    """`folder/target` and `folder/run/store`, one in six sequences held out; returns the run directory. `sizes`: what the states of each
+    layer id are multiplied by."""
     torch.manual_seed(0)
     config = LlamaConfig(
         hidden_size=HIDDEN, intermediate_size=48, num_hidden_layers=LAYERS, num_attention_heads=4, num_key_value_heads=2,
@@ -45,6 +54,7 @@ def make_run(folder: Path, *, tied: bool = False, sequences: int = 12, tokens: i
             ids = model.generate(ids, attention_mask=torch.ones_like(ids), max_length=tokens, do_sample=False)
             entering = model(ids[:, :-1], output_hidden_states=True).hidden_states
         states = torch.stack([entering[1][0], entering[2][0], last[-1].reshape(-1, HIDDEN)], dim=1)
+        states *= torch.tensor(sizes)[:, None]
         held_out = number % 6 == 5
         writer.append(Sequence(number, held_out, ids[0].int(), torch.arange(ids.shape[1]) >= prompt, states))
     writer.close()
