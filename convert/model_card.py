@@ -97,6 +97,7 @@ def serve_command(
     k: int,
     dtype: str | None,
     enforce_eager: bool,
+    hf_overrides: Mapping[str, Any] | None = None,
 ) -> str:
     """The shell command that starts vLLM's OpenAI-compatible server.
 
@@ -107,6 +108,7 @@ def serve_command(
         speculative["revision"] = revision
     model = shlex.quote(target) + (f" --revision {shlex.quote(target_revision)}" if target_revision else "")
     options = (f"--dtype {dtype} " if dtype else "") + ("--enforce-eager " if enforce_eager else "")
+    options += f"--hf-overrides {shlex.quote(json.dumps(hf_overrides))} " if hf_overrides else ""
     return (
         f"python -m vllm.entrypoints.openai.api_server --model {model} {options}\\\n"
         f"    --speculative-config {shlex.quote(json.dumps(speculative))}"
@@ -140,6 +142,7 @@ def _serving(
     command = serve_command(
         KINDS[drafter.kind].serving, drafter=repo or "THIS_DIRECTORY", revision=revision, target=base_model or "TARGET",
         target_revision=target.revision if target else None, k=k, dtype=dtype, enforce_eager=eager,
+        hf_overrides=drafter.target.get("hf_overrides"),
     )  # fmt: skip
     notes = []
     name = drafter.target["name"] or "its target"
@@ -153,7 +156,7 @@ def _serving(
         notes.append(
             "Install `draftsmith` in vLLM's environment: its plugin serves drafters of this kind, which vLLM alone cannot."
         )
-    if KINDS[drafter.kind].serving.method == "medusa":
+    if KINDS[drafter.kind].serving.method == "medusa" and "hf_overrides" not in drafter.target:
         size = json.dumps({"vocab_size": drafter.config["vocab_size"]})
         notes.append(
             f"If the target's config describes several models, as of targets that see images, add `--hf-overrides '{size}'`: vLLM 0.32 looks for "

@@ -8,8 +8,10 @@ from typing import Any
 import torch
 from accelerate.utils import broadcast_object_list
 
+from draftsmith.config.drafters import KINDS
 from draftsmith.drafters.checkpoint import Checkpoint
 from draftsmith.drafters.norm import FinalNorm
+from draftsmith.engine.speculation import target_arguments
 from draftsmith.run.weights import in_memory
 from draftsmith.target.tensors import load_target_tensors
 from draftsmith.train import distributed
@@ -43,6 +45,10 @@ def finish_epoch(run: Run, epoch: int) -> None:
             folder = epoch_folder(run.directory, figures)
             folder.mkdir(exist_ok=True)
             target = {"name": run.target.name, "revision": run.target.revision, "config_hash": run.target.config_hash}
+            if run.target.facts.family.states != "none":  # otherwise an engine would be refused, and a drafter is not
+                method = KINDS[options.drafter.kind].serving.speculative
+                trusted = run.target.trust_remote_code
+                target |= target_arguments(run.target.path, method, trust_remote_code=trusted)
             checkpoint = Checkpoint(
                 options.drafter.kind,
                 drafter.config.to_dict(),

@@ -46,7 +46,8 @@ class Checkpoint:
     config: dict[str, Any]
     """The kind's config, as its `to_dict` returns it."""
     target: dict[str, Any]
-    """The target that it drafts for: name, revision, config_hash; None where unknown."""
+    """The target that it drafts for: name, revision, config_hash; None where unknown. And hf_overrides, where vLLM serves the two with such
+    alone (`engine.speculation.target_arguments`)."""
     draft_token_ids: torch.Tensor
     """int64 [V] ascending: target id of each draft token."""
     weights: Mapping[str, Weight]

@@ -19,6 +19,7 @@ from draftsmith.extract.extract import run_extract
 from draftsmith.run.errors import DraftsmithError
 from draftsmith.serve.proposals import compare_proposals, record
 from draftsmith.store.reader import Store
+from draftsmith.target.info import describe_target
 from draftsmith.target.reference_states import reference_model, states_of
 from draftsmith.train.train import run_train
 from tests.families import FAMILIES, LAYERS, TinyFamily
@@ -119,6 +120,10 @@ def test_a_family_goes_the_whole_way(tiny: TinyFamily, tmp_path: Path) -> None:
     run_train(recipe, tmp_path / "run")
     run_convert(recipe, tmp_path / "run")
     row.trained = True
+    # Where vLLM's own model hands out no states, the card's command must say what does.
+    through_transformers = describe_target(target).facts.family.states == "backend"
+    command = (tmp_path / "run" / "vllm" / "README.md").read_text()
+    assert ('--hf-overrides \'{"architectures": ["Transformers' in command) == through_transformers
     if tiny.name not in NOT_HERE:
         row.states = states
     elif tiny.name not in WITH_MEDUSA:

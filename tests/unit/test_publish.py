@@ -3,11 +3,13 @@
 import json
 import os
 import re
+import shlex
 import signal
 import subprocess
 import sys
 import time
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +22,7 @@ from draftsmith.cli import app, stages
 from draftsmith.config.recipe import EngineConfig, Recipe
 from draftsmith.convert.convert import run_convert
 from draftsmith.convert.inspection import inspect
+from draftsmith.convert.model_card import render as render_card
 from draftsmith.convert.publish import publish
 from draftsmith.drafters import drafter_class
 from draftsmith.drafters.checkpoint import Checkpoint
@@ -206,6 +209,15 @@ def test_card_without_measurement(run_dir: Path) -> None:
     beside = ModelCard((run_dir / "vllm" / "README.md").read_text())
     assert beside.data.tags == data.tags
     assert "THIS_DIRECTORY" in serve_command(beside.content)
+
+
+def test_a_target_that_vllm_serves_with_overrides_alone(run_dir: Path) -> None:
+    drafter = Checkpoint.load(run_dir / "checkpoint")
+    overrides = {"architectures": ["TransformersForCausalLM"], "logit_scale": 0.5}
+    card = render_card(replace(drafter, target=drafter.target | {"hf_overrides": overrides}))
+    arguments = shlex.split(serve_command(card).replace("\\\n", ""))
+    assert json.loads(arguments[arguments.index("--hf-overrides") + 1]) == overrides
+    assert "--hf-overrides" not in serve_command(render_card(drafter))
 
 
 def test_an_evaluation_writes_the_card_beside_the_drafter(
