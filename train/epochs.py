@@ -2,6 +2,7 @@
 
 import math
 import shutil
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -100,7 +101,7 @@ def requested_predictions(run: Run, published: Figures) -> Figures:
         saved = Checkpoint.load(epoch_folder(run.directory, published))
         found = predict_sampled_acceptance(
             saved.drafter(tensors).to(device),
-            run.data.held_out(steps=max(lengths)),
+            replace(run.data, state_scales=()).held_out(steps=max(lengths)),  # saved weights read states as they are
             k=max(lengths),
             sampling=wanted,
             norm=FinalNorm.of(tensors, run.target.facts.norm_eps).to(device),

@@ -144,9 +144,12 @@ class Checkpoint:
         if integers:
             raise UserError(f"{listed(integers)} must be floating point, not {self.weights[integers[0]].dtype}.")
         predicted = self.training.get("predicted_acceptance_length") or {}
-        if not (
-            UNKNOWN_TARGET.keys() <= self.target.keys() and all(isinstance(v, str | None) for v in self.target.values())
-        ) or not (isinstance(predicted, dict) and all(isinstance(value, int | float) for value in predicted.values())):
+        if (
+            not UNKNOWN_TARGET.keys() <= self.target.keys()
+            or not all(isinstance(self.target[name], str | None) for name in UNKNOWN_TARGET)
+            or not isinstance(self.target.get("hf_overrides", {}), dict)
+            or not (isinstance(predicted, dict) and all(isinstance(value, int | float) for value in predicted.values()))
+        ):
             raise UserError("The checkpoint's record of its target or its training is malformed. It is damaged.")
         ids = self.draft_token_ids
         if len(ids) != config.draft_vocab_size or ids.dtype != torch.int64:

@@ -30,18 +30,18 @@ CASES: dict[str, tuple[dict, list[float]]] = {
         [11.6343, 11.5155, 11.4609, 11.354, 11.4025],
     ),
     "dflash": (
-        {"drafter": {"kind": "dflash", "block_size": 4, "passes": 2.0, "draft_vocab_size": 60}, "lr": 1e-2, "muon_lr": 3e-2},
-        [4.3831, 3.6841, 3.5579, 3.1366, 3.375],
+        {"drafter": {"kind": "dflash", "block_size": 4, "passes": 2.0, "draft_vocab_size": 60}, "lr": 3e-3, "muon_lr": 1e-3},
+        [4.448, 4.2639, 4.2186, 4.1523, 4.3146],
     ),
     "dspark": (
-        {"drafter": {"kind": "dspark", "block_size": 4, "passes": 2.0, "markov_rank": 8, "draft_vocab_size": 60}, "lr": 1e-2, "muon_lr": 3e-2},
-        [4.1001, 3.3634, 3.1316, 2.7431, 2.9369],
+        {"drafter": {"kind": "dspark", "block_size": 4, "passes": 2.0, "markov_rank": 8, "draft_vocab_size": 60}, "lr": 3e-3, "muon_lr": 1e-3},
+        [4.1587, 3.9861, 3.9573, 3.853, 4.0349],
     ),
     "dspark-as-published": (
         {"drafter": {"kind": "dspark", "block_size": 4, "passes": 2.0, "markov_rank": 8, "draft_vocab_size": 60, "sample_from_anchor": True,
                      "enable_confidence_head": True, "token_weight": 0.1, "variation_weight": 0.9, "supervised_prefix": True,
-                     "acceptance_alpha": None}, "ttt_loss_decay": 0.7788, "lr": 1e-2, "muon_lr": 3e-2},
-        [3.8724, 3.294, 3.014, 2.7456, 2.8852],
+                     "acceptance_alpha": None}, "ttt_loss_decay": 0.7788, "lr": 3e-3, "muon_lr": 1e-3},
+        [3.9296, 3.6367, 3.6309, 3.4444, 3.6206],
     ),
     "medusa": ({"drafter": {"kind": "medusa", "num_heads": 3}, "lr": 1e-2, "muon_lr": 3e-2}, [7.8074, 7.3528, 7.337, 6.9871, 7.4459]),
     "medusa-shared-head": (
@@ -54,7 +54,8 @@ CASES: dict[str, tuple[dict, list[float]]] = {
          "loss_vocab_size": 40, "lr": 1e-2}, [10.0283, 9.6926, 9.5564, 9.4332, 9.6384],
     ),
 }  # fmt: skip
-"""Training options, and the golden loss of each epoch; 20 steps in all."""
+"""Training options, and the golden loss of each epoch; 20 steps in all. Rates are low where rounding, which differs between processors, grows
+from step to step: DFlash's losses move by 2e-3 at ten times these."""
 
 
 @pytest.fixture(scope="module", params=[False, True], ids=["untied", "tied"])

@@ -214,10 +214,12 @@ def test_card_without_measurement(run_dir: Path) -> None:
 def test_a_target_that_vllm_serves_with_overrides_alone(run_dir: Path) -> None:
     drafter = Checkpoint.load(run_dir / "checkpoint")
     overrides = {"architectures": ["TransformersForCausalLM"], "logit_scale": 0.5}
-    card = render_card(replace(drafter, target=drafter.target | {"hf_overrides": overrides}))
+    card = render_card(replace(drafter, target=drafter.target | {"hf_overrides": overrides}).check())
     arguments = shlex.split(serve_command(card).replace("\\\n", ""))
     assert json.loads(arguments[arguments.index("--hf-overrides") + 1]) == overrides
     assert "--hf-overrides" not in serve_command(render_card(drafter))
+    with pytest.raises(UserError, match="record of its target or its training is malformed"):
+        replace(drafter, target=drafter.target | {"hf_overrides": "architectures"}).check()
 
 
 def test_an_evaluation_writes_the_card_beside_the_drafter(
