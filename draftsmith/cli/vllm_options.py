@@ -33,6 +33,11 @@ _ELSEWHERE = {
     "enforce-eager": "engine.enforce_eager",
 }  # fmt: skip
 """vLLM's options and the recipe's keys for them. All others are keys of `serve.vllm_args` or `engine.options`."""
+_FOR_EVERY_ENGINE = {
+    "quantization", "kv-cache-dtype", "enable-expert-parallel", "distributed-executor-backend", "async-scheduling", "hf-overrides",
+    "load-format", "config-format", "tokenizer-mode",
+}  # fmt: skip
+"""Options that what is extracted should share with what is served: in `engine.options`, whatever the command."""
 _SHORT = {
     "-tp": "tensor-parallel-size", "-pp": "pipeline-parallel-size", "-dp": "data-parallel-size", "-ep": "enable-expert-parallel",
     "-q": "quantization", "-sm": "spec-model", "-st": "spec-tokens", "-sc": "speculative-config",
@@ -90,7 +95,8 @@ def what_to_type(foreign: dict[str, str], *, others: str) -> str:
         else:
             if plain.startswith("no_") and value == "true":
                 name, plain, value = name[3:], plain[3:], "false"
-            key = _ELSEWHERE.get(name.replace("_", "-"), f"{others}.{plain}")
+            option = name.replace("_", "-")
+            key = _ELSEWHERE.get(option, f"{'engine.options' if option in _FOR_EVERY_ENGINE else others}.{plain}")
             settings.append(f"-s {shlex.quote(f'{key}={value}')}")
     if speculation:
         settings.append(f"-s {shlex.quote(f'serve.method={json.dumps(todays_method(speculation))}')}")

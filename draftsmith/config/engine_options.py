@@ -6,7 +6,7 @@ from collections.abc import Iterator, Mapping
 from typing import Any
 
 _METHODS = "`serve.method` and `evaluate.methods`"
-_KEYS = {
+KEYS = {
     "model": "`target.model`", "tokenizer": "`target.model`", "hf_config_path": "`target.model`",
     "served_model_name": "`serve.vllm_args.served_model_name`",
     "revision": "`target.revision`", "code_revision": "`target.revision`", "tokenizer_revision": "`target.revision`",
@@ -59,8 +59,8 @@ _LANGUAGE_MODELS = ("text_config", "llm_config", "language_config", "thinker_con
 def refusal(options: Mapping[str, Any]) -> str | None:
     """Why `engine.options` cannot hold one of these, with what to do instead; None if nothing speaks against them."""
     for name in options:
-        if name in _KEYS:
-            return f"`{name}` is set by {_KEYS[name]}"
+        if name in KEYS:
+            return f"`{name}` is set by {KEYS[name]}"
         if name.startswith("data_parallel_"):
             return f"`{name}` is refused: {_COPIES}"
         if name in _REFUSED:

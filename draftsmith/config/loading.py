@@ -10,6 +10,7 @@ from typing import Any, get_args, get_origin
 import yaml
 from pydantic import BaseModel, ValidationError
 
+from draftsmith.config.engine_options import KEYS as KEYS_FOR_VLLM
 from draftsmith.config.older_forms import method_by_name, problem_of
 from draftsmith.config.recipe import Recipe
 from draftsmith.run.errors import UserError
@@ -36,6 +37,10 @@ RENAMED = {
     "plan.hardware.train_utilisation": "plan.hardware.train_utilization",
 }
 """Keys of earlier versions and their new names."""
+_NO_METHODS = {
+    "extract_hidden_states": "that is what `draftsmith extract RECIPE` does; the layers are `extract.layer_ids`",
+}
+"""Methods of vLLM's that do not speculate."""
 
 
 def load_recipe(path: str | Path, overrides: list[str] | None = None) -> Recipe:
@@ -97,13 +102,14 @@ def _explain(error: ValidationError, path: Path) -> str:
             problems.append(f"`{where}` is now called `{new}`")
         elif item["type"] == "extra_forbidden":
             _, known = _place(item["loc"][:-1])
-            problems.append(f"unknown key `{where}` ({_hint(location[-1], 'known keys', known)})")
+            problems.append(f"unknown key `{where}` ({_place_for(location, known)})")
         elif item["type"] == "union_tag_invalid":
             context = item["ctx"]
             known = [tag.strip("' ") for tag in context["expected_tags"].split(",")]
             known = [tag for tag in known if not tag.endswith("_mtp")]  # vLLM's older names
             name = context["discriminator"].strip("'")
-            problems.append(f"`{where}.{name}` is `{context['tag']}` ({_hint(context['tag'], 'known', known)})")
+            hint = _NO_METHODS.get(context["tag"]) or _hint(context["tag"], "known", known)
+            problems.append(f"`{where}.{name}` is `{context['tag']}` ({hint})")
         elif item["type"] == "union_tag_not_found":
             name = item["ctx"]["discriminator"].strip("'")
             problems.append(f"`{where}.{name}` is missing{_guess(item['input'])}")
@@ -118,6 +124,19 @@ def _explain(error: ValidationError, path: Path) -> str:
             given = "" if isinstance(item["input"], dict) else f" (got {item['input']!r:.80})"
             problems.append(f"`{where}`: {item['msg'].removeprefix('Value error, ')}{given}")
     return f"{path} is not a valid recipe: {'; '.join(problems)}."
+
+
+def _place_for(location: Sequence[str], known: Sequence[str]) -> str:
+    """What may be meant by an unknown key; of vLLM's arguments of engines, the key that takes their place."""
+    *section, name = location
+    plain = name.replace("-", "_")
+    if section not in ([], ["engine"], ["target"]):
+        return _hint(name, "known keys", known)
+    if plain in KEYS_FOR_VLLM:
+        return f"vLLM's argument is {KEYS_FOR_VLLM[plain]} here"
+    if section != ["target"] and not difflib.get_close_matches(name, known, n=1, cutoff=0.5):
+        return f"{_hint(name, 'known keys', known)}; vLLM's arguments of engines go into `engine.options`"
+    return _hint(name, "known keys", known)
 
 
 def _guess(section: Any) -> str:

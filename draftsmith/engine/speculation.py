@@ -83,7 +83,10 @@ def method_config(
         config["model"] = str(directory)  # vLLM always splits it over the GPUs as the target
     elif isinstance(method, Drafter):
         directory = local_directory(method.model, revision=method.revision) if method.model else own_drafter
-        usual = min(_USUAL_K, _longest_draft(directory) or _USUAL_K)
+        longest = _longest_draft(directory)
+        # Of the tokens that a config says it predicts, vLLM drafts all.
+        all_of_them = serving_spec(directory).k_field == "n_predict"
+        usual = longest if longest is not None and all_of_them else min(_USUAL_K, longest or _USUAL_K)
         found = speculative_config(directory, config.get("num_speculative_tokens", usual))
         expected = method_of(_kind(directory))
         in_parallel = bool(method.parallel_drafting) and found["method"] == method.method  # as vLLM names P-EAGLE

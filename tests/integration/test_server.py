@@ -122,6 +122,10 @@ def test_serve(served: tuple[str, Any]) -> None:
     answer = client.completions.create(model=model.id, prompt="Hello", max_tokens=4, temperature=0)
     assert answer.usage is not None
     assert answer.usage.completion_tokens > 0
+    pieces = client.completions.create(
+        model=model.id, prompt="Hello", max_tokens=4, temperature=0, echo=False, n=1, stream=True
+    )
+    assert "".join(piece.choices[0].text for piece in pieces) == answer.choices[0].text
     assert drafts(url) > 0
     command = " ".join(word for child in family(process) for word in child.cmdline())
     assert "--max-num-seqs 7" in command

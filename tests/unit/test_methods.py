@@ -180,3 +180,11 @@ def test_the_recipe_for_ascend_is_what_vllm_takes() -> None:
     assert recipe.engine.options["async_scheduling"] is True
     assert recipe.evaluate.methods["suffix"].keys()["num_speculative_tokens"] == 15
     assert recipe.evaluate.methods["ngram"].keys()["prompt_lookup_max"] == 4
+
+
+def test_what_the_recipe_for_ascend_has_commented_out_is_a_method(tmp_path: Path) -> None:
+    text = (Path(__file__).parents[2] / "recipes" / "ascend-llama-3.1-8b.yaml").read_text()
+    path = tmp_path / "ascend.yaml"
+    path.write_text(text.replace("    # mtp:", "    mtp:"))
+    mtp = load_recipe(path).evaluate.methods["mtp"]
+    assert mtp.keys() == {"method": "mtp", "num_speculative_tokens": 2, "disable_padded_drafter_batch": False}

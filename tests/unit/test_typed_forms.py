@@ -288,7 +288,7 @@ def test_vllm_s_options_are_translated(tmp_path: Path) -> None:
     )  # fmt: skip
     for typed in (
         "-s engine.tensor_parallel_size=4", "-s engine.max_model_len=36768", "-s serve.vllm_args.served_model_name=dsv3",
-        "-s target.trust_remote_code=true", "-s serve.vllm_args.enable_expert_parallel=true", "leave out --use-v2-block-manager",
+        "-s target.trust_remote_code=true", "-s engine.options.enable_expert_parallel=true", "leave out --use-v2-block-manager",
         """-s 'serve.method={"method": "draft_model", "model": "facebook/opt-125m", "num_speculative_tokens": 5}'""",
     ):  # fmt: skip
         assert typed in said

@@ -5,6 +5,7 @@ import re
 import shlex
 from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any, NamedTuple
 
 import pytest
@@ -15,11 +16,13 @@ from draftsmith.cli import app
 from draftsmith.cli.vllm_options import with_speculative_config
 from draftsmith.config.loading import load_recipe
 from draftsmith.config.recipe import Recipe
+from draftsmith.data.conversations import Conversation
 from draftsmith.engine import speculation
 from draftsmith.engine.speculation import check_graph_sizes, method_config
 from draftsmith.extract.job import engine_arguments as extraction_arguments
 from draftsmith.run.errors import UserError
 from draftsmith.serve import generate
+from draftsmith.serve.evaluation.schema import SuiteAcceptance
 from draftsmith.serve.server import curl_command
 from draftsmith.serve.vllm_server import server_command
 from draftsmith.target.info import TargetInfo, describe_target
@@ -214,6 +217,40 @@ def same_request(path: str) -> Check:
     return check
 
 
+def asked_of_a_server(*calls: str) -> Check:
+    """What tests/integration/test_server.py asks of a real one."""
+
+    def check(row: Row, world: World) -> None:
+        source = (ROOT / "tests" / "integration" / "test_server.py").read_text()
+        assert all(call in source for call in calls)
+
+    return check
+
+
+def answers(row: Row, world: World) -> None:
+    """The names of the keys in an answer's line."""
+    asked = Conversation(messages=[{"role": "user", "content": "Hello?"}], id="0")
+    turn = SimpleNamespace(conversation=asked, token_ids=[1, 2], number=0)
+    written = generate._line(
+        SimpleNamespace(key="0", turn=turn, sample=0, token_ids=[1, 2], answered=0),
+        SimpleNamespace(text="Yes.", token_ids=[3], finish_reason="stop", logprobs=None),
+        None,
+    )
+    assert {"messages", "response"} <= written.keys()
+    assert row.typed[:3] == ["messages", "text", "response"]
+
+
+def compared(row: Row, world: World) -> None:
+    assert "identical_to_baseline" in row.typed
+    assert "identical_to_baseline" in SuiteAcceptance.__annotations__
+
+
+def words_of_the_connector(row: Row, world: World) -> None:
+    """tests/unit/test_connector.py and tests/integration/test_extract_server.py use them; here, that the page says so."""
+    page = (ROOT / "docs" / "extraction-server.md").read_text()
+    assert all(word in page for word in ("hidden_states_path", "shared_storage_path"))
+
+
 def command(name: str, **expected: Any) -> Check:
     """A command with these options."""
 
@@ -282,7 +319,7 @@ EXPECTED: list[tuple[str, Check]] = [
     ('"method": "eagle3", "model"', speculates(method="eagle3", num_speculative_tokens=2)),
     ('"method": "eagle3", "parallel_drafting": true', speculates(**EAGLE3, parallel_drafting=True)),
     ('"method": "medusa"', speculates(method="medusa", num_speculative_tokens=3)),
-    ('"model": "ibm-ai-platform/llama3-70b-accelerator"', speculates(method="eagle", num_speculative_tokens=3)),
+    ('"model": "ibm-ai-platform/llama3-70b-accelerator"', speculates(method="eagle", num_speculative_tokens=5)),  # its `n_predict`
     ('"method": "mtp"', speculates(method="mtp", num_speculative_tokens=1)),
     ('"num_speculative_tokens": 2, "method": "deepseek_mtp"', speculates(method="mtp", num_speculative_tokens=2, disable_padded_drafter_batch=False)),
     ('"num_speculative_tokens_per_batch_size"', speculates(
@@ -295,6 +332,7 @@ EXPECTED: list[tuple[str, Check]] = [
     ('"model": "yuhuili/EAGLE-LLaMA3-Instruct-8B"` and no', told(serve={"method": {"model": "yuhuili/EAGLE-LLaMA3-Instruct-8B"}})),
     ('"tensor_parallel_size": 1', told(serve={"method": {"method": "eagle", "tensor_parallel_size": 1}})),
     ('"method": "custom_class"', told(serve={"method": {"method": "custom_class"}})),
+    ('"method": "extract_hidden_states"` in', told(serve={"method": {"method": "extract_hidden_states"}})),
     ('LLM(speculative_model="facebook/opt-125m"', told(speculative_model="facebook/opt-125m", num_speculative_tokens=5)),
     ("--speculative_model", told("--speculative_model", "facebook/opt-125m", "--num_speculative_tokens", "5")),
     ('LLM(speculative_model="[ngram]"', told(engine={
@@ -306,7 +344,11 @@ EXPECTED: list[tuple[str, Check]] = [
     ("--spec-method", told("--spec-method", "ngram", "--spec-tokens", "3")),
     ("--speculative-config.method", told("--speculative-config.method", "ngram")),
     ("LLM(speculative_config=", told(speculative_config=NGRAM)),
+    ("LLM(model=..., use_v2_block_manager", told(use_v2_block_manager=True)),
+    ('LLM(speculative_model="path', told(speculative_model="path/to/modified/eagle/model")),
+    ('--speculative-config \'{"num_spec', speculates(method="mtp", num_speculative_tokens=1)),
     ("vllm serve", both(command("serve"), keys(target__model="meta-llama/Llama-3.1-8B-Instruct"))),
+    ("vllm serve /path", both(command("serve"), keys(target__model="/path/to/model"))),
     ("python -m", command("serve", host="0.0.0.0", port="8000")),
     ("--speculative-config '", speculates(**NGRAM, prompt_lookup_min=5, prompt_lookup_max=5)),
     ("--api-key", command("serve", api_key="KEY")),
@@ -321,21 +363,30 @@ EXPECTED: list[tuple[str, Check]] = [
     ("--compilation-config", serves("--compilation-config", '{"cudagraph_mode": "FULL_DECODE_ONLY"}')),
     ("cudagraph_capture_sizes", graph_sizes),
     ("tensor_parallel_size=4", everywhere(tensor_parallel_size=4)),
+    ("--tensor-parallel-size 16", keys(engine__tensor_parallel_size=16)),
     ("--max-model-len", everywhere(max_model_len=36768)),
     ("--gpu-memory-utilization", keys(engine__gpu_memory_utilization=0.8)),
+    ("--gpu_memory_utilization", keys(engine__gpu_memory_utilization=0.8)),
     ("enforce_eager", everywhere(enforce_eager=True)),
     ("--dtype", everywhere(dtype="bfloat16")),
     ("--trust-remote-code", keys(target__trust_remote_code=True)),
     ("--revision", keys(target__revision="main")),
     ("--quantization", everywhere(quantization="fp8")),
+    ("--quantization ascend", keys(engine__options={"quantization": "ascend"})),
     ("--enable-expert-parallel", everywhere(enable_expert_parallel=True)),
     ("async_scheduling", everywhere(async_scheduling=True)),
     ("distributed_executor_backend", everywhere(distributed_executor_backend="mp")),
+    ("tensor_parallel_size: 4", told(tensor_parallel_size=4)),
+    ("async_scheduling: true", told(engine={"async_scheduling": True})),
     ("curl http://localhost:8000/v1/models", same_request("/v1/models")),
+    ("client = OpenAI", asked_of_a_server("openai.OpenAI(base_url=", "models.list()")),
     ("curl http://localhost:8000/v1/completions", same_request("/v1/completions")),
+    ("client.completions.create", asked_of_a_server('prompt="Hello", max_tokens=4, temperature=0, echo=False, n=1, stream=True')),
     ("client.chat.completions.create", same_request("/v1/chat/completions")),
+    ("curl http://localhost:8000/v1/chat/completions", same_request("/v1/chat/completions")),
     ("curl http://localhost:8000/metrics", same_request("/metrics")),
     ("llm.generate", command("generate", prompts="prompts.jsonl", out="answers.jsonl")),
+    ("output.prompt", answers),
     ("llm.chat", command("generate", prompts="chats.jsonl", out="answers.jsonl")),
     ("LLM(model=..., speculative_config", speculates(**NGRAM, prompt_lookup_min=5, prompt_lookup_max=5)),
     ("SamplingParams(temperature=0.8", samples(temperature=0.8, top_p=0.95)),
@@ -353,12 +404,14 @@ EXPECTED: list[tuple[str, Check]] = [
     ("vllm bench serve --request-rate", keys(evaluate__request_rates=(4.0,))),
     ("vllm bench serve --max-concurrency", keys(evaluate__concurrency=(16,))),
     ("SamplingParams(temperature=0.8", keys(evaluate__temperature=0.8, evaluate__top_p=0.95)),
+    ("SamplingParams(temperature=0)` with", both(command("evaluate"), compared)),
     ('"method": "ngram"` and no', both(command("evaluate"), speculates(
         method="ngram", num_speculative_tokens=3, prompt_lookup_min=5, prompt_lookup_max=5))),
     ('"method": "extract_hidden_states"', both(command("extract"), layers)),
     ("kv_transfer_config", connector),
     ("SamplingParams(max_tokens=1)", keys(extract__mode="prefill")),
     ("safe_open", command("export", store="runs/NAME/store", to="files")),
+    ("output.kv_transfer_params", words_of_the_connector),
 ]  # fmt: skip
 
 
@@ -376,7 +429,7 @@ def test_row(number: int, world: World) -> None:
 
 @pytest.mark.parametrize(
     "row",
-    [row for row in rows() if row.vllm.startswith("`--") and re.match(r"`-s '?(?!engine\.options)", row.here)],
+    [row for row in rows() if row.vllm.startswith("`--") and row.here.startswith("`-s ")],
     ids=lambda row: row.vllm,
 )
 def test_flags_of_vllm_are_translated_as_the_table_says(row: Row, world: World) -> None:
