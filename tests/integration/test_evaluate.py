@@ -116,7 +116,7 @@ def test_evaluate(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     make_target(tmp_path / "target")
     run_dir = tmp_path / "runs" / "tiny"
     lookup = {"method": "ngram", "prompt_lookup_min": 1, "prompt_lookup_max": 3}
-    methods = {f"lookup {k}": lookup | {"num_speculative_tokens": k} for k in (1, 5)}
+    methods = {f"lookup {k}": lookup | {"num_speculative_tokens": k} for k in (1, 3, 5)}
     wanted = tiny_recipe(tmp_path).model_dump(mode="json")
     wanted["evaluate"] |= {"k": [1, 2, 3, 4], "methods": methods}
     recipe = Recipe.model_validate(wanted)

@@ -23,6 +23,7 @@ from draftsmith.target.info import describe_target
 from draftsmith.target.reference_states import reference_model, states_of
 from draftsmith.train.train import run_train
 from tests.families import FAMILIES, LAYERS, TinyFamily
+from tests.family_checks import check_facts
 from tests.integration.conftest import demo_prompts, load_drafter, write_recipe
 from tests.soak import SOAKING, in_soak
 
@@ -96,7 +97,7 @@ ROWS: dict[str, Row] = {}
 def test_a_family_goes_the_whole_way(tiny: TinyFamily, tmp_path: Path) -> None:
     row = ROWS[tiny.name] = Row()
     target = tmp_path / "target"
-    tiny.save(target)
+    check_facts(tiny.save(target), target)
     kind = "medusa" if tiny.name in WITH_MEDUSA else "eagle3"
     drafter = {"kind": "medusa"} if kind == "medusa" else {"draft_vocab_size": 128}
     recipe = load_recipe(

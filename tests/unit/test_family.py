@@ -20,9 +20,7 @@ from draftsmith.config.recipe import Recipe
 from draftsmith.convert.convert import run_convert
 from draftsmith.convert.inspection import inspect
 from draftsmith.drafters import decoder, layer_ids_to_read
-from draftsmith.drafters.attention import Attention
-from draftsmith.drafters.decoder import DecoderConfig
-from draftsmith.drafters.eagle3 import Eagle3Config, Eagle3Drafter
+from draftsmith.drafters.eagle3 import Eagle3Drafter
 from draftsmith.drafters.norm import FinalNorm
 from draftsmith.extract import extract
 from draftsmith.extract.job import engine_job, store_identity
@@ -33,10 +31,11 @@ from draftsmith.target.info import TargetInfo, describe_target
 from draftsmith.target.pretrained import language_config
 from draftsmith.target.reference_states import states_of
 from draftsmith.target.tensors import load_target_tensors
-from draftsmith.train.loss import ChainLoss, capped
+from draftsmith.train.loss import ChainLoss
 from draftsmith.train.packing import pack
 from draftsmith.train.train import run_train
 from tests.families import FAMILIES, HIDDEN, LAYERS, VOCAB, TinyFamily
+from tests.family_checks import POSITIONS, check_facts, check_rope, check_teacher, shape_of
 
 BY_NAME = {each.name: each for each in FAMILIES}
 every_family = pytest.mark.parametrize("tiny", FAMILIES, ids=lambda tiny: tiny.name)
@@ -45,23 +44,9 @@ every_family = pytest.mark.parametrize("tiny", FAMILIES, ids=lambda tiny: tiny.n
 # ---- norm, head and logits ----
 
 
-def check_teacher(tiny: TinyFamily, directory: Path) -> None:
-    """Final norm and logits from the last hidden state equal the model's own."""
-    model = tiny.save(directory)
-    info, tensors = describe_target(directory), load_target_tensors(directory)
-    ids = torch.randint(0, VOCAB, (24,), generator=torch.Generator().manual_seed(1))
-    with torch.no_grad():
-        expected = model(ids[None]).logits[0]
-    last = states_of(model, ids, (LAYERS,))[:, 0]
-    normed = FinalNorm.of(tensors, info.facts.norm_eps)(last)
-    logits = capped(F.linear(normed, tensors.lm_head), tensors.logit_soft_cap)
-    torch.testing.assert_close(logits, expected, rtol=1e-5, atol=1e-5)
-    assert expected.std() > 0.01, "logits that are nearly equal would hide a wrong scale"
-
-
 @every_family
 def test_the_teacher_computes_the_targets_logits(tiny: TinyFamily, tmp_path: Path) -> None:
-    check_teacher(tiny, tmp_path)
+    check_teacher(tiny.save(tmp_path), tmp_path)
 
 
 def test_the_loss_takes_the_soft_cap(tmp_path: Path) -> None:
@@ -149,36 +134,6 @@ def test_the_language_model_of_a_model_with_images(tmp_path: Path) -> None:
 # ---- RoPE ----
 
 
-def check_rope(shape: DecoderConfig, positions: torch.Tensor) -> None:
-    """The module turns queries as vLLM does after reading the drafter's config.json."""
-    from vllm.config import VllmConfig, set_current_vllm_config
-    from vllm.model_executor.layers.rotary_embedding import get_rope
-
-    attention = Attention(HIDDEN, HIDDEN, heads=2, kv_heads=1, head_dim=shape.head_dim, bias=False)
-    x = torch.randn(len(positions), HIDDEN)
-    cos, sin = decoder.rotary_embedding(shape)(x, positions[None])
-    with torch.no_grad():
-        found = attention.queries(x, (cos[0], sin[0]))
-        plain = attention.q_proj(x)
-    read = LlamaConfig.from_dict(json.loads(json.dumps(Eagle3Drafter.vllm_layout.write(shape))))
-    with set_current_vllm_config(VllmConfig()):
-        rope = get_rope(
-            read.head_dim, max_position=read.max_position_embeddings, rope_parameters=read.rope_parameters,
-            dtype=torch.float32,
-        )  # fmt: skip
-        expected, _ = rope.forward_native(positions, plain.clone(), plain[:, : shape.head_dim].clone())
-    torch.testing.assert_close(found, expected.view_as(found), rtol=1e-4, atol=1e-4)
-
-
-def shape_of(rope: dict[str, Any], head_dim: int = 32) -> Eagle3Config:
-    return Eagle3Config(
-        layer_ids=(1,), hidden_size=HIDDEN, intermediate_size=96, num_layers=1, num_attention_heads=2, num_key_value_heads=1,
-        head_dim=head_dim, hidden_act="silu", rms_norm_eps=1e-6, rope_parameters=rope, max_position_embeddings=512,
-        vocab_size=VOCAB, draft_vocab_size=VOCAB, norm_before_residual=False, fc_norm=False, norm_output=False,
-    )  # fmt: skip
-
-
-POSITIONS = torch.tensor([0, 1, 2, 63, 255, 511])
 ROPES: dict[str, dict[str, Any]] = {
     "default": {"rope_type": "default", "rope_theta": 1e4},
     "partial": {"rope_type": "default", "rope_theta": 1e4, "partial_rotary_factor": 0.25},
@@ -312,6 +267,24 @@ def test_families_that_are_not_in_the_table(monkeypatch: pytest.MonkeyPatch) -> 
         target_facts(BY_NAME["Gemma 3"].config())
 
 
+NOT_ALONE = {
+    "dots1", "hunyuan_v1_dense", "hunyuan_v1_moe", "llama4_text", "ministral", "mimo", "kimi_k2", "qwen2_vl_text", "qwen2_5_vl_text",
+    "qwen3_vl_text", "qwen3_vl_moe_text", "glm4v_text", "glm4v_moe_text", "step3p5", "falcon_h1", "nemotron_h",
+}  # fmt: skip
+"""Families whose norm transformers does not build from a type's default config alone, with the name that others have."""
+
+
+@pytest.mark.parametrize(
+    "name", [name for name, facts in family.FAMILIES.items() if facts.norm == "rms" and name not in NOT_ALONE]
+)
+def test_the_norm_is_what_transformers_computes(name: str) -> None:
+    """Whether it multiplies by the weight or by 1 + weight, against transformers' own module."""
+    unlike = family._unlike_llama(AutoConfig.for_model(name))
+    assert unlike == (
+        "the norm before its head computes something else" if family.FAMILIES[name].norm_plus_one else None
+    )
+
+
 # ---- layer ids ----
 
 
@@ -396,8 +369,10 @@ def test_a_store_in_another_order_is_refused(tmp_path: Path) -> None:
 
 
 def test_a_planted_error_in_each_fact_is_found(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Rotary factor, norm, logit scale, layer order: four of four."""
+    """Rotary factor, norm, logit scale, layer order: four of four. Every family's row goes through these checks
+    (tests/integration/test_families.py)."""
     found = []
+    qwen, granite = (BY_NAME[name].save(tmp_path / name) for name in ("Qwen3.5", "Granite"))
 
     def expect(what: str, check: Any, *arguments: Any) -> None:
         check(*arguments)  # right without the plant
@@ -408,8 +383,8 @@ def test_a_planted_error_in_each_fact_is_found(tmp_path: Path, monkeypatch: pyte
         found.append(what)
 
     expect("rotary factor", check_rope, shape_of(ROPES["partial"]), POSITIONS)
-    expect("norm", check_teacher, BY_NAME["Qwen3.5"], tmp_path / "norm")
-    expect("logit scale", check_teacher, BY_NAME["Granite"], tmp_path / "scale")
+    expect("norm", check_facts, qwen, tmp_path / "Qwen3.5")
+    expect("logit scale", check_facts, granite, tmp_path / "Granite")
     target = _target(tmp_path)
     expect("layer order", lambda: check_layer_order(_recipe(tmp_path, {"layer_ids": [LAYERS, 1]}), target))
     assert found == list(PLANTS)
