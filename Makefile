@@ -57,6 +57,7 @@ lint: venv-dev  ## Style, formatting, and which module may import which
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/lint-imports
+	$(BIN)/python scripts/import_circles.py
 
 typecheck: venv-dev  ## mypy
 	$(BIN)/mypy -p draftsmith

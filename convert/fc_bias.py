@@ -16,8 +16,8 @@ from draftsmith.run.weights import Weight
 
 
 def needs_folding(checkpoint: Checkpoint) -> bool:
-    """Whether it is an EAGLE drafter with a bias of `fc`."""
-    return checkpoint.kind == "eagle" and bool(checkpoint.config.get("fc_bias"))
+    """Whether its config, which only EAGLE's can, has a bias of `fc`."""
+    return bool(checkpoint.config.get("fc_bias"))
 
 
 def folded(checkpoint: Checkpoint) -> Checkpoint:

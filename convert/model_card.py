@@ -156,7 +156,7 @@ def _serving(
         notes.append(
             "Install `draftsmith` in vLLM's environment: its plugin serves drafters of this kind, which vLLM alone cannot."
         )
-    if KINDS[drafter.kind].serving.method == "medusa" and "hf_overrides" not in drafter.target:
+    if KINDS[drafter.kind].serving.needs_vocab_size and "hf_overrides" not in drafter.target:
         size = json.dumps({"vocab_size": drafter.config["vocab_size"]})
         notes.append(
             f"If the target's config describes several models, as of targets that see images, add `--hf-overrides '{size}'`: vLLM 0.32 looks for "

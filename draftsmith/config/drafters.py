@@ -5,6 +5,7 @@ The modules are in `draftsmith/drafters/KIND.py`; they need torch, which nothing
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Annotated, Any, ClassVar, Literal, get_args
 
@@ -39,6 +40,13 @@ class ServingSpec:
     """Key in `config.json` that says, where it is true, that those rows are draft tokens too."""
     mended_on_cpus: bool = False
     """On CPUs, vLLM computes it wrongly without Draftsmith's plugin (`serve/plugin`) if it has several layers."""
+    reads_layers: bool = False
+    """It reads hidden states from within the target, not the last ones alone."""
+    shares_embedding: bool = False
+    """vLLM gives it the target's embedding, which it must find."""
+    needs_vocab_size: bool = False
+    """vLLM 0.32 looks for the vocabulary's size at the top of the target's config (config/speculative.py), where one that nests its language
+    model's has none."""
     further_files: tuple[str, ...] = ()
     """Files that vLLM reads beside `config.json` and `model.safetensors`."""
     runner_v2: bool = True
@@ -78,7 +86,7 @@ class DrafterOptions(Section):
 class EagleOptions(DrafterOptions):
     """EAGLE, version 1 (arXiv 2401.15077)."""
 
-    serving: ClassVar = ServingSpec(method="eagle", architecture="EagleLlamaForCausalLM")
+    serving: ClassVar = ServingSpec(method="eagle", architecture="EagleLlamaForCausalLM", shares_embedding=True)
 
     kind: Literal["eagle"] = "eagle"
     num_layers: int = Field(1, ge=1)
@@ -116,7 +124,9 @@ class FusingOptions(DrafterOptions):
 class Eagle3Options(FusingOptions):
     """EAGLE-3 (arXiv 2503.01840)."""
 
-    serving: ClassVar = ServingSpec(method="eagle3", architecture="LlamaForCausalLMEagle3")
+    serving: ClassVar = ServingSpec(
+        method="eagle3", architecture="LlamaForCausalLMEagle3", reads_layers=True, shares_embedding=True
+    )
 
     kind: Literal["eagle3"] = "eagle3"
 
@@ -127,6 +137,8 @@ class PEagleOptions(FusingOptions):
     serving: ClassVar = ServingSpec(
         method="eagle3",
         architecture="LlamaForCausalLMEagle3",
+        reads_layers=True,
+        shares_embedding=True,
         fixed_k=True,
         parallel_drafting=True,
         single_pass=True,
@@ -214,6 +226,8 @@ class DFlashOptions(BlockOptions):
     serving: ClassVar = ServingSpec(
         method="dflash",
         architecture="DFlashDraftModel",
+        reads_layers=True,
+        shares_embedding=True,
         fixed_k=True,
         single_pass=True,
         k_field="block_size",
@@ -232,6 +246,8 @@ class DSparkOptions(BlockOptions):
         method="dspark",
         method_on_cpus="dflash",  # our plugin replaces its proposer
         architecture="Qwen3DSparkModel",
+        reads_layers=True,
+        shares_embedding=True,
         fixed_k=True,
         single_pass=True,
         k_field="block_size",
@@ -282,6 +298,7 @@ class MedusaOptions(DrafterOptions):
         method="medusa",
         architecture="MedusaModel",
         fixed_k=True,
+        needs_vocab_size=True,
         single_pass=True,
         k_field="num_heads",
         runner_v2=False,
@@ -358,6 +375,20 @@ def method_of(kind: str) -> str:
     """The method that serves a kind, as recipes name it: vLLM's, or the kind itself where vLLM's name is that of another kind too."""
     serving = KINDS[kind].serving
     return kind if serving.needs_plugin or serving.parallel_drafting else serving.method
+
+
+def methods_of(trait: Callable[[ServingSpec], bool]) -> set[str]:
+    """vLLM's names of the methods that serve kinds with a trait, without those that need the plugin: it serves them under others' names."""
+    return {
+        options.serving.method
+        for options in KINDS.values()
+        if trait(options.serving) and not options.serving.needs_plugin
+    }
+
+
+def kinds_of(trait: Callable[[ServingSpec], bool]) -> str:
+    """Names of the kinds with a trait, for messages."""
+    return " or ".join(kind for kind, options in KINDS.items() if trait(options.serving))
 
 
 def kind_of_architecture(architecture: str) -> str | None:

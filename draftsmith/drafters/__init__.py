@@ -10,7 +10,7 @@ import difflib
 import importlib
 from typing import TYPE_CHECKING
 
-from draftsmith.config.drafters import KINDS, DrafterOptions
+from draftsmith.config.drafters import KINDS, DrafterOptions, kinds_of
 from draftsmith.run.errors import UserError
 
 if TYPE_CHECKING:
@@ -55,14 +55,10 @@ def layer_ids_to_read(
             "them under ids in the order of the recipe, so nobody can tell which state is which. Extract again."
         )
     serving = options.serving
-    if (
-        serving.method in ("eagle", "eagle3", "dflash", "dspark")
-        and not serving.needs_plugin
-        and not target.facts.family.serves_eagle
-    ):
+    if serving.shares_embedding and not target.facts.family.serves_eagle:
         raise UserError(
             f"vLLM cannot serve {target.name} (type `{target.config.model_type}`) with drafters of the kind `{options.kind}`. "
-            "Choose a kind that reads the last state alone (`train.drafter.kind`: medusa or mlp_speculator)."
+            f"Choose a kind without the target's embedding (`train.drafter.kind`: {kinds_of(lambda spec: not spec.shares_embedding)})."
         )
     ids = drafter_class(options.kind).layer_ids(options, saved, last)
     if len({*ids}) < len(ids):

@@ -13,6 +13,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from draftsmith.config.drafters import kinds_of
 from draftsmith.config.engine_options import EXECUTOR
 from draftsmith.config.recipe import EngineConfig
 from draftsmith.engine.platform import Device, current_platform, plugins_to_load
@@ -174,7 +175,7 @@ def states_arguments(config: PretrainedConfig, options: Mapping[str, Any]) -> di
         raise UserError(
             f"vLLM 0.32 hands out no hidden states of {config.name_or_path} (type `{config.model_type}`). Extract with "
             "`extract.backend: transformers`, which is slow, and train a drafter that vLLM serves from its last state alone "
-            "(`train.drafter.kind`: medusa or mlp_speculator)."
+            f"(`train.drafter.kind`: {kinds_of(lambda spec: not spec.shares_embedding)})."
         )
     backend = f"Transformers{'MoE' if has_experts(config) else ''}ForCausalLM"
     overrides = {**options.get("hf_overrides", {}), "architectures": [backend]}

@@ -11,7 +11,7 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
-from draftsmith.config.drafters import KINDS, ServingSpec, kind_of_architecture, method_of
+from draftsmith.config.drafters import KINDS, ServingSpec, kind_of_architecture, method_of, methods_of
 from draftsmith.config.methods import Drafter, DraftModel, Method, ModelMethod, Mtp, NoSpeculation, Suffix
 from draftsmith.engine import environment
 from draftsmith.run.atomic_io import sha256_of
@@ -228,15 +228,17 @@ def target_arguments(
     hands out the hidden states that EAGLE-3, DFlash and DSpark read (`states_arguments`), and the size of the vocabulary where Medusa looks for
     it."""
     method = None if speculative is None else speculative.get("method")
-    if method not in ("eagle3", "dflash", "dspark", "medusa") or not (target / "config.json").is_file():
+    reads_layers, needs_vocab_size = (
+        method in methods_of(trait) for trait in (lambda spec: spec.reads_layers, lambda spec: spec.needs_vocab_size)
+    )
+    if not (reads_layers or needs_vocab_size) or not (target / "config.json").is_file():
         return {}
     whole = config_of(target, trust_remote_code=trust_remote_code)
     config = language_config(whole)
-    if method != "medusa":
+    if reads_layers:
         return environment.states_arguments(config, options)
     if config is whole:
         return {}
-    # vLLM 0.32 reads the size at the top of the config (config/speculative.py), where one that nests its language model's has none.
     return {"hf_overrides": {**options.get("hf_overrides", {}), "vocab_size": config.vocab_size}}
 
 

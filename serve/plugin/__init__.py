@@ -39,6 +39,8 @@ it anyway.
 from types import ModuleType
 from typing import Any
 
+from draftsmith.serve.plugin.versions import KNOWN
+
 ARCHITECTURE = "EagleMLPSpeculatorModel"
 """The same as in `draftsmith/drafters/mlp_speculator.py`, which is not imported here because it imports torch."""
 
@@ -47,9 +49,6 @@ DSPARK = "DFlashQwen3DSparkModel"
 
 _CONNECTOR = "draftsmith.extract.connector"
 """The module of extraction's connector, which is not imported here: stages do not import each other."""
-
-_KNOWN = "0.32."
-"""The version whose proposers are replaced. Others may call them differently, and draft tokens would be wrong without an error."""
 
 
 def register() -> None:
@@ -61,7 +60,7 @@ def register() -> None:
         return
     ModelRegistry.register_model(ARCHITECTURE, "draftsmith.serve.plugin.mlp_speculator:MlpSpeculator")
     ModelRegistry.register_model(DSPARK, "vllm.model_executor.models.qwen3_dspark:Qwen3DSparkForCausalLM")
-    if __version__.startswith(_KNOWN):
+    if __version__.startswith(KNOWN):
         wrapt.register_post_import_hook(_in_v1, "vllm.v1.spec_decode.eagle")
         wrapt.register_post_import_hook(_in_v2, "vllm.v1.worker.gpu.spec_decode.eagle.speculator")
         wrapt.register_post_import_hook(_in_sampling, "vllm.v1.sample.rejection_sampler")
@@ -71,17 +70,6 @@ def register() -> None:
         wrapt.register_post_import_hook(_in_dflash_v1, "vllm.v1.spec_decode.dflash")
         wrapt.register_post_import_hook(_in_dflash, "vllm.model_executor.models.qwen3_dflash")
         wrapt.register_post_import_hook(_in_extraction, "vllm.model_executor.models.extract_hidden_states")
-
-
-def require_known_vllm() -> None:
-    """Raises RuntimeError: this vLLM's proposers were not replaced."""
-    from vllm import __version__
-
-    if not __version__.startswith(_KNOWN):
-        raise RuntimeError(
-            f"Draftsmith serves MLP speculators in vLLM {_KNOWN}x, and this is vLLM {__version__}. Install that version, a Draftsmith "
-            "that supports this one, or train a drafter of another kind, which vLLM serves by itself."
-        )
 
 
 def _in_v1(module: ModuleType) -> None:

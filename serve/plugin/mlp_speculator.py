@@ -10,7 +10,7 @@ from torch.nn import functional as F
 from draftsmith.drafters.layout import Source
 from draftsmith.drafters.mlp_speculator import MlpConfig, MlpDrafter
 from draftsmith.drafters.norm import FinalNorm
-from draftsmith.serve.plugin import require_known_vllm
+from draftsmith.serve.plugin.versions import require_known_vllm
 
 
 class MlpSpeculator(nn.Module):

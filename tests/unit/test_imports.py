@@ -55,6 +55,21 @@ def test_a_planted_one_is_found(tree: Path, module: str, line: str, broken: str)
     assert any(broken in row and "BROKEN" in row for row in _contracts(done.stdout)), done.stdout
 
 
+def test_a_circle_of_a_package_and_its_own_module_is_found(tree: Path) -> None:
+    script, path = ROOT / "scripts" / "import_circles.py", tree / "draftsmith" / "serve" / "plugin" / "versions.py"
+    assert str(script.relative_to(ROOT)) in (ROOT / "Makefile").read_text()
+    before = path.read_text()
+    for planted, status in ((before, 0), (f"{before}\nfrom draftsmith.serve.plugin import ARCHITECTURE\n", 1)):
+        path.write_text(planted)
+        done = subprocess.run(
+            [sys.executable, script], cwd=tree, env=os.environ | {"PYTHONPATH": str(tree)}, capture_output=True,
+            text=True, check=False,
+        )  # fmt: skip
+        assert done.returncode == status, done.stdout + done.stderr
+    path.write_text(before)
+    assert "draftsmith.serve.plugin.versions" in done.stderr
+
+
 def _contracts(printed: str) -> list[str]:
     """One line for each contract; long names are wrapped."""
     rows: list[str] = []
