@@ -140,10 +140,16 @@ def _serving(
     dtype = results["dtype"] if results else target.dtype if target else None
     k = results["num_speculative_tokens"] if results else min(_USUAL_K, max(map(int, predicted), default=_USUAL_K))
     command = serve_command(
-        KINDS[drafter.kind].serving, drafter=repo or "THIS_DIRECTORY", revision=revision, target=base_model or "TARGET",
-        target_revision=target.revision if target else None, k=k, dtype=dtype, enforce_eager=eager,
+        KINDS[drafter.kind].serving,
+        drafter=repo or "THIS_DIRECTORY",
+        revision=revision,
+        target=base_model or "TARGET",
+        target_revision=target.revision if target else None,
+        k=k,
+        dtype=dtype,
+        enforce_eager=eager,
         hf_overrides=drafter.target.get("hf_overrides"),
-    )  # fmt: skip
+    )
     notes = []
     name = drafter.target["name"] or "its target"
     if base_model is None:
@@ -217,11 +223,14 @@ def _measured(evaluate: Mapping[str, Any], evaluation: str) -> str:
     predicted = results["predicted_acceptance_length"] or {}
     curve = [
         [
-            k, f"{point['acceptance_length']:.3f}", f"{predicted[k]:.3f}" if k in predicted else "",
-            f"{point['step_cost']:.2f}", f"{point['speedup']:.2f}",
+            k,
+            f"{point['acceptance_length']:.3f}",
+            f"{predicted[k]:.3f}" if k in predicted else "",
+            f"{point['step_cost']:.2f}",
+            f"{point['speedup']:.2f}",
         ]
         for k, point in results["k_curve"].items()
-    ]  # fmt: skip
+    ]
     machine = results["machine"]
     gpus = ", ".join(machine["gpus"]) or "no GPU"
     versions = ", ".join(f"{package} {version}" for package, version in results["versions"].items())
@@ -357,12 +366,16 @@ def _eval_results(results: Mapping[str, Any]) -> list[EvalResult]:
     k = results["num_speculative_tokens"]
     return [
         EvalResult(
-            task_type="text-generation", dataset_type=suite, dataset_name=suite, metric_type=metric,
-            metric_name=f"{label}, {k} speculative tokens", metric_value=round(found[metric], 3),
+            task_type="text-generation",
+            dataset_type=suite,
+            dataset_name=suite,
+            metric_type=metric,
+            metric_name=f"{label}, {k} speculative tokens",
+            metric_value=round(found[metric], 3),
         )
         for suite, found in results["suites"].items()
         for metric, label in (("acceptance_length", "Acceptance length"), ("speedup", "Speedup over the baseline"))
-    ]  # fmt: skip
+    ]
 
 
 def _table(headings: Sequence[str], rows: Sequence[Sequence[str]]) -> str:

@@ -73,12 +73,21 @@ def publish(
         console.print(
             f"[bold yellow]warning:[/] the license of the target {name} is not known{asked}, so the card names none. A drafter "
             "holds parts of its target: find out the license and name it, as in `--license apache-2.0`.",
-            highlight=False, soft_wrap=True,
-        )  # fmt: skip
+            highlight=False,
+            soft_wrap=True,
+        )
     card = render(
-        checkpoint, target, quantized=quantized, repo=repo, revision=revision, base_model=base_model, license=known, train=train,
-        extract=extraction_of(run_dir / "store", train), evaluate=evaluate,
-    )  # fmt: skip
+        checkpoint,
+        target,
+        quantized=quantized,
+        repo=repo,
+        revision=revision,
+        base_model=base_model,
+        license=known,
+        train=train,
+        extract=extraction_of(run_dir / "store", train),
+        evaluate=evaluate,
+    )
     parsed = _parse(card)
     files: dict[str, Path | bytes] = {"README.md": card.encode()}
     files |= {name: drafter / name for name in drafter_files(drafter)}
@@ -127,8 +136,9 @@ def _upload(repo: str, revision: str | None, files: Mapping[str, Path | bytes], 
     total = sum(len(file) if isinstance(file, bytes) else file.stat().st_size for file in files.values())
     console.print(
         f"publish: {len(files)} files, {total / 1e6:.1f} MB, to {repo}; files that the Hub already has are not sent again",
-        highlight=False, soft_wrap=True,
-    )  # fmt: skip
+        highlight=False,
+        soft_wrap=True,
+    )
     with warnings.catch_warnings(record=True) as hints:
         warnings.simplefilter("always")
         commit = api.create_commit(repo, operations, commit_message=what, revision=revision)
@@ -139,8 +149,9 @@ def _upload(repo: str, revision: str | None, files: Mapping[str, Path | bytes], 
     url = f"{api.endpoint}/{repo}" + (f"/tree/{revision}" if revision else "")
     console.print(
         f"publish: {'nothing has changed at' if unchanged else 'published at'} {url}, commit {commit.oid[:12]}",
-        highlight=False, soft_wrap=True,
-    )  # fmt: skip
+        highlight=False,
+        soft_wrap=True,
+    )
     return commit.oid, url
 
 

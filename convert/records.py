@@ -34,10 +34,14 @@ def write_measured_card(run_dir: Path, evaluation: str) -> None:
     drafter = run_dir / "vllm"
     checkpoint, train, quantized = checkpoint_of(drafter, run_dir / "checkpoint")
     card = render(
-        checkpoint, TargetConfig.model_validate(train["recipe"]["target"]), quantized=quantized, train=train,
-        extract=extraction_of(run_dir / "store", train), evaluate=evaluation_of(drafter, run_dir / evaluation),
+        checkpoint,
+        TargetConfig.model_validate(train["recipe"]["target"]),
+        quantized=quantized,
+        train=train,
+        extract=extraction_of(run_dir / "store", train),
+        evaluate=evaluation_of(drafter, run_dir / evaluation),
         evaluation=f"../{evaluation}",
-    )  # fmt: skip
+    )
     write_bytes(drafter / "README.md", card.encode())
 
 

@@ -103,9 +103,14 @@ def run_extract(recipe: Recipe, run_dir: Path, *, training_follows: bool = False
 
     if options.backend == "vllm" and options.machines is None:
         require_extraction(
-            recipe.engine, options, target.config, target=target.name,
-            target_bytes=weight_bytes(target.path, recipe.target.dtype, recipe.engine.options.get("quantization")), dtype=recipe.target.dtype, layers=len(layer_ids),
-        )  # fmt: skip
+            recipe.engine,
+            options,
+            target.config,
+            target=target.name,
+            target_bytes=weight_bytes(target.path, recipe.target.dtype, recipe.engine.options.get("quantization")),
+            dtype=recipe.target.dtype,
+            layers=len(layer_ids),
+        )
     run.claim(fresh=False)
     # The writer comes first: it refuses a second process, whose start would remove the first one's handoff folder.
     new_tokens, seconds = 0, 0.0

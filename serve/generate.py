@@ -60,9 +60,11 @@ def run_generate(recipe: Recipe, run_dir: Path, prompts: Prompts, out: Path, *, 
     check_options(recipe.engine)
     target = describe_target(prepare_target(recipe.target), recipe.target)
     speculative = method_config(
-        served_method(recipe, run_dir, k), target, own_drafter=run_dir / "vllm",
+        served_method(recipe, run_dir, k),
+        target,
+        own_drafter=run_dir / "vllm",
         tensor_parallel_size=recipe.engine.tensor_parallel_size,
-    )  # fmt: skip
+    )
     check_sampling(recipe, target, speculative)
     tokenizer = tokenizer_of(target.path, trust_remote_code=target.trust_remote_code)
     renderer = TurnRenderer(tokenizer, recipe.engine.max_model_len)
@@ -253,9 +255,13 @@ def _answer_all(
     work = chain([first], work)
     sampling = {name: value for name, value in recipe.sampling.parameters().items() if name != "max_tokens"}
     process = EngineProcess(
-        child, (arguments, sampling), name="generate", engine=recipe.engine, log=log,
+        child,
+        (arguments, sampling),
+        name="generate",
+        engine=recipe.engine,
+        log=log,
         advice="What was answered so far is kept; run the same command again to continue.",
-    )  # fmt: skip
+    )
     in_flight: dict[str, Row] = {}
     new = tokens = 0
 
@@ -323,9 +329,11 @@ def _line(row: Row, answer: Answered, renderer: TurnRenderer) -> dict[str, Any]:
         if asked.document is not None:
             found["text"] = asked.document
     found |= {
-        "response": answer.text, "finish_reason": answer.finish_reason, "prompt_tokens": len(row.turn.token_ids),
+        "response": answer.text,
+        "finish_reason": answer.finish_reason,
+        "prompt_tokens": len(row.turn.token_ids),
         "response_tokens": len(answer.token_ids) + row.answered,
-    }  # fmt: skip
+    }
     return found | ({"logprobs": answer.logprobs} if answer.logprobs is not None else {})
 
 

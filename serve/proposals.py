@@ -57,9 +57,15 @@ RECORDER = Path(__file__).with_name("record_proposals.py")
 
 
 def record(
-    drafters: Sequence[tuple[Path, str]], target_dir: Path, prompts: Sequence[Sequence[int]], *, k: int, max_tokens: int,
-    recorder: Path = RECORDER, trust_remote_code: bool = False,
-) -> list[Served]:  # fmt: skip
+    drafters: Sequence[tuple[Path, str]],
+    target_dir: Path,
+    prompts: Sequence[Sequence[int]],
+    *,
+    k: int,
+    max_tokens: int,
+    recorder: Path = RECORDER,
+    trust_remote_code: bool = False,
+) -> list[Served]:
     """Have stock vLLM answer prompts greedily in float32 and record every chain that it proposes.
 
     Args:

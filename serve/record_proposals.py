@@ -23,8 +23,10 @@ def main() -> None:
         sys.modules["draftsmith"] = None  # type: ignore[assignment]
         plugins = ",".join(name for name in plugins.split(",") if name != "draftsmith")
     os.environ |= {
-        "VLLM_ENABLE_V1_MULTIPROCESSING": "0", "VLLM_PLUGINS": plugins, "VLLM_LOGGING_LEVEL": "WARNING",
-    }  # fmt: skip
+        "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
+        "VLLM_PLUGINS": plugins,
+        "VLLM_LOGGING_LEVEL": "WARNING",
+    }
     import vllm  # noqa: F401 (for the forks)
 
     for number, drafter in enumerate(job["drafters"]):
@@ -56,13 +58,20 @@ def record(job: dict[str, Any], drafter: dict[str, Any]) -> dict[str, Any]:
     from vllm import LLM, SamplingParams
 
     llm = LLM(
-        model=job["target"], dtype="float32", max_model_len=job["longest"], enforce_eager=True, max_num_seqs=32, seed=0,
-        enable_prefix_caching=False, disable_log_stats=False, kv_cache_memory_bytes=1 << 30,
+        model=job["target"],
+        dtype="float32",
+        max_model_len=job["longest"],
+        enforce_eager=True,
+        max_num_seqs=32,
+        seed=0,
+        enable_prefix_caching=False,
+        disable_log_stats=False,
+        kv_cache_memory_bytes=1 << 30,
         async_scheduling=False,  # otherwise proposals stay in the worker
         trust_remote_code=job["trust_remote_code"],
         speculative_config={**drafter, "num_speculative_tokens": job["k"]},
         **job["arguments"],
-    )  # fmt: skip
+    )
     core: Any = llm.llm_engine.engine_core.engine_core
     scheduler = core.scheduler
     update = scheduler.update_draft_token_ids

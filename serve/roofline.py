@@ -28,8 +28,10 @@ def roofline(
         return None
     try:
         sizes = target_sizes(
-            target.config, quantization=recipe.engine.options.get("quantization"), trust_remote_code=target.trust_remote_code
-        )  # fmt: skip
+            target.config,
+            quantization=recipe.engine.options.get("quantization"),
+            trust_remote_code=target.trust_remote_code,
+        )
     except UserError as reason:  # what was measured is not lost for it
         console.print(f"tune: no roofline: {reason}", highlight=False, soft_wrap=True)
         return None
@@ -40,9 +42,14 @@ def roofline(
 
     def seconds(batch: int, tokens: int) -> float:
         step = EngineStep(
-            sizes, number, recipe.engine.tensor_parallel_size, batch, context, tokens=tokens,
+            sizes,
+            number,
+            recipe.engine.tensor_parallel_size,
+            batch,
+            context,
+            tokens=tokens,
             cached=cache_bytes(recipe.engine, recipe.target.dtype),
-        )  # fmt: skip
+        )
         return step.seconds(hardware)
 
     def drafting(k: int) -> float:

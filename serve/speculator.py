@@ -50,8 +50,11 @@ class Speculator:
         if k is not None:
             changes["num_speculative_tokens"] = k
         return method_config(
-            self.method.model_copy(update=changes), target, own_drafter=self.drafter_dir, tensor_parallel_size=tensor_parallel_size
-        )  # fmt: skip
+            self.method.model_copy(update=changes),
+            target,
+            own_drafter=self.drafter_dir,
+            tensor_parallel_size=tensor_parallel_size,
+        )
 
     def measured(self, recipe: Recipe) -> Recipe:
         """The recipe for measuring it: a method that takes the place of a drafter is not measured once more beside itself, and at its own

@@ -202,18 +202,23 @@ def print_tuned(tuned: Tuned) -> None:
             measured = tuned["measured"][batch].get(k) if tuned["measured"] else None
             arithmetic = tuned["roofline"][batch].get(k) if tuned["roofline"] else None
             table.add_row(
-                batch if k == next(iter(of_batch)) else "", k, f"{tuned['acceptance_length'][k]:.3f}",
-                f"{tuned['step_cost'][batch][k]:.2f}", f"{value:.2f}", _with_interval(measured) if measured else "",
+                batch if k == next(iter(of_batch)) else "",
+                k,
+                f"{tuned['acceptance_length'][k]:.3f}",
+                f"{tuned['step_cost'][batch][k]:.2f}",
+                f"{value:.2f}",
+                _with_interval(measured) if measured else "",
                 f"{arithmetic:.2f}" if arithmetic else "",
-            )  # fmt: skip
+            )
     console.print(table)
     for batch, one in (tuned["schedule_measured"] or {}).items():
         console.print(f"{batch} at once, with the schedule: {_with_interval(one)}, wall-clock", highlight=False)
     if tuned["pays"]:
         console.print(
             f"tune: num_speculative_tokens_per_batch_size = {json.dumps(tuned['schedule'])}; `draftsmith serve` uses it",
-            highlight=False, soft_wrap=True,
-        )  # fmt: skip
+            highlight=False,
+            soft_wrap=True,
+        )
     else:
         console.print("tune: speculation does not pay at any of these loads; `draftsmith serve` does not speculate")
 

@@ -42,9 +42,14 @@ class TuneEngines:
         self._one_for_every_k = serves_every_k(speculator.method, recipe.engine)
         tokens = self._most * (max(len(turn.token_ids) for turn in prompts) + max(options.tokens, _COST_TOKENS))
         placement = find_placement(
-            recipe.engine, target, [self.spec(k).speculative for k in (0, *self.ks)], dtypes=[recipe.target.dtype], tokens=tokens,
-            at_least=tokens, smaller="tune.concurrency",
-        )  # fmt: skip
+            recipe.engine,
+            target,
+            [self.spec(k).speculative for k in (0, *self.ks)],
+            dtypes=[recipe.target.dtype],
+            tokens=tokens,
+            at_least=tokens,
+            smaller="tune.concurrency",
+        )
         self.lineup: Lineup[int] = Lineup(placement, engine_starter(log_dir))
 
     def spec(self, key: int, schedule: Ranges = ()) -> EngineSpec:
@@ -68,10 +73,15 @@ class TuneEngines:
             split = self._recipe.engine.tensor_parallel_size
             speculative = self._speculator.config(self._target, split, k=k, ranges=ranges)
         return EngineSpec(
-            name=name, target=str(self._target.path), dtype=self._recipe.target.dtype, engine=self._recipe.engine,
-            trust_remote_code=self._target.trust_remote_code, speculative=speculative, max_num_seqs=self._most,
+            name=name,
+            target=str(self._target.path),
+            dtype=self._recipe.target.dtype,
+            engine=self._recipe.engine,
+            trust_remote_code=self._target.trust_remote_code,
+            speculative=speculative,
+            max_num_seqs=self._most,
             sampling=self._recipe.evaluate.sampling,
-        )  # fmt: skip
+        )
 
     def turns(self, keys: Sequence[int], schedule: Ranges = ()) -> Iterator[dict[int, EngineHost]]:
         """Groups of variants that are asked together, each with the baseline."""

@@ -56,16 +56,31 @@ def check_rope(shape: DecoderConfig, positions: torch.Tensor) -> None:
     read = LlamaConfig.from_dict(json.loads(json.dumps(Eagle3Drafter.vllm_layout.write(shape))))
     with set_current_vllm_config(VllmConfig()):
         rope = get_rope(
-            read.head_dim, max_position=read.max_position_embeddings, rope_parameters=read.rope_parameters,
+            read.head_dim,
+            max_position=read.max_position_embeddings,
+            rope_parameters=read.rope_parameters,
             dtype=torch.float32,
-        )  # fmt: skip
+        )
         expected, _ = rope.forward_native(positions, plain.clone(), plain[:, : shape.head_dim].clone())
     torch.testing.assert_close(found, expected.view_as(found), rtol=1e-4, atol=1e-4)
 
 
 def shape_of(rope: dict[str, Any], head_dim: int = 32) -> Eagle3Config:
     return Eagle3Config(
-        layer_ids=(1,), hidden_size=HIDDEN, intermediate_size=96, num_layers=1, num_attention_heads=2, num_key_value_heads=1,
-        head_dim=head_dim, hidden_act="silu", rms_norm_eps=1e-6, rope_parameters=rope, max_position_embeddings=512,
-        vocab_size=VOCAB, draft_vocab_size=VOCAB, norm_before_residual=False, fc_norm=False, norm_output=False,
-    )  # fmt: skip
+        layer_ids=(1,),
+        hidden_size=HIDDEN,
+        intermediate_size=96,
+        num_layers=1,
+        num_attention_heads=2,
+        num_key_value_heads=1,
+        head_dim=head_dim,
+        hidden_act="silu",
+        rms_norm_eps=1e-6,
+        rope_parameters=rope,
+        max_position_embeddings=512,
+        vocab_size=VOCAB,
+        draft_vocab_size=VOCAB,
+        norm_before_residual=False,
+        fc_norm=False,
+        norm_output=False,
+    )

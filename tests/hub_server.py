@@ -307,10 +307,18 @@ class _Handler(BaseHTTPRequestHandler):
             else None
         )
         data = yaml.safe_load(card[1]) if card else {}
-        self._send(200, {
-            "id": repo, "modelId": repo, "sha": commit, "private": found.private, "tags": data.get("tags", []),
-            "cardData": data, "siblings": [{"rfilename": name} for name in files],
-        })  # fmt: skip
+        self._send(
+            200,
+            {
+                "id": repo,
+                "modelId": repo,
+                "sha": commit,
+                "private": found.private,
+                "tags": data.get("tags", []),
+                "cardData": data,
+                "siblings": [{"rfilename": name} for name in files],
+            },
+        )
 
     def refs(self, repo: str) -> None:
         found, _ = self._repo(repo)

@@ -48,9 +48,14 @@ def save_llava_processor(directory: Path) -> LlavaConfig:
     tokenizer = _tokenizer(directory, IMAGE)
     images = CLIPImageProcessorPil(size={"shortest_edge": 28}, crop_size={"height": 28, "width": 28})
     LlavaProcessor(
-        images, tokenizer, patch_size=14, vision_feature_select_strategy="default", num_additional_image_tokens=1,
-        chat_template=tokenizer.chat_template, image_token=IMAGE,
-    ).save_pretrained(directory)  # fmt: skip
+        images,
+        tokenizer,
+        patch_size=14,
+        vision_feature_select_strategy="default",
+        num_additional_image_tokens=1,
+        chat_template=tokenizer.chat_template,
+        image_token=IMAGE,
+    ).save_pretrained(directory)
     _name_like_published_ones(directory)
     text = LLAMA.config()
     text.architectures = ["LlamaForCausalLM"]
@@ -81,9 +86,14 @@ def save_qwen_processor(directory: Path) -> Qwen2_5_VLConfig:
         Qwen2VLVideoProcessor(size=size),
         chat_template=tokenizer.chat_template,
     ).save_pretrained(directory)
-    text = TinyFamily("", "qwen2_5_vl_text", LLAMA.fields | {
-        "rope_parameters": {"rope_type": "default", "rope_theta": 1e4, "mrope_section": [4, 6, 6]},
-    }).config()  # fmt: skip
+    text = TinyFamily(
+        "",
+        "qwen2_5_vl_text",
+        LLAMA.fields
+        | {
+            "rope_parameters": {"rope_type": "default", "rope_theta": 1e4, "mrope_section": [4, 6, 6]},
+        },
+    ).config()
     ids = {
         f"{name}_token_id": tokenizer.convert_tokens_to_ids(token)
         for name, token in (("image", IMAGE), ("video", VIDEO), ("vision_start", BEFORE), ("vision_end", AFTER))
@@ -91,12 +101,17 @@ def save_qwen_processor(directory: Path) -> Qwen2_5_VLConfig:
     config = Qwen2_5_VLConfig(
         text_config=text.to_dict(),
         vision_config={
-            "depth": 2, "hidden_size": 64, "intermediate_size": 96, "num_heads": 2, "out_hidden_size": HIDDEN,
-            "fullatt_block_indexes": [1], "window_size": 56,
+            "depth": 2,
+            "hidden_size": 64,
+            "intermediate_size": 96,
+            "num_heads": 2,
+            "out_hidden_size": HIDDEN,
+            "fullatt_block_indexes": [1],
+            "window_size": 56,
         },
         architectures=["Qwen2_5_VLForConditionalGeneration"],
         **ids,
-    )  # fmt: skip
+    )
     config.save_pretrained(directory)
     return config
 

@@ -53,9 +53,15 @@ def predict(recipe: Recipe, run_dir: Path, *, store_dir: Path | None = None) -> 
         else:
             tensors = run.tensors
             found = predict_sampled_acceptance(
-                drafter, batches, k=k, sampling=sampling, norm=FinalNorm.of(tensors, run.target.facts.norm_eps).to(run.device),
-                head=tensors.lm_head.float().to(run.device), soft_cap=tensors.logit_soft_cap, own_text=run.text == sampling,
-            )  # fmt: skip
+                drafter,
+                batches,
+                k=k,
+                sampling=sampling,
+                norm=FinalNorm.of(tensors, run.target.facts.norm_eps).to(run.device),
+                head=tensors.lm_head.float().to(run.device),
+                soft_cap=tensors.logit_soft_cap,
+                own_text=run.text == sampling,
+            )
             lengths = found.greedy_drafts
     return {
         "sampling": sampling.record(),

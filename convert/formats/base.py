@@ -82,9 +82,13 @@ class Format:
         if look_up(record, _OF_TARGET) is True:
             tensors.pop(EMBEDDING, None)
         return Checkpoint(
-            kind, config.to_dict(), self._target_of(record) if target["name"] is None else dict(target), ids, tensors,
+            kind,
+            config.to_dict(),
+            self._target_of(record) if target["name"] is None else dict(target),
+            ids,
+            tensors,
             dict(training) if isinstance(training, Mapping) else {},
-        ).check()  # fmt: skip
+        ).check()
 
     def _target_of(self, record: Mapping[str, Any]) -> dict[str, Any]:
         """The target that `config.json` names."""

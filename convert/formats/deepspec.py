@@ -38,8 +38,7 @@ FORMAT = Format(
             ),
             names=same_names,
             fixed={**blocks.fixed_fields(), "markov_head_type": "vanilla"},
-            irrelevant=blocks.irrelevant_fields()
-            | {"auto_map", "layer_types", "num_anchors", "num_target_layers"},
+            irrelevant=blocks.irrelevant_fields() | {"auto_map", "layer_types", "num_anchors", "num_target_layers"},
             maps_vocabulary=True,
             refused=(blocks.needs_full_attention(), blocks.needs_vanilla_markov_head),
             shared=blocks.head_of_target(kept=True),
@@ -48,4 +47,4 @@ FORMAT = Format(
     recognize=_recognize,
     read_only="its drafters all predict from the row of the last known token, for which its config has no key",
     loaded_by_vllm="on GPUs",
-)  # fmt: skip
+)

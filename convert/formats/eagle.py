@@ -32,7 +32,9 @@ FORMAT = Format(
                 Entry("draft_vocab_size", int, f"{EXTRA}.draft_vocab_size", default=lambda _, c: c["vocab_size"]),
                 Entry("noise", float, f"{EXTRA}.noise", default=0.0),
                 Entry(
-                    "attention_bias", bool, f"{EXTRA}.attention_bias",
+                    "attention_bias",
+                    bool,
+                    f"{EXTRA}.attention_bias",
                     default=lambda source, _: "layers.0.self_attn.q_proj.bias" in source.shapes,
                 ),
                 Entry("fc_bias", bool, f"{EXTRA}.fc_bias", default=lambda source, _: "fc.bias" in source.shapes),
@@ -41,7 +43,8 @@ FORMAT = Format(
             names=same_names,
             fixed=LLAMA_FIXED,
             derived={
-                "architectures": lambda _: ["LlamaForCausalLM"], "model_type": lambda _: "llama",
+                "architectures": lambda _: ["LlamaForCausalLM"],
+                "model_type": lambda _: "llama",
                 "bias": lambda config: config.fc_bias,
             },
             irrelevant=LLAMA_IRRELEVANT | {"attention_bias"},
@@ -49,4 +52,4 @@ FORMAT = Format(
         )
     },
     recognize=_recognize,
-)  # fmt: skip
+)

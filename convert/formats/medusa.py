@@ -48,19 +48,26 @@ FORMAT = Format(
                 Entry("draft_vocab_size", int, f"{EXTRA}.draft_vocab_size", default=lambda _, c: c["vocab_size"]),
                 Entry("num_heads", int, "medusa_num_heads"),
                 Entry("num_layers", int, "medusa_num_layers", default=1),
-                Entry(
-                    "bias", bool, f"{EXTRA}.bias", default=lambda source, _: "0.0.linear.bias" in source.shapes
-                ),
+                Entry("bias", bool, f"{EXTRA}.bias", default=lambda source, _: "0.0.linear.bias" in source.shapes),
                 Entry("shared_head", bool, f"{EXTRA}.shared_head", default=False),
                 *target_fields(),
             ),
             names=_names,
             supported={"shared_head": (False,)},
-            irrelevant=frozenset({"architectures", "base_model_name_or_path", "dtype", "model_type", "torch_dtype",
-                               "transformers_version", "version"}),
+            irrelevant=frozenset(
+                {
+                    "architectures",
+                    "base_model_name_or_path",
+                    "dtype",
+                    "model_type",
+                    "torch_dtype",
+                    "transformers_version",
+                    "version",
+                }
+            ),
         )
     },
     recognize=_recognize,
     target_name="base_model_name_or_path",
     weights_file="medusa_lm_head.safetensors",
-)  # fmt: skip
+)

@@ -130,7 +130,9 @@ def _blocks_layout(
         ),
         names=same_names,
         fixed={
-            **blocks.fixed_fields(_LAYERS), "speculators_model_type": kind, **fixed,
+            **blocks.fixed_fields(_LAYERS),
+            "speculators_model_type": kind,
+            **fixed,
         },
         derived={
             **_derived(kind, architecture, layers="qwen3", tokens=lambda config: config.max_draft_tokens),
@@ -150,7 +152,7 @@ def _blocks_layout(
         taken_from_target=lambda config: frozenset(
             from_target | ({blocks.HEAD} if config.draft_vocab_size == config.vocab_size else set())
         ),
-    )  # fmt: skip
+    )
 
 
 _DFLASH = _blocks_layout(

@@ -29,10 +29,22 @@ def version() -> None:
 
 _LIKE_VLLM = (stages.serve, generate.generate)
 for command in (
-    stages.run, stages.extract, stages.train, convert.convert, predict.predict, evaluate.evaluate, stages.tune, stages.serve,
+    stages.run,
+    stages.extract,
+    stages.train,
+    convert.convert,
+    predict.predict,
+    evaluate.evaluate,
+    stages.tune,
+    stages.serve,
     generate.generate,
-    publish.publish, inspect.inspect, exchange.export, exchange.import_, doctor.doctor, version,
-):  # fmt: skip
+    publish.publish,
+    inspect.inspect,
+    exchange.export,
+    exchange.import_,
+    doctor.doctor,
+    version,
+):
     kind = VllmCommand if command in _LIKE_VLLM else None
     app.command(command.__name__.strip("_"), cls=kind)(command)
 

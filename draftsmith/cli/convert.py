@@ -85,9 +85,18 @@ def convert(
         raise UserError("Name a recipe, or a drafter's folder and --to FORMAT; --list prints the formats.")
     elif to is not None:
         figures = _convert_drafter(
-            source, to, out, named=named, target=target, trust_remote_code=trust_remote_code, dtype=dtype, vocabulary=vocabulary,
-            store=store, quantize=quantize, verify=verify,
-        )  # fmt: skip
+            source,
+            to,
+            out,
+            named=named,
+            target=target,
+            trust_remote_code=trust_remote_code,
+            dtype=dtype,
+            vocabulary=vocabulary,
+            store=store,
+            quantize=quantize,
+            verify=verify,
+        )
         if as_json:
             print_json(figures)
     else:
@@ -143,9 +152,18 @@ def _convert_drafter(
         weights: Weights = "all" if served else "shared" if reads else "none"
         info = describe(target, weights, trust_remote_code)
     return convert_checkpoint(
-        source, out, to=to, named=named, target=info, dtype=dtype, vocabulary=vocabulary, store=store, quantize=quantize,
-        verify=verify, served=_compare_with_vllm(info) if verify and to == "vllm" else None,
-    )  # fmt: skip
+        source,
+        out,
+        to=to,
+        named=named,
+        target=info,
+        dtype=dtype,
+        vocabulary=vocabulary,
+        store=store,
+        quantize=quantize,
+        verify=verify,
+        served=_compare_with_vllm(info) if verify and to == "vllm" else None,
+    )
 
 
 def _compare_with_vllm(target: TargetInfo | None) -> Callable[[Path, Drafter], dict[str, Any]] | None:

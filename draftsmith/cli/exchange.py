@@ -92,9 +92,14 @@ def import_(
     except ValueError:
         raise UserError(f"`--layer-ids {layer_ids}` must be integers with commas, as in 2,15,27,30.") from None
     figures: dict[str, Any] = import_states(
-        source, out, target=describe(target, "none", trust_remote_code), layer_ids=ids,
-        loss_mask=loss_mask, held_out_fraction=held_out_fraction, compression=compression,  # type: ignore[arg-type]
-    )  # fmt: skip
+        source,
+        out,
+        target=describe(target, "none", trust_remote_code),
+        layer_ids=ids,
+        loss_mask=loss_mask,
+        held_out_fraction=held_out_fraction,
+        compression=compression,  # type: ignore[arg-type]
+    )
     if as_json:
         print_json(figures)
 

@@ -74,8 +74,14 @@ def check_fits(
     layer_ids = recipe.extract.layer_ids or default_layer_ids(config.num_hidden_layers)
     if extraction and recipe.extract.backend == "vllm" and recipe.extract.machines is None:
         require_extraction(
-            recipe.engine, recipe.extract, config, target=name, target_bytes=target_bytes, dtype=dtype, layers=len(layer_ids)
-        )  # fmt: skip
+            recipe.engine,
+            recipe.extract,
+            config,
+            target=name,
+            target_bytes=target_bytes,
+            dtype=dtype,
+            layers=len(layer_ids),
+        )
     if not evaluation:
         return
     environment.require_parallelism(recipe.engine, config)
@@ -86,14 +92,18 @@ def check_fits(
     if not gpus:
         require_two_engines(
             recipe.engine, config, target=name, target_bytes=target_bytes, drafter_bytes=drafter_bytes, dtype=dtype
-        )  # fmt: skip
+        )
         return
     from draftsmith.serve.evaluation.lineup import place
 
     need = engine_memory(
-        config, target_bytes=target_bytes, drafter_bytes=drafter_bytes, dtype=dtype, tokens=recipe.engine.max_model_len,
+        config,
+        target_bytes=target_bytes,
+        drafter_bytes=drafter_bytes,
+        dtype=dtype,
+        tokens=recipe.engine.max_model_len,
         engine=recipe.engine,
-    )  # fmt: skip
+    )
     place(recipe.engine, gpus, [need], target=name, smaller="evaluate.concurrency")
 
 

@@ -55,8 +55,10 @@ def make_plan(recipe: Recipe) -> dict[str, Any]:
     if recipe.extract.backend == "vllm":
         states_arguments(config, recipe.engine.options)  # raises where vLLM hands out no states
     sizes = target_sizes(
-        config, quantization=recipe.engine.options.get("quantization"), trust_remote_code=recipe.target.trust_remote_code
-    )  # fmt: skip
+        config,
+        quantization=recipe.engine.options.get("quantization"),
+        trust_remote_code=recipe.target.trust_remote_code,
+    )
     layer_ids = recipe.extract.layer_ids or default_layer_ids(config.num_hidden_layers)
     check_layer_ids(layer_ids, config.num_hidden_layers)
     drafter = drafter_on_meta(recipe, config, layer_ids)
@@ -99,9 +101,17 @@ def drafter_on_meta(recipe: Recipe, config: PretrainedConfig, layer_ids: tuple[i
     kind = drafter_class(options.kind)
     vocabulary, last = config.vocab_size, config.num_hidden_layers
     target = TargetInfo(
-        path=Path(), name="", revision="", config_hash="", tokenizer_hash="", chat_template_hash=None,
-        num_hidden_layers=last, hidden_size=config.hidden_size, vocab_size=vocabulary, config=config,
-    )  # fmt: skip
+        path=Path(),
+        name="",
+        revision="",
+        config_hash="",
+        tokenizer_hash="",
+        chat_template_hash=None,
+        num_hidden_layers=last,
+        hidden_size=config.hidden_size,
+        vocab_size=vocabulary,
+        config=config,
+    )
     draft_vocabulary = min(options.draft_vocab_size or vocabulary, vocabulary)
     reads = layer_ids_to_read(options, target, layer_ids, where="this recipe's store")
     return kind.on_meta(kind.make_config(options, target, reads, draft_vocabulary))

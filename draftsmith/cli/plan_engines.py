@@ -114,9 +114,16 @@ def plan_extract(
             "starting engines": _starting(hardware, 1),
         }
     identity = StoreIdentity(
-        target="", target_revision="", target_config_hash="", tokenizer_hash="", chat_template_hash=None,
-        layer_ids=layer_ids, hidden_size=config.hidden_size, dtype=recipe.target.dtype, sampling={},
-    )  # fmt: skip
+        target="",
+        target_revision="",
+        target_config_hash="",
+        tokenizer_hash="",
+        chat_template_hash=None,
+        layer_ids=layer_ids,
+        hidden_size=config.hidden_size,
+        dtype=recipe.target.dtype,
+        sampling={},
+    )
     return StagePlan(
         tokens=round(conversations * length),
         disk_bytes=most_bytes(
@@ -211,15 +218,24 @@ def plan_evaluate(
     length = min(recipe.engine.max_model_len, math.ceil(assumed.prompt_tokens + answer_tokens))
     if hardware is not None and hardware.memory_gib is None:
         need = cpu_engine_memory(
-            config, target_bytes=sizes.weight_bytes(number), drafter_bytes=of_drafter, dtype=recipe.target.dtype,
-            kv_cache_bytes=recipe.engine.kv_cache_gib * GIB / 2, processes=recipe.engine.tensor_parallel_size,
-        )  # fmt: skip
+            config,
+            target_bytes=sizes.weight_bytes(number),
+            drafter_bytes=of_drafter,
+            dtype=recipe.target.dtype,
+            kv_cache_bytes=recipe.engine.kv_cache_gib * GIB / 2,
+            processes=recipe.engine.tensor_parallel_size,
+        )
     else:
         need = engine_memory(
-            config, target_bytes=sizes.weight_bytes(number), drafter_bytes=of_drafter, dtype=recipe.target.dtype,
-            tokens=max(recipe.engine.max_model_len, max(options.acceptance_batch_size, *options.concurrency, 1) * length),
+            config,
+            target_bytes=sizes.weight_bytes(number),
+            drafter_bytes=of_drafter,
+            dtype=recipe.target.dtype,
+            tokens=max(
+                recipe.engine.max_model_len, max(options.acceptance_batch_size, *options.concurrency, 1) * length
+            ),
             engine=recipe.engine,
-        )  # fmt: skip
+        )
     engines, gpus = 2, devices
     if hardware and hardware.memory_gib:
         memory = int(hardware.memory_gib * GIB)

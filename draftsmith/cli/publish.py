@@ -53,9 +53,15 @@ def publish(
     from draftsmith.target.hub import local_directory
 
     published = publish_drafter(
-        local_directory(place), repo, private=private, revision=revision, base_model=base_model, license=license,
-        evaluation=None if without_evaluation else evaluation, dry_run=dry_run,
-    )  # fmt: skip
+        local_directory(place),
+        repo,
+        private=private,
+        revision=revision,
+        base_model=base_model,
+        license=license,
+        evaluation=None if without_evaluation else evaluation,
+        dry_run=dry_run,
+    )
     if as_json:
         print_json(published)
     elif dry_run:

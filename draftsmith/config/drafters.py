@@ -329,8 +329,11 @@ class MlpOptions(DrafterOptions):
 
     serving: ClassVar = ServingSpec(
         method="eagle",  # our plugin replaces its proposer
-        architecture="EagleMLPSpeculatorModel", needs_plugin=True, single_pass=True, k_field="n_predict",
-    )  # fmt: skip
+        architecture="EagleMLPSpeculatorModel",
+        needs_plugin=True,
+        single_pass=True,
+        k_field="n_predict",
+    )
 
     kind: Literal["mlp_speculator"] = "mlp_speculator"
     n_predict: int = Field(3, ge=1)

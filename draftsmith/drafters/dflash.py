@@ -119,7 +119,10 @@ _VLLM = Layout(
     ),
     names=same_names,
     fixed={
-        **LLAMA_FIXED, "attention_bias": False, "dflash_config.use_aux_hidden_state": True, "dflash_config.sample_from_anchor": False,
+        **LLAMA_FIXED,
+        "attention_bias": False,
+        "dflash_config.use_aux_hidden_state": True,
+        "dflash_config.sample_from_anchor": False,
     },
     derived={
         "architectures": lambda _: [DFlashOptions.serving.architecture],
@@ -131,7 +134,7 @@ _VLLM = Layout(
     supported={"attention_bias": (False,)},
     maps_vocabulary=True,
     further_files={MASK_FILE: _mask_file},
-)  # fmt: skip
+)
 """For vLLM's `DFlashQwen3ForCausalLM` (vllm/model_executor/models/qwen3_dflash.py). The module already uses its tensor names."""
 
 

@@ -104,7 +104,7 @@ class DSparkDrafter(DFlashDrafter):
         fixed={**_DFLASH.fixed, "markov_head_type": "vanilla"},
         derived={**_DFLASH.derived, "architectures": lambda _: [DSparkOptions.serving.architecture]},
         further_files={},
-    )  # fmt: skip
+    )
     learns_mask: ClassVar = False
     config: DSparkConfig
 
@@ -142,9 +142,13 @@ class DSparkDrafter(DFlashDrafter):
         one_pass, drafted, read = DFlashDrafter.cost_of_pass(config, rows=rows, answered=answered)
         hidden, rank = config.hidden_size, min(config.markov_rank, config.hidden_size)
         flop = flop_of_fit_tokens(
-            one_pass, hidden=hidden, mixed=config.num_attention_heads * config.head_dim, layers=config.num_layers,
-            rows=drafted * config.max_draft_tokens, rank=rank,
-        )  # fmt: skip
+            one_pass,
+            hidden=hidden,
+            mixed=config.num_attention_heads * config.head_dim,
+            layers=config.num_layers,
+            rows=drafted * config.max_draft_tokens,
+            rank=rank,
+        )
         flop += 2.0 * (config.vocab_size + config.draft_vocab_size) * hidden * rank
         return replace(cost, flop=cost.flop + flop, rows_read=cost.rows_read + (1 + config.num_layers) * read)
 
@@ -154,10 +158,12 @@ class DSparkDrafter(DFlashDrafter):
     def loss_terms(self, options: BlockOptions) -> LossTerms:
         assert isinstance(options, DSparkOptions)
         return replace(
-            super().loss_terms(options), token_weight=options.token_weight, variation_weight=options.variation_weight,
+            super().loss_terms(options),
+            token_weight=options.token_weight,
+            variation_weight=options.variation_weight,
             confidence_weight=options.confidence_weight if options.enable_confidence_head else 0.0,
             supervised_prefix=options.supervised_prefix,
-        )  # fmt: skip
+        )
 
     def embedding_parameters(self) -> list[nn.Parameter]:
         confidence = self.confidence_head.parameters() if self.config.enable_confidence_head else ()

@@ -64,13 +64,14 @@ _VLLM = Layout(
     names=same_names,
     fixed={**LLAMA_FIXED, "bias": None},  # vLLM takes `bias` for one of the attention
     derived={
-        "architectures": lambda _: [EagleOptions.serving.architecture], "model_type": lambda _: "llama",
+        "architectures": lambda _: [EagleOptions.serving.architecture],
+        "model_type": lambda _: "llama",
         "tie_word_embeddings": lambda _: False,
     },
     irrelevant=LLAMA_IRRELEVANT,
     supported={"fc_bias": (False,)},
     quantizes=True,
-)  # fmt: skip
+)
 """For vLLM's `EagleLlamaForCausalLM` (vllm/model_executor/models/llama_eagle.py), which shares the target's embedding and head
 where the checkpoint has none."""
 

@@ -142,10 +142,11 @@ _VLLM = eagle3_layout(
         "tie_word_embeddings": lambda _: False,
         "num_aux_hidden_states": lambda config: len(config.layer_ids),
         "eagle_config": lambda config: {
-            "use_aux_hidden_state": True, "eagle_aux_hidden_state_layer_ids": list(config.layer_ids),
+            "use_aux_hidden_state": True,
+            "eagle_aux_hidden_state_layer_ids": list(config.layer_ids),
         },
     },
-)  # fmt: skip
+)
 """For vLLM's `Eagle3LlamaForCausalLM` (vllm/model_executor/models/llama_eagle3.py). The module already uses its tensor names."""
 
 

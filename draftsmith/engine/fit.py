@@ -63,19 +63,34 @@ def require_extraction(
     if not gpus:
         kv_cache = engine.kv_cache_gib * GIB / options.workers
         states = state_bytes(
-            config, layers=layers, dtype=dtype, engine=engine, kv_cache_bytes=kv_cache,
+            config,
+            layers=layers,
+            dtype=dtype,
+            engine=engine,
+            kv_cache_bytes=kv_cache,
             tokens=options.max_num_seqs * engine.max_model_len,
-        )  # fmt: skip
+        )
         one = cpu_engine_memory(
-            config, target_bytes=target_bytes, drafter_bytes=0, dtype=dtype, step_tokens=options.max_num_batched_tokens,
-            kv_cache_bytes=kv_cache, states=states, processes=engine.tensor_parallel_size,
-        )  # fmt: skip
+            config,
+            target_bytes=target_bytes,
+            drafter_bytes=0,
+            dtype=dtype,
+            step_tokens=options.max_num_batched_tokens,
+            kv_cache_bytes=kv_cache,
+            states=states,
+            processes=engine.tensor_parallel_size,
+        )
         _require("Extraction from", target, [one] * options.workers, "extract.workers, " if options.workers > 1 else "")
         return
     need = engine_memory(
-        config, target_bytes=target_bytes, drafter_bytes=0, dtype=dtype, tokens=engine.max_model_len,
-        engine=engine, extracts=True,
-    )  # fmt: skip
+        config,
+        target_bytes=target_bytes,
+        drafter_bytes=0,
+        dtype=dtype,
+        tokens=engine.max_model_len,
+        engine=engine,
+        extracts=True,
+    )
     least = replace(need, working=0)  # a guess, and nothing is to be refused that would run
     memory = min(gpu.memory_bytes for gpu in gpus)
     granted = memory * engine.gpu_memory_utilization
@@ -111,7 +126,7 @@ def _require_host(
     tokens = options.max_num_seqs * engine.max_model_len
     states = state_bytes(
         config, layers=layers, dtype=dtype, engine=engine, kv_cache_bytes=kv_cache_bytes, tokens=tokens
-    )  # fmt: skip
+    )
     step = options.max_num_batched_tokens
     buffer = copy_buffer_bytes(step * layers * config.hidden_size * BYTES[dtype], step)
     available, needed = available_memory(), options.workers * (states + buffer)
@@ -151,11 +166,15 @@ def require_two_engines(
     """
     needs = [
         cpu_engine_memory(
-            config, target_bytes=target_bytes, drafter_bytes=drafter, dtype=dtype, kv_cache_bytes=engine.kv_cache_gib * GIB / 2,
+            config,
+            target_bytes=target_bytes,
+            drafter_bytes=drafter,
+            dtype=dtype,
+            kv_cache_bytes=engine.kv_cache_gib * GIB / 2,
             processes=engine.tensor_parallel_size,
         )
         for drafter in (0, drafter_bytes)
-    ]  # fmt: skip
+    ]
     _require("Evaluating or tuning a drafter for", target, needs, "")
 
 

@@ -63,8 +63,10 @@ def say_overruled(stage: str, engine: EngineConfig, arguments: Mapping[str, Any]
         if name in arguments and arguments[name] != value:
             console.print(
                 f"{stage}: engine.options.{name} is not used here; this stage needs {_shown(arguments[name])}",
-                highlight=False, markup=False, soft_wrap=True,
-            )  # fmt: skip
+                highlight=False,
+                markup=False,
+                soft_wrap=True,
+            )
 
 
 def _shown(value: Any) -> str:

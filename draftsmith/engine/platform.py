@@ -130,8 +130,10 @@ def _say_added(given: str) -> None:
     console.print(
         f"VLLM_PLUGINS={given} leaves out Draftsmith's plugin for vLLM, which sampling on CPUs, MLP speculators and extraction need; engines "
         f"started here load {OWN_PLUGIN} as well",
-        highlight=False, markup=False, soft_wrap=True,
-    )  # fmt: skip
+        highlight=False,
+        markup=False,
+        soft_wrap=True,
+    )
 
 
 # ---- what vLLM says ----

@@ -27,9 +27,14 @@ class Bar:
         self._shown = shown
         if shown and console.is_terminal:
             self._live = Progress(
-                TextColumn("{task.description}"), BarColumn(), TextColumn("{task.completed}/{task.total} {task.fields[unit]}"),
-                TimeElapsedColumn(), TimeRemainingColumn(), TextColumn("{task.fields[figures]}"), console=console,
-            )  # fmt: skip
+                TextColumn("{task.description}"),
+                BarColumn(),
+                TextColumn("{task.completed}/{task.total} {task.fields[unit]}"),
+                TimeElapsedColumn(),
+                TimeRemainingColumn(),
+                TextColumn("{task.fields[figures]}"),
+                console=console,
+            )
             self._task = self._live.add_task(name, total=total, completed=done, unit=unit, figures="")
 
     def __enter__(self) -> Bar:

@@ -71,12 +71,18 @@ def measure_acceptance(
         ks = variants.ks if first else sorted({partial.best_k(options.k), options.acceptance_k})
         compared: list[Variant] = [*ks, *options.methods]
         found = in_batches(
-            lineup.turns(variants.engines([0, *compared]), lambda variant: 0), compared, suite, renderer,
-            piece=1 + max(map(variants.num_speculative_tokens, compared)), batch_size=options.acceptance_batch_size,
+            lineup.turns(variants.engines([0, *compared]), lambda variant: 0),
+            compared,
+            suite,
+            renderer,
+            piece=1 + max(map(variants.num_speculative_tokens, compared)),
+            batch_size=options.acceptance_batch_size,
             max_model_len=recipe.engine.max_model_len,
-            leave_out=beaten if first and options.engine_starts == 1 and variants.drafts_in_every_step else lambda variant, found: False,
+            leave_out=beaten
+            if first and options.engine_starts == 1 and variants.drafts_in_every_step
+            else lambda variant, found: False,
             token_for_token=options.sampling.greedy,
-        )  # fmt: skip
+        )
         if first:
             partial.k_curve = _k_curve(found, options.k, costs)
             most = max(map(least_requests, options.concurrency), default=0)
@@ -161,9 +167,13 @@ def in_batches(
                     answers[variant] += found
                     if token_for_token:
                         different += fidelity.differences_with_margins(
-                            engines[0], {turn.id: turn.token_ids for turn in batch.turns}, batch.baseline, found,
-                            engines[variant].config, variant if isinstance(variant, str) else None,
-                        )  # fmt: skip
+                            engines[0],
+                            {turn.id: turn.token_ids for turn in batch.turns},
+                            batch.baseline,
+                            found,
+                            engines[variant].config,
+                            variant if isinstance(variant, str) else None,
+                        )
                     done += len(batch.turns)
                     bar.update(done)
                 accepted[variant] = _by_prompt(engines[variant].counters() - before, batches, answers[variant])
@@ -218,8 +228,10 @@ def _say_left_out(suite: SuiteInput, batches: Sequence[_Batch]) -> None:
     if left_out := sum(1 + len(turn.later) for turn in suite.prompts) - asked:
         console.print(
             f"evaluate: {left_out} later turns of the suite `{suite.name}` are left out: after the answers before them they do not "
-            "fit into engine.max_model_len, or the chat template refuses them", highlight=False, soft_wrap=True,
-        )  # fmt: skip
+            "fit into engine.max_model_len, or the chat template refuses them",
+            highlight=False,
+            soft_wrap=True,
+        )
 
 
 def _control(
@@ -229,9 +241,14 @@ def _control(
     asked = [turn for batch in batches for turn in batch.turns]
     with Bar(f"{suite.name}: control", total=len(asked), unit="answers") as bar:
         return fidelity.control(
-            engine, [turn.token_ids for turn in asked], [answer for batch in batches for answer in batch.baseline],
-            piece=piece, batch_size=batch_size, max_model_len=max_model_len, on_batch=bar.update,
-        )  # fmt: skip
+            engine,
+            [turn.token_ids for turn in asked],
+            [answer for batch in batches for answer in batch.baseline],
+            piece=piece,
+            batch_size=batch_size,
+            max_model_len=max_model_len,
+            on_batch=bar.update,
+        )
 
 
 def _is_of(difference: Difference, variant: Variant) -> bool:

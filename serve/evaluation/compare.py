@@ -85,9 +85,7 @@ def compare(a: Mapping[str, Any], b: Mapping[str, Any]) -> list[Comparison]:
             )  # fmt: skip
     first = next(iter(a["suites"]))
     if first in shared and first == next(iter(b["suites"])):
-        speeds += [
-            (first, f"speedup, {n} at once", a["load"][n], b["load"][n]) for n in a["load"] if n in b["load"]
-        ]  # fmt: skip
+        speeds += [(first, f"speedup, {n} at once", a["load"][n], b["load"][n]) for n in a["load"] if n in b["load"]]
     speeds = [one for one in speeds if _conversations(_speed_prompts(*one[2:])) >= _FEWEST]
     if not acceptance and not speeds:
         raise UserError(
@@ -137,9 +135,7 @@ def _over_baseline(of: Mapping[str, Any]) -> tuple[Starts, Starts]:
 
 
 def _speed_prompts(a: Mapping[str, Any], b: Mapping[str, Any]) -> set[str]:
-    prompts = [
-        set(start["by_prompt"]) for of in (a, b) for one in _starts(of) for start in one
-    ]  # fmt: skip
+    prompts = [set(start["by_prompt"]) for of in (a, b) for one in _starts(of) for start in one]
     return set.intersection(*prompts)
 
 

@@ -136,9 +136,16 @@ def run_evaluate(recipe: Recipe, run_dir: Path) -> Results:
     if recipe.evaluate.concurrency:
         k_by_load = schedule_of(run_dir, recipe.tune.output, speculates_with.sha256)
     found = evaluate(
-        recipe, target, speculates_with, suites, renderer, k_by_load=k_by_load, predicted=predicted, log_dir=output,
+        recipe,
+        target,
+        speculates_with,
+        suites,
+        renderer,
+        k_by_load=k_by_load,
+        predicted=predicted,
+        log_dir=output,
         partial=partial,
-    )  # fmt: skip
+    )
     if speculates_with.own:
         _add_overlap(found, recipe, run_dir, prompts)
 
@@ -244,8 +251,9 @@ def _predicted(run_dir: Path, sampling: Sampling) -> dict[str, float] | None:
         console.print(
             f"evaluate: training predicted no acceptance length for answers like these ({sampling}); `draftsmith predict` does, from held-out "
             "responses that are sampled so",
-            highlight=False, soft_wrap=True,
-        )  # fmt: skip
+            highlight=False,
+            soft_wrap=True,
+        )
     return {str(k): float(value) for k, value in predicted.items()} if predicted else None
 
 
@@ -271,9 +279,15 @@ def _measure_rates(
     if len(asked) < wanted:
         console.print(f"evaluate: the first suite has {len(asked)} prompts, fewer than evaluate.request_prompts")
     at_request_rates(
-        recipe, target, speculative, asked, log_dir, placement=variants.placement, partial=partial,
+        recipe,
+        target,
+        speculative,
+        asked,
+        log_dir,
+        placement=variants.placement,
+        partial=partial,
         add_special_tokens=renderer.renderer.plain,
-    )  # fmt: skip
+    )
 
 
 def _suite(measured: MeasuredSuite, speed: Any, recipe: Recipe, k: int, timed_prompts: int) -> Suite:
@@ -324,8 +338,9 @@ def _add_overlap(found: Results, recipe: Recipe, run_dir: Path, prompts: Mapping
     if overlaps is None:
         console.print(
             "evaluate: not checked whether the suites were trained on: a store is missing, or an earlier version made it",
-            highlight=False, soft_wrap=True,
-        )  # fmt: skip
+            highlight=False,
+            soft_wrap=True,
+        )
     for name, suite in found["suites"].items():
         suite["overlap_with_training"] = None if overlaps is None else overlaps[name]
 
@@ -350,7 +365,7 @@ def _shown(found: Results, output: Path) -> Results:
             f"was not undecided (p = {one['rate_p_value']:.2g} for so many)"
             for what, one in verdicts.items()
             if one["verdict"] == "wrong"
-        ]  # fmt: skip
+        ]
     wrong += wrongly_sampled(found["sampled_fidelity"])
     if wrong:
         raise WrongAnswersError(

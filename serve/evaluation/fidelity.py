@@ -117,9 +117,13 @@ def differences_with_margins(
     names = list(contexts)
     found = differences(names, baseline, speculative, k=spec.num_speculative_tokens, method=method)
     add_margins(
-        found, contexts, dict(zip(names, baseline, strict=True)), dict(zip(names, speculative, strict=True)), engine.logit_margin,
+        found,
+        contexts,
+        dict(zip(names, baseline, strict=True)),
+        dict(zip(names, speculative, strict=True)),
+        engine.logit_margin,
         near_tie(spec.dtype, on_gpu=not is_cpu()),
-    )  # fmt: skip
+    )
     return found
 
 
@@ -208,10 +212,13 @@ def rate_p_value(count: int, tokens: int, control_count: int, control_tokens: in
     if count == 0:
         return 1.0
     logs = [
-        math.lgamma(total + 1) - math.lgamma(n + 1) - math.lgamma(total - n + 1)
-        + n * math.log(share) + ((total - n) * math.log1p(-share) if n < total else 0.0)
+        math.lgamma(total + 1)
+        - math.lgamma(n + 1)
+        - math.lgamma(total - n + 1)
+        + n * math.log(share)
+        + ((total - n) * math.log1p(-share) if n < total else 0.0)
         for n in range(count, total + 1)
-    ]  # fmt: skip
+    ]
     return min(1.0, math.fsum(math.exp(log) for log in logs))
 
 

@@ -104,12 +104,17 @@ class ConstantLoad:
         """The timing of every request that counts and had a share of the clock."""
         return [
             Timing(
-                index, self._tokens[index], self._seconds[index], self._first[index], self._per_token[index],
-                self._answers[index], *self._drafts[index],
+                index,
+                self._tokens[index],
+                self._seconds[index],
+                self._first[index],
+                self._per_token[index],
+                self._answers[index],
+                *self._drafts[index],
             )
             for index, request in enumerate(self._requests)
             if request.counted and self._seconds[index] > 0
-        ]  # fmt: skip
+        ]
 
     def _step(self) -> None:
         started = self._clock()

@@ -103,19 +103,27 @@ def find_placement(
     if not found:
         for dtype in dtypes:
             require_two_engines(
-                engine, target.config, target=target.name, target_bytes=targets[dtype], drafter_bytes=drafters[dtype],
+                engine,
+                target.config,
+                target=target.name,
+                target_bytes=targets[dtype],
+                drafter_bytes=drafters[dtype],
                 dtype=dtype,
-            )  # fmt: skip
+            )
         return Placement()
 
     def needs(tokens: int) -> list[EngineMemory]:
         return [
             engine_memory(
-                target.config, target_bytes=targets[dtype], drafter_bytes=drafters[dtype], dtype=dtype,
-                tokens=max(tokens, engine.max_model_len), engine=engine,
+                target.config,
+                target_bytes=targets[dtype],
+                drafter_bytes=drafters[dtype],
+                dtype=dtype,
+                tokens=max(tokens, engine.max_model_len),
+                engine=engine,
             )
             for dtype in dtypes
-        ]  # fmt: skip
+        ]
 
     try:
         return place(engine, found, needs(tokens), target=target.name, smaller=smaller)

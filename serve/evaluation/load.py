@@ -73,9 +73,15 @@ def at_request_rates(
                 at: dict[str, AtRate] = {}
                 for name in list(servers)[:: 1 if number % 2 else -1]:
                     client = _client(
-                        servers[name].url, rate, len(prompts), target, recipe.evaluate.timing_tokens, folder,
-                        recipe.evaluate.sampling, add_special_tokens=add_special_tokens,
-                    )  # fmt: skip
+                        servers[name].url,
+                        rate,
+                        len(prompts),
+                        target,
+                        recipe.evaluate.timing_tokens,
+                        folder,
+                        recipe.evaluate.sampling,
+                        add_special_tokens=add_special_tokens,
+                    )
                     at[name] = _ask(client, key, rate, len(prompts), folder / "result.json", log_dir)
                     bar.update(number * len(servers) + len(at))
                 partial.rates[f"{rate:g}"] = {"baseline": at["baseline"], "speculative": at["speculative"]}
@@ -100,9 +106,14 @@ def _start(
             {"baseline": None, "speculative": speculative}.items(), _free_ports(2), placement.places(), strict=True
         ):
             command = server_command(
-                without_tls, target.path, config, name=target.name, host="127.0.0.1", port=port,
+                without_tls,
+                target.path,
+                config,
+                name=target.name,
+                host="127.0.0.1",
+                port=port,
                 memory_share=place.memory_share,
-            )  # fmt: skip
+            )
             command.append("--no-enable-prefix-caching")  # the same prompts at every rate must cost the same
             log = ends.enter_context((log_dir / f"server-{name}.log").open("w", encoding="utf-8", buffering=1))
             url = f"http://127.0.0.1:{port}"
@@ -119,9 +130,16 @@ def _start(
 
 
 def _client(
-    url: str, rate: float, count: int, target: TargetInfo, max_tokens: int, folder: Path, sampling: Sampling,
-    *, add_special_tokens: bool,
-) -> list[str]:  # fmt: skip
+    url: str,
+    rate: float,
+    count: int,
+    target: TargetInfo,
+    max_tokens: int,
+    folder: Path,
+    sampling: Sampling,
+    *,
+    add_special_tokens: bool,
+) -> list[str]:
     """The load generator's command line."""
     return [
         sys.executable, "-m", "draftsmith.serve.evaluation.load_client", str(os.getpid()), "--backend", "openai", "--base-url", url,

@@ -184,10 +184,16 @@ def _suite_table(results: Results) -> str:
 
 def _categories(results: Results) -> str:
     rows = [
-        [name, category, str(found["prompts"]), f"{found['acceptance_length']:.3f}", _interval(found["acceptance_length_interval"])]
+        [
+            name,
+            category,
+            str(found["prompts"]),
+            f"{found['acceptance_length']:.3f}",
+            _interval(found["acceptance_length_interval"]),
+        ]
         for name, suite in results["suites"].items()
         for category, found in suite["categories"].items()
-    ]  # fmt: skip
+    ]
     if not rows:
         return ""
     headings = ("suite", "category", "prompts", "acceptance length", "95% interval")
@@ -267,7 +273,7 @@ def _configurations(results: Results) -> str:
         [suite_name, *_configuration(name, one, suite["throughput"])]
         for suite_name, suite in results["suites"].items()
         for name, one in suite["throughput"]["configurations"].items()
-    ]  # fmt: skip
+    ]
     return _table(("suite", *_CONFIGURATION_HEADINGS), rows)
 
 
@@ -304,15 +310,20 @@ def _load(results: Results) -> str:
         [size, *_configuration(name, one, at)]
         for size, at in load.items()
         for name, one in at["configurations"].items()
-    ]  # fmt: skip
+    ]
     ratios = [
         [
-            size, f"{at['speedup']['value']:.3f}", _interval(at["speedup"]["interval"]), at["fastest_speculative"], at["fastest_baseline"],
-            f"{at['speedup_over_fastest_baseline']['value']:.3f}", _interval(at["speedup_over_fastest_baseline"]["interval"]),
+            size,
+            f"{at['speedup']['value']:.3f}",
+            _interval(at["speedup"]["interval"]),
+            at["fastest_speculative"],
+            at["fastest_baseline"],
+            f"{at['speedup_over_fastest_baseline']['value']:.3f}",
+            _interval(at["speedup_over_fastest_baseline"]["interval"]),
             _interval(at["noise"]["interval"]),
         ]
         for size, at in load.items()
-    ]  # fmt: skip
+    ]
     headings = (
         "in flight", "speedup", "95% interval", "fastest speculative", "fastest baseline", "their ratio", "95% interval", "noise",
     )  # fmt: skip
@@ -362,9 +373,11 @@ def _examples(results: Results) -> str:
     ]
     for example in results["examples"]:
         text = "".join(
-            f'<b data-draft="{position}" title="draft token {position}">{escape(str(token))}</b>' if position else escape(str(token))
+            f'<b data-draft="{position}" title="draft token {position}">{escape(str(token))}</b>'
+            if position
+            else escape(str(token))
             for token, position in example["tokens"]
-        )  # fmt: skip
+        )
         parts.append(f'<p>{escape(example["question"])}</p>\n<div class="answer">{text}</div>\n')
     return "".join(parts)
 
@@ -377,11 +390,15 @@ def _curve_table(results: Results) -> str:
     predicted, faster = results["predicted_acceptance_length"] or {}, results["predicted_speedup"] or {}
     rows = [
         [
-            k, f"{point['acceptance_length']:.3f}", f"{predicted[k]:.3f}" if k in predicted else "",
-            f"{point['step_cost']:.3f}", f"{point['speedup']:.3f}", f"{faster[k]:.3f}" if k in faster else "",
+            k,
+            f"{point['acceptance_length']:.3f}",
+            f"{predicted[k]:.3f}" if k in predicted else "",
+            f"{point['step_cost']:.3f}",
+            f"{point['speedup']:.3f}",
+            f"{faster[k]:.3f}" if k in faster else "",
         ]
         for k, point in results["k_curve"].items()
-    ]  # fmt: skip
+    ]
     headings = (
         "K", "acceptance length", "predicted acceptance length", "step cost", "estimated speedup", "predicted speedup",
     )  # fmt: skip

@@ -164,15 +164,23 @@ def _judged(
     judged: dict[str, Fidelity] = {}
     for one in [one for one in engines if one.speculation != 0]:
         differing = fidelity.differences_with_margins(
-            engines[baseline], asked, list(own.values()), [answers[one][name] for name in own], engines[one].config,
+            engines[baseline],
+            asked,
+            list(own.values()),
+            [answers[one][name] for name in own],
+            engines[one].config,
             one.speculation if isinstance(one.speculation, str) else None,
-        )  # fmt: skip
+        )
         control = None
         if differing:
             control = fidelity.control(
-                engines[baseline], list(asked.values()), list(own.values()), piece=1 + engines[one].config.num_speculative_tokens,
-                batch_size=recipe.evaluate.acceptance_batch_size, max_model_len=recipe.engine.max_model_len,
-            )  # fmt: skip
+                engines[baseline],
+                list(asked.values()),
+                list(own.values()),
+                piece=1 + engines[one].config.num_speculative_tokens,
+                batch_size=recipe.evaluate.acceptance_batch_size,
+                max_model_len=recipe.engine.max_model_len,
+            )
         judged[one.name] = fidelity.judge(differing, list(own), list(own.values()), control)
     return judged
 
@@ -180,6 +188,9 @@ def _judged(
 def combined(load: Load, recipe: Recipe, partial: PartialResults) -> Throughput:
     """A load's figures over all engine starts."""
     return throughput(
-        [start[load.key] for start in partial.speeds], load.configurations(recipe), in_flight=load.in_flight,
-        requests=len(load.requests(recipe)) - load.in_flight, fidelity=partial.fidelity.get(load.key, {}),
-    )  # fmt: skip
+        [start[load.key] for start in partial.speeds],
+        load.configurations(recipe),
+        in_flight=load.in_flight,
+        requests=len(load.requests(recipe)) - load.in_flight,
+        fidelity=partial.fidelity.get(load.key, {}),
+    )

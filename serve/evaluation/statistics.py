@@ -57,11 +57,12 @@ def categories(by_prompt: Mapping[str, Sequence[int]], category_of: Mapping[str,
     return {
         name: {
             "prompts": len(part),
-            "acceptance_length": 1 + sum(accepted for _, accepted in part.values()) / max(1, sum(n for n, _ in part.values())),
+            "acceptance_length": 1
+            + sum(accepted for _, accepted in part.values()) / max(1, sum(n for n, _ in part.values())),
             "acceptance_length_interval": acceptance_interval(part),
         }
         for name, part in found.items()
-    }  # fmt: skip
+    }
 
 
 def decoding_steps(answer: Generated) -> int:
@@ -166,9 +167,7 @@ def gain(a: Starts, b: Starts, *, noise_a: Starts, noise_b: Starts, level: float
         ValueError: they have no prompt in common.
     """
     sums_a, sums_b = np.split(conversation_sums([*a, *b]), [len(a)])
-    groups = [
-        start_ratios(sums) for sums in (sums_a, sums_b, conversation_sums(noise_a), conversation_sums(noise_b))
-    ]  # fmt: skip
+    groups = [start_ratios(sums) for sums in (sums_a, sums_b, conversation_sums(noise_a), conversation_sums(noise_b))]
     samples_a = log_ratio_samples(sums_a)
     samples_b = log_ratio_samples(sums_b)
     # One draw for both: the difference of two means whose standard deviation is estimated together is one t variable.

@@ -40,8 +40,9 @@ def turn_renderer(target: TargetInfo, max_model_len: int) -> TurnRenderer:
     if renderer.renderer.plain:
         console.print(
             f"{target.name} has no chat template: prompts are given as plain text, and turns and answers joined by empty lines",
-            highlight=False, soft_wrap=True,
-        )  # fmt: skip
+            highlight=False,
+            soft_wrap=True,
+        )
     return renderer
 
 

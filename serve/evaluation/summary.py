@@ -129,8 +129,9 @@ def _print_throughput(name: str, of: Throughput) -> None:
         f"{name}: tok/s: {rates}. Speedup {ratio['value']:.2f} ({_ends(ratio)}; median of starts {ratio['median']:.2f}); "
         f"{of['fastest_speculative']} over {of['fastest_baseline']}: {fastest['value']:.2f} ({_ends(fastest)}); noise, baseline over baseline: "
         f"{noise['value']:.2f} ({_ends(noise)})",
-        highlight=False, soft_wrap=True,
-    )  # fmt: skip
+        highlight=False,
+        soft_wrap=True,
+    )
 
 
 def _ends(ratio: Ratio) -> str:

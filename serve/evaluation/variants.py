@@ -52,11 +52,14 @@ class Variants:
             self._for_every_k = speculator.config(target, recipe.engine.tensor_parallel_size, ranges=ranges)
         every: list[Variant] = [0, *self.ks, *options.methods]
         self.placement = find_placement(
-            recipe.engine, target, [self.speculative_config(one) for one in every],
+            recipe.engine,
+            target,
+            [self.speculative_config(one) for one in every],
             dtypes=sorted({one.dtype for one in configurations(recipe, self.ks[-1])}),
-            tokens=max(options.acceptance_batch_size, in_flight) * longest, at_least=in_flight * (longest + options.timing_tokens),
+            tokens=max(options.acceptance_batch_size, in_flight) * longest,
+            at_least=in_flight * (longest + options.timing_tokens),
             smaller="evaluate.concurrency",
-        )  # fmt: skip
+        )
         self._start = engine_starter(log_dir, warm_up=suites[0].prompts[0].token_ids)
 
     def speculative_config(self, variant: Variant) -> dict[str, Any] | None:
@@ -65,9 +68,11 @@ class Variants:
             split = self._recipe.engine.tensor_parallel_size
             if isinstance(variant, str):
                 self._configs[variant] = method_config(
-                    self._recipe.evaluate.methods[variant], self._target, own_drafter=self._speculator.drafter_dir,
+                    self._recipe.evaluate.methods[variant],
+                    self._target,
+                    own_drafter=self._speculator.drafter_dir,
                     tensor_parallel_size=split,
-                )  # fmt: skip
+                )
             else:
                 self._configs[variant] = self._speculator.config(self._target, split, k=variant)
         return self._configs[variant]
@@ -97,10 +102,16 @@ class Variants:
             name, config = f"drafter-{of.dtype}", self._for_every_k
             k_by_load = self._at_every_load(of.speculation)
         return EngineSpec(
-            name=name, target=str(self._target.path), dtype=of.dtype, engine=self._recipe.engine,
-            trust_remote_code=self._target.trust_remote_code, speculative=config, max_num_seqs=self._max_num_seqs, k_by_load=k_by_load,
+            name=name,
+            target=str(self._target.path),
+            dtype=of.dtype,
+            engine=self._recipe.engine,
+            trust_remote_code=self._target.trust_remote_code,
+            speculative=config,
+            max_num_seqs=self._max_num_seqs,
+            k_by_load=k_by_load,
             sampling=self._recipe.evaluate.sampling,
-        )  # fmt: skip
+        )
 
     def _at_every_load(self, k: int) -> tuple[tuple[int, int, int], ...]:
         return ((1, self._max_num_seqs, k),)

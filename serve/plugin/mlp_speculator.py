@@ -81,10 +81,17 @@ def proposer_v1(base: type[Any]) -> type[Any]:
             pass
 
         def propose(
-            self, num_speculative_tokens: int, target_token_ids: torch.Tensor, target_positions: torch.Tensor,
-            target_hidden_states: torch.Tensor, next_token_ids: torch.Tensor, token_indices_to_sample: torch.Tensor | None,
-            common_attn_metadata: Any, *_: Any, **__: Any,
-        ) -> torch.Tensor:  # fmt: skip
+            self,
+            num_speculative_tokens: int,
+            target_token_ids: torch.Tensor,
+            target_positions: torch.Tensor,
+            target_hidden_states: torch.Tensor,
+            next_token_ids: torch.Tensor,
+            token_indices_to_sample: torch.Tensor | None,
+            common_attn_metadata: Any,
+            *_: Any,
+            **__: Any,
+        ) -> torch.Tensor:
             self._last_draft_probs = None  # a greedy draft token has probability 1
             rows = token_indices_to_sample
             if rows is None:
@@ -116,10 +123,20 @@ def proposer_v2(base: type[Any]) -> type[Any]:
 
         @torch.inference_mode()
         def propose(
-            self, input_batch: Any, attn_metadata: Any, slot_mappings: Any, last_hidden_states: torch.Tensor,
-            aux_hidden_states: Any, num_sampled: torch.Tensor, num_rejected: torch.Tensor, last_sampled: torch.Tensor,
-            next_prefill_tokens: torch.Tensor, *_: Any, num_speculative_tokens: int | None = None, **__: Any,
-        ) -> torch.Tensor:  # fmt: skip
+            self,
+            input_batch: Any,
+            attn_metadata: Any,
+            slot_mappings: Any,
+            last_hidden_states: torch.Tensor,
+            aux_hidden_states: Any,
+            num_sampled: torch.Tensor,
+            num_rejected: torch.Tensor,
+            last_sampled: torch.Tensor,
+            next_prefill_tokens: torch.Tensor,
+            *_: Any,
+            num_speculative_tokens: int | None = None,
+            **__: Any,
+        ) -> torch.Tensor:
             count = input_batch.num_reqs
             steps = self.num_speculative_steps if num_speculative_tokens is None else num_speculative_tokens
             rows = input_batch.query_start_loc[1 : count + 1] - 1 - num_rejected[:count]

@@ -69,8 +69,10 @@ def main(names: list[str], known: Mapping[str, Benchmark], output: Path) -> int:
         for found, entry in figures.items():
             console.print(
                 f"{found}: {entry['value']:.3g} {entry['unit']} (against {entry['against']})",
-                highlight=False, markup=False, soft_wrap=True,
-            )  # fmt: skip
+                highlight=False,
+                markup=False,
+                soft_wrap=True,
+            )
         earlier = json.loads(output.read_text()) if output.exists() else {}
         write_json(output, earlier | figures)
     for line in table(measured):

@@ -69,11 +69,23 @@ def _checkpoint(directory: Path) -> int:
     from draftsmith.run.weights import Weight
 
     config = Eagle3Config(
-        layer_ids=(2, 16, 29), hidden_size=HIDDEN, intermediate_size=INNER, num_layers=1, num_attention_heads=32,
-        num_key_value_heads=8, head_dim=128, hidden_act="silu", rms_norm_eps=1e-5, max_position_embeddings=2048,
-        rope_parameters={"rope_type": "default", "rope_theta": 500000.0}, vocab_size=VOCAB, draft_vocab_size=VOCAB,
-        norm_before_residual=False, fc_norm=False, norm_output=False,
-    )  # fmt: skip
+        layer_ids=(2, 16, 29),
+        hidden_size=HIDDEN,
+        intermediate_size=INNER,
+        num_layers=1,
+        num_attention_heads=32,
+        num_key_value_heads=8,
+        head_dim=128,
+        hidden_act="silu",
+        rms_norm_eps=1e-5,
+        max_position_embeddings=2048,
+        rope_parameters={"rope_type": "default", "rope_theta": 500000.0},
+        vocab_size=VOCAB,
+        draft_vocab_size=VOCAB,
+        norm_before_residual=False,
+        fc_norm=False,
+        norm_output=False,
+    )
     shapes = {**Eagle3Drafter.shapes(config), EMBEDDING: (VOCAB, HIDDEN)}
     weights = {name: Weight.of(torch.randn(shape)) for name, shape in shapes.items()}
     directory.mkdir()

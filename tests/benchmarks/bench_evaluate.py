@@ -72,7 +72,7 @@ def shared_engine() -> dict[str, Figure]:
     methods = ", ".join(f"m{k}: {lookup % k}" for k in (2, 3, 5))
     peak = _evaluated(
         "eval-peak", "evaluate.k=[1,2,3,4]", f"evaluate.methods={{{methods}}}", "evaluate.engine_starts=1"
-    )["engine"]["peak_engines"]  # fmt: skip
+    )["engine"]["peak_engines"]
 
     recipe = load_recipe(Path("recipes/demo.yaml"))
     target = describe_target(prepare_target(recipe.target), recipe.target)
@@ -85,9 +85,14 @@ def shared_engine() -> dict[str, Figure]:
     def spec(name: str, **changes: Any) -> EngineSpec:
         method = own_drafter(RUN / "vllm").model_copy(update=changes)
         return EngineSpec(
-            name=name, target=str(target.path), dtype=recipe.target.dtype, engine=recipe.engine, max_num_seqs=1,
-            memory_share=1 / (len(ks) + 2), speculative=method_config(method, target, own_drafter=RUN / "vllm") if changes else None,
-        )  # fmt: skip
+            name=name,
+            target=str(target.path),
+            dtype=recipe.target.dtype,
+            engine=recipe.engine,
+            max_num_seqs=1,
+            memory_share=1 / (len(ks) + 2),
+            speculative=method_config(method, target, own_drafter=RUN / "vllm") if changes else None,
+        )
 
     every_k = spec("every-k", num_speculative_tokens_per_batch_size=((1, 1, ks[-1]),))
     specs = [spec("baseline"), *(spec(f"k{k}", num_speculative_tokens=k) for k in ks), every_k]
@@ -142,10 +147,16 @@ def _evaluated(output: str, *overrides: str) -> Results:
     recipe = load_recipe(
         Path("recipes/demo.yaml"),
         [
-            f"evaluate.output={output}", f"evaluate.k=[{K}]", f"evaluate.acceptance_k={K}", f"evaluate.engine_starts={STARTS}",
-            "evaluate.step_cost_prompts=1", "evaluate.examples=0", "evaluate.dtypes=[float32]", *overrides,
+            f"evaluate.output={output}",
+            f"evaluate.k=[{K}]",
+            f"evaluate.acceptance_k={K}",
+            f"evaluate.engine_starts={STARTS}",
+            "evaluate.step_cost_prompts=1",
+            "evaluate.examples=0",
+            "evaluate.dtypes=[float32]",
+            *overrides,
         ],
-    )  # fmt: skip
+    )
     _make_drafter(recipe)
     return run_evaluate(recipe, RUN)
 

@@ -104,7 +104,7 @@ def _times_of_a_start(
     with tempfile.TemporaryDirectory() as folder:
         config = EngineSpec(
             name="plain", target=str(target.path), dtype=recipe.target.dtype, engine=recipe.engine, max_num_seqs=AT_ONCE
-        )  # fmt: skip
+        )
         started: list[EngineHost] = []
         workers: dict[bool, _Worker] = {}
 
@@ -183,9 +183,15 @@ def memory_growth() -> dict[str, Figure]:
     with tempfile.TemporaryDirectory() as folder:
         directory = Path(folder)
         config = LlamaConfig(
-            hidden_size=64, intermediate_size=128, num_hidden_layers=3, num_attention_heads=2, num_key_value_heads=2,
-            head_dim=32, vocab_size=len(tokenizer), max_position_embeddings=1024,
-        )  # fmt: skip
+            hidden_size=64,
+            intermediate_size=128,
+            num_hidden_layers=3,
+            num_attention_heads=2,
+            num_key_value_heads=2,
+            head_dim=32,
+            vocab_size=len(tokenizer),
+            max_position_embeddings=1024,
+        )
         LlamaForCausalLM(config).save_pretrained(directory / "target")
         tokenizer.save_pretrained(directory / "target")
         generator = torch.Generator().manual_seed(0)

@@ -230,9 +230,12 @@ def _against_peer(recipe: Recipe, *, at_least: float = 0.0) -> dict[str, Figure]
     reached = length(peer.reported)
     also = f"{at_least} and " if at_least else ""
     return _figures(
-        recipe, text, peer.reported, bar=max(at_least, reached + ABOVE_PEER),
+        recipe,
+        text,
+        peer.reported,
+        bar=max(at_least, reached + ABOVE_PEER),
         against=f"{also}{ABOVE_PEER:.2f} above speculators' {reached:.4f} ({settings})",
-    )  # fmt: skip
+    )
 
 
 def _against_reference(recipe: Recipe) -> dict[str, Figure]:
@@ -281,9 +284,15 @@ def reference_outcome(recipe: Recipe, text: Text, *, lr: float, epochs: int) -> 
         column = text.store.identity.layer_ids.index(last)
         outcome = Outcome([], [])
         for _ in train_reference(
-            options.kind, drafter, tensors, text.store, column, epochs=epochs, lr=lr,
+            options.kind,
+            drafter,
+            tensors,
+            text.store,
+            column,
+            epochs=epochs,
+            lr=lr,
             steps=1 if options.kind == "eagle" else k,
-        ):  # fmt: skip
+        ):
             outcome.tuning.append(counts(drafter, text.tuning, [column], k=k))
             outcome.report.append(counts(drafter, text.report, [column], k=k))
         return outcome
@@ -317,9 +326,16 @@ def tuned_peer(recipe: Recipe, text: Text) -> tuple[Outcome, str]:
 
 
 def peer_outcome(
-    recipe: Recipe, target: TargetInfo, text: Text, vocabulary: torch.Tensor, *, layer_ids: tuple[int, ...] | None, lr: float,
-    epochs: int, fresh: bool = False,
-) -> Outcome:  # fmt: skip
+    recipe: Recipe,
+    target: TargetInfo,
+    text: Text,
+    vocabulary: torch.Tensor,
+    *,
+    layer_ids: tuple[int, ...] | None,
+    lr: float,
+    epochs: int,
+    fresh: bool = False,
+) -> Outcome:
     """One training of speculators' drafter. Its weights are checked to mean in our module what they mean in its own.
 
     Args:

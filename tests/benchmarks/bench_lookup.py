@@ -204,9 +204,14 @@ def _engine(recipe: Recipe, k: int) -> EngineSpec:
         prompt_lookup_max=TIMED_LOOKUP[1],
     ).keys()
     return EngineSpec(
-        name=f"ngram-{k}" if k else "baseline", target=str(learn_target().path), dtype=recipe.target.dtype, engine=recipe.engine,
-        speculative=speculative if k else None, max_num_seqs=1, memory_share=1 / (len(KS) + 1),
-    )  # fmt: skip
+        name=f"ngram-{k}" if k else "baseline",
+        target=str(learn_target().path),
+        dtype=recipe.target.dtype,
+        engine=recipe.engine,
+        speculative=speculative if k else None,
+        max_num_seqs=1,
+        memory_share=1 / (len(KS) + 1),
+    )
 
 
 def _decode(host: EngineHost, prompts: list[list[int]]) -> tuple[float, int, int]:

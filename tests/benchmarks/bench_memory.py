@@ -54,24 +54,46 @@ def _measure() -> tuple[int, int, int]:
 
     imported = peak_of_resident_set()
     config = Eagle3Config(
-        layer_ids=tuple(range(LAYERS)), hidden_size=HIDDEN, intermediate_size=INNER, num_layers=1,
-        num_attention_heads=HEADS, num_key_value_heads=KV_HEADS, head_dim=HEAD_DIM, hidden_act="silu", rms_norm_eps=1e-5,
-        rope_parameters={"rope_type": "default", "rope_theta": 100000.0}, max_position_embeddings=TOKENS,
-        vocab_size=VOCAB, draft_vocab_size=VOCAB, norm_before_residual=False, fc_norm=True, norm_output=False,
-    )  # fmt: skip
+        layer_ids=tuple(range(LAYERS)),
+        hidden_size=HIDDEN,
+        intermediate_size=INNER,
+        num_layers=1,
+        num_attention_heads=HEADS,
+        num_key_value_heads=KV_HEADS,
+        head_dim=HEAD_DIM,
+        hidden_act="silu",
+        rms_norm_eps=1e-5,
+        rope_parameters={"rope_type": "default", "rope_theta": 100000.0},
+        max_position_embeddings=TOKENS,
+        vocab_size=VOCAB,
+        draft_vocab_size=VOCAB,
+        norm_before_residual=False,
+        fc_norm=True,
+        norm_output=False,
+    )
     drafter = Eagle3Drafter(config, torch.randn(VOCAB, HIDDEN), torch.arange(VOCAB))
     drafter.lm_head.requires_grad_(False)
     loss = ChainLoss(
-        drafter, teacher_norm=torch.nn.RMSNorm(HIDDEN), teacher_head=drafter.lm_head.weight.detach().clone(),
-        ttt_steps=STEPS, ttt_loss_decay=0.8,
-    )  # fmt: skip
+        drafter,
+        teacher_norm=torch.nn.RMSNorm(HIDDEN),
+        teacher_head=drafter.lm_head.weight.detach().clone(),
+        ttt_steps=STEPS,
+        ttt_loss_decay=0.8,
+    )
     length = TOKENS // DOCUMENTS
     batch = pack(
         (
-            Sequence(i, False, torch.randint(0, VOCAB, (length + 1,)), torch.arange(length + 1) >= 2, torch.randn(length, LAYERS, HIDDEN))
+            Sequence(
+                i,
+                False,
+                torch.randint(0, VOCAB, (length + 1,)),
+                torch.arange(length + 1) >= 2,
+                torch.randn(length, LAYERS, HIDDEN),
+            )
             for i in range(DOCUMENTS)
-        ), steps=STEPS,
-    )  # fmt: skip
+        ),
+        steps=STEPS,
+    )
     loss(replace(batch, last_states=torch.randn(TOKENS, HIDDEN))).loss.backward()
     return imported, sum(x.nbytes for x in (*loss.parameters(), *loss.buffers())), peak_of_resident_set()
 

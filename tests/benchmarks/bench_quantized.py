@@ -50,11 +50,15 @@ def quantized_drafters() -> dict[str, Figure]:
                 convert_checkpoint(out, drafters[scheme], to="vllm")
         configs = [
             EngineSpec(
-                name=name, target=str(target), dtype="float32", engine=recipe.engine, memory_share=1 / len(drafters),
+                name=name,
+                target=str(target),
+                dtype="float32",
+                engine=recipe.engine,
+                memory_share=1 / len(drafters),
                 speculative=speculative_config(path, K),
             )
             for name, path in drafters.items()
-        ]  # fmt: skip
+        ]
         hosts = start_engines(configs, Path(folder))
         try:
             engines = dict(zip(drafters, hosts, strict=True))

@@ -125,10 +125,17 @@ def _write(directory: Path, form: Form, sequences: list[Sequence]) -> None:
     directory.mkdir()
     first = sequences[0].hidden_states
     identity = StoreIdentity(
-        target="bench", target_revision="", target_config_hash="", tokenizer_hash="", chat_template_hash=None,
-        layer_ids=tuple(range(first.shape[1])), hidden_size=first.shape[2], dtype="bfloat16", sampling={},
+        target="bench",
+        target_revision="",
+        target_config_hash="",
+        tokenizer_hash="",
+        chat_template_hash=None,
+        layer_ids=tuple(range(first.shape[1])),
+        hidden_size=first.shape[2],
+        dtype="bfloat16",
+        sampling={},
         states="int8" if form == "int8" else "exact",
-    )  # fmt: skip
+    )
     writer = StoreWriter(directory, identity, shard_tokens=8192, compression=form)
     for sequence in sequences:
         writer.append(sequence)

@@ -55,9 +55,11 @@ def tokens_at_once() -> dict[str, Figure]:
         found = {way: tokens(target, way) for way in WAYS}
         others = ", ".join(f"{way} {count:,.0f}" for way, count in found.items() if way != "handed over")
         figures[f"extract.tokens_at_once.{name.lower().replace(' ', '_')}"] = figure(
-            [found["handed over"]], "tokens/GiB",
-            f"{others}; {found['handed over'] / found['cache']:.1f} times the cache", direction="higher",
-        )  # fmt: skip
+            [found["handed over"]],
+            "tokens/GiB",
+            f"{others}; {found['handed over'] / found['cache']:.1f} times the cache",
+            direction="higher",
+        )
     return figures
 
 
@@ -109,9 +111,10 @@ def _config(specs: dict[str, Any], *, hybrid: bool) -> Any:
             return self.spec
 
     cache = SimpleNamespace(
-        get_resolved_kv_cache_layout=lambda: KVCacheLayout.LBNHC, num_gpu_blocks_override=None,
+        get_resolved_kv_cache_layout=lambda: KVCacheLayout.LBNHC,
+        num_gpu_blocks_override=None,
         prefix_cache_retention_interval=None,
-    )  # fmt: skip
+    )
     return SimpleNamespace(
         cache_config=cache,
         scheduler_config=SimpleNamespace(disable_hybrid_kv_cache_manager=not hybrid),

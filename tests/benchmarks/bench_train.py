@@ -186,9 +186,15 @@ def time_to_peer() -> dict[str, Figure]:
     recipe, target, text = bench_learn.learn_recipe("eagle3"), bench_learn.learn_target(), bench_learn.learn_text()
     best, settings = bench_learn.tuned_peer(recipe, text)
     again = bench_learn.peer_outcome(
-        recipe, target, text, bench_learn.peer_vocabulary(recipe, target, text.store), lr=best.more["lr"],
-        layer_ids=tuple(best.more["layer_ids"]), epochs=best.more["epochs"], fresh=True,
-    )  # fmt: skip
+        recipe,
+        target,
+        text,
+        bench_learn.peer_vocabulary(recipe, target, text.store),
+        lr=best.more["lr"],
+        layer_ids=tuple(best.more["layer_ids"]),
+        epochs=best.more["epochs"],
+        fresh=True,
+    )
     theirs, their_seconds = length(best.reported), again.more["seconds"][best.epoch - 1]
     ours, seconds = _timed_training(recipe.train.epochs / 2, text)
     against = f"speculators ({settings}): {theirs:.3f} in {their_seconds:.0f} s; ours: {ours:.3f} in {seconds:.0f} s"
@@ -248,17 +254,34 @@ def _ours(sequences: list[Sequence]) -> tuple[Callable[[], None], float]:
     recipe = load_recipe(bench_learn.RECIPES / "learn.yaml")
     options = recipe.train
     config = Eagle3Config(
-        layer_ids=tuple(range(FUSED)), hidden_size=HIDDEN, intermediate_size=INNER, num_layers=1,
-        num_attention_heads=HEADS, num_key_value_heads=KV_HEADS, head_dim=HEAD_DIM, hidden_act="silu", rms_norm_eps=1e-5,
-        rope_parameters={"rope_type": "default", "rope_theta": 100000.0}, max_position_embeddings=2048, vocab_size=VOCAB,
-        draft_vocab_size=DRAFT, norm_before_residual=False, fc_norm=True, norm_output=False,
-    )  # fmt: skip
+        layer_ids=tuple(range(FUSED)),
+        hidden_size=HIDDEN,
+        intermediate_size=INNER,
+        num_layers=1,
+        num_attention_heads=HEADS,
+        num_key_value_heads=KV_HEADS,
+        head_dim=HEAD_DIM,
+        hidden_act="silu",
+        rms_norm_eps=1e-5,
+        rope_parameters={"rope_type": "default", "rope_theta": 100000.0},
+        max_position_embeddings=2048,
+        vocab_size=VOCAB,
+        draft_vocab_size=DRAFT,
+        norm_before_residual=False,
+        fc_norm=True,
+        norm_output=False,
+    )
     drafter = Eagle3Drafter(config, torch.randn(VOCAB, HIDDEN), torch.arange(DRAFT))
     drafter.lm_head.requires_grad_(options.train_lm_head)
     loss = ChainLoss(
-        drafter, teacher_norm=torch.nn.RMSNorm(HIDDEN), teacher_head=torch.randn(DRAFT, HIDDEN) / HIDDEN**0.5,
-        ttt_steps=STEPS, ttt_loss_decay=options.ttt_loss_decay, loss=options.loss, loss_vocab_size=options.loss_vocab_size,
-    )  # fmt: skip
+        drafter,
+        teacher_norm=torch.nn.RMSNorm(HIDDEN),
+        teacher_head=torch.randn(DRAFT, HIDDEN) / HIDDEN**0.5,
+        ttt_steps=STEPS,
+        ttt_loss_decay=options.ttt_loss_decay,
+        loss=options.loss,
+        loss_vocab_size=options.loss_vocab_size,
+    )
     packed = pack(sequences, steps=STEPS, prompt_weight=options.prompt_loss_weight)
     batch = packed.with_layers(list(range(FUSED)), FUSED)
 
@@ -282,9 +305,15 @@ def step_of_kind(
         head.requires_grad_(options.train_lm_head)
     steps, terms = drafter.max_draft_tokens or options.ttt_steps, drafter.loss_terms(options.drafter)
     loss = (BlockLoss if terms.in_blocks else ChainLoss)(
-        drafter, teacher_norm=FinalNorm.of(tensors, target.facts.norm_eps), teacher_head=tensors.lm_head[vocabulary].float(),
-        ttt_steps=steps, ttt_loss_decay=options.ttt_loss_decay, loss=options.loss, loss_vocab_size=options.loss_vocab_size, terms=terms,
-    )  # fmt: skip
+        drafter,
+        teacher_norm=FinalNorm.of(tensors, target.facts.norm_eps),
+        teacher_head=tensors.lm_head[vocabulary].float(),
+        ttt_steps=steps,
+        ttt_loss_decay=options.ttt_loss_decay,
+        loss=options.loss,
+        loss_vocab_size=options.loss_vocab_size,
+        terms=terms,
+    )
     packed = pack(sequences, steps=steps, prompt_weight=options.prompt_loss_weight)
     draw = torch.Generator().manual_seed(0)
     lengths = [len(one.hidden_states) for one in sequences]

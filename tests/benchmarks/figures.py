@@ -59,6 +59,4 @@ def table(figures: dict[str, Figure]) -> list[str]:
         for name, entry in figures.items()
     ]
     widths = [max((len(row[column]) for row in rows), default=0) for column in range(5)]
-    return [
-        "  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip() for row in rows
-    ]  # fmt: skip
+    return ["  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip() for row in rows]

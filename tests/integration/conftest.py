@@ -53,10 +53,19 @@ def make_target(directory: Path) -> None:
     """A random Llama, tiny, with a tokenizer of single bytes."""
     torch.manual_seed(0)
     config = LlamaConfig(
-        hidden_size=TINY_HIDDEN, intermediate_size=128, num_hidden_layers=TINY_LAYERS, num_attention_heads=TINY_HEADS,
-        num_key_value_heads=TINY_HEADS, head_dim=32, vocab_size=TINY_VOCAB, max_position_embeddings=512, bos_token_id=None,
-        eos_token_id=256, tie_word_embeddings=False, initializer_range=0.1,
-    )  # fmt: skip
+        hidden_size=TINY_HIDDEN,
+        intermediate_size=128,
+        num_hidden_layers=TINY_LAYERS,
+        num_attention_heads=TINY_HEADS,
+        num_key_value_heads=TINY_HEADS,
+        head_dim=32,
+        vocab_size=TINY_VOCAB,
+        max_position_embeddings=512,
+        bos_token_id=None,
+        eos_token_id=256,
+        tie_word_embeddings=False,
+        initializer_range=0.1,
+    )
     LlamaForCausalLM(config).save_pretrained(directory)
     save_tokenizer(directory)
 
@@ -70,10 +79,18 @@ def make_mtp_target(directory: Path) -> None:
     torch.manual_seed(1)
     hidden = 64
     config = Qwen2Config(
-        hidden_size=hidden, intermediate_size=128, num_hidden_layers=2, num_attention_heads=2, num_key_value_heads=2,
-        vocab_size=TINY_VOCAB, max_position_embeddings=512, bos_token_id=None, eos_token_id=256, tie_word_embeddings=False,
+        hidden_size=hidden,
+        intermediate_size=128,
+        num_hidden_layers=2,
+        num_attention_heads=2,
+        num_key_value_heads=2,
+        vocab_size=TINY_VOCAB,
+        max_position_embeddings=512,
+        bos_token_id=None,
+        eos_token_id=256,
+        tie_word_embeddings=False,
         initializer_range=0.1,
-    )  # fmt: skip
+    )
     Qwen2ForCausalLM(config).save_pretrained(directory)
     weights = load_file(directory / "model.safetensors")
     block = {name: value for name, value in weights.items() if name.startswith("model.layers.1.")}
@@ -97,12 +114,15 @@ def train_drafters(
     for name, options in drafters.items():
         recipe = load_recipe(
             write_recipe(
-                folder, target, [prompt], ["Name three rivers."],
+                folder,
+                target,
+                [prompt],
+                ["Name three rivers."],
                 extract={"backend": "transformers", "max_tokens": 32, "temperature": temperature, "samples": 64},
                 train={"drafter": options, "epochs": 2, "tokens_per_step": 256, "ttt_steps": 2},
                 evaluate={"k": [1, 2, 3], "acceptance_k": 3},
             )
-        )  # fmt: skip
+        )
         run_extract(recipe, folder / "run")
         runs[name] = folder / name
         runs[name].mkdir()
@@ -177,10 +197,23 @@ def extract_conversations(folder: Path, target: Path, *, samples: int, **extract
 
     They have one to three user turns, answered turn by turn; some answers are ended by a text.
     """
-    path = write_recipe(folder, target, ["unused"], ["Hello there"], extract={
-        "turns": "all", "temperature": 0.8, "top_p": 0.9, "samples": samples, "stop": [".", "!"], "max_tokens": 12,
-        "max_num_seqs": 2, "shard_tokens": 64, **extract,
-    })  # fmt: skip
+    path = write_recipe(
+        folder,
+        target,
+        ["unused"],
+        ["Hello there"],
+        extract={
+            "turns": "all",
+            "temperature": 0.8,
+            "top_p": 0.9,
+            "samples": samples,
+            "stop": [".", "!"],
+            "max_tokens": 12,
+            "max_num_seqs": 2,
+            "shard_tokens": 64,
+            **extract,
+        },
+    )
     prompts = demo_prompts(12)
     rows = []
     for number in range(7):

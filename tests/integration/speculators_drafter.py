@@ -94,9 +94,11 @@ def _of_chain(model: Any, inputs: dict[str, torch.Tensor], job: dict[str, Any]) 
     model.lm_head.register_forward_hook(lambda module, arguments, output: heard.append(output[0]))
     rows = len(states)
     model(
-        hidden_states=states.flatten(1)[None], input_ids=ids[None, 1 : rows + 1],
-        document_ids=torch.zeros(1, rows, dtype=torch.long), ttt_steps=3,
-    )  # fmt: skip
+        hidden_states=states.flatten(1)[None],
+        input_ids=ids[None, 1 : rows + 1],
+        document_ids=torch.zeros(1, rows, dtype=torch.long),
+        ttt_steps=3,
+    )
     return torch.stack(heard)
 
 
@@ -114,9 +116,11 @@ def _of_depths(model: Any, inputs: dict[str, torch.Tensor], job: dict[str, Any])
     peagle.generate_cod_sample_indices = lambda **options: (anchors, depth_of)
     peagle.compute_metrics = metrics
     model(
-        hidden_states=states.flatten(1)[None], input_ids=ids[None, 1 : rows + 1],
-        document_ids=torch.zeros(1, rows, dtype=torch.long), verifier_last_hidden_states=torch.zeros(1, rows, states.shape[-1]),
-    )  # fmt: skip
+        hidden_states=states.flatten(1)[None],
+        input_ids=ids[None, 1 : rows + 1],
+        document_ids=torch.zeros(1, rows, dtype=torch.long),
+        verifier_last_hidden_states=torch.zeros(1, rows, states.shape[-1]),
+    )
     found = heard[0].new_zeros(depths, rows, heard[0].shape[-1])
     found[depth_of, anchors] = heard[0]
     return found
@@ -135,10 +139,13 @@ def _of_blocks(model: Any, inputs: dict[str, torch.Tensor], job: dict[str, Any])
 
     dflash.compute_metrics = dspark.compute_metrics = metrics
     model(
-        hidden_states=states.flatten(1)[None], input_ids=ids[None, :rows], loss_mask=mask,
-        verifier_last_hidden_states=torch.zeros(1, rows, states.shape[-1]), document_ids=torch.zeros(1, rows, dtype=torch.long),
+        hidden_states=states.flatten(1)[None],
+        input_ids=ids[None, :rows],
+        loss_mask=mask,
+        verifier_last_hidden_states=torch.zeros(1, rows, states.shape[-1]),
+        document_ids=torch.zeros(1, rows, dtype=torch.long),
         max_anchors=len(anchors),
-    )  # fmt: skip
+    )
     return heard[0].unflatten(0, (len(anchors), -1))
 
 

@@ -28,8 +28,13 @@ def make_drafter(target: Path, folder: Path, *, causal: bool) -> DSparkDrafter:
     """A random drafter in the directory `folder`, whose draft tokens depend on the context, on every norm and on the token before."""
     torch.manual_seed(0)
     options = DSparkOptions(
-        block_size=K, num_layers=2, draft_vocab_size=200, causal=causal, sample_from_anchor=True, enable_confidence_head=True
-    )  # fmt: skip
+        block_size=K,
+        num_layers=2,
+        draft_vocab_size=200,
+        causal=causal,
+        sample_from_anchor=True,
+        enable_confidence_head=True,
+    )
     config = DSparkDrafter.make_config(options, describe_target(target), (1, 2, TINY_LAYERS), 200)
     ids = torch.randperm(TINY_VOCAB)[:200].sort().values
     drafter = DSparkDrafter.from_target(config, load_target_tensors(target), ids)
@@ -62,9 +67,12 @@ def test_trained_equals_served(tmp_path: Path) -> None:
         )
         # The same weights as blocks whose anchor row does not draft: what the plugin would do without `sample_from_anchor`.
         other = type(drafter)(
-            type(drafter.config).from_dict(drafter.config.to_dict() | {"sample_from_anchor": False, "block_size": K + 1}),
-            drafter.embedding, drafter.draft_token_ids,
-        )  # fmt: skip
+            type(drafter.config).from_dict(
+                drafter.config.to_dict() | {"sample_from_anchor": False, "block_size": K + 1}
+            ),
+            drafter.embedding,
+            drafter.draft_token_ids,
+        )
         other.load_state_dict(drafter.state_dict())
         with pytest.raises(DraftsmithError, match="computes other draft tokens"):
             compare_proposals(found, other.eval(), target)

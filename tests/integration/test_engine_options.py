@@ -35,9 +35,12 @@ def extract(recipe: Recipe, folder: Path) -> Store:
 def serve(recipe: Recipe, log_dir: Path) -> EngineHost:
     """The baseline's engine of an evaluation of this recipe."""
     spec = EngineSpec(
-        name="baseline", target=str(recipe.target.model), dtype=recipe.target.dtype, engine=recipe.engine,
+        name="baseline",
+        target=str(recipe.target.model),
+        dtype=recipe.target.dtype,
+        engine=recipe.engine,
         trust_remote_code=recipe.target.trust_remote_code,
-    )  # fmt: skip
+    )
     return EngineHost(spec, log_dir).start()
 
 
@@ -61,9 +64,13 @@ def test_options_reach_extraction_and_evaluation(tmp_path: Path, capsys: pytest.
     own = {"model_type": "own", "auto_map": {"AutoConfig": "configuration_own.OwnConfig"}}
     (target / "config.json").write_text(json.dumps(config | own))
     path = write_recipe(
-        tmp_path, target, PROMPTS[1:], PROMPTS[:1], extract={"max_tokens": 16, "layer_ids": [1, 2, 3]},
+        tmp_path,
+        target,
+        PROMPTS[1:],
+        PROMPTS[:1],
+        extract={"max_tokens": 16, "layer_ids": [1, 2, 3]},
         engine={"max_model_len": 128, "options": {"hf_overrides": {"rope_parameters": rope}, "async_scheduling": True}},
-    )  # fmt: skip
+    )
     recipe = load_recipe(path, ["target.trust_remote_code=true"])
     store = extract(recipe, tmp_path)
     assert "engine.options.async_scheduling is not used here" in capsys.readouterr().err

@@ -46,8 +46,10 @@ def test_speculators_train_on_an_exported_store(tmp_path: Path) -> None:
         assert f"{split}.{len(indices)}.input_ids" not in rows
         for number, index in enumerate(indices):
             expected, count = store[index], store.length(index)
-            row = {name: rows[f"{split}.{number}.{name}"] for name in (
-                "input_ids", "loss_mask", "hidden_states", "verifier_last_hidden_states")}  # fmt: skip
+            row = {
+                name: rows[f"{split}.{number}.{name}"]
+                for name in ("input_ids", "loss_mask", "hidden_states", "verifier_last_hidden_states")
+            }
             assert row["input_ids"].tolist() == expected.token_ids[:count].tolist()
             assert row["loss_mask"].tolist() == expected.loss_mask[:count].tolist()
             assert torch.equal(row["hidden_states"], expected.hidden_states[:, :-1].flatten(1))

@@ -74,9 +74,13 @@ def check_states(store: Store, target: Path, prompts: list[str], mode: str) -> N
     model = AutoModelForCausalLM.from_pretrained(target, dtype=torch.float32).eval()
     tokenizer = AutoTokenizer.from_pretrained(target)
     asked = {
-        tuple(tokenizer.apply_chat_template([{"role": "user", "content": p}], add_generation_prompt=True, return_dict=False))
+        tuple(
+            tokenizer.apply_chat_template(
+                [{"role": "user", "content": p}], add_generation_prompt=True, return_dict=False
+            )
+        )
         for p in prompts
-    }  # fmt: skip
+    }
     for sequence in store:
         inputs = sequence.token_ids[: len(sequence.hidden_states)]
         expected = reference_states(model, inputs, store.identity.layer_ids)

@@ -67,7 +67,9 @@ def commands(target: Path, port: int) -> list[str]:
     """The document's code blocks with this target and port in place of its own."""
     blocks = re.findall(r"```(?:bash|python)\n(.*?)```", _DOCUMENT.read_text(), re.DOTALL)
     assert len(blocks) == 3
-    return [block.replace("HuggingFaceTB/SmolLM2-135M-Instruct", str(target)).replace("8000", str(port)) for block in blocks]  # fmt: skip
+    return [
+        block.replace("HuggingFaceTB/SmolLM2-135M-Instruct", str(target)).replace("8000", str(port)) for block in blocks
+    ]
 
 
 def environment() -> dict[str, str]:

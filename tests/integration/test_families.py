@@ -102,13 +102,16 @@ def test_a_family_goes_the_whole_way(tiny: TinyFamily, tmp_path: Path) -> None:
     drafter = {"kind": "medusa"} if kind == "medusa" else {"draft_vocab_size": 128}
     recipe = load_recipe(
         write_recipe(
-            tmp_path, target, PROMPTS[:-1], PROMPTS[-1:],
+            tmp_path,
+            target,
+            PROMPTS[:-1],
+            PROMPTS[-1:],
             engine={"max_model_len": 256, "kv_cache_gib": 0.25},
             extract={"max_tokens": 48, "max_num_seqs": 8, "layer_ids": [LAYERS, 1, 2]},
             train={"drafter": drafter, "epochs": 4, "tokens_per_step": 128, "ttt_steps": 2},
             evaluate={"k": [1, 2, 3], "acceptance_k": 3},
         )
-    )  # fmt: skip
+    )
     if tiny.name in NOT_HERE:
         with pytest.raises(DraftsmithError, match=NOT_HERE[tiny.name][0]):
             run_extract(recipe, tmp_path / "run", training_follows=True)
@@ -184,10 +187,13 @@ def test_targets_with_sliding_windows(name: str, tmp_path: Path) -> None:
     layer_ids = (1, 2, 4)
     prompts = [prompt for prompt in demo_prompts(40) if len(prompt) < 250][:12]
     path = write_recipe(
-        tmp_path, tmp_path / "target", prompts, ["Hello there"],
+        tmp_path,
+        tmp_path / "target",
+        prompts,
+        ["Hello there"],
         extract={"max_tokens": 96, "max_num_seqs": 12, "layer_ids": list(layer_ids), "max_num_batched_tokens": 64},
         engine={"kv_cache_gib": 0.001},
-    )  # fmt: skip
+    )
     run_extract(load_recipe(path), tmp_path / "run")
     log = (tmp_path / "run" / "store" / "engine.log").read_text()
     assert "preempt" in log.lower(), "the cache was large enough for all: the test tests nothing"

@@ -75,8 +75,11 @@ def _verdict(
 ) -> Fidelity:
     found = fidelity.differences(names, baseline, answers, k=3)
     fidelity.add_margins(
-        found, dict(zip(names, prompts, strict=True)), dict(zip(names, baseline, strict=True)),
-        dict(zip(names, answers, strict=True)), engine.logit_margin,
+        found,
+        dict(zip(names, prompts, strict=True)),
+        dict(zip(names, baseline, strict=True)),
+        dict(zip(names, answers, strict=True)),
+        engine.logit_margin,
         fidelity.near_tie(DTYPE, on_gpu=False),
-    )  # fmt: skip
+    )
     return fidelity.judge(found, names, baseline, against)

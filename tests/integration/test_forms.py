@@ -35,9 +35,13 @@ LAYER_IDS = (1, 2, 3)
 def extract(target: Path, folder: Path, *, dtype: str = "float32", options: Mapping[str, str] = {}) -> Store:
     folder.mkdir(exist_ok=True)
     path = write_recipe(
-        folder, target, PROMPTS[1:], PROMPTS[:1], engine={"max_model_len": 128, "options": dict(options)},
+        folder,
+        target,
+        PROMPTS[1:],
+        PROMPTS[:1],
+        engine={"max_model_len": 128, "options": dict(options)},
         extract={"max_tokens": 16, "layer_ids": [*LAYER_IDS]},
-    )  # fmt: skip
+    )
     run_extract(load_recipe(path, [f"target.dtype={dtype}"]), folder / "run")
     store = Store(folder / "run" / "store")
     assert len(store) == len(PROMPTS)

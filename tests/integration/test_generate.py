@@ -30,9 +30,13 @@ def test_answers_are_those_of_the_baseline_and_of_extraction(tmp_path: Path) -> 
     make_drafter(run_dir / "vllm", tmp_path / "target")
     texts = [text[:40] for text in demo_prompts(12)]
     path = write_recipe(
-        tmp_path, tmp_path / "target", texts, ["Hello there"], extract={**SAMPLING, "layer_ids": [1, 2, 3]},
+        tmp_path,
+        tmp_path / "target",
+        texts,
+        ["Hello there"],
+        extract={**SAMPLING, "layer_ids": [1, 2, 3]},
         sampling={**SAMPLING, "logprobs": 0},
-    )  # fmt: skip
+    )
     prompts = Prompts(path=str(tmp_path / "train.jsonl"))
     answers: dict[str, list[list[int]]] = {}
     for name, overrides in (("baseline", ["serve.method={method: none}"]), ("drafter", [])):

@@ -58,12 +58,15 @@ def test_images_go_the_whole_way(
         for seed, (name, size) in enumerate(SIZES.items())
     }
     path = write_recipe(
-        tmp_path, target, [], [],
+        tmp_path,
+        target,
+        [],
+        [],
         engine={"max_model_len": 256, "kv_cache_gib": 0.25},
         extract={"max_tokens": 48, "max_num_seqs": 8, "layer_ids": [LAYERS, 1, 2]},
         train={"drafter": drafter, "epochs": 4, "tokens_per_step": 128, "ttt_steps": 2},
         evaluate={"k": [1, 2, 3], "acceptance_k": 3},
-    )  # fmt: skip
+    )
     for name, asked in (("train", ASKED), ("held", HELD_OUT)):
         rows = [{"messages": [message(text, images, files)]} for text, images in asked.items()]
         (tmp_path / f"{name}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))

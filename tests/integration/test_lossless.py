@@ -135,9 +135,15 @@ def prompt_of(target: TargetInfo) -> list[int]:
 
 
 def draw(
-    target: TargetInfo, configs: dict[str, dict[str, Any]], planted: tuple[float, ...], folder: Path, *, long: bool,
-    samples: int = SAMPLES, seed: int = SEED,
-) -> tuple[dict[str, Answers], EngineHost]:  # fmt: skip
+    target: TargetInfo,
+    configs: dict[str, dict[str, Any]],
+    planted: tuple[float, ...],
+    folder: Path,
+    *,
+    long: bool,
+    samples: int = SAMPLES,
+    seed: int = SEED,
+) -> tuple[dict[str, Answers], EngineHost]:
     """Answers of the baseline, of an engine for each method, and of one for each planted bug, with the target as its own draft
     model; and the baseline engine, still running."""
     variants: dict[str, tuple[type[EngineSpec], dict[str, Any]]] = {"baseline": (EngineSpec, {"speculative": None})}
@@ -146,12 +152,17 @@ def draw(
         variants[f"planted {bias}"] = (_BiasedSampler, {"speculative": configs["draft_model"], "bias": bias})
     engines = [
         kind(
-            name=name.replace(" ", "-"), target=str(target.path), dtype="float32",
-            engine=EngineConfig(max_model_len=256, kv_cache_gib=1.0), max_num_seqs=AT_ONCE, seed=seed,
-            memory_share=1 / len(variants), **options,
+            name=name.replace(" ", "-"),
+            target=str(target.path),
+            dtype="float32",
+            engine=EngineConfig(max_model_len=256, kv_cache_gib=1.0),
+            max_num_seqs=AT_ONCE,
+            seed=seed,
+            memory_share=1 / len(variants),
+            **options,
         )
         for name, (kind, options) in variants.items()
-    ]  # fmt: skip
+    ]
     prompt = prompt_of(target)
     hosts = start_engines(engines, folder)
     answers = {}
@@ -257,10 +268,12 @@ def test_predicted_acceptance_at_a_temperature(
     assert answers.counters.drafts == sum(len(one.accepted) for one in answers.long)
     served, error = lengths(
         [
-            1 + sum(sum(one.accepted) for one in answers.long[i::GROUPS]) / sum(len(one.accepted) for one in answers.long[i::GROUPS])
+            1
+            + sum(sum(one.accepted) for one in answers.long[i::GROUPS])
+            / sum(len(one.accepted) for one in answers.long[i::GROUPS])
             for i in range(GROUPS)
         ]
-    )  # fmt: skip
+    )
 
     drafter, tensors = load_drafter(methods.runs[kind], target.path), load_target_tensors(target.path)
     model = AutoModelForCausalLM.from_pretrained(target.path, dtype=torch.float32).eval()
@@ -279,12 +292,17 @@ def test_predicted_acceptance_at_a_temperature(
         return lengths(
             [
                 predict_sampled_acceptance(
-                    drafter, [pack([one], steps=K).with_layers(columns, len(layers) - 1) for one in sequences[i::GROUPS]],
-                    k=K, sampling=Sampling(temperature), norm=norm, head=tensors.lm_head.float(), own_text=own_text,
+                    drafter,
+                    [pack([one], steps=K).with_layers(columns, len(layers) - 1) for one in sequences[i::GROUPS]],
+                    k=K,
+                    sampling=Sampling(temperature),
+                    norm=norm,
+                    head=tensors.lm_head.float(),
+                    own_text=own_text,
                 ).greedy_drafts[K]
                 for i in range(GROUPS)
             ]
-        )  # fmt: skip
+        )
 
     length, error_of_prediction = predicted(TEMPERATURE)
     exact, error_of_exact = predicted(TEMPERATURE, own_text=True)

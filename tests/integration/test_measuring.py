@@ -55,14 +55,25 @@ def test_sampled_answers_are_accepted_as_predicted_and_follow_the_target(folder:
     recipe = recipe_of(
         folder,
         extract={
-            "held_out": {"path": str(folder / "many.jsonl")}, "backend": "transformers", "temperature": TEMPERATURE, "top_p": TOP_P,
-            "max_tokens": TOKENS, "layer_ids": [1, 2, 3],
+            "held_out": {"path": str(folder / "many.jsonl")},
+            "backend": "transformers",
+            "temperature": TEMPERATURE,
+            "top_p": TOP_P,
+            "max_tokens": TOKENS,
+            "layer_ids": [1, 2, 3],
         },
         evaluate={
-            "suites": {"held_out": {"prompts": "held_out"}}, "temperature": TEMPERATURE, "top_p": TOP_P, "fidelity": "sampling",
-            "fidelity_prompts": 2, "fidelity_answers": 200, "acceptance_batch_size": 32, "concurrency": [], "dtypes": ["float32"],
+            "suites": {"held_out": {"prompts": "held_out"}},
+            "temperature": TEMPERATURE,
+            "top_p": TOP_P,
+            "fidelity": "sampling",
+            "fidelity_prompts": 2,
+            "fidelity_answers": 200,
+            "acceptance_batch_size": 32,
+            "concurrency": [],
+            "dtypes": ["float32"],
         },
-    )  # fmt: skip
+    )
     (run_dir / "checkpoint").mkdir()
     drafter = read(run_dir / "vllm", recognize(run_dir / "vllm", "vllm"), describe_target(folder / "target"))
     drafter.save(run_dir / "checkpoint")
@@ -103,9 +114,12 @@ def test_methods_without_a_drafter_on_a_base_model(tmp_path: Path, capsys: pytes
     whole = tiny_recipe(tmp_path).model_dump(mode="json", exclude={"extract", "train"})
     whole["evaluate"] |= {
         "suites": {"talks": {"prompts": {"path": str(tmp_path / "talks.jsonl")}, "turns": "all", "max_tokens": 24}},
-        "methods": {"itself": {"method": "draft_model", "model": str(tmp_path / "target"), "num_speculative_tokens": 2}},
-        "concurrency": [], "dtypes": ["float32"],
-    }  # fmt: skip
+        "methods": {
+            "itself": {"method": "draft_model", "model": str(tmp_path / "target"), "num_speculative_tokens": 2}
+        },
+        "concurrency": [],
+        "dtypes": ["float32"],
+    }
     whole["serve"] = {"method": {"method": "ngram", "prompt_lookup_min": 1, "prompt_lookup_max": 3}}
     recipe = Recipe.model_validate(whole)
     results = run_evaluate(recipe, tmp_path / "runs" / "alone")

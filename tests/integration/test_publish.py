@@ -47,9 +47,13 @@ def make_checkpoint(directory: Path, recipe: Recipe, target_dir: Path) -> None:
     training = {"steps": 1, "tokens": 1, "parameters_trained": 1}
     stage.claim(directory, fresh=True)
     Checkpoint(
-        kind="eagle3", config=config.to_dict(), draft_token_ids=torch.arange(64), weights=in_memory(drafter.state_dict()), training=training,
+        kind="eagle3",
+        config=config.to_dict(),
+        draft_token_ids=torch.arange(64),
+        weights=in_memory(drafter.state_dict()),
+        training=training,
         target={"name": target.name, "revision": target.revision, "config_hash": target.config_hash},
-    ).save(directory)  # fmt: skip
+    ).save(directory)
     sections = recipe.model_dump(mode="json", include={"seed", "target", "train"})
     stage.StageRun("train", directory).finish("untrained", training, recipe=sections)
 

@@ -46,9 +46,13 @@ def run(smollm2: Path, tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, 
         "tracker": "wandb",
     }
     recipe_path = write_recipe(
-        folder, smollm2, demo_prompts(40), ["What is a comet?", "Name three rivers."],
-        extract={"max_num_seqs": 42, "max_tokens": 32}, train=options,
-    )  # fmt: skip
+        folder,
+        smollm2,
+        demo_prompts(40),
+        ["What is a comet?", "Name three rivers."],
+        extract={"max_num_seqs": 42, "max_tokens": 32},
+        train=options,
+    )
     recipe = load_recipe(recipe_path)
     run_extract(recipe, folder / "run")
     run_train(recipe, folder / "run")

@@ -193,9 +193,12 @@ def test_a_dead_server_says_why(tmp_path: Path) -> None:
 def test_every_method_answers_as_the_baseline(smollm2: Path, tmp_path: Path) -> None:
     """The real target through the server, by every way of speculating: the same texts, and tokens were drafted."""
     recipe_path = write_recipe(
-        tmp_path, smollm2, demo_prompts(40), ["What is a comet?", "Name three rivers."],
+        tmp_path,
+        smollm2,
+        demo_prompts(40),
+        ["What is a comet?", "Name three rivers."],
         extract={"max_num_seqs": 42, "max_tokens": 32},
-    )  # fmt: skip
+    )
     run_extract(load_recipe(recipe_path), tmp_path / "runs" / "test")
     methods: dict[str, dict[str, Any]] = {
         "none": {"method": "none"},
@@ -329,7 +332,11 @@ async def _crowd(url: str, expected: dict[str, list[int]], count: int, *, seed: 
                     json.dumps(body | {"max_tokens": -1}),
                     json.dumps(body | {"messages": 5}),
                 ]
-                answer = await client.post("/v1/chat/completions", content=wrong[int(wait * 1e6) % 4], headers={"Content-Type": "application/json"})  # fmt: skip
+                answer = await client.post(
+                    "/v1/chat/completions",
+                    content=wrong[int(wait * 1e6) % 4],
+                    headers={"Content-Type": "application/json"},
+                )
                 assert 400 <= answer.status_code < 500, answer.text
             elif manner == "cut off":
                 with_stream = body | {"stream": True, "max_tokens": 200}

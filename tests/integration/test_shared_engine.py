@@ -35,9 +35,13 @@ def hosts(tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, Engine
         method = own_drafter(folder / "vllm").model_copy(update=changes)
         speculative = method_config(method, target, own_drafter=folder / "vllm") if changes else None
         return EngineSpec(
-            name=name, target=str(target.path), dtype="float32", engine=EngineConfig(max_model_len=256, kv_cache_gib=0.1),
-            speculative=speculative, max_num_seqs=AT_ONCE,
-        )  # fmt: skip
+            name=name,
+            target=str(target.path),
+            dtype="float32",
+            engine=EngineConfig(max_model_len=256, kv_cache_gib=0.1),
+            speculative=speculative,
+            max_num_seqs=AT_ONCE,
+        )
 
     specs = [
         spec("baseline"),

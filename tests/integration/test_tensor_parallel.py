@@ -39,10 +39,20 @@ def extract(folder: Path, processes: int) -> Store:
 
 def recipe_for(folder: Path, processes: int) -> Recipe:
     path = write_recipe(
-        folder, folder / "target", demo_prompts(12), ["Name three rivers."], extract={"max_tokens": 24, "layer_ids": [1, 2, 3]},
-        train={"drafter": {"kind": "eagle3", "layer_ids": [1, 2, 3]}, "epochs": 4, "tokens_per_step": 256, "ttt_steps": 2},
-        engine={"tensor_parallel_size": processes}, evaluate={"k": [1, 2, 3], "acceptance_k": 3},
-    )  # fmt: skip
+        folder,
+        folder / "target",
+        demo_prompts(12),
+        ["Name three rivers."],
+        extract={"max_tokens": 24, "layer_ids": [1, 2, 3]},
+        train={
+            "drafter": {"kind": "eagle3", "layer_ids": [1, 2, 3]},
+            "epochs": 4,
+            "tokens_per_step": 256,
+            "ttt_steps": 2,
+        },
+        engine={"tensor_parallel_size": processes},
+        evaluate={"k": [1, 2, 3], "acceptance_k": 3},
+    )
     return load_recipe(path)
 
 
@@ -83,7 +93,7 @@ def _drafts(
     speculative = method_config(method, target, own_drafter=run_dir / "vllm", tensor_parallel_size=processes)
     spec = EngineSpec(
         name=f"on-{processes}", target=str(target.path), dtype="float32", engine=engine, speculative=speculative
-    )  # fmt: skip
+    )
     with EngineHost(spec, folder).start() as host:
         answers, _ = host.wait_ready().generate(prompts, max_tokens=24)
         return [answer.token_ids for answer in answers], sorted(host._call("proposals"))

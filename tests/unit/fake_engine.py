@@ -69,9 +69,11 @@ class Engine:
             if k:
                 by_position = tuple(sum(step > i for step in steps) for i in range(self.config.num_speculative_tokens))
                 self.total = Counters(
-                    self.total.drafts + len(steps), self.total.draft_tokens + k * len(steps), self.total.accepted + sum(steps),
+                    self.total.drafts + len(steps),
+                    self.total.draft_tokens + k * len(steps),
+                    self.total.accepted + sum(steps),
                     tuple(a + b for a, b in zip(self.total.accepted_per_position, by_position, strict=True)),
-                )  # fmt: skip
+                )
         return answers, sum(cost * len(answer.accepted) for answer in answers)
 
     def step_seconds(self, prompt: Sequence[int], steps: int) -> list[float]:

@@ -189,10 +189,15 @@ def test_the_expected_walk_of_certain_acceptance_is_the_walk(accepted: list[int]
 def test_predictions_that_a_recipe_asks_for(tmp_path: Path) -> None:
     run_dir = make_run(tmp_path)
     recipe = make_recipe(
-        tmp_path, drafter={"kind": "eagle3", "draft_vocab_size": 60}, epochs=1, predict_temperature=0.8, predict_top_p=0.9,
+        tmp_path,
+        drafter={"kind": "eagle3", "draft_vocab_size": 60},
+        epochs=1,
+        predict_temperature=0.8,
+        predict_top_p=0.9,
         predict_positions=2,
-        step_costs={1: 1.25, 4: 2.0}, loss="total_variation",
-    )  # fmt: skip
+        step_costs={1: 1.25, 4: 2.0},
+        loss="total_variation",
+    )
     figures = run_train(recipe, run_dir)
     assert figures["predicted_speedup"] == {
         "1": pytest.approx(figures["predicted_acceptance_length"]["1"] / 1.25, abs=1e-4)

@@ -243,8 +243,11 @@ def test_speculators_drafter_has_the_size_of_ours(tmp_path: Path) -> None:
     assert [one.kind for one in sizes.values()] == ["eagle3", "peagle", "dflash", "dspark"]
     assert sizes["eagle3"].own_options == {"num_layers": 1}
     assert sizes["p_eagle"].own_options == {
-        "num_layers": 2, "mask_token_id": 79, "num_depths": 5, "draft_arch": "llama",
-    }  # fmt: skip
+        "num_layers": 2,
+        "mask_token_id": 79,
+        "num_depths": 5,
+        "draft_arch": "llama",
+    }
     # As many blocks as ours draws at most in a step: each of 1,024 positions twice, in blocks of seven draft tokens.
     blocks = {"num_layers": 2, "mask_token_id": 79, "block_size": 8, "max_anchors": 293}
     assert sizes["dspark"].own_options == blocks | {"markov_rank": 64}

@@ -29,7 +29,7 @@ from tests.unit.test_connector import (
     slots,
     some_states,
     states_connector,
-)  # fmt: skip
+)
 from tests.unit.test_extraction_workers import JOB
 from tests.unit.test_store import identity
 

@@ -299,9 +299,13 @@ def test_the_words_of_vllm_s_example_connector(tmp_path: Path) -> None:
         [(None, [1, 2]), (asked, [1, 2]), (asked | {"include_output_tokens": True}, [1, 2, 3])]
     ):
         request = SimpleNamespace(
-            request_id=str(number), kv_transfer_params=params, status=None, prompt_embeds=None, prompt_token_ids=[1, 2],
+            request_id=str(number),
+            kv_transfer_params=params,
+            status=None,
+            prompt_embeds=None,
+            prompt_token_ids=[1, 2],
             all_token_ids=[1, 2, 3, 4],
-        )  # fmt: skip
+        )
         kept, answer = made.request_finished(request, [0])
         assert kept
         assert made._finished[-1].token_ids == tokens

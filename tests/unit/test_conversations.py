@@ -145,10 +145,16 @@ def as_file(kind: str, folder: Path, rows: list[dict]) -> Path:
 @pytest.mark.parametrize("kind", ["jsonl", "jsonl.gz", "json", "parquet", "arrow", "folder"])
 def test_the_same_from_every_kind_of_file(tmp_path, kind):
     rows = [
-        {"messages": [{"role": "user", "content": f"é {i} " + "word " * i * 40}, {"role": "assistant", "content": "]"}],
-         "id": f"id{i}", "tools": [{"type": "function", "function": {"name": f"f{i}", **({"a": 1} if i else {"b": 2})}}]}
+        {
+            "messages": [
+                {"role": "user", "content": f"é {i} " + "word " * i * 40},
+                {"role": "assistant", "content": "]"},
+            ],
+            "id": f"id{i}",
+            "tools": [{"type": "function", "function": {"name": f"f{i}", **({"a": 1} if i else {"b": 2})}}],
+        }
         for i in range(30)
-    ]  # fmt: skip
+    ]
     found, rejected = read(as_file(kind, tmp_path, rows))
     assert len(rejected) == 0
     assert [(c.id, c.messages, c.tools) for c in found] == [(r["id"], r["messages"], r["tools"]) for r in rows]

@@ -54,10 +54,19 @@ def make_drafter(**changes: object) -> DFlashDrafter:
 
 
 def plain_block(
-    d: DFlashDrafter, sequence: Sequence, p: int, weights: dict[str, torch.Tensor], *, steps: int = STEPS,
-    late: int = 0, seen: int = 0, causal: bool | None = None, normed_context: bool = True, key_norm: int | None = None,
+    d: DFlashDrafter,
+    sequence: Sequence,
+    p: int,
+    weights: dict[str, torch.Tensor],
+    *,
+    steps: int = STEPS,
+    late: int = 0,
+    seen: int = 0,
+    causal: bool | None = None,
+    normed_context: bool = True,
+    key_norm: int | None = None,
     from_anchor: bool = False,
-) -> torch.Tensor:  # fmt: skip
+) -> torch.Tensor:
     """Logits [steps, V] of the block whose anchor is x_{p+1}: one dense forward pass, by the formulas.
 
     Args:
@@ -295,9 +304,14 @@ def test_loss(alpha: float | None) -> None:
     def loss_of(**options: object) -> BlockLoss:
         terms = LossTerms(targets="tokens", in_blocks=True, acceptance_alpha=alpha)
         return BlockLoss(
-            drafter, teacher_norm=nn.Identity(), teacher_head=torch.randn(DRAFT, HIDDEN, dtype=torch.float64), ttt_steps=STEPS,
-            ttt_loss_decay=0.8, terms=terms, **options,
-        )  # type: ignore[arg-type]  # fmt: skip
+            drafter,
+            teacher_norm=nn.Identity(),
+            teacher_head=torch.randn(DRAFT, HIDDEN, dtype=torch.float64),
+            ttt_steps=STEPS,
+            ttt_loss_decay=0.8,
+            terms=terms,
+            **options,
+        )  # type: ignore[arg-type]
 
     loss = loss_of()
     output = loss(batch)
@@ -383,8 +397,12 @@ def test_what_vllm_loads(trained: Path) -> None:
     config = json.loads((folder / "config.json").read_text())
     assert (config["architectures"], config["model_type"], config["block_size"]) == (["DFlashDraftModel"], "qwen3", 4)
     assert config["dflash_config"] == {
-        "mask_token_id": 79, "target_layer_ids": [0, 1, 2], "causal": False, "use_aux_hidden_state": True, "sample_from_anchor": False,
-    }  # fmt: skip
+        "mask_token_id": 79,
+        "target_layer_ids": [0, 1, 2],
+        "causal": False,
+        "use_aux_hidden_state": True,
+        "sample_from_anchor": False,
+    }
     assert config["eagle_aux_hidden_state_layer_ids"] == [1, 2, 3]
     mask = torch.load(folder / "mask_embedding.pt", weights_only=True)
     found = Checkpoint.load(trained / "checkpoint")

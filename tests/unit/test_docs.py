@@ -63,9 +63,16 @@ def test_a_store_is_read_as_its_page_says(
     form: Form, dtype: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     identity = StoreIdentity(
-        target="tiny", target_revision="r", target_config_hash="c", tokenizer_hash="t", chat_template_hash="h",
-        layer_ids=LAYERS, hidden_size=HIDDEN, dtype=dtype, sampling={},
-    )  # fmt: skip
+        target="tiny",
+        target_revision="r",
+        target_config_hash="c",
+        tokenizer_hash="t",
+        chat_template_hash="h",
+        layer_ids=LAYERS,
+        hidden_size=HIDDEN,
+        dtype=dtype,
+        sampling={},
+    )
     expected = {}
     folder = tmp_path / "runs" / "demo" / "store"
     folder.mkdir(parents=True)

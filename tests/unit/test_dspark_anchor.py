@@ -153,8 +153,14 @@ def plain_loss(
 def loss_of(drafter: DSparkDrafter, head: torch.Tensor, terms: LossTerms, **options: Any) -> BlockLoss:
     steps = steps_of(drafter)
     return BlockLoss(
-        drafter, teacher_norm=nn.Identity(), teacher_head=head, ttt_steps=steps, ttt_loss_decay=math.exp(-1 / 4), terms=terms, **options,
-    )  # fmt: skip
+        drafter,
+        teacher_norm=nn.Identity(),
+        teacher_head=head,
+        ttt_steps=steps,
+        ttt_loss_decay=math.exp(-1 / 4),
+        terms=terms,
+        **options,
+    )
 
 
 def make_case(**changes: Any) -> tuple[DSparkDrafter, Batch, torch.Tensor]:
@@ -212,8 +218,11 @@ def test_options() -> None:
     options = DSparkOptions(sample_from_anchor=True, enable_confidence_head=True, block_size=7, passes=3.5, **PUBLISHED)  # type: ignore[arg-type]
     assert (options.max_draft_tokens, options.share_of_positions) == (7, 0.5)
     assert make_drafter().loss_terms(options) == LossTerms(
-        targets="tokens", in_blocks=True, acceptance_alpha=0.5, **PUBLISHED  # type: ignore[arg-type]
-    )  # fmt: skip
+        targets="tokens",
+        in_blocks=True,
+        acceptance_alpha=0.5,
+        **PUBLISHED,  # type: ignore[arg-type]
+    )
     assert make_drafter().loss_terms(DSparkOptions()).confidence_weight == 0, "no head, nothing to weigh"
     assert DSparkOptions().max_draft_tokens == 7
     with pytest.raises(ValueError, match="would learn nothing"):

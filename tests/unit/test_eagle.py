@@ -39,10 +39,12 @@ def make_drafter(**changes: object) -> EagleDrafter:
 def make_sequence(tokens: int, prompt: int, seed: int) -> Sequence:
     generator = torch.Generator().manual_seed(seed)
     return Sequence(
-        sample_id=seed, held_out=False, token_ids=torch.randint(0, VOCAB, (tokens,), generator=generator),
+        sample_id=seed,
+        held_out=False,
+        token_ids=torch.randint(0, VOCAB, (tokens,), generator=generator),
         loss_mask=torch.arange(tokens) >= prompt,
         hidden_states=torch.randn(tokens - 1, 1, HIDDEN, generator=generator, dtype=torch.float64),
-    )  # fmt: skip
+    )
 
 
 def rms(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
@@ -101,9 +103,13 @@ def test_chain_loss_and_gradients_equal_the_formulas(changes: dict) -> None:
     norm = torch.nn.RMSNorm(HIDDEN, eps=EPS).double()
     norm.weight.data.copy_(drafter.final_norm.weight)
     loss = ChainLoss(
-        drafter, teacher_norm=norm, teacher_head=drafter.lm_head, ttt_steps=steps, ttt_loss_decay=0.8,
+        drafter,
+        teacher_norm=norm,
+        teacher_head=drafter.lm_head,
+        ttt_steps=steps,
+        ttt_loss_decay=0.8,
         terms=drafter.loss_terms(EagleOptions()),
-    )  # fmt: skip
+    )
     found = loss(batch).loss
     found.backward()
 

@@ -33,10 +33,12 @@ def make_drafter(**changes: object) -> Eagle3Drafter:
 def make_sequence(tokens: int, prompt: int, seed: int) -> Sequence:
     generator = torch.Generator().manual_seed(seed)
     return Sequence(
-        sample_id=seed, held_out=False, token_ids=torch.randint(0, VOCAB, (tokens,), generator=generator),
+        sample_id=seed,
+        held_out=False,
+        token_ids=torch.randint(0, VOCAB, (tokens,), generator=generator),
         loss_mask=torch.arange(tokens) >= prompt,
         hidden_states=torch.randn(tokens - 1, 3, HIDDEN, generator=generator, dtype=torch.float64),
-    )  # fmt: skip
+    )
 
 
 def plain_chain(

@@ -47,7 +47,7 @@ def test_an_engine_by_hand() -> None:
     assert kv_values(llama) == 32 * 2 * 8 * 128
     need = engine_memory(
         llama, target_bytes=16 * 10**9, drafter_bytes=10**9, dtype="bfloat16", tokens=1000, engine=split(2)
-    )  # fmt: skip
+    )
     assert need.target == 8 * 10**9
     assert need.drafter == 10**9, "every GPU has the whole drafter"
     assert need.kv_cache == 1000 * 32 * 2 * 8 * 128 * 2 * 17 // 16 // 2
@@ -62,7 +62,7 @@ def test_an_engine_by_hand() -> None:
     assert kv_values_on_each(latent, split(8)) == 2 * 576
     need = engine_memory(
         llama, target_bytes=16 * 10**9, drafter_bytes=0, dtype="bfloat16", tokens=1000, engine=split(4), extracts=True
-    )  # fmt: skip
+    )
     assert need.target == 4 * 10**9
     assert need.kv_cache == 1000 * 33 * 2 * 2 * 128 * 2
 
@@ -140,8 +140,13 @@ def test_a_whole_run_of_an_8b_target_fits_80_gb_gpus(which: str) -> None:
     assert recipe.plan is not None
     target = config_of_target(recipe, recipe.plan)
     need = engine_memory(
-        target, target_bytes=stages["extract"]["memory_bytes"]["target"], drafter_bytes=0, dtype="bfloat16", tokens=1, engine=split(1)
-    )  # fmt: skip
+        target,
+        target_bytes=stages["extract"]["memory_bytes"]["target"],
+        drafter_bytes=0,
+        dtype="bfloat16",
+        tokens=1,
+        engine=split(1),
+    )
     token = 2 * kv_values(target, extracts=True)
     room = (stages["extract"]["memory_limit"] - need.total) // token
     assert room >= recipe.engine.max_model_len

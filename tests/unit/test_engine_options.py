@@ -270,8 +270,10 @@ def test_options_reach_the_resolved_config_of_every_engine(target: TargetInfo, t
     spec = EngineSpec(name="baseline", target=str(target.path), dtype="float32", engine=recipe.engine)
     job = engine_job(recipe, target, store_identity(recipe, target, (1, 2)), 1 << 30)
     connector = KVTransferConfig(
-        kv_connector="HiddenStatesConnector", kv_connector_module_path="draftsmith.extract.connector", kv_role="kv_producer",
-    )  # fmt: skip
+        kv_connector="HiddenStatesConnector",
+        kv_connector_module_path="draftsmith.extract.connector",
+        kv_role="kv_producer",
+    )
     for arguments in (spec.arguments(), job.engine_arguments | {"kv_transfer_config": connector}):
         config = EngineArgs(**arguments).create_engine_config()
         assert config.cache_config.block_size == 32

@@ -99,8 +99,11 @@ def test_answers_are_scored_and_rates_asked(run: tuple[recipe.Recipe, Path], mon
     monkeypatch.setattr(TurnRenderer, "decode", lambda self, answer: next(texts))
     found = run_evaluate(loaded.model_copy(update={"evaluate": loaded.evaluate.model_copy(update=options)}), run_dir)
     assert found["suites"]["talks"]["quality"] == {
-        "measure": "last_number", "prompts": 3, "baseline": pytest.approx(2 / 3), "speculative": pytest.approx(1 / 3),
-    }  # fmt: skip
+        "measure": "last_number",
+        "prompts": 3,
+        "baseline": pytest.approx(2 / 3),
+        "speculative": pytest.approx(1 / 3),
+    }
     [(speculative, prompts)] = asked
     assert speculative["num_speculative_tokens"] == 2
     assert prompts == [f"question {number}" for number in (12, 13, 14, 15)]
@@ -217,9 +220,16 @@ def test_engines_are_started_when_they_are_needed(
     (run_dir / "vllm" / "config.json").write_text(json.dumps({"architectures": ["MedusaModel"], "num_heads": 3}))
     run_evaluate(loaded.model_copy(update={"evaluate": loaded.evaluate.model_copy(update=options)}), run_dir)
     assert [config.name for config in Engine.started] == [
-        "baseline-float32", "K1-float32", "K2-float32", "K3-float32",  # step costs
-        "K1-float32", "K2-float32", "K3-float32", "baseline-float32-again", "K2-float32",  # acceptance on two suites, speed
-    ]  # fmt: skip
+        "baseline-float32",
+        "K1-float32",
+        "K2-float32",
+        "K3-float32",  # step costs
+        "K1-float32",
+        "K2-float32",
+        "K3-float32",
+        "baseline-float32-again",
+        "K2-float32",  # acceptance on two suites, speed
+    ]
 
 
 class Drifting(Engine):

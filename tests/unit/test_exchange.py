@@ -30,13 +30,29 @@ from tests.unit.tiny_run import make_recipe, make_run
 LAYERS, HIDDEN, VOCAB = (1, 3), 4, 50
 LAYOUTS = ["files", "speculators"]
 TARGET = TargetInfo(
-    path=Path("nowhere"), name="tiny", revision="r", config_hash="c", tokenizer_hash="t", chat_template_hash=None,
-    num_hidden_layers=4, hidden_size=HIDDEN, vocab_size=VOCAB, config=SimpleNamespace(),
-)  # fmt: skip
+    path=Path("nowhere"),
+    name="tiny",
+    revision="r",
+    config_hash="c",
+    tokenizer_hash="t",
+    chat_template_hash=None,
+    num_hidden_layers=4,
+    hidden_size=HIDDEN,
+    vocab_size=VOCAB,
+    config=SimpleNamespace(),
+)
 IDENTITY = StoreIdentity(
-    target="tiny", target_revision="r", target_config_hash="c", tokenizer_hash="t", chat_template_hash=None, layer_ids=LAYERS,
-    hidden_size=HIDDEN, dtype="float32", sampling={"mode": "generate", "temperature": 0.0}, engine_options={"quantization": "fp8"},
-)  # fmt: skip
+    target="tiny",
+    target_revision="r",
+    target_config_hash="c",
+    tokenizer_hash="t",
+    chat_template_hash=None,
+    layer_ids=LAYERS,
+    hidden_size=HIDDEN,
+    dtype="float32",
+    sampling={"mode": "generate", "temperature": 0.0},
+    engine_options={"quantization": "fp8"},
+)
 
 
 def make_store(folder: Path, sequences: list[Sequence], **options: Any) -> Store:
@@ -113,8 +129,9 @@ def test_others_read_what_vllm_s_connector_would_have_written(tmp_path: Path) ->
     for sequence in store:
         tensors = load_file(tmp_path / "out" / f"{sequence.sample_id:016x}.safetensors")
         assert {name: tensor.dtype for name, tensor in tensors.items()} == {
-            "token_ids": torch.int64, "hidden_states": torch.bfloat16,
-        }  # fmt: skip
+            "token_ids": torch.int64,
+            "hidden_states": torch.bfloat16,
+        }
         assert torch.equal(tensors["hidden_states"], sequence.hidden_states)
         assert tensors["token_ids"].tolist() == sequence.token_ids[: len(sequence.hidden_states)].tolist()
 

@@ -46,9 +46,10 @@ def test_the_record_says_what_the_machine_decided(on_gpu: bool, monkeypatch: pyt
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda index: f"GPU {index}")
     recipe = Recipe.model_validate({"name": "r", "target": {"model": "a/b"}, "extract": {"prompts": {"path": "p"}}})
     assert _ran_on(recipe) == (
-        {"gpus": ["GPU 0", "GPU 1"], "enforce_eager": False, "scheduler": "vllm"} if on_gpu
+        {"gpus": ["GPU 0", "GPU 1"], "enforce_eager": False, "scheduler": "vllm"}
+        if on_gpu
         else {"gpus": [], "enforce_eager": True, "scheduler": "draftsmith"}
-    )  # fmt: skip
+    )
 
 
 def test_a_gpu_s_engine_has_vllm_s_scheduler_and_full_graphs(asked: Any, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -69,9 +70,11 @@ def test_a_gpu_s_engine_has_vllm_s_scheduler_and_full_graphs(asked: Any, monkeyp
     monkeypatch.setattr(CpuPlatform, "check_and_update_config", classmethod(lambda cls, config: None))
     monkeypatch.setattr(CpuPlatform, "support_static_graph_mode", classmethod(lambda cls: True))
     connector = KVTransferConfig(
-        kv_connector="HiddenStatesConnector", kv_connector_module_path="draftsmith.extract.connector", kv_role="kv_producer",
+        kv_connector="HiddenStatesConnector",
+        kv_connector_module_path="draftsmith.extract.connector",
+        kv_role="kv_producer",
         kv_connector_extra_config={"handoff_directory": "/nowhere"},
-    )  # fmt: skip
+    )
     config = EngineArgs(**arguments, kv_transfer_config=connector).create_engine_config()
     assert config.use_v2_model_runner
     assert config.scheduler_config.async_scheduling is True
@@ -82,7 +85,8 @@ def test_a_gpu_s_engine_has_vllm_s_scheduler_and_full_graphs(asked: Any, monkeyp
     assert speculative is not None
     assert speculative.draft_model_config.hf_config.eagle_aux_hidden_state_layer_ids == [1, 2]
     lookup = build_dynamic_sd_schedule_lookup(
-        speculative.num_speculative_tokens_per_batch_size, vllm_max_batch_size=48,
+        speculative.num_speculative_tokens_per_batch_size,
+        vllm_max_batch_size=48,
         vllm_num_speculative_tokens=config.num_speculative_tokens,
-    )  # fmt: skip
+    )
     assert lookup == [0] * 49, "at no load a draft is checked"

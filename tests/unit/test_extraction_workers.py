@@ -32,10 +32,17 @@ from draftsmith.store.writer import StoreWriter
 from tests.unit.test_store import identity
 
 JOB = Job(
-    engine_arguments={}, generate=True, sampling={}, seed=0, window=5, max_model_len=64,
-    identity=identity(layer_ids=(1,), hidden_size=1), compression="lossless", shard_tokens=20,
+    engine_arguments={},
+    generate=True,
+    sampling={},
+    seed=0,
+    window=5,
+    max_model_len=64,
+    identity=identity(layer_ids=(1,), hidden_size=1),
+    compression="lossless",
+    shard_tokens=20,
     max_unstored_bytes=1,
-)  # fmt: skip
+)
 """Every file is larger than what may wait, so one waits at a time."""
 
 OURS: list[Connection] = []
@@ -104,8 +111,14 @@ def run(asked: Iterable[ExtractRequest | None], folder: Path, *, num_workers: in
     for name in ("handoff", "store"):
         (folder / name).mkdir(exist_ok=True)
     return run_engines(
-        JOB, asked, EngineConfig(), num_workers=num_workers, logs=folder, handoff=folder / "handoff", store=folder / "store"
-    )  # fmt: skip
+        JOB,
+        asked,
+        EngineConfig(),
+        num_workers=num_workers,
+        logs=folder,
+        handoff=folder / "handoff",
+        store=folder / "store",
+    )
 
 
 def stored(progress: Iterable[Progress], folder: Path) -> list[int]:

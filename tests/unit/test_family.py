@@ -59,9 +59,14 @@ def test_the_loss_takes_the_soft_cap(tmp_path: Path) -> None:
     drafter = _SameLogits(model(ids[None]).logits[0].detach(), info)
     for cap, expected in ((tensors.logit_soft_cap, True), (None, False)):
         loss = ChainLoss(
-            drafter, teacher_norm=FinalNorm.of(tensors, info.facts.norm_eps), teacher_head=tensors.lm_head.float(),
-            teacher_soft_cap=cap, ttt_steps=1, ttt_loss_decay=1.0, loss="kl",
-        )  # fmt: skip
+            drafter,
+            teacher_norm=FinalNorm.of(tensors, info.facts.norm_eps),
+            teacher_head=tensors.lm_head.float(),
+            teacher_soft_cap=cap,
+            ttt_steps=1,
+            ttt_loss_decay=1.0,
+            loss="kl",
+        )
         sequence = _sequence(ids, states)
         output = loss(pack([sequence], steps=1).with_layers([0], 0))
         assert (abs(output.loss.item()) < 1e-5) == expected
@@ -325,9 +330,13 @@ def _target(folder: Path, name: str = "Llama") -> TargetInfo:
     ],
 )
 def test_layers_that_training_lacks_are_said_before_extraction(
-    layer_ids: list[int], drafter: dict[str, Any], missing: list[int], tmp_path: Path, monkeypatch: pytest.MonkeyPatch,
+    layer_ids: list[int],
+    drafter: dict[str, Any],
+    missing: list[int],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
     capsys: pytest.CaptureFixture[str],
-) -> None:  # fmt: skip
+) -> None:
     _target(tmp_path)
     (tmp_path / "prompts.jsonl").write_text(json.dumps({"prompt": "a"}) + "\n")
     recipe = _recipe(tmp_path, {"layer_ids": layer_ids, "held_out_fraction": 0.0}, drafter=drafter)
@@ -393,9 +402,10 @@ def test_a_planted_error_in_each_fact_is_found(tmp_path: Path, monkeypatch: pyte
 def _whole_heads(planted: pytest.MonkeyPatch) -> None:
     original = decoder.rotary_embedding
     planted.setattr(
-        decoder, "rotary_embedding",
+        decoder,
+        "rotary_embedding",
         lambda config: original(dataclasses.replace(config, rope_parameters=ROPES["default"])),
-    )  # fmt: skip
+    )
 
 
 def _plain_norm(planted: pytest.MonkeyPatch) -> None:

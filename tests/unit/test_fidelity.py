@@ -105,9 +105,13 @@ def test_a_gpu_s_float32_is_judged_by_its_control(on_gpu: bool, verdicts: list[s
         other = [Generated([1] * 50 + [2] * 50, "length", 0.0)] * len(margins) + baseline[len(margins) :]
         found = differences(names, baseline, other, k=3)
         add_margins(
-            found, {name: [7] for name in names}, dict(zip(names, baseline, strict=True)), dict(zip(names, other, strict=True)),
-            mock.Mock(side_effect=margins), near_tie("float32", on_gpu=on_gpu),
-        )  # fmt: skip
+            found,
+            {name: [7] for name in names},
+            dict(zip(names, baseline, strict=True)),
+            dict(zip(names, other, strict=True)),
+            mock.Mock(side_effect=margins),
+            near_tie("float32", on_gpu=on_gpu),
+        )
         said.append(
             judge(found, names, baseline, {"tokens": 4000, "differing": len(against), "margins": against, "piece": 4})[
                 "verdict"

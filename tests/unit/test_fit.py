@@ -35,9 +35,13 @@ def available(monkeypatch: pytest.MonkeyPatch) -> Any:
 
 def two(kv_cache_gib: float, target_gib: float, drafter_gib: float) -> None:
     require_two_engines(
-        EngineConfig(kv_cache_gib=kv_cache_gib), CONFIG, target="big", target_bytes=int(target_gib * GIB),
-        drafter_bytes=int(drafter_gib * GIB), dtype="float32",
-    )  # fmt: skip
+        EngineConfig(kv_cache_gib=kv_cache_gib),
+        CONFIG,
+        target="big",
+        target_bytes=int(target_gib * GIB),
+        drafter_bytes=int(drafter_gib * GIB),
+        dtype="float32",
+    )
 
 
 def test_two_engines_by_hand(available: Any) -> None:
@@ -52,9 +56,12 @@ def test_two_engines_by_hand(available: Any) -> None:
         two(4, 6, 1)
     assert "\n" not in str(refused.value)
     for part in (
-        "a drafter for big does not fit", f"2 engines side by side need about {needed:.1f} GiB",
-        "target 6.0, drafter 1.0, KV cache 2.0", f"{needed - 0.01:.1f} GiB are available", "Lower engine.kv_cache_gib",
-    ):  # fmt: skip
+        "a drafter for big does not fit",
+        f"2 engines side by side need about {needed:.1f} GiB",
+        "target 6.0, drafter 1.0, KV cache 2.0",
+        f"{needed - 0.01:.1f} GiB are available",
+        "Lower engine.kv_cache_gib",
+    ):
         assert part in str(refused.value)
 
 
@@ -63,9 +70,14 @@ def test_extraction_by_hand(available: Any, monkeypatch: pytest.MonkeyPatch) -> 
 
     def extraction(**options: Any) -> None:
         require_extraction(
-            EngineConfig(kv_cache_gib=4, max_model_len=2048), ExtractConfig.model_validate({"prompts": prompts, **options}), CONFIG,
-            target="big", target_bytes=6 * GIB, dtype="float32", layers=4,
-        )  # fmt: skip
+            EngineConfig(kv_cache_gib=4, max_model_len=2048),
+            ExtractConfig.model_validate({"prompts": prompts, **options}),
+            CONFIG,
+            target="big",
+            target_bytes=6 * GIB,
+            dtype="float32",
+            layers=4,
+        )
 
     # Keys and values of one layer more than the target's, and the states of as many tokens as the cache holds then.
     states = 4 * (4 * 1024) / (3 * 2 * 1024)
@@ -94,9 +106,14 @@ def test_beside_a_gpu_the_states_need_ordinary_memory(available: Any, monkeypatc
     def extraction(**options: Any) -> None:
         given = {"prompts": {"path": "p.jsonl"}, "max_num_seqs": 64, **options}
         require_extraction(
-            EngineConfig(max_model_len=2048), ExtractConfig.model_validate(given), CONFIG, target="big", target_bytes=6 * GIB, dtype="float32",
+            EngineConfig(max_model_len=2048),
+            ExtractConfig.model_validate(given),
+            CONFIG,
+            target="big",
+            target_bytes=6 * GIB,
+            dtype="float32",
             layers=4,
-        )  # fmt: skip
+        )
 
     # 64 sequences at their longest: 2 GiB of states, and 1 GiB to copy through.
     pretend_gpu(monkeypatch, gib=80)
@@ -109,9 +126,12 @@ def test_beside_a_gpu_the_states_need_ordinary_memory(available: Any, monkeypatc
         extraction()
     assert "\n" not in str(refused.value)
     for part in (
-        "Extraction from big does not fit into this machine's ordinary memory", "one engine keeps up to 3.0 GiB", "(2.0, and 1.0 to copy through)",
-        "3.0 GiB are available", "Lower extract.max_num_seqs",
-    ):  # fmt: skip
+        "Extraction from big does not fit into this machine's ordinary memory",
+        "one engine keeps up to 3.0 GiB",
+        "(2.0, and 1.0 to copy through)",
+        "3.0 GiB are available",
+        "Lower extract.max_num_seqs",
+    ):
         assert part in str(refused.value)
     extraction(max_num_seqs=32)
     available(5.99)

@@ -353,8 +353,11 @@ def test_command(recipe: Recipe, tmp_path: Path, engine: Callable[..., None], mo
     written = recipe.model_dump(mode="json", exclude_none=True) | {"serve": {"method": {"method": "suffix"}}}
     (tmp_path / "recipe.yaml").write_text(yaml.safe_dump(written))
     base = ["generate", "recipe.yaml", "prompts.jsonl", "--out", "a.jsonl", "--limit", "3"]
-    for method in (["--method", "ngram"], ["--method", "{method: ngram, prompt_lookup_max: 4}"],
-                   ["--speculative-config", '{"method": "ngram", "num_speculative_tokens": 2}']):  # fmt: skip
+    for method in (
+        ["--method", "ngram"],
+        ["--method", "{method: ngram, prompt_lookup_max: 4}"],
+        ["--speculative-config", '{"method": "ngram", "num_speculative_tokens": 2}'],
+    ):
         done = CliRunner().invoke(app, [*base, *method, "-s", "sampling.temperature=0", "--json"])
         assert done.exit_code == 0, done.output
     assert len(lines(tmp_path, "a.jsonl")) == 3

@@ -146,11 +146,15 @@ def test_the_same_question_about_another_picture_is_another_prompt(tmp_path: Pat
     rejected = RejectedRows()
     found = list(split(recipe.extract, whole=False, rejected=rejected))
     assert [(one.where, held_out) for one, held_out in found] == [
-        ("line 2", False), ("line 4", False), ("line 5", False), ("line 1", True),
-    ]  # fmt: skip
+        ("line 2", False),
+        ("line 4", False),
+        ("line 5", False),
+        ("line 1", True),
+    ]
     assert {reason: one["first"] for reason, one in rejected.figures().items()} == {
-        "as in the held-out prompts": "line 1", "the same conversation occurs twice": "line 3",
-    }  # fmt: skip
+        "as in the held-out prompts": "line 1",
+        "the same conversation occurs twice": "line 3",
+    }
 
 
 def test_an_image_is_a_word_of_the_text() -> None:
@@ -215,9 +219,10 @@ def test_images_that_cannot_be_used_leave_their_rows_out(seeing: Path, tmp_path:
     (found,) = requests_of(recipe_for(write_rows(tmp_path / "rows.jsonl", *contents)), seeing, rejected)
     assert found.prompt_tokens == len(found.prompt_token_ids) + 3
     assert {reason: one["first"] for reason, one in rejected.figures().items()} == {
-        "an image cannot be decoded (OSError)": "line 2", "an image cannot be decoded (UnidentifiedImageError)": "line 3",
+        "an image cannot be decoded (OSError)": "line 2",
+        "an image cannot be decoded (UnidentifiedImageError)": "line 3",
         "too long: no room for an answer in engine.max_model_len tokens": "line 4",
-    }  # fmt: skip
+    }
 
 
 @pytest.mark.parametrize(

@@ -20,11 +20,23 @@ HALF = 24
 
 def make_drafter(embedding: torch.Tensor, *, heads: int = HEADS, theta: float = 1e6) -> Eagle3Drafter:
     config = Eagle3Config(
-        layer_ids=(1, 2, 3), hidden_size=HIDDEN, intermediate_size=32, num_layers=1, num_attention_heads=heads,
-        num_key_value_heads=KV_HEADS, head_dim=HEAD_DIM, hidden_act="silu", rms_norm_eps=1e-5,
-        rope_parameters={"rope_type": "default", "rope_theta": theta}, max_position_embeddings=64, vocab_size=VOCAB,
-        draft_vocab_size=VOCAB, norm_before_residual=False, fc_norm=True, norm_output=False,
-    )  # fmt: skip
+        layer_ids=(1, 2, 3),
+        hidden_size=HIDDEN,
+        intermediate_size=32,
+        num_layers=1,
+        num_attention_heads=heads,
+        num_key_value_heads=KV_HEADS,
+        head_dim=HEAD_DIM,
+        hidden_act="silu",
+        rms_norm_eps=1e-5,
+        rope_parameters={"rope_type": "default", "rope_theta": theta},
+        max_position_embeddings=64,
+        vocab_size=VOCAB,
+        draft_vocab_size=VOCAB,
+        norm_before_residual=False,
+        fc_norm=True,
+        norm_output=False,
+    )
     torch.manual_seed(0)
     return Eagle3Drafter(config, embedding, torch.arange(VOCAB))
 

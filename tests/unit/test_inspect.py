@@ -74,9 +74,13 @@ def test_other_directories(tmp_path: Path) -> None:
 
 def test_checkpoint_and_drafter(tmp_path: Path) -> None:
     checkpoint = Checkpoint(
-        kind="eagle3", config={}, target={"name": "tiny", "revision": "r", "config_hash": "c"},
-        draft_token_ids=torch.arange(5), weights=in_memory({"fc.weight": torch.ones(2, 3)}), training={},
-    )  # fmt: skip
+        kind="eagle3",
+        config={},
+        target={"name": "tiny", "revision": "r", "config_hash": "c"},
+        draft_token_ids=torch.arange(5),
+        weights=in_memory({"fc.weight": torch.ones(2, 3)}),
+        training={},
+    )
     checkpoint.save(tmp_path)
     report = inspect(tmp_path)
     assert report["kind"] == "checkpoint"
@@ -124,8 +128,11 @@ def test_stats_are_counted_by_hand(tmp_path: Path) -> None:
     store = store_of(tmp_path, [(training, False), ([1000, 300, 5, 4000], True)])
     stats = store_stats(store)
     assert stats["tokens"]["training"] == {
-        "sequences": 1, "tokens": 517, "response_tokens": 516, "distinct_response_tokens": 258,
-    }  # fmt: skip
+        "sequences": 1,
+        "tokens": 517,
+        "response_tokens": 516,
+        "distinct_response_tokens": 258,
+    }
     assert stats["tokens"]["held_out"]["response_tokens"] == 4
     lengths = stats["lengths"]
     assert (lengths["min"], lengths["max"], lengths["mean"]) == (5, 517, 261.0)

@@ -27,10 +27,17 @@ def measured(
     for _ in range(starts):
         baseline, again, drafter = np.exp(draw.normal(0.0, ENGINE_NOISE, 3))
         jitter = np.exp(draw.normal(0.0, 0.01, (prompts, 3)))
-        own.append({
-            f"p{n}": [64.0, 4.0 * baseline * jitter[n, 0], 64.0, 4.0 * drafter * jitter[n, 1] / (speedup * np.exp(ease[n]))]
-            for n in range(prompts)
-        })  # fmt: skip
+        own.append(
+            {
+                f"p{n}": [
+                    64.0,
+                    4.0 * baseline * jitter[n, 0],
+                    64.0,
+                    4.0 * drafter * jitter[n, 1] / (speedup * np.exp(ease[n])),
+                ]
+                for n in range(prompts)
+            }
+        )
         noise.append(
             {f"p{n}": [64.0, 4.0 * baseline * jitter[n, 0], 64.0, 4.0 * again * jitter[n, 2]] for n in range(prompts)}
         )

@@ -28,9 +28,7 @@ def need(gib: float) -> EngineMemory:
 
 
 def spec(name: str, *on: str, dtype: str = "bfloat16", k_by_load: Any = None) -> EngineSpec:
-    return EngineSpec(
-        name=name, target="t", dtype=dtype, engine=recipe.EngineConfig(), gpus=on, k_by_load=k_by_load
-    )  # fmt: skip
+    return EngineSpec(name=name, target="t", dtype=dtype, engine=recipe.EngineConfig(), gpus=on, k_by_load=k_by_load)
 
 
 @given(st.lists(st.tuples(st.sampled_from([16, 32]), st.booleans()), min_size=1, max_size=9))
@@ -65,8 +63,11 @@ def test_what_does_not_fit_is_an_error_before_anything_starts() -> None:
     assert place(engine, gpus(8), [need(33)], target="t", smaller="x").together
     four = engine.model_copy(update={"tensor_parallel_size": 4})
     assert place(four, gpus(7), [need(30)], target="t", smaller="x").sets == (("GPU-0", "GPU-1", "GPU-2", "GPU-3"),)
-    with pytest.raises(UserError, match=r"t and an engine that speculates beside it.* 40\.0 GiB.*target 40\.0.*67\.1 of 79\.0 GiB on the one GPU"
-                       r".*Lower evaluate\.acceptance_batch_size or engine\.max_model_len"):  # fmt: skip
+    with pytest.raises(
+        UserError,
+        match=r"t and an engine that speculates beside it.* 40\.0 GiB.*target 40\.0.*67\.1 of 79\.0 GiB on the one GPU"
+        r".*Lower evaluate\.acceptance_batch_size or engine\.max_model_len",
+    ):
         place(engine, gpus(1), [need(40)], target="t", smaller="evaluate.acceptance_batch_size")
     assert not place(engine, gpus(2), [need(40)], target="t", smaller="x").together
     with pytest.raises(UserError, match=r"each of the 2 GPUs"):
@@ -134,8 +135,11 @@ def test_the_baseline_stays_and_the_others_come_and_go() -> None:
     lineup: Lineup[Any] = Lineup(Placement((("0",), ("1",)), together=False), start)
     lineup.restart(1)
     assert [sorted(map(str, engines)) for engines in lineup.turns(specs, baseline_of)] == [
-        ["0", "1", "2", "3"], ["0", "lookup"], ["0", "other"], ["(0, 16)", "(1, 16)"],
-    ]  # fmt: skip
+        ["0", "1", "2", "3"],
+        ["0", "lookup"],
+        ["0", "other"],
+        ["(0, 16)", "(1, 16)"],
+    ]
     assert [one.name for one in started] == ["baseline", "drafter", "lookup", "other", "baseline-16", "drafter-16"]
     assert [one.gpus for one in started] == [("1",), ("0",), ("0",), ("0",), ("1",), ("0",)]
     assert all(one.k_by_load is None for one in started), "an engine is started with the highest K"
@@ -163,8 +167,15 @@ def test_engines_on_different_gpus_load_together(monkeypatch: pytest.MonkeyPatch
 
     engine_module.start_engines([spec("a", "0"), spec("b", "0"), spec("c", "1"), spec("d", "1")], tmp_path)
     assert said == [
-        "start a", "start c", "wait_ready a", "wait_ready c", "start b", "start d", "wait_ready b", "wait_ready d",
-    ]  # fmt: skip
+        "start a",
+        "start c",
+        "wait_ready a",
+        "wait_ready c",
+        "start b",
+        "start d",
+        "wait_ready b",
+        "wait_ready d",
+    ]
     said.clear()
     engine_module.start_engines([spec("a"), spec("b")], tmp_path)
     assert said == ["start a", "wait_ready a", "start b", "wait_ready b"]

@@ -76,9 +76,14 @@ def ask(
     if kept is not None:
         partial.save = lambda: kept.append(list(partial.rates))  # type: ignore[method-assign]
     load.at_request_rates(
-        recipe.model_copy(update={"evaluate": options}), target, {"method": "eagle3"}, ["one\u2028", "two"], folder,
-        placement=placement or Placement(), partial=partial,
-    )  # fmt: skip
+        recipe.model_copy(update={"evaluate": options}),
+        target,
+        {"method": "eagle3"},
+        ["one\u2028", "two"],
+        folder,
+        placement=placement or Placement(),
+        partial=partial,
+    )
     return dict(partial.rates)
 
 

@@ -70,11 +70,13 @@ def plain_loss(loss: ChainLoss, batch: Batch, divisors: torch.Tensor | None) -> 
         for i, row in enumerate(rows):
             if batch.loss_weights[row, k] > 0 and int(batch.next_tokens[row, k + 1]) in known:
                 p = teacher[row + 1 + k]
-                each.append({
-                    "cross_entropy": -(p * log_q[i]).sum(),
-                    "kl": (p * (p.log() - log_q[i])).sum(),
-                    "total_variation": (p - log_q[i].exp()).abs().sum() / 2,
-                }[loss.loss])  # fmt: skip
+                each.append(
+                    {
+                        "cross_entropy": -(p * log_q[i]).sum(),
+                        "kl": (p * (p.log() - log_q[i])).sum(),
+                        "total_variation": (p - log_q[i].exp()).abs().sum() / 2,
+                    }[loss.loss]
+                )
                 weights.append(batch.loss_weights[row, k].double())
         divisor = torch.stack(weights).sum() if divisors is None else divisors[k]
         total = total + 0.8**k * (torch.stack(each) * torch.stack(weights)).sum() / divisor

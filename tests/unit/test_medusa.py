@@ -34,10 +34,12 @@ def make_drafter(**changes: object) -> MedusaDrafter:
 def make_sequence(tokens: int, prompt: int, seed: int) -> Sequence:
     generator = torch.Generator().manual_seed(seed)
     return Sequence(
-        sample_id=seed, held_out=False, token_ids=torch.randint(0, VOCAB, (tokens,), generator=generator),
+        sample_id=seed,
+        held_out=False,
+        token_ids=torch.randint(0, VOCAB, (tokens,), generator=generator),
         loss_mask=torch.arange(tokens) >= prompt,
         hidden_states=torch.randn(tokens - 1, 1, HIDDEN, generator=generator, dtype=torch.float64),
-    )  # fmt: skip
+    )
 
 
 def plain_logits(weights: dict[str, torch.Tensor], config: MedusaConfig, norm: torch.Tensor, h: torch.Tensor, i: int):  # type: ignore[no-untyped-def]
@@ -60,9 +62,13 @@ def test_loss_and_gradients_equal_the_formulas(changes: dict) -> None:
     norm = torch.nn.RMSNorm(HIDDEN, eps=1e-5).double()
     head = torch.randn(VOCAB, HIDDEN, dtype=torch.float64)
     loss = ChainLoss(
-        drafter, teacher_norm=norm, teacher_head=head, ttt_steps=HEADS, ttt_loss_decay=0.8,
+        drafter,
+        teacher_norm=norm,
+        teacher_head=head,
+        ttt_steps=HEADS,
+        ttt_loss_decay=0.8,
         terms=drafter.loss_terms(MedusaOptions()),
-    )  # fmt: skip
+    )
     found = loss(batch).loss
     found.backward()
 

@@ -33,9 +33,12 @@ def _config(target: TargetInfo, method: dict[str, Any], drafter: Path = Path("no
 def test_methods_without_a_model(target: TargetInfo, monkeypatch: pytest.MonkeyPatch) -> None:
     assert _config(target, {"method": "none"}) is None
     assert _config(target, {"method": "ngram", "options": {"draft_sample_method": "greedy"}}) == {
-        "method": "ngram", "num_speculative_tokens": 3, "prompt_lookup_min": 5, "prompt_lookup_max": 5,
+        "method": "ngram",
+        "num_speculative_tokens": 3,
+        "prompt_lookup_min": 5,
+        "prompt_lookup_max": 5,
         "draft_sample_method": "greedy",
-    }  # fmt: skip
+    }
     monkeypatch.setattr(speculation, "find_spec", lambda name: object())
     assert _config(target, {"method": "suffix", "suffix_decoding_max_tree_depth": 12})["num_speculative_tokens"] == 12
     monkeypatch.setattr(speculation, "find_spec", lambda name: None)
@@ -105,8 +108,10 @@ def _drafter(folder: Path, target: TargetInfo, **changed: Any) -> Path:
 def test_drafters_fit_the_target_and_the_method(target: TargetInfo, tmp_path: Path) -> None:
     own = _drafter(tmp_path / "own", target)
     assert _config(target, {"method": "eagle3"}, own) == {
-        "method": "eagle3", "model": str(own), "num_speculative_tokens": 3,
-    }  # fmt: skip
+        "method": "eagle3",
+        "model": str(own),
+        "num_speculative_tokens": 3,
+    }
     assert _config(target, {"method": "eagle3"}, own, tensor_parallel_size=2)["draft_tensor_parallel_size"] == 1
     other = _drafter(tmp_path / "other", target)
     assert _config(target, {"method": "eagle3", "model": str(other), "num_speculative_tokens": 2}, own)["model"] == str(
@@ -129,8 +134,11 @@ def test_drafters_fit_the_target_and_the_method(target: TargetInfo, tmp_path: Pa
     marked = {"kind": "p_eagle", "target": {"name": "its-own-target"}}
     p_eagle = _drafter(tmp_path / "p_eagle", target, num_depths=2, draftsmith=marked)
     assert _config(target, {"method": "p_eagle"}, p_eagle) == {
-        "method": "eagle3", "parallel_drafting": True, "model": str(p_eagle), "num_speculative_tokens": 2,
-    }  # fmt: skip
+        "method": "eagle3",
+        "parallel_drafting": True,
+        "model": str(p_eagle),
+        "num_speculative_tokens": 2,
+    }
     with pytest.raises(UserError, match="for the method `p_eagle`, but the recipe's method is `eagle3`"):
         _config(target, {"method": "eagle3"}, p_eagle)
     for drafter in (medusa, p_eagle):

@@ -63,9 +63,13 @@ def test_loss_and_gradients_equal_the_formulas(changes: dict) -> None:
     norm = torch.nn.RMSNorm(HIDDEN, eps=1e-5).double()
     head = torch.randn(VOCAB, HIDDEN, dtype=torch.float64)
     loss = ChainLoss(
-        drafter, teacher_norm=norm, teacher_head=head, ttt_steps=steps, ttt_loss_decay=1.0,
+        drafter,
+        teacher_norm=norm,
+        teacher_head=head,
+        ttt_steps=steps,
+        ttt_loss_decay=1.0,
         terms=drafter.loss_terms(MlpOptions()),
-    )  # fmt: skip
+    )
     found = loss(batch).loss
     found.backward()
 

@@ -99,18 +99,26 @@ def drafter() -> Eagle3Drafter:
     """An EAGLE-3 drafter after one backward pass."""
     hidden, vocab = 192, 500
     drafter = make_drafter(
-        hidden_size=hidden, intermediate_size=512, num_attention_heads=6, num_key_value_heads=2, head_dim=32, vocab_size=vocab,
+        hidden_size=hidden,
+        intermediate_size=512,
+        num_attention_heads=6,
+        num_key_value_heads=2,
+        head_dim=32,
+        vocab_size=vocab,
         draft_vocab_size=vocab,
-    ).float()  # fmt: skip
+    ).float()
     drafter.embedding = torch.randn(vocab, hidden)
     drafter.draft_token_ids = torch.arange(vocab)
     for parameter in drafter.parameters():
         if parameter.ndim == 2:
             nn.init.normal_(parameter, std=parameter.shape[1] ** -0.5)
     loss = ChainLoss(
-        drafter, teacher_norm=nn.RMSNorm(hidden, 1e-5), teacher_head=torch.randn(vocab, hidden) * 0.1, ttt_steps=3,
+        drafter,
+        teacher_norm=nn.RMSNorm(hidden, 1e-5),
+        teacher_head=torch.randn(vocab, hidden) * 0.1,
+        ttt_steps=3,
         ttt_loss_decay=0.8,
-    )  # fmt: skip
+    )
     batch = pack([make_sequence(drafter, 100, seed) for seed in range(4)], steps=3).with_layers([0, 1, 2], 2)
     loss(batch).loss.backward()
     return drafter

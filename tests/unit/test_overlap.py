@@ -127,9 +127,11 @@ def test_a_text_put_into_another_is_always_found(text, before, after):
 def test_numbers_are_the_same_in_every_process():
     code = "from draftsmith.data.overlap import numbers_of as n; t = n('One two three four five six seven eight nine'); print(t.whole, list(map(int, t.ngrams)))"
     printed = {
-        subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, env={"PYTHONHASHSEED": seed}).stdout
+        subprocess.run(
+            [sys.executable, "-c", code], capture_output=True, text=True, check=True, env={"PYTHONHASHSEED": seed}
+        ).stdout
         for seed in ("1", "2")
-    }  # fmt: skip
+    }
     here = numbers_of("One two three four five six seven eight nine")
     assert printed == {f"{here.whole} {list(map(int, here.ngrams))}\n"}
 

@@ -202,8 +202,11 @@ def test_it_is_served_in_parallel_and_with_no_more_tokens_than_were_trained(tmp_
     assert (config["mask_token_id"], config["num_depths"], config["num_hidden_layers"]) == (79, 3, 2)
     assert config["eagle_aux_hidden_state_layer_ids"] == [1, 2, 3]
     assert speculative_config(folder, 3) == {
-        "method": "eagle3", "parallel_drafting": True, "model": str(folder), "num_speculative_tokens": 3,
-    }  # fmt: skip
+        "method": "eagle3",
+        "parallel_drafting": True,
+        "model": str(folder),
+        "num_speculative_tokens": 3,
+    }
     with pytest.raises(UserError, match=r"at most 3 tokens, and 4 were requested.*train\.drafter\.num_depths"):
         speculative_config(folder, 4)
     assert own_drafter(folder).method == "p_eagle"

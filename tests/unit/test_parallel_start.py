@@ -19,11 +19,25 @@ HIDDEN, HEAD_DIM, VOCAB, DEPTHS = 192, 64, 61, 4
 
 def make_drafter(embedding: torch.Tensor, *, heads: int = 6, kv_heads: int = 2, layers: int = 2) -> PEagleDrafter:
     config = PEagleConfig(
-        layer_ids=(1, 2, 3), hidden_size=HIDDEN, intermediate_size=32, num_layers=layers, num_attention_heads=heads,
-        num_key_value_heads=kv_heads, head_dim=HEAD_DIM, hidden_act="silu", rms_norm_eps=1e-5,
-        rope_parameters={"rope_type": "default", "rope_theta": 1e6}, max_position_embeddings=64, vocab_size=VOCAB,
-        draft_vocab_size=VOCAB, norm_before_residual=False, fc_norm=True, norm_output=False, num_depths=DEPTHS, mask_token_id=0,
-    )  # fmt: skip
+        layer_ids=(1, 2, 3),
+        hidden_size=HIDDEN,
+        intermediate_size=32,
+        num_layers=layers,
+        num_attention_heads=heads,
+        num_key_value_heads=kv_heads,
+        head_dim=HEAD_DIM,
+        hidden_act="silu",
+        rms_norm_eps=1e-5,
+        rope_parameters={"rope_type": "default", "rope_theta": 1e6},
+        max_position_embeddings=64,
+        vocab_size=VOCAB,
+        draft_vocab_size=VOCAB,
+        norm_before_residual=False,
+        fc_norm=True,
+        norm_output=False,
+        num_depths=DEPTHS,
+        mask_token_id=0,
+    )
     torch.manual_seed(0)
     return PEagleDrafter(config, embedding, torch.arange(VOCAB))
 

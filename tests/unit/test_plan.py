@@ -91,9 +91,18 @@ def test_targets_have_the_parameters_they_are_known_for() -> None:
     assert tied.parameters == 134_515_008
     assert tied.multiplied == 134_515_008 - 61 * 576, "the table is the head"
     experts = AutoConfig.for_model(
-        "qwen3_moe", hidden_size=32, moe_intermediate_size=16, num_hidden_layers=2, num_attention_heads=4, head_dim=8,
-        num_key_value_heads=2, vocab_size=64, num_experts=8, num_experts_per_tok=2, decoder_sparse_step=1,
-    )  # fmt: skip
+        "qwen3_moe",
+        hidden_size=32,
+        moe_intermediate_size=16,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        head_dim=8,
+        num_key_value_heads=2,
+        vocab_size=64,
+        num_experts=8,
+        num_experts_per_tok=2,
+        decoder_sparse_step=1,
+    )
     attention, router, expert = 32 * (32 + 16 + 16 + 32), 32 * 8, 3 * 32 * 16
     assert target_sizes(experts).multiplied == 2 * (attention + router + 2 * expert) + 64 * 32
 
@@ -310,16 +319,24 @@ def _tiny(
          "train": {"drafter": {"kind": kind, **options}}, "evaluate": {"k": [1, 2], "acceptance_k": 2}}
     )  # fmt: skip
     config = AutoConfig.for_model(
-        "llama", hidden_size=hidden, intermediate_size=48, num_hidden_layers=layer_ids[-1], num_attention_heads=heads,
-        num_key_value_heads=num_key_value_heads, rope_parameters={"rope_type": "default", "rope_theta": 5e5}, vocab_size=80, max_position_embeddings=128,
-    )  # fmt: skip
+        "llama",
+        hidden_size=hidden,
+        intermediate_size=48,
+        num_hidden_layers=layer_ids[-1],
+        num_attention_heads=heads,
+        num_key_value_heads=num_key_value_heads,
+        rope_parameters={"rope_type": "default", "rope_theta": 5e5},
+        vocab_size=80,
+        max_position_embeddings=128,
+    )
     drafter = drafter_on_meta(recipe, config, layer_ids).to_empty(device="cpu")
     for value in (*drafter.parameters(), *drafter.buffers()):
         value.data.fill_(1) if value.is_floating_point() else value.copy_(torch.arange(len(value)))
     layers = len(drafter.config.layer_ids)
     sequences = [
-        Sequence(i, False, torch.randint(0, 80, (20,)), torch.arange(20) >= 10, torch.randn(19, layers, hidden)) for i in range(3)
-    ]  # fmt: skip
+        Sequence(i, False, torch.randint(0, 80, (20,)), torch.arange(20) >= 10, torch.randn(19, layers, hidden))
+        for i in range(3)
+    ]
     return drafter.train(), pack(sequences, steps=3)
 
 
@@ -342,9 +359,11 @@ def test_a_plan_says_which_gpus_a_run_takes() -> None:
     stages = make_plan(load_recipe(path))["stages"]
     devices = {name: stage["more"].get("devices") for name, stage in stages.items()}
     assert devices == {
-        "extract": "8 engines on GPUs 0 to 7", "train": "8 processes on GPUs 0 to 7", "convert": None,
+        "extract": "8 engines on GPUs 0 to 7",
+        "train": "8 processes on GPUs 0 to 7",
+        "convert": None,
         "evaluate": "2 engines at a time on GPU 0",
-    }  # fmt: skip
+    }
     plan = make_plan(load_recipe(path, ["plan.hardware.count=1", "plan.hardware.memory_gib=6"]))
     printed = "\n".join(report(plan))
     assert "  8 engines on GPUs 0 to 7, which is MORE than the 1 of `plan.hardware`\n" in printed

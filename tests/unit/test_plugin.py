@@ -16,9 +16,16 @@ from draftsmith.serve import plugin
 from draftsmith.serve.plugin.mlp_speculator import MlpSpeculator, proposer_v1, proposer_v2
 
 CONFIG = MlpConfig(
-    layer_ids=(5,), hidden_size=16, rms_norm_eps=1e-5, vocab_size=40, draft_vocab_size=40, inner_size=12, n_predict=3,
-    tie_weights=False, scale_input=True,
-)  # fmt: skip
+    layer_ids=(5,),
+    hidden_size=16,
+    rms_norm_eps=1e-5,
+    vocab_size=40,
+    draft_vocab_size=40,
+    inner_size=12,
+    n_predict=3,
+    tie_weights=False,
+    scale_input=True,
+)
 
 
 @pytest.fixture
@@ -121,9 +128,17 @@ def test_second_runner_corrects_for_rejections_and_unfinished_prompts(speculator
     assert torch.equal(found, speculator.draft(states[[1, 5, 8]], torch.tensor([13, 11, 22]), 3))
     for steps in (1, 0):  # with fewer steps too the runner takes all columns, and marks those beyond itself
         fewer = proposer.propose(
-            batch, None, None, states, None, torch.tensor([2, 1, 0]), torch.tensor([2, 0, 0]), last_sampled, next_prefill,
+            batch,
+            None,
+            None,
+            states,
+            None,
+            torch.tensor([2, 1, 0]),
+            torch.tensor([2, 0, 0]),
+            last_sampled,
+            next_prefill,
             num_speculative_tokens=steps,
-        )  # fmt: skip
+        )
         assert fewer.shape == (3, 3)
         assert torch.equal(fewer[:, :steps], found[:, :steps])
 

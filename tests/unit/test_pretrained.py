@@ -78,13 +78,16 @@ def own(tmp_path: Path) -> Path:
     for name, code in CODE.items():
         (folder / name).write_text(code.replace("{folder!r}", repr(str(folder))))
     edit(
-        folder / "config.json", model_type="own", architectures=["OwnForCausalLM"],
+        folder / "config.json",
+        model_type="own",
+        architectures=["OwnForCausalLM"],
         auto_map={"AutoConfig": "configuration_own.OwnConfig", "AutoModelForCausalLM": "modeling_own.OwnForCausalLM"},
-    )  # fmt: skip
+    )
     edit(
-        folder / "tokenizer_config.json", tokenizer_class="OwnTokenizer",
+        folder / "tokenizer_config.json",
+        tokenizer_class="OwnTokenizer",
         auto_map={"AutoTokenizer": [None, "tokenization_own.OwnTokenizer"]},
-    )  # fmt: skip
+    )
     return folder
 
 

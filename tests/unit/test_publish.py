@@ -68,10 +68,13 @@ def make_run(folder: Path, *, seed: int = 0, quantize: str | None = None, **targ
         "steps": 7, "tokens": 1234, "parameters_trained": 5678, "predicted_acceptance_length": {"1": 1.25, "2": 1.5},
     }  # fmt: skip
     Checkpoint(
-        kind="eagle3", config=config, target={"name": target_name(recipe.target), "revision": "weights-12ab",
-        "config_hash": "c" * 64}, draft_token_ids=torch.arange(20), training=training,
+        kind="eagle3",
+        config=config,
+        target={"name": target_name(recipe.target), "revision": "weights-12ab", "config_hash": "c" * 64},
+        draft_token_ids=torch.arange(20),
+        training=training,
         weights=in_memory({name: torch.randn(shape) for name, shape in shapes.items()}),
-    ).save(run_dir / "checkpoint")  # fmt: skip
+    ).save(run_dir / "checkpoint")
     finish(run_dir / "checkpoint", "train", recipe, {"seed", "target", "train"}, training)
     run_convert(recipe, run_dir)
     evaluate(run_dir, recipe)
@@ -187,9 +190,15 @@ def test_card(run_dir: Path) -> None:
         f"""    --speculative-config '{{"method": "eagle3", "model": "{REPO}", "num_speculative_tokens": 2}}'"""
     )
     for text in (
-        "a draft vocabulary of 20 tokens", "7 steps, 1,234 tokens", "10 conversations and 2 held out", "prompts.jsonl",
-        "With a target on P, 2 cores, 8 GiB, no GPU", "vllm 0.32.0", "| held_out | 2 | 1.700 |", "The drafter was made for tiny-target",
-    ):  # fmt: skip
+        "a draft vocabulary of 20 tokens",
+        "7 steps, 1,234 tokens",
+        "10 conversations and 2 held out",
+        "prompts.jsonl",
+        "With a target on P, 2 cores, 8 GiB, no GPU",
+        "vllm 0.32.0",
+        "| held_out | 2 | 1.700 |",
+        "The drafter was made for tiny-target",
+    ):
         assert text in card, card
     assert str(run_dir.parents[1]) not in card
 

@@ -103,9 +103,14 @@ def test_no_engine_starts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> No
     config.quantization_config = GPTQ
     with pytest.raises(UserError, match=r"target is quantized \(gptq\)"):
         require_extraction(
-            EngineConfig(), ExtractConfig.model_validate({"prompts": {"path": "p.jsonl"}}), config, target="target", target_bytes=1,
-            dtype="float32", layers=4,
-        )  # fmt: skip
+            EngineConfig(),
+            ExtractConfig.model_validate({"prompts": {"path": "p.jsonl"}}),
+            config,
+            target="target",
+            target_bytes=1,
+            dtype="float32",
+            layers=4,
+        )
     path = tmp_path / "target" / "config.json"
     path.write_text(json.dumps(json.loads(path.read_text()) | {"quantization_config": GPTQ}))
     recipe = recipe.model_copy(update={"extract": recipe.extract.model_copy(update={"max_tokens": 20})})

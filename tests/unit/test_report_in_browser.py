@@ -60,8 +60,9 @@ def test_numbers_are_read_back(browser: Any, tmp_path: Path, scheme: str, backgr
             f"h2:text-is('By request rate') ~ .scroll tbody tr:has(td:text-is('{rate}')) td"
         ).all_inner_texts()
         assert (row[7], row[8]) == (
-            f"{at['baseline']['seconds_per_token']:.3f}", f"{at['speculative']['seconds_per_token']:.3f}"
-        )  # fmt: skip
+            f"{at['baseline']['seconds_per_token']:.3f}",
+            f"{at['speculative']['seconds_per_token']:.3f}",
+        )
     right = page.locator("h2:text-is('Correct answers') + .scroll tbody tr").first.locator("td").all_inner_texts()
     assert right[1:] == ["last number", "5", "40.0%", "20.0%"]
     assert page.locator(".answer b").all_inner_texts() == [" is", " <late>"]

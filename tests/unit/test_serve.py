@@ -90,11 +90,12 @@ def _throughput(in_flight: int, rates: dict[str, float]) -> schema.Throughput:
         )
         starts: list[schema.AtStart] = [
             {
-                "by_prompt": {f"p{n}": [64.0, factor * 64 / rate] for n in range(5)}, "first_token_seconds": 0.25,
+                "by_prompt": {f"p{n}": [64.0, factor * 64 / rate] for n in range(5)},
+                "first_token_seconds": 0.25,
                 "seconds_per_token": 0.0875,
             }
             for factor in (1.0, 1.02)
-        ]  # fmt: skip
+        ]
         measured[name] = {
             "speculation": speculation, "dtype": name.split(", ")[1], "tokens_per_second": rate, "first_token_seconds": 0.25,
             "seconds_per_token": 0.0875, "starts": starts,
@@ -404,9 +405,18 @@ def test_options_become_vllm_s_flags() -> None:
         "allowed_origins": ["*"], "cudagraph_capture_sizes": [4, 8], "compilation_config": {"mode": 3},
     }  # fmt: skip
     assert vllm_server._flags(options) == [
-        "--max-num-seqs", "4", "--no-enable-prefix-caching", "--enable-lora", "--allowed-origins", '["*"]',
-        "--cudagraph-capture-sizes", "4", "8", "--compilation-config", '{"mode": 3}',
-    ]  # fmt: skip
+        "--max-num-seqs",
+        "4",
+        "--no-enable-prefix-caching",
+        "--enable-lora",
+        "--allowed-origins",
+        '["*"]',
+        "--cudagraph-capture-sizes",
+        "4",
+        "8",
+        "--compilation-config",
+        '{"mode": 3}',
+    ]
     with pytest.raises(UserError, match="with --api-key"):
         vllm_server._flags({"api_key": "secret"})
     with pytest.raises(UserError, match=r"by `target\.trust_remote_code`"):

@@ -62,8 +62,10 @@ def test_a_method_takes_the_place_of_a_drafter(run: tuple[Recipe, Path], capsys:
     assert found["num_speculative_tokens"] == 2  # what `COSTS` and `ACCEPTED` make best
     assert set(found["k_curve"]) <= {"1", "2", "3"}
     assert {config.name for config in Engine.started if config.dtype == "float32"} == {
-        "baseline-float32", "drafter-float32", "baseline-float32-again",
-    }  # fmt: skip
+        "baseline-float32",
+        "drafter-float32",
+        "baseline-float32-again",
+    }
     drafting = next(config.speculative for config in Engine.started if config.speculative)
     assert drafting["method"] == "ngram"
     assert "overlap_with_training" not in found["suites"]["questions"]

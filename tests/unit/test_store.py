@@ -79,8 +79,12 @@ def same(found: Sequence, expected: Sequence, *, states: bool = True) -> None:
 
 sequences = st.builds(
     make_sequence,
-    st.integers(0, 2**63 - 1), st.integers(1, 5), st.integers(1, 6), last_has_state=st.booleans(), held_out=st.booleans(),
-)  # fmt: skip
+    st.integers(0, 2**63 - 1),
+    st.integers(1, 5),
+    st.integers(1, 6),
+    last_has_state=st.booleans(),
+    held_out=st.booleans(),
+)
 
 
 @settings(max_examples=40, deadline=None)

@@ -27,9 +27,14 @@ def save_model(folder, *, tied=False, max_shard_size="1GB", seed=0):
     """A random Llama with a tokenizer beside it; returns its state dict."""
     torch.manual_seed(seed)
     config = LlamaConfig(
-        num_hidden_layers=LAYERS, hidden_size=HIDDEN, intermediate_size=24, vocab_size=VOCAB,
-        num_attention_heads=4, num_key_value_heads=2, tie_word_embeddings=tied,
-    )  # fmt: skip
+        num_hidden_layers=LAYERS,
+        hidden_size=HIDDEN,
+        intermediate_size=24,
+        vocab_size=VOCAB,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        tie_word_embeddings=tied,
+    )
     model = LlamaForCausalLM(config)
     with torch.no_grad():
         model.model.norm.weight.uniform_(0.5, 1.5)
@@ -57,9 +62,18 @@ def test_head_and_norm_give_the_model_s_logits(tmp_path, kind, tied):
     """What teaches a drafter: the head on the normed last state, whatever family the target is of."""
     torch.manual_seed(0)
     config = getattr(transformers, f"{kind}Config")(
-        num_hidden_layers=1, hidden_size=HIDDEN, intermediate_size=24, vocab_size=VOCAB, num_attention_heads=4,
-        num_key_value_heads=2, head_dim=4, tie_word_embeddings=tied, pad_token_id=0, bos_token_id=None, eos_token_id=None,
-    )  # fmt: skip
+        num_hidden_layers=1,
+        hidden_size=HIDDEN,
+        intermediate_size=24,
+        vocab_size=VOCAB,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        head_dim=4,
+        tie_word_embeddings=tied,
+        pad_token_id=0,
+        bos_token_id=None,
+        eos_token_id=None,
+    )
     model = transformers.AutoModelForCausalLM.from_config(config).eval()
     with torch.no_grad():
         model.model.norm.weight.uniform_(-0.5, 0.5)

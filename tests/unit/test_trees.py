@@ -156,8 +156,10 @@ def test_branches_are_chains_over_other_texts(folder: Path, name: str) -> None:
         paths: list[tuple[int, list[int]]] = []
         for level in range(DEPTH):
             found = branches.step(parents, tokens)
-            grown = [(int(places[i]), []) if level == 0 else (paths[i][0], [*paths[i][1], t])
-                     for i, t in zip(parents.tolist(), tokens.tolist(), strict=True)]  # fmt: skip
+            grown = [
+                (int(places[i]), []) if level == 0 else (paths[i][0], [*paths[i][1], t])
+                for i, t in zip(parents.tolist(), tokens.tolist(), strict=True)
+            ]
             paths = grown
             logits = (found.normed @ found.head.T).log_softmax(-1)[found.of_branch]
             for (p, path), mine in zip(paths, logits, strict=True):

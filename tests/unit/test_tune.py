@@ -80,8 +80,16 @@ def test_an_engine_for_every_k_gives_the_ratios_of_one_for_each(
     found = run_tune(*run, verify=True)
     assert found["engine"] == {"enforce_eager": False, "tensor_parallel_size": 1, "peak_engines": 2}
     assert [config.name for config in Engine.started] == [
-        "baseline", "k1", "k2", "k3", "idle-drafter", "k1", "k2", "k3", "schedule",
-    ]  # fmt: skip
+        "baseline",
+        "k1",
+        "k2",
+        "k3",
+        "idle-drafter",
+        "k1",
+        "k2",
+        "k3",
+        "schedule",
+    ]
     assert {config.memory_share for config in Engine.started} == {0.5}
     for key in ("step_cost", "schedule", "acceptance_length"):
         assert found[key] == whole[key]  # type: ignore[literal-required]

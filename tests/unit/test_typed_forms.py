@@ -78,8 +78,10 @@ def test_an_older_name_of_mtp_is_taken_and_said(target: TargetInfo, capsys: pyte
     try:
         for _ in range(2):
             assert config_of(target, typed) == {
-                "method": "mtp", "num_speculative_tokens": 2, "disable_padded_drafter_batch": False,
-            }  # fmt: skip
+                "method": "mtp",
+                "num_speculative_tokens": 2,
+                "disable_padded_drafter_batch": False,
+            }
     finally:
         target.config.num_nextn_predict_layers = 0
     assert capsys.readouterr().err == "speculation: method deepseek_mtp -> mtp: vLLM's older name of it\n"
@@ -156,9 +158,13 @@ def test_records_of_methods_without_the_new_keys_are_those_of_before() -> None:
     """Digests of evaluations depend on them."""
     dumped = METHODS.validate_python({"method": "eagle3"}).model_dump(mode="json")
     assert dumped == {
-        "method": "eagle3", "num_speculative_tokens": None, "num_speculative_tokens_per_batch_size": None, "options": {},
-        "model": None, "revision": None,
-    }  # fmt: skip
+        "method": "eagle3",
+        "num_speculative_tokens": None,
+        "num_speculative_tokens_per_batch_size": None,
+        "options": {},
+        "model": None,
+        "revision": None,
+    }
     recipe = Recipe.model_validate(
         MINIMAL | {"evaluate": {"methods": {"a": {"method": "mtp", "draft_tensor_parallel_size": 1}}}}
     )
@@ -282,15 +288,32 @@ def error_of(*arguments: str) -> str:
 
 def test_vllm_s_options_are_translated(tmp_path: Path) -> None:
     said = error_of(
-        "serve", "r.yaml", "-tp", "4", "--max-model-len=36768", "--served_model_name", "dsv3", "--trust-remote-code",
-        "--enable-expert-parallel", "--port", "20004", "--use-v2-block-manager", "--speculative_model", "facebook/opt-125m",
-        "--num_speculative_tokens", "5",
-    )  # fmt: skip
+        "serve",
+        "r.yaml",
+        "-tp",
+        "4",
+        "--max-model-len=36768",
+        "--served_model_name",
+        "dsv3",
+        "--trust-remote-code",
+        "--enable-expert-parallel",
+        "--port",
+        "20004",
+        "--use-v2-block-manager",
+        "--speculative_model",
+        "facebook/opt-125m",
+        "--num_speculative_tokens",
+        "5",
+    )
     for typed in (
-        "-s engine.tensor_parallel_size=4", "-s engine.max_model_len=36768", "-s serve.vllm_args.served_model_name=dsv3",
-        "-s target.trust_remote_code=true", "-s engine.options.enable_expert_parallel=true", "leave out --use-v2-block-manager",
+        "-s engine.tensor_parallel_size=4",
+        "-s engine.max_model_len=36768",
+        "-s serve.vllm_args.served_model_name=dsv3",
+        "-s target.trust_remote_code=true",
+        "-s engine.options.enable_expert_parallel=true",
+        "leave out --use-v2-block-manager",
         """-s 'serve.method={"method": "draft_model", "model": "facebook/opt-125m", "num_speculative_tokens": 5}'""",
-    ):  # fmt: skip
+    ):
         assert typed in said
     assert "port" not in said
     assert "-s engine.options.quantization=fp8" in error_of("generate", "r", "p", "--out", "o", "--quantization", "fp8")

@@ -30,10 +30,20 @@ def make_run(
     layer id are multiplied by."""
     torch.manual_seed(0)
     config = LlamaConfig(
-        hidden_size=HIDDEN, intermediate_size=48, num_hidden_layers=LAYERS, num_attention_heads=4, num_key_value_heads=2,
-        head_dim=8, vocab_size=VOCAB, max_position_embeddings=128, tie_word_embeddings=tied, initializer_range=0.15,
-        bos_token_id=None, eos_token_id=None, pad_token_id=0,
-    )  # fmt: skip
+        hidden_size=HIDDEN,
+        intermediate_size=48,
+        num_hidden_layers=LAYERS,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        head_dim=8,
+        vocab_size=VOCAB,
+        max_position_embeddings=128,
+        tie_word_embeddings=tied,
+        initializer_range=0.15,
+        bos_token_id=None,
+        eos_token_id=None,
+        pad_token_id=0,
+    )
     model = LlamaForCausalLM(config).eval()
     model.save_pretrained(folder / "target")
     Tokenizer(models.WordLevel({"a": 0}, unk_token="a")).save(str(folder / "target" / "tokenizer.json"))
@@ -41,10 +51,16 @@ def make_run(
     directory = folder / "run" / "store"
     stage.claim(directory, fresh=True)
     identity = StoreIdentity(
-        target=target.name, target_revision=target.revision, target_config_hash=target.config_hash,
-        tokenizer_hash=target.tokenizer_hash, chat_template_hash=target.chat_template_hash, layer_ids=(1, 2, LAYERS),
-        hidden_size=HIDDEN, dtype="float32", sampling={"mode": "generate", "temperature": 0.0, "max_tokens": tokens - prompt},
-    )  # fmt: skip
+        target=target.name,
+        target_revision=target.revision,
+        target_config_hash=target.config_hash,
+        tokenizer_hash=target.tokenizer_hash,
+        chat_template_hash=target.chat_template_hash,
+        layer_ids=(1, 2, LAYERS),
+        hidden_size=HIDDEN,
+        dtype="float32",
+        sampling={"mode": "generate", "temperature": 0.0, "max_tokens": tokens - prompt},
+    )
     writer = StoreWriter(directory, identity, shard_tokens=100)
     last: list[torch.Tensor] = []
     model.model.layers[-1].register_forward_hook(lambda module, inputs, output: last.append(output))

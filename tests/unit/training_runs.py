@@ -96,17 +96,27 @@ def half_saved(number: int, by: signal.Signals) -> Callable[[Any, Path], None]:
 
 
 def process(
-    rank: int, folder: Path, directory: Path, options: dict[str, Any], port: int,
+    rank: int,
+    folder: Path,
+    directory: Path,
+    options: dict[str, Any],
+    port: int,
     stop: tuple[int, int, signal.Signals, str] | None,
-) -> None:  # fmt: skip
+) -> None:
     """One of two training processes (the only one with port 0). The process of rank stop[0] gets the signal stop[2] when it calls
     the trainer's function stop[3], or is in the middle of `torch.save`, after stop[1] such calls."""
     torch.set_num_threads(1)
     if port:
         os.environ |= {
-            "RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "2", "OMP_NUM_THREADS": "1",
-            "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "ACCELERATE_USE_CPU": "true",
-        }  # fmt: skip
+            "RANK": str(rank),
+            "LOCAL_RANK": str(rank),
+            "WORLD_SIZE": "2",
+            "LOCAL_WORLD_SIZE": "2",
+            "OMP_NUM_THREADS": "1",
+            "MASTER_ADDR": "127.0.0.1",
+            "MASTER_PORT": str(port),
+            "ACCELERATE_USE_CPU": "true",
+        }
     with contextlib.ExitStack() as stack:
         if stop and stop[0] == rank:
             monkeypatch = stack.enter_context(pytest.MonkeyPatch.context())

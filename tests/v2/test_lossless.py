@@ -32,11 +32,15 @@ def same_as_baseline(target: TargetInfo, configs: dict[str, dict[str, Any]], fol
     """Greedy answers of an engine of each method are the baseline's, with draft tokens accepted and rejected."""
     engines = [
         EngineSpec(
-            name=name, target=str(target.path), dtype="float32", engine=EngineConfig(max_model_len=256, kv_cache_gib=0.1),
-            speculative=config, max_num_seqs=8,
+            name=name,
+            target=str(target.path),
+            dtype="float32",
+            engine=EngineConfig(max_model_len=256, kv_cache_gib=0.1),
+            speculative=config,
+            max_num_seqs=8,
         )
         for name, config in ({"baseline": None} | configs).items()
-    ]  # fmt: skip
+    ]
     tokenizer = AutoTokenizer.from_pretrained(target.path)
     prompts = [tokenizer(text[:40]).input_ids for text in (PROMPT, *demo_prompts(9))]
     hosts = start_engines(engines, folder)
