@@ -6,7 +6,7 @@ from pathlib import Path
 
 import torch
 
-from draftsmith.config.methods import Drafter
+from draftsmith.config.methods import TrainedDrafter
 from draftsmith.config.recipe import Recipe
 from draftsmith.data.turns import Turn
 from draftsmith.engine.memory import cache_bytes, weight_bytes
@@ -70,5 +70,5 @@ def _drafter_bytes(recipe: Recipe, target: TargetInfo, speculator: Speculator) -
     config = speculator.config(target, recipe.engine.tensor_parallel_size) or {}
     if "model" not in config:  # lookup, or the target's own layers, which are small beside it
         return 0, True
-    own_spec = serving_spec(Path(config["model"])) if isinstance(speculator.method, Drafter) else None
+    own_spec = serving_spec(Path(config["model"])) if isinstance(speculator.method, TrainedDrafter) else None
     return weight_bytes(Path(config["model"]), recipe.target.dtype), own_spec is not None and own_spec.single_pass

@@ -8,7 +8,7 @@ import threading
 from pathlib import Path
 from typing import Any
 
-from draftsmith.config.methods import Drafter, Method, NoSpeculation
+from draftsmith.config.methods import Method, NoSpeculation, TrainedDrafter
 from draftsmith.config.recipe import Recipe
 from draftsmith.engine.options import check_options
 from draftsmith.engine.speculation import check_graph_sizes, method_config, own_drafter
@@ -77,7 +77,7 @@ def served_method(recipe: Recipe, run_dir: Path, k: int | None) -> Method:
     if trains_no_drafter(recipe, run_dir):
         return _method_alone(recipe, run_dir, k)
     method = recipe.serve.method or own_drafter(run_dir / "vllm")
-    own = isinstance(method, Drafter) and method.model is None
+    own = isinstance(method, TrainedDrafter) and method.model is None
     if k is None and own and not (method.num_speculative_tokens or method.num_speculative_tokens_per_batch_size):
         schedule = schedule_of(run_dir, recipe.tune.output)
         if schedule is not None:

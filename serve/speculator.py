@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from draftsmith.config.loading import digest
-from draftsmith.config.methods import Drafter, DraftModel, Method, NoSpeculation, Suffix
+from draftsmith.config.methods import DraftModel, Method, NoSpeculation, Suffix, TrainedDrafter
 from draftsmith.config.recipe import Recipe
 from draftsmith.engine.speculation import drafter_name, drafter_sha256, method_config, own_drafter
 from draftsmith.run.errors import UserError
@@ -36,7 +36,7 @@ class Speculator:
     @property
     def own(self) -> bool:
         """Whether it is the run's own drafter."""
-        return isinstance(self.method, Drafter) and self.method.model is None
+        return isinstance(self.method, TrainedDrafter) and self.method.model is None
 
     def config(
         self, target: TargetInfo, tensor_parallel_size: int, *, k: int | None = None, ranges: Ranges | None = None
@@ -114,12 +114,12 @@ def speculator(recipe: Recipe, run_dir: Path) -> Speculator:
             "from, and neither `serve.method` nor `evaluate.methods` names a method that needs none, as in `serve.method: { method: ngram }`."
         )
     where, name, method = listed[0]
-    if isinstance(method, Drafter) and method.model is None:
+    if isinstance(method, TrainedDrafter) and method.model is None:
         raise UserError(
             f"`{where}` needs a drafter: the run has none of its own in {drafter_dir}, and the recipe has no `extract.prompts` to train one "
             f"from. Name one, as in `{where}.model: OWNER/NAME`, or choose a method that needs none."
         )
     same = next((key for _, key, other in listed if key is not None and other == method), name)
     plain = method.model_copy(update={"num_speculative_tokens_per_batch_size": None})
-    shown = f"{method.method} ({method.model})" if isinstance(method, Drafter | DraftModel) else method.method
+    shown = f"{method.method} ({method.model})" if isinstance(method, TrainedDrafter | DraftModel) else method.method
     return Speculator(plain, drafter_dir, shown, {"method": digest(plain.model_dump(mode="json"))}, same)

@@ -7,7 +7,7 @@ child is the text's next token. So the prediction is exact, as that of a chain i
 How a tree is chosen, by the drafter's probabilities; a node is worth the product of those on its path from the root:
 
 - One forward pass per level (EAGLE-2, arXiv 2406.16858; SGLang's EAGLE trees): of every level the `top_k` nodes worth most are extended,
-  each by its `top_k` likeliest tokens. Of all nodes, the best N are the tree. The drafter reads its own guesses along each branch.
+  each by its `top_k` likeliest tokens. Of all nodes, the best N are the tree. The drafter reads its own draft tokens along each branch.
 - One forward pass in all (`Drafter.drafts_at_once`; DDTree, arXiv 2604.12989): every node can be extended at no cost, so the tree is the
   N nodes worth most of all that there could be, level by level down to the drafter's last slot.
 

@@ -197,7 +197,7 @@ def plugin() -> Finding:
     allowed = os.environ.get("VLLM_PLUGINS")
     loaded = there and (allowed is None or _PLUGIN in allowed.split(","))
     figures = {"found": there, "loaded": loaded}
-    without = "Without the plugin vLLM cannot serve MLP speculators, and on a CPU it samples wrongly while speculating."
+    without = "Without the plugin vLLM cannot serve MLP speculators, and on CPUs vLLM 0.32 samples from the wrong distribution when speculating."
     if not there:
         advice = f"{without} Install Draftsmith again in this environment."
         return Finding("vLLM plugin", "not found among the installed packages' entry points", "wrong", advice, figures)

@@ -48,8 +48,8 @@ def import_(
         str,
         typer.Option(
             metavar="2,15,27,30",
-            help="What the states are, in their order: i is the input of decoder layer i, and the number of layers is the output "
-            "of the last one.",
+            help="Layer ids of the states, in order: i is the input of decoder layer i; the number of layers is the output of the "
+            "last one.",
             show_default=False,
         ),
     ],
@@ -74,10 +74,10 @@ def import_(
     ] = False,
     as_json: AsJson = False,
 ) -> None:
-    """Hidden states of other programs to a finished store, for `draftsmith train`.
+    """Import hidden states from other programs into a finished store, for `draftsmith train`.
 
     Every sequence is checked: lengths, shapes, finite, not zero, and the checksum if Draftsmith wrote the file. One that cannot be
-    used is named in a line, and there is no store.
+    used is reported, and no store is written.
 
     draftsmith import states/ --target meta-llama/Llama-3.1-8B-Instruct --layer-ids 2,16,29,32 --out runs/NAME/store
     """
@@ -96,7 +96,7 @@ def import_(
         out,
         target=describe(target, "none", trust_remote_code),
         layer_ids=ids,
-        loss_mask=loss_mask,
+        loss_mask=loss_mask,  # type: ignore[arg-type]
         held_out_fraction=held_out_fraction,
         compression=compression,  # type: ignore[arg-type]
     )

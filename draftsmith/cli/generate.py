@@ -29,7 +29,7 @@ def generate(
         ),
     ],
     out: Annotated[
-        Path, typer.Option(metavar="FILE", help="File of answers, JSON lines; is continued.", show_default=False)
+        Path, typer.Option(metavar="FILE", help="Output, JSON lines; an existing file is resumed.", show_default=False)
     ],
     overrides: Overrides = None,
     runs: RunsDir = Path("runs"),

@@ -39,7 +39,7 @@ def predict(
         int | None,
         typer.Option(
             min=1,
-            help="Levels of a tree. Default: 5; of drafters that draft at once, all.",
+            help="Levels of a tree. Default: 5; parallel drafters: all.",
             show_default=False,
             rich_help_panel=_TREES,
         ),
@@ -48,7 +48,7 @@ def predict(
         int,
         typer.Option(
             min=1,
-            help="Nodes extended on each level, and children of each; drafters that draft at once have no such limit.",
+            help="Nodes extended on each level, and children of each. Parallel drafters have no such limit.",
             rich_help_panel=_TREES,
         ),
     ] = 8,
@@ -73,8 +73,8 @@ def predict(
     The sampling parameters are the recipe's `evaluate.temperature`, `evaluate.top_p` and `evaluate.top_k`. The prediction is exact, but for
     the choice of prompts, on text that the target sampled with the same ones; on other text it is an estimate.
 
-    With --tree, it is that of trees of draft tokens, greedy: drafters that run once for each token grow them as EAGLE-2 and SGLang do, those
-    that draft at once take the likeliest continuations of all. vLLM serves chains; SGLang serves trees of EAGLE-3, and the card of
+    With --tree: predict greedy acceptance for trees of draft tokens. Autoregressive drafters grow trees as EAGLE-2 and SGLang do; parallel
+    drafters take the N most likely continuations. vLLM serves chains only; SGLang serves trees of EAGLE-3, and the card written by
     `draftsmith convert --to specforge` then names its flags.
 
     draftsmith predict recipes/demo.yaml -s evaluate.temperature=0.8 -s evaluate.top_p=0.95 --store runs/sampled/store

@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from draftsmith.config.loading import digest
-from draftsmith.config.methods import Drafter, Method
+from draftsmith.config.methods import Method, TrainedDrafter
 from draftsmith.config.recipe import Recipe
 from draftsmith.run.errors import UserError
 
@@ -42,7 +42,7 @@ def for_evaluation(recipe: Recipe) -> Recipe:
 
 def _loadable(method: Method, recipe: Recipe) -> Method:
     """The method with a drafter that vLLM loads."""
-    if not isinstance(method, Drafter) or method.model is None:
+    if not isinstance(method, TrainedDrafter) or method.model is None:
         return method
     from draftsmith.convert.convert import convert_checkpoint, recognize
     from draftsmith.run import stage

@@ -35,9 +35,9 @@ class ServingSpec:
     k_field: str | None = None
     """Key in `config.json` of the largest K, for kinds with a limit."""
     rows_before_drafts: int = 0
-    """How much less the largest K is than what that key says, where it counts rows of which the first are no draft tokens."""
+    """Subtracted from `k_field` to get the largest K: rows of a block that are not draft tokens."""
     all_rows_field: str | None = None
-    """Key in `config.json` that says, where it is true, that those rows are draft tokens too."""
+    """Key in `config.json`; where it is true, those rows are draft tokens too."""
     mended_on_cpus: bool = False
     """On CPUs, vLLM computes it wrongly without Draftsmith's plugin (`serve/plugin`) if it has several layers."""
     reads_layers: bool = False
@@ -117,8 +117,8 @@ class FusingOptions(DrafterOptions):
     norm_output: bool = False
     """Feed the normed output to the next draft step instead of the raw one."""
     intermediate_size: int | None = Field(None, ge=1)
-    """Width of the MLP. Absent: the target's; with experts, that of all that a token goes through, within two to four times the hidden
-    size."""
+    """Width of the MLP. Absent: the target's; for mixture-of-experts targets, the total width of a token's active experts, within two to
+    four times the hidden size."""
 
 
 class Eagle3Options(FusingOptions):
@@ -192,16 +192,16 @@ class BlockOptions(DrafterOptions):
     """A draft token attends to no later one of its block. Otherwise all attend to each other, as published, and each depends on how many
     are drafted."""
     passes: float = Field(1.0, gt=0)
-    """How often each response token is trained on in an epoch, on average: a text has so many blocks as that takes, at positions drawn anew
-    in every step. More make the first draft token better, which is then trained more often."""
+    """How often each response token is trained on in an epoch, on average. It sets the number of blocks per text; their positions are redrawn in
+    every step. A higher value improves the first draft token most."""
     acceptance_alpha: float | None = Field(0.5, ge=0, le=1)
     """Weigh draft tokens by the acceptance that each decides on (D-PACE, arXiv 2605.18810), with this smoothing of their probabilities.
     null: by `ttt_loss_decay`; published as exp(-1 / 4) for blocks of 8 and exp(-1 / 7) for blocks of 16."""
     targets: Literal["tokens"] = "tokens"
     """Only tokens: trained on those that the target generated, as published."""
     intermediate_size: int | None = Field(None, ge=1)
-    """Width of the MLP. Absent: the target's; with experts, that of all that a token goes through, within two to four times the hidden
-    size."""
+    """Width of the MLP. Absent: the target's; for mixture-of-experts targets, the total width of a token's active experts, within two to
+    four times the hidden size."""
     mask_token_id: int | None = Field(None, ge=1)
     """Token that stands for the draft tokens that are not known yet, best one that texts do not have: to the drafter it is always that.
     Absent: the vocabulary's last."""

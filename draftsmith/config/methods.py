@@ -160,7 +160,7 @@ class DraftModel(ParallelMethod):
     num_speculative_tokens: int = Field(3, ge=1)
 
 
-class Drafter(ParallelMethod):
+class TrainedDrafter(ParallelMethod):
     """A trained drafter: the run's own, or another."""
 
     method: DrafterMethod
@@ -178,4 +178,4 @@ class Mtp(ModelMethod):
     num_speculative_tokens: int = Field(1, ge=1)
 
 
-AnyMethod = Annotated[NoSpeculation | NGram | Suffix | DraftModel | Drafter | Mtp, Field(discriminator="method")]
+AnyMethod = Annotated[NoSpeculation | NGram | Suffix | DraftModel | TrainedDrafter | Mtp, Field(discriminator="method")]

@@ -1,4 +1,4 @@
-"""How vLLM's users asked for speculation before `speculative_config`, and elsewhere than a recipe does; and what to write instead."""
+"""Legacy vLLM arguments for speculation, and other places for today's; what to write in a recipe instead."""
 
 from __future__ import annotations
 

@@ -46,7 +46,7 @@ class Branches(ABC):
 
 
 class IndependentSlots(Branches):
-    """Of a kind whose draft tokens do not depend on each other: every branch of a row has the same proposals."""
+    """For kinds whose draft tokens do not depend on each other: every branch of a row has the same proposals."""
 
     def __init__(self, drafter: Drafter, batch: Batch, rows: torch.Tensor, *, steps: int) -> None:
         self._chain = list(drafter.chain(_from_rows(batch, rows), steps=steps))
@@ -60,7 +60,7 @@ class IndependentSlots(Branches):
 
 
 class RepeatedChains(Branches):
-    """Of any kind, by its chain alone: each branch is put into the text as if it were true, and its chain is run from the start."""
+    """Fallback for any kind: each branch is put into the text as if it were true, and the chain is run from the start."""
 
     def __init__(self, drafter: Drafter, batch: Batch, rows: torch.Tensor, *, steps: int) -> None:
         self._drafter, self._batch, self._rows, self._steps = drafter, batch, rows, steps

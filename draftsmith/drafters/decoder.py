@@ -82,7 +82,7 @@ _MATRICES = (
     *(f"self_attn.{name}_proj" for name in "qkvo"),
     *(f"mlp.{name}_proj" for name in ("gate", "up", "down")),
 )
-"""Of a decoder layer."""
+"""Weight matrices of a decoder layer."""
 _WORTH_RUNNING = 0.8
 """Where fewer of the running rows have a prediction left, the others are dropped from the chain."""
 

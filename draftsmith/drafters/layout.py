@@ -145,7 +145,7 @@ class Rows:
     which: Callable[[Any, torch.Tensor], Any]
     """Index of the rows, from the kind's config and the draft token ids; None where the format always stores the tensor."""
     otherwise: Literal["stored", "in_embedding", "refused"]
-    """What is written for other values than the table's: the tensor itself, an own embedding with these rows, or nothing, which is an error."""
+    """What is written for values other than the table's: the tensor itself, a separate embedding with these rows, or an error."""
 
 
 @dataclass(frozen=True)

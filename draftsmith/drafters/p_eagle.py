@@ -32,7 +32,7 @@ from draftsmith.drafters.branches import Branches, IndependentSlots
 from draftsmith.drafters.decoder import mask_token_of
 from draftsmith.drafters.eagle3 import Eagle3Config, Eagle3Drafter
 from draftsmith.drafters.init.least_squares import ROWS_AT_ONCE, rows_until
-from draftsmith.drafters.init.parallel import cost_of_start, guess_from_last_position, units
+from draftsmith.drafters.init.parallel import cost_of_start, draft_from_last_position, units
 from draftsmith.drafters.layout import Entry
 from draftsmith.target.info import TargetInfo
 from draftsmith.target.tensors import TargetTensors
@@ -89,7 +89,7 @@ class PEagleDrafter(Eagle3Drafter):
         """EAGLE-3's start for the first draft token, and for the others `init/parallel.py`, or, with one layer, the mean of what the first
         reads as what they read."""
         super().init_from_target(tensors, batches)
-        if guess_from_last_position(self, batches, centered=tensors.centered_norm):
+        if draft_from_last_position(self, batches, centered=tensors.centered_norm):
             return
         count = 0
         for batch in batches:

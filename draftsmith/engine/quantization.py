@@ -1,4 +1,4 @@
-"""What vLLM 0.32 computes with of a quantized target, told before an engine starts. vLLM says it after downloads, in terms of its kernels.
+"""Check before startup whether vLLM 0.32 can run a quantized target; vLLM says so only after downloads, in terms of its kernels.
 
 Facts of vllm/model_executor/layers/quantization, vllm/model_executor/kernels/linear and vllm/v1/attention/backends/cpu_attn.py.
 """

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from draftsmith.config.drafters import KINDS, ServingSpec, kind_of_architecture, method_of, methods_of
-from draftsmith.config.methods import Drafter, DraftModel, Method, ModelMethod, Mtp, NoSpeculation, Suffix
+from draftsmith.config.methods import DraftModel, Method, ModelMethod, Mtp, NoSpeculation, Suffix, TrainedDrafter
 from draftsmith.engine import environment
 from draftsmith.run.atomic_io import sha256_of
 from draftsmith.run.errors import UserError
@@ -81,7 +81,7 @@ def method_config(
                 "cannot draft for it. Choose a smaller model of the same family."
             )
         config["model"] = str(directory)  # vLLM always splits it over the GPUs as the target
-    elif isinstance(method, Drafter):
+    elif isinstance(method, TrainedDrafter):
         directory = local_directory(method.model, revision=method.revision) if method.model else own_drafter
         longest = _longest_draft(directory)
         # Of the tokens that a config says it predicts, vLLM drafts all.
@@ -145,9 +145,9 @@ def _longest_draft(drafter_dir: Path) -> int | None:
     return int(said if all_rows else said - spec.rows_before_drafts)
 
 
-def own_drafter(drafter_dir: Path) -> Drafter:
+def own_drafter(drafter_dir: Path) -> TrainedDrafter:
     """The recipe's method that serves the drafter in a folder."""
-    return Drafter.model_validate({"method": method_of(_kind(drafter_dir))})
+    return TrainedDrafter.model_validate({"method": method_of(_kind(drafter_dir))})
 
 
 def check_target(drafter_dir: Path, target: TargetInfo) -> None:

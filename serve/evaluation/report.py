@@ -231,7 +231,7 @@ def _identity(results: Results) -> str:
         return _differing(results)
     lines = [f"Answers are sampled ({escape(str(sampling))})."]
     for name, one in results["sampled_fidelity"].items():
-        p = f"p = {one['continuations_p_value']:.2g} by continuations, {one['guesses_p_value']:.2g} by drafted tokens"
+        p = f"p = {one['continuations_p_value']:.2g} by continuations, {one['drafts_p_value']:.2g} by drafted tokens"
         if one["verdict"] == "wrong":
             lines.append(
                 f"<strong>Those of {escape(name)} do not follow the baseline's distribution ({p}): this engine with this drafter changes "

@@ -7,7 +7,7 @@ difference, each at half of the level:
 `continuations` looks for any: after every beginning of an answer, Pearson's chi-square test of whether both engines go on with the same
 tokens equally often.
 
-`guesses` looks for what a fault in accepting drafts does: draft tokens come more (or less) often than they should. Which token is drafted
+`drafts` looks for what a fault in accepting drafts does: draft tokens come more (or less) often than they should. Which token is drafted
 after which two is learned from one half of the answers; in the other half, the number of times that it comes is compared. Each answer
 gives one number, answers are independent, and the numbers of both engines have one distribution if speculation is right, whatever was
 learned; so the difference of their means, over its standard error, is normal for many answers.
@@ -87,15 +87,15 @@ def compare_samples(baseline: Answers, speculative: Answers) -> SampledFidelity:
         speculative: as many, with their drafts.
     """
     any_difference = continuations_p_value(baseline, speculative)
-    guesses = GuessTest(baseline, speculative)
-    smallest = 2 * min(any_difference, guesses.p_value)
+    drafts = DraftTest(baseline, speculative)
+    smallest = 2 * min(any_difference, drafts.p_value)
     return {
         "prompts": len(baseline),
         "answers": sum(map(len, speculative)),
         "tokens": sum(len(answer.token_ids) for answers in speculative for answer in answers),
         "continuations_p_value": any_difference,
-        "guesses_p_value": guesses.p_value,
-        "detectable_bias": guesses.detectable_bias(LEVEL / 2),
+        "drafts_p_value": drafts.p_value,
+        "detectable_bias": drafts.detectable_bias(LEVEL / 2),
         "verdict": "wrong" if smallest < LEVEL else "same_distribution",
     }
 
@@ -171,7 +171,7 @@ def accepted_places(answer: Sequence[int], steps: Sequence[int]) -> list[int] | 
     return places
 
 
-class GuessTest:
+class DraftTest:
     """How often the tokens come that the drafter is likely to draft, in the answers of both engines.
 
     The first half of each prompt's answers is for learning: the token most often accepted after each pair of tokens, from the
@@ -179,7 +179,7 @@ class GuessTest:
     """
 
     def __init__(self, baseline: Answers, speculative: Answers) -> None:
-        self._guesses = _guesses(speculative)
+        self._drafted = _likely_drafts(speculative)
         self._rates = self._learn_rates(baseline)
         scores = [self._scores(answers) for answers in (baseline, speculative)]
         difference = variance = 0.0
@@ -212,24 +212,24 @@ class GuessTest:
         return high
 
     def _learn_rates(self, baseline: Answers) -> dict[Pair, float]:
-        """Of each pair with a guess: how often the guess follows it."""
+        """Of each pair with a likely draft token: how often that follows it."""
         came: Counter[Pair] = Counter()
         seen: Counter[Pair] = Counter()
         for prompt, answers in enumerate(baseline):
             for answer in answers[: len(answers) // 2]:
                 for pair, token in _following(prompt, answer.token_ids):
-                    if pair in self._guesses:
+                    if pair in self._drafted:
                         seen[pair] += 1
-                        came[pair] += token == self._guesses[pair]
+                        came[pair] += token == self._drafted[pair]
         return {pair: came[pair] / count for pair, count in seen.items()}
 
     def _scores(self, answers: Answers) -> list[np.ndarray]:
-        """By prompt: of each answer of the second half, how many guesses came beyond what was learned."""
+        """By prompt: of each answer of the second half, how many likely draft tokens came beyond what was learned."""
         found = []
         for prompt, of_prompt in enumerate(answers):
             scores = [
                 math.fsum(
-                    (token == self._guesses[pair]) - self._rates[pair]
+                    (token == self._drafted[pair]) - self._rates[pair]
                     for pair, token in _following(prompt, answer.token_ids)
                     if pair in self._rates
                 )
@@ -239,7 +239,7 @@ class GuessTest:
         return found
 
     def _met(self, speculative: Answers) -> tuple[np.ndarray, float]:
-        """The rates at the places that are compared, and of these the share at which the guess was really drafted and looked at: it is
+        """The rates at the places that are compared, and of these the share at which the draft token was really drafted and looked at: it is
         accepted then as often as its rate says."""
         rates: list[float] = []
         taken, possible = 0, 0.0
@@ -250,12 +250,12 @@ class GuessTest:
                     if pair in self._rates:
                         rates.append(self._rates[pair])
                         if places is not None:
-                            taken += token == self._guesses[pair] and place in places
+                            taken += token == self._drafted[pair] and place in places
                             possible += self._rates[pair]
         return np.array(rates), min(1.0, taken / possible) if possible else 0.0
 
 
-def _guesses(speculative: Answers) -> dict[Pair, int]:
+def _likely_drafts(speculative: Answers) -> dict[Pair, int]:
     """The token most often accepted after each pair of tokens, in the first half of each prompt's answers."""
     found: dict[Pair, Counter[int]] = defaultdict(Counter)
     for prompt, answers in enumerate(speculative):
@@ -276,7 +276,7 @@ def wrongly_sampled(found: Mapping[str, SampledFidelity]) -> list[str]:
     """One line for each variant whose answers do not follow the baseline's distribution."""
     return [
         f"{name}: sampled answers do not follow the baseline's distribution (p = {one['continuations_p_value']:.2g} by continuations, "
-        f"{one['guesses_p_value']:.2g} by drafted tokens, of {one['answers']} answers)"
+        f"{one['drafts_p_value']:.2g} by drafted tokens, of {one['answers']} answers)"
         for name, one in found.items()
         if one["verdict"] == "wrong"
     ]

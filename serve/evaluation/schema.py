@@ -144,7 +144,7 @@ class SampledFidelity(TypedDict):
     """Of the speculative engine's answers."""
     continuations_p_value: float
     """Probability of continuations that differ at least as much by chance."""
-    guesses_p_value: float
+    drafts_p_value: float
     """Probability that the tokens which are drafted come so much more, or less, often by chance."""
     detectable_bias: float | None
     """The factor by which drafts would have to be accepted too readily for the latter to find it with probability 0.95. None: too little was

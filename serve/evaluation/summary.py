@@ -112,7 +112,7 @@ def _sampled(results: Results) -> list[str]:
         said = "follow" if one["verdict"] == "same_distribution" else "do NOT follow"
         lines.append(
             f"{name}: {one['answers']} sampled answers {said} the baseline's distribution (p = {one['continuations_p_value']:.2g} by "
-            f"continuations, {one['guesses_p_value']:.2g} by drafted tokens{finds})"
+            f"continuations, {one['drafts_p_value']:.2g} by drafted tokens{finds})"
         )
     return lines
 

@@ -58,7 +58,7 @@ def sampled_acceptance() -> dict[str, Figure]:
 
 
 def sampled_fidelity() -> dict[str, Figure]:
-    """`sampled.p_continuations` and `sampled.p_guesses`: the two tests' p-values. Either below half of the level fails."""
+    """`sampled.p_continuations` and `sampled.p_drafts`: the two tests' p-values. Either below half of the level fails."""
     recipe = _demo()
     target, speculative = _engine(recipe)
     prompts = _prompts(target, recipe)[: recipe.evaluate.fidelity_prompts]
@@ -71,7 +71,7 @@ def sampled_fidelity() -> dict[str, Figure]:
     )
     return {
         f"sampled.p_{test}": figure([value], "p-value", how, direction="higher", bar=LEVEL / 2)
-        for test, value in (("continuations", found["continuations_p_value"]), ("guesses", found["guesses_p_value"]))
+        for test, value in (("continuations", found["continuations_p_value"]), ("drafts", found["drafts_p_value"]))
     }
 
 

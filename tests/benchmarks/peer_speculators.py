@@ -223,9 +223,9 @@ def train_peer(
     """
     python = environment()
     job = _job(handed, epochs, lr)
-    learnt_from = {name: value for name, value in job.items() if name != "threads"}
+    learned_from = {name: value for name, value in job.items() if name != "threads"}
     made_by = digest(
-        [VERSION, DRIVER.read_text(), about, learnt_from, handed.draft_token_ids.tolist(), torch.__version__]
+        [VERSION, DRIVER.read_text(), about, learned_from, handed.draft_token_ids.tolist(), torch.__version__]
     )
     folder = FOLDER / f"peer-{made_by[:12]}"
     finished = folder / "figures.json"

@@ -108,7 +108,7 @@ def train_drafters(
 ) -> dict[str, Path]:
     """Drafters for a tiny target, as vLLM loads them: by name, their options, and returned their run directories.
 
-    A random target's drafter guesses something right only where it has learnt answers to the very prompt.
+    A random target's drafter guesses something right only where it has learned answers to the very prompt.
     """
     runs = {}
     for name, options in drafters.items():

@@ -185,7 +185,7 @@ def test_conversations_are_answered_turn_by_turn(smollm2: Path, whole: tuple[Pat
         mask, text = sequence.loss_mask, tokenizer.decode(sequence.token_ids)
         assert "not used" not in text, "the target answers itself"
         begins = (mask & ~torch.cat([torch.tensor([False]), mask[:-1]])).sum()
-        assert begins == text.count("<|im_start|>user"), "every answer is learnt, the earlier ones too"
+        assert begins == text.count("<|im_start|>user"), "every answer is learned, the earlier ones too"
         answers.append(tokenizer.decode(sequence.token_ids[mask]))
     assert len(set(answers)) == len(answers), "samples differ"
     assert any(answer.rstrip().endswith(".") for answer in answers), "a stop text ends answers"

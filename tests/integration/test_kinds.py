@@ -17,7 +17,7 @@ from torch import nn
 from draftsmith.cli.published import for_serving
 from draftsmith.config.drafters import KINDS
 from draftsmith.config.loading import load_recipe
-from draftsmith.config.methods import Drafter as DrafterMethod
+from draftsmith.config.methods import TrainedDrafter
 from draftsmith.convert.formats import FORMATS
 from draftsmith.drafters import drafter_class
 from draftsmith.drafters.base import Drafter
@@ -95,7 +95,7 @@ def save(drafter: Drafter, case: Case, target: Path, folder: Path) -> Path:
     method = {"method": speculation.method_of(case.kind), "model": str(folder)}
     path = write_recipe(folder, target, ["Hello"], ["Hi"], serve={"method": method})
     served = for_serving(load_recipe(path)).serve.method
-    assert isinstance(served, DrafterMethod)
+    assert isinstance(served, TrainedDrafter)
     assert served.model is not None
     assert (served.model == str(folder)) == (case.format == "vllm")
     return Path(served.model)

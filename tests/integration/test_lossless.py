@@ -242,7 +242,7 @@ def test_what_an_evaluation_would_say(methods: Methods, drawn: dict[str, Answers
     found = {name: compare_samples([drawn["baseline"].short], [one.short]) for name, one in drawn.items()}
     for name in methods.configs:
         print(f"{name}: {found[name]}")
-        smallest = 2 * min(found[name]["continuations_p_value"], found[name]["guesses_p_value"])
+        smallest = 2 * min(found[name]["continuations_p_value"], found[name]["drafts_p_value"])
         assert smallest > LEVEL / len(methods.configs), name
     detectable = found["draft_model"]["detectable_bias"]
     assert detectable is not None

@@ -62,8 +62,8 @@ def test_requests_are_what_fits(mode: str):
         assert (found.max_tokens, found.loss_mask) == (10, None)
     else:
         assert text == "<bos><start_of_turn>user\na<end_of_turn>\n<start_of_turn>model\nthe answer<end_of_turn>\n"
-        learnt = [i for i, learn in zip(found.prompt_token_ids, found.loss_mask, strict=True) if learn]
-        assert tokenizer.decode(learnt) == "the answer<end_of_turn>"
+        learned = [i for i, learn in zip(found.prompt_token_ids, found.loss_mask, strict=True) if learn]
+        assert tokenizer.decode(learned) == "the answer<end_of_turn>"
         assert found.max_tokens == 1
     first = {reason: entry["first"] for reason, entry in rejected.figures().items()}
     assert first.pop("too long: no room for an answer in engine.max_model_len tokens") == "line 2"

@@ -15,7 +15,7 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from draftsmith.cli.published import for_serving
-from draftsmith.config.methods import Drafter
+from draftsmith.config.methods import TrainedDrafter
 from draftsmith.convert.convert import convert_checkpoint, leaves_tensors_out, read, recognize
 from draftsmith.convert.formats import FORMATS
 from draftsmith.drafters.checkpoint import EMBEDDING, Checkpoint
@@ -392,7 +392,7 @@ def test_what_vllm_serves_as_it_is(
     recipe = recipe_for(target, str(deepspec), "dspark")
     if cpu:
         copy = for_serving(recipe).serve.method
-        assert isinstance(copy, Drafter)
+        assert isinstance(copy, TrainedDrafter)
         assert json.loads((Path(copy.model or "") / "config.json").read_text())["sample_from_anchor"] is True
     else:
         assert for_serving(recipe) == recipe
@@ -410,7 +410,7 @@ def test_speculators_drafters_are_converted(
     made = sharing("dflash", tensors)
     folder = own_files(tmp_path / "theirs", SPECULATORS, made, "lm_head.weight", "mask_embedding")
     method = for_serving(recipe_for(target, str(folder), "dflash")).serve.method
-    assert isinstance(method, Drafter)
+    assert isinstance(method, TrainedDrafter)
     copy = Path(method.model or "")
     assert copy.parent == tmp_path / "cache" / "drafters"
     written = json.loads((copy / "config.json").read_text())

@@ -11,7 +11,7 @@ import torch
 from safetensors.torch import load_file
 
 from draftsmith.cli.published import for_evaluation, for_serving
-from draftsmith.config.methods import Drafter
+from draftsmith.config.methods import TrainedDrafter
 from draftsmith.config.recipe import Recipe
 from draftsmith.convert import convert as convert_module
 from draftsmith.convert.convert import convert_checkpoint, recognize
@@ -115,7 +115,7 @@ def test_every_format_is_served(
     kind, _ = PUBLISHED[name]
     recipe = recipe_for(target, str(publish(tmp_path / "theirs", name)), kind)
     found = for_serving(recipe).serve.method
-    assert isinstance(found, Drafter)
+    assert isinstance(found, TrainedDrafter)
     (copy,) = cache.iterdir()
     assert found.model == str(copy)
     assert recognize(copy).format == "vllm"
@@ -191,7 +191,7 @@ def test_a_hub_id(target: TargetInfo, tmp_path: Path, cache: Path, hub: Hub) -> 
     hub.add("yuhuili/EAGLE-tiny", {path.name: path.read_bytes() for path in folder.iterdir()})
     recipe = recipe_for(target, "yuhuili/EAGLE-tiny", "eagle", revision="main")
     found = for_serving(recipe).serve.method
-    assert isinstance(found, Drafter)
+    assert isinstance(found, TrainedDrafter)
     assert found.revision is None
     assert Path(found.model or "").parent == cache
     assert for_serving(recipe).serve.method == found

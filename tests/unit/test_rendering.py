@@ -251,8 +251,8 @@ def test_the_loss_is_on_what_the_assistant_says(kind: str):
         asked = tokenizer.apply_chat_template(messages[:-1], tools=tools, add_generation_prompt=True, tokenize=False)
         assert text.startswith(asked)
         assert renderer.prompt(Conversation("x", messages[:-1], tools)) == tokenizer(asked)["input_ids"]
-        learnt = [i for i, learn in zip(ids, found.loss_mask, strict=True) if learn]
-        assert tokenizer.convert_ids_to_tokens(learnt[-1]) == EOS[kind]
+        learned = [i for i, learn in zip(ids, found.loss_mask, strict=True) if learn]
+        assert tokenizer.convert_ids_to_tokens(learned[-1]) == EOS[kind]
     assert turns > 2 * CONVERSATIONS
 
 
@@ -296,7 +296,7 @@ def test_answers_are_found_in_tokens_alone(kind: str):
             renderer.answers_in(asked)
 
 
-def learnt_text(renderer: Renderer, tokenizer, messages: list[dict], tools=None) -> str:
+def learned_text(renderer: Renderer, tokenizer, messages: list[dict], tools=None) -> str:
     found = renderer.text(Conversation("x", messages, tools))
     return tokenizer.decode([i for i, learn in zip(found.token_ids, found.loss_mask, strict=True) if learn])
 
@@ -305,10 +305,10 @@ def chat(*texts: str) -> list[dict]:
     return [{"role": ("user", "assistant")[i % 2], "content": text} for i, text in enumerate(texts)]
 
 
-def test_thinking_is_learnt_where_the_template_keeps_it():
+def test_thinking_is_learned_where_the_template_keeps_it():
     renderer, tokenizer = renderer_of("qwen3")
     messages = chat("a", "<think>\nold\n</think>\n\nb", "c", "<think>\nnew\n</think>\n\nd")
-    assert learnt_text(renderer, tokenizer, messages) == "b<|im_end|><think>\nnew\n</think>\n\nd<|im_end|>"
+    assert learned_text(renderer, tokenizer, messages) == "b<|im_end|><think>\nnew\n</think>\n\nd<|im_end|>"
 
 
 # ---- tokens across a boundary ----
@@ -343,7 +343,7 @@ def test_a_template_with_generation_blocks_is_believed():
     for texts in (("a", "b"), ("the answer", " is that", "said", " é ")):
         conversation = Conversation("x", chat(*texts))
         assert Renderer(tokenizer).text(conversation) == renderer.text(conversation)
-    assert learnt_text(Renderer(tokenizer), tokenizer, chat("a", "b", "c", "d")) == "b<|im_end|>d<|im_end|>"
+    assert learned_text(Renderer(tokenizer), tokenizer, chat("a", "b", "c", "d")) == "b<|im_end|>d<|im_end|>"
 
 
 # ---- what cannot be done exactly is said ----
@@ -392,7 +392,7 @@ def test_without_a_template_only_text_and_tokens():
         renderer.text(Conversation("x", token_ids=[10**6]))
 
 
-def test_a_prompt_alone_is_learnt_whole():
+def test_a_prompt_alone_is_learned_whole():
     renderer, tokenizer = renderer_of("chatml")
     found = renderer.text(Conversation("x", chat("a")))
     assert tokenizer.decode(found.token_ids) == "<|im_start|>user\na<|im_end|>\n<|im_start|>assistant\n"

@@ -19,7 +19,7 @@ from draftsmith.serve.evaluation import compare, evaluate, lineup, sampled_fidel
 from draftsmith.serve.evaluation.engine import Generated
 from draftsmith.serve.evaluation.evaluate import run_evaluate
 from draftsmith.serve.evaluation.fidelity import LEVEL
-from draftsmith.serve.evaluation.sampled_fidelity import GuessTest, compare_samples, continuations_p_value
+from draftsmith.serve.evaluation.sampled_fidelity import DraftTest, compare_samples, continuations_p_value
 from tests.unit.fake_engine import Engine, make_recipe_and_run
 
 TOKENS, VOCAB, PROMPTS, K = 12, 6, 3, 2
@@ -68,7 +68,7 @@ def test_correct_speculation_passes_and_p_values_are_uniform() -> None:
     both = []
     for _ in range(60):
         baseline, speculative = answers(draw, 60, speculative=False), answers(draw, 60)
-        both.append([continuations_p_value(baseline, speculative), GuessTest(baseline, speculative).p_value])
+        both.append([continuations_p_value(baseline, speculative), DraftTest(baseline, speculative).p_value])
     for values in np.array(both).T:
         assert values.min() > LEVEL / 2
         # Kolmogorov's distance from uniform; of 60 values it is above 0.25 once in a thousand.
@@ -87,7 +87,7 @@ def test_a_fault_of_the_size_that_it_promises_to_find_is_found() -> None:
     assert bias is not None
     assert 1.02 < bias < 1.5
     p_values = [
-        GuessTest(answers(draw, 400, speculative=False), answers(draw, 400, bias=bias)).p_value for _ in range(20)
+        DraftTest(answers(draw, 400, speculative=False), answers(draw, 400, bias=bias)).p_value for _ in range(20)
     ]
     assert sum(p < LEVEL / 2 for p in p_values) >= 16, (
         p_values

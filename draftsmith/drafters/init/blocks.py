@@ -130,8 +130,10 @@ def _inputs_of(module: nn.Module) -> Iterator[list[torch.Tensor]]:
     """What the module is called with, call by call."""
     seen: list[torch.Tensor] = []
     hook = module.register_forward_pre_hook(lambda _, inputs: seen.append(inputs[0]))
-    yield seen
-    hook.remove()
+    try:
+        yield seen
+    finally:
+        hook.remove()
 
 
 def _constant(drafter: DFlashDrafter, attention: Attention, batches: Iterable[Batch]) -> torch.Tensor:

@@ -1,4 +1,4 @@
-"""The start of P-EAGLE's later draft tokens: its second layer guesses them from the first one's.
+"""The start of P-EAGLE's later draft tokens: its second layer drafts them from the first one's.
 
 After EAGLE-3's start the output of layer 0 at position p, y_p, is near the target's next last state z_{p+1}, which the head reads
 the first draft token from. The slots of the other tokens know nothing but their position. So the heads of layer 1 make them look
@@ -78,7 +78,7 @@ def units(config: PEagleConfig) -> list[tuple[list[int], list[int]]]:
     return [([2 * index, 2 * index + 1], [4 * index, 4 * index + 1, 4 * index + 2]) for index in range(kv_heads // 2)]
 
 
-def guess_from_last_position(drafter: PEagleDrafter, batches: Iterable[Batch], *, centered: bool) -> bool:
+def draft_from_last_position(drafter: PEagleDrafter, batches: Iterable[Batch], *, centered: bool) -> bool:
     """Write layer 1's attention and `mask_hidden`; False, and nothing is written, where the drafter's shape does not allow it.
 
     Args:
@@ -119,7 +119,7 @@ def guess_from_last_position(drafter: PEagleDrafter, batches: Iterable[Batch], *
 def cost_of_start(
     config: PEagleConfig, *, rows: int, answered: int, matmuls: Callable[[int], tuple[float, float]]
 ) -> tuple[float, int]:
-    """FLOP of `guess_from_last_position`, and the rows that it reads.
+    """FLOP of `draft_from_last_position`, and the rows that it reads.
 
     Args:
         rows, answered: see `Drafter.init_cost`.
