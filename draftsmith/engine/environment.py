@@ -123,6 +123,27 @@ def share_of_machine(number: int, count: int, engine: EngineConfig) -> dict[str,
     return only_these_gpus(devices[number * engine.tensor_parallel_size : (number + 1) * engine.tensor_parallel_size])
 
 
+def require_full_attention(config: PretrainedConfig, *, target: str) -> None:
+    """Check that an engine may speculate, as it does to hand out hidden states too.
+
+    On a CPU, vLLM 0.32 decodes linear attention right without speculation only: with it, tokens and states after a prompt are not the
+    target's, and nothing says so (docs/log.md).
+
+    Args:
+        config: of the target's language model.
+        target: its name.
+
+    Raises:
+        UserError: it may not.
+    """
+    if is_cpu() and "linear_attention" in (getattr(config, "layer_types", None) or ()):
+        raise UserError(
+            f"{target} has layers of linear attention (type `{config.model_type}`), and on CPUs vLLM 0.32 computes wrong tokens and hidden states "
+            "with them as soon as an engine speculates or hands out states. Use a GPU; or extract with `extract.backend: transformers`, which "
+            "is slow, and serve without speculation here."
+        )
+
+
 def require_parallelism(engine: EngineConfig, config: PretrainedConfig) -> None:
     """Check that vLLM can divide a target as the recipe asks, on a machine like this one.
 

@@ -57,6 +57,7 @@ def require_extraction(
     Raises:
         UserError: they do not, or vLLM cannot divide the target as asked, or not run it in its form.
     """
+    environment.require_full_attention(config, target=target)
     environment.require_parallelism(engine, config)
     require_quantization(engine, config, target=target, dtype=dtype)
     gpus = environment.gpus()

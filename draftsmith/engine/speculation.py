@@ -44,6 +44,7 @@ def method_config(
     """
     if isinstance(method, NoSpeculation):
         return None
+    environment.require_full_attention(target.config, target=target.name)
     config = method.keys()
     if method.num_speculative_tokens_per_batch_size:
         highest = max(k for _, _, k in method.num_speculative_tokens_per_batch_size)

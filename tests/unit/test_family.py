@@ -6,6 +6,7 @@ import json
 import math
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -16,12 +17,15 @@ from typer.testing import CliRunner
 
 from draftsmith.cli import app
 from draftsmith.config.drafters import KINDS, Eagle3Options, EagleOptions
+from draftsmith.config.methods import NoSpeculation, Suffix
 from draftsmith.config.recipe import Recipe
 from draftsmith.convert.convert import run_convert
 from draftsmith.convert.inspection import inspect
 from draftsmith.drafters import decoder, layer_ids_to_read
 from draftsmith.drafters.eagle3 import Eagle3Drafter
 from draftsmith.drafters.norm import FinalNorm
+from draftsmith.engine.environment import require_full_attention
+from draftsmith.engine.speculation import method_config
 from draftsmith.extract import extract
 from draftsmith.extract.job import engine_job, store_identity
 from draftsmith.run.errors import UserError
@@ -462,3 +466,17 @@ def test_the_table_of_the_documents_names_every_family() -> None:
     page = (Path(__file__).parents[2] / "docs" / "supported.md").read_text()
     for tiny in FAMILIES:
         assert f"| {tiny.name} | `{tiny.model_type}` |" in page
+
+
+@pytest.mark.parametrize("name", ["Qwen3-Next", "Qwen3.5", "MiniMax"])
+def test_linear_attention_takes_a_gpu(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """On CPUs vLLM 0.32 computes it wrongly while it speculates or hands out states, without an error."""
+    config = language_config(BY_NAME[name].config())
+    with pytest.raises(UserError, match=r"has layers of linear attention .*Use a GPU"):
+        require_full_attention(config, target=name)
+    with pytest.raises(UserError, match="has layers of linear attention"):
+        method_config(Suffix(method="suffix"), SimpleNamespace(config=config, name=name), own_drafter=Path("none"))  # type: ignore[arg-type]
+    assert method_config(NoSpeculation(method="none"), SimpleNamespace(config=config), own_drafter=Path("none")) is None  # type: ignore[arg-type]
+    require_full_attention(BY_NAME["Gemma 3"].config(), target="Gemma 3")
+    monkeypatch.setattr("draftsmith.engine.environment.is_cpu", lambda: False)
+    require_full_attention(config, target=name)
