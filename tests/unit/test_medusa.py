@@ -5,6 +5,8 @@ from dataclasses import replace
 import pytest
 import torch
 
+from draftsmith.config.drafters import DrafterOptions
+from draftsmith.drafters.base import Drafter
 from draftsmith.drafters.checkpoint import Checkpoint
 from draftsmith.drafters.medusa import MedusaConfig, MedusaDrafter, MedusaOptions
 from draftsmith.drafters.norm import FinalNorm
@@ -42,6 +44,23 @@ def make_sequence(tokens: int, prompt: int, seed: int) -> Sequence:
     )
 
 
+def backpropagated_loss(
+    drafter: Drafter, documents: list[Sequence], options: DrafterOptions, *, steps: int, decay: float
+) -> torch.Tensor:
+    """The loss on some documents; its gradients are in the drafter's parameters."""
+    loss = ChainLoss(
+        drafter,
+        teacher_norm=torch.nn.RMSNorm(HIDDEN, eps=1e-5).double(),
+        teacher_head=torch.randn(VOCAB, HIDDEN, dtype=torch.float64),
+        ttt_steps=steps,
+        ttt_loss_decay=decay,
+        terms=drafter.loss_terms(options),
+    )
+    found = loss(pack(documents, steps=steps).with_layers([0], 0)).loss
+    found.backward()
+    return found
+
+
 def plain_logits(weights: dict[str, torch.Tensor], config: MedusaConfig, norm: torch.Tensor, h: torch.Tensor, i: int):  # type: ignore[no-untyped-def]
     """Logits [V] of head i for one state, by the formulas."""
     y = h / (h.pow(2).mean() + config.rms_norm_eps).sqrt() * norm
@@ -58,19 +77,7 @@ def test_loss_and_gradients_equal_the_formulas(changes: dict) -> None:
     """Outputs, the published loss (token cross-entropy, decayed by head) and every gradient, float64, 1e-9."""
     drafter = make_drafter(**changes)
     documents = [make_sequence(9, 4, 1), make_sequence(14, 6, 2)]
-    batch = pack(documents, steps=HEADS).with_layers([0], 0)
-    norm = torch.nn.RMSNorm(HIDDEN, eps=1e-5).double()
-    head = torch.randn(VOCAB, HIDDEN, dtype=torch.float64)
-    loss = ChainLoss(
-        drafter,
-        teacher_norm=norm,
-        teacher_head=head,
-        ttt_steps=HEADS,
-        ttt_loss_decay=0.8,
-        terms=drafter.loss_terms(MedusaOptions()),
-    )
-    found = loss(batch).loss
-    found.backward()
+    found = backpropagated_loss(drafter, documents, MedusaOptions(), steps=HEADS, decay=0.8)
 
     weights = {name: value.detach().clone().requires_grad_() for name, value in drafter.state_dict().items()}
     expected = torch.zeros((), dtype=torch.float64)

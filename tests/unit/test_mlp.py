@@ -12,10 +12,9 @@ from draftsmith.run.errors import DraftsmithError
 from draftsmith.run.weights import in_memory
 from draftsmith.store.format import Sequence
 from draftsmith.target.tensors import TargetTensors
-from draftsmith.train.loss import ChainLoss
 from draftsmith.train.packing import pack
 from tests.unit.converting import to_vllm
-from tests.unit.test_medusa import HIDDEN, VOCAB, make_sequence
+from tests.unit.test_medusa import HIDDEN, VOCAB, backpropagated_loss, make_sequence
 
 STEPS = 3
 
@@ -59,19 +58,7 @@ def test_loss_and_gradients_equal_the_formulas(changes: dict) -> None:
     drafter = make_drafter(**changes)
     steps = drafter.config.n_predict
     documents = [make_sequence(9, 4, 1), make_sequence(14, 6, 2)]
-    batch = pack(documents, steps=steps).with_layers([0], 0)
-    norm = torch.nn.RMSNorm(HIDDEN, eps=1e-5).double()
-    head = torch.randn(VOCAB, HIDDEN, dtype=torch.float64)
-    loss = ChainLoss(
-        drafter,
-        teacher_norm=norm,
-        teacher_head=head,
-        ttt_steps=steps,
-        ttt_loss_decay=1.0,
-        terms=drafter.loss_terms(MlpOptions()),
-    )
-    found = loss(batch).loss
-    found.backward()
+    found = backpropagated_loss(drafter, documents, MlpOptions(), steps=steps, decay=1.0)
 
     weights = {name: value.detach().clone().requires_grad_() for name, value in drafter.state_dict().items()}
     each: list[list[torch.Tensor]] = [[] for _ in range(steps)]
