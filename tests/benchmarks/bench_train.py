@@ -1,4 +1,4 @@
-"""How fast drafters train: against what limits it, against a first try, and against speculators.
+"""How fast drafters train: against what limits it, a direct implementation, and speculators.
 
 `training_step`: one step at SmolLM2-135M's shapes, all takers in turn in one run, on the same tensors: 1,024 rows in 5
 documents, of which 30% are prompt, as in ShareGPT, and count as in `recipes/learn.yaml`; 3 fused states, draft vocabulary
@@ -9,7 +9,7 @@ documents, of which 30% are prompt, as in ShareGPT, and count as in `recipes/lea
   the loss needs: two for each weight a row meets forward, twice that backward, none for the gradient of a frozen head; the
   head and the teacher over the part of the draft vocabulary that the loss is taken over, both over all of it for the rows
   that choose the part; and the products of Muon's iteration on Gram matrices. Attention, norms and softmax are not counted.
-- The first try (`first_try.py`) with AdamW, and speculators' model with its own optimizer (`peer_driver.py`), do what they
+- A direct implementation (`reference_eagle3.py`) with AdamW, and speculators' model with its own optimizer (`peer_driver.py`), do what they
   do for all rows.
 
 `training_step_p_eagle`, `training_step_dflash`, `training_step_dspark`: the same for the drafters of `recipes/smollm2-KIND.yaml`,
@@ -53,8 +53,19 @@ from draftsmith.train.optimizers import make_optimizers
 from draftsmith.train.packing import pack
 from tests.benchmarks import bench_learn
 from tests.benchmarks.figures import Figure, figure
-from tests.benchmarks.first_try import DRAFT, FUSED, HEAD_DIM, HEADS, HIDDEN, INNER, KV_HEADS, STEPS, VOCAB, FirstTry
 from tests.benchmarks.peer_speculators import hand_over, stepping
+from tests.benchmarks.reference_eagle3 import (
+    DRAFT,
+    FUSED,
+    HEAD_DIM,
+    HEADS,
+    HIDDEN,
+    INNER,
+    KV_HEADS,
+    STEPS,
+    VOCAB,
+    ReferenceEagle3,
+)
 from tests.benchmarks.sweep import length
 
 ROUNDS, ROWS, DOCUMENTS, PROMPT = 12, 1024, 5, 61
@@ -64,7 +75,7 @@ PRODUCTS = 20
 
 
 def training_step() -> dict[str, Figure]:
-    """`train.tokens_per_second`, `train.matmul_fraction`, `train.first_try_ratio` and `train.peer_ratio`."""
+    """`train.tokens_per_second`, `train.matmul_fraction`, `train.reference_ratio` and `train.peer_ratio`."""
     torch.manual_seed(0)
     target = bench_learn.learn_target()
     layers = target.num_hidden_layers
@@ -78,7 +89,7 @@ def training_step() -> dict[str, Figure]:
         for _ in range(PRODUCTS):
             a @ b
 
-    first_try = _first_try(sequences)
+    reference = _reference(sequences)
     with (
         tempfile.TemporaryDirectory() as folder,
         stepping(hand_over(target, saved, torch.arange(DRAFT)), sequences, Path(folder)) as peer,
@@ -86,7 +97,7 @@ def training_step() -> dict[str, Figure]:
         takers: dict[str, Callable[[], float]] = {
             "products": lambda: _seconds(products),
             "ours": lambda: _seconds(ours),
-            "first try": lambda: _seconds(first_try),
+            "reference": lambda: _seconds(reference),
             "peer": peer,
         }
         times = _in_turns(takers)
@@ -105,7 +116,7 @@ def training_step() -> dict[str, Figure]:
         "train.matmul_fraction": figure(
             fractions, "ratio", f"one {list(MATMUL)} product: {rate:.0f} GFLOP/s", direction="higher", bar=0.70
         ),
-        "train.first_try_ratio": ratio("first try", "the first try's step", 1.5),
+        "train.reference_ratio": ratio("reference", "a direct implementation's step", 1.5),
         "train.peer_ratio": ratio("peer", "speculators' model and optimizer, Muon in float32", 1.5),
     }
 
@@ -389,8 +400,8 @@ def taught_rows(weights: torch.Tensor) -> int:
     return int(taught.sum())
 
 
-def _first_try(sequences: list[Sequence]) -> Callable[[], None]:
-    drafter = FirstTry(torch.randn(VOCAB, HIDDEN) * 0.05, torch.arange(DRAFT))
+def _reference(sequences: list[Sequence]) -> Callable[[], None]:
+    drafter = ReferenceEagle3(torch.randn(VOCAB, HIDDEN) * 0.05, torch.arange(DRAFT))
     optimizer = torch.optim.AdamW(drafter.parameters(), lr=1e-3, betas=(0.9, 0.95), weight_decay=0.0)
     ids = torch.cat([one.token_ids[:-1].long() for one in sequences])
     states = torch.cat([one.hidden_states for one in sequences])

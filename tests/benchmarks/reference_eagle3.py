@@ -1,6 +1,6 @@
-"""The first try's EAGLE-3 step, written down plainly: the mark that the trainer's step is held against.
+"""An EAGLE-3 training step in the most direct code: the reference that the trainer's step is compared with.
 
-The same mathematics in the most direct code: every row is drafted from, attention is over all rows of the step with a dense
+Every row is drafted from, attention is over all rows of the step with a dense
 mask, the head is trained, and the target's choice at every row is the argmax over its whole vocabulary.
 
 Shape legend: T rows of a step, H hidden size, V the target's vocabulary, W the draft vocabulary, N heads, M key/value heads,
@@ -19,7 +19,7 @@ HIDDEN, INNER, VOCAB, DRAFT, HEADS, KV_HEADS, HEAD_DIM = 576, 1536, 49152, 8192,
 FUSED, STEPS, DECAY, THETA, EPS = 3, 3, 0.8, 100_000.0, 1e-5
 
 
-class FirstTry(nn.Module):
+class ReferenceEagle3(nn.Module):
     """One decoder layer over fused states, with its own head.
 
     Args:
