@@ -103,7 +103,7 @@ def leaves_tensors_out(source: Path, to: str, named: str | None = None) -> bool:
     layouts = {name: FORMATS[name].layouts.get(found.kind) for name in (found.format, to) if name != NATIVE}
     written = layouts.get(to)
     return any(layout is not None and layout.shared for layout in layouts.values()) or (
-        written is not None and written.wants_embedding
+        written is not None and (written.wants_embedding or written.needs_embedding)
     )
 
 
@@ -256,8 +256,7 @@ def table_of_formats() -> list[tuple[str, str, list[str], list[str]]]:
     holds = {name: sorted(each.layouts) for name, each in FORMATS.items()}
     holds = {NATIVE: sorted(set().union(*holds.values()))} | holds
     titles = {NATIVE: "the trainer's own checkpoint"} | {name: each.title for name, each in FORMATS.items()}
-    written = [name for name in holds if name == NATIVE or not FORMATS[name].read_only]
     return [
-        (name, titles[name], kinds, [other for other in written if other != name and set(holds[other]) & set(kinds)])
+        (name, titles[name], kinds, [other for other in holds if other != name and set(holds[other]) & set(kinds)])
         for name, kinds in holds.items()
     ]

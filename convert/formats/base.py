@@ -40,8 +40,6 @@ class Format:
     """The file that the format's other readers open."""
     sglang_algorithm: str | None = None
     """SGLang's name of the method, where SGLang serves the format, and with it trees of draft tokens; None elsewhere."""
-    read_only: str = ""
-    """Why the format is not written; empty if it is."""
     loaded_by_vllm: Literal["nowhere", "on GPUs", "everywhere"] = "nowhere"
     """Where vLLM serves a drafter of this format as it is, and rightly. In vLLM's own format it always does."""
 
@@ -167,8 +165,6 @@ class Format:
         self, checkpoint: Checkpoint, *, dtype: str | None = None, shared: SharedTensors | None = None
     ) -> tuple[dict[str, Any], dict[str, Weight]]:
         """Return `config.json` and the tensors as the format stores them; see `write`."""
-        if self.read_only:
-            raise UserError(f"The format {self.name} is read, not written: {self.read_only}.")
         layout = self.layouts.get(checkpoint.kind)
         if layout is None:
             raise UserError(
@@ -236,8 +232,13 @@ class Format:
                 table[index] = ours.to(table.dtype)
                 weights[EMBEDDING], of_target = Weight.of(table), not own
                 del weights[name]
-        if layout.wants_embedding and EMBEDDING not in weights and shared is not None:
+        if (layout.wants_embedding or layout.needs_embedding) and EMBEDDING not in weights and shared is not None:
             weights[EMBEDDING], of_target = Weight.of(shared().embedding), True
+        if layout.needs_embedding and EMBEDDING not in weights:
+            raise UserError(
+                f"Files of the format {self.name} hold an embedding, and the drafter has none of its own. Name the target with --target, for its "
+                "embedding."
+            )
         replaced = layout.taken_from_target(config)
         if replaced & weights.keys():  # readers cannot be told to take some of these from the target, and others not
             for name in replaced - weights.keys():

@@ -1,7 +1,8 @@
 """DSpark as DeepSpec, its authors' repository, writes it (`deepseek-ai/dspark_*`): a Qwen3 config with the drafter's fields beside its own, with
 embedding and head in the files. `target_layer_ids` count the outputs of the target's layers, as z-lab's do.
 
-Its drafters always predict from the anchor's row, for which the config has no key.
+Its class (deepspec/modeling/dspark/qwen3/modeling.py) always predicts from the anchor's row, for which the config has no key, over the whole
+vocabulary, and rows of a block see each other in both directions.
 """
 
 from collections.abc import Collection, Mapping
@@ -21,7 +22,7 @@ def _recognize(record: Mapping[str, Any], names: Collection[str]) -> tuple[str, 
 
 FORMAT = Format(
     name="deepspec",
-    title="DSpark as DeepSpec writes it, read only",
+    title="DSpark as DeepSpec, its authors' repository, writes it",
     layouts={
         "dspark": Layout(
             fields=(
@@ -38,13 +39,23 @@ FORMAT = Format(
             ),
             names=same_names,
             fixed={**blocks.fixed_fields(), "markov_head_type": "vanilla"},
-            irrelevant=blocks.irrelevant_fields() | {"auto_map", "layer_types", "num_anchors", "num_target_layers"},
-            maps_vocabulary=True,
+            derived={
+                "architectures": lambda _: ["Qwen3DSparkModel"],
+                "model_type": lambda _: "qwen3",
+                "tie_word_embeddings": lambda _: False,
+                "layer_types": blocks.layer_types,
+                # Its class wants both, for training alone: the number that is published, and the depth at which the last of the states is
+                # the third layer from the end, as it usually is.
+                "num_anchors": lambda _: 512,
+                "num_target_layers": lambda config: max(config.layer_ids) + 2,
+            },
+            irrelevant=blocks.irrelevant_fields() | {"auto_map"},
+            supported={"sample_from_anchor": (True,), "causal": (False,), "attention_bias": (False,)},
+            whole_vocabulary=True,
             refused=(blocks.needs_full_attention(), blocks.needs_vanilla_markov_head),
-            shared=blocks.head_of_target(kept=True),
+            needs_embedding=True,
         )
     },
     recognize=_recognize,
-    read_only="its drafters all predict from the row of the last known token, for which its config has no key",
     loaded_by_vllm="on GPUs",
 )

@@ -179,10 +179,7 @@ def _compare_with_vllm(target: TargetInfo | None) -> Callable[[Path, Drafter], d
 
 def _print_formats() -> None:
     from draftsmith.convert.convert import table_of_formats
-    from draftsmith.convert.formats import FORMATS
 
     for name, title, kinds, others in table_of_formats():
         print(f"{name:<12} {title}: {', '.join(kinds)}")
-        print(
-            f"{'':<12}   {'to' if name in FORMATS and FORMATS[name].read_only else 'from and to'} {', '.join(others)}"
-        )
+        print(f"{'':<12}   from and to {', '.join(others)}")

@@ -179,6 +179,10 @@ class Layout:
     """A drafter may have an embedding of its own, if its kind may."""
     wants_embedding: bool = False
     """The format's own reader needs an embedding in the file, the target's if the drafter has none of its own."""
+    needs_embedding: bool = False
+    """Likewise, and without one a drafter is not written."""
+    whole_vocabulary: bool = False
+    """The format's readers take drafters over the target's whole vocabulary only."""
     taken_from_target: Callable[[Any], frozenset[str]] = lambda _: frozenset()
     """Stored tensors that the format's readers replace by those of the target that the config names, by the kind's config: where a drafter has
     its own, the target is not named."""
@@ -212,6 +216,8 @@ class Layout:
             value = getattr(config, name)
             if not (allowed(value) if callable(allowed) else value in allowed):
                 raise UserError(f"it cannot express `{name}: {value}`")
+        if self.whole_vocabulary and config.draft_vocab_size != config.vocab_size:
+            raise UserError("its readers draft from the target's whole vocabulary, and this drafter has one of its own")
 
     def write(self, config: Any) -> dict[str, Any]:
         """Return `config.json` for the kind's config, without the dtype."""

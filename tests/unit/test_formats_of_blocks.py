@@ -150,8 +150,34 @@ def test_a_published_dspark(tensors: TargetTensors, tmp_path: Path) -> None:
     checkpoint = read(folder, found)
     assert checkpoint.config == made.config
     assert_equal(replace(checkpoint, target=made.target, training=made.training), made)
-    with pytest.raises(UserError, match=r"format deepspec is read, not written"):
+    # And back: the same files.
+    (tmp_path / "ours").mkdir()
+    FORMATS["deepspec"].write(checkpoint, tmp_path / "ours")
+    written = json.loads((tmp_path / "ours" / "config.json").read_text())
+    said = DEEPSPEC.keys() - LAYERS_OF_QWEN3.keys() - {"num_target_layers"}  # which training alone reads
+    assert {name: written[name] for name in said} == {name: DEEPSPEC[name] for name in said}
+    theirs = load_file(folder / "model.safetensors")
+    ours = load_file(tmp_path / "ours" / "model.safetensors")
+    assert theirs.keys() == ours.keys()
+    assert all(torch.equal(value, ours[name]) for name, value in theirs.items())
+    assert_equal(checkpoint, read(tmp_path / "ours", recognize(tmp_path / "ours")))
+
+
+def test_a_dspark_of_ours_for_deepspec(tensors: TargetTensors, tmp_path: Path) -> None:
+    """It gets the target's embedding, which is left out again; what DeepSpec's class does not compute is refused."""
+    made = make_checkpoint("dspark", CONFIGS["dspark"])
+    with pytest.raises(UserError, match=r"hold an embedding, and the drafter has none of its own.*--target"):
         FORMATS["deepspec"].to_files(made)
+    FORMATS["deepspec"].write(made, tmp_path, shared=lambda: tensors)
+    assert torch.equal(load_file(tmp_path / "model.safetensors")[EMBEDDING], tensors.embedding)
+    assert_equal(made, read(tmp_path, recognize(tmp_path)))
+    for changes, why in (
+        ({"sample_from_anchor": False}, "cannot express `sample_from_anchor: False`"),
+        ({"causal": True}, "cannot express `causal: True`"),
+        ({"draft_vocab_size": 20}, "draft from the target's whole vocabulary"),
+    ):
+        with pytest.raises(UserError, match=why):
+            FORMATS["deepspec"].to_files(make_checkpoint("dspark", CONFIGS["dspark"] | changes), shared=lambda: tensors)
 
 
 # ---- both ways ----
