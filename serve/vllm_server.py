@@ -24,7 +24,7 @@ from draftsmith.run.progress import console
 _SECONDS_TO_STOP = 20.0
 _POLL_SECONDS = 0.5
 _LINES_KEPT = 400  # lines of the server's output: enough for a traceback of its engine process and one of its own
-_ERROR = re.compile(r"\b\w*(Error|Exception)\b: .*\S")
+_ERROR = re.compile(r"\b\w*(Error|Exception)\b(: .*\S|$)")
 _SET_ELSEWHERE = {
     "model": "by the recipe's `target`", "dtype": "by `target.dtype`",
     "max-model-len": "by `engine.max_model_len`", "tensor-parallel-size": "by `engine.tensor_parallel_size`",
@@ -36,8 +36,14 @@ _SET_ELSEWHERE = {
 _NAMES = "served-model-name"
 _AS_JSON = {"allowed-origins", "allowed-methods", "allowed-headers"}
 """Lists that vLLM's command line takes as one JSON string."""
-_NO_REASON = ("Engine core initialization failed", "EngineDeadError", "EngineCore encountered", "Engine process failed")
-"""In errors that only report an earlier one."""
+_NO_REASON = (
+    "Engine core initialization failed",
+    "EngineDeadError",
+    "EngineCore encountered",
+    "Engine process failed",
+    "ulimit -n",
+)
+"""In errors that only report an earlier one, and in a warning of vLLM's that quotes one."""
 
 
 class VllmServer:

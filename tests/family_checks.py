@@ -1,6 +1,7 @@
 """Checks of what Draftsmith takes a target for, against transformers' own model and vLLM's RoPE: of tests of facts and of whole runs."""
 
 import json
+import os
 from pathlib import Path
 from typing import Any
 
@@ -54,7 +55,12 @@ def check_rope(shape: DecoderConfig, positions: torch.Tensor) -> None:
         found = attention.queries(x, (cos[0], sin[0]))
         plain = attention.q_proj(x)
     read = LlamaConfig.from_dict(json.loads(json.dumps(Eagle3Drafter.vllm_layout.write(shape))))
-    with set_current_vllm_config(VllmConfig()):
+    before = dict(os.environ)
+    vllm_config = VllmConfig()
+    for name in os.environ.keys() - before.keys() | {"LD_PRELOAD"} & os.environ.keys():  # which engines would inherit
+        os.environ.pop(name)
+    os.environ.update(before)
+    with set_current_vllm_config(vllm_config):
         rope = get_rope(
             read.head_dim,
             max_position=read.max_position_embeddings,

@@ -81,9 +81,14 @@ def openmp_environment() -> dict[str, str]:
     # Milliseconds that a thread spins after its work. The default of 200 takes the cores from whatever runs next.
     values = {"KMP_BLOCKTIME": os.environ.get("KMP_BLOCKTIME", "5")}
     library = Path(sys.prefix) / "lib" / "libiomp5.so"  # where the package intel-openmp puts it
-    preloaded = os.environ.get("LD_PRELOAD", "")
-    if library.is_file() and "libiomp" not in preloaded:
-        values["LD_PRELOAD"] = f"{library}:{preloaded}".rstrip(":")
+    # vLLM adds torch's own to the variable of the process that makes its config, and refuses to run with two.
+    preloaded = [
+        path
+        for path in os.environ.get("LD_PRELOAD", "").replace(" ", ":").split(":")
+        if path and not ("/torch" in path and "libgomp" in path)
+    ]
+    if library.is_file() and not any(name in path for path in preloaded for name in ("libiomp", "libomp", "libgomp")):
+        values["LD_PRELOAD"] = ":".join([str(library), *preloaded])
     return values
 
 

@@ -61,6 +61,9 @@ def _require_kernels(stated: Mapping[str, Any], method: str, target: str) -> Non
     why = ""
     if method in ("awq", "gptq") and bits != 4:
         why = f"{method.upper()} in 4 bits, not in {bits}"
+    elif method in ("awq", "gptq") and not _has_avx512():
+        # The build for other processors lacks the operation (cpu_gemm_wna16), which only the first request finds out.
+        why = f"{method.upper()} on processors with AVX-512 only"
     elif block or method == "fp8_per_block":
         why = "" if _has_amx() else "FP8 with a scale for each block of a weight on processors with AMX only"
     elif method in ("fp8", "fp8_per_tensor") or _one_scale_in_fp8(stated):
@@ -69,7 +72,7 @@ def _require_kernels(stated: Mapping[str, Any], method: str, target: str) -> Non
     if why:
         raise UserError(
             f"vLLM's CPU build runs {why}, so it does not run {target} on this machine as the recipe asks. Use a GPU, or a checkpoint of the "
-            "target in another form (in floating point, in 8 bits with a scale for each row, in 4 bits as AWQ or GPTQ)."
+            f"target in another form (in floating point, in 8 bits with a scale for each row{', in 4 bits as AWQ or GPTQ' if _has_avx512() else ''})."
         )
 
 

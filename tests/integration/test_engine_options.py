@@ -116,7 +116,8 @@ def test_a_quantized_target_is_extracted_as_it_is_served(tmp_path: Path) -> None
                 assert margin == pytest.approx(float(logits[position, first] - logits[position, second]), abs=1e-3)
                 compared += 1
             rounding = _difference(states, reference_states(unquantized, ids[: len(states)], (1, 2, 3)))
-            assert 1e-3 < rounding < 0.2, "8 bits were not what ran"
+            # Processors without VNNI round more: their products of 8 bits saturate in 16.
+            assert 1e-3 < rounding < 0.4, "8 bits were not what ran"
     assert compared >= len(PROMPTS)
 
 

@@ -15,6 +15,7 @@ from draftsmith.config.recipe import EngineConfig
 from draftsmith.engine import quantization
 from draftsmith.engine.environment import states_arguments
 from draftsmith.extract.extract import run_extract
+from draftsmith.run.errors import UserError
 from draftsmith.serve.evaluation.engine import EngineHost, EngineSpec
 from draftsmith.store.format import Sequence
 from draftsmith.store.reader import Store
@@ -79,6 +80,11 @@ def test_quantized_targets_are_extracted_as_they_are_served(
     that training reads."""
     target = tmp_path / "target"
     make_target(target)
+    if quantize in (quantize_awq, quantize_gptq) and not quantization._has_avx512():
+        quantize(target)
+        with pytest.raises(UserError, match="on processors with AVX-512 only"):
+            extract(target, tmp_path, dtype=dtype)
+        return
     plain, shared = (
         AutoModelForCausalLM.from_pretrained(target, dtype=torch.float32).eval(),
         load_target_tensors(target),

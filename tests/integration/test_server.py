@@ -151,7 +151,8 @@ def test_a_schedule_and_what_each_request_accepted(served: tuple[str, Any]) -> N
     )
     with ThreadPoolExecutor(4) as pool:
         together = list(pool.map(lambda n: asked(f"Question {n}?", temperature=0.7, top_p=0.9), range(4)))
-    assert all(1 in one["per_step_drafted"] for one in together)
+    # One may be through before the others begin, which have each other.
+    assert sum(1 in one["per_step_drafted"] for one in together) >= 2
     steps = [drafted for one in together for drafted in one["per_step_drafted"]]
     assert steps.count(1) > steps.count(3)
 

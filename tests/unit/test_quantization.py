@@ -85,6 +85,11 @@ def test_processors_differ(processor: Any) -> None:
     processor(amx=False, avx512=False)
     with pytest.raises(UserError, match="a processor with AVX-512 or AMX"):
         require(kv_cache_dtype="fp8_e5m2")
+    require(W8A8)
+    for stated, name in ((AWQ, "AWQ"), (GPTQ, "GPTQ")):
+        with pytest.raises(UserError, match=f"{name} on processors with AVX-512 only") as refused:
+            require(stated)
+        assert "in 4 bits as AWQ" not in str(refused.value)
 
 
 def test_gpus_are_left_to_vllm(monkeypatch: pytest.MonkeyPatch) -> None:

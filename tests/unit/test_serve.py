@@ -333,8 +333,12 @@ def test_environment_keeps_a_preload_that_the_user_chose(monkeypatch: pytest.Mon
     monkeypatch.setattr("sys.prefix", str(tmp_path))
     monkeypatch.setenv("LD_PRELOAD", "libmine.so")
     assert environment.openmp_environment()["LD_PRELOAD"] == f"{tmp_path}/lib/libiomp5.so:libmine.so"
-    monkeypatch.setenv("LD_PRELOAD", "/other/libiomp5.so")
-    assert "LD_PRELOAD" not in environment.openmp_environment()
+    for other in ("/other/libiomp5.so", "/usr/lib/libgomp.so.1"):  # vLLM refuses two of them
+        monkeypatch.setenv("LD_PRELOAD", other)
+        assert "LD_PRELOAD" not in environment.openmp_environment()
+    # What vLLM itself put there, in a process that made one of its configs.
+    monkeypatch.setenv("LD_PRELOAD", "libmine.so:/site-packages/torch.libs/libgomp-98b21ff3.so.1")
+    assert environment.openmp_environment()["LD_PRELOAD"] == f"{tmp_path}/lib/libiomp5.so:libmine.so"
 
 
 def test_environment_keeps_a_heap_that_the_user_tuned(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -392,6 +396,8 @@ def test_the_server_takes_the_k_that_evaluation_chose(tmp_path: Path) -> None:
         (["pydantic.ValidationError: 1 validation error for X", "  Value error, K is odd", "  For more", "more"],
          "ValidationError: 1 validation error for X Value error, K is odd For more"),
         (["starting", "  Killed  ", ""], "Killed"),
+        (["(EngineCore) AssertionError", "WARNING fd limit errors like `OSError: [Errno 24] Too many open files`. Consider increasing with ulimit -n",
+          "RuntimeError: Engine core initialization failed."], "AssertionError"),
         ([], "it printed nothing"),
     ],
 )  # fmt: skip
