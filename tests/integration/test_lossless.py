@@ -261,8 +261,8 @@ def lengths(per_part: list[float]) -> tuple[float, float]:
 def test_predicted_acceptance_at_a_temperature(
     target: TargetInfo, methods: Methods, drawn: dict[str, Answers], kind: str
 ) -> None:
-    """vLLM's acceptance length at this temperature equals the prediction from text that the target sampled at it, within three
-    standard errors. vLLM's draft tokens are the drafter's likeliest (`draft_sample_method` is `greedy`)."""
+    """vLLM's acceptance length at this temperature equals the prediction from text that the target sampled at it, within four
+    standard errors: of 16 groups, so that all kinds together exceed them by chance in less than one of a hundred draws. vLLM's draft tokens are the drafter's likeliest (`draft_sample_method` is `greedy`)."""
     answers = drawn[kind]
     assert answers.counters.accepted == sum(sum(one.accepted) for one in answers.long)
     assert answers.counters.drafts == sum(len(one.accepted) for one in answers.long)
@@ -312,9 +312,9 @@ def test_predicted_acceptance_at_a_temperature(
         f"{kind}: served {served:.4f}, predicted {length:.4f}, from the text itself {exact:.4f}, standard error {of_both:.4f}; at "
         f"temperature 1: {wrong:.4f}"
     )
-    assert abs(served - length) < 3 * of_both
-    assert abs(served - exact) < 3 * (error**2 + error_of_exact**2) ** 0.5
-    assert abs(served - wrong) > 3 * of_both, "a prediction at another temperature would have passed"
+    assert abs(served - length) < 4 * of_both
+    assert abs(served - exact) < 4 * (error**2 + error_of_exact**2) ** 0.5
+    assert abs(served - wrong) > 4 * of_both, "a prediction at another temperature would have passed"
 
 
 @in_soak
