@@ -223,10 +223,10 @@ class _DraftTokens:
 
 
 class BlockLoss(ChainLoss):
-    """Cross-entropy against the target's tokens, for kinds that draft from few rows of a batch and read all draft tokens with one head.
+    """Cross-entropy for kinds that draft from few rows of a batch and read all draft tokens with one head.
 
     To that, by `terms`, come the distance between the two distributions and the loss of the confidence head. These need the target's
-    distribution, which the cross-entropy does not.
+    distribution, which the cross-entropy against its tokens does not.
 
     `ChainLoss` lines up what supervises with what drafts, and would go through the head K times as often as there is something to
     train.
@@ -249,10 +249,12 @@ class BlockLoss(ChainLoss):
 
         terms, alpha = self.terms, self.terms.acceptance_alpha
         loss: LossName | _Mixture = self.loss
-        if terms.variation_weight or terms.confidence_weight:
+        mixed = bool(terms.variation_weight or terms.confidence_weight)
+        if mixed or terms.targets == "distribution":
             teacher_head = self.teacher_head if subset is None else self.teacher_head[subset.columns]
             targets = replace(targets, states=states, head=teacher_head, soft_cap=self.teacher_soft_cap)
-            loss = _Mixture(terms.token_weight, terms.variation_weight)
+        if mixed:
+            loss = _Mixture(terms.token_weight, terms.variation_weight, terms.targets)
         decay = (self.ttt_loss_decay if alpha is None else 1.0) ** torch.arange(steps, device=divisors.device).double()
         weights = tokens.weights * (decay / divisors.clamp(min=1))[tokens.place % steps]
         if alpha is not None:
@@ -307,10 +309,26 @@ class _VocabularySubset:
 
 @dataclass(frozen=True)
 class _Mixture:
-    """A loss of two terms: -log q(label), and sum |p - q|."""
+    """A loss of two terms: -log q(label) or -sum p log q, by `targets`, and sum |p - q|."""
 
     token_weight: float
     variation_weight: float
+    targets: Literal["distribution", "tokens"] = "tokens"
+
+    def cross_entropy(
+        self, logits: torch.Tensor, labels: torch.Tensor, p: torch.Tensor
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """The first term [R] without its weight, and its gradient in the logits."""
+        if self.targets == "tokens":
+            return _token_cross_entropy(logits, labels)
+        q = logits.softmax(-1)
+        each = _cross_entropy(logits, q, p)
+        return each, q.sub_(p)
+
+
+def _against_distribution(loss: LossName | _Mixture) -> bool:
+    """Whether a term of the loss is -sum p log q."""
+    return loss == "cross_entropy" if isinstance(loss, str) else loss.targets == "distribution"
 
 
 @dataclass
@@ -408,7 +426,7 @@ class _HeadLoss(torch.autograd.Function):
                 constant: torch.Tensor | float = 0.0  # in what is trained
                 if loss == "kl" and taught is not None and p is not None:
                     constant = _cross_entropy(taught, p, p)  # the log weights are in both, and cancel
-                elif loss == "cross_entropy" and p is not None and log_weights is not None:
+                elif _against_distribution(loss) and p is not None and log_weights is not None:
                     constant = -(p @ log_weights.to(p.dtype))  # log q of a token is without its log weight
                 del taught  # nothing is as large as the logits of a chunk: free them as early as possible
                 for k, used in enumerate(head_of):
@@ -420,8 +438,8 @@ class _HeadLoss(torch.autograd.Function):
                     elif isinstance(loss, _Mixture):
                         each, d_logits = _total_variation(logits, p)
                         overlap[k, rows] = 1 - each
-                        of_tokens, d_tokens = _token_cross_entropy(logits, labels)
-                        each = 2 * loss.variation_weight * each + loss.token_weight * of_tokens
+                        of_tokens, d_tokens = loss.cross_entropy(logits, labels, p)
+                        each = 2 * loss.variation_weight * each + loss.token_weight * (of_tokens - constant)
                         d_logits = d_logits.mul_(2 * loss.variation_weight).add_(d_tokens, alpha=loss.token_weight)
                         del d_tokens
                     elif loss == "total_variation":

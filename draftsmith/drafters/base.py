@@ -50,7 +50,7 @@ class LossTerms:
     feature_weight: float = 0.0
     """Weight of SmoothL1 between the head's input and the target's normed last state."""
     in_blocks: bool = False
-    """Few rows are drafted from, and one head reads all draft tokens (`train.loss.BlockLoss`); with `targets: tokens` only."""
+    """Few rows are drafted from, and one head reads all draft tokens (`train.loss.BlockLoss`)."""
     variation_weight: float = 0.0
     """Weight of sum |p - q|, for the target's distribution p and the drafter's q; where it is `in_blocks`."""
     confidence_weight: float = 0.0

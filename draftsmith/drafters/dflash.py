@@ -289,7 +289,7 @@ class DFlashDrafter(Drafter):
         return tensors | {"fc.weight": divide_columns(tensors["fc.weight"], scales)}
 
     def loss_terms(self, options: BlockOptions) -> LossTerms:
-        return LossTerms(targets="tokens", in_blocks=True, acceptance_alpha=options.acceptance_alpha)
+        return LossTerms(targets=options.targets, in_blocks=True, acceptance_alpha=options.acceptance_alpha)
 
     @staticmethod
     def trained_rows(options: BlockOptions, weights: torch.Tensor, generator: torch.Generator) -> torch.Tensor:

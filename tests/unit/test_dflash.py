@@ -6,6 +6,7 @@ import shutil
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
+from typing import Literal
 
 import pytest
 import torch
@@ -28,7 +29,7 @@ from draftsmith.run.errors import UserError
 from draftsmith.store.format import Sequence
 from draftsmith.target.info import describe_target
 from draftsmith.train.acceptance import count_accepted, predict_sampled_acceptance, walk
-from draftsmith.train.loss import BlockLoss
+from draftsmith.train.loss import BlockLoss, LossName
 from draftsmith.train.packing import pack
 from tests.unit.test_eagle3 import DRAFT, HEAD_DIM, HEADS, HIDDEN, KV_HEADS, VOCAB, make_sequence
 from tests.unit.tiny_run import make_converted, make_recipe, make_run
@@ -271,8 +272,11 @@ def test_anchors() -> None:
     assert torch.equal(DFlashDrafter.trained_rows(options, nothing, generator), nothing)
 
 
-def plain_loss(drafter: DFlashDrafter, batch: Batch, alpha: float | None, decay: float) -> torch.Tensor:
-    """The loss by its formulas, block by block."""
+def plain_loss(
+    drafter: DFlashDrafter, batch: Batch, alpha: float | None, decay: float, head: torch.Tensor | None = None
+) -> torch.Tensor:
+    """The loss by its formulas, block by block; with the target's head [V, H] against its distribution."""
+    assert batch.last_states is not None
     rows = batch.loss_weights.sum(1).nonzero()[:, 0]
     log_q = logits_of(drafter, batch, steps=STEPS).log_softmax(-1)
     ids, terms = drafter.draft_token_ids.tolist(), []
@@ -287,6 +291,8 @@ def plain_loss(drafter: DFlashDrafter, batch: Batch, alpha: float | None, decay:
         for k, one in enumerate(found):
             if one is not None:
                 by_k = decay**k if alpha is None else sum(reached[k:])
+                if head is not None:
+                    one = (head @ batch.last_states[row + 1 + k]).softmax(-1) @ log_q[place, k]
                 terms.append((k, weights[k], -one * weights[k] * by_k))
     return sum(
         sum(loss for at, _, loss in terms if at == k) / max(1, sum(w for at, w, _ in terms if at == k))
@@ -294,19 +300,21 @@ def plain_loss(drafter: DFlashDrafter, batch: Batch, alpha: float | None, decay:
     )  # type: ignore[return-value]
 
 
+@pytest.mark.parametrize("targets", ["tokens", "distribution"])
 @pytest.mark.parametrize("alpha", [0.5, 0.0, None])
-def test_loss(alpha: float | None) -> None:
+def test_loss(alpha: float | None, targets: Literal["tokens", "distribution"]) -> None:
     """Values, gradients and counts, with tokens outside the draft vocabulary and prompts that weigh less."""
     drafter = make_drafter()
+    head = torch.randn(DRAFT, HIDDEN, dtype=torch.float64)
     batch = pack(DOCUMENTS, steps=STEPS, prompt_weight=0.3).with_layers([0, 1, 2], 2)
     batch = replace(batch, loss_weights=batch.loss_weights * (torch.arange(len(batch.positions)) % 2)[:, None])
 
     def loss_of(**options: object) -> BlockLoss:
-        terms = LossTerms(targets="tokens", in_blocks=True, acceptance_alpha=alpha)
+        terms = LossTerms(targets=targets, in_blocks=True, acceptance_alpha=alpha)
         return BlockLoss(
             drafter,
             teacher_norm=nn.Identity(),
-            teacher_head=torch.randn(DRAFT, HIDDEN, dtype=torch.float64),
+            teacher_head=head,
             ttt_steps=STEPS,
             ttt_loss_decay=0.8,
             terms=terms,
@@ -315,7 +323,7 @@ def test_loss(alpha: float | None) -> None:
 
     loss = loss_of()
     output = loss(batch)
-    expected = plain_loss(drafter, batch, alpha, 0.8)
+    expected = plain_loss(drafter, batch, alpha, 0.8, head if targets == "distribution" else None)
     torch.testing.assert_close(output.loss, expected, rtol=1e-9, atol=1e-9)
     parameters = list(drafter.parameters())
     found, wanted = (torch.autograd.grad(value, parameters, retain_graph=True) for value in (output.loss, expected))
@@ -329,6 +337,40 @@ def test_loss(alpha: float | None) -> None:
     # Twice the divisors, half the loss; and a subset of the vocabulary that is all but one token is nearly the same.
     torch.testing.assert_close(loss(batch, 2 * loss.weights(batch)).loss, expected / 2, rtol=1e-9, atol=1e-9)
     assert loss_of(loss_vocab_size=DRAFT - 1)(batch).loss.item() == pytest.approx(expected.item(), rel=0.1)
+
+
+@pytest.mark.parametrize("name", ["cross_entropy", "kl", "total_variation"])
+def test_distances_to_the_targets_distribution(name: LossName) -> None:
+    drafter = make_drafter()
+    head = torch.randn(DRAFT, HIDDEN, dtype=torch.float64)
+    batch = pack(DOCUMENTS, steps=STEPS).with_layers([0, 1, 2], 2)
+    loss = BlockLoss(
+        drafter,
+        teacher_norm=nn.Identity(),
+        teacher_head=head,
+        ttt_steps=STEPS,
+        ttt_loss_decay=0.8,
+        loss=name,
+        terms=LossTerms(in_blocks=True),
+    )
+    assert batch.last_states is not None
+    rows = batch.loss_weights.sum(1).nonzero()[:, 0]
+    log_q = logits_of(drafter, batch, steps=STEPS).log_softmax(-1)
+    p = F.linear(batch.last_states[(rows[:, None] + 1 + torch.arange(STEPS)).clamp(max=len(batch.positions) - 1)], head)
+    p = p.softmax(-1)
+    apart = {
+        "cross_entropy": -(p * log_q).sum(-1),
+        "kl": (p * (p.log() - log_q)).sum(-1),
+        "total_variation": (p - log_q.exp()).abs().sum(-1) / 2,
+    }[name]
+    known = torch.isin(batch.next_tokens[rows, 1:], drafter.draft_token_ids) * batch.loss_weights[rows]
+    expected = ((apart * known).sum(0) / known.sum(0) * 0.8 ** torch.arange(STEPS).double()).sum()
+    found = loss(batch).loss
+    torch.testing.assert_close(found, expected, rtol=1e-9, atol=1e-9)
+    parameters = list(drafter.parameters())
+    torch.testing.assert_close(
+        torch.autograd.grad(found, parameters), torch.autograd.grad(expected, parameters), rtol=1e-8, atol=1e-8
+    )
 
 
 @torch.no_grad()

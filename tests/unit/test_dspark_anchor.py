@@ -135,7 +135,7 @@ def plain_loss(
             p = (head @ batch.last_states[teacher]).softmax(-1)
             q = logits[place, k].softmax(-1)
             distance = (p - q).abs().sum() * (0.5 if fault == "halved" else 1.0)
-            cross_entropy = -q[ids.index(token)].log()
+            cross_entropy = -q[ids.index(token)].log() if terms.targets == "tokens" else -p @ q.log()
             state = chain[k].normed[place][:HIDDEN]
             before = w1[int(batch.next_tokens[row, k])]
             reads = torch.cat([state, before]) if drafter.config.confidence_head_with_markov else state
@@ -172,6 +172,7 @@ def make_case(**changes: Any) -> tuple[DSparkDrafter, Batch, torch.Tensor]:
 
 TERMS = {
     "published": PUBLISHED,
+    "distribution": PUBLISHED | {"targets": "distribution"},
     "without variation": PUBLISHED | {"variation_weight": 0.0},
     "without tokens": {"token_weight": 0.0, "variation_weight": 1.0, "confidence_weight": 0.0},
     "without confidence": PUBLISHED | {"confidence_weight": 0.0},
@@ -186,7 +187,7 @@ TERMS = {
 def test_loss(name: str, from_anchor: bool, with_markov: bool) -> None:
     """Value and gradients, with tokens outside the draft vocabulary."""
     drafter, batch, head = make_case(from_anchor=from_anchor, with_markov=with_markov)
-    terms = LossTerms(targets="tokens", in_blocks=True, **TERMS[name])  # type: ignore[arg-type]
+    terms = LossTerms(in_blocks=True, **{"targets": "tokens"} | TERMS[name])  # type: ignore[arg-type]
     loss = loss_of(drafter, head, terms)
     output, expected = loss(batch), plain_loss(drafter, batch, head, terms, math.exp(-1 / 4))
     torch.testing.assert_close(output.loss, expected, rtol=1e-9, atol=1e-9)
