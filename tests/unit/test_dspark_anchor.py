@@ -208,9 +208,10 @@ def test_the_loss_s_comparison_would_notice(fault: str) -> None:
     assert (right - wrong).norm() > 1e-3 * right.norm()
 
 
-def test_a_subset_of_the_vocabulary_gives_nearly_the_same() -> None:
+@pytest.mark.parametrize("targets", ["tokens", "distribution"])
+def test_a_subset_of_the_vocabulary_gives_nearly_the_same(targets: str) -> None:
     drafter, batch, head = make_case()
-    terms = LossTerms(targets="tokens", in_blocks=True, **PUBLISHED)  # type: ignore[arg-type]
+    terms = LossTerms(in_blocks=True, **PUBLISHED | {"targets": targets})  # type: ignore[arg-type]
     whole, part = (loss_of(drafter, head, terms, loss_vocab_size=size)(batch).loss.item() for size in (None, DRAFT - 1))
     assert part == pytest.approx(whole, rel=0.1)
 
