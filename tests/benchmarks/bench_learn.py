@@ -2,8 +2,9 @@
 
 The store is that of `recipes/learn.yaml`, extracted when it is missing. What it holds out is divided into two halves. On the
 tuning part everything is chosen: learning rates, numbers of epochs and states read for the references and the peer, by sweeps;
-the epoch for ours, whose learning rates were chosen on other text. On the report part nobody chose anything: there acceptance
-is predicted for all, by the same code, and there vLLM measures ours, which must be within 3% of what was predicted.
+the epoch for ours, whose learning rates were chosen on other text. States and learning rates are chosen by trainings of one epoch,
+each with its whole schedule, and after them the number of epochs. On the report part nobody chose anything: there acceptance is
+predicted for all, by the same code, and there vLLM measures ours, which must be within 3% of what was predicted.
 
 EAGLE-3 is trained with that recipe's options, the other kinds with their own recipe's (`recipes/smollm2-KIND.yaml`). EAGLE-3, P-EAGLE,
 DFlash and DSpark are held against speculators' own model, loss and optimizer, with the same draft vocabulary and size; the others against
@@ -255,8 +256,8 @@ def tuned_reference(recipe: Recipe, text: Text) -> tuple[Outcome, str]:
         return reference_outcome(recipe, text, lr=lr, epochs=epochs)
 
     published = REFERENCES[kind].lr
-    lr = best_of(LEARNING_RATES, FIRST_TRIED.get(kind, around(published)), lambda one: outcome(one, ours).tuned)
-    epochs = best_of((ours, 2 * ours, 4 * ours), (ours, 2 * ours), lambda one: outcome(lr, one).tuned)
+    lr = best_of(LEARNING_RATES, FIRST_TRIED.get(kind, around(published)), lambda one: outcome(one, 1).tuned)
+    epochs = best_of((1, ours, 2 * ours, 4 * ours), (1, ours, 2 * ours), lambda one: outcome(lr, one).tuned)
     best = outcome(lr, epochs)
     return best, f"lr {lr:g} where {published:g} is published, epoch {best.epoch} of {epochs}"
 
@@ -318,9 +319,9 @@ def tuned_peer(recipe: Recipe, text: Text) -> tuple[Outcome, str]:
         return peer_outcome(recipe, target, text, vocabulary, layer_ids=layer_ids, lr=lr, epochs=epochs)
 
     choices = (None, text.store.identity.layer_ids)  # its default, and what ours reads
-    states = best_of(choices, choices, lambda one: outcome(one, LEARNING_RATE, ours).tuned)
-    lr = best_of(LEARNING_RATES, around(LEARNING_RATE), lambda one: outcome(states, one, ours).tuned)
-    epochs = best_of((ours, 2 * ours, 4 * ours), (ours, 2 * ours), lambda one: outcome(states, lr, one).tuned)
+    states = best_of(choices, choices, lambda one: outcome(one, LEARNING_RATE, 1).tuned)
+    lr = best_of(LEARNING_RATES, around(LEARNING_RATE), lambda one: outcome(states, one, 1).tuned)
+    epochs = best_of((1, ours, 2 * ours, 4 * ours), (1, ours, 2 * ours), lambda one: outcome(states, lr, one).tuned)
     best = outcome(states, lr, epochs)
     return best, f"states {best.more['layer_ids']}, lr {lr:g}, epoch {best.epoch} of {epochs}"
 
