@@ -200,9 +200,15 @@ def check_graph_sizes(options: Mapping[str, Any], k: int) -> None:
 
 def speculative_config(drafter_dir: Path, k: int) -> dict[str, Any]:
     """vLLM's `speculative_config` for a drafter directory, with K speculative tokens.
-    Raises UserError: the directory holds no drafter that this version can serve, or one that drafts fewer tokens."""
+    Raises UserError: the directory holds no drafter that this version can serve, one that drafts fewer tokens, or more weights."""
     config = _config(drafter_dir)
     spec = serving_spec(drafter_dir)
+    others = sorted(path.name for path in drafter_dir.glob("*.safetensors") if path.name not in _FILES)
+    if others and not (drafter_dir / "model.safetensors.index.json").is_file():  # it would say which ones to load
+        raise UserError(
+            f"{drafter_dir} has other weights beside model.safetensors: {', '.join(others)}. vLLM would load all of them, and tensors "
+            "of the same name over each other. Move the others to another folder."
+        )
     most = _longest_draft(drafter_dir)
     if most is not None and k > most:  # vLLM would fail, or silently use untrained heads
         raise UserError(

@@ -131,6 +131,13 @@ def test_drafters_fit_the_target_and_the_method(target: TargetInfo, tmp_path: Pa
     with pytest.raises(UserError, match="drafts at most 2 tokens, and 4 were requested"):
         _config(target, {"method": "medusa", "num_speculative_tokens": 4}, medusa)
     assert _config(target, {"method": "medusa"}, medusa)["num_speculative_tokens"] == 2
+    (medusa / "old.safetensors").touch()
+    with pytest.raises(
+        UserError, match=r"other weights beside model.safetensors: old.safetensors. vLLM would load all"
+    ):
+        _config(target, {"method": "medusa"}, medusa)
+    (medusa / "model.safetensors.index.json").write_text('{"weight_map": {}}')  # vLLM goes by it
+    assert _config(target, {"method": "medusa"}, medusa)["num_speculative_tokens"] == 2
     marked = {"kind": "p_eagle", "target": {"name": "its-own-target"}}
     p_eagle = _drafter(tmp_path / "p_eagle", target, num_depths=2, draftsmith=marked)
     assert _config(target, {"method": "p_eagle"}, p_eagle) == {
