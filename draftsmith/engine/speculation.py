@@ -200,7 +200,8 @@ def check_graph_sizes(options: Mapping[str, Any], k: int) -> None:
 
 def speculative_config(drafter_dir: Path, k: int) -> dict[str, Any]:
     """vLLM's `speculative_config` for a drafter directory, with K speculative tokens.
-    Raises UserError: the directory holds no drafter that this version can serve, one that drafts fewer tokens, or more weights."""
+    Raises UserError: the directory holds no drafter that this version can serve, one that drafts fewer tokens, or
+    weights beside the drafter's own."""
     config = _config(drafter_dir)
     spec = serving_spec(drafter_dir)
     others = sorted(path.name for path in drafter_dir.glob("*.safetensors") if path.name not in _FILES)
