@@ -21,7 +21,7 @@ import torch
 from torch import nn
 from torch.nn import functional as F
 
-from draftsmith.drafters.attention import Attention, CosSin, KeysValues, Tiles, attend
+from draftsmith.drafters.attention import Attention, Context, CosSin, KeysValues, attend, context_of
 from draftsmith.drafters.base import ChainStep, Drafter, DrafterConfig
 from draftsmith.drafters.batch import Batch
 from draftsmith.drafters.branches import Branches, Proposals
@@ -250,10 +250,9 @@ class DecoderDrafter(Drafter):
         return [layer.mlp for layer in self.decoder_layers()]
 
     def chain(self, batch: Batch, *, steps: int, autoregressive: bool = False) -> Iterator[ChainStep]:
-        heads = self.config.num_attention_heads
         queries = batch.loss_weights[:, :steps].sum(1).nonzero()[:, 0]
-        predicted = Tiles(batch, queries, heads)
-        fewer_from = _fewer_by_step(batch, queries, steps, heads)
+        predicted = self._visible(batch, queries)
+        fewer_from = self._fewer_by_step(batch, queries, steps)
         # The rows in the chain: of the batch, and among the queries.
         running, place = queries, torch.arange(len(queries), device=queries.device)
         masks = self.mask_inputs() if steps > 1 else None
@@ -267,7 +266,7 @@ class DecoderDrafter(Drafter):
             if k + 1 == steps:
                 return
             if (fewer := fewer_from.get(k + 1)) is not None:
-                running, place, predicted = fewer.rows, fewer.place, fewer.tiles
+                running, place, predicted = fewer.rows, fewer.place, fewer.visible
                 read, state = read.index_select(0, fewer.kept), state.index_select(0, fewer.kept)
                 own = [
                     [(_select(keys, fewer.kept), _select(values, fewer.kept)) for keys, values in pairs]
@@ -286,7 +285,7 @@ class DecoderDrafter(Drafter):
         return _Branches(self, batch, rows)
 
     def _first_step(
-        self, batch: Batch, queries: torch.Tensor, predicted: Tiles
+        self, batch: Batch, queries: torch.Tensor, predicted: Context
     ) -> tuple[torch.Tensor, torch.Tensor, list[KeysValues]]:
         """`outputs` of step 0 for the queries, and each layer's keys and values of all rows, [M, T, C].
 
@@ -296,18 +295,18 @@ class DecoderDrafter(Drafter):
         embeds = F.embedding(batch.next_tokens[:, 0], self.embedding)
         rope = self._rope(batch.positions, state)
         every_row = torch.arange(len(state), device=state.device)
-        everything = Tiles(batch, every_row, self.config.num_attention_heads) if len(self.layers) > 1 else predicted
+        everything = self._visible(batch, every_row) if len(self.layers) > 1 else predicted
         context = []
         for index, layer in enumerate(self.decoder_layers()):
             x, residual = self.inputs(layer, index, embeds, state)
             keys, values = layer.self_attn.keys_values(x, rope)
             context.append((keys.transpose(0, 1).contiguous(), values.transpose(0, 1).contiguous()))
-            tiles = everything
+            visible = everything
             if index == len(self.layers) - 1:
                 # x[queries] would be the same, with a gradient that is scattered one element at a time.
                 x, residual = x.index_select(0, queries), residual.index_select(0, queries)
-                rope, tiles = (rope[0][queries], rope[1][queries]), predicted
-            mixed = attend(layer.self_attn.queries(x, rope), context[index], [], tiles)
+                rope, visible = (rope[0][queries], rope[1][queries]), predicted
+            mixed = attend(layer.self_attn.queries(x, rope), context[index], [], visible)
             state = _rest_of_layer(layer, residual, mixed)
         return (*self.outputs(state), context)
 
@@ -318,17 +317,34 @@ class DecoderDrafter(Drafter):
         positions: torch.Tensor,
         context: list[KeysValues],
         own: list[list[KeysValues]],
-        tiles: Tiles,
+        visible: Context,
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """`outputs` of a step after the first for the rows of `tiles`, at their `positions`; adds to `own`, which has a list per layer with
+        """`outputs` of a step after the first for the rows of `visible`, at their `positions`; adds to `own`, which has a list per layer with
         the keys and values [rows, M, C] of each later step so far."""
         rope = self._rope(positions, state)
         for index, layer in enumerate(self.decoder_layers()):
             x, residual = self.inputs(layer, index, embeds, state)
             own[index].append(layer.self_attn.keys_values(x, rope))
-            mixed = attend(layer.self_attn.queries(x, rope), context[index], own[index], tiles)
+            mixed = attend(layer.self_attn.queries(x, rope), context[index], own[index], visible)
             state = _rest_of_layer(layer, residual, mixed)
         return self.outputs(state)
+
+    def _fewer_by_step(self, batch: Batch, queries: torch.Tensor, steps: int) -> dict[int, _FewerRows]:
+        """The steps from which on clearly fewer rows have a prediction left: at ends of texts, and where later steps are not trained."""
+        # All at once and beforehand, since a device waits where its results decide on sizes.
+        needed = batch.loss_weights[queries, :steps].flip(1).cumsum(1).flip(1).gt(0).cpu()
+        found, place = {}, torch.arange(len(queries))
+        for k in range(1, steps):
+            kept = needed[place, k].nonzero()[:, 0]
+            if len(kept) < _WORTH_RUNNING * len(place):
+                place = place[kept]
+                rows = queries[place.to(queries.device)]
+                found[k] = _FewerRows(kept.to(rows.device), place.to(rows.device), rows, self._visible(batch, rows))
+        return found
+
+    def _visible(self, batch: Batch, rows: torch.Tensor) -> Context:
+        """What some rows of the batch see of it."""
+        return context_of(batch, rows, heads=self.config.num_attention_heads, head_dim=self.config.head_dim)
 
     def inverse_frequencies(self) -> torch.Tensor:
         """[C / 2], or fewer where RoPE turns part of each head: radians that each rotary pair turns per position."""
@@ -357,14 +373,14 @@ class _Branches(Branches):
     def step(self, parents: torch.Tensor, tokens: torch.Tensor) -> Proposals:
         drafter, batch, depth = self._drafter, self._batch, self._depth
         self._rows = self._rows[parents]
-        tiles = Tiles(batch, self._rows, drafter.config.num_attention_heads)
+        visible = drafter._visible(batch, self._rows)
         if depth == 0:
-            read, self._state, self._context = drafter._first_step(batch, self._rows, tiles)
+            read, self._state, self._context = drafter._first_step(batch, self._rows, visible)
         else:
             self._own = [[(keys[parents], values[parents]) for keys, values in pairs] for pairs in self._own]
             embeds, positions = F.embedding(tokens, drafter.embedding), batch.positions[self._rows] + depth
             read, self._state = drafter._later_step(
-                embeds, self._state[parents], positions, self._context, self._own, tiles
+                embeds, self._state[parents], positions, self._context, self._own, visible
             )
         self._depth += 1
         return Proposals(read, drafter.head(), torch.arange(len(tokens), device=tokens.device))
@@ -380,21 +396,7 @@ class _FewerRows:
     """int64, among the queries."""
     rows: torch.Tensor
     """int64, of the batch."""
-    tiles: Tiles
-
-
-def _fewer_by_step(batch: Batch, queries: torch.Tensor, steps: int, heads: int) -> dict[int, _FewerRows]:
-    """The steps from which on clearly fewer rows have a prediction left: at ends of texts, and where later steps are not trained."""
-    # All at once and beforehand, since a device waits where its results decide on sizes.
-    needed = batch.loss_weights[queries, :steps].flip(1).cumsum(1).flip(1).gt(0).cpu()
-    found, place = {}, torch.arange(len(queries))
-    for k in range(1, steps):
-        kept = needed[place, k].nonzero()[:, 0]
-        if len(kept) < _WORTH_RUNNING * len(place):
-            place = place[kept]
-            rows = queries[place.to(queries.device)]
-            found[k] = _FewerRows(kept.to(rows.device), place.to(rows.device), rows, Tiles(batch, rows, heads))
-    return found
+    visible: Context
 
 
 def _select(x: torch.Tensor, rows: torch.Tensor) -> torch.Tensor:

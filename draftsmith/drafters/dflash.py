@@ -37,7 +37,7 @@ from torch import nn
 from torch.nn import functional as F
 
 from draftsmith.config.drafters import BlockOptions, DFlashOptions
-from draftsmith.drafters.attention import CosSin, Tiles, attend_in_blocks
+from draftsmith.drafters.attention import CosSin, attend_in_blocks, context_of
 from draftsmith.drafters.base import ChainStep, Drafter, InitCost, LossTerms, divide_columns
 from draftsmith.drafters.batch import Batch
 from draftsmith.drafters.branches import Branches, IndependentSlots
@@ -327,7 +327,8 @@ class DFlashDrafter(Drafter):
         """
         known_rows = self.config.known_rows
         rows = known_rows + steps
-        tiles = Tiles(batch, queries, self.config.num_attention_heads, block=rows)
+        heads, head_dim = self.config.num_attention_heads, self.config.head_dim
+        visible = context_of(batch, queries, heads=heads, head_dim=head_dim, block=rows)
         context = self.hidden_norm(self.fc(batch.hidden_states.flatten(1)))
         anchors, mask_token = batch.next_tokens[queries, 0], self.config.mask_token_id
         mask = self.mask_embedding if self.learns_mask else self.embedding[mask_token]
@@ -351,7 +352,7 @@ class DFlashDrafter(Drafter):
                 asked.unflatten(0, (-1, steps if last else rows)),
                 (keys.transpose(0, 1).contiguous(), values.transpose(0, 1).contiguous()),
                 (own_keys.unflatten(0, (-1, rows)), own_values.unflatten(0, (-1, rows))),
-                tiles,
+                visible,
                 causal=self.config.causal,
             )
             state = state + attention.o_proj(mixed.flatten(0, 1))

@@ -50,6 +50,12 @@ CHECKS = [
         "states copied out of an engine's cache, in both orders of memory",
         "torch_alone.states_copy",
     ),
+    Check(
+        "a",
+        "attention",
+        "flex attention and tiles at an 8B target's shape: the same, and how fast",
+        "attention.attention",
+    ),
     Check("a", "adamw-8b", "a training step at an 8B target's shape with AdamW", "training_step.adamw", 560),
     Check("a", "muon-8b", "the same with Muon", "training_step.muon", 560),
     Check("a", "start-8b", "the least squares that training starts from, on the device", "training_step.start", 560),

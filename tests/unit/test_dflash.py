@@ -18,7 +18,7 @@ from draftsmith.config.sampling import Sampling
 from draftsmith.convert.convert import Found, read
 from draftsmith.convert.inspection import inspect
 from draftsmith.convert.publish import publish
-from draftsmith.drafters import attention
+from draftsmith.drafters import tiles
 from draftsmith.drafters.base import LossTerms
 from draftsmith.drafters.batch import Batch
 from draftsmith.drafters.checkpoint import Checkpoint
@@ -31,6 +31,7 @@ from draftsmith.target.info import describe_target
 from draftsmith.train.acceptance import count_accepted, predict_sampled_acceptance, walk
 from draftsmith.train.loss import BlockLoss, LossName
 from draftsmith.train.packing import pack
+from tests.unit.flex_on_cpu import use_flex
 from tests.unit.test_eagle3 import DRAFT, HEAD_DIM, HEADS, HIDDEN, KV_HEADS, VOCAB, make_sequence
 from tests.unit.tiny_run import make_converted, make_recipe, make_run
 
@@ -140,11 +141,14 @@ def logits_of(drafter: DFlashDrafter, batch: Batch, *, steps: int) -> torch.Tens
 
 @pytest.mark.parametrize("steps", [STEPS, 2])
 @pytest.mark.parametrize("changes", [{}, {"num_layers": 1}, {"num_layers": 3, "causal": True}])
+@pytest.mark.parametrize("attention", ["tiles", "flex"])
 def test_packed_blocks_equal_a_forward_pass_over_each(
-    changes: dict, steps: int, monkeypatch: pytest.MonkeyPatch
+    changes: dict, steps: int, attention: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Logits, and gradients of a random function of them, in several tiles."""
-    monkeypatch.setattr(attention, "_QUERIES_IN_BLOCK", 20)
+    """Logits, and gradients of a random function of them, in several tiles or by flex attention."""
+    if attention == "flex":
+        use_flex(monkeypatch)
+    monkeypatch.setattr(tiles, "_QUERIES_IN_BLOCK", 20)
     drafter = make_drafter(**changes)
     documents = [*DOCUMENTS, replace(DOCUMENTS[0], token_ids=torch.full_like(DOCUMENTS[0].token_ids, MASK))]
     batch = pack(documents, steps=steps)

@@ -7,10 +7,11 @@ import pytest
 import torch
 from torch.nn import functional as F
 
-from draftsmith.drafters import attention
+from draftsmith.drafters import tiles
 from draftsmith.drafters.eagle3 import Eagle3Config, Eagle3Drafter
 from draftsmith.store.format import Sequence
 from draftsmith.train.packing import pack
+from tests.unit.flex_on_cpu import use_flex
 
 HIDDEN, HEADS, KV_HEADS, HEAD_DIM, VOCAB, DRAFT = 24, 4, 2, 6, 40, 30
 
@@ -115,13 +116,15 @@ def plain_chain(
         {"fc_norm": False, "norm_before_fc": True}, {"target_hidden_size": 10},
     ],
 )  # fmt: skip
-@pytest.mark.parametrize("small_tiles", [False, True])
-def test_packed_chain_equals_the_formulas(changes: dict, small_tiles: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("attention", ["tiles", "small tiles", "flex"])
+def test_packed_chain_equals_the_formulas(changes: dict, attention: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Logits, and gradients of a random function of them."""
-    if small_tiles:  # every document in several blocks, several blocks in a tile, scores recomputed
-        monkeypatch.setattr(attention, "_QUERIES_IN_BLOCK", 3)
-        monkeypatch.setattr(attention, "_SCORES_KEPT", 0)
-        monkeypatch.setattr(attention, "_AREA_OVER_NEEDED", 1.5)
+    if attention == "flex":
+        use_flex(monkeypatch)
+    if attention == "small tiles":  # every document in several blocks, several blocks in a tile, scores recomputed
+        monkeypatch.setattr(tiles, "_QUERIES_IN_BLOCK", 3)
+        monkeypatch.setattr(tiles, "_SCORES_KEPT", 0)
+        monkeypatch.setattr(tiles, "_AREA_OVER_NEEDED", 1.5)
     drafter = make_drafter(**changes)
     documents = [make_sequence(9, 4, 1), make_sequence(14, 6, 2), make_sequence(6, 2, 3)]
     if width := changes.get("target_hidden_size"):

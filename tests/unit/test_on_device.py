@@ -16,10 +16,15 @@ from torch import nn
 from torch.nn import functional as F
 
 from draftsmith.drafters.batch import Batch
+from draftsmith.drafters.flex import FlexContext
+from draftsmith.drafters.tiles import Tiles
 from draftsmith.train import loss as loss_module
 from draftsmith.train.loss import ChainLoss
 from draftsmith.train.muon import Muon, orthogonalize
+from draftsmith.train.packing import pack
 from draftsmith.train.train import run_train
+from tests.unit.flex_on_cpu import use_flex
+from tests.unit.test_eagle3 import make_sequence
 from tests.unit.test_loss import make_batch, make_loss
 from tests.unit.test_muon import ALIKE, assert_orthogonalized, with_spectrum
 from tests.unit.tiny_run import make_recipe, make_run
@@ -66,6 +71,38 @@ def test_muon_minimizes_a_quadratic(dtype: torch.dtype) -> None:
         errors.append(float(error))
     assert errors[-1] < 0.05 * errors[0]
     assert max(errors) <= errors[0] * 1.01
+
+
+def attended(visible: Tiles | FlexContext, given: list[torch.Tensor], dtype: torch.dtype) -> list[torch.Tensor]:
+    """Results and gradients for queries, own scores, keys and values, of float64 on the CPU; `dtype` by autocast."""
+    given = [x.detach().requires_grad_() for x in given]
+    device = given[0].device
+    with torch.autocast(device.type, dtype=torch.bfloat16, enabled=dtype == torch.bfloat16):
+        mixed, weights = visible.attend(given[0], given[1], (given[2], given[3]))
+    toward = [torch.randn(x.shape, generator=torch.Generator().manual_seed(1)).to(x) for x in (mixed, weights)]
+    gradients = torch.autograd.grad([mixed, weights], given, toward)
+    return [x.detach().cpu().double() for x in (mixed, weights, *gradients)]
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize(("kv_heads", "group", "size"), [(2, 4, 64), (3, 3, 64), (1, 1, 128), (2, 7, 16)])
+def test_attention(kv_heads: int, group: int, size: int, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Flex attention's kernels, whose sizes differ from call to call, against tiles."""
+    if DEVICE.type == "cpu":
+        use_flex(monkeypatch)
+    for lengths in ([(400, 150), (30, 9), (33, 10)], [(300, 20)], [(90, 40), (128, 1)]):
+        batch = pack([make_sequence(*each, seed) for seed, each in enumerate(lengths)], steps=2)
+        for queries in (batch.loss_weights.sum(1).nonzero()[:, 0], torch.arange(len(batch.documents))):
+            torch.manual_seed(0)
+            given = [torch.randn(len(queries), kv_heads, group, n, dtype=torch.float64) for n in (size, 3)]
+            given[0] /= size**0.5
+            given += torch.randn(2, kv_heads, len(batch.documents), size, dtype=torch.float64).unbind()
+            exact = attended(Tiles(batch, queries, kv_heads * group), given, torch.float64)
+            context = FlexContext(batch.to(DEVICE), queries.to(DEVICE))
+            found = attended(context, [x.float().to(DEVICE) for x in given], dtype)
+            for one, other in zip(found, exact, strict=True):
+                # Hopper's products in float32 kernels are of three TF32 parts, or of IEEE numbers.
+                assert (one - other).norm() <= (2e-5 if dtype == torch.float32 else 0.02) * other.norm()
 
 
 def on_device(loss: ChainLoss, batch: Batch, dtype: torch.dtype) -> tuple[torch.Tensor, list[torch.Tensor]]:

@@ -6,8 +6,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from draftsmith.drafters import attention
-from draftsmith.drafters.attention import Tiles, _blocks, _side_by_side
+from draftsmith.drafters import tiles
+from draftsmith.drafters.tiles import Tiles, _blocks, _side_by_side
 from draftsmith.train.packing import pack
 from tests.unit.test_eagle3 import HEADS, make_drafter, make_sequence
 from tests.unit.test_loss import LargestTensor
@@ -19,12 +19,12 @@ lengths_and_queries = st.lists(st.lists(st.booleans(), min_size=1, max_size=400)
 def test_every_query_is_in_one_block_with_the_keys_it_sees(documents: list[list[bool]], most_area: int) -> None:
     lengths = [len(document) for document in documents]
     queries = [row for row, predicted in enumerate(p for document in documents for p in document) if predicted]
-    blocks = _blocks(queries, lengths, most=attention._QUERIES_IN_BLOCK)
+    blocks = _blocks(queries, lengths, most=tiles._QUERIES_IN_BLOCK)
     assert [i for block in blocks for i in block.queries] == list(range(len(queries)))
     starts = [sum(lengths[:i]) for i in range(len(lengths))]
     for block in blocks:
         rows = [queries[i] for i in block.queries]
-        assert len(rows) <= attention._QUERIES_IN_BLOCK
+        assert len(rows) <= tiles._QUERIES_IN_BLOCK
         assert block.keys[-1] == rows[-1]
         first = max(start for start in starts if start <= rows[0])
         assert block.keys[0] == first == max(s for s in starts if s <= rows[-1])
@@ -33,16 +33,16 @@ def test_every_query_is_in_one_block_with_the_keys_it_sees(documents: list[list[
     for group in groups:
         area = len(group) * max(len(b.queries) for b in group) * max(len(b.keys) for b in group)
         assert len(group) == 1 or area <= most_area
-        assert area <= attention._AREA_OVER_NEEDED * sum(len(b.queries) * len(b.keys) for b in group)
+        assert area <= tiles._AREA_OVER_NEEDED * sum(len(b.queries) * len(b.keys) for b in group)
 
 
 def test_tiles_give_each_query_the_keys_of_its_document_up_to_itself() -> None:
     batch = pack([make_sequence(400, 150, 1), make_sequence(30, 9, 2), make_sequence(33, 10, 3)], steps=2)
     queries = (batch.loss_weights.sum(1) > 0).nonzero()[:, 0]
-    tiles = Tiles(batch, queries, HEADS)
-    assert len(tiles.tiles) == 3, "two blocks of one document, of different lengths, and two documents side by side"
+    made = Tiles(batch, queries, HEADS)
+    assert len(made.tiles) == 3, "two blocks of one document, of different lengths, and two documents side by side"
     seen: dict[int, list[int]] = {}
-    for tile in tiles.tiles:
+    for tile in made.tiles:
         blocks, rows, _, _ = tile.masked.shape
         keys = tile.keys.view(blocks, -1)
         for s in range(blocks):
@@ -57,7 +57,7 @@ def test_tiles_give_each_query_the_keys_of_its_document_up_to_itself() -> None:
 
 def test_memory_is_linear_in_the_length_of_a_document(monkeypatch: pytest.MonkeyPatch) -> None:
     """In one document of 16k tokens, the largest tensor holds the scores of one block."""
-    monkeypatch.setattr(attention, "_SCORES_IN_TILE", 1 << 16)
+    monkeypatch.setattr(tiles, "_SCORES_IN_TILE", 1 << 16)
     drafter = make_drafter(
         num_attention_heads=1, num_key_value_heads=1, head_dim=2, max_position_embeddings=1 << 14
     ).float()
