@@ -22,7 +22,7 @@ LEAST_HEAD_DIM = 16
 """Narrower heads have no kernel."""
 _BLOCK = 128  # rows of a block of the mask, flex attention's own default
 _KERNEL = {"FORCE_USE_FLEX_ATTENTION": True}  # few queries would take a kernel for decoding, without a backward pass
-_RECOMPILING = {"recompile_limit": 64, "fail_on_recompile_limit_hit": True}
+_RECOMPILING: dict[str, Any] = {"recompile_limit": 64, "fail_on_recompile_limit_hit": True}
 """Sizes that are 1, or equal to each other, are compiled for separately, and so is every number of heads. Past torch's limit of 8 it would
 go on without a kernel, with all scores in memory, and only warn."""
 
@@ -64,7 +64,7 @@ class FlexContext:
         device = keys.device.type
         dtype = torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else keys.dtype
         queries = grouped.permute(1, 2, 0, 3).flatten(0, 1)  # [M * G, Q, C]
-        mixed, of_context = _flex(*(x.to(dtype)[None] for x in (queries, keys, values)), self._mask)
+        mixed, of_context = _flex(queries.to(dtype)[None], keys.to(dtype)[None], values.to(dtype)[None], self._mask)
         mixed = mixed[0].unflatten(0, grouped.shape[1:3]).permute(2, 0, 1, 3)
         if own_scores is None:
             return mixed, mixed[..., :0]
@@ -125,4 +125,7 @@ def _flex(
 @cache
 def _compiled(device: str) -> Callable[..., Any]:
     # One kernel for all sizes, since every batch has others. What a CPU takes, in tests, is flex attention's own plain arithmetic.
-    return torch.compile(flex_attention, dynamic=True) if device == "cuda" else flex_attention
+    if device == "cuda":
+        compiled: Callable[..., Any] = torch.compile(flex_attention, dynamic=True)
+        return compiled
+    return flex_attention
