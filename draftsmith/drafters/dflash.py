@@ -30,6 +30,7 @@ import io
 import math
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import TYPE_CHECKING, Any, ClassVar, Self
 
 import torch
@@ -245,7 +246,7 @@ class DFlashDrafter(Drafter):
         del gram, cross
         self.fc.weight.copy_(from_states.T)
         del from_states
-        for batch, rows in blocks.positions_to_fit(batches):
+        for batch, rows in blocks.positions_of_blocks(batches, blocks.ANCHORS_TO_FIT):
             context = self.hidden_norm(self.fc(batch.hidden_states[rows].flatten(1)))
             of_context.addmm_(context.T, context)
         directions = torch.linalg.eigh(of_context).eigenvectors.flip(1).T  # the largest first
@@ -258,26 +259,35 @@ class DFlashDrafter(Drafter):
         steps, mixed = config.max_draft_tokens, config.num_attention_heads * config.head_dim
         rank = min(config.num_key_value_heads * config.head_dim, hidden)
         fitted = min(answered, least_squares.ROWS_TO_FIT)
-        one_pass, drafted, of_blocks = DFlashDrafter.cost_of_pass(config, rows=rows, answered=answered)
+        cost_of_pass = partial(DFlashDrafter.cost_of_pass, config, rows=rows, answered=answered)
+        fitting, drafted, of_blocks = cost_of_pass(most=blocks.ANCHORS_TO_FIT)
+        comparing, compared, of_compared = cost_of_pass(most=blocks.ANCHORS_TO_COMPARE)
         flop = 2.0 * fitted * width * (width + hidden) + 2.0 * drafted * hidden * (config.fused_size + hidden)
         flop += least_squares.flop_of_solve(width, hidden) + 2.0 * config.fused_size**2 * hidden + 4.0 * hidden**3
         flop += 2 * least_squares.flop_of_eigenvectors(hidden) + 2.0 * hidden * rank * (hidden + 2 * config.fused_size)
         flop += blocks.flop_of_start(
-            one_pass, hidden=hidden, mixed=mixed, layers=config.num_layers, rows=drafted * steps
+            fitting,
+            comparing,
+            hidden=hidden,
+            mixed=mixed,
+            layers=config.num_layers,
+            rows=drafted * steps,
+            compared=of_compared + compared * config.block_size,
         )
         sums = width**2 + width * hidden + 4 * min(fitted, least_squares.ROWS_AT_ONCE) * width
         held = max(sums, 2 * width**2 + 2 * width * hidden + 5 * hidden**2)
         rows_read = least_squares.rows_until(least_squares.ROWS_TO_FIT, rows=rows, answered=answered)
-        return InitCost(flop, 4 * held, rows_read + (1 + 2 * config.num_layers) * of_blocks)
+        return InitCost(flop, 4 * held, rows_read + of_blocks + config.num_layers * (of_blocks + of_compared))
 
     @staticmethod
-    def cost_of_pass(config: DFlashConfig, *, rows: int, answered: int) -> tuple[float, int, int]:
-        """Of a pass over the blocks that the start is fitted on: FLOP, blocks, and rows of the store."""
-        drafted = min(blocks.ANCHORS_TO_FIT, answered // blocks.SPACING)
+    def cost_of_pass(config: DFlashConfig, *, rows: int, answered: int, most: int) -> tuple[float, int, int]:
+        """Of a pass of the start over `most` blocks, without MLPs: FLOP, blocks, and rows of the store."""
+        drafted = min(most, answered // blocks.SPACING)
         read = least_squares.rows_until(drafted * blocks.SPACING, rows=rows, answered=answered)
         flop = sum(
             2.0 * math.prod(DFlashDrafter.shapes(config)[name]) * (seldom * (read - drafted) + often * drafted)
             for name, (seldom, often) in DFlashDrafter.matmul_counts(config, config.max_draft_tokens).items()
+            if ".mlp." not in name
         )
         return flop, drafted, read
 

@@ -37,8 +37,7 @@ from draftsmith.drafters.base import ChainStep, InitCost, LossTerms
 from draftsmith.drafters.batch import Batch
 from draftsmith.drafters.branches import Branches, Proposals
 from draftsmith.drafters.dflash import DFlashConfig, DFlashDrafter
-from draftsmith.drafters.init import least_squares
-from draftsmith.drafters.init.blocks import fit_outputs_again, fit_tokens, flop_of_fit_tokens
+from draftsmith.drafters.init import blocks, least_squares
 from draftsmith.drafters.layout import Entry
 from draftsmith.target.tensors import TargetTensors
 
@@ -121,9 +120,9 @@ class DSparkDrafter(DFlashDrafter):
         block's output projections are then fitted again, to the rest."""
         super().init_from_target(tensors, batches)
         rank, centered = min(self.config.markov_rank, self.config.hidden_size), tensors.centered_norm
-        to_values, from_values, size = fit_tokens(self, batches, rank=rank, centered=centered)
+        to_values, from_values, size = blocks.fit_tokens(self, batches, rank=rank, centered=centered)
         self._said = to_values @ from_values
-        fit_outputs_again(self, batches, centered=centered)
+        blocks.fit_outputs_again(self, batches, centered=centered)
         self._said = None
         # The final norm makes the block's states larger, so the head does the same.
         for part in torch.arange(len(self.embedding), device=self.embedding.device).split(least_squares.ROWS_AT_ONCE):
@@ -139,9 +138,11 @@ class DSparkDrafter(DFlashDrafter):
     def init_cost(config: DFlashConfig, *, rows: int, answered: int) -> InitCost:
         assert isinstance(config, DSparkConfig)
         cost = DFlashDrafter.init_cost(config, rows=rows, answered=answered)
-        one_pass, drafted, read = DFlashDrafter.cost_of_pass(config, rows=rows, answered=answered)
+        one_pass, drafted, read = DFlashDrafter.cost_of_pass(
+            config, rows=rows, answered=answered, most=blocks.ANCHORS_TO_FIT
+        )
         hidden, rank = config.hidden_size, min(config.markov_rank, config.hidden_size)
-        flop = flop_of_fit_tokens(
+        flop = blocks.flop_of_fit_tokens(
             one_pass,
             hidden=hidden,
             mixed=config.num_attention_heads * config.head_dim,

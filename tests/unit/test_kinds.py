@@ -31,17 +31,17 @@ CASES: dict[str, tuple[dict, list[float]]] = {
     ),
     "dflash": (
         {"drafter": {"kind": "dflash", "block_size": 4, "passes": 2.0, "draft_vocab_size": 60}, "lr": 3e-3, "muon_lr": 1e-3},
-        [4.448, 4.2639, 4.2186, 4.1523, 4.3146],
+        [4.3865, 4.2174, 4.197, 4.1493, 4.3057],
     ),
     "dspark": (
         {"drafter": {"kind": "dspark", "block_size": 4, "passes": 2.0, "markov_rank": 8, "draft_vocab_size": 60}, "lr": 3e-3, "muon_lr": 1e-3},
-        [4.1587, 3.9861, 3.9573, 3.853, 4.0349],
+        [4.032, 3.8467, 3.8398, 3.7488, 3.87],
     ),
     "dspark-as-published": (
         {"drafter": {"kind": "dspark", "block_size": 4, "passes": 2.0, "markov_rank": 8, "draft_vocab_size": 60, "sample_from_anchor": True,
                      "enable_confidence_head": True, "token_weight": 0.1, "variation_weight": 0.9, "supervised_prefix": True,
                      "acceptance_alpha": None}, "ttt_loss_decay": 0.7788, "lr": 3e-3, "muon_lr": 1e-3},
-        [3.9296, 3.6367, 3.6309, 3.4444, 3.6206],
+        [3.8829, 3.5816, 3.5478, 3.3733, 3.4982],
     ),
     "medusa": ({"drafter": {"kind": "medusa", "num_heads": 3}, "lr": 1e-2, "muon_lr": 3e-2}, [7.8074, 7.3528, 7.337, 6.9871, 7.4459]),
     "medusa-shared-head": (

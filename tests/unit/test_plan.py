@@ -28,7 +28,7 @@ from draftsmith.config.recipe import Recipe
 from draftsmith.drafters import dflash, eagle, eagle3, medusa, mlp_speculator, p_eagle
 from draftsmith.drafters.base import Drafter
 from draftsmith.drafters.batch import Batch
-from draftsmith.drafters.init import induction, least_squares, parallel
+from draftsmith.drafters.init import blocks, induction, least_squares, parallel
 from draftsmith.engine.step_cost import EngineStep, TargetSizes, flop_of_text, target_sizes
 from draftsmith.run.errors import UserError
 from draftsmith.store.format import Sequence
@@ -220,8 +220,15 @@ def test_a_start_takes_what_its_kind_says(name: str, monkeypatch: pytest.MonkeyP
     """FLOP, memory and rows read of an initialization that reads part of a small target's store."""
     heads = {"num_key_value_heads": 8} if "free head" in name else {}
     drafter, _ = _tiny(name, hidden=128, heads=8, **heads, **STARTS[name])
-    for module in (dflash, eagle, eagle3, least_squares, medusa, mlp_speculator, p_eagle, induction, parallel):
-        for limit, rows in (("ROWS_TO_FIT", 1000), ("ROWS_AT_ONCE", 64), ("ROWS_TO_LOOK_UP", 500)):
+    limits = {
+        "ROWS_TO_FIT": 1000,
+        "ROWS_AT_ONCE": 64,
+        "ROWS_TO_LOOK_UP": 500,
+        "ANCHORS_TO_FIT": 600,
+        "ANCHORS_TO_COMPARE": 200,
+    }
+    for module in (blocks, dflash, eagle, eagle3, least_squares, medusa, mlp_speculator, p_eagle, induction, parallel):
+        for limit, rows in limits.items():
             if hasattr(module, limit):
                 monkeypatch.setattr(module, limit, rows)
     drafter, tensors = _of_random_target(drafter)

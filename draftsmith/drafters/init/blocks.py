@@ -29,14 +29,17 @@ if TYPE_CHECKING:
     from draftsmith.drafters.attention import Attention
     from draftsmith.drafters.dflash import DFlashDrafter
 
-ANCHORS_TO_FIT = 2048
-"""Blocks to fit on, every `SPACING`-th position with a token to predict."""
-SPACING = 4
+ANCHORS_TO_FIT = 16_384
+"""Blocks to fit on, every `SPACING`-th position with a token to predict. An eighth of them, with outputs fitted to what they happen to
+hold, cost a quarter of the first draft tokens that were right (docs/log.md)."""
+SPACING = 2
+ANCHORS_TO_COMPARE = 2048
+"""Blocks among which a direction is sought that all inputs have in common."""
 _DISTANCES = 3  # different distances of the heads of a group
 _FAST = 0.03  # radians per position, as in EAGLE-3's start
 _LEAD = 6.0  # how much the score of a head's position exceeds those beside it, in logits
 _STRENGTH = 6.0  # of the constant part of a query or key before its norm; the random part's numbers are about 0.6 each
-_LATER_ROWS = 0.7  # weight of a row in a fit relative to the one before: as often as it decides on anything
+_LATER_ROWS = 0.3  # weight of a row in a fit relative to the one before: about as often as it decides on anything
 
 
 @torch.no_grad()
@@ -51,14 +54,15 @@ def start_layers(
         values: for each layer [at most M * C, H], the first rows of its value projection. What a layer without any reads stays random.
         centered: see `unit_rms`.
     """
-    for index, (layer, rows) in enumerate(zip(drafter.decoder_layers(), values, strict=True)):
-        attention = layer.self_attn
-        attention.v_proj.weight[: len(rows)] = rows
-        constant = _constant(drafter, attention, batches)
-        # The anchor is one position before a block's first mask, or where the first draft token is predicted from; the context ends before it.
-        first = drafter.config.known_rows + min(index, 1)
-        _attend_to_distances(attention, constant, drafter.inverse_frequencies(), first=first)
-        attention.o_proj.weight.copy_(_fitted_output(drafter, attention, batches, centered=centered))
+    with _without_mlps(drafter):
+        for index, (layer, rows) in enumerate(zip(drafter.decoder_layers(), values, strict=True)):
+            attention = layer.self_attn
+            attention.v_proj.weight[: len(rows)] = rows
+            constant = _constant(drafter, attention, batches)
+            # The anchor is one position before a block's first mask, or where the first draft token is predicted from; the context ends before it.
+            first = drafter.config.known_rows + min(index, 1)
+            _attend_to_distances(attention, constant, drafter.inverse_frequencies(), first=first)
+            attention.o_proj.weight.copy_(_fitted_output(drafter, attention, batches, centered=centered))
 
 
 @torch.no_grad()
@@ -67,8 +71,9 @@ def fit_outputs_again(drafter: DFlashDrafter, batches: Iterable[Batch], *, cente
     attentions = [layer.self_attn for layer in drafter.decoder_layers()]
     for attention in attentions:
         attention.o_proj.weight.zero_()
-    for attention in attentions:
-        attention.o_proj.weight.copy_(_fitted_output(drafter, attention, batches, centered=centered))
+    with _without_mlps(drafter):
+        for attention in attentions:
+            attention.o_proj.weight.copy_(_fitted_output(drafter, attention, batches, centered=centered))
 
 
 @torch.no_grad()
@@ -83,8 +88,8 @@ def fit_tokens(
     steps, hidden = drafter.config.max_draft_tokens, drafter.config.hidden_size
     gram = drafter.embedding.new_zeros(hidden, hidden)
     cross, size, count = gram.clone(), 0.0, 0
-    for batch, rows in positions_to_fit(batches):
-        with _inputs_of(drafter.norm) as states:
+    for batch, rows in positions_of_blocks(batches, ANCHORS_TO_FIT):
+        with _inputs_of(drafter.norm) as states, _without_mlps(drafter):
             drafter.block(batch, rows, steps)
         x, wanted, weights = _left_to_say(drafter, batch, rows, states[0], centered=centered)
         weights = weights.unflatten(0, (len(rows), -1)).clone()
@@ -99,10 +104,13 @@ def fit_tokens(
     return full @ kept, kept.T, size / max(count, 1)
 
 
-def flop_of_start(drafter_flop: float, *, hidden: int, mixed: int, layers: int, rows: int) -> float:
-    """FLOP of `start_layers`, given those of one pass of the drafter over all blocks, of `rows` draft tokens in all."""
-    of_fits = 2.0 * rows * hidden**2 + 2.0 * rows * mixed * (mixed + hidden)
-    return layers * (2 * drafter_flop + of_fits + hidden**3 / 3 + mixed**3 / 3 + 2.0 * mixed**2 * hidden)
+def flop_of_start(
+    fitting: float, comparing: float, *, hidden: int, mixed: int, layers: int, rows: int, compared: int
+) -> float:
+    """FLOP of `start_layers`, given those of one pass of the drafter over the blocks that it is fitted on, of `rows` draft tokens in all,
+    and over those that are compared, of `compared` rows in all."""
+    of_fits = 2.0 * compared * hidden**2 + 2.0 * rows * mixed * (mixed + hidden)
+    return layers * (fitting + comparing + of_fits + hidden**3 / 3 + mixed**3 / 3 + 2.0 * mixed**2 * hidden)
 
 
 def flop_of_fit_tokens(drafter_flop: float, *, hidden: int, mixed: int, layers: int, rows: int, rank: int) -> float:
@@ -113,16 +121,29 @@ def flop_of_fit_tokens(drafter_flop: float, *, hidden: int, mixed: int, layers: 
     return layers * again + fit + 4.0 * hidden**2 * rank
 
 
-def positions_to_fit(batches: Iterable[Batch]) -> Iterator[tuple[Batch, torch.Tensor]]:
-    """Each batch with some of its rows to draft from."""
+def positions_of_blocks(batches: Iterable[Batch], most: int) -> Iterator[tuple[Batch, torch.Tensor]]:
+    """Each batch with some of its rows to draft from, about `most` in all."""
     count = 0
     for batch in batches:
         rows = (batch.loss_weights[:-1, 0] > 0).nonzero()[:, 0][::SPACING]
         if len(rows):
             yield batch, rows
         count += len(rows)
-        if count >= ANCHORS_TO_FIT:
+        if count >= most:
             break
+
+
+@contextmanager
+def _without_mlps(drafter: DFlashDrafter) -> Iterator[None]:
+    """Leave out the MLPs, three quarters of a block's products, while they have no output."""
+    layers = drafter.decoder_layers()
+    for layer in layers:
+        layer.mlp.forward = torch.zeros_like
+    try:
+        yield
+    finally:
+        for layer in layers:
+            del layer.mlp.forward
 
 
 @contextmanager
@@ -142,7 +163,7 @@ def _constant(drafter: DFlashDrafter, attention: Attention, batches: Iterable[Ba
     rows_of_block = steps + drafter.config.known_rows
     gram = attention.k_proj.weight.new_zeros(drafter.config.hidden_size, drafter.config.hidden_size)
     total = gram.new_zeros(len(gram))
-    for batch, rows in positions_to_fit(batches):
+    for batch, rows in positions_of_blocks(batches, ANCHORS_TO_COMPARE):
         with _inputs_of(attention.k_proj) as seen:
             drafter.block(batch, rows, steps)
         context, of_blocks = seen
@@ -191,7 +212,7 @@ def _fitted_output(
     steps, mixed_size = drafter.config.max_draft_tokens, attention.o_proj.in_features
     gram = attention.o_proj.weight.new_zeros(mixed_size, mixed_size)
     cross = gram.new_zeros(mixed_size, drafter.config.hidden_size)
-    for batch, rows in positions_to_fit(batches):
+    for batch, rows in positions_of_blocks(batches, ANCHORS_TO_FIT):
         with _inputs_of(attention.o_proj) as mixed, _inputs_of(drafter.norm) as states:
             drafter.block(batch, rows, steps)
         x = mixed[0].unflatten(0, (len(rows), -1))[:, -steps:].flatten(0, 1)
