@@ -32,7 +32,7 @@ from draftsmith.extract.job import engine_arguments, engine_job, handoff_bytes, 
 from draftsmith.extract.requests import ExtractRequest, Requests, requests_of
 from draftsmith.extract.sequences import checked
 from draftsmith.extract.worker import run_engines
-from draftsmith.run import stage
+from draftsmith.run import cuda, stage
 from draftsmith.run.errors import UserError
 from draftsmith.run.progress import Bar, console
 from draftsmith.run.stage import StageRun
@@ -182,7 +182,10 @@ def _check_images(target: TargetInfo, engine_options: dict[str, Any]) -> None:
 
 
 def _say_options(recipe: Recipe, target: TargetInfo, identity: StoreIdentity) -> None:
-    """Print which of `engine.options` extraction does not use."""
+    """Print which of `engine.options` extraction does not use, and whether its dtype is slow here."""
+    emulated = recipe.extract.machines is None and not current_platform().has_bfloat16()
+    if emulated and recipe.target.dtype == "bfloat16" and (advice := cuda.instead_of_emulated_bfloat16()):
+        console.print(f"extract: `target.dtype` is bfloat16. {advice}", highlight=False, soft_wrap=True)
     if recipe.extract.backend == "vllm":
         arguments = engine_arguments(recipe, target, identity.layer_ids)
         say_overruled("extract", recipe.engine, arguments | {"kv_transfer_config": {}})

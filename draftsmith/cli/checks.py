@@ -296,12 +296,9 @@ def cores() -> Finding:
 
 def bfloat16() -> Finding:
     """Whether the hardware computes in bfloat16 or emulates it."""
-    if cuda.native_bfloat16():
+    advice = cuda.instead_of_emulated_bfloat16()
+    if advice is None:
         return Finding("bfloat16", "in hardware", figures={"native": True})
-    if torch.cuda.is_available():
-        advice = "These GPUs emulate it: set `target.dtype: float16` and `train.precision: float32`."
-    else:
-        advice = "This processor emulates it, at half the speed of float32: set `target.dtype: float32`."
     return Finding("bfloat16", "emulated", "note", advice, {"native": False})
 
 

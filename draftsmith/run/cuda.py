@@ -57,6 +57,15 @@ def native_bfloat16() -> bool:
     return any(capabilities.get(name) for name in ("avx512_bf16", "amx_bf16", "avx_ne_convert", "bf16"))
 
 
+def instead_of_emulated_bfloat16() -> str | None:
+    """What to do where bfloat16 is emulated; None where it is not."""
+    if native_bfloat16():
+        return None
+    if torch.cuda.is_available():
+        return "These GPUs emulate it: set `target.dtype: float16` and `train.precision: float32`."
+    return "This processor emulates it, several times slower than float32: set `target.dtype: float32`."
+
+
 def require_usable_gpus() -> None:
     """Raise if torch would compute on the CPU although the machine has GPUs.
     Raises UserError: torch is built for CUDA, the machine has an NVIDIA GPU or driver, and torch cannot use it."""

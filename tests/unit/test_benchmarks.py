@@ -248,6 +248,6 @@ def test_speculators_drafter_has_the_size_of_ours(tmp_path: Path) -> None:
         "num_depths": 5,
         "draft_arch": "llama",
     }
-    # As many blocks as ours draws at most in a step: each of 1,024 positions twice, in blocks of seven draft tokens.
-    blocks = {"num_layers": 2, "mask_token_id": 79, "block_size": 8, "max_anchors": 293}
+    # As many blocks as ours draws at most in a step: each of 1,024 positions twice, in blocks of five draft tokens.
+    blocks = {"num_layers": 2, "mask_token_id": 79, "block_size": 6, "max_anchors": 410}
     assert sizes["dspark"].own_options == blocks | {"markov_rank": 64}

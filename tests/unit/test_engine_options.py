@@ -8,6 +8,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+import torch
 from pydantic import ValidationError
 from transformers import AutoConfig
 
@@ -194,6 +195,31 @@ def test_extraction_s_own_arguments_win_and_it_says_so(
     slow = recipe.model_copy(update={"extract": recipe.extract.model_copy(update={"backend": "transformers"})})
     _say_options(slow, target, made_from)
     assert "engine.options are not used by `backend: transformers`" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("dtype", "capabilities", "said"),
+    [
+        ("bfloat16", {"avx2": True}, True),
+        ("bfloat16", {"avx512_bf16": True}, False),
+        ("float32", {"avx2": True}, False),
+    ],
+)
+def test_extraction_says_that_bfloat16_is_emulated(
+    dtype: str,
+    capabilities: dict[str, bool],
+    said: bool,
+    target: TargetInfo,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    monkeypatch.setattr(torch.cpu, "get_capabilities", lambda: capabilities, raising=False)
+    recipe = recipe_with(tmp_path, {})
+    recipe = recipe.model_copy(update={"target": recipe.target.model_copy(update={"dtype": dtype})})
+    _say_options(recipe, target, store_identity(recipe, target, (1, 2)))
+    expected = "extract: `target.dtype` is bfloat16. This processor emulates it, several times slower than float32: set `target.dtype: float32`."
+    assert capsys.readouterr().err.splitlines() == [expected] * said
 
 
 def test_extraction_s_connector_wins(target: TargetInfo, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
