@@ -64,7 +64,7 @@ def machine_dtypes() -> list[str]:
     """The dtypes that this machine has arithmetic for and that the baseline may be fastest in; never float32 on a GPU."""
     if not is_cpu():
         return ["bfloat16"] if current_platform().has_bfloat16() else ["float16"]
-    # Emulated, bfloat16 has half the speed of float32.
+    # Emulated, bfloat16 is slower than float32.
     return ["float32", "bfloat16"] if current_platform().has_bfloat16() else ["float32"]
 
 
