@@ -5,7 +5,7 @@ keeps them out of memory until they are written.
 """
 
 import math
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -33,14 +33,14 @@ class Scheme:
     inputs: Mapping[str, Any] | None = None
     """The same for the layer's inputs, quantized on the fly; None leaves them in floating point."""
 
-    def section(self) -> dict[str, Any]:
-        """Return `quantization_config` for `config.json`."""
+    def section(self, but: Collection[str]) -> dict[str, Any]:
+        """Return `quantization_config` for `config.json`; see `quantized`."""
         groups = {"targets": ["Linear", "re:.*lm_head"], "weights": dict(self.weights)}
         if self.inputs is not None:
             groups["input_activations"] = dict(self.inputs)
         return {
-            "quant_method": _METHOD, "format": self.format, "quantization_status": "compressed", "ignore": [],
-            "config_groups": {"group_0": groups},
+            "quant_method": _METHOD, "format": self.format, "quantization_status": "compressed",
+            "ignore": [rf"re:(.*\.)?{module}$" for module in but], "config_groups": {"group_0": groups},
         }  # fmt: skip
 
 
@@ -63,15 +63,15 @@ def scheme_of(record: Mapping[str, Any]) -> str | None:
 
 
 def quantized(
-    record: Mapping[str, Any], weights: Mapping[str, Weight], name: str
+    record: Mapping[str, Any], weights: Mapping[str, Weight], name: str, *, but: Collection[str] = ()
 ) -> tuple[dict[str, Any], dict[str, Weight]]:
-    """Quantize the weights of a checkpoint's linear layers by a scheme of that name; embeddings and norms stay as they are. `record` is
-    `config.json`, and weights are named as vLLM names them."""
+    """Quantize the weights of a checkpoint's linear layers by a scheme of that name; embeddings and norms stay as they are, and so do
+    modules whose names end in a part that `but` has. `record` is `config.json`, and weights are named as vLLM names them."""
     scheme = SCHEMES[name]
     written: dict[str, Weight] = {}
     for name_of_weight, weight in weights.items():
         module = name_of_weight.removesuffix(_NAIVE)
-        if not _is_linear(name_of_weight, weight):
+        if not _is_linear(name_of_weight, weight) or module.split(".")[-1] in but:
             written[name_of_weight] = weight
             continue
         rows, columns = weight.shape
@@ -84,7 +84,7 @@ def quantized(
         else:
             dtype = torch.int8 if scheme.weights["type"] == "int" else torch.float8_e4m3fn
             written[module + _NAIVE] = Weight((rows, columns), dtype, compressed("weight"))
-    return {**record, SECTION: scheme.section()}, written
+    return {**record, SECTION: scheme.section(but)}, written
 
 
 def _is_linear(name: str, weight: Weight) -> bool:

@@ -147,13 +147,15 @@ class Format:
         """
         record, weights = self.to_files(checkpoint, dtype=dtype, shared=shared)
         if quantize is not None:
-            if not self.layouts[checkpoint.kind].quantizes:
-                able = [kind for kind, layout in self.layouts.items() if layout.quantizes]
+            eight_bits = self.layouts[checkpoint.kind].eight_bits
+            if eight_bits is None:
+                able = [kind for kind, layout in self.layouts.items() if layout.eight_bits is not None]
                 raise UserError(
                     f"The format {self.name} has 8-bit weights for drafters of the kind {', '.join(able) or '(none)'}, and this "
                     f"drafter is of the kind {checkpoint.kind}. Leave --quantize out{'' if able else ', or write the format vllm'}."
                 )
-            record, weights = quantized(record, weights, quantize)
+            record, weights = quantized(record, weights, quantize, but=eight_bits.but)
+            record |= eight_bits.keys
         size = write_safetensors(directory / self.weights_file, weights)
         config = checkpoint.drafter_config()
         for name, content in self.layouts[checkpoint.kind].further_files.items():

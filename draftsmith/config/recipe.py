@@ -50,11 +50,14 @@ class Recipe(Section):
 
     @model_validator(mode="after")
     def _k_within_the_drafters_limit(self) -> Recipe:
-        most = self.train.drafter.max_draft_tokens
-        longest = max(*self.evaluate.k, self.evaluate.acceptance_k)
+        drafter = self.train.drafter
+        most, longest = drafter.max_draft_tokens, max(*self.evaluate.k, self.evaluate.acceptance_k)
         if most is not None and longest > most:
+            able = ", ".join(map(str, range(1, most + 1)))
             raise ValueError(
-                f"`evaluate` asks for {longest} speculative tokens (`k`, `acceptance_k`), but this drafter drafts at most {most}"
+                f"`evaluate` asks for {longest} speculative tokens (`k`, `acceptance_k`), but this drafter drafts at most {most}: set "
+                f"`evaluate.k: [{able}]` and `evaluate.acceptance_k: {min(3, most)}`, or train it for more "
+                f"(`train.drafter.{drafter.serving.k_field}`)"
             )
         return self
 

@@ -53,7 +53,7 @@ from draftsmith.drafters.decoder import (
     shape_of_target,
 )
 from draftsmith.drafters.init import blocks, least_squares
-from draftsmith.drafters.layout import Entry, Layout, Source, look_up, same_names
+from draftsmith.drafters.layout import EightBits, Entry, Layout, Source, look_up, same_names
 from draftsmith.drafters.norm import RMSNorm
 from draftsmith.run.errors import UserError
 from draftsmith.run.weights import Weight
@@ -131,9 +131,10 @@ _VLLM = Layout(
         "tie_word_embeddings": lambda _: False,
         "dflash_config.target_layer_ids": lambda config: [layer - 1 for layer in config.layer_ids],
     },
-    irrelevant=LLAMA_IRRELEVANT | {"num_target_layers"},
+    irrelevant=LLAMA_IRRELEVANT | {"num_target_layers", "has_own_lm_head"},
     supported={"attention_bias": (False,)},
     maps_vocabulary=True,
+    eight_bits=EightBits(keys={"has_own_lm_head": True}),  # vLLM takes the head for one in floating point otherwise
     further_files={MASK_FILE: _mask_file},
 )
 """For vLLM's `DFlashQwen3ForCausalLM` (vllm/model_executor/models/qwen3_dflash.py). The module already uses its tensor names."""

@@ -38,7 +38,7 @@ from draftsmith.drafters.batch import Batch
 from draftsmith.drafters.branches import Branches, Proposals
 from draftsmith.drafters.dflash import DFlashConfig, DFlashDrafter
 from draftsmith.drafters.init import blocks, least_squares
-from draftsmith.drafters.layout import Entry
+from draftsmith.drafters.layout import EightBits, Entry
 from draftsmith.target.tensors import TargetTensors
 
 
@@ -103,6 +103,8 @@ class DSparkDrafter(DFlashDrafter):
         fixed={**_DFLASH.fixed, "markov_head_type": "vanilla"},
         derived={**_DFLASH.derived, "architectures": lambda _: [DSparkOptions.serving.architecture]},
         further_files={},
+        # vLLM's class gives neither its vocabulary head nor the Markov head a quantization; the confidence head has one output.
+        eight_bits=EightBits(but=("lm_head", "markov_w1", "markov_w2", "proj")),
     )
     learns_mask: ClassVar = False
     config: DSparkConfig

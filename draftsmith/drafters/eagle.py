@@ -35,7 +35,7 @@ from draftsmith.drafters.decoder import (
     rotary_embedding,
 )
 from draftsmith.drafters.init.least_squares import RIDGE, ROWS_AT_ONCE, ROWS_TO_FIT, rows_to_fit, rows_until
-from draftsmith.drafters.layout import EXTRA, Entry, Layout, same_names
+from draftsmith.drafters.layout import EXTRA, EightBits, Entry, Layout, same_names
 from draftsmith.drafters.norm import FinalNorm
 from draftsmith.target.tensors import TargetTensors
 
@@ -70,7 +70,7 @@ _VLLM = Layout(
     },
     irrelevant=LLAMA_IRRELEVANT,
     supported={"fc_bias": (False,)},
-    quantizes=True,
+    eight_bits=EightBits(),
 )
 """For vLLM's `EagleLlamaForCausalLM` (vllm/model_executor/models/llama_eagle.py), which shares the target's embedding and head
 where the checkpoint has none."""

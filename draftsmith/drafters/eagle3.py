@@ -37,7 +37,7 @@ from draftsmith.drafters.decoder import (
 )
 from draftsmith.drafters.init import least_squares
 from draftsmith.drafters.init.induction import ROWS_TO_LOOK_UP, attend_by_codes, fit_codes, fit_outputs, write_codes
-from draftsmith.drafters.layout import EXTRA, Entry, Layout, Source, look_up, same_names
+from draftsmith.drafters.layout import EXTRA, EightBits, Entry, Layout, Source, look_up, same_names
 from draftsmith.drafters.norm import RMSNorm
 from draftsmith.run.errors import UserError
 from draftsmith.target.info import TargetInfo
@@ -95,7 +95,7 @@ def eagle3_layout(
     fixed: Mapping[str, Any] = {},
     irrelevant: frozenset[str] = frozenset(),
     supported: Mapping[str, Callable[[Any], bool]] = {},
-    quantizes: bool = False,
+    eight_bits: EightBits | None = None,
 ) -> Layout:
     """A layout with what those of EAGLE-3 have in common; other arguments than these add to it, or are `Layout`'s own.
 
@@ -128,14 +128,14 @@ def eagle3_layout(
         irrelevant=frozenset(prefix + name for name in LLAMA_IRRELEVANT) | irrelevant,
         supported={**unsaid, "attention_bias": (False,), **supported},
         maps_vocabulary=True,
-        quantizes=quantizes,
+        eight_bits=eight_bits,
     )
 
 
 _VLLM = eagle3_layout(
     ids=Entry("layer_ids", tuple, "eagle_aux_hidden_state_layer_ids", default=_first_said(*_IDS)),
     flags=True,
-    quantizes=True,
+    eight_bits=EightBits(),
     derived={
         "architectures": lambda _: [Eagle3Options.serving.architecture],
         "model_type": lambda _: "llama",

@@ -149,6 +149,16 @@ class Rows:
 
 
 @dataclass(frozen=True)
+class EightBits:
+    """What a format's readers take of 8-bit weights, as described by `quantization_config`: those of all linear layers but some."""
+
+    but: tuple[str, ...] = ()
+    """Modules that stay in floating point, by the last part of their names."""
+    keys: Mapping[str, Any] = field(default_factory=dict)
+    """Further keys of `config.json` of a checkpoint with such weights."""
+
+
+@dataclass(frozen=True)
 class Layout:
     """Config and tensor names of one kind in one format."""
 
@@ -167,8 +177,8 @@ class Layout:
     """By field: the values that the format can express, or a function that tells whether it can express one."""
     maps_vocabulary: bool = False
     """The draft vocabulary may be a subset of the target's, given by the tensors `d2t` and `t2d`."""
-    quantizes: bool = False
-    """The format's readers take 8-bit weights, as described by `quantization_config`."""
+    eight_bits: EightBits | None = None
+    """None where the format's readers take no 8-bit weights."""
     further_files: Mapping[str, Callable[[Any, Mapping[str, Weight]], bytes]] = field(default_factory=dict)
     """Files beside the tensors, by name: what is in each, from the kind's config and the stored tensors. Not read: it says nothing new."""
     refused: tuple[Callable[[Source], str | None], ...] = ()

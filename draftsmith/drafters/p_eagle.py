@@ -33,7 +33,7 @@ from draftsmith.drafters.decoder import mask_token_of
 from draftsmith.drafters.eagle3 import Eagle3Config, Eagle3Drafter
 from draftsmith.drafters.init.least_squares import ROWS_AT_ONCE, rows_until
 from draftsmith.drafters.init.parallel import cost_of_start, draft_from_last_position, units
-from draftsmith.drafters.layout import Entry
+from draftsmith.drafters.layout import EightBits, Entry
 from draftsmith.target.info import TargetInfo
 from draftsmith.target.tensors import TargetTensors
 
@@ -61,7 +61,9 @@ class PEagleDrafter(Eagle3Drafter):
     vllm_layout: ClassVar = replace(
         Eagle3Drafter.vllm_layout,
         fields=(*Eagle3Drafter.vllm_layout.fields, Entry("num_depths", int), Entry("mask_token_id", int)),
-        quantizes=False,  # vLLM 0.32 gives `fc` the mask as a vector, which its 8-bit kernels for CPUs refuse
+        eight_bits=EightBits(
+            but=("fc",)
+        ),  # vLLM 0.32 gives it the mask as a vector, which its 8-bit kernels for CPUs refuse
     )
     drafts_at_once: ClassVar = True
     config: PEagleConfig

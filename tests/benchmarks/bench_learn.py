@@ -18,6 +18,7 @@ of a sweep, `runs/learn/references` keeps what it came to, so that a sweep that 
 from __future__ import annotations
 
 import json
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -264,9 +265,14 @@ def tuned_reference(recipe: Recipe, text: Text) -> tuple[Outcome, str]:
 
     published = REFERENCES[kind].lr
     lr = best_of(LEARNING_RATES, FIRST_TRIED.get(kind, around(published)), lambda one: outcome(one, 1).tuned)
-    epochs = best_of((1, ours, 2 * ours, 4 * ours), (1, ours, 2 * ours), lambda one: outcome(lr, one).tuned)
+    epochs = best_epochs(ours, lambda one: outcome(lr, one).tuned)
     best = outcome(lr, epochs)
     return best, f"lr {lr:g} where {published:g} is published, epoch {best.epoch} of {epochs}"
+
+
+def best_epochs(ours: int, tuned: Callable[[int], float]) -> int:
+    """The best number of epochs: one, as many as ours, twice as many, and four times if twice is better."""
+    return best_of((1, ours, 2 * ours, 4 * ours), (1, ours, 2 * ours), tuned)
 
 
 def around(lr: float) -> tuple[float, ...]:
@@ -333,7 +339,7 @@ def tuned_peer(recipe: Recipe, text: Text) -> tuple[Outcome, str]:
     else:
         states = best_of(choices, choices, lambda one: outcome(one, LEARNING_RATE, 1).tuned)
         lr = best_of(LEARNING_RATES, around(LEARNING_RATE), lambda one: outcome(states, one, 1).tuned)
-        epochs = best_of((1, ours, 2 * ours, 4 * ours), (1, ours, 2 * ours), lambda one: outcome(states, lr, one).tuned)
+        epochs = best_epochs(ours, lambda one: outcome(states, lr, one).tuned)
     best = outcome(states, lr, epochs)
     return best, f"states {best.more['layer_ids']}, lr {lr:g}, epoch {best.epoch} of {epochs}"
 

@@ -5,7 +5,6 @@ The kernels convert the weights back to floating point and multiply. Everything 
 """
 
 import runpy
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -59,6 +58,5 @@ def add_kernels() -> None:
 
 
 if __name__ == "__main__":
-    sys.modules["draftsmith"] = None  # type: ignore[assignment]
     add_kernels()
     runpy.run_path(str(Path(__file__).parents[2] / "serve" / "record_proposals.py"), run_name="__main__")

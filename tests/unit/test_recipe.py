@@ -136,7 +136,7 @@ def test_an_unknown_key_with_nothing_near_lists_what_is_known(tmp_path):
             "`train.drafter.draft_vocab_size` must be left out here. To replace the whole section: `-s 'train.drafter={kind: ...}'`",
         ),
         ("train.drafter", {"kind": "mlp_speculator", "n_predict": 1}, "`tie_weights` needs an `n_predict` above 1"),
-        ("train.drafter", {"kind": "medusa", "num_heads": 3}, "asks for 4 speculative tokens"),
+        ("train.drafter", {"kind": "medusa", "num_heads": 3}, "drafts at most 3: set `evaluate.k: [1, 2, 3]`"),
         ("train", {"loss": "kl", "drafter": {"kind": "medusa"}}, "needs `targets: distribution`"),
         ("train.step_costs", {0: 1.1}, "`train.step_costs.0"),
         ("target.gguf", {"path": "x.gguf"}, "set exactly one of"),
