@@ -5,7 +5,7 @@ keeps them out of memory until they are written.
 """
 
 import math
-from collections.abc import Callable, Collection, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -71,7 +71,7 @@ def quantized(
     written: dict[str, Weight] = {}
     for name_of_weight, weight in weights.items():
         module = name_of_weight.removesuffix(_NAIVE)
-        if not _is_linear(name_of_weight, weight) or module.split(".")[-1] in but:
+        if not weight.dtype.is_floating_point or not _quantizes(name_of_weight, weight.shape, but):
             written[name_of_weight] = weight
             continue
         rows, columns = weight.shape
@@ -87,8 +87,18 @@ def quantized(
     return {**record, SECTION: scheme.section(but)}, written
 
 
-def _is_linear(name: str, weight: Weight) -> bool:
-    return name.endswith(_NAIVE) and "embed" not in name and len(weight.shape) == 2 and weight.dtype.is_floating_point
+def quantized_bytes(shapes: Mapping[str, Sequence[int]], *, but: Collection[str], scale_bytes: int) -> int:
+    """Size of a checkpoint's tensors after `quantized`, by their shapes before it; scales and all else have so many bytes a number."""
+    total = 0
+    for name, shape in shapes.items():
+        quantizes = _quantizes(name, shape, but)
+        total += math.prod(shape) + shape[0] * scale_bytes if quantizes else math.prod(shape) * scale_bytes
+    return total
+
+
+def _quantizes(name: str, shape: Sequence[int], but: Collection[str]) -> bool:
+    linear = name.endswith(_NAIVE) and "embed" not in name and len(shape) == 2
+    return linear and name.removesuffix(_NAIVE).split(".")[-1] not in but
 
 
 def _part_of(weight: Weight, scheme: Scheme) -> Callable[[str], Callable[[], Iterator[torch.Tensor]]]:

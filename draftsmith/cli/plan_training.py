@@ -9,6 +9,7 @@ from typing import Literal
 from draftsmith.cli.plan_stage import StagePlan, conversation_counts, counted, devices_of, hours_of
 from draftsmith.config.hardware import Assumptions
 from draftsmith.config.recipe import Recipe
+from draftsmith.convert.quantize import quantized_bytes
 from draftsmith.drafters.base import Drafter
 from draftsmith.engine.memory import BYTES, GIB
 
@@ -96,10 +97,13 @@ def plan_train(recipe: Recipe, assumed: Assumptions, drafter: Drafter, *, layers
 
 
 def plan_convert(recipe: Recipe, drafter: Drafter) -> StagePlan:
-    """Estimate conversion: the drafter's tensors in their serving dtype."""
-    number = BYTES[recipe.convert.dtype or recipe.target.dtype]
-    parameters = sum(math.prod(shape) for shape in drafter.shapes(drafter.config).values())
-    return StagePlan(0, number * parameters, {}, None, 0.0, {}, 0.0, {"parameters": parameters})
+    """Estimate conversion: the drafter's tensors in their serving dtype, or in 8 bits."""
+    number, shapes = BYTES[recipe.convert.dtype or recipe.target.dtype], drafter.shapes(drafter.config)
+    parameters = sum(map(math.prod, shapes.values()))
+    size, eight_bits = number * parameters, drafter.vllm_layout.eight_bits
+    if recipe.convert.quantize is not None and eight_bits is not None:
+        size = quantized_bytes(shapes, but=eight_bits.but, scale_bytes=number)
+    return StagePlan(0, size, {}, None, 0.0, {}, 0.0, {"parameters": parameters})
 
 
 def trained_parameters(recipe: Recipe, drafter: Drafter) -> tuple[int, list[tuple[int, int]]]:

@@ -16,7 +16,7 @@ from safetensors.torch import load_file, save_file
 from draftsmith.convert.convert import convert_checkpoint, read, recognize
 from draftsmith.convert.formats import FORMATS
 from draftsmith.convert.inspection import inspect
-from draftsmith.convert.quantize import SCHEMES
+from draftsmith.convert.quantize import SCHEMES, quantized_bytes
 from draftsmith.drafters.checkpoint import UNKNOWN_TARGET, Checkpoint
 from draftsmith.engine.speculation import speculative_config
 from draftsmith.run.errors import UserError
@@ -59,6 +59,20 @@ def test_quantized_and_read_back(tmp_path: Path, found: Checkpoint, scheme: str)
         step = largest / 127 if scheme != "fp8" else torch.maximum(before.abs() / 8, largest / 448 / 512)
         rounding = largest * torch.finfo(weight.dtype).eps
         assert bool(((before - after).abs() <= 0.51 * step + 2 * rounding).all()), name
+
+
+@settings(deadline=None, max_examples=10, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(checkpoints(), st.sampled_from(["fp8", "int8-dynamic"]))
+def test_the_size_is_known_beforehand(tmp_path: Path, found: Checkpoint, scheme: str) -> None:
+    eight_bits = FORMATS["vllm"].layouts[found.kind].eight_bits
+    if eight_bits is None or "vllm" not in holders(found):
+        return
+    FORMATS["vllm"].write(found, tmp_path, quantize=scheme)
+    held = load_file(tmp_path / "model.safetensors")
+    size = sum(tensor.nbytes for name, tensor in held.items() if name not in ("d2t", "t2d"))
+    shapes = {name: weight.shape for name, weight in found.weights.items()}
+    (dtype,) = {weight.dtype for weight in found.weights.values()}
+    assert quantized_bytes(shapes, but=eight_bits.but, scale_bytes=dtype.itemsize) == size
 
 
 def test_what_the_files_hold(tmp_path: Path) -> None:
