@@ -61,9 +61,8 @@ class PEagleDrafter(Eagle3Drafter):
     vllm_layout: ClassVar = replace(
         Eagle3Drafter.vllm_layout,
         fields=(*Eagle3Drafter.vllm_layout.fields, Entry("num_depths", int), Entry("mask_token_id", int)),
-        eight_bits=EightBits(
-            but=("fc",)
-        ),  # vLLM 0.32 gives it the mask as a vector, which its 8-bit kernels for CPUs refuse
+        # vLLM 0.32 gives `fc` the mask as a vector, which its 8-bit kernels for CPUs refuse.
+        eight_bits=EightBits(but=("fc",)),
     )
     drafts_at_once: ClassVar = True
     config: PEagleConfig

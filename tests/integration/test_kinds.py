@@ -204,7 +204,7 @@ def test_blocks_with_8_bit_weights(
     for (name, folder), one in zip(drafters.items(), found, strict=True):
         if scheme == "int8-dynamic":
             exact = {tuple(proposal["context"]): proposal["draft"][0] for proposal in served[name].proposals}
-            both = [one for one in one.proposals if tuple(one["context"]) in exact]
+            both = [proposal for proposal in one.proposals if tuple(proposal["context"]) in exact]
             same = sum(proposal["draft"][0] == exact[tuple(proposal["context"])] for proposal in both)
             print(f"{name}: {same} of {len(both)} first draft tokens are the same")
             assert len(both) > 300
