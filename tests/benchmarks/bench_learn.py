@@ -46,7 +46,14 @@ from draftsmith.train.acceptance import count_accepted
 from draftsmith.train.packing import pack
 from draftsmith.train.train import run_train
 from tests.benchmarks.figures import Figure, figure
-from tests.benchmarks.peer_speculators import LEARNING_RATE, check_mapping, hand_over, load_peer, train_peer
+from tests.benchmarks.peer_speculators import (
+    LEARNING_RATE,
+    TOKENS_PER_STEP,
+    check_mapping,
+    hand_over,
+    load_peer,
+    train_peer,
+)
 from tests.benchmarks.references import REFERENCES, train_reference
 from tests.benchmarks.sweep import Counts, Outcome, best_of, interval_of_difference, kept, length
 
@@ -166,6 +173,7 @@ def learn_recipe(kind: str) -> Recipe:
     options = own.model_dump(mode="json") | {"epochs": EPOCHS}
     if isinstance(own.drafter, BlockOptions):
         options["drafter"]["block_size"] = 1 + k  # more rows would only make both slower
+        options["tokens_per_step"] = TOKENS_PER_STEP  # as many steps as the peer
     train = json.dumps(options)
     return load_recipe(RECIPES / "learn.yaml", [f"train={train}", f"evaluate.k=[{k}]", f"evaluate.acceptance_k={k}"])
 
