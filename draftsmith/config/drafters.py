@@ -198,8 +198,8 @@ class BlockOptions(DrafterOptions):
     """Weigh draft tokens by the acceptance that each decides on (D-PACE, arXiv 2605.18810), with this smoothing of their probabilities.
     null: by `ttt_loss_decay`; published as exp(-1 / 4) for blocks of 8 and exp(-1 / 7) for blocks of 16."""
     targets: Literal["distribution", "tokens"] = "tokens"
-    """Train on the tokens that the target generated, as published, or on its distribution over next tokens. On a small store
-    neither was clearly better (docs/log.md)."""
+    """Train on the tokens that the target generated, as published, or on its distribution over next tokens, which takes a little longer and
+    was better over several epochs of a small store (docs/log.md)."""
     intermediate_size: int | None = Field(None, ge=1)
     """Width of the MLP. Absent: the target's; for mixture-of-experts targets, the total width of a token's active experts, within two to
     four times the hidden size."""
