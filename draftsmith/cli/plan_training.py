@@ -120,7 +120,8 @@ def flop_of_row(recipe: Recipe, drafter: Drafter, steps: int, *, predicts: bool)
     """FLOP of training on one token: the forward pass, and as many again for each of the gradients of input and weight.
 
     A token with a loss (`predicts`) goes through the head at every step (a frozen head has no weight gradient), and once
-    through the teacher's head if the target's distribution is trained on. Selecting the loss's part of the vocabulary is not
+    through the teacher's head if the target's distribution is trained on, or at every step in blocks, whose draft tokens share no
+    teacher's row. Selecting the loss's part of the vocabulary is not
     counted: it uses a few tokens per step.
     """
     shapes, config = drafter.shapes(drafter.config), drafter.config
@@ -133,10 +134,8 @@ def flop_of_row(recipe: Recipe, drafter: Drafter, steps: int, *, predicts: bool)
     head = vocabulary * _head_width(drafter)
     flop += steps * head * (6 if recipe.train.train_lm_head and drafter.head_parameters() else 4)
     terms = drafter.loss_terms(recipe.train.drafter)
-    if terms.targets == "distribution":
-        flop += 2 * vocabulary * config.hidden_size
-    elif terms.variation_weight or terms.confidence_weight:  # draft tokens of a block share no teacher
-        flop += 2 * steps * vocabulary * config.hidden_size
+    if terms.targets == "distribution" or terms.variation_weight or terms.confidence_weight:
+        flop += 2 * (steps if terms.in_blocks else 1) * vocabulary * config.hidden_size
     if terms.acceptance_alpha is not None:  # the weights take a pass of their own
         flop += 2 * steps * head
     return flop

@@ -199,7 +199,7 @@ class BlockOptions(DrafterOptions):
     null: by `ttt_loss_decay`; published as exp(-1 / 4) for blocks of 8 and exp(-1 / 7) for blocks of 16."""
     targets: Literal["distribution", "tokens"] = "tokens"
     """Train on the tokens that the target generated, as published, or on its distribution over next tokens, which takes a little longer and
-    was better over several epochs of a small store (docs/log.md)."""
+    was better after three epochs of a small store, in one run (docs/log.md)."""
     intermediate_size: int | None = Field(None, ge=1)
     """Width of the MLP. Absent: the target's; for mixture-of-experts targets, the total width of a token's active experts, within two to
     four times the hidden size."""

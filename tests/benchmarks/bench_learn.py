@@ -2,12 +2,13 @@
 
 The store is that of `recipes/learn.yaml`, extracted when it is missing. What it holds out is divided into two halves. On the
 tuning part everything is chosen: learning rates, numbers of epochs and states read for the references and the peer, by sweeps;
-the epoch for ours, whose learning rates were chosen on other text. States and learning rates are chosen by trainings of one epoch,
+the epoch for ours, and that DFlash and DSpark learn a distribution; our learning rates were chosen on other text. States and learning rates are chosen by trainings of one epoch,
 each with its whole schedule, and after them the number of epochs; of block drafters, whose peers take a quarter of an hour an epoch,
 learning rates alone. On the report part nobody chose anything: there acceptance is
 predicted for all, by the same code, and there vLLM measures ours, which must be within 3% of what was predicted.
 
-EAGLE-3 is trained with that recipe's options, the other kinds with their own recipe's (`recipes/smollm2-KIND.yaml`). EAGLE-3, P-EAGLE,
+EAGLE-3 is trained with that recipe's options, the other kinds with their own recipe's (`recipes/smollm2-KIND.yaml`); DFlash and
+DSpark in shorter blocks and in steps of the peer's size. EAGLE-3, P-EAGLE,
 DFlash and DSpark are held against speculators' own model, loss and optimizer, with the same draft vocabulary and size; the others against
 their published recipe (`references.py`). All see the same training part.
 
@@ -173,7 +174,7 @@ def learn_recipe(kind: str) -> Recipe:
     options = own.model_dump(mode="json") | {"epochs": EPOCHS}
     if isinstance(own.drafter, BlockOptions):
         options["drafter"]["block_size"] = 1 + k  # more rows would only make both slower
-        options["tokens_per_step"] = TOKENS_PER_STEP  # as many steps as the peer
+        options["tokens_per_step"] = TOKENS_PER_STEP  # the peer's
     train = json.dumps(options)
     return load_recipe(RECIPES / "learn.yaml", [f"train={train}", f"evaluate.k=[{k}]", f"evaluate.acceptance_k={k}"])
 

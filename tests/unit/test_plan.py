@@ -21,7 +21,7 @@ from draftsmith.cli import app
 from draftsmith.cli.plan import config_of_target, drafter_on_meta, make_plan
 from draftsmith.cli.plan_report import report, summary
 from draftsmith.cli.plan_stage import conversation_counts
-from draftsmith.cli.plan_training import flop_of_muon, kept_by_row
+from draftsmith.cli.plan_training import flop_of_muon, flop_of_row, kept_by_row
 from draftsmith.config.hardware import Hardware
 from draftsmith.config.loading import load_recipe
 from draftsmith.config.recipe import Recipe
@@ -37,6 +37,7 @@ from draftsmith.store.writer import StoreWriter
 from draftsmith.target.pretrained import language_config
 from draftsmith.target.tensors import TargetTensors
 from draftsmith.train.data import TrainingData
+from draftsmith.train.loss import BlockLoss, ChainLoss
 from draftsmith.train.muon import orthogonalize
 from draftsmith.train.packing import pack
 from tests.unit.test_store import identity
@@ -187,6 +188,30 @@ def test_products_are_those_that_the_module_does(kind: str) -> None:
     assert 0.5 < rows * kept_by_row(drafter, 3, layers=3, number=4) / measured < 2
 
 
+@pytest.mark.parametrize("kind", ["p_eagle", "dflash", "dspark"])
+def test_the_teachers_products_are_those_that_the_loss_does(kind: str) -> None:
+    """In a chain one for each row, in blocks one for each draft token; the ends of texts have fewer tokens to draft."""
+    drafter, batch = _tiny(kind, **KINDS[kind])
+    rows, width = int((batch.loss_weights.sum(1) > 0).sum()), drafter.config.hidden_size
+    counted, planned = [], []
+    for targets in ("tokens", "distribution"):
+        recipe = _recipe(kind, **KINDS[kind], targets=targets)
+        terms = drafter.loss_terms(recipe.train.drafter)
+        loss = (BlockLoss if terms.in_blocks else ChainLoss)(
+            drafter,
+            teacher_norm=torch.nn.RMSNorm(width),
+            teacher_head=torch.ones(len(drafter.draft_token_ids), width),
+            ttt_steps=3,
+            ttt_loss_decay=1.0,
+            terms=terms,
+        )
+        with FlopCounterMode(display=False) as counter:
+            loss(replace(batch, last_states=torch.ones(len(batch.positions), width)))
+        counted.append(counter.get_total_flops())
+        planned.append(rows * flop_of_row(recipe, drafter, 3, predicts=True))
+    assert 0.8 < (counted[1] - counted[0]) / (planned[1] - planned[0]) <= 1
+
+
 def _cholesky(shape: Shape, *_: Any, out_shape: Any = None, **__: Any) -> float:
     return shape[0] ** 3 / 3
 
@@ -310,6 +335,13 @@ def _texts(drafter: Drafter, *, count: int, tokens: int) -> list[Batch]:
     return made
 
 
+def _recipe(kind: str, **options: Any) -> Recipe:
+    return Recipe.model_validate(
+        {"name": "x", "target": {"model": "/x"}, "extract": {"prompts": {"path": "x"}},
+         "train": {"drafter": {"kind": kind, **options}}, "evaluate": {"k": [1, 2], "acceptance_k": 2}}
+    )  # fmt: skip
+
+
 def _tiny(
     name: str,
     *,
@@ -320,11 +352,7 @@ def _tiny(
     **options: Any,
 ) -> tuple[Drafter, Any]:
     """A drafter of the kind for a tiny target, and three documents whose first halves are prompts."""
-    kind = name.split(",")[0].split()[0]
-    recipe = Recipe.model_validate(
-        {"name": "x", "target": {"model": "/x"}, "extract": {"prompts": {"path": "x"}},
-         "train": {"drafter": {"kind": kind, **options}}, "evaluate": {"k": [1, 2], "acceptance_k": 2}}
-    )  # fmt: skip
+    recipe = _recipe(name.split(",")[0].split()[0], **options)
     config = AutoConfig.for_model(
         "llama",
         hidden_size=hidden,
