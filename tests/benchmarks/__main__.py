@@ -14,6 +14,7 @@ from pathlib import Path
 from draftsmith.run.atomic_io import write_json
 from draftsmith.run.errors import UserError
 from draftsmith.run.progress import console
+from tests.benchmarks.bench_blocks import block_drafts
 from tests.benchmarks.bench_convert import convert_costs
 from tests.benchmarks.bench_evaluate import comparisons, load_noise, shared_engine
 from tests.benchmarks.bench_extract import extraction_ratios, memory_growth
@@ -46,7 +47,7 @@ Benchmark = Callable[[], dict[str, Figure]]
 BENCHMARKS: tuple[Benchmark, ...] = (
     extraction_ratios, memory_growth, store_costs, int8_acceptance, training_step, training_step_p_eagle,
     training_step_dflash, training_step_dspark, time_to_peer, learning_eagle3, learning_p_eagle, learning_dflash,
-    learning_dspark, learning_eagle, learning_medusa, learning_mlp, lookup_best, step_memory, convert_costs, quantized_drafters,
+    learning_dspark, learning_eagle, learning_medusa, learning_mlp, block_drafts, lookup_best, step_memory, convert_costs, quantized_drafters,
     load_noise, comparisons, shared_engine, tokens_at_once, sampled_acceptance,
     sampled_fidelity,
 )  # fmt: skip

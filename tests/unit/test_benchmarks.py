@@ -2,6 +2,7 @@
 
 import json
 from pathlib import Path
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -16,6 +17,7 @@ from draftsmith.store.reader import Store
 from draftsmith.target.info import describe_target
 from tests.benchmarks import bench_learn, references
 from tests.benchmarks.__main__ import main
+from tests.benchmarks.bench_blocks import figures_of, step_costs
 from tests.benchmarks.bench_lookup import Answer, speedup, walk
 from tests.benchmarks.bench_train import step_of_kind
 from tests.benchmarks.figures import figure, missed
@@ -251,3 +253,26 @@ def test_speculators_drafter_has_the_size_of_ours(tmp_path: Path) -> None:
     # As many blocks as ours draws at most in a step: each of 1,024 positions twice, in blocks of five draft tokens.
     blocks = {"num_layers": 2, "mask_token_id": 79, "block_size": 6, "max_anchors": 410}
     assert sizes["dspark"].own_options == blocks | {"markov_rank": 64}
+
+
+class _Host:
+    """An engine whose steps take as long as they are told, but for one in a while."""
+
+    def __init__(self, name: str, seconds: float) -> None:
+        self.config = SimpleNamespace(name=name)
+        self.seconds = seconds
+
+    def step_seconds(self, prompt: list[int], steps: int) -> list[float]:
+        return [self.seconds * prompt[0] for _ in range(steps - 1)] + [100.0]
+
+
+def test_what_a_draft_costs_and_brings() -> None:
+    hosts = [_Host("baseline", 2.0), _Host("block", 2.5), _Host("chain", 3.0)]
+    costs = step_costs(hosts, [[1], [3]])  # type: ignore[arg-type]
+    assert costs == {"block": [1.25, 1.25], "chain": [1.5, 1.5]}
+    found = figures_of("block", [[1.2, 1.3], [1.2, 1.3]], [10, 6, 3])
+    assert found["drafts.block_cost"]["value"] == pytest.approx(1.25)
+    assert "error over prompts 0.035" in found["drafts.block_cost"]["against"]
+    assert found["drafts.block_length"]["value"] == pytest.approx(1.9)
+    assert found["drafts.block_length"]["against"].endswith("0.600, 0.500")
+    assert found["drafts.block_speedup"]["value"] == pytest.approx(1.9 / 1.25)

@@ -55,12 +55,21 @@ def target(tmp_path_factory: pytest.TempPathFactory) -> TargetInfo:
 
 @pytest.fixture(scope="session")
 def drafters(target: TargetInfo, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
-    """By name, the run directory of a drafter of each kind that vLLM gives to the second runner (Medusa it does not)."""
+    """By name, the run directory of a drafter of each kind that vLLM gives to the second runner (Medusa and P-EAGLE it does not)."""
     options = {
         "eagle": {"kind": "eagle"},
         "eagle3": {"kind": "eagle3", "layer_ids": [1, 2, 3]},
         "eagle3-embeddings": {"kind": "eagle3", "layer_ids": [0, 2, 3]},
         "mlp_speculator": {"kind": "mlp_speculator", "n_predict": 3},
+        "dflash": {"kind": "dflash", "num_layers": 2, "layer_ids": [1, 2, 3], "block_size": 4},
+        "dspark": {"kind": "dspark", "num_layers": 2, "layer_ids": [1, 2, 3], "block_size": 4},
+        "dspark-anchor": {
+            "kind": "dspark",
+            "num_layers": 2,
+            "layer_ids": [1, 2, 3],
+            "block_size": 3,
+            "sample_from_anchor": True,
+        },
     }
     folder = tmp_path_factory.mktemp("drafters")
     return train_drafters(target.path, folder, options, prompt=PROMPT, temperature=TEMPERATURE)

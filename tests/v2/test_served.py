@@ -7,6 +7,7 @@ import pytest
 import torch
 from transformers import AutoTokenizer
 from typer.testing import CliRunner
+from vllm_as_on_gpus.patches import notes
 
 from draftsmith.cli import app
 from draftsmith.config.drafters import KINDS
@@ -19,15 +20,29 @@ from tests.integration.conftest import demo_prompts, load_drafter
 K = 3
 POSITIONS = 170
 """At each of which every kind's proposals are compared, at every chain step: 2,040 in all."""
+SPECULATORS = {
+    "eagle": "EagleSpeculator",
+    "eagle3": "EagleSpeculator",
+    "mlp_speculator": "MlpSpeculatorV2",
+    "dflash": "DFlashSpeculator",
+    "dspark": "DSparkSpeculator",
+}
+"""By kind, the class that proposes: vLLM's own but for MLP speculators."""
 
 
-@pytest.mark.parametrize("name", ["eagle", "eagle3", "eagle3-embeddings", "mlp_speculator"])
-def test_trained_equals_served(target: TargetInfo, drafters: dict[str, Path], name: str) -> None:
+@pytest.mark.parametrize(
+    "name", ["eagle", "eagle3", "eagle3-embeddings", "mlp_speculator", "dflash", "dspark", "dspark-anchor"]
+)
+def test_trained_equals_served(target: TargetInfo, drafters: dict[str, Path], name: str, noted: Path) -> None:
     tokenizer = AutoTokenizer.from_pretrained(target.path)
     prompts = [tokenizer(text[:60]).input_ids for text in demo_prompts(8)]
-    method = KINDS[Checkpoint.load(drafters[name] / "checkpoint").kind].serving.method
+    kind = Checkpoint.load(drafters[name] / "checkpoint").kind
+    method = KINDS[kind].serving.method  # on GPUs
     assert method is not None
+    before = notes(noted).keys()
     (served,) = record([(drafters[name] / "vllm", method)], target.path, prompts, k=K, max_tokens=40)
+    (note,) = (note for file, note in notes(noted).items() if file not in before)
+    assert note["speculator"] == SPECULATORS[kind]
 
     drafter = load_drafter(drafters[name], target.path)
     compared = compare_proposals(served, drafter, target.path)
