@@ -7,14 +7,17 @@ states instead of bfloat16 autocast, `sdpa` attention (flex attention has no bac
 
 FOLDER holds `job.json` and `data.safetensors` (see `peer_speculators.py`, which writes them). Without `steps`, trains
 and leaves `epoch-N.safetensors`, `check.safetensors` and `figures.json`. With `steps`, waits for lines on standard input and
-answers each with the seconds that one optimizer step on the first batch took.
+answers each with the seconds that one optimizer step on the first batch took. Either way it ends when that input does, so it does not
+outlive the benchmark.
 """
 
 from __future__ import annotations
 
 import argparse
 import json
+import os
 import sys
+import threading
 import time
 from collections.abc import Iterator
 from importlib import import_module
@@ -265,6 +268,19 @@ def answer_lines(peer: Peer) -> None:
         print(time.perf_counter() - begun, flush=True)
 
 
+def end_with_input() -> None:
+    """End this process as soon as standard input ends: whoever started it is gone."""
+
+    def wait() -> None:
+        while os.read(
+            sys.stdin.fileno(), 1
+        ):  # a reader of `sys.stdin` would hold a lock that the interpreter's end needs
+            pass
+        os._exit(1)
+
+    threading.Thread(target=wait, daemon=True).start()
+
+
 def main() -> None:
     folder = Path(sys.argv[1])
     job = json.loads((folder / "job.json").read_text())
@@ -278,6 +294,7 @@ def main() -> None:
     if "steps" in sys.argv[2:]:
         answer_lines(peer)
     else:
+        end_with_input()
         train(peer, job, folder, building)
 
 

@@ -233,10 +233,13 @@ def train_peer(
         finished.unlink(missing_ok=True)
     if not finished.is_file():
         _write(folder, handed, sequences, job)
-        with (folder / "log").open("w") as log:
-            done = subprocess.run([python, DRIVER, folder], stdout=log, stderr=subprocess.STDOUT, check=False)
+        with (
+            (folder / "log").open("w") as log,
+            subprocess.Popen([python, DRIVER, folder], stdin=subprocess.PIPE, stdout=log, stderr=log) as process,
+        ):
+            status = process.wait()  # the input ends with this process
         (folder / "data.safetensors").unlink()
-        if done.returncode:
+        if status:
             raise DraftsmithError(f"Training speculators' drafter failed; see {folder / 'log'}.")
     found: dict[str, Any] = json.loads(finished.read_text())
     return folder, found
