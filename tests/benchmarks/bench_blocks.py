@@ -2,20 +2,22 @@
 
 The drafters are those of the `learning_KIND` benchmarks (`runs/learn/KIND`), trained here where they are not there. All engines are
 up at once beside a baseline, each prompt goes to each in turn, and engines are started more than once. An estimated
-speedup is an acceptance length over a step cost, one request at a time.
+speedup is an acceptance length over a step cost, one request at a time. Last, what 8 bits cost a block drafter in acceptance.
 """
 
 from __future__ import annotations
 
 import statistics
 import tempfile
+from collections.abc import Mapping
 from collections.abc import Sequence as Many
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 
-from draftsmith.config.recipe import EngineConfig, Recipe
-from draftsmith.convert.convert import run_convert
+from draftsmith.config.recipe import EngineConfig
+from draftsmith.convert.convert import convert_checkpoint, run_convert
 from draftsmith.engine.speculation import speculative_config
 from draftsmith.run.progress import Bar
 from draftsmith.serve.evaluation.engine import EngineHost, EngineSpec, start_engines
@@ -23,7 +25,8 @@ from draftsmith.store.format import Sequence
 from tests.benchmarks.bench_learn import RUNS, learn_recipe, learn_target, learn_text, train_ours
 from tests.benchmarks.figures import Figure, figure
 
-DRAFTS = {"eagle3": (1, 3, 5), "p_eagle": (3, 5), "dflash": (3, 5), "dspark": (3, 5)}
+BLOCKS, MOST = ("p_eagle", "dflash", "dspark"), 5
+DRAFTS = {"eagle3": (1, 3, MOST)} | dict.fromkeys(BLOCKS, (3, MOST))
 """K by kind."""
 STARTS, TIMED, STEPS, LONG = 2, 12, 24, 100
 """Engine starts; prompts for timing in each, steps of each, and the fewest tokens of their answers."""
@@ -38,21 +41,21 @@ Costs = dict[str, list[list[float]]]
 
 def block_drafts() -> dict[str, Figure]:
     """`drafts.KIND_kK_cost` (a step over the baseline's), `_length` (acceptance length in vLLM on the report part, by position in
-    `against`) and `_speedup` (estimated)."""
+    `against`) and `_speedup` (estimated); `drafts.KIND_int8_dynamic_ratio`: acceptance length in 8 bits over that in float32."""
     text = learn_text()
     for kind in DRAFTS:
         recipe = learn_recipe(kind)
         train_ours(recipe, text, RUNS / kind)
         run_convert(recipe, RUNS / kind)
+    target = str(learn_target().path)
     prompts = [prompt_of(one) for one in text.report]
     timed = [prompt_of(one) for one in text.report if int(one.loss_mask.sum()) >= LONG]
-    engines = [("baseline", None), *((f"{kind}_k{k}", (kind, k)) for kind, ks in DRAFTS.items() for k in ks)]
-    costs: Costs = {name: [] for name, _ in engines[1:]}
+    drafters = {f"{kind}_k{k}": speculative_config(RUNS / kind / "vllm", k) for kind, ks in DRAFTS.items() for k in ks}
+    costs: Costs = {name: [] for name in drafters}
     accepted: dict[str, list[int]] = {}
     for start in range(STARTS):
         with tempfile.TemporaryDirectory() as folder:
-            specs = [_engine(learn_recipe("eagle3"), name, which, 1 / len(engines)) for name, which in engines]
-            hosts = start_engines(specs, Path(folder))
+            hosts = start_engines(engines(target, {"baseline": None} | drafters), Path(folder))
             try:
                 for name, ratios in step_costs(hosts, timed[start::STARTS][:TIMED]).items():
                     costs[name].append(ratios)
@@ -61,11 +64,37 @@ def block_drafts() -> dict[str, Figure]:
             finally:
                 for host in hosts:
                     host.close()
-    return {
-        name: entry
-        for engine, starts in costs.items()
-        for name, entry in figures_of(engine, starts, accepted[engine]).items()
-    }
+    figures: dict[str, Figure] = {}
+    for engine, starts in costs.items():
+        figures |= figures_of(engine, starts, accepted[engine])
+    return figures | in_8_bits(target, prompts, accepted)
+
+
+def in_8_bits(target: str, prompts: Many[Many[int]], accepted: dict[str, list[int]]) -> dict[str, Figure]:
+    """The block drafters' acceptance with `int8-dynamic`, over that with float32."""
+    figures = {}
+    with tempfile.TemporaryDirectory() as folder:
+        drafters = {}
+        for kind in BLOCKS:
+            out = Path(folder) / kind
+            convert_checkpoint(RUNS / kind / "checkpoint", out, to="vllm", dtype="float32", quantize="int8-dynamic")
+            drafters[kind] = speculative_config(out, MOST)
+        hosts = start_engines(engines(target, drafters), Path(folder))
+        try:
+            for kind, host in zip(BLOCKS, hosts, strict=True):
+                short, full = (
+                    length_of(one) for one in (accepted_by_position(host, prompts), accepted[f"{kind}_k{MOST}"])
+                )
+                figures[f"drafts.{kind}_int8_dynamic_ratio"] = figure(
+                    [short / full],
+                    "ratio",
+                    f"float32; acceptance lengths {short:.4f} and {full:.4f}, K = {MOST}",
+                    direction="higher",
+                )
+        finally:
+            for host in hosts:
+                host.close()
+    return figures
 
 
 def prompt_of(sequence: Sequence) -> list[int]:
@@ -75,7 +104,6 @@ def prompt_of(sequence: Sequence) -> list[int]:
 def figures_of(engine: str, starts: list[list[float]], accepted: list[int]) -> dict[str, Figure]:
     """An engine's figures, from `step_costs` at each start and from `accepted_by_position`."""
     made, *by_position = accepted
-    length = 1 + sum(by_position) / made
     costs = [statistics.fmean(one) for one in starts]
     errors = np.sqrt(sum(np.var(one, ddof=1) / len(one) for one in starts)) / len(starts)
     against = (
@@ -88,9 +116,12 @@ def figures_of(engine: str, starts: list[list[float]], accepted: list[int]) -> d
     return {
         f"{name}_cost": figure([cost], "ratio", against, direction="lower"),
         f"{name}_length": figure(
-            [length], "tokens a step", f"accepted by position, given those before: {shares}", direction="higher"
+            [length_of(accepted)],
+            "tokens a step",
+            f"accepted by position, given those before: {shares}",
+            direction="higher",
         ),
-        f"{name}_speedup": figure([length / cost], "ratio", "the baseline, estimated", direction="higher"),
+        f"{name}_speedup": figure([length_of(accepted) / cost], "ratio", "the baseline, estimated", direction="higher"),
     }
 
 
@@ -117,13 +148,23 @@ def accepted_by_position(host: EngineHost, prompts: Many[Many[int]]) -> list[int
     return [counted.drafts, *counted.accepted_per_position]
 
 
-def _engine(recipe: Recipe, name: str, which: tuple[str, int] | None, share: float) -> EngineSpec:
-    return EngineSpec(
-        name=name,
-        target=str(learn_target().path),
-        dtype=recipe.target.dtype,
-        engine=EngineConfig(max_model_len=recipe.engine.max_model_len, kv_cache_gib=KV_CACHE_GIB),
-        speculative=None if which is None else speculative_config(RUNS / which[0] / "vllm", which[1]),
-        max_num_seqs=AT_ONCE,
-        memory_share=share,
-    )
+def length_of(accepted: list[int]) -> float:
+    """The acceptance length, from `accepted_by_position`."""
+    return 1 + sum(accepted[1:]) / accepted[0]
+
+
+def engines(target: str, speculative: Mapping[str, dict[str, Any] | None]) -> list[EngineSpec]:
+    """By name, engines that are up at the same time; None for the baseline."""
+    recipe = learn_recipe("eagle3")
+    return [
+        EngineSpec(
+            name=name,
+            target=target,
+            dtype=recipe.target.dtype,
+            engine=EngineConfig(max_model_len=recipe.engine.max_model_len, kv_cache_gib=KV_CACHE_GIB),
+            speculative=config,
+            max_num_seqs=AT_ONCE,
+            memory_share=1 / len(speculative),
+        )
+        for name, config in speculative.items()
+    ]
