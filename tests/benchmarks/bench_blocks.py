@@ -55,7 +55,7 @@ def block_drafts() -> dict[str, Figure]:
     accepted: dict[str, list[int]] = {}
     for start in range(STARTS):
         with tempfile.TemporaryDirectory() as folder:
-            hosts = start_engines(engines(target, {"baseline": None} | drafters), Path(folder))
+            hosts = start_engines(engines(target, {"baseline": None, **drafters}), Path(folder))
             try:
                 for name, ratios in step_costs(hosts, timed[start::STARTS][:TIMED]).items():
                     costs[name].append(ratios)
