@@ -25,6 +25,7 @@ from draftsmith.target.tensors import load_target_tensors
 from draftsmith.train.train import run_train
 from tests.families import save_tokenizer
 
+FAKE_KERNELS = Path(__file__).with_name("record_with_fake_kernels.py")
 _ROOT = Path(__file__).parents[2]
 
 

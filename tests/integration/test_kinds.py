@@ -29,7 +29,7 @@ from draftsmith.run.weights import in_memory
 from draftsmith.serve.proposals import RECORDER, Served, compare_proposals, record
 from draftsmith.target.info import describe_target
 from draftsmith.target.tensors import load_target_tensors
-from tests.integration.conftest import TINY_LAYERS, TINY_VOCAB, make_target, write_recipe
+from tests.integration.conftest import FAKE_KERNELS, TINY_LAYERS, TINY_VOCAB, make_target, write_recipe
 from tests.soak import in_soak
 
 pytestmark = pytest.mark.integration
@@ -37,7 +37,6 @@ pytestmark = pytest.mark.integration
 K, TOKENS, DRAFT_VOCAB = 4, 64, 200
 PROMPTS = [[(7 * number + 3 * place * place) % 250 for place in range(5 + 3 * number)] for number in range(16)]
 LAYER_IDS = (1, 2, TINY_LAYERS)
-FAKE_KERNELS = Path(__file__).with_name("record_with_fake_kernels.py")
 
 
 @dataclass(frozen=True)

@@ -23,7 +23,7 @@ from draftsmith.serve.proposals import Served, compare_proposals, record
 from draftsmith.target.tensors import load_target_tensors
 from draftsmith.train.snapshot import SNAPSHOT
 from draftsmith.train.train import run_train
-from tests.integration.conftest import demo_prompts, load_drafter, write_recipe
+from tests.integration.conftest import FAKE_KERNELS, demo_prompts, load_drafter, write_recipe
 from tests.soak import SOAKING, in_soak
 
 pytestmark = pytest.mark.integration
@@ -184,9 +184,6 @@ def test_interrupted_training_ends_like_an_uninterrupted_one(
     for name, value in first.tensors.items():
         assert torch.equal(value, second.tensors[name]), name
     assert not (interrupted / "checkpoint" / SNAPSHOT).exists()
-
-
-FAKE_KERNELS = Path(__file__).with_name("record_with_fake_kernels.py")
 
 
 def test_8_bit_weights_are_read_as_written(run: tuple[Path, Path], smollm2: Path, tmp_path: Path) -> None:
