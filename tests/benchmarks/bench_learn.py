@@ -186,11 +186,7 @@ def learn_target() -> TargetInfo:
 
 def train_ours(recipe: Recipe, text: Text, run_dir: Path) -> Counts:
     """Train on the training part, the epoch chosen on the tuning part, in a run of its own; counts on the report part."""
-    run_dir.mkdir(parents=True, exist_ok=True)
-    link = run_dir / "store"
-    link.unlink(missing_ok=True)
-    link.symlink_to(text.store.directory.resolve())
-    run_train(recipe, run_dir)
+    train_in(recipe, text, run_dir)
     saved = Checkpoint.load(run_dir / "checkpoint")
     kind = drafter_class(saved.kind)
     config = kind.config_class.from_dict(saved.config)
@@ -198,6 +194,15 @@ def train_ours(recipe: Recipe, text: Text, run_dir: Path) -> Counts:
     drafter.load_state_dict(saved.tensors)
     columns = [text.store.identity.layer_ids.index(layer) for layer in config.layer_ids]
     return counts(drafter, text.report, columns, k=recipe.evaluate.acceptance_k)
+
+
+def train_in(recipe: Recipe, text: Text, run_dir: Path) -> None:
+    """Train on the training part, the epoch chosen on the tuning part, in a run of its own; nothing if that is done."""
+    run_dir.mkdir(parents=True, exist_ok=True)
+    link = run_dir / "store"
+    link.unlink(missing_ok=True)
+    link.symlink_to(text.store.directory.resolve())
+    run_train(recipe, run_dir)
 
 
 def counts(drafter: Drafter, sequences: list[Sequence], columns: list[int], *, k: int) -> Counts:

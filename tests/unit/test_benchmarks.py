@@ -270,9 +270,10 @@ def test_what_a_draft_costs_and_brings() -> None:
     hosts = [_Host("baseline", 2.0), _Host("block", 2.5), _Host("chain", 3.0)]
     costs = step_costs(hosts, [[1], [3]])  # type: ignore[arg-type]
     assert costs == {"block": [1.25, 1.25], "chain": [1.5, 1.5]}
-    found = figures_of("block", [[1.2, 1.3], [1.2, 1.3]], [10, 6, 3])
+    found = figures_of("block", [[1.2, 1.3], [1.2, 1.3]], [1.0, 1.6, 1.9])
     assert found["drafts.block_cost"]["value"] == pytest.approx(1.25)
     assert "error over prompts 0.035" in found["drafts.block_cost"]["against"]
-    assert found["drafts.block_length"]["value"] == pytest.approx(1.9)
-    assert found["drafts.block_length"]["against"].endswith("0.600, 0.500")
     assert found["drafts.block_speedup"]["value"] == pytest.approx(1.9 / 1.25)
+    assert found["drafts.block_speedup"]["against"].endswith(
+        "1.900 tokens a step, accepted by position, given those before: 0.600, 0.500"
+    )
