@@ -2,7 +2,7 @@
 
 The drafters are those of the `learning_KIND` benchmarks (`runs/learn/KIND`), trained here where they are not there. All engines are
 up at once beside a baseline, each prompt goes to each in turn, and engines are started more than once. Acceptance lengths are
-those that training predicts on the tuning part, which vLLM reaches to 0.1% (`learn.KIND.apart`). An estimated speedup is an acceptance
+those that training predicts on the tuning part, which vLLM reaches to 0.3% (`learn.KIND.apart`). An estimated speedup is an acceptance
 length over a step cost, one request at a time.
 """
 
