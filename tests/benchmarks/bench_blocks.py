@@ -2,7 +2,7 @@
 
 The drafters are those of the `learning_KIND` benchmarks (`runs/learn/KIND`), trained here where they are not there. All engines are
 up at once beside a baseline, each prompt goes to each in turn, and engines are started more than once. Acceptance lengths are
-those that training predicts on the tuning part, which vLLM reaches to 0.3% (`learn.KIND.apart`). An estimated speedup is an acceptance
+those that training predicts on the tuning part, where its epoch was chosen; how far vLLM is from predictions is `learn.KIND.apart`. An estimated speedup is an acceptance
 length over a step cost, one request at a time.
 """
 
@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import statistics
 import tempfile
-from collections.abc import Sequence as Many
+from collections.abc import Sequence
 from itertools import pairwise
 from pathlib import Path
 
@@ -22,12 +22,12 @@ from draftsmith.engine.speculation import speculative_config
 from draftsmith.run import stage
 from draftsmith.run.progress import Bar, console
 from draftsmith.serve.evaluation.engine import EngineHost, EngineSpec, start_engines
-from draftsmith.store.format import Sequence
 from tests.benchmarks.bench_learn import RUNS, learn_recipe, learn_target, learn_text, train_in
+from tests.benchmarks.bench_lookup import answer_of
 from tests.benchmarks.figures import Figure, figure
 
 DRAFTS = {"eagle3": (1, 3, 5), "p_eagle": (5,), "dflash": (3, 5), "dspark": (5,)}
-"""K by kind: what a block costs hardly depends on it."""
+"""K by kind."""
 STARTS, TIMED, STEPS, LONG = 2, 12, 24, 100
 """Engine starts; prompts for timing in each, steps of each, and the fewest tokens of their answers."""
 KV_CACHE_GIB = 2.0
@@ -44,7 +44,7 @@ def block_drafts() -> dict[str, Figure]:
         train_in(recipe, text, RUNS / kind)
         run_convert(recipe, RUNS / kind)
         lengths[kind] = predicted_lengths(RUNS / kind)
-    prompts = [prompt_of(one) for one in text.report if int(one.loss_mask.sum()) >= LONG]
+    prompts = [answer_of(one).prompt.tolist() for one in text.report if int(one.loss_mask.sum()) >= LONG]
     starts = []
     for start in range(STARTS):
         with tempfile.TemporaryDirectory() as folder:
@@ -70,11 +70,6 @@ def predicted_lengths(run_dir: Path) -> list[float]:
     assert record is not None
     by_k: dict[str, float] = record["figures"]["predicted_acceptance_length"]
     return [1.0, *(by_k[str(k)] for k in range(1, len(by_k) + 1))]
-
-
-def prompt_of(sequence: Sequence) -> list[int]:
-    """The prompt's token ids."""
-    return [int(token) for token in sequence.token_ids[: int(sequence.loss_mask.int().argmax())]]
 
 
 def figures_of(name: str, starts: list[list[float]], lengths: list[float]) -> dict[str, Figure]:
@@ -107,7 +102,7 @@ def figures_of(name: str, starts: list[list[float]], lengths: list[float]) -> di
     }
 
 
-def step_costs(hosts: Many[EngineHost], prompts: Many[Many[int]]) -> dict[str, list[float]]:
+def step_costs(hosts: Sequence[EngineHost], prompts: Sequence[Sequence[int]]) -> dict[str, list[float]]:
     """By engine, the first being the baseline: of each prompt, the median of its first steps over the baseline's."""
     found: dict[str, list[float]] = {host.config.name: [] for host in hosts[1:]}
     with Bar("step cost", total=len(prompts) * len(hosts), unit="answers") as bar:
