@@ -227,6 +227,7 @@ def _measured(evaluate: Mapping[str, Any], evaluation: str) -> str:
             f"{point['acceptance_length']:.3f}",
             f"{predicted[k]:.3f}" if k in predicted else "",
             f"{point['step_cost']:.2f}",
+            "" if (drafting := point.get("drafting")) is None else f"{drafting:.2f}",
             f"{point['speedup']:.2f}",
         ]
         for k, point in results["k_curve"].items()
@@ -248,7 +249,10 @@ def _measured(evaluate: Mapping[str, Any], evaluation: str) -> str:
             f"decoding interleaved ({suite['timed_prompts']} prompts of {first}, stratified by category; {results['engine_starts']} engine "
             f"start{'s' if results['engine_starts'] > 1 else ''}). Fastest baseline of that suite: "
             f"{suite['throughput']['fastest_baseline']}. Noise: 95% interval of the speedup of a second baseline engine over the first.",
-            _table(("K", "acceptance length", "predicted in training", "step cost (× baseline)", "estimated speedup"), curve),
+            _table(
+                ("K", "acceptance length", "predicted in training", "step cost (× baseline)", "of it drafting", "estimated speedup"),
+                curve,
+            ),
             f"All results are in `{evaluation}/results.json` and `{evaluation}/report.html`.",
         ]
     )  # fmt: skip

@@ -47,7 +47,7 @@ def measure_acceptance(
 ) -> None:
     """Measure the suites that are left. The first gives the K curve; others run at the best K and at `acceptance_k`."""
     options = recipe.evaluate
-    costs = step_cost_curve([{int(k): ratios for k, ratios in one.items()} for one in partial.step_costs])
+    costs = step_cost_curve(_by_k(partial.step_costs), _by_k(partial.drafting))
 
     def beaten(variant: Variant, found: Mapping[Variant, AcceptanceByPrompt]) -> bool:
         measured = {k: at_k for k, at_k in found.items() if isinstance(k, int)}
@@ -255,6 +255,10 @@ def _is_of(difference: Difference, variant: Variant) -> bool:
     if isinstance(variant, str):
         return difference["method"] == variant
     return difference["method"] is None and difference["num_speculative_tokens"] == variant
+
+
+def _by_k(starts: Sequence[Mapping[str, list[float]]]) -> list[dict[int, list[float]]]:
+    return [{int(k): ratios for k, ratios in one.items()} for one in starts]
 
 
 def _k_curve(found: InBatches, choices: Sequence[int], costs: Mapping[int, StepCost]) -> dict[str, CurvePoint]:

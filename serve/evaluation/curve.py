@@ -26,13 +26,18 @@ class StepCost(TypedDict):
     """As measured: the mean over engine starts of each start's median over prompts."""
     error: float
     """Standard error of `measured`: of the medians and between starts."""
+    drafting: float | None
+    """The part of `measured` that is drafting; None if it was not timed."""
 
 
-def step_cost_curve(starts: Sequence[Mapping[int, Sequence[float]]]) -> dict[int, StepCost]:
+def step_cost_curve(
+    starts: Sequence[Mapping[int, Sequence[float]]], drafting: Sequence[Mapping[int, Sequence[float]]] = ()
+) -> dict[int, StepCost]:
     """Step costs by K.
 
     Args:
         starts: by engine start, then K: the ratio of step times on each prompt, at least one.
+        drafting: the same of the drafts in these steps; may be without ratios.
     """
     ks = sorted(starts[0])
     found: dict[int, StepCost] = {}
@@ -42,7 +47,13 @@ def step_cost_curve(starts: Sequence[Mapping[int, Sequence[float]]]) -> dict[int
         within = [1.2533**2 * statistics.variance(one[k]) / len(one[k]) if len(one[k]) > 1 else 0.0 for one in starts]
         between = statistics.variance(medians) if len(starts) > 1 else 0.0
         error = math.sqrt(max(between, statistics.fmean(within)) / len(starts))
-        found[k] = {"cost": 0.0, "measured": statistics.fmean(medians), "error": error}
+        drafts = [statistics.median(one[k]) for one in drafting if one.get(k)]
+        found[k] = {
+            "cost": 0.0,
+            "measured": statistics.fmean(medians),
+            "error": error,
+            "drafting": statistics.fmean(drafts) if drafts else None,
+        }
     for k, cost in zip(ks, non_decreasing([found[k]["measured"] for k in ks]), strict=True):
         found[k]["cost"] = cost
     return found
@@ -85,6 +96,7 @@ def speedup_curve(
             "step_cost": costs[k]["cost"],
             "step_cost_measured": costs[k]["measured"],
             "step_cost_error": costs[k]["error"],
+            "drafting": costs[k]["drafting"],
             "speedup": float(lengths[k]) / costs[k]["cost"],
             "speedup_interval": [float(end) for end in np.quantile(sampled[:, place], [0.025, 0.975])],
             "fastest_share": float(np.mean(fastest == place)),

@@ -112,6 +112,15 @@ class Generated:
 
 
 @dataclass(frozen=True)
+class StepTimes:
+    """Seconds of the first decoding steps of an answer, one sequence at a time: those after prefill, which gives the first token."""
+
+    steps: list[float]
+    drafts: list[float]
+    """Of these, spent on the next draft. Empty for the baseline, and where the drafter runs in other processes."""
+
+
+@dataclass(frozen=True)
 class Counters:
     """vLLM's speculative decoding counters since the engine started; subtract two for what happened between them.
 
@@ -200,8 +209,8 @@ class EngineHost:
         answers, seconds = self._call("generate", [list(ids) for ids in prompts], max_tokens, sampling.arguments())
         return [Generated(*answer) for answer in answers], seconds
 
-    def step_seconds(self, prompt: Sequence[int], steps: int) -> list[float]:
-        """The seconds of each of the first decoding steps of an answer: the steps after prefill, which gives the first token.
+    def step_times(self, prompt: Sequence[int], steps: int) -> StepTimes:
+        """The first decoding steps of an answer.
 
         Args:
             prompt: token ids.
@@ -210,8 +219,7 @@ class EngineHost:
         Raises:
             DraftsmithError: the engine failed.
         """
-        found: list[float] = self._call("step_seconds", list(prompt), steps, self.config.sampling.arguments())
-        return found
+        return StepTimes(*self._call("step_times", list(prompt), steps, self.config.sampling.arguments()))
 
     def draft_by_load(self, ranges: Sequence[Sequence[int]]) -> None:
         """Draft other numbers of tokens than before, up to the engine's own. No request may be running.
@@ -325,9 +333,9 @@ class SharedEngine(EngineHost):
         self._counted += self._engine.counters() - before
         return found
 
-    def step_seconds(self, prompt: Sequence[int], steps: int) -> list[float]:
+    def step_times(self, prompt: Sequence[int], steps: int) -> StepTimes:
         self._set_k()
-        return self._engine.step_seconds(prompt, steps)
+        return self._engine.step_times(prompt, steps)
 
     def begin_load(self, requests: Sequence[Request], in_flight: int) -> None:
         self._set_k()

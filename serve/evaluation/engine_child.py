@@ -9,6 +9,7 @@ from itertools import pairwise
 from multiprocessing.connection import Connection
 from typing import Any
 
+from draftsmith.serve.evaluation.draft_clock import DraftClock
 from draftsmith.serve.evaluation.in_flight import ConstantLoad, Request
 
 LIKELIEST = 10
@@ -34,6 +35,7 @@ class _Engine:
         from vllm import LLM
 
         self._llm = LLM(**arguments)
+        self._draft_clock = DraftClock(self._llm)
 
     def generate(
         self, prompts: list[list[int]], max_tokens: int, parameters: dict[str, Any]
@@ -59,18 +61,21 @@ class _Engine:
             )  # fmt: skip
         return answers, seconds
 
-    def step_seconds(self, prompt: list[int], steps: int, parameters: dict[str, Any]) -> list[float]:
+    def step_times(self, prompt: list[int], steps: int, parameters: dict[str, Any]) -> tuple[list[float], list[float]]:
         from vllm import SamplingParams
 
         engine = self._llm.llm_engine
         sampling = SamplingParams(**parameters, max_tokens=None, detokenize=False)
         engine.add_request("steps", {"prompt_token_ids": prompt}, sampling)
         answered: list[float] = []
-        while len(answered) <= steps and engine.has_unfinished_requests():
-            if engine.step():  # a part of a long prompt gives no token
-                answered.append(time.perf_counter())
-        engine.abort_request(["steps"])
-        return [after - before for before, after in pairwise(answered)]
+        with self._draft_clock.running():
+            while len(answered) <= steps and engine.has_unfinished_requests():
+                if engine.step():  # a part of a long prompt gives no token
+                    answered.append(time.perf_counter())
+            engine.abort_request(["steps"])
+        # The first draft is after prefill. After an answer's last token there may be none.
+        drafting = self._draft_clock.seconds()[-len(answered) :][1:]
+        return [after - before for before, after in pairwise(answered)], drafting
 
     def draft_by_load(self, ranges: list[list[int]]) -> None:
         from vllm.v1.spec_decode.dynamic.utils import build_dynamic_sd_schedule_lookup

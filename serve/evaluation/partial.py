@@ -43,6 +43,8 @@ class PartialResults:
     """Digest of what the evaluation depends on."""
     step_costs: list[dict[str, list[float]]] = field(default_factory=list)
     """By engine start, then K: step time over the baseline's, on each prompt."""
+    drafting: list[dict[str, list[float]]] = field(default_factory=list)
+    """The same of the drafts in them alone; no ratios where these cannot be timed."""
     k_curve: dict[str, CurvePoint] = field(default_factory=dict)
     suites: dict[str, MeasuredSuite] = field(default_factory=dict)
     examples: list[Example] = field(default_factory=list)

@@ -394,13 +394,15 @@ def _curve_table(results: Results) -> str:
             f"{point['acceptance_length']:.3f}",
             f"{predicted[k]:.3f}" if k in predicted else "",
             f"{point['step_cost']:.3f}",
+            "" if (drafting := point.get("drafting")) is None else f"{drafting:.3f}",
             f"{point['speedup']:.3f}",
             f"{faster[k]:.3f}" if k in faster else "",
         ]
         for k, point in results["k_curve"].items()
     ]
     headings = (
-        "K", "acceptance length", "predicted acceptance length", "step cost", "estimated speedup", "predicted speedup",
+        "K", "acceptance length", "predicted acceptance length", "step cost", "of it drafting", "estimated speedup",
+        "predicted speedup",
     )  # fmt: skip
     return _table(headings, rows)
 

@@ -71,6 +71,9 @@ class CurvePoint(TypedDict):
     """The same before that."""
     step_cost_error: float
     """Standard error of `step_cost_measured`."""
+    drafting: NotRequired[float | None]
+    """Seconds of a step spent on the next draft over those of a baseline step. What is left of `step_cost_measured` beyond 1 is the
+    check of the draft tokens. None where drafts cannot be timed; not in results of earlier versions."""
     speedup: float
     """Estimated: acceptance length over step cost. K is chosen by it; `Suite.speedup` is wall-clock."""
     speedup_interval: Interval

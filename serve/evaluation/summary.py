@@ -89,9 +89,10 @@ def print_table(results: Results) -> None:
         predicted = (results["predicted_acceptance_length"] or {}).get(k)
         said = f" (predicted {predicted:.3f})" if predicted is not None else ""
         faster = f" (predicted {predicted / point['step_cost']:.2f})" if predicted is not None else ""
+        drafting = "" if (draft := point.get("drafting")) is None else f", {draft:.2f} of it drafting"
         console.print(
             f"K = {k}: acceptance length {point['acceptance_length']:.3f}{said}; step cost {point['step_cost']:.2f} "
-            f"(+-{1.96 * point['step_cost_error']:.2f}) x baseline; estimated speedup {point['speedup']:.2f}{faster}",
+            f"(+-{1.96 * point['step_cost_error']:.2f}) x baseline{drafting}; estimated speedup {point['speedup']:.2f}{faster}",
             highlight=False,
         )
 

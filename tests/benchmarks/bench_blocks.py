@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import statistics
 import tempfile
-from collections.abc import Sequence
 from itertools import pairwise
 from pathlib import Path
 
@@ -20,13 +19,14 @@ from draftsmith.config.recipe import EngineConfig
 from draftsmith.convert.convert import run_convert
 from draftsmith.engine.speculation import speculative_config
 from draftsmith.run import stage
-from draftsmith.run.progress import Bar, console
-from draftsmith.serve.evaluation.engine import EngineHost, EngineSpec, start_engines
+from draftsmith.run.progress import console
+from draftsmith.serve.evaluation.engine import EngineSpec, start_engines
+from draftsmith.serve.evaluation.step_cost import StepRatios, step_ratios
 from tests.benchmarks.bench_learn import RUNS, learn_recipe, learn_target, learn_text, train_in
 from tests.benchmarks.bench_lookup import answer_of
 from tests.benchmarks.figures import Figure, figure
 
-DRAFTS = {"eagle3": (1, 3, 5), "p_eagle": (5,), "dflash": (3, 5), "dspark": (5,)}
+DRAFTS = {"eagle3": (1, 3, 5), "p_eagle": (3,), "dflash": (3,), "dspark": (3, 5)}
 """K by kind."""
 STARTS, TIMED, STEPS, LONG = 2, 12, 24, 100
 """Engine starts; prompts for timing in each, steps of each, and the fewest tokens of their answers."""
@@ -35,8 +35,9 @@ KV_CACHE_GIB = 2.0
 
 
 def block_drafts() -> dict[str, Figure]:
-    """`drafts.KIND_kK_cost`: a decoding step over the baseline's; `drafts.KIND_kK_speedup`: estimated, with the acceptance length and what
-    is accepted by position in `against`."""
+    """`drafts.KIND_kK_cost`: a decoding step over the baseline's; `drafts.KIND_kK_drafting`: the part of it that is the draft, and in
+    `against` the part that is the check; `drafts.KIND_kK_speedup`: estimated, with the acceptance length and what is accepted by position in
+    `against`."""
     text = learn_text()
     lengths: dict[str, list[float]] = {}
     for kind in DRAFTS:
@@ -45,22 +46,24 @@ def block_drafts() -> dict[str, Figure]:
         run_convert(recipe, RUNS / kind)
         lengths[kind] = predicted_lengths(RUNS / kind)
     prompts = [answer_of(one).prompt.tolist() for one in text.report if int(one.loss_mask.sum()) >= LONG]
-    starts = []
+    starts: list[StepRatios[str]] = []
     for start in range(STARTS):
         with tempfile.TemporaryDirectory() as folder:
             hosts = start_engines(engines(), Path(folder))
             try:
-                starts.append(step_costs(hosts, prompts[start::STARTS][:TIMED]))
+                by_name = {host.config.name: host for host in hosts}
+                starts.append(step_ratios(by_name, "baseline", prompts[start::STARTS][:TIMED], STEPS))
             finally:
                 for host in hosts:
                     host.close()
-        told = ", ".join(f"{name} {statistics.fmean(ratios):.3f}" for name, ratios in starts[-1].items())
+        told = ", ".join(f"{name} {statistics.fmean(ratios):.3f}" for name, ratios in starts[-1].steps.items())
         console.print(f"engine start {start + 1}: {told}", highlight=False, soft_wrap=True)
     figures: dict[str, Figure] = {}
     for kind, ks in DRAFTS.items():
         for k in ks:
             name = f"{kind}_k{k}"
-            figures |= figures_of(name, [one[name] for one in starts], lengths[kind][: k + 1])
+            steps, drafts = [one.steps[name] for one in starts], [one.drafts[name] for one in starts]
+            figures |= figures_of(name, steps, drafts, lengths[kind][: k + 1])
     return figures
 
 
@@ -72,11 +75,14 @@ def predicted_lengths(run_dir: Path) -> list[float]:
     return [1.0, *(by_k[str(k)] for k in range(1, len(by_k) + 1))]
 
 
-def figures_of(name: str, starts: list[list[float]], lengths: list[float]) -> dict[str, Figure]:
+def figures_of(
+    name: str, starts: list[list[float]], drafts: list[list[float]], lengths: list[float]
+) -> dict[str, Figure]:
     """An engine's figures.
 
     Args:
         starts: in each engine start, of each prompt, a step over the baseline's.
+        drafts: the same of the draft alone.
         lengths: acceptance lengths at K = 0, 1, and so on up to the engine's.
     """
     costs = [statistics.fmean(one) for one in starts]
@@ -85,12 +91,19 @@ def figures_of(name: str, starts: list[list[float]], lengths: list[float]) -> di
     gains = [1.0, *(after - before for before, after in pairwise(lengths))]
     shares = [now / then if then else 0.0 for then, now in pairwise(gains)]
     by_position = ", ".join(f"{one:.3f}" for one in shares)
-    cost = statistics.fmean(costs)
+    cost, drafting = statistics.fmean(costs), [statistics.fmean(one) for one in drafts]
+    draft = statistics.fmean(drafting)
     return {
         f"drafts.{name}_cost": figure(
             [cost],
             "ratio",
             f"a step of the baseline; by start {by_start}, error over prompts {errors:.3f}",
+            direction="lower",
+        ),
+        f"drafts.{name}_drafting": figure(
+            [draft],
+            "of a step of the baseline",
+            f"by start {', '.join(f'{one:.3f}' for one in drafting)}; the check {cost - draft - 1:.3f}",
             direction="lower",
         ),
         f"drafts.{name}_speedup": figure(
@@ -100,21 +113,6 @@ def figures_of(name: str, starts: list[list[float]], lengths: list[float]) -> di
             direction="higher",
         ),
     }
-
-
-def step_costs(hosts: Sequence[EngineHost], prompts: Sequence[Sequence[int]]) -> dict[str, list[float]]:
-    """By engine, the first being the baseline: of each prompt, the median of its first steps over the baseline's."""
-    found: dict[str, list[float]] = {host.config.name: [] for host in hosts[1:]}
-    with Bar("step cost", total=len(prompts) * len(hosts), unit="answers") as bar:
-        for number, prompt in enumerate(prompts):
-            shift = number % len(hosts)  # no engine is always first
-            seconds = {}
-            for host in [*hosts[shift:], *hosts[:shift]]:
-                seconds[host.config.name] = statistics.median(host.step_seconds(prompt, STEPS))
-                bar.step()
-            for name, ratios in found.items():
-                ratios.append(seconds[name] / seconds["baseline"])
-    return found
 
 
 def engines() -> list[EngineSpec]:

@@ -25,8 +25,8 @@ from draftsmith.serve.evaluation.compare import compare
 from draftsmith.serve.evaluation.engine import EngineHost, EngineSpec, SharedEngine
 from draftsmith.serve.evaluation.evaluate import run_evaluate
 from draftsmith.serve.evaluation.schema import Ratio, Results
-from draftsmith.serve.evaluation.step_cost import step_costs
-from draftsmith.serve.evaluation.suites import load_suite, render_suite, turn_renderer
+from draftsmith.serve.evaluation.step_cost import step_ratios
+from draftsmith.serve.evaluation.suites import draw, load_suite, render_suite, turn_renderer
 from draftsmith.target.info import describe_target
 from draftsmith.target.prepare import prepare_target
 from draftsmith.train.train import run_train
@@ -103,7 +103,8 @@ def shared_engine() -> dict[str, Figure]:
             # Labels beyond the largest K for the shared engine's variants.
             engines = {0: baseline, **dict(zip(ks, own, strict=True))}
             engines |= {100 + k: SharedEngine(shared, replace(every_k, k_by_load=((1, 1, k),))) for k in ks}
-            found = step_costs(engines, [one for one in engines if one], suite, recipe)
+            prompts = draw(suite.prompts, recipe.evaluate.step_cost_prompts, seed=recipe.seed)
+            found = step_ratios(engines, 0, [one.token_ids for one in prompts]).steps
         finally:
             for host in (baseline, *own, shared):
                 host.close()

@@ -102,15 +102,17 @@ def test_steps_one_by_one(hosts: dict[str, EngineHost], prompts: list[list[int]]
     (expected,), _ = hosts["baseline"].generate(prompts[:1], max_tokens=24)
     for engine in (hosts["baseline"], hosts["k2"], at(hosts, 2), at(hosts, 1)):
         before = hosts["every k"].counters() if isinstance(engine, SharedEngine) else engine.counters()
-        steps = engine.step_seconds(prompts[0], 5)
-        assert len(steps) == 5
-        assert all(0 < seconds < 60 for seconds in steps)
+        found = engine.step_times(prompts[0], 5)
+        assert len(found.steps) == 5
+        assert all(0 < seconds < 60 for seconds in found.steps)
         counted = (hosts["every k"] if isinstance(engine, SharedEngine) else engine).counters() - before
         k = engine.config.num_speculative_tokens
         assert counted.drafts >= 5 * (k > 0)
         assert counted.draft_tokens == k * counted.drafts
         # An answer without room for so many steps; and nothing is left of either.
-        assert 0 < len(engine.step_seconds((prompts[0] * 60)[:252], 8)) < 8
+        assert len(found.drafts) == 5 * (k > 0)
+        assert all(0 < draft < step for draft, step in zip(found.drafts, found.steps, strict=False))
+        assert 0 < len(engine.step_times((prompts[0] * 60)[:252], 8).steps) < 8
         (answer,), _ = engine.generate(prompts[:1], max_tokens=24)
         assert answer.token_ids == expected.token_ids
 

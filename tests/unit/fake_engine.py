@@ -11,7 +11,7 @@ import torch
 from safetensors.torch import save_file
 
 from draftsmith.config import recipe
-from draftsmith.serve.evaluation.engine import Counters, EngineSpec, Generated
+from draftsmith.serve.evaluation.engine import Counters, EngineSpec, Generated, StepTimes
 from draftsmith.serve.evaluation.in_flight import ConstantLoad, Request, Timing
 from tests.unit.tiny_run import make_run
 
@@ -76,8 +76,10 @@ class Engine:
                 )
         return answers, sum(cost * len(answer.accepted) for answer in answers)
 
-    def step_seconds(self, prompt: Sequence[int], steps: int) -> list[float]:
-        return [self.at(1)[1]] * (steps - 1) + [9.0]  # the machine is disturbed in the last
+    def step_times(self, prompt: Sequence[int], steps: int) -> StepTimes:
+        k, seconds = self.at(1)
+        drafts = [0.01 * k] * (steps - 1) + [3.0] if k else []
+        return StepTimes([seconds] * (steps - 1) + [9.0], drafts)  # the machine is disturbed in the last
 
     def begin_load(self, requests: Sequence[Request], in_flight: int) -> None:
         engine = SteppedEngine(self)

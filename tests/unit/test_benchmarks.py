@@ -2,7 +2,6 @@
 
 import json
 from pathlib import Path
-from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -17,7 +16,7 @@ from draftsmith.store.reader import Store
 from draftsmith.target.info import describe_target
 from tests.benchmarks import bench_learn, references
 from tests.benchmarks.__main__ import main
-from tests.benchmarks.bench_blocks import figures_of, step_costs
+from tests.benchmarks.bench_blocks import figures_of
 from tests.benchmarks.bench_lookup import Answer, speedup, walk
 from tests.benchmarks.bench_train import step_of_kind
 from tests.benchmarks.figures import figure, missed
@@ -255,24 +254,12 @@ def test_speculators_drafter_has_the_size_of_ours(tmp_path: Path) -> None:
     assert sizes["dspark"].own_options == blocks | {"markov_rank": 64}
 
 
-class _Host:
-    """An engine whose steps take as long as they are told, but for one in a while."""
-
-    def __init__(self, name: str, seconds: float) -> None:
-        self.config = SimpleNamespace(name=name)
-        self.seconds = seconds
-
-    def step_seconds(self, prompt: list[int], steps: int) -> list[float]:
-        return [self.seconds * prompt[0] for _ in range(steps - 1)] + [100.0]
-
-
 def test_what_a_draft_costs_and_brings() -> None:
-    hosts = [_Host("baseline", 2.0), _Host("block", 2.5), _Host("chain", 3.0)]
-    costs = step_costs(hosts, [[1], [3]])  # type: ignore[arg-type]
-    assert costs == {"block": [1.25, 1.25], "chain": [1.5, 1.5]}
-    found = figures_of("block", [[1.2, 1.3], [1.2, 1.3]], [1.0, 1.6, 1.9])
+    found = figures_of("block", [[1.2, 1.3], [1.2, 1.3]], [[0.1, 0.1], [0.2, 0.2]], [1.0, 1.6, 1.9])
     assert found["drafts.block_cost"]["value"] == pytest.approx(1.25)
     assert "error over prompts 0.035" in found["drafts.block_cost"]["against"]
+    assert found["drafts.block_drafting"]["value"] == pytest.approx(0.15)
+    assert found["drafts.block_drafting"]["against"] == "by start 0.100, 0.200; the check 0.100"
     assert found["drafts.block_speedup"]["value"] == pytest.approx(1.9 / 1.25)
     assert found["drafts.block_speedup"]["against"].endswith(
         "1.900 tokens a step, accepted by position, given those before: 0.600, 0.500"

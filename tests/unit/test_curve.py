@@ -84,6 +84,15 @@ def test_one_start_has_the_error_of_its_medians_alone() -> None:
     assert (cost["cost"], cost["error"]) == (1.3, 0)
 
 
+def test_drafting_is_the_mean_of_the_medians_of_the_starts_that_have_it() -> None:
+    costs = step_cost_curve(
+        [{1: [1.2], 2: [1.5]}, {1: [1.3], 2: [1.7]}, {1: [1.3], 2: [1.6]}],
+        [{1: [0.1, 0.1, 0.9], 2: []}, {1: [0.2], 2: []}],  # an earlier version measured the other start
+    )
+    assert costs[1]["drafting"] == pytest.approx(0.15)
+    assert costs[2]["drafting"] is None
+
+
 def _point(speedup: float) -> CurvePoint:
     return {
         "acceptance_length": 1.5, "step_cost": 1.5 / speedup, "step_cost_measured": 1.5 / speedup, "step_cost_error": 0.0,

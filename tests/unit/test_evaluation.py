@@ -50,6 +50,10 @@ def test_planted_figures_are_found(run: tuple[recipe.Recipe, Path]) -> None:
     assert {int(k): point["step_cost"] for k, point in found["k_curve"].items()} == pytest.approx(
         {k: cost for k, cost in COSTS[1].items() if k}
     )
+    # Planted: 0.01 s for each draft token, of baseline steps of 0.05 s.
+    assert {k: point["drafting"] for k, point in found["k_curve"].items()} == pytest.approx(
+        {"1": 0.2, "2": 0.4, "3": 0.6}
+    )
     assert found["num_speculative_tokens"] == 2  # accepts 2.25 tokens at 1.2 times the cost
     assert found["toss_up"] == []
     assert found["k_curve"]["2"]["fastest_share"] == 1
