@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 import yaml
 from transformers import AutoModelForCausalLM, LlamaConfig
 from typer.testing import CliRunner
@@ -19,7 +20,7 @@ from draftsmith.run.errors import UserError
 from draftsmith.store.format import MANIFEST
 from draftsmith.store.reader import Store
 from draftsmith.store.writer import StoreWriter
-from draftsmith.target.step_time import step_times
+from draftsmith.target.step_time import packed, step_times
 from draftsmith.train.predict import predict
 from draftsmith.train.predict_trees import predict_trees
 from draftsmith.train.train import run_train
@@ -244,3 +245,27 @@ def test_times_of_steps_are_of_the_tokens_and_of_the_same_cache() -> None:
     assert times.keys() == {1, 5, 17}
     assert all(seconds > 0 for seconds in times.values())
     assert seen == [(9, 0), *[(1, 9), (5, 9), (17, 9)] * 3]
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_packed_weights_give_the_same_logits(dtype: torch.dtype) -> None:
+    torch.manual_seed(0)
+    model = AutoModelForCausalLM.from_config(
+        LlamaConfig(
+            hidden_size=16, intermediate_size=24, num_hidden_layers=2, num_attention_heads=2, vocab_size=30, mlp_bias=True
+        )
+    ).to(dtype)  # fmt: skip
+    torch.nn.init.normal_(model.model.layers[0].mlp.up_proj.bias)
+    tokens = torch.arange(6)[None]
+    layers = [layer for layer in model.modules() if isinstance(layer, torch.nn.Linear)]
+
+    def replaced() -> int:
+        return sum("forward" in vars(layer) for layer in layers)
+
+    with torch.inference_mode():
+        expected = model(input_ids=tokens).logits
+        with packed(model):
+            assert replaced() == (len(layers) if dtype == torch.float32 else 0)
+            found = model(input_ids=tokens).logits
+        assert replaced() == 0
+    torch.testing.assert_close(found, expected, rtol=1e-5, atol=1e-6)

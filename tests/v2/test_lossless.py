@@ -42,7 +42,7 @@ def configs(request: pytest.FixtureRequest, target: TargetInfo, drafters: dict[s
 
 
 def same_as_baseline(target: TargetInfo, configs: dict[str, dict[str, Any]], folder: Path) -> None:
-    """Greedy answers of an engine of each method are the baseline's, with draft tokens accepted and rejected."""
+    """Greedy answers of an engine of each method are the baseline's, with draft tokens accepted and rejected; and its drafts are timed."""
     engines = [
         EngineSpec(
             name=name,
@@ -67,6 +67,10 @@ def same_as_baseline(target: TargetInfo, configs: dict[str, dict[str, Any]], fol
             assert 0 < counted.accepted <= counted.draft_tokens, (host.config.name, counted)
             # The target as its own draft model is always right.
             assert counted.accepted < counted.draft_tokens or host.config.name == "draft_model", counted
+            times = host.step_times(prompts[0], 3)
+            assert len(times.drafts) == len(times.steps) == 3, times
+            assert all(0 < draft < step for draft, step in zip(times.drafts, times.steps, strict=True)), times
+        assert hosts[0].step_times(prompts[0], 1).drafts == []
     finally:
         for host in hosts:
             host.close()
