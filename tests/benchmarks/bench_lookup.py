@@ -23,6 +23,7 @@ from draftsmith.config.methods import NGram
 from draftsmith.config.recipe import Recipe
 from draftsmith.run.progress import Bar
 from draftsmith.serve.evaluation.engine import EngineHost, EngineSpec, start_engines
+from draftsmith.serve.evaluation.statistics import decoding_steps
 from draftsmith.store.format import Sequence
 from tests.benchmarks.bench_learn import learn_recipe, learn_target, learn_text
 from tests.benchmarks.figures import Figure, figure
@@ -47,14 +48,15 @@ class Answer(NamedTuple):
 def lookup_best() -> dict[str, Figure]:
     """`lookup.ngram_speedup` and `lookup.suffix_speedup`, with the best settings, which `against` names; `_k`, `_min`, `_max` and
     `_min_token_prob`, `_max_spec_factor` are the settings. `lookup.ngram_apart`: the largest difference over K between the number
-    of steps in vLLM and the predicted number."""
+    of steps with a draft in vLLM and the predicted number."""
     recipe, text = learn_recipe("eagle3"), learn_text()
     answers = [answer_of(sequence) for sequence in text.tuning]
-    cost, steps = step_costs(recipe, [one.prompt.tolist() for one in answers[:TIMED]])
+    cost, drafting = step_costs(recipe, [one.prompt.tolist() for one in answers[:TIMED]])
     apart = []
     for k in KS:
         propose = ngram_proposer(k, *TIMED_LOOKUP, recipe.engine.max_model_len)
-        apart.append(abs(steps[k] / sum(len(walk(one, propose)) for one in answers[:TIMED]) - 1))
+        predicted = sum(drafted > 0 for one in answers[:TIMED] for drafted, _ in walk(one, propose))
+        apart.append(abs(drafting[k] / predicted - 1))
     found = {}
     grid = [one for one in product(KS, LEAST, MOST) if one[1] <= one[2]]
     with Bar("n-gram settings", total=len(grid), unit="settings") as bar:
@@ -63,7 +65,9 @@ def lookup_best() -> dict[str, Figure]:
             found[k, least, most] = [step for one in answers for step in walk(one, propose)]
             bar.step()
     figures = _figures("ngram", found, cost, ("k", "min", "max"), NGram(method="ngram"))
-    against = f"steps predicted for {TIMED} answers, matching {TIMED_LOOKUP[0]} to {TIMED_LOOKUP[1]} tokens"
+    against = (
+        f"steps with a draft predicted for {TIMED} answers, matching {TIMED_LOOKUP[0]} to {TIMED_LOOKUP[1]} tokens"
+    )
     figures["lookup.ngram_apart"] = figure([max(apart)], "ratio", against, direction="lower", bar=0.03)
     if find_spec("arctic_inference"):
         settings = list(product(SUFFIX_KS, PROBABILITIES, FACTORS))
@@ -170,16 +174,18 @@ def suffix_steps(answers: list[Answer], k: int, probability: float, factor: floa
 
 def step_costs(recipe: Recipe, prompts: list[list[int]]) -> tuple[Callable[[int], float], dict[int, float]]:
     """The cost of a step that verifies n draft tokens, in baseline steps: 1 for none, else a line fitted to the costs at every K
-    (steps without a draft cost as much as the baseline's); and the number of steps at each K in a round."""
+    (steps without a draft cost as much as the baseline's); and the number of steps with a draft at each K in a round."""
     totals = {k: np.zeros(3) for k in (0, *KS)}  # of each K: seconds, steps, steps with a draft
     with tempfile.TemporaryDirectory() as folder:
         hosts = start_engines([_engine(recipe, k) for k in totals], Path(folder))
         try:
-            for turn in range(ROUNDS + 1):
-                for host in hosts if turn % 2 else reversed(hosts):
-                    found = _decode(host, prompts)
-                    if turn:  # the first warms up
-                        totals[host.config.num_speculative_tokens] += found
+            with Bar("step cost", total=(ROUNDS + 1) * len(hosts), unit="rounds") as bar:
+                for turn in range(ROUNDS + 1):
+                    for host in hosts if turn % 2 else reversed(hosts):
+                        found = _decode(host, prompts)
+                        if turn:  # the first warms up
+                            totals[host.config.num_speculative_tokens] += found
+                        bar.step()
         finally:
             for host in hosts:
                 host.close()
@@ -193,7 +199,7 @@ def step_costs(recipe: Recipe, prompts: list[list[int]]) -> tuple[Callable[[int]
     def cost(drafted: int) -> float:
         return max(1.0, float(first + slope * drafted)) if drafted else 1.0
 
-    return cost, {k: float(totals[k][1]) / ROUNDS for k in KS}
+    return cost, {k: float(totals[k][2]) / ROUNDS for k in KS}
 
 
 def _engine(recipe: Recipe, k: int) -> EngineSpec:
@@ -220,6 +226,6 @@ def _decode(host: EngineHost, prompts: list[list[int]]) -> tuple[float, int, int
     for prompt in prompts:
         ((answer,), _) = host.generate([prompt], max_tokens=128)
         seconds += answer.decode_seconds
-        steps += len(answer.token_ids) - 1 - sum(answer.accepted)
+        steps += decoding_steps(answer)
         drafting += len(answer.drafted)
     return seconds, steps, drafting
