@@ -252,9 +252,14 @@ def test_packed_weights_give_the_same_logits(dtype: torch.dtype) -> None:
     torch.manual_seed(0)
     model = AutoModelForCausalLM.from_config(
         LlamaConfig(
-            hidden_size=16, intermediate_size=24, num_hidden_layers=2, num_attention_heads=2, vocab_size=30, mlp_bias=True
+            hidden_size=16,
+            intermediate_size=24,
+            num_hidden_layers=2,
+            num_attention_heads=2,
+            vocab_size=30,
+            mlp_bias=True,
         )
-    ).to(dtype)  # fmt: skip
+    ).to(dtype)
     torch.nn.init.normal_(model.model.layers[0].mlp.up_proj.bias)
     tokens = torch.arange(6)[None]
     layers = [layer for layer in model.modules() if isinstance(layer, torch.nn.Linear)]
