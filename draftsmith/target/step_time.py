@@ -53,7 +53,7 @@ def step_times(model: Any, counts: Iterable[int], *, context: int, repeats: int 
 @contextmanager
 def packed(model: Any) -> Iterator[None]:
     """Meanwhile, linear layers in float32 on a CPU multiply by weights packed for oneDNN, as vLLM's CPU build does. With AVX2 alone,
-    torch's own product takes twice as long over two tokens as over one (docs/log.md, 2026-11-26), so checking would seem dear.
+    torch's own products took 1.84 times as long over two tokens as over one (docs/log.md, 2026-11-25), so checking seemed dear.
 
     In a copy of the weights, as large as they are; nothing on other devices or in other dtypes.
     """

@@ -109,9 +109,9 @@ def test_steps_one_by_one(hosts: dict[str, EngineHost], prompts: list[list[int]]
         k = engine.config.num_speculative_tokens
         assert counted.drafts >= 5 * (k > 0)
         assert counted.draft_tokens == k * counted.drafts
-        # An answer without room for so many steps; and nothing is left of either.
         assert len(found.drafts) == 5 * (k > 0)
         assert all(0 < draft < step for draft, step in zip(found.drafts, found.steps, strict=False))
+        # An answer without room for so many steps; and nothing is left of either.
         assert 0 < len(engine.step_times((prompts[0] * 60)[:252], 8).steps) < 8
         (answer,), _ = engine.generate(prompts[:1], max_tokens=24)
         assert answer.token_ids == expected.token_ids
