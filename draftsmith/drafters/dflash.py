@@ -52,7 +52,7 @@ from draftsmith.drafters.decoder import (
     rotary_embedding,
     shape_of_target,
 )
-from draftsmith.drafters.init import blocks, least_squares
+from draftsmith.drafters.init import block_context, blocks, least_squares
 from draftsmith.drafters.layout import EightBits, Entry, Layout, Source, look_up, same_names
 from draftsmith.drafters.norm import RMSNorm
 from draftsmith.run.errors import UserError
@@ -205,17 +205,11 @@ class DFlashDrafter(Drafter):
 
     @torch.no_grad()
     def init_from_target(self, tensors: TargetTensors, batches: Iterable[Batch]) -> None:
-        """Initialize the drafter in place so that, untrained, its first draft token is about that of a linear drafter.
+        """Initialize the drafter in place so that, untrained, its first draft token is about that of a linear drafter, or what followed where
+        the text was alike before; see `init/blocks.py`. The MLPs start without output."""
+        self._start(tensors, batches)
 
-        Head and final norm are the target's own, so what the head reads should be the target's last state, up to scale. Least squares on
-        the store gives its best linear prediction from what is known of the position before, as in EAGLE-3's start:
-
-            z_a ~ W_h h_{a-1} + W_e e(x_a)
-
-        `fc` takes W_h, so that the context c_{a-1} is the first part (normed); the first layer's values are those of the anchor's
-        embedding that the second part needs, and the values of the other layers the main directions of the context. For what attention
-        makes of them see `init/blocks.py`. The MLPs start without output.
-        """
+    def _start(self, tensors: TargetTensors, batches: Iterable[Batch]) -> blocks.Codes:
         self.lm_head.weight.copy_(tensors.lm_head[self.draft_token_ids.to(tensors.lm_head.device)])
         self.norm.weight.copy_(tensors.final_norm_weight)
         for layer in self.decoder_layers():
@@ -226,71 +220,38 @@ class DFlashDrafter(Drafter):
             mean = tokens.mean(0)
             self.mask_embedding.copy_(mean * (tokens.norm(dim=1).mean() / mean.norm()))
             del tokens
-        values = self._fit_context(tensors, batches)
-        blocks.start_layers(self, batches, values, centered=tensors.centered_norm)
-
-    def _fit_context(self, tensors: TargetTensors, batches: Iterable[Batch]) -> list[torch.Tensor]:
-        """Fit `fc`; return what the layers' values should read (`blocks.start_layers`)."""
-        config = self.config
-        hidden = config.hidden_size
-        width, rank = config.fused_size + hidden, min(config.num_key_value_heads * config.head_dim, hidden)
-        gram, cross = self.fc.weight.new_zeros(width, width), self.fc.weight.new_zeros(width, hidden)
-        of_context = self.fc.weight.new_zeros(hidden, hidden)
-        for batch, rows in least_squares.rows_to_fit(batches):
-            assert batch.last_states is not None
-            known = self.decoder_layers()[0].input_layernorm(F.embedding(batch.next_tokens[rows, 0], self.embedding))
-            reads = torch.cat([batch.hidden_states[rows].flatten(1), known], dim=1)
-            gram.addmm_(reads.T, reads)
-            cross.addmm_(reads.T, least_squares.unit_rms(batch.last_states[rows + 1], centered=tensors.centered_norm))
-        left = 0 if config.num_layers > 1 else rank // 2  # of the first layer's rank, to the context
-        from_states, to_values, _ = least_squares.reduced_rank_fit(gram, cross, rank=rank - left)
-        del gram, cross
-        self.fc.weight.copy_(from_states.T)
-        del from_states
-        for batch, rows in blocks.positions_of_blocks(batches, blocks.ANCHORS_TO_FIT):
-            context = self.hidden_norm(self.fc(batch.hidden_states[rows].flatten(1)))
-            of_context.addmm_(context.T, context)
-        directions = torch.linalg.eigh(of_context).eigenvectors.flip(1).T  # the largest first
-        values = [directions[rank * i : rank * (i + 1)] for i in range(config.num_layers - 1)]
-        return [torch.cat([to_values.T, directions[:left]]), *values]
+        return blocks.start(self, tensors, batches)
 
     @staticmethod
     def init_cost(config: DFlashConfig, *, rows: int, answered: int) -> InitCost:
-        hidden, width = config.hidden_size, config.fused_size + config.hidden_size
-        steps, mixed = config.max_draft_tokens, config.num_attention_heads * config.head_dim
-        rank = min(config.num_key_value_heads * config.head_dim, hidden)
+        hidden, states, width = config.hidden_size, config.fused_size, config.fused_size + config.hidden_size
         fitted = min(answered, least_squares.ROWS_TO_FIT)
         cost_of_pass = partial(DFlashDrafter.cost_of_pass, config, rows=rows, answered=answered)
-        fitting, drafted, of_blocks = cost_of_pass(most=blocks.ANCHORS_TO_FIT)
-        comparing, compared, of_compared = cost_of_pass(most=blocks.ANCHORS_TO_COMPARE)
-        flop = 2.0 * fitted * width * (width + hidden) + 2.0 * drafted * hidden * (config.fused_size + hidden)
-        flop += least_squares.flop_of_solve(width, hidden) + 2.0 * config.fused_size**2 * hidden + 4.0 * hidden**3
-        flop += 2 * least_squares.flop_of_eigenvectors(hidden) + 2.0 * hidden * rank * (hidden + 2 * config.fused_size)
-        flop += blocks.flop_of_start(
-            fitting,
-            comparing,
-            hidden=hidden,
-            mixed=mixed,
-            layers=config.num_layers,
-            rows=drafted * steps,
-            compared=of_compared + compared * config.block_size,
-        )
-        sums = width**2 + width * hidden + 4 * min(fitted, least_squares.ROWS_AT_ONCE) * width
-        held = max(sums, 2 * width**2 + 2 * width * hidden + 5 * hidden**2)
-        rows_read = least_squares.rows_until(least_squares.ROWS_TO_FIT, rows=rows, answered=answered)
-        return InitCost(flop, 4 * held, rows_read + of_blocks + config.num_layers * (of_blocks + of_compared))
+        fitting, comparing = cost_of_pass(most=blocks.ANCHORS_TO_FIT), cost_of_pass(most=blocks.ANCHORS_TO_COMPARE)
+        size = block_context.components(config, rotary_embedding(config).inv_freq)
+        flop = block_context.cost_of_context(config, fitted=fitted, size=size)
+        flop += blocks.flop_of_start(config, fitting, comparing, size=size)
+        sums = width**2 + 2 * width * hidden + states * hidden + hidden**2
+        batch = 4 * min(fitted, least_squares.ROWS_AT_ONCE) * width
+        head = 3 * config.draft_vocab_size * hidden + 2 * hidden**2
+        mixed = config.num_layers * config.num_attention_heads * config.head_dim
+        held = max(sums + batch, sums + width**2 + max(2 * width * hidden, head), 2 * mixed**2 + 3 * mixed * hidden)
+        read = least_squares.rows_until(least_squares.ROWS_TO_FIT, rows=rows, answered=answered)
+        read += (config.num_layers + bool(size)) * comparing.rows_read
+        read += (config.num_layers + min(config.num_layers, 2)) * fitting.rows_read
+        return InitCost(flop, 4 * held, read)
 
     @staticmethod
-    def cost_of_pass(config: DFlashConfig, *, rows: int, answered: int, most: int) -> tuple[float, int, int]:
-        """Of a pass of the start over `most` blocks, without MLPs: FLOP, blocks, and rows of the store."""
-        drafted = min(most, answered // blocks.SPACING)
-        read = least_squares.rows_until(drafted * blocks.SPACING, rows=rows, answered=answered)
+    def cost_of_pass(config: DFlashConfig, *, rows: int, answered: int, most: int) -> blocks.CostOfPass:
+        """Of a pass of the start over `most` blocks."""
+        drafted = min(most, answered)
+        read = least_squares.rows_until(drafted, rows=rows, answered=answered)
         flop = sum(
             2.0 * math.prod(DFlashDrafter.shapes(config)[name]) * (seldom * (read - drafted) + often * drafted)
             for name, (seldom, often) in DFlashDrafter.matmul_counts(config, config.max_draft_tokens).items()
             if ".mlp." not in name
         )
-        return flop, drafted, read
+        return blocks.CostOfPass(flop, drafted, read)
 
     @property
     def scales_states(self) -> bool:

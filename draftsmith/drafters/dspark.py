@@ -120,11 +120,11 @@ class DSparkDrafter(DFlashDrafter):
     def init_from_target(self, tensors: TargetTensors, batches: Iterable[Batch]) -> None:
         """See `DFlashDrafter.init_from_target`. The Markov head starts with what the last token says of the next beyond the block, and the
         block's output projections are then fitted again, to the rest."""
-        super().init_from_target(tensors, batches)
-        rank, centered = min(self.config.markov_rank, self.config.hidden_size), tensors.centered_norm
+        codes, centered = self._start(tensors, batches), tensors.centered_norm
+        rank = min(self.config.markov_rank, self.config.hidden_size)
         to_values, from_values, size = blocks.fit_tokens(self, batches, rank=rank, centered=centered)
         self._said = to_values @ from_values
-        blocks.fit_outputs_again(self, batches, centered=centered)
+        blocks.fit_outputs(self, batches, codes, centered=centered)
         self._said = None
         # The final norm makes the block's states larger, so the head does the same.
         for part in torch.arange(len(self.embedding), device=self.embedding.device).split(least_squares.ROWS_AT_ONCE):
@@ -140,20 +140,12 @@ class DSparkDrafter(DFlashDrafter):
     def init_cost(config: DFlashConfig, *, rows: int, answered: int) -> InitCost:
         assert isinstance(config, DSparkConfig)
         cost = DFlashDrafter.init_cost(config, rows=rows, answered=answered)
-        one_pass, drafted, read = DFlashDrafter.cost_of_pass(
-            config, rows=rows, answered=answered, most=blocks.ANCHORS_TO_FIT
-        )
-        hidden, rank = config.hidden_size, min(config.markov_rank, config.hidden_size)
-        flop = blocks.flop_of_fit_tokens(
-            one_pass,
-            hidden=hidden,
-            mixed=config.num_attention_heads * config.head_dim,
-            layers=config.num_layers,
-            rows=drafted * config.max_draft_tokens,
-            rank=rank,
-        )
+        fitting = DFlashDrafter.cost_of_pass(config, rows=rows, answered=answered, most=blocks.ANCHORS_TO_FIT)
+        hidden, rank, fits = config.hidden_size, min(config.markov_rank, config.hidden_size), min(config.num_layers, 2)
+        flop = blocks.flop_of_fit_tokens(config, fitting, rank=rank) + blocks.flop_of_fit_outputs(config, fitting)
+        flop += 2.0 * fits * fitting.blocks * config.max_draft_tokens * hidden**2  # what the token before says
         flop += 2.0 * (config.vocab_size + config.draft_vocab_size) * hidden * rank
-        return replace(cost, flop=cost.flop + flop, rows_read=cost.rows_read + (1 + config.num_layers) * read)
+        return replace(cost, flop=cost.flop + flop, rows_read=cost.rows_read + (1 + fits) * fitting.rows_read)
 
     def said_by_tokens(self, embeds: torch.Tensor) -> torch.Tensor | None:
         return None if self._said is None else embeds @ self._said

@@ -232,7 +232,7 @@ class Eagle3Drafter(DecoderDrafter):
             head = first // config.head_dim * group  # the group's first head
             columns = from_values[first : first + config.head_dim].T
             attention.o_proj.weight[:, head * config.head_dim : head * config.head_dim + columns.shape[1]] = columns
-        codes = fit_codes(self, batches)
+        codes = fit_codes(self, batches, tensors.centered_norm)
         if codes is not None:
             write_codes(self, codes)
         fused = _fused_states(self, batches, to_values, from_values)
@@ -259,7 +259,7 @@ class Eagle3Drafter(DecoderDrafter):
         if config.num_attention_heads > config.num_key_value_heads:
             looked_up, answers = min(rows, ROWS_TO_LOOK_UP), min(answered, ROWS_TO_LOOK_UP)
             mixed = 2 * config.num_key_value_heads * config.head_dim
-            flop += 2.0 * looked_up * width * (width + hidden)  # `fit_codes`
+            flop += 2.0 * looked_up * width * (width + hidden) + 2.0 * answers * hidden**2  # `fit_codes`
             flop += width**3 / 3 + hidden**3 / 3 + float(width) * hidden * (width + hidden) + 2.0 * width * hidden**2
             flop += 2.0 * vocabulary * hidden**2 + 2 * least_squares.flop_of_eigenvectors(hidden)
             for name, (_, times) in Eagle3Drafter.matmul_counts(config, 1).items():  # `fit_outputs`

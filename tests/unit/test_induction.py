@@ -1,4 +1,4 @@
-"""EAGLE-3's induction heads copy what followed an earlier occurrence of the context."""
+"""Induction heads, EAGLE-3's and those of block drafters, copy what followed an earlier occurrence of the context."""
 
 from dataclasses import replace
 from typing import Any
@@ -8,8 +8,13 @@ import torch
 from torch.nn import functional as F
 
 from draftsmith.drafters import eagle3
+from draftsmith.drafters.base import Drafter
 from draftsmith.drafters.batch import Batch
+from draftsmith.drafters.dflash import DFlashConfig, DFlashDrafter
 from draftsmith.drafters.eagle3 import Eagle3Config, Eagle3Drafter
+from draftsmith.drafters.init import block_context
+from draftsmith.drafters.init.codes import canonical_codes, directions_by_importance
+from draftsmith.drafters.init.least_squares import factor
 from draftsmith.store.format import Sequence
 from draftsmith.target.tensors import TargetTensors
 from draftsmith.train.packing import pack
@@ -41,6 +46,17 @@ def make_drafter(embedding: torch.Tensor, *, heads: int = HEADS, theta: float = 
     return Eagle3Drafter(config, embedding, torch.arange(VOCAB))
 
 
+def make_block_drafter(embedding: torch.Tensor, **changes: Any) -> DFlashDrafter:
+    fields: dict[str, Any] = {
+        "layer_ids": (1, 2, 3), "hidden_size": HIDDEN, "intermediate_size": 32, "num_layers": 2, "num_attention_heads": HEADS,
+        "num_key_value_heads": KV_HEADS, "head_dim": HEAD_DIM, "hidden_act": "silu", "rms_norm_eps": 1e-5,
+        "rope_parameters": {"rope_type": "default", "rope_theta": 1e5}, "max_position_embeddings": 64, "vocab_size": VOCAB,
+        "draft_vocab_size": VOCAB, "block_size": 2, "mask_token_id": VOCAB - 1,
+    }  # fmt: skip
+    torch.manual_seed(0)
+    return DFlashDrafter(DFlashConfig(**fields | changes), embedding, torch.arange(VOCAB))
+
+
 def texts(tensors: Any, count: int, seed: int) -> list[Batch]:
     """Random tokens, twice. The target's states encode the current token, and its last state the next one."""
     generator = torch.Generator().manual_seed(seed)
@@ -56,7 +72,7 @@ def texts(tensors: Any, count: int, seed: int) -> list[Batch]:
     return made
 
 
-def right_in_second_half(drafter: Eagle3Drafter, batches: list[Batch]) -> float:
+def right_in_second_half(drafter: Drafter, batches: list[Batch]) -> float:
     """Share of right first draft tokens where the text repeats itself."""
     right = []
     for batch in batches:
@@ -97,3 +113,46 @@ def test_without_induction_heads(tensors: Any, changes: dict, monkeypatch: pytes
     linear.init_from_target(tensors, known)
     for name, value in linear.state_dict().items():
         assert torch.equal(value, drafter.state_dict()[name]), name
+
+
+@pytest.mark.parametrize(
+    "changes", [{}, {"num_key_value_heads": HEADS}, {"num_layers": 3}], ids=["", "ungrouped", "3 layers"]
+)
+def test_blocks_draft_repeated_text(tensors: Any, changes: dict[str, int], monkeypatch: pytest.MonkeyPatch) -> None:
+    """A block drafter's context holds no tokens, but what the target said at each position."""
+    known, unseen = texts(tensors, 100, seed=2), texts(tensors, 10, seed=3)
+    drafter = make_block_drafter(tensors.embedding, **changes)
+    drafter.init_from_target(tensors, known)
+    assert right_in_second_half(drafter, unseen) > 0.25
+
+    monkeypatch.setattr(block_context, "components", lambda *_: 0)
+    linear = make_block_drafter(tensors.embedding, **changes)
+    linear.init_from_target(tensors, known)
+    assert right_in_second_half(linear, unseen) < 0.1
+
+
+def test_codes_are_what_two_sides_share() -> None:
+    """Of a constant, two shared signals with noise on one side, and noise, the codes are the two signals, with their correlations."""
+    generator = torch.Generator().manual_seed(0)
+    rows = 20_000
+    constant, shared = torch.ones(rows, 1), torch.randn(rows, 2, generator=generator)
+    noise = torch.randn(rows, 9, generator=generator)
+    seen = shared + noise[:, :2] * torch.tensor([0.5, 1.2])  # correlations 0.89 and 0.64
+    x, y = torch.cat([constant, shared, noise[:, 2:6]], dim=1), torch.cat([seen, constant, noise[:, 6:]], dim=1)
+    x = x @ torch.linalg.qr(torch.randn(7, 7, generator=generator)).Q
+    of_x, of_y = factor(x.T @ x), factor(y.T @ y)
+    left, right, correlations = canonical_codes(of_x, of_y, x.T @ y, size=2)
+    left = x @ torch.linalg.solve_triangular(of_x.T, left, upper=True) * rows**0.5
+    right = y @ torch.linalg.solve_triangular(of_y.T, right, upper=True) * rows**0.5
+    torch.testing.assert_close(correlations, torch.tensor([0.64, 0.89]), atol=0.02, rtol=0)
+    for codes, signals in ((left, shared.flip(1)), (right, seen.flip(1))):
+        assert torch.corrcoef(torch.cat([codes, signals], dim=1).T)[:2, 2:].diagonal().abs().min() > 0.97
+        torch.testing.assert_close(codes.pow(2).mean(0), torch.ones(2), atol=0.05, rtol=0)
+
+
+def test_directions_that_can_be_spared() -> None:
+    """The head does not tell the first direction, and states do not have the second; of the others it tells the last least."""
+    head = torch.diag(torch.tensor([0.0, 1.0, 3.0, 2.0])).repeat(2, 1) * torch.tensor([1.0] * 4 + [-1.0] * 4)[:, None]
+    covariance = torch.diag(torch.tensor([0.1, 0.0, 1.0, 1.0]))
+    found = directions_by_importance(head, torch.ones(8), covariance)
+    assert found.abs().argmax(0).tolist() == [0, 1, 3, 2]

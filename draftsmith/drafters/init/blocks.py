@@ -1,21 +1,35 @@
-"""A start for the layers of block drafters (`dflash.py`), which know the text before a block only through attention.
+"""A start for block drafters (`dflash.py`), which know the text before a block only through attention.
 
-Without one, a small store is used up before attention has found the last positions, which tell most about the next token. Here the heads
-of every layer start by attending to one position each, a fixed distance back: the block's anchor, and the last positions of the
-context. What they read is given (`Values`), and what is made of it is fitted layer by layer: the output projection that, by least
-squares, brings the sum of what the layers have said so far nearest to the target's next state.
+Without one, a small store is used up before attention has found the last positions, which tell most about the next token. Head and final
+norm are the target's own, so the rows of a block should come near the target's next state. Most heads start by attending to one position,
+a fixed distance back: the block's anchor, and the last positions of the context. In the second layer the first head of every key/value
+group is an induction head instead (see `codes.py` and `induction.py`): it looks for an earlier position whose context resembles the one
+that is expected after the anchor, and brings back what the target's state there said of its next token.
+
+`fc` gives the context three parts, which take up orthogonal directions of it:
+
+- what the best linear prediction of the next state from the states h_p and the embedding e_{p+1} of the anchor takes from the states, in the
+  directions that the first layer's values read of the anchor's embedding,
+- the code of the state, which induction heads look for,
+- the target's own last state as far as it follows from the states that are read, the directions that matter most to the head first, for
+  the other layers' values.
+
+Layer 0 also has the rows hold the code of the state that is expected, in directions that matter little to the head, where layer 1's queries
+find it. What is made of the values is fitted by least squares: first layer by layer, then all output projections together.
 
 A head attends to a distance with queries and keys that are the same everywhere up to RoPE, as the first heads of EAGLE-3's start do: a
 direction in which all inputs of the layer are about the same, and fast rotary pairs. A part of each query and key stays random, so that
 training can find other things to attend to.
 
-Shape legend: T rows of a batch, Q blocks, R rows of a block, N heads, M key/value heads, C head size, H hidden size.
+Shape legend: T rows of a batch, Q blocks, R rows of a block, N heads, M key/value heads, C head size, H hidden size, S width of all states
+that are read, P components of a code.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 import torch
@@ -23,57 +37,75 @@ from torch import nn
 from torch.nn import functional as F
 
 from draftsmith.drafters.batch import Batch
-from draftsmith.drafters.init.least_squares import factor, flop_of_eigenvectors, solve, unit_rms
+from draftsmith.drafters.init.block_context import CODE_SCALE, FAST, Codes, fit_context
+from draftsmith.drafters.init.codes import slow_pairs
+from draftsmith.drafters.init.least_squares import factor, flop_of_eigenvectors, flop_of_solve, solve, unit_rms
+from draftsmith.target.tensors import TargetTensors
 
 if TYPE_CHECKING:
     from draftsmith.drafters.attention import Attention
-    from draftsmith.drafters.dflash import DFlashDrafter
+    from draftsmith.drafters.dflash import DFlashConfig, DFlashDrafter
 
-ANCHORS_TO_FIT = 16_384
-"""Blocks to fit on, every `SPACING`-th position with a token to predict. An eighth of them, with outputs fitted to what they happen to
-hold, cost a quarter of the first draft tokens that were right (docs/log.md)."""
-SPACING = 2
+ANCHORS_TO_FIT = 32_768
+"""Blocks to fit on. An eighth of 16,384, with outputs fitted to what they happen to hold, cost a quarter of the first draft tokens that
+were right (docs/log.md)."""
 ANCHORS_TO_COMPARE = 2048
 """Blocks among which a direction is sought that all inputs have in common."""
 _DISTANCES = 3  # different distances of the heads of a group
-_FAST = 0.03  # radians per position, as in EAGLE-3's start
 _LEAD = 6.0  # how much the score of a head's position exceeds those beside it, in logits
 _STRENGTH = 6.0  # of the constant part of a query or key before its norm; the random part's numbers are about 0.6 each
 _LATER_ROWS = 0.3  # weight of a row in a fit relative to the one before: about as often as it decides on anything
+_CODE_STRENGTH = 2.0  # of a code in queries and keys before their norms, which the constant part should decide
 
 
 @torch.no_grad()
-def start_layers(
-    drafter: DFlashDrafter, batches: Iterable[Batch], values: list[torch.Tensor], *, centered: bool
+def start(drafter: DFlashDrafter, tensors: TargetTensors, batches: Iterable[Batch]) -> Codes:
+    """Set `fc` and the attention of every layer. Everything else is initialized before, outputs of attention and MLPs to 0."""
+    codes, values = fit_context(drafter, batches, centered=tensors.centered_norm)
+    _start_layers(drafter, batches, codes, values, centered=tensors.centered_norm)
+    fit_outputs(drafter, batches, codes, centered=tensors.centered_norm)
+    return codes
+
+
+def _start_layers(
+    drafter: DFlashDrafter, batches: Iterable[Batch], codes: Codes, values: list[torch.Tensor], *, centered: bool
 ) -> None:
-    """Set the attention of every layer; their outputs are 0 before.
+    """Set the attention of every layer, one after the other.
 
     Args:
-        drafter: with everything else initialized.
-        batches: see `Drafter.init_from_target`.
         values: for each layer [at most M * C, H], the first rows of its value projection. What a layer without any reads stays random.
-        centered: see `unit_rms`.
     """
     with _without_mlps(drafter):
         for index, (layer, rows) in enumerate(zip(drafter.decoder_layers(), values, strict=True)):
             attention = layer.self_attn
             attention.v_proj.weight[: len(rows)] = rows
             constant = _constant(drafter, attention, batches)
-            # The anchor is one position before a block's first mask, or where the first draft token is predicted from; the context ends before it.
-            first = drafter.config.known_rows + min(index, 1)
+            by_codes = index == 1 and len(codes.weights) > 0
+            # The anchor is one position before a block's first mask, or where the first draft token is predicted from; the context ends
+            # before it, where layers after the first begin: with their first head, or with their second where that is an induction head.
+            first = drafter.config.known_rows + (1 if index and not by_codes else 0)
             _attend_to_distances(attention, constant, drafter.inverse_frequencies(), first=first)
-            attention.o_proj.weight.copy_(_fitted_output(drafter, attention, batches, centered=centered))
+            if by_codes:
+                size = _size_of_rows(drafter, batches)
+                _attend_by_codes(attention, constant, drafter.inverse_frequencies(), codes, size=size)
+            held = codes if index == 0 else None
+            (fitted,) = _fitted_outputs(drafter, [attention], batches, held, centered=centered)
+            attention.o_proj.weight.copy_(fitted)
 
 
 @torch.no_grad()
-def fit_outputs_again(drafter: DFlashDrafter, batches: Iterable[Batch], *, centered: bool) -> None:
-    """Fit the output projections of all layers once more, to what `DFlashDrafter.said_by_tokens` leaves to be said."""
-    attentions = [layer.self_attn for layer in drafter.decoder_layers()]
-    for attention in attentions:
-        attention.o_proj.weight.zero_()
+def fit_outputs(drafter: DFlashDrafter, batches: Iterable[Batch], codes: Codes, *, centered: bool) -> None:
+    """Fit the output projections of all layers together, to what `DFlashDrafter.said_by_tokens` leaves to be said. What layer 0 writes for
+    layer 1's queries stays."""
+    first, *others = (layer.self_attn for layer in drafter.decoder_layers())
     with _without_mlps(drafter):
-        for attention in attentions:
-            attention.o_proj.weight.copy_(_fitted_output(drafter, attention, batches, centered=centered))
+        new, *_ = _fitted_outputs(drafter, [first, *others], batches, centered=centered)
+        new += codes.spared @ (codes.spared.T @ (first.o_proj.weight - new))
+        first.o_proj.weight.copy_(new)
+        if others:  # the rest of what is in those directions
+            fitted = _fitted_outputs(drafter, others, batches, centered=centered)
+            for attention, weight in zip(others, fitted, strict=True):
+                attention.o_proj.weight.copy_(weight)
 
 
 @torch.no_grad()
@@ -91,7 +123,7 @@ def fit_tokens(
     for batch, rows in positions_of_blocks(batches, ANCHORS_TO_FIT):
         with _inputs_of(drafter.norm) as states, _without_mlps(drafter):
             drafter.block(batch, rows, steps)
-        x, wanted, weights = _left_to_say(drafter, batch, rows, states[0], centered=centered)
+        x, wanted, weights = _left_to_say(drafter, batch, rows, states[0], None, centered=centered)
         weights = weights.unflatten(0, (len(rows), -1)).clone()
         weights[:, 0] = 0  # the block itself has read the token before its first draft token
         weights = weights.flatten(0, 1)
@@ -104,28 +136,49 @@ def fit_tokens(
     return full @ kept, kept.T, size / max(count, 1)
 
 
-def flop_of_start(
-    fitting: float, comparing: float, *, hidden: int, mixed: int, layers: int, rows: int, compared: int
-) -> float:
-    """FLOP of `start_layers`, given those of one pass of the drafter over the blocks that it is fitted on, of `rows` draft tokens in all,
-    and over those that are compared, of `compared` rows in all."""
-    of_fits = 2.0 * compared * hidden**2 + 2.0 * rows * mixed * (mixed + hidden)
-    return layers * (fitting + comparing + of_fits + hidden**3 / 3 + mixed**3 / 3 + 2.0 * mixed**2 * hidden)
+@dataclass(frozen=True)
+class CostOfPass:
+    """Of the drafter's pass over some blocks, without MLPs."""
+
+    flop: float
+    blocks: int
+    rows_read: int
+    """Rows of the store."""
 
 
-def flop_of_fit_tokens(drafter_flop: float, *, hidden: int, mixed: int, layers: int, rows: int, rank: int) -> float:
-    """FLOP of `fit_tokens` and `fit_outputs_again`; see `flop_of_start`."""
-    again = drafter_flop + 2.0 * rows * (mixed * (mixed + hidden) + hidden**2)
-    again += mixed**3 / 3 + 2.0 * mixed**2 * hidden
-    fit = drafter_flop + 4.0 * rows * hidden**2 + 19.0 / 3 * hidden**3 + flop_of_eigenvectors(hidden)
-    return layers * again + fit + 4.0 * hidden**2 * rank
+def flop_of_start(config: DFlashConfig, fitting: CostOfPass, comparing: CostOfPass, *, size: int) -> float:
+    """FLOP of setting the layers in `start`, given passes over the blocks that they are fitted on and those that are compared."""
+    hidden, compared = config.hidden_size, comparing.rows_read + comparing.blocks * config.block_size
+    of_layer = comparing.flop + 2.0 * compared * hidden**2 + hidden**3 / 3 + _flop_of_outputs(config, fitting, layers=1)
+    codes = 2.0 * fitting.blocks * config.max_draft_tokens * hidden * 6 * size + comparing.flop * bool(size)
+    return config.num_layers * of_layer + codes + flop_of_fit_outputs(config, fitting)
+
+
+def flop_of_fit_outputs(config: DFlashConfig, fitting: CostOfPass) -> float:
+    """FLOP of `fit_outputs`."""
+    layers = config.num_layers
+    return sum(_flop_of_outputs(config, fitting, layers=one) for one in (layers, layers - 1) if one)
+
+
+def _flop_of_outputs(config: DFlashConfig, fitting: CostOfPass, *, layers: int) -> float:
+    """FLOP of fitting the output projections of so many layers together."""
+    hidden, mixed = config.hidden_size, layers * config.num_attention_heads * config.head_dim
+    rows = fitting.blocks * config.max_draft_tokens
+    return fitting.flop + 2.0 * rows * mixed * (mixed + 2 * hidden) + flop_of_solve(mixed, hidden)
+
+
+def flop_of_fit_tokens(config: DFlashConfig, fitting: CostOfPass, *, rank: int) -> float:
+    """FLOP of `fit_tokens`."""
+    hidden, rows = config.hidden_size, fitting.blocks * config.max_draft_tokens
+    flop = fitting.flop + 4.0 * rows * hidden**2 + 19.0 / 3 * hidden**3 + flop_of_eigenvectors(hidden)
+    return flop + 4.0 * hidden**2 * rank
 
 
 def positions_of_blocks(batches: Iterable[Batch], most: int) -> Iterator[tuple[Batch, torch.Tensor]]:
     """Each batch with some of its rows to draft from, about `most` in all."""
     count = 0
     for batch in batches:
-        rows = (batch.loss_weights[:-1, 0] > 0).nonzero()[:, 0][::SPACING]
+        rows = (batch.loss_weights[:-1, 0] > 0).nonzero()[:, 0]
         if len(rows):
             yield batch, rows
         count += len(rows)
@@ -182,7 +235,7 @@ def _attend_to_distances(
     attention: Attention, constant: torch.Tensor, frequencies: torch.Tensor, *, first: int
 ) -> None:
     """Have the heads of each group attend to the positions `first`, `first` + 1, ... back."""
-    fast = (frequencies > _FAST).nonzero()[:, 0]
+    fast = (frequencies > FAST).nonzero()[:, 0]
     if not len(fast):
         return
     queries = attention.q_proj.weight.unflatten(0, (attention.heads, attention.head_dim))  # [N, C, H]
@@ -205,33 +258,105 @@ def _attend_to_distances(
         norm.weight.fill_((_LEAD / one_away).sqrt())
 
 
-def _fitted_output(
-    drafter: DFlashDrafter, attention: Attention, batches: Iterable[Batch], *, centered: bool
-) -> torch.Tensor:
-    """The output projection [H, N * C] of a layer without output so far, and without layers after it that have some."""
-    steps, mixed_size = drafter.config.max_draft_tokens, attention.o_proj.in_features
-    gram = attention.o_proj.weight.new_zeros(mixed_size, mixed_size)
-    cross = gram.new_zeros(mixed_size, drafter.config.hidden_size)
+def _size_of_rows(drafter: DFlashDrafter, batches: Iterable[Batch]) -> float:
+    """Mean RMS of the rows' states that layer 1 reads, while it has no output."""
+    total, count = 0.0, 0
+    for batch, rows in positions_of_blocks(batches, ANCHORS_TO_COMPARE):
+        with _inputs_of(drafter.norm) as states:
+            drafter.block(batch, rows, drafter.config.max_draft_tokens)
+        total += float(states[0].pow(2).mean(-1).sqrt().sum())
+        count += len(states[0])
+    return total / max(count, 1)
+
+
+def _attend_by_codes(
+    attention: Attention, constant: torch.Tensor, frequencies: torch.Tensor, codes: Codes, *, size: float
+) -> None:
+    """Make the first head of every group attend by codes, after `_attend_to_distances`; without groups, every other head.
+
+    The norms of queries and keys divide by what these are made of: keys mostly of the constant part, which the other heads look for, and the
+    queries of induction heads of as large a one, in numbers in which keys have nothing. So their lengths are nearly the same everywhere.
+    """
+    components, pairs = len(codes.weights), slow_pairs(frequencies)[: len(codes.weights) // 2]
+    fast = (frequencies > FAST).nonzero()[:, 0].tolist()
+    slow_numbers, fast_numbers = ([n for pair in one for n in (pair, pair + len(frequencies))] for one in (pairs, fast))
+    idle = [number for number in range(attention.head_dim) if number not in {*slow_numbers, *fast_numbers}]
+    queries = attention.q_proj.weight.unflatten(0, (attention.heads, attention.head_dim))  # [N, C, H]
+    keys = attention.k_proj.weight.unflatten(0, (attention.kv_heads, attention.head_dim))
+    heads = list(range(0, attention.heads, max(attention.heads // attention.kv_heads, 2)))
+    scale = _CODE_STRENGTH * codes.weights.sqrt()[:, None]
+    keys[:, slow_numbers] = scale * codes.in_context.T
+    keys[:, idle] = 0
+    queries[:, slow_numbers] = 0
+    for head in heads:
+        queries[head] = 0
+        queries[head, slow_numbers] = scale * size / CODE_SCALE * codes.in_rows.T
+        queries[head, idle] = _STRENGTH * (len(fast) / max(len(idle), 1)) ** 0.5 * constant
+    of_codes = _CODE_STRENGTH**2 * codes.weights.sum() / components * len(slow_numbers)
+    of_constant = len(fast) * _STRENGTH**2
+    squares = (of_constant + of_codes) * (of_constant * bool(idle) + of_codes)  # of a key's length times a query's
+    # Scores are divided by the root of the head size, and norms make lengths that root.
+    weight = squares.sqrt() / (attention.head_dim**0.5 * _CODE_STRENGTH**2)
+    for norm in (attention.q_norm, attention.k_norm):
+        assert norm is not None
+        norm.weight[slow_numbers] = weight.sqrt()
+
+
+def _fitted_outputs(
+    drafter: DFlashDrafter,
+    attentions: list[Attention],
+    batches: Iterable[Batch],
+    codes: Codes | None = None,
+    *,
+    centered: bool,
+) -> list[torch.Tensor]:
+    """The output projections of some layers, [H, N * C] each, fitted together, the others' being given.
+
+    Args:
+        attentions: of the layers; later layers, if any, have no output yet.
+        codes: the rows should hold what is expected of them; None where nothing reads them.
+        centered: see `unit_rms`.
+    """
+    steps = drafter.config.max_draft_tokens
+    weights = torch.cat([one.o_proj.weight for one in attentions], dim=1)
+    gram = weights.new_zeros(weights.shape[1], weights.shape[1])
+    cross = weights.new_zeros(weights.shape[1], weights.shape[0])
     for batch, rows in positions_of_blocks(batches, ANCHORS_TO_FIT):
-        with _inputs_of(attention.o_proj) as mixed, _inputs_of(drafter.norm) as states:
+        with ExitStack() as stack:
+            mixed = [stack.enter_context(_inputs_of(one.o_proj)) for one in attentions]
+            states = stack.enter_context(_inputs_of(drafter.norm))
             drafter.block(batch, rows, steps)
-        x = mixed[0].unflatten(0, (len(rows), -1))[:, -steps:].flatten(0, 1)
-        _, wanted, weights = _left_to_say(drafter, batch, rows, states[0], centered=centered)
-        gram.addmm_(x.T, x * weights)
-        cross.addmm_(x.T, wanted * weights)
-    return solve(factor(gram), cross).T
+        x = torch.cat([one[0].unflatten(0, (len(rows), -1))[:, -steps:].flatten(0, 1) for one in mixed], dim=1)
+        others = states[0] - x @ weights.T
+        _, wanted, by_row = _left_to_say(drafter, batch, rows, others, codes, centered=centered)
+        gram.addmm_(x.T, x * by_row)
+        cross.addmm_(x.T, wanted * by_row)
+    return list(solve(factor(gram), cross).T.split([one.o_proj.in_features for one in attentions], dim=1))
 
 
 def _left_to_say(
-    drafter: DFlashDrafter, batch: Batch, rows: torch.Tensor, states: torch.Tensor, *, centered: bool
+    drafter: DFlashDrafter,
+    batch: Batch,
+    rows: torch.Tensor,
+    states: torch.Tensor,
+    codes: Codes | None,
+    *,
+    centered: bool,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """For every draft token of some blocks: the normed embedding of the token before it, what is to be added to the block's `states` for
-    the target's state, and its weight in a fit; [Q * (R - 1), H], the same, and [Q * (R - 1), 1]."""
+    the target's state, and its weight in a fit; [Q * (R - 1), H], the same, and [Q * (R - 1), 1].
+
+    With `codes`, the state without what can be spared of it, and with the code of the state that it is."""
     assert batch.last_states is not None
     steps = len(states) // len(rows)
     before = unit_rms(F.embedding(batch.next_tokens[rows, :steps].flatten(), drafter.embedding))
-    teachers = (rows[:, None] + 1 + torch.arange(steps, device=rows.device)).clamp(max=len(batch.positions) - 1)
-    wanted = unit_rms(batch.last_states[teachers.flatten()], centered=centered) - states
+    teachers = (
+        (rows[:, None] + 1 + torch.arange(steps, device=rows.device)).clamp(max=len(batch.positions) - 1).flatten()
+    )
+    wanted = unit_rms(batch.last_states[teachers], centered=centered)
+    if codes is not None:
+        wanted = codes.with_codes(wanted, batch.hidden_states[teachers, codes.column])
+    wanted = wanted - states
     if (said := drafter.said_by_tokens(before)) is not None:
         wanted = wanted - said
     by_row = _LATER_ROWS ** torch.arange(steps, device=rows.device)

@@ -7,14 +7,10 @@ token that followed the occurrence found here for 34%, and one or the other for 
 
 At position p such a head looks for the earlier row i whose context resembles the one at p+1, and copies the token that
 followed. Its key at row i is a code of the target's state h_i; its query, a code of the expected h_{p+1}, from the states h_p
-and the embedding e_{p+1}; its value, the embedding e_{i+1}, which row i holds. Canonical correlation analysis (Hotelling 1936)
-gives the linear codes a of (h_p, e_{p+1}) and b of h_{p+1} that predict each other best; with correlations r, the score is
-the sum of r / (1 - r^2) a b, the bilinear part of the pointwise mutual information of Gaussians, times `_SHARPNESS`.
-Nothing is centered, since layers have no bias. The first pair of codes is then the nearly constant one, and is left out; the
-others are orthogonal to it, so their means are near zero.
+and the embedding e_{p+1} (see `codes.py`); its value, the embedding e_{i+1}, which row i holds.
 
 Attention reads the fused state f, not the target's states. The codes are put into those directions of f that matter least to
-the vocabulary head. RoPE rotates queries and keys, so only rotary pairs that turn slowly are used.
+the vocabulary head.
 
 Shape legend: S width of all states that `fc` reads, H hidden size, C components of a code.
 """
@@ -28,6 +24,7 @@ from typing import TYPE_CHECKING
 import torch
 
 from draftsmith.drafters.batch import Batch
+from draftsmith.drafters.init.codes import Moments, canonical_codes, directions_by_importance, slow_pairs
 from draftsmith.drafters.init.least_squares import ROWS_AT_ONCE, factor, solve, unit_rms
 
 if TYPE_CHECKING:
@@ -35,12 +32,9 @@ if TYPE_CHECKING:
 
 ROWS_TO_LOOK_UP = 32_768
 """Rows to fit codes and outputs on."""
-_SLOW = 0.003
-"""Radians per position: rotary pairs that turn less hold codes. Over 300 positions they turn by at most 0.9 radians."""
 _SHARPNESS = 0.05
 """Tokens are not Gaussian: with the full score, attention is nearly all on the best row, which is right in two of five cases. Of
 0.1, 0.03, 0.01 and 0.004 on SmolLM2, 0.03 and 0.1 explained most of the target's next state."""
-_LARGEST_CORRELATION = 0.98
 _CODE_SCALE = 0.5  # standard deviation of a code's components in f; about that of the other directions of f
 
 
@@ -58,16 +52,17 @@ class Codes:
     """[H, 2 C], orthonormal: the directions of f that hold both codes."""
 
 
-def fit_codes(drafter: Eagle3Drafter, batches: Iterable[Batch]) -> Codes | None:
-    """Codes with as many components as slow rotary pairs hold; None where no head is free or no pair is slow."""
+def fit_codes(drafter: Eagle3Drafter, batches: Iterable[Batch], centered: bool) -> Codes | None:
+    """Codes with as many components as slow rotary pairs hold; None where no head is free or no pair is slow. `centered`: see `unit_rms`."""
     config = drafter.config
-    size = min(2 * len(_slow_pairs(drafter)), config.hidden_size // 8)
+    size = min(2 * len(slow_pairs(drafter.inverse_frequencies())), config.hidden_size // 8)
     if size == 0 or config.num_attention_heads == config.num_key_value_heads:
         return None
     width = (len(config.layer_ids) + 1) * config.hidden_size
     new_zeros = drafter.fc.weight.new_zeros
     gram, cross, rows = new_zeros(width, width), new_zeros(width, config.hidden_size), 0
     seen = new_zeros(config.vocab_size) + 1  # count of each response token, plus one
+    moments = Moments(gram, config.hidden_size)
     # The middle state identifies the context best: with 30 components, the token after the found row was right for 31% of
     # tokens with SmolLM2's state 15, 26% with state 2 and 13% with the last.
     middle = (len(config.layer_ids) - 1) // 2 * config.hidden_size
@@ -77,6 +72,9 @@ def fit_codes(drafter: Eagle3Drafter, batches: Iterable[Batch]) -> Codes | None:
             x = drafter.reads(batch, slice(int(here[0]), int(here[-1]) + 2))  # and the row after
             gram.addmm_(x[:-1].T, x[:-1])
             cross.addmm_(x[:-1].T, x[1:, key])
+        assert batch.last_states is not None
+        for here in (batch.loss_weights[:-1, 0] > 0).nonzero()[:, 0].split(ROWS_AT_ONCE):
+            moments.add(unit_rms(batch.last_states[here + 1], centered=centered))
         rows += len(batch.positions) - 1
         seen += torch.bincount(batch.next_tokens[batch.loss_weights[:, 0] > 0, 1], minlength=config.vocab_size)
         if rows >= ROWS_TO_LOOK_UP:
@@ -87,26 +85,18 @@ def fit_codes(drafter: Eagle3Drafter, batches: Iterable[Batch]) -> Codes | None:
     of_expected = factor(gram)
     of_found = torch.linalg.cholesky(gram[key, key])  # a principal submatrix of a positive definite matrix has one
     del gram
-    cross = torch.linalg.solve_triangular(of_expected, cross, upper=False)
-    whitened = torch.linalg.solve_triangular(of_found, cross.T, upper=False).T  # singular values: the correlations
-    squares, right = torch.linalg.eigh(whitened.T @ whitened)
-    best = slice(-size - 1, -1)
-    correlations, right = squares[best].clamp(min=1e-6).sqrt(), right[:, best]
+    whitened, right, correlations = canonical_codes(of_expected, of_found, cross, size=size)
     # Whitening used sums over rows: their square root makes the components of size one.
-    expected = torch.linalg.solve_triangular(of_expected.T, whitened @ right / correlations, upper=True) * rows**0.5
+    expected = torch.linalg.solve_triangular(of_expected.T, whitened, upper=True) * rows**0.5
     del of_expected, cross, whitened
     found = new_zeros(width - config.hidden_size, size)
     found[key] = torch.linalg.solve_triangular(of_found.T, right, upper=True) * rows**0.5
-    correlations = correlations.clamp(max=_LARGEST_CORRELATION)
-
-    often = seen[drafter.draft_token_ids, None] / seen[drafter.draft_token_ids].sum()
     head = drafter.lm_head.weight * drafter.norm.weight
-    head = (head - (often * head).sum(0)) * often.sqrt()
     return Codes(
         expected=expected,
         found=found,
         weights=_SHARPNESS * correlations / (1 - correlations**2),
-        directions=torch.linalg.eigh(head.T @ head).eigenvectors[:, : 2 * size],
+        directions=directions_by_importance(head, seen[drafter.draft_token_ids], moments.covariance())[:, : 2 * size],
     )
 
 
@@ -127,7 +117,7 @@ def attend_by_codes(drafter: Eagle3Drafter, codes: Codes, *, size: torch.Tensor)
     hidden, head_dim, components = config.hidden_size, config.head_dim, len(codes.weights)
     read_found, read_expected = (size / _CODE_SCALE * codes.directions.T).split(components)
     scale = (codes.weights * head_dim**0.5).sqrt()[:, None]
-    pairs = _slow_pairs(drafter)[: components // 2]
+    pairs = slow_pairs(drafter.inverse_frequencies())[: components // 2]
     dimensions = [dimension for pair in pairs for dimension in (pair, pair + len(drafter.inverse_frequencies()))]
     q = attention.q_proj.weight.unflatten(0, (config.num_key_value_heads, -1, head_dim))  # [M, G, C, 2H]
     k = attention.k_proj.weight.unflatten(0, (config.num_key_value_heads, head_dim))  # [M, C, 2H]
@@ -177,8 +167,3 @@ def fit_outputs(drafter: Eagle3Drafter, codes: Codes, batches: Iterable[Batch], 
     added = solve(factor(gram), cross)
     added -= added @ codes.directions @ codes.directions.T
     layer.self_attn.o_proj.weight[:, columns] += added.T
-
-
-def _slow_pairs(drafter: Eagle3Drafter) -> list[int]:
-    """Rotary pairs that can hold codes, slowest first."""
-    return (drafter.inverse_frequencies() < _SLOW).nonzero()[:, 0].flip(0).tolist()

@@ -55,15 +55,15 @@ def solve(lower: torch.Tensor, right_side: torch.Tensor) -> torch.Tensor:
 
 
 def reduced_rank_fit(
-    gram: torch.Tensor, cross: torch.Tensor, *, rank: int
+    gram: torch.Tensor, cross: torch.Tensor, *, rank: int, lower: torch.Tensor | None = None
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """Ridge regression of W [rows, H] on R [rows, n*H + H], with the rank of the part of R's last H columns limited to `rank` <= H.
-    `gram` is R^T R, contiguous, and overwritten; `cross` is R^T W.
+    `gram` is R^T R, contiguous, and overwritten; `cross` is R^T W; `lower` is `factor(gram)`, if that is there already.
 
     Returns A [n*H, H], B [H, rank], C [rank, H] with W ~ R[:, :-H] @ A + R[:, -H:] @ B @ C.
     """
     split = len(gram) - cross.shape[1]
-    lower = factor(gram)
+    lower = factor(gram) if lower is None else lower
     full = solve(lower, cross)
     # The part of embeddings that states do not explain has the covariance L L^T of this corner L; keep the directions in which it
     # explains most.
@@ -72,11 +72,13 @@ def reduced_rank_fit(
     to_values = full[split:] @ kept.T
     del full
     unexplained = cross[:split] - gram[:split, split:] @ to_values @ kept
-    # A solver copies a factor that is part of a matrix; so does this, into the Gram matrix, which is not needed any more.
-    of_states = gram.view(-1)[: split**2].view(split, split).T
-    half = torch.linalg.solve_triangular(of_states.copy_(lower[:split, :split]), unexplained, upper=False)
-    from_states = torch.linalg.solve_triangular(of_states.copy_(lower[:split, :split].T), half, upper=True, out=half)
-    return from_states, to_values, kept
+    return solve(leading_factor(gram, lower, split), unexplained), to_values, kept
+
+
+def leading_factor(gram: torch.Tensor, lower: torch.Tensor, size: int) -> torch.Tensor:
+    """The factor [size, size] of the Gram matrix of the first columns alone, in the memory of the whole, which is overwritten: a solver
+    copies a factor that is part of a matrix."""
+    return gram.view(-1)[: size**2].view(size, size).T.copy_(lower[:size, :size])
 
 
 def flop_of_solve(n: int, m: int) -> float:
