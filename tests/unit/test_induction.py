@@ -57,19 +57,22 @@ def make_block_drafter(embedding: torch.Tensor, **changes: Any) -> DFlashDrafter
     return DFlashDrafter(DFlashConfig(**fields | changes), embedding, torch.arange(VOCAB))
 
 
-def texts(tensors: Any, count: int, seed: int) -> list[Batch]:
-    """Random tokens, twice. The target's states encode the current token, and its last state the next one."""
+def texts(tensors: Any, count: int, seed: int, *, together: int = 1) -> list[Batch]:
+    """Random tokens, twice; several texts a batch. The target's states encode the current token, and its last state the next one."""
     generator = torch.Generator().manual_seed(seed)
-    made = []
+    made: list[tuple[Sequence, torch.Tensor]] = []
     for number in range(count):
         half = torch.randperm(VOCAB, generator=generator)[:HALF]
         ids = torch.cat([half, half])
         stands, next_ = tensors.embedding[ids[:-1]], tensors.lm_head[ids[1:]]
         states = torch.stack([stands, stands.roll(1, dims=1), next_], dim=1)
         states = states + 0.1 * torch.randn(states.shape, generator=generator) + 0.5
-        batch = pack([Sequence(number, False, ids, torch.arange(len(ids)) > 0, states)], steps=1)
-        made.append(replace(batch, last_states=next_))
-    return made
+        made.append((Sequence(number, False, ids, torch.arange(len(ids)) > 0, states), next_))
+    batches = []
+    for first in range(0, count, together):
+        sequences, last = zip(*made[first : first + together], strict=True)
+        batches.append(replace(pack(sequences, steps=1), last_states=torch.cat(last)))
+    return batches
 
 
 def right_in_second_half(drafter: Drafter, batches: list[Batch]) -> float:
@@ -120,7 +123,7 @@ def test_without_induction_heads(tensors: Any, changes: dict, monkeypatch: pytes
 )
 def test_blocks_draft_repeated_text(tensors: Any, changes: dict[str, int], monkeypatch: pytest.MonkeyPatch) -> None:
     """A block drafter's context holds no tokens, but what the target said at each position."""
-    known, unseen = texts(tensors, 100, seed=2), texts(tensors, 10, seed=3)
+    known, unseen = texts(tensors, 100, seed=2, together=25), texts(tensors, 10, seed=3)
     drafter = make_block_drafter(tensors.embedding, **changes)
     drafter.init_from_target(tensors, known)
     assert right_in_second_half(drafter, unseen) > 0.25
