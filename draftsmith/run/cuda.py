@@ -1,5 +1,6 @@
 """What torch can use of this machine: GPUs, and why not if it cannot; arithmetic for bfloat16."""
 
+import ctypes
 import os
 import re
 from pathlib import Path
@@ -9,6 +10,7 @@ import torch
 from draftsmith.run.errors import UserError
 from draftsmith.run.stage import installed_version
 
+_DRIVER = "libcuda.so.1"
 _KERNEL_MODULE = Path("/proc/driver/nvidia/version")
 _PCI_DEVICES = Path("/sys/bus/pci/devices")
 _NVIDIA, _DISPLAY = "0x10de", "0x03"  # the PCI vendor, and the first digits of the PCI class, of an NVIDIA GPU
@@ -28,8 +30,12 @@ def driver_supports() -> str | None:
     """The newest CUDA version that the driver supports, as in 12.2; None without a driver or with a CPU build of torch."""
     if torch.version.cuda is None:
         return None
-    number: int = vars(torch._C)["_cuda_getDriverVersion"]()  # missing in a CPU build
-    return f"{number // 1000}.{number % 1000 // 10}" if number else None
+    number = ctypes.c_int(0)
+    try:  # torch's own question for it is gone from some of its versions
+        ctypes.CDLL(_DRIVER).cuDriverGetVersion(ctypes.byref(number))
+    except OSError:
+        return None
+    return f"{number.value // 1000}.{number.value % 1000 // 10}" if number.value else None
 
 
 def gpus_on_the_bus() -> int:

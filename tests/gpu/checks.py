@@ -59,6 +59,10 @@ CHECKS = [
     Check("a", "adamw-8b", "a training step at an 8B target's shape with AdamW", "training_step.adamw", 560),
     Check("a", "muon-8b", "the same with Muon", "training_step.muon", 560),
     Check("a", "start-8b", "the least squares that training starts from, on the device", "training_step.start", 560),
+    Check("a", "dspark-8b", "a training step of DSpark's blocks at an 8B target's shape", "training_step.dspark", 560),
+    Check("a", "dflash-8b", "the same of DFlash", "training_step.dflash", 560),
+    Check("a", "p-eagle-8b", "the same of P-EAGLE", "training_step.p_eagle", 560),
+    Check("a", "long-8b", "the same of DSpark on 16k tokens in two documents", "training_step.long", 560),
     Check("b", "imports", "vLLM and what it needs load, for the platform that torch sees", "with_vllm.imports"),
     Check(
         "b",

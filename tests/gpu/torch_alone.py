@@ -12,6 +12,7 @@ from collections.abc import Callable
 
 import torch
 
+from draftsmith.run.cuda import driver_supports
 from tests.gpu.checks import Missing
 
 _REPEATS = 10
@@ -66,7 +67,7 @@ def machine(cpu: bool) -> dict[str, str]:
         found |= {
             "GPU": f"{torch.cuda.device_count()} x {properties.name}, {properties.total_memory / 2**30:.0f} GiB, "
             f"compute capability {properties.major}.{properties.minor}",
-            "driver": driver[0] if driver else "nvidia-smi does not say",
+            "driver": f"{driver[0] if driver else 'nvidia-smi does not say'}, CUDA up to {driver_supports()}",
         }
         pinned = on_host.pin_memory()
         on_gpu = torch.empty(size, dtype=torch.uint8, device=device)

@@ -27,7 +27,7 @@ from draftsmith.store.format import Sequence
 from draftsmith.target.downloads import fetch
 from draftsmith.target.info import TargetInfo
 from draftsmith.target.tensors import TargetTensors
-from draftsmith.train.loss import ChainLoss
+from draftsmith.train.loss import BlockLoss, ChainLoss
 from draftsmith.train.optimizers import make_optimizers
 from draftsmith.train.packing import pack
 from tests.gpu.torch_alone import device_of, matmul_rate, seconds_of, wait_for
@@ -35,38 +35,78 @@ from tests.gpu.torch_alone import device_of, matmul_rate, seconds_of, wait_for
 _ON_GPU = ("recipes/llama-3.1-8b-eagle3.yaml", 4096)
 """Recipe, and rows of a step on one device: its share of the recipe's step on eight."""
 _ON_CPU = ("recipes/demo.yaml", 256)
+_DSPARK = ("recipes/qwen3-8b-dspark.yaml", "recipes/smollm2-dspark.yaml")
+"""On a GPU, and on a CPU."""
+_DFLASH = "{kind: dflash, num_layers: 2, block_size: 8, passes: 2, draft_vocab_size: 32000}"
+_P_EAGLE = "{kind: p_eagle, draft_vocab_size: 32000}"
 
 
 def adamw(cpu: bool) -> dict[str, str]:
-    return _step(cpu, "adamw")
+    return _step(cpu, ["train.optimizer=adamw"])
 
 
 def muon(cpu: bool) -> dict[str, str]:
-    return _step(cpu, "muon")
+    return _step(cpu, [])
 
 
-def _step(cpu: bool, optimizer: str) -> dict[str, str]:
+# Muon in bfloat16 takes a minute a step on a CPU without that arithmetic, for matrices of this size: `muon` shows it on smaller ones.
+_SMALL = ["train.optimizer=adamw", "train.drafter.draft_vocab_size=512", "train.drafter.num_layers=1"]
+
+
+def dspark(cpu: bool) -> dict[str, str]:
+    return _step(cpu, _SMALL if cpu else [], recipes=_DSPARK, rows=32 if cpu else None)
+
+
+def dflash(cpu: bool) -> dict[str, str]:
+    settings = _SMALL if cpu else [f"train.drafter={_DFLASH}"]
+    return _step(cpu, settings, recipes=(_ON_GPU[0], "recipes/smollm2-dflash.yaml"), rows=32 if cpu else None)
+
+
+def p_eagle(cpu: bool) -> dict[str, str]:
+    settings = _SMALL if cpu else [f"train.drafter={_P_EAGLE}"]
+    return _step(cpu, settings, recipes=(_ON_GPU[0], "recipes/smollm2-p-eagle.yaml"), rows=32 if cpu else None)
+
+
+def long(cpu: bool) -> dict[str, str]:
+    """A micro-batch of 16k tokens in two documents, whose scores would not fit."""
+    return _step(cpu, _SMALL if cpu else [], recipes=_DSPARK, rows=64 if cpu else 16384, length=32 if cpu else 8192)
+
+
+def _step(
+    cpu: bool,
+    settings: list[str],
+    *,
+    recipes: tuple[str, str] = (_ON_GPU[0], _ON_CPU[0]),
+    rows: int | None = None,
+    length: int | None = None,
+) -> dict[str, str]:
     """
+    Args:
+        recipes: on a GPU, and on a CPU.
+        rows: of the step.
+        length: of a document; None for what the recipe's plan assumes.
+
     Raises:
         AssertionError: the loss is not finite, or does not fall on a batch that is taken again and again.
     """
     device = device_of(cpu)
-    path, rows = _ON_CPU if cpu else _ON_GPU
+    rows = rows or (_ON_CPU if cpu else _ON_GPU)[1]
     recipe = load_recipe(
-        Path(path),
+        Path(recipes[cpu]),
         [
-            f"train.optimizer={optimizer}",
+            "train.optimizer=muon",
             "train.precision=bfloat16",
             f"train.tokens_per_step={rows}",
             "plan.hardware.count=1",
+            *settings,
         ],
     )
     assumed = recipe.plan
     assert assumed is not None
     loss = make_loss(recipe, assumed, device)
     drafter, steps = loss.drafter, loss.ttt_steps
-    length, prompt = round(assumed.prompt_tokens + assumed.response_tokens), round(assumed.prompt_tokens)
-    batch = make_batch(drafter, rows, length, prompt, steps)
+    length = length or round(assumed.prompt_tokens + assumed.response_tokens)
+    batch = with_trained_rows(recipe, make_batch(drafter, rows, length, round(assumed.prompt_tokens), steps))
     optimizers = make_optimizers(recipe.train, drafter)
 
     def step() -> torch.Tensor:
@@ -93,15 +133,13 @@ def _step(cpu: bool, optimizer: str) -> dict[str, str]:
     assert math.isfinite(last), f"the loss is {last}"
     assert last < first, f"the loss of one batch was {first:.3f} at the first step and is {last:.3f} after some"
 
-    predicting = int(batch.loss_weights.sum(1).count_nonzero())
-    flop = predicting * flop_of_row(recipe, drafter, steps, predicts=True)
-    flop += (rows - predicting) * flop_of_row(recipe, drafter, steps, predicts=False)
+    flop = flop_of_batch(recipe, drafter, batch)
     trained, matrices = trained_parameters(recipe, drafter)
     flop += sum(flop_of_muon(*shape, "bfloat16") for shape in matrices)
     rate = matmul_rate(device)
     planned = sum(plan_train(recipe, assumed, drafter, layers=len(drafter.config.layer_ids)).memory_bytes.values())
     return {
-        "of": f"{recipe.name}, {rows} rows, {trained / 1e6:.0f} M parameters trained, {steps} chain steps",
+        "of": f"{recipe.name}, {rows} rows, {trained / 1e6:.0f} M parameters trained, {steps} draft tokens",
         "tokens per second": f"{rows / seconds:.0f} ({seconds * 1000:.0f} ms a step, the optimizer's {optimizing * 1000:.0f})",
         "share of bfloat16 products": f"{flop / seconds / rate:.2f} ({flop / seconds / 1e12:.3g} of {rate / 1e12:.3g} TFLOP/s)",
         "peak memory": f"{peak / 2**30:.1f} GiB ({planned / 2**30:.1f} by the plan's arithmetic)",
@@ -165,11 +203,34 @@ def _only_optimizers(optimizers: list[torch.optim.Optimizer], drafter: nn.Module
         one.step()
 
 
+def with_trained_rows(recipe: Recipe, batch: Batch) -> Batch:
+    """The batch with weights at the rows that training would draw."""
+    kind, draw = drafter_class(recipe.train.drafter.kind), torch.Generator().manual_seed(0)
+    parts = batch.loss_weights.split(batch.documents.unique_consecutive(return_counts=True)[1].tolist())
+    weights = [kind.trained_rows(recipe.train.drafter, part, draw) for part in parts]
+    return replace(batch, loss_weights=torch.cat(weights))
+
+
+def flop_of_batch(recipe: Recipe, drafter: Any, batch: Batch) -> float:
+    """FLOP of a step without the optimizer's, as the plan counts them, for the rows that are drafted from at each draft token."""
+    weights = batch.loss_weights > 0
+    rows, steps = weights.shape
+    in_blocks = drafter.loss_terms(recipe.train.drafter).in_blocks
+    reached = [int((weights if in_blocks else weights[:, k:]).any(1).sum()) for k in range(steps)]
+    total = (rows - reached[0]) * flop_of_row(recipe, drafter, steps, predicts=False)
+    before = 0.0
+    for k in range(steps):
+        upto = flop_of_row(recipe, drafter, k + 1, predicts=True)
+        total, before = total + reached[k] * (upto - before), upto
+    return total
+
+
 def make_loss(recipe: Recipe, assumed: Assumptions, device: torch.device) -> ChainLoss:
     """The recipe's drafter and its loss for a target with random weights."""
     assert assumed.target_config is not None
     drafter, tensors = make_drafter(recipe, fetch(assumed.target_config), device)
-    return ChainLoss(
+    terms = drafter.loss_terms(recipe.train.drafter)
+    return (BlockLoss if terms.in_blocks else ChainLoss)(
         drafter,
         teacher_norm=nn.RMSNorm(drafter.config.hidden_size).to(device),
         teacher_head=tensors.lm_head[drafter.draft_token_ids].float(),
@@ -177,7 +238,8 @@ def make_loss(recipe: Recipe, assumed: Assumptions, device: torch.device) -> Cha
         ttt_loss_decay=recipe.train.ttt_loss_decay,
         loss=recipe.train.loss,
         loss_vocab_size=recipe.train.loss_vocab_size,
-    )
+        terms=terms,
+    ).to(device)
 
 
 def make_drafter(recipe: Recipe, target_config: Path, device: torch.device) -> tuple[Any, TargetTensors]:

@@ -1,8 +1,10 @@
 """A CUDA build without GPUs that it can use is an error that names the driver, wherever a device is chosen."""
 
+import ctypes
 import importlib.metadata
 from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -29,6 +31,17 @@ OPEN_MODULE = (
 Machine = Callable[..., None]
 
 
+def install_driver(monkeypatch: pytest.MonkeyPatch, version: int) -> None:
+    """A CUDA driver of this version, as in 12020; 0 for none."""
+
+    def load(name: str) -> SimpleNamespace:
+        if name != "libcuda.so.1" or not version:
+            raise OSError(f"{name}: cannot open shared object file: No such file or directory")
+        return SimpleNamespace(cuDriverGetVersion=lambda found: setattr(found._obj, "value", version))
+
+    monkeypatch.setattr(ctypes, "CDLL", load)
+
+
 @pytest.fixture
 def machine(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Machine:
     """A machine with this torch, driver, number of GPUs and vLLM."""
@@ -49,7 +62,7 @@ def machine(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Machine:
             return (vllm or {})[package]
 
         monkeypatch.setattr(torch.version, "cuda", built_for)
-        monkeypatch.setattr(torch._C, "_cuda_getDriverVersion", lambda: driver, raising=False)
+        install_driver(monkeypatch, driver)
         monkeypatch.setattr(torch.cuda, "is_available", lambda: usable)
         monkeypatch.setattr(torch.cuda, "device_count", lambda: gpus if usable else 0)
         monkeypatch.setattr(importlib.metadata, "version", version)

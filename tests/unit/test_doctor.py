@@ -20,6 +20,7 @@ from draftsmith.cli import app, checks
 from draftsmith.cli.checks import Finding
 from draftsmith.run import cuda, machine_memory
 from draftsmith.run.errors import UserError
+from tests.unit.test_cuda import install_driver
 
 GIB = 1024**3
 
@@ -49,7 +50,7 @@ def with_gpus(
     monkeypatch.setattr(torch.cuda, "device_count", lambda: count)
     monkeypatch.setattr(torch.cuda, "get_device_properties", lambda index: about)
     monkeypatch.setattr(torch.cuda, "mem_get_info", lambda index: (int(free * GIB), 80 * GIB))
-    monkeypatch.setattr(torch._C, "_cuda_getDriverVersion", lambda: 13000, raising=False)
+    install_driver(monkeypatch, 13000)
 
 
 def without_gpus(monkeypatch: pytest.MonkeyPatch) -> None:
