@@ -262,7 +262,7 @@ def _step(run: Run, number: int, micro_batches: list[MicroBatch], signals: list[
     for index, micro_batch in enumerate(micro_batches):
         share = accelerator.process_index * options.gradient_accumulation_steps + index
         torch.manual_seed(step_seed(run.recipe.seed, number, share))  # for drafters that draw noise
-        batch = micro_batch.batch.to(device)
+        batch = run.data.on_device(micro_batch.batch)
         accumulating = index + 1 < len(micro_batches)
         with distributed.no_grad_sync(run.model) if accumulating else nullcontext():
             with torch.autocast(device.type, dtype=torch.bfloat16, enabled=options.precision == "bfloat16"):

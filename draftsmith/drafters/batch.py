@@ -45,6 +45,11 @@ class Batch:
         tensors = {name: value for name, value in vars(self).items() if value is not None}
         return replace(self, **{name: value.to(device, non_blocking=True) for name, value in tensors.items()})
 
+    def pinned(self) -> Batch:
+        """The same batch in memory that a GPU copies from by itself."""
+        tensors = {name: value for name, value in vars(self).items() if value is not None}
+        return replace(self, **{name: value.pin_memory() for name, value in tensors.items()})
+
     def to_dtype(self, dtype: torch.dtype) -> Batch:
         """The same batch with its states in another dtype."""
         last_states = None if self.last_states is None else self.last_states.to(dtype)

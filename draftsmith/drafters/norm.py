@@ -17,10 +17,17 @@ class RMSNorm(nn.RMSNorm):
     """`torch.nn.RMSNorm` over the last dimension, with a weight; the same results in less memory."""
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        if x.device.type != "cpu" or x.dtype != self.weight.dtype:
+        if x.device.type != "cpu":
+            return _fused(x, self.weight, self.eps)
+        if x.dtype != self.weight.dtype:
             return super().forward(x)
         normed: torch.Tensor = _RMSNorm.apply(x, self.weight, self.eps)
         return normed
+
+
+def _fused(x: torch.Tensor, weight: torch.Tensor, eps: float | None) -> torch.Tensor:
+    """The norm in `x`'s dtype. Under autocast that is narrower than the weight's, and for two dtypes torch has no single kernel."""
+    return F.rms_norm(x, x.shape[-1:], weight.to(x.dtype), eps)
 
 
 class _RMSNorm(torch.autograd.Function):

@@ -4,7 +4,7 @@ import pytest
 import torch
 from torch import nn
 
-from draftsmith.drafters.norm import RMSNorm
+from draftsmith.drafters.norm import RMSNorm, _fused
 
 
 def make_norms(dtype: torch.dtype) -> tuple[RMSNorm, nn.RMSNorm, torch.Tensor]:
@@ -38,6 +38,23 @@ def test_other_devices_use_torchs(monkeypatch: pytest.MonkeyPatch) -> None:
     assert norm(torch.zeros(7, 24, device="meta")).shape == (7, 24)
     with pytest.raises(TypeError):
         RMSNorm(24, 1e-5)(torch.zeros(7, 24))
+
+
+@pytest.mark.filterwarnings("error:Mismatch dtype")  # torch's word for several kernels instead of one
+def test_under_autocast_on_other_devices() -> None:
+    """The call for GPUs, taken on the CPU, whose input is of a narrower dtype than the weight."""
+    _, reference, x = make_norms(torch.float64)
+    narrow = x.detach().bfloat16().requires_grad_()
+    weight = reference.weight.detach().float().requires_grad_()
+    found = _fused(narrow, weight, 1e-5)
+    assert found.dtype == torch.bfloat16
+    expected = reference(narrow.double())
+    torch.testing.assert_close(found.double(), expected, rtol=0.02, atol=0.02)
+    toward = torch.randn_like(expected)
+    mine = torch.autograd.grad(found, [narrow, weight], toward.bfloat16())
+    exact = torch.autograd.grad(expected, [narrow, reference.weight], toward)
+    for one, other in zip(mine, exact, strict=True):
+        assert (one.double() - other.double()).norm() < 0.01 * other.double().norm()
 
 
 def test_keeps_only_its_input() -> None:

@@ -184,7 +184,9 @@ def test_what_is_drawn_differs_by_step_and_not_by_process(tmp_path: Path) -> Non
     recipe = make_recipe(tmp_path, drafter={"kind": "p_eagle", "num_depths": 3})
 
     def drawn(step: int, rows: list[int], *, number: int = 0, processes: int = 1) -> list[list[float]]:
-        accelerator = type("Accelerator", (), {"num_processes": processes, "process_index": number})
+        accelerator = type(
+            "Accelerator", (), {"num_processes": processes, "process_index": number, "device": torch.device("cpu")}
+        )
         store = Store(tmp_path / "run" / "store")
         data = TrainingData(recipe, accelerator, store, columns=[0], last_column=2, ttt_steps=3)  # type: ignore[arg-type]
         weights: list[list[float]] = data.micro_batches(step, rows)[0].batch.loss_weights.tolist()
