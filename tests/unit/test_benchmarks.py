@@ -190,6 +190,25 @@ def test_a_reference_is_swept_and_kept(
     assert bench_learn.tuned_reference(recipe, text)[1] == settings
 
 
+@pytest.mark.parametrize(("kind", "epochs"), [("medusa", [3]), ("mlp_speculator", [3]), ("eagle", [1, 3, 6, 12])])
+def test_slow_references_train_as_long_as_ours(
+    kind: str, epochs: list[int], tiny: tuple[Recipe, bench_learn.Text, Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Their learning rate alone is swept, by one epoch each, and the whole training has the best. Each epoch here is worth what its rate is."""
+    asked: list[tuple[float, int]] = []
+
+    def outcome(recipe: Recipe, text: bench_learn.Text, *, lr: float, epochs: int) -> Outcome:
+        asked.append((lr, epochs))
+        return Outcome([[(round(100 * (lr == 3e-4)) + min(n, 3), 100)] for n in range(epochs)], [[(1, 1)]] * epochs)
+
+    monkeypatch.setattr(bench_learn, "reference_outcome", outcome)
+    recipe = bench_learn.learn_recipe(kind)
+    _, settings = bench_learn.tuned_reference(recipe, tiny[1])
+    assert settings.startswith("lr 0.0003 where")
+    assert {at for lr, at in asked if lr != 3e-4} == {1}
+    assert sorted({at for lr, at in asked if lr == 3e-4}) == sorted({1, *epochs})
+
+
 def test_the_report_suite_has_the_report_part(tiny: tuple[Recipe, bench_learn.Text, Path], tmp_path: Path) -> None:
     rows = [{"id": str(i), "messages": [{"role": "user", "content": f"question {i}"}]} for i in range(40)]
     (tmp_path / "prompts.jsonl").write_text("\n".join(map(json.dumps, rows)))
