@@ -209,7 +209,7 @@ class DFlashDrafter(Drafter):
         the text was alike before; see `init/blocks.py`. The MLPs start without output."""
         self._start(tensors, batches)
 
-    def _start(self, tensors: TargetTensors, batches: Iterable[Batch]) -> blocks.Codes:
+    def _start(self, tensors: TargetTensors, batches: Iterable[Batch]) -> blocks.ContextCodes:
         self.lm_head.weight.copy_(tensors.lm_head[self.draft_token_ids.to(tensors.lm_head.device)])
         self.norm.weight.copy_(tensors.final_norm_weight)
         for layer in self.decoder_layers():

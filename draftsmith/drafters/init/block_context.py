@@ -28,7 +28,7 @@ _SHARPNESS = 0.1  # EAGLE-3's start has 0.05; 0.1 was a little better here, on S
 
 
 @dataclass(frozen=True)
-class Codes:
+class ContextCodes:
     """What induction heads look for; P is 0 where there are none."""
 
     column: int
@@ -68,7 +68,7 @@ class _Sums:
 @torch.no_grad()
 def fit_context(
     drafter: DFlashDrafter, batches: Iterable[Batch], *, centered: bool
-) -> tuple[Codes, list[torch.Tensor]]:
+) -> tuple[ContextCodes, list[torch.Tensor]]:
     """Set `fc`. Returns the codes, and for each layer the first rows of its value projection [at most M * C, H]."""
     config = drafter.config
     hidden, width = config.hidden_size, config.fused_size
@@ -137,7 +137,9 @@ def _sums(drafter: DFlashDrafter, batches: Iterable[Batch], column: int, *, cent
     return sums
 
 
-def _fit_codes(drafter: DFlashDrafter, sums: _Sums, column: int, size: int) -> tuple[Codes, torch.Tensor, torch.Tensor]:
+def _fit_codes(
+    drafter: DFlashDrafter, sums: _Sums, column: int, size: int
+) -> tuple[ContextCodes, torch.Tensor, torch.Tensor]:
     """The codes, of `size` components; the factor of the Gram matrix; and `directions_by_importance`."""
     hidden = drafter.config.hidden_size
     coded = slice(column * hidden, (column + 1) * hidden)
@@ -147,7 +149,7 @@ def _fit_codes(drafter: DFlashDrafter, sums: _Sums, column: int, size: int) -> t
     found = torch.linalg.solve_triangular(of_found.T, found, upper=True) * sums.rows**0.5
     head = drafter.lm_head.weight * drafter.norm.weight
     by_importance = directions_by_importance(head, sums.seen[drafter.draft_token_ids], sums.moments.covariance())
-    codes = Codes(
+    codes = ContextCodes(
         column=column,
         found=found,
         weights=_SHARPNESS / (1 - correlations**2),  # times r a, which is what least squares makes of b

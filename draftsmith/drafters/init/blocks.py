@@ -37,7 +37,7 @@ from torch import nn
 from torch.nn import functional as F
 
 from draftsmith.drafters.batch import Batch
-from draftsmith.drafters.init.block_context import CODE_SCALE, FAST, Codes, fit_context
+from draftsmith.drafters.init.block_context import CODE_SCALE, FAST, ContextCodes, fit_context
 from draftsmith.drafters.init.codes import slow_pairs
 from draftsmith.drafters.init.least_squares import factor, flop_of_eigenvectors, flop_of_solve, solve, unit_rms
 from draftsmith.target.tensors import TargetTensors
@@ -59,7 +59,7 @@ _CODE_STRENGTH = 2.0  # of a code in queries and keys before their norms, which 
 
 
 @torch.no_grad()
-def start(drafter: DFlashDrafter, tensors: TargetTensors, batches: Iterable[Batch]) -> Codes:
+def start(drafter: DFlashDrafter, tensors: TargetTensors, batches: Iterable[Batch]) -> ContextCodes:
     """Set `fc` and the attention of every layer. Everything else is initialized before, outputs of attention and MLPs to 0."""
     codes, values = fit_context(drafter, batches, centered=tensors.centered_norm)
     _start_layers(drafter, batches, codes, values, centered=tensors.centered_norm)
@@ -68,7 +68,7 @@ def start(drafter: DFlashDrafter, tensors: TargetTensors, batches: Iterable[Batc
 
 
 def _start_layers(
-    drafter: DFlashDrafter, batches: Iterable[Batch], codes: Codes, values: list[torch.Tensor], *, centered: bool
+    drafter: DFlashDrafter, batches: Iterable[Batch], codes: ContextCodes, values: list[torch.Tensor], *, centered: bool
 ) -> None:
     """Set the attention of every layer, one after the other.
 
@@ -94,7 +94,7 @@ def _start_layers(
 
 
 @torch.no_grad()
-def fit_outputs(drafter: DFlashDrafter, batches: Iterable[Batch], codes: Codes, *, centered: bool) -> None:
+def fit_outputs(drafter: DFlashDrafter, batches: Iterable[Batch], codes: ContextCodes, *, centered: bool) -> None:
     """Fit the output projections of all layers together, to what `DFlashDrafter.said_by_tokens` leaves to be said. What layer 0 writes for
     layer 1's queries stays."""
     first, *others = (layer.self_attn for layer in drafter.decoder_layers())
@@ -270,7 +270,7 @@ def _size_of_rows(drafter: DFlashDrafter, batches: Iterable[Batch]) -> float:
 
 
 def _attend_by_codes(
-    attention: Attention, constant: torch.Tensor, frequencies: torch.Tensor, codes: Codes, *, size: float
+    attention: Attention, constant: torch.Tensor, frequencies: torch.Tensor, codes: ContextCodes, *, size: float
 ) -> None:
     """Make the first head of every group attend by codes, after `_attend_to_distances`; without groups, every other head.
 
@@ -306,7 +306,7 @@ def _fitted_outputs(
     drafter: DFlashDrafter,
     attentions: list[Attention],
     batches: Iterable[Batch],
-    codes: Codes | None = None,
+    codes: ContextCodes | None = None,
     *,
     centered: bool,
 ) -> list[torch.Tensor]:
@@ -339,7 +339,7 @@ def _left_to_say(
     batch: Batch,
     rows: torch.Tensor,
     states: torch.Tensor,
-    codes: Codes | None,
+    codes: ContextCodes | None,
     *,
     centered: bool,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
