@@ -23,6 +23,7 @@ from draftsmith.config.loading import load_recipe
 from draftsmith.config.recipe import Recipe
 from draftsmith.drafters import drafter_class
 from draftsmith.drafters.batch import Batch
+from draftsmith.run.cuda import native_bfloat16
 from draftsmith.store.format import Sequence
 from draftsmith.target.downloads import fetch
 from draftsmith.target.info import TargetInfo
@@ -52,12 +53,12 @@ def muon(cpu: bool) -> dict[str, str]:
     return _step(cpu, [])
 
 
-# Muon in bfloat16 takes a minute a step on a CPU without that arithmetic, for matrices of this size: `muon` shows it on smaller ones.
+# What a block costs on a CPU does not matter here, only that all of it runs.
 _SMALL = ["train.optimizer=adamw", "train.drafter.draft_vocab_size=512", "train.drafter.num_layers=1"]
 
 
 def dspark(cpu: bool) -> dict[str, str]:
-    return _step(cpu, _SMALL if cpu else [], recipes=_DSPARK, rows=32 if cpu else None)
+    return _step(cpu, _SMALL if cpu else [], recipes=_DSPARK, rows=32 if cpu else None, rates=_WARMING_UP)
 
 
 def dflash(cpu: bool) -> dict[str, str]:
@@ -72,7 +73,8 @@ def p_eagle(cpu: bool) -> dict[str, str]:
 
 def long(cpu: bool) -> dict[str, str]:
     """A micro-batch of 16k tokens in two documents, whose scores would not fit."""
-    return _step(cpu, _SMALL if cpu else [], recipes=_DSPARK, rows=64 if cpu else 16384, length=32 if cpu else 8192)
+    rows, length = (64, 32) if cpu else (16384, 8192)
+    return _step(cpu, _SMALL if cpu else [], recipes=_DSPARK, rows=rows, length=length, rates=_WARMING_UP)
 
 
 def _step(
@@ -82,23 +84,26 @@ def _step(
     recipes: tuple[str, str] = (_ON_GPU[0], _ON_CPU[0]),
     rows: int | None = None,
     length: int | None = None,
+    rates: float = 1.0,
 ) -> dict[str, str]:
     """
     Args:
         recipes: on a GPU, and on a CPU.
         rows: of the step.
         length: of a document; None for what the recipe's plan assumes.
+        rates: share of the recipe's learning rates.
 
     Raises:
         AssertionError: the loss is not finite, or does not fall on a batch that is taken again and again.
     """
     device = device_of(cpu)
     rows = rows or (_ON_CPU if cpu else _ON_GPU)[1]
+    narrow = not cpu or native_bfloat16()  # emulated, a step would take minutes
     recipe = load_recipe(
         Path(recipes[cpu]),
         [
             "train.optimizer=muon",
-            "train.precision=bfloat16",
+            f"train.precision={'bfloat16' if narrow else 'float32'}",
             f"train.tokens_per_step={rows}",
             "plan.hardware.count=1",
             *settings,
@@ -111,10 +116,10 @@ def _step(
     length = length or round(assumed.prompt_tokens + assumed.response_tokens)
     batch = with_trained_rows(recipe, make_batch(drafter, rows, length, round(assumed.prompt_tokens), steps))
     optimizers = make_optimizers(recipe.train, drafter)
-    set_learning_rates(optimizers, _WARMING_UP)
+    set_learning_rates(optimizers, rates)
 
     def step() -> torch.Tensor:
-        with torch.autocast(device.type, dtype=torch.bfloat16):
+        with torch.autocast(device.type, dtype=torch.bfloat16, enabled=narrow):
             value = loss(batch.to(device)).loss
         value.backward()
         nn.utils.clip_grad_norm_(drafter.parameters(), recipe.train.max_grad_norm)
@@ -139,7 +144,7 @@ def _step(
 
     flop = flop_of_batch(recipe, drafter, batch)
     trained, matrices = trained_parameters(recipe, drafter)
-    flop += sum(flop_of_muon(*shape, "bfloat16") for shape in matrices)
+    flop += sum(flop_of_muon(*shape, "bfloat16" if narrow else "float32") for shape in matrices)
     rate = matmul_rate(device)
     planned = sum(plan_train(recipe, assumed, drafter, layers=len(drafter.config.layer_ids)).memory_bytes.values())
     return {
