@@ -98,9 +98,8 @@ class TrainingData:
             weights = zip(batch.loss_weights.split(lengths), draws, strict=True)
             trained = [choose(options.drafter, of_row, draw) for of_row, draw in weights]
             batch = replace(batch, loss_weights=torch.cat(trained))
-            if (
-                accelerator.device.type == "cuda"
-            ):  # copies from pinned memory are several times as fast, and nothing waits for them
+            # Copies from pinned memory are several times as fast, and nothing waits for them.
+            if accelerator.device.type == "cuda":
                 batch = batch.pinned()
             loaded.append(MicroBatch(batch, idle=not share))
         return loaded
