@@ -1,8 +1,8 @@
 """The tune stage: how many tokens to draft at which load.
 
 A step of `batch` sequences with K draft tokens each costs c(batch, K) baseline steps of as many sequences and yields
-L(K) = 1 + a_1 + ... + a_K tokens per sequence, where a_i is the share of drafts whose token at position i was accepted: a chain's
-first tokens do not depend on its length. The estimated speedup is L(K) / c(batch, K), and the best K at every batch size makes
+L(K) = 1 + a_1 + ... + a_K tokens per sequence, where a_i is the share of drafts whose token at position i was accepted. It is measured at
+the highest K for all, since a chain's first tokens do not depend on its length; where those of a block do, at each K. The estimated speedup is L(K) / c(batch, K), and the best K at every batch size makes
 vLLM's schedule `num_speculative_tokens_per_batch_size`. K = 0 means that speculation does not pay at that load: verifying drafts
 needs arithmetic that is no longer idle. It costs c(batch, 0), because vLLM still feeds the idle drafter.
 
@@ -46,7 +46,7 @@ from draftsmith.serve.tune_measure import TuneEngines, measure_speedups, measure
 from draftsmith.target.info import TargetInfo, describe_target
 from draftsmith.target.prepare import prepare_target
 
-_VERSION = 7
+_VERSION = 8
 
 ByBatch = dict[str, dict[str, float]]
 """By number of sequences at once, then by K; both as strings."""
@@ -65,7 +65,7 @@ class Tuned(TypedDict):
     acceptance_per_position: list[float]
     """Share of drafts whose token at position i was accepted, at the highest K."""
     acceptance_length: dict[str, float]
-    """By K, from that."""
+    """By K: from that, or measured at each K if the drafter's tokens depend on how many it drafts."""
     step_cost: ByBatch
     """Seconds of a step over those of a baseline step with as many sequences; no less than at a smaller K (isotonic regression). K = 0:
     with an idle drafter, which cannot cost less than 1."""
@@ -130,7 +130,7 @@ def run_tune(recipe: Recipe, run_dir: Path, *, verify: bool = False) -> Tuned:
     engines = TuneEngines(recipe, target, speculates_with, every, output)
     with closing(engines.lineup):
         costs, shares = measure_steps(engines, prompts, recipe)
-        lengths = {k: 1 + sum(shares[:k]) for k in (0, *engines.ks)}
+        lengths = {0: 1.0} | {k: 1 + sum(of_k) for k, of_k in shares.items()}
         speedups = {
             batch: {k: lengths[k] / cost for k, cost in sorted(of_batch.items())} for batch, of_batch in costs.items()
         }
@@ -150,7 +150,7 @@ def run_tune(recipe: Recipe, run_dir: Path, *, verify: bool = False) -> Tuned:
         "drafter": speculates_with.name,
         "drafter_sha256": drafter_hashes,
         "sampling": {"temperature": sampling.temperature, "top_p": sampling.top_p, "top_k": sampling.top_k},
-        "acceptance_per_position": shares,
+        "acceptance_per_position": shares[max(shares)],
         "acceptance_length": {str(k): length for k, length in lengths.items()},
         "step_cost": _as_text(costs),
         "speedup": _as_text(speedups),

@@ -8,7 +8,7 @@ from pathlib import Path
 
 from draftsmith.config.recipe import Recipe
 from draftsmith.data.turns import Turn
-from draftsmith.engine.speculation import FIXED_K
+from draftsmith.engine.speculation import DEPENDING_ON_K, FIXED_K
 from draftsmith.run.errors import UserError
 from draftsmith.run.progress import Bar
 from draftsmith.serve.evaluation.curve import non_decreasing
@@ -37,6 +37,7 @@ class TuneEngines:
         self.fixed_k = (
             speculator.method.method in FIXED_K
         )  # whether vLLM drafts the same number of tokens at every load
+        self.depends_on_k = speculator.method.method in DEPENDING_ON_K
         options, self._most = recipe.tune, max(recipe.tune.concurrency)
         self.ks = sorted({*options.k})
         self._one_for_every_k = serves_every_k(speculator.method, recipe.engine)
@@ -92,22 +93,25 @@ class TuneEngines:
 
 def measure_steps(
     engines: TuneEngines, prompts: Sequence[Turn], recipe: Recipe
-) -> tuple[dict[int, dict[int, float]], list[float]]:
-    """Step cost by batch size and K, never less than at a smaller K; and the share of drafts accepted by position."""
+) -> tuple[dict[int, dict[int, float]], dict[int, list[float]]]:
+    """Step cost by batch size and K, never less than at a smaller K; and by K the share of drafts accepted by position, which for most
+    methods is measured at the highest alone: their first draft tokens are the same at every K."""
     options = recipe.tune
     costs: dict[int, dict[int, float]] = {batch: {} for batch in sorted(options.concurrency)}
-    shares: list[float] = []
+    shares: dict[int, list[float]] = {}
     for group in engines.turns([0, *engines.ks, *([] if engines.fixed_k else [_IDLE_DRAFTER])]):
         for batch, of_group in _step_costs(group, prompts, options.concurrency).items():
             costs[batch] |= of_group
-        if max(options.k) in group:
-            shares = _acceptance(group[max(options.k)], prompts, options.tokens)
+        for k in engines.ks if engines.depends_on_k else engines.ks[-1:]:
+            if k in group:
+                shares[k] = _acceptance(group[k], prompts, options.tokens)
     for of_batch in costs.values():
         if _IDLE_DRAFTER in of_batch:
             of_batch[0] = max(1.0, of_batch.pop(_IDLE_DRAFTER))
         in_order = sorted(of_batch)
         of_batch.update(zip(in_order, non_decreasing([of_batch[k] for k in in_order]), strict=True))
-    return costs, shares
+    highest = shares[engines.ks[-1]]
+    return costs, {k: shares.get(k, highest[:k]) for k in engines.ks}
 
 
 def _step_costs(

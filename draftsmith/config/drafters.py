@@ -32,6 +32,8 @@ class ServingSpec:
     """vLLM is told to draft all tokens in one forward pass (`parallel_drafting` of its `speculative_config`)."""
     single_pass: bool = False
     """The drafter's weights are read once for all draft tokens of a step, not once per token."""
+    depends_on_k: bool = False
+    """Draft tokens can depend on how many are drafted, as where those of a block attend to each other."""
     k_field: str | None = None
     """Key in `config.json` of the largest K, for kinds with a limit."""
     rows_before_drafts: int = 0
@@ -231,6 +233,7 @@ class DFlashOptions(BlockOptions):
         shares_embedding=True,
         fixed_k=True,
         single_pass=True,
+        depends_on_k=True,
         k_field="block_size",
         rows_before_drafts=1,
         mended_on_cpus=True,
@@ -251,6 +254,7 @@ class DSparkOptions(BlockOptions):
         shares_embedding=True,
         fixed_k=True,
         single_pass=True,
+        depends_on_k=True,
         k_field="block_size",
         rows_before_drafts=1,
         all_rows_field="sample_from_anchor",

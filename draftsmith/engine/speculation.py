@@ -29,6 +29,8 @@ _MTP_UNCOUNTED = {"mimo_v2", "nemotron_h", "longcat_flash", "step3p5", "dots3"}
 """Targets that have such layers but no such field."""
 FIXED_K = {"suffix", *(method_of(kind) for kind, options in KINDS.items() if options.serving.fixed_k)}
 """Methods of recipes with which vLLM drafts the same number of tokens at every load."""
+DEPENDING_ON_K = {method_of(kind) for kind, options in KINDS.items() if options.serving.depends_on_k}
+"""Methods of recipes whose draft tokens can depend on how many are drafted."""
 
 
 def method_config(

@@ -79,7 +79,7 @@ def measure_acceptance(
             batch_size=options.acceptance_batch_size,
             max_model_len=recipe.engine.max_model_len,
             leave_out=beaten
-            if first and options.engine_starts == 1 and variants.drafts_in_every_step
+            if first and options.engine_starts == 1 and variants.extends_shorter_drafts
             else lambda variant, found: False,
             token_for_token=options.sampling.greedy,
         )

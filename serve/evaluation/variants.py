@@ -8,7 +8,7 @@ from typing import Any
 
 from draftsmith.config.methods import NGram, Suffix
 from draftsmith.config.recipe import Recipe
-from draftsmith.engine.speculation import method_config
+from draftsmith.engine.speculation import DEPENDING_ON_K, method_config
 from draftsmith.serve.evaluation.configurations import Configuration, configurations
 from draftsmith.serve.evaluation.engine import EngineSpec
 from draftsmith.serve.evaluation.lineup import Lineup, engine_starter, find_placement, serves_every_k
@@ -83,9 +83,11 @@ class Variants:
         return int(config["num_speculative_tokens"]) if config else 0
 
     @property
-    def drafts_in_every_step(self) -> bool:
-        """Whether what is measured at every K does; lookup does not."""
-        return not isinstance(self._speculator.method, NGram | Suffix)
+    def extends_shorter_drafts(self) -> bool:
+        """Whether what is measured drafts at a larger K what it drafts at a smaller one, and more tokens after that, in every step. Lookup
+        drafts in some steps only, and a block's tokens can depend on how many there are."""
+        method = self._speculator.method
+        return not isinstance(method, NGram | Suffix) and method.method not in DEPENDING_ON_K
 
     def lineup(self) -> Lineup[Any]:
         """The engines that are up; none is started yet."""

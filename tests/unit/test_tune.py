@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from hypothesis import given
 from hypothesis import strategies as st
 from pydantic import TypeAdapter
@@ -19,6 +20,7 @@ from draftsmith.serve import server
 from draftsmith.serve.evaluation import lineup
 from draftsmith.serve.schedule import make_schedule, schedule_of
 from draftsmith.serve.tune import Tuned, run_tune
+from tests.unit import fake_engine
 from tests.unit.fake_engine import COSTS, Engine, make_recipe_and_run, pretend_gpu
 
 
@@ -95,6 +97,34 @@ def test_an_engine_for_every_k_gives_the_ratios_of_one_for_each(
         assert found[key] == whole[key]  # type: ignore[literal-required]
     for key in ("measured", "schedule_measured"):
         assert json.dumps(found[key], sort_keys=True) == json.dumps(whole[key], sort_keys=True)  # type: ignore[literal-required]
+
+
+class BlocksAgree(Engine):
+    """A drafter whose tokens attend to each other: the first is right in every second step of blocks of one, in three of four of longer ones."""
+
+    def generate(self, *arguments: Any, **named: Any) -> Any:
+        with pytest.MonkeyPatch.context() as patch:
+            if self.config.num_speculative_tokens == 1:
+                patch.setattr(fake_engine, "ACCEPTED", [1, 0])
+            return super().generate(*arguments, **named)
+
+
+def test_a_block_s_acceptance_is_measured_at_each_k(
+    run: tuple[recipe.Recipe, Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(
+        lineup, "start_engines", lambda configs, folder, on_ready: [BlocksAgree(config) for config in configs]
+    )
+    loaded, run_dir = run
+    found = run_tune(loaded, run_dir)
+    assert found["acceptance_length"]["1"] == 1.75, "EAGLE-3's first draft token is the same at every K"
+    drafter = run_dir / "vllm"
+    (drafter / "config.json").write_text(json.dumps({"architectures": ["DFlashDraftModel"], "block_size": 4}))
+    torch.save(torch.zeros(4), drafter / "mask_embedding.pt")
+    found = run_tune(loaded, run_dir)
+    # Answers end before a round of four steps does.
+    assert found["acceptance_length"] == pytest.approx({"0": 1.0, "1": 1.5, "2": 2.25, "3": 2.5}, abs=0.03)
+    assert found["acceptance_per_position"] == [0.75, 0.5, 0.25]
 
 
 def test_roofline_is_bytes_or_flop(run: tuple[recipe.Recipe, Path]) -> None:
