@@ -2,10 +2,11 @@
 
 The store is that of `recipes/learn.yaml`, extracted when it is missing. What it holds out is divided into two halves. On the
 tuning part everything is chosen: learning rates, numbers of epochs and states read for the references and the peer, by sweeps;
-the epoch for ours, and that DFlash and DSpark learn a distribution; our learning rates were chosen on other text. States and learning rates are chosen by trainings of one epoch,
-each with its whole schedule, and after them the number of epochs; of block drafters, Medusa and the MLP speculator, whose peers and
-references take a quarter of an hour an epoch, learning rates alone, with as many epochs as ours. On the report part nobody chose anything: there acceptance is
-predicted for all, by the same code, and there vLLM measures ours, which must be within 3% of what was predicted.
+the epoch for ours, that DFlash and DSpark learn a distribution, and our learning rates for DFlash, DSpark, Medusa and the MLP speculator
+(those of the others were chosen on other text). For references and the peer, states and learning rates are chosen by trainings of one
+epoch, each with its whole schedule, and after them the number of epochs; for block drafters, Medusa and the MLP speculator, where an
+epoch takes a quarter of an hour, learning rates alone, with as many epochs as ours. On the report part nobody chose anything: there
+acceptance is predicted for all, by the same code, and there vLLM measures ours, which must be within 3% of what was predicted.
 
 EAGLE-3 is trained with that recipe's options, the other kinds with their own recipe's (`recipes/smollm2-KIND.yaml`); DFlash and
 DSpark in shorter blocks and in steps of the peer's size. EAGLE-3, P-EAGLE,

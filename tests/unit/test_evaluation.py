@@ -5,6 +5,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from pydantic import TypeAdapter
 
 from draftsmith.config import recipe
@@ -234,6 +235,13 @@ def test_engines_are_started_when_they_are_needed(
         "baseline-float32-again",
         "K2-float32",  # acceptance on two suites, speed
     ]
+    # A block of four need not begin as one of three does, so K = 3 is measured.
+    options["acceptance_k"] = 2
+    drafter = run_dir / "vllm"
+    (drafter / "config.json").write_text(json.dumps({"architectures": ["DFlashDraftModel"], "block_size": 4}))
+    torch.save(torch.zeros(4), drafter / "mask_embedding.pt")
+    found = run_evaluate(loaded.model_copy(update={"evaluate": loaded.evaluate.model_copy(update=options)}), run_dir)
+    assert set(found["k_curve"]) == {"1", "2", "3"}
 
 
 class Drifting(Engine):
