@@ -22,16 +22,19 @@ import numpy as np
 from draftsmith.config.methods import NGram
 from draftsmith.config.recipe import Recipe
 from draftsmith.run.progress import Bar
+from draftsmith.serve.evaluation.curve import non_decreasing
 from draftsmith.serve.evaluation.engine import EngineHost, EngineSpec, start_engines
 from draftsmith.store.format import Sequence
 from tests.benchmarks.bench_learn import learn_recipe, learn_target, learn_text
 from tests.benchmarks.figures import Figure, figure
 
-KS, LEAST, MOST = (2, 3, 4, 5, 8), (1, 2, 3, 4, 5), (3, 5, 8)
+KS, LEAST, MOST = (2, 3, 4, 5, 8), (1, 2, 3, 4, 5), (3, 5, 8, 12, 16)
 """N-gram: draft tokens, and the fewest and the most last tokens to match."""
-SUFFIX_KS, PROBABILITIES, FACTORS = (2, 3, 4, 5, 8, 24), (0.1, 0.3, 0.5), (1.0, 2.0)
+SUFFIX_KS, PROBABILITIES, FACTORS = (2, 3, 4, 5, 8, 16, 24), (0.0, 0.05, 0.1, 0.3, 0.5), (0.5, 1.0, 2.0, 4.0)
 """Suffix: most draft tokens, `suffix_decoding_min_token_prob` and `suffix_decoding_max_spec_factor`."""
 DEPTH = 24
+"""`suffix_decoding_max_tree_depth`, vLLM's default: a match and its draft together, so no draft is longer."""
+TIMED_KS = (*KS, 16, DEPTH)
 TIMED, ROUNDS, TIMED_LOOKUP = 8, 2, (1, 5)
 """Prompts for timing engines, rounds, and the fewest and most tokens to match: with a draft in most steps."""
 
@@ -87,7 +90,7 @@ def _figures(
     against = (
         f"the baseline; {', '.join(f'{key} {value:g}' for key, value in zip(settings, best, strict=True))}; "
         f"{sum(hits + 1 for _, hits in steps) / len(steps):.3f} tokens per step, a draft in "
-        f"{sum(drafted > 0 for drafted, _ in steps) / len(steps):.2f} of the steps; a step of {KS[-1]} costs {cost(KS[-1]):.2f}"
+        f"{sum(drafted > 0 for drafted, _ in steps) / len(steps):.2f} of the steps; a step of {', '.join(f'{k} costs {cost(k):.2f}' for k in (1, *TIMED_KS))}"
     )
     if default is not None:
         usual = (default.num_speculative_tokens, default.prompt_lookup_min, default.prompt_lookup_max)
@@ -167,13 +170,13 @@ def suffix_steps(answers: list[Answer], k: int, probability: float, factor: floa
 
 
 def step_costs(recipe: Recipe, prompts: list[list[int]]) -> tuple[Callable[[int], float], float]:
-    """The cost of a step that verifies n draft tokens, in baseline steps: 1 for none, else a line fitted to the costs at every K
-    (steps without a draft cost as much as the baseline's); and the largest difference over K between vLLM's number of steps with a draft and
-    that of `walk`, relative.
+    """The cost of a step that verifies n draft tokens, in baseline steps: 1 for none, else on straight lines between the costs at every K,
+    none lower than at a smaller K (steps without a draft cost as much as the baseline's); and the largest difference over K between
+    vLLM's number of steps with a draft and that of `walk`, relative.
 
     Steps are those of `walk`: vLLM also counts draft tokens as accepted that an answer's end cuts off, so its own counts do not give them.
     """
-    totals = {k: np.zeros(4) for k in (0, *KS)}  # seconds; steps, and with a draft; the same by vLLM
+    totals = {k: np.zeros(4) for k in (0, *TIMED_KS)}  # seconds; steps, and with a draft; the same by vLLM
     with tempfile.TemporaryDirectory() as folder:
         hosts = start_engines([_engine(recipe, k) for k in totals], Path(folder))
         try:
@@ -190,14 +193,14 @@ def step_costs(recipe: Recipe, prompts: list[list[int]]) -> tuple[Callable[[int]
     baseline = totals[0][0] / totals[0][1]
     costs = [
         (seconds - (steps - drafting) * baseline) / drafting / baseline
-        for seconds, steps, drafting, _ in (totals[k] for k in KS)
+        for seconds, steps, drafting, _ in (totals[k] for k in TIMED_KS)
     ]
-    slope, first = np.polyfit(KS, costs, 1)
+    in_order = non_decreasing([1.0, *costs])
 
     def cost(drafted: int) -> float:
-        return max(1.0, float(first + slope * drafted)) if drafted else 1.0
+        return float(np.interp(drafted, (0, *TIMED_KS), in_order))
 
-    return cost, max(abs(totals[k][3] / totals[k][2] - 1) for k in KS)
+    return cost, max(abs(totals[k][3] / totals[k][2] - 1) for k in TIMED_KS)
 
 
 def _engine(recipe: Recipe, k: int) -> EngineSpec:
@@ -214,7 +217,7 @@ def _engine(recipe: Recipe, k: int) -> EngineSpec:
         engine=recipe.engine,
         speculative=speculative if k else None,
         max_num_seqs=1,
-        memory_share=1 / (len(KS) + 1),
+        memory_share=1 / (len(TIMED_KS) + 1),
     )
 
 
