@@ -30,7 +30,7 @@ def orthogonalize(matrices: Sequence[torch.Tensor], dtype: torch.dtype) -> list[
     Args:
         matrices: of one shape, or its transpose; in float32 and above only the shorter sides must be equal. They are batched,
             since one such product is too small to keep a processor busy.
-        dtype: of the products; on a GPU, float32 must not mean TF32 (torch's default is that it does not).
+        dtype: of the products; on a GPU, float32 must not mean TF32 (`run_train` sees to it).
     """
     wide = [(m if m.shape[0] <= m.shape[1] else m.T).to(dtype) for m in matrices]
     changed = _by_gram_matrix(wide) if dtype in (torch.float32, torch.float64) else _by_matrix(wide)

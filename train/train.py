@@ -102,6 +102,8 @@ def run_train(recipe: Recipe, run_dir: Path) -> dict[str, Any]:
         return done
     require_usable_gpus()
     disable_malloc_trim()
+    # NVIDIA's containers make float32 products TF32, which the least squares of the initialization and Muon's Gram matrices cannot do with.
+    torch.set_float32_matmul_precision("highest")
     accelerator = make_accelerator(recipe, run_dir)
     precision = recipe.train.precision_on(accelerator.device.type)
     recipe = recipe.model_copy(update={"train": recipe.train.model_copy(update={"precision": precision})})

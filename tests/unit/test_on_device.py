@@ -22,6 +22,7 @@ from draftsmith.train import loss as loss_module
 from draftsmith.train.loss import ChainLoss
 from draftsmith.train.muon import Muon, orthogonalize
 from draftsmith.train.packing import pack
+from draftsmith.train.predict import open_run, predict
 from draftsmith.train.train import run_train
 from tests.unit.flex_on_cpu import use_flex
 from tests.unit.test_eagle3 import make_sequence
@@ -213,3 +214,27 @@ def test_a_whole_training(
     for k, expected in on_cpu[kind].items():
         # 10%: two other draft tokens of 34 held-out rows are 0.06.
         assert found[k] == pytest.approx(expected, rel=1e-6 if precision == "float32" and DEVICE.type == "cpu" else 0.1)
+
+
+def test_float32_does_not_mean_tf32_in_training(folder: Path, tmp_path: Path) -> None:
+    """NVIDIA's containers begin with TF32 (TORCH_ALLOW_TF32_CUBLAS_OVERRIDE)."""
+    before = torch.get_float32_matmul_precision()
+    torch.set_float32_matmul_precision("high")
+    try:
+        trained(folder, tmp_path / "run", "eagle3", "float32")
+        assert torch.get_float32_matmul_precision() == "highest"
+    finally:
+        torch.set_float32_matmul_precision(before)
+
+
+@pytest.mark.parametrize("kind", ["eagle3", "dspark"])
+def test_predictions_of_a_finished_run(folder: Path, tmp_path: Path, kind: str) -> None:
+    """`draftsmith predict` puts the drafter, the batches and the target's head on the device, as training does."""
+    found = trained(folder, tmp_path / "run", kind, "float32")
+    recipe = make_recipe(folder, **KINDS[kind], precision="float32")
+    assert open_run(recipe, tmp_path / "run", None).device.type == DEVICE.type
+    greedy = predict(recipe, tmp_path / "run")
+    assert greedy["predicted_acceptance_length"] == pytest.approx(found, abs=1e-3)
+    sampled = recipe.model_copy(update={"evaluate": recipe.evaluate.model_copy(update={"temperature": 0.8})})
+    lengths = predict(sampled, tmp_path / "run")["predicted_acceptance_length"]
+    assert lengths.keys() == found.keys() and lengths["1"] > 1
