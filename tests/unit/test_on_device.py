@@ -237,4 +237,5 @@ def test_predictions_of_a_finished_run(folder: Path, tmp_path: Path, kind: str) 
     assert greedy["predicted_acceptance_length"] == pytest.approx(found, abs=1e-3)
     sampled = recipe.model_copy(update={"evaluate": recipe.evaluate.model_copy(update={"temperature": 0.8})})
     lengths = predict(sampled, tmp_path / "run")["predicted_acceptance_length"]
-    assert lengths.keys() == found.keys() and lengths["1"] > 1
+    assert lengths.keys() == found.keys()
+    assert lengths["1"] > 1
