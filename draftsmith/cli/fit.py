@@ -85,7 +85,8 @@ def check_fits(
     if not evaluation:
         return
     environment.require_parallelism(recipe.engine, config)
-    require_quantization(recipe.engine, config, target=name, dtype=dtype)
+    for timed in {dtype, *(recipe.evaluate.dtypes or ())}:
+        require_quantization(recipe.engine, config, target=name, dtype=timed)
     drafter = drafter_on_meta(recipe, config, layer_ids)
     drafter_bytes = BYTES[dtype] * sum(math.prod(shape) for shape in drafter.shapes(drafter.config).values())
     gpus = environment.gpus()

@@ -68,8 +68,8 @@ class EvaluateConfig(Section):
     """How often engines are started to time steps and answers. Identical engines differ by several percent, so published figures
     need at least three starts; with one, intervals are over prompts alone."""
     dtypes: tuple[Literal["float32", "bfloat16", "float16"], ...] | None = None
-    """Dtypes in which the baseline and the drafter are timed, beside the target's. Default: those that the machine has arithmetic for.
-    The speedup is also reported over the fastest baseline."""
+    """Dtypes in which the baseline and the drafter are timed, beside the target's. Default: those that the machine has arithmetic for;
+    of a quantized target, none. The speedup is also reported over the fastest baseline."""
     step_cost_prompts: int = Field(12, ge=1)
     """Prompts of the first suite for timing steps, one at a time, at every K, in each engine start."""
     timing_prompts: int = Field(16, ge=1)

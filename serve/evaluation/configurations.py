@@ -16,6 +16,8 @@ from draftsmith.engine.environment import is_cpu
 from draftsmith.engine.platform import current_platform
 from draftsmith.serve.evaluation.schema import AtStart, Fidelity, Measured, Ratio, Throughput, Variant
 from draftsmith.serve.evaluation.throughput import paired, speedup, tokens_per_second
+from draftsmith.target.info import TargetInfo
+from draftsmith.target.quantization import stated_quantization
 
 AGAIN = ", again"
 """Suffix of the name of a second, identical engine."""
@@ -68,13 +70,24 @@ def machine_dtypes() -> list[str]:
     return ["float32", "bfloat16"] if current_platform().has_bfloat16() else ["float32"]
 
 
+def timed_dtypes(recipe: Recipe, target: TargetInfo) -> list[str]:
+    """The recipe's `evaluate.dtypes`; by default those of the machine, or a quantized target's own alone: for most quantized weights vLLM
+    has no arithmetic in float32 (`engine/quantization.py`), which is among a CPU's."""
+    quantized = stated_quantization(target.config) or recipe.engine.options.get("quantization")
+    return list(recipe.evaluate.dtypes or ([recipe.target.dtype] if quantized else machine_dtypes()))
+
+
 def configurations(recipe: Recipe, k: int, *, in_flight: int = 1) -> list[Configuration]:
     """The baseline, twice, and the drafter in the recipe's dtype, both once in other dtypes, then other methods.
 
     Other methods are only measured with one request in flight.
+
+    Args:
+        recipe: with `evaluate.dtypes` as `timed_dtypes` has them.
     """
     own = recipe.target.dtype
-    others = [dtype for dtype in recipe.evaluate.dtypes or machine_dtypes() if dtype != own]
+    assert recipe.evaluate.dtypes is not None
+    others = [dtype for dtype in recipe.evaluate.dtypes if dtype != own]
     return [
         Configuration(0, own),
         Configuration(0, own, again=True),

@@ -48,7 +48,7 @@ from draftsmith.run.errors import DraftsmithError, UserError
 from draftsmith.run.progress import console
 from draftsmith.run.stage import StageRun
 from draftsmith.serve.evaluation.acceptance import measure_acceptance
-from draftsmith.serve.evaluation.configurations import Configuration, machine_dtypes
+from draftsmith.serve.evaluation.configurations import Configuration, timed_dtypes
 from draftsmith.serve.evaluation.curve import predicted_speedup, rivals
 from draftsmith.serve.evaluation.engine import say_options
 from draftsmith.serve.evaluation.leakage import overlap
@@ -110,6 +110,8 @@ def run_evaluate(recipe: Recipe, run_dir: Path) -> Results:
         "evaluate": recipe.evaluate.model_dump(mode="json"),
         "dtype": recipe.target.dtype,
     }
+    dtypes = timed_dtypes(recipe, target)
+    recipe = recipe.model_copy(update={"evaluate": recipe.evaluate.model_copy(update={"dtypes": dtypes})})
     inputs = digest(
         {
             "version": RESULTS_VERSION,
@@ -117,7 +119,7 @@ def run_evaluate(recipe: Recipe, run_dir: Path) -> Results:
             "drafter": dict(speculates_with.sha256),
             "prompts": {name: [[p.id, p.messages, p.tools, p.reference] for p in items] for name, items in prompts.items()},
             "served": recipe.serve.vllm_args if recipe.evaluate.request_rates else None,
-            "dtypes": recipe.evaluate.dtypes or machine_dtypes(),
+            "dtypes": dtypes,
             "max_tokens": recipe.extract.response_tokens(held_out=True),
             "predicted": predicted,
             **sections,
@@ -171,6 +173,7 @@ def evaluate(
     """Measure what `partial` does not have yet; writes only `partial.json` and logs.
 
     Args:
+        recipe: with `evaluate.dtypes` as `timed_dtypes` has them.
         speculates_with: what is measured at every K, with its recipe (`Speculator.measured`).
         suites: the first gives the K curve.
         renderer: for later turns.

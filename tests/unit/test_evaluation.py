@@ -14,7 +14,7 @@ from draftsmith.data.turns import TurnRenderer
 from draftsmith.run import stage
 from draftsmith.run.atomic_io import write_json
 from draftsmith.run.errors import UserError
-from draftsmith.serve.evaluation import acceptance, compare, evaluate, lineup, speed
+from draftsmith.serve.evaluation import acceptance, compare, configurations, evaluate, lineup, speed
 from draftsmith.serve.evaluation.engine import EngineSpec
 from draftsmith.serve.evaluation.evaluate import run_evaluate
 from draftsmith.serve.evaluation.schema import Results
@@ -387,3 +387,42 @@ def test_the_fastest_baseline_is_what_counts(run: tuple[recipe.Recipe, Path], mo
     assert suite["speedup_over_fastest_baseline"] == pytest.approx(suite["speedup"] / 1.5)
     assert timed["speedup_over_fastest_baseline"]["by_start"] == pytest.approx([suite["speedup"] / 1.5] * 3)
     assert timed["speedups"]["K = 2, bfloat16"]["value"] == pytest.approx(suite["speedup"] / 1.5)
+
+
+@pytest.mark.parametrize(("on_gpu", "native", "dtypes"), [
+    (False, True, ["float32", "bfloat16"]), (False, False, ["float32"]), (True, True, ["bfloat16"]), (True, False, ["float16"]),
+])  # fmt: skip
+def test_the_dtypes_of_machines(on_gpu: bool, native: bool, dtypes: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("torch.cuda.is_available", lambda: on_gpu)
+    monkeypatch.setattr("torch.cuda.is_bf16_supported", lambda including_emulation: native)
+    monkeypatch.setattr("torch.cpu.get_capabilities", lambda: {"avx512_bf16": native and not on_gpu}, raising=False)
+    assert configurations.machine_dtypes() == dtypes
+
+
+@pytest.mark.parametrize(("stated", "options"), [
+    ({"quant_method": "awq", "bits": 4, "group_size": 128}, {}), (None, {"quantization": "fp8_per_channel"}),
+])  # fmt: skip
+def test_a_quantized_target_is_timed_in_its_own_dtype(
+    run: tuple[recipe.Recipe, Path],
+    stated: dict[str, Any] | None,
+    options: dict[str, Any],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """vLLM refuses float32 for its weights, and what the recipe asks for is not overruled."""
+    loaded, run_dir = run
+    monkeypatch.setattr("draftsmith.engine.quantization._has_avx512", lambda: True)
+    monkeypatch.setattr(configurations, "machine_dtypes", lambda: ["float32", "bfloat16"])
+    path = run_dir.parent / "target" / "config.json"
+    path.write_text(json.dumps(json.loads(path.read_text()) | ({"quantization_config": stated} if stated else {})))
+    loaded = loaded.model_copy(
+        update={
+            "target": loaded.target.model_copy(update={"dtype": "bfloat16"}),
+            "engine": loaded.engine.model_copy(update={"options": options}),
+        }
+    )
+    found = run_evaluate(loaded, run_dir)
+    assert {config.dtype for config in Engine.started} == {"bfloat16"}
+    assert found["suites"]["questions"]["throughput"]["fastest_baseline"] == "baseline, bfloat16"
+    both = loaded.evaluate.model_copy(update={"dtypes": ("bfloat16", "float16")})
+    run_evaluate(loaded.model_copy(update={"evaluate": both}), run_dir)
+    assert {config.dtype for config in Engine.started} == {"bfloat16", "float16"}

@@ -7,7 +7,8 @@ from typing import Any
 import pytest
 from transformers import LlamaConfig
 
-from draftsmith.config.recipe import EngineConfig, ExtractConfig
+from draftsmith.cli.fit import check_fits
+from draftsmith.config.recipe import EngineConfig, ExtractConfig, Recipe
 from draftsmith.engine import quantization
 from draftsmith.engine.fit import require_extraction
 from draftsmith.engine.process import EngineProcess
@@ -121,3 +122,19 @@ def test_no_engine_starts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> No
     recipe = recipe.model_copy(update={"extract": recipe.extract.model_copy(update={"max_tokens": 20})})
     with pytest.raises(UserError, match=r"target is quantized \(gptq\)"):
         run_evaluate(recipe, run_dir)
+
+
+def test_a_dtype_of_the_evaluation_is_refused_before_extraction() -> None:
+    """Not after the training, when the evaluation starts its engines."""
+    loaded = Recipe.model_validate(
+        {"name": "r", "target": {"model": "owner/target", "dtype": "bfloat16"}, "extract": {"prompts": {"path": "p"}}}
+    )
+    config = LlamaConfig(
+        hidden_size=64, intermediate_size=64, num_hidden_layers=4, num_attention_heads=8, vocab_size=100
+    )
+    config.quantization_config = AWQ
+    check_fits(loaded, config)
+    asked = loaded.model_copy(update={"evaluate": loaded.evaluate.model_copy(update={"dtypes": ("float32",)})})
+    with pytest.raises(UserError, match=r"owner/target is quantized \(awq\).*leave float32 out of `evaluate\.dtypes`"):
+        check_fits(asked, config)
+    check_fits(asked, config, evaluation=False)
