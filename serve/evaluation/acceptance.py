@@ -75,7 +75,6 @@ def measure_acceptance(
             compared,
             suite,
             renderer,
-            piece=1 + max(map(variants.num_speculative_tokens, compared)),
             batch_size=options.acceptance_batch_size,
             max_model_len=recipe.engine.max_model_len,
             leave_out=beaten
@@ -105,7 +104,8 @@ class InBatches:
     """The baseline's included."""
     baseline_seconds: float
     different: list[Difference]
-    control: Control | None
+    controls: dict[int, Control]
+    """By `Control.piece`."""
 
 
 @dataclass
@@ -123,7 +123,6 @@ def in_batches(
     suite: SuiteInput,
     renderer: TurnRenderer,
     *,
-    piece: int,
     batch_size: int,
     max_model_len: int,
     leave_out: Callable[[Variant, Mapping[Variant, AcceptanceByPrompt]], bool],
@@ -135,7 +134,6 @@ def in_batches(
         groups: what is asked together, the baseline and others, until each of `compared` was in one. With several groups the
             baseline answers in the first, and its answers stand for all.
         compared: the variants that speculate.
-        piece: of the control (`fidelity.control`): one more than the longest draft of any of them.
         leave_out: whether not to ask a variant, after what was found of those before it.
         token_for_token: whether to compare answers with the baseline's, which only greedy ones can be.
     """
@@ -144,7 +142,8 @@ def in_batches(
     accepted: dict[Variant, AcceptanceByPrompt] = {}
     different: list[Difference] = []
     batches: list[_Batch] = []
-    control: Control | None = None
+    pieces: dict[Variant, int] = {}
+    controls: dict[int, Control] = {}
     most = sum(1 + len(turn.later) for turn in suite.prompts)
     for engines in groups:
         here = [variant for variant in compared if variant in engines]
@@ -179,8 +178,11 @@ def in_batches(
                 accepted[variant] = _by_prompt(engines[variant].counters() - before, batches, answers[variant])
         if first:
             _say_left_out(suite, batches)
-        if different and control is None:
-            control = _control(engines[0], suite, batches, piece, batch_size, max_model_len)
+        for variant in here:
+            # Longer pieces may round in more places, and would excuse faults of short drafts.
+            piece = pieces[variant] = 1 + engines[variant].config.num_speculative_tokens
+            if piece not in controls and any(_is_of(one, variant) for one in different):
+                controls[piece] = _control(engines[0], suite, batches, piece, batch_size, max_model_len)
     asked = [turn for batch in batches for turn in batch.turns]
     baseline = [answer for batch in batches for answer in batch.baseline]
     at: dict[Variant, SuiteAtK] = {}
@@ -190,13 +192,13 @@ def in_batches(
             **found_of,
             "acceptance_length_interval": acceptance_interval(found_of["by_prompt"]),
             "prompts_identical": len(asked) - len(own) if token_for_token else None,
-            "fidelity": fidelity.judge(own, [turn.id for turn in asked], baseline, control)
+            "fidelity": fidelity.judge(own, [turn.id for turn in asked], baseline, controls.get(pieces[variant]))
             if token_for_token
             else fidelity.not_compared(len(asked)),
             "seconds": seconds[variant],
         }
     baseline_seconds = sum(batch.seconds for batch in batches)
-    return InBatches(asked, at, {0: baseline, **answers}, baseline_seconds, different, control)
+    return InBatches(asked, at, {0: baseline, **answers}, baseline_seconds, different, controls)
 
 
 def _baseline_answers(
@@ -239,7 +241,7 @@ def _control(
 ) -> Control:
     """The effect of rounding alone on the baseline's answers, read again in pieces."""
     asked = [turn for batch in batches for turn in batch.turns]
-    with Bar(f"{suite.name}: control", total=len(asked), unit="answers") as bar:
+    with Bar(f"{suite.name}: control, {piece} tokens at once", total=len(asked), unit="answers") as bar:
         return fidelity.control(
             engine,
             [turn.token_ids for turn in asked],
@@ -294,6 +296,9 @@ def _measured(
         "draft_tokens": at_best["draft_tokens"],
         "accepted": at_best["accepted"],
     }
+    controls: list[Control] = [
+        {**one, "margins": one["margins"][: fidelity.DIFFERENCES_KEPT]} for _, one in sorted(found.controls.items())
+    ]
     category_of = {turn.id: turn.conversation.category for turn in found.turns if turn.conversation.category}
     return {
         **at_best_acceptance,
@@ -305,8 +310,8 @@ def _measured(
         "identical_to_baseline": not any(one["method"] is None for one in found.different)
         if recipe.evaluate.sampling.greedy
         else None,
-        "control": found.control
-        and {**found.control, "margins": found.control["margins"][: fidelity.DIFFERENCES_KEPT]},
+        "control": controls[-1] if controls else None,
+        "controls": controls,
         "differences": found.different[: fidelity.DIFFERENCES_KEPT],
         "at_k": {str(k): found.at[k] for k in ks if k in found.at},
         "baseline_seconds": found.baseline_seconds,

@@ -322,8 +322,11 @@ class SuiteAcceptance(Acceptance):
     identical_to_baseline: bool | None
     """Every answer of the run's drafter on this suite, at every K in `at_k`, equals the baseline's. None for sampled answers."""
     control: Control | None
-    """With the first few `margins`. None if every answer equals the baseline's, of other methods too: then there is nothing to explain. None
+    """The last of `controls`. None if every answer equals the baseline's, of other methods too: then there is nothing to explain. None
     for sampled answers."""
+    controls: NotRequired[list[Control]]
+    """With the first few `margins`: one for each number of draft tokens with which answers differ, ascending. A variant is judged by the one
+    whose `piece` is one more than its own. Not in results of earlier versions, where `control` judged all variants."""
     differences: list[Difference]
     """The first few, of the run's drafter and of other methods."""
     at_k: dict[str, SuiteAtK]

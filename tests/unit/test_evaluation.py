@@ -1,6 +1,7 @@
 """Evaluation with fake engines on a simulated clock: what is measured, and what is not measured twice."""
 
 import json
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -363,6 +364,66 @@ def test_wrong_answers_have_an_exit_status_of_their_own(
     assert found["suites"]["questions"]["control"]["tokens"] == 16 * 21
     assert "changes the text" in (run_dir / "eval" / "report.html").read_text()
     assert loaded.evaluate.acceptance_k == 3
+
+
+class RoundsInLongPieces(Engine):
+    """An engine whose answers also differ while it drafts eight tokens, all at near-ties. Reading more than four tokens at once rounds."""
+
+    read: list[int] = []  # noqa: RUF012
+
+    @property
+    def token(self) -> int:
+        return 8 if self.config.speculative and self.at(1)[0] in (3, 8) else 7
+
+    @token.setter
+    def token(self, value: int) -> None:
+        pass
+
+    def at(self, batch: int) -> tuple[int, float]:
+        return (8, 0.1) if self.config.num_speculative_tokens == 8 else super().at(batch)
+
+    def logit_margin(self, context: list[int], token: int, other: int) -> float | None:
+        return 0.0
+
+    def margins_read_again(
+        self, prompts: Sequence[Any], answers: Sequence[Any], piece: int
+    ) -> list[list[float | None]]:
+        self.read.append(piece)
+        return [[0.0 if piece > 4 else None] * len(answer) for answer in answers]
+
+
+def test_long_drafts_of_another_method_excuse_no_fault_of_short_ones(
+    run: tuple[recipe.Recipe, Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(
+        lineup, "start_engines", lambda configs, folder, on_ready: [RoundsInLongPieces(config) for config in configs]
+    )
+    loaded, run_dir = run
+    long = {"method": "ngram", "num_speculative_tokens": 8}
+    options = loaded.evaluate.model_dump() | {
+        "methods": {"lookup": long, "other": long, "short": long | {"num_speculative_tokens": 3}}, "only": ["questions"],
+        "dtypes": ["float32"], "engine_starts": 1,
+    }  # fmt: skip
+    loaded = loaded.model_copy(update={"evaluate": EvaluateConfig.model_validate(options)})
+    RoundsInLongPieces.read.clear()
+    with pytest.raises(evaluate.WrongAnswersError, match=r"questions, K = 3: 16 of 16 answers differ, 0 of them"):
+        run_evaluate(loaded, run_dir)
+    suite = json.loads((run_dir / "eval" / "results.json").read_text())["suites"]["questions"]
+    assert {k: one["fidelity"]["verdict"] for k, one in suite["at_k"].items()} == {
+        "1": "identical",
+        "2": "identical",
+        "3": "wrong",
+    }
+    assert {name: one["fidelity"]["verdict"] for name, one in suite["methods"].items()} == {
+        "lookup": "near_ties",
+        "other": "near_ties",
+        "short": "wrong",
+    }
+    assert [(one["piece"], one["differing"]) for one in suite["controls"]] == [(4, 0), (9, 16)]
+    assert suite["control"] == suite["controls"][-1]
+    # Once for all variants with drafts of a length, in batches of four; then once more for each of the timed methods.
+    assert RoundsInLongPieces.read[:8] == [4] * 4 + [9] * 4
+    assert set(RoundsInLongPieces.read[8:]) == {4, 9}
 
 
 class FastInHalf(Drifting):
