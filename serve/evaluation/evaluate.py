@@ -60,7 +60,7 @@ from draftsmith.serve.evaluation.sampled_fidelity import measure_sampled_fidelit
 from draftsmith.serve.evaluation.schema import MethodAtSuite, Results, Suite
 from draftsmith.serve.evaluation.speed import combined, concurrent_load, measure_speeds, suite_load
 from draftsmith.serve.evaluation.step_cost import measure_step_costs
-from draftsmith.serve.evaluation.suites import SuiteInput, load_suite, render_suite, turn_renderer
+from draftsmith.serve.evaluation.suites import SuiteInput, draw, load_suite, render_suite, turn_renderer
 from draftsmith.serve.evaluation.summary import print_table
 from draftsmith.serve.evaluation.variants import Variants
 from draftsmith.serve.schedule import k_at, schedule_of
@@ -273,12 +273,12 @@ def _measure_rates(
     log_dir: Path,
     partial: PartialResults,
 ) -> None:
-    """Two servers at every request rate, with the last prompts of the suite."""
+    """Two servers at every request rate, with prompts of the suite, drawn by category."""
     speculative = variants.speculative_config(k)
     assert speculative is not None
     check_graph_sizes(recipe.engine.options | recipe.serve.vllm_args, k)
     wanted = recipe.evaluate.request_prompts
-    asked = [renderer.renderer.prompt_text(turn.conversation) for turn in suite.prompts[-wanted:]]
+    asked = [renderer.renderer.prompt_text(turn.conversation) for turn in draw(suite.prompts, wanted, seed=recipe.seed)]
     if len(asked) < wanted:
         console.print(f"evaluate: the first suite has {len(asked)} prompts, fewer than evaluate.request_prompts")
     at_request_rates(

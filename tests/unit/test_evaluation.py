@@ -112,7 +112,32 @@ def test_answers_are_scored_and_rates_asked(run: tuple[recipe.Recipe, Path], mon
     }
     [(speculative, prompts)] = asked
     assert speculative["num_speculative_tokens"] == 2
-    assert prompts == [f"question {number}" for number in (12, 13, 14, 15)]
+    assert len(set(prompts)) == 4
+    assert set(prompts) <= {f"question {number}" for number in range(16)}
+    assert prompts != [f"question {number}" for number in (12, 13, 14, 15)]
+
+
+def test_prompts_for_request_rates_are_drawn_by_category(
+    run: tuple[recipe.Recipe, Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """In a file that is sorted by category, the last prompts are of one."""
+    loaded, run_dir = run
+    rows = [{"question_id": n, "category": ("math", "writing")[n // 8], "turns": [f"{n}"]} for n in range(16)]
+    (run_dir.parent / "talks.jsonl").write_text("\n".join(json.dumps(row) for row in rows))
+    options = loaded.evaluate.model_dump() | {
+        "only": ["talks"], "methods": {}, "dtypes": ["float32"], "engine_starts": 1, "concurrency": [], "request_rates": [0.5],
+        "request_prompts": 4,
+    }  # fmt: skip
+    loaded = loaded.model_copy(update={"evaluate": EvaluateConfig.model_validate(options)})
+    asked: list[list[int]] = []
+    monkeypatch.setattr(
+        evaluate, "at_request_rates", lambda *arguments, **named: asked.append([int(one) for one in arguments[3]])
+    )
+    for seed in (0, 0, 1):
+        (run_dir / "eval" / stage.MARKER).unlink(missing_ok=True)
+        run_evaluate(loaded.model_copy(update={"seed": seed}), run_dir)
+    assert [sorted(n // 8 for n in drawn) for drawn in asked] == [[0, 0, 1, 1]] * 3
+    assert asked[0] == asked[1] != asked[2]
 
 
 def test_a_killed_evaluation_resumes(run: tuple[recipe.Recipe, Path], monkeypatch: pytest.MonkeyPatch) -> None:
