@@ -368,6 +368,11 @@ def _data_set(extract: Mapping[str, Any] | None) -> dict[str, str]:
 def _eval_results(results: Mapping[str, Any]) -> list[EvalResult]:
     """The figures at the chosen K as the Hub's metadata."""
     k = results["num_speculative_tokens"]
+    labels = {
+        "acceptance_length": "Acceptance length",
+        "speedup": f"Speedup over the baseline in {results['dtype']}",
+        "speedup_over_fastest_baseline": "Speedup over the machine's fastest baseline",
+    }
     return [
         EvalResult(
             task_type="text-generation",
@@ -378,7 +383,7 @@ def _eval_results(results: Mapping[str, Any]) -> list[EvalResult]:
             metric_value=round(found[metric], 3),
         )
         for suite, found in results["suites"].items()
-        for metric, label in (("acceptance_length", "Acceptance length"), ("speedup", "Speedup over the baseline"))
+        for metric, label in labels.items()
     ]
 
 

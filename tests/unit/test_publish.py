@@ -183,7 +183,12 @@ def test_card(run_dir: Path) -> None:
     assert measured == {
         (name, metric): round(suite[metric], 3)  # type: ignore[literal-required]
         for name, suite in results["suites"].items()
-        for metric in ("acceptance_length", "speedup")
+        for metric in ("acceptance_length", "speedup", "speedup_over_fastest_baseline")
+    }
+    assert {found.metric_name for found in data.eval_results} == {
+        "Acceptance length, 2 speculative tokens",
+        "Speedup over the baseline in float32, 2 speculative tokens",
+        "Speedup over the machine's fastest baseline, 2 speculative tokens",
     }
     assert serve_command(card) == (
         "python -m vllm.entrypoints.openai.api_server --model you/target --dtype float32 --enforce-eager \\\n"
