@@ -7,9 +7,9 @@ from html import escape
 
 from draftsmith.config.sampling import Sampling
 from draftsmith.serve.evaluation.charts import bar_chart, line_chart
-from draftsmith.serve.evaluation.configurations import baseline_again_drafter
+from draftsmith.serve.evaluation.configurations import Configuration, baseline_again_drafter
 from draftsmith.serve.evaluation.leakage import trained_on
-from draftsmith.serve.evaluation.schema import AtRate, Measured, Results, SuiteAtK, Throughput
+from draftsmith.serve.evaluation.schema import AtRate, Measured, Ratio, Results, SuiteAtK, Throughput
 
 _STYLE = """
 :root { color-scheme: light dark; --ink: #1d2430; --soft: #5d6878; --line: #d7dce3; --page: #ffffff; --panel: #f5f7fa;
@@ -41,6 +41,8 @@ th:first-child, td:first-child { text-align: left; } th { color: var(--soft); fo
 
 _POSITIONS_SHOWN = 8
 """In tables, of methods with long drafts."""
+_RATIO_HEADINGS = ("95% interval", "median of starts")
+"""Of the columns after a ratio."""
 
 
 def render(results: Results) -> str:
@@ -53,7 +55,7 @@ def render(results: Results) -> str:
     curve = results["k_curve"]
     first_name, first = next(iter(results["suites"].items()))
     identity = _identity(results)
-    fastest = first["throughput"]["speedup_over_fastest_baseline"]
+    speedup, fastest = first["throughput"]["speedup"], first["throughput"]["speedup_over_fastest_baseline"]
     starts = results["engine_starts"]
     over = f"prompts and {starts} engine starts" if starts > 1 else "prompts (one engine start)"
     charts = [
@@ -99,13 +101,14 @@ def render(results: Results) -> str:
 <body>
 <h1>{escape(results["target"])}</h1>
 <p class="soft">drafted by {escape(results["drafter"])}, {best} speculative tokens, {escape(results["dtype"])}</p>
-<p class="headline">{first["speedup"]:.2f}&times; the speed</p>
+<p class="headline">{speedup["value"]:.2f}&times; the speed</p>
 <p>of the baseline (decoding without speculation) on {escape(first_name)}, one request at a time, both in
 {escape(results["dtype"])}: {first["tokens_per_second"]["speculative"]:.1f} instead of
-{first["tokens_per_second"]["baseline"]:.1f} tokens per second (95% interval over {over}: {_interval(first["speedup_interval"])}).
+{first["tokens_per_second"]["baseline"]:.1f} tokens per second (95% interval over {over}: {_interval(speedup["interval"])}; median of
+starts {speedup["median"]:.3f}).
 The fastest speculative configuration of this machine ({escape(first["throughput"]["fastest_speculative"])}) is
 <strong>{fastest["value"]:.2f}&times;</strong> as fast as the fastest baseline ({escape(first["throughput"]["fastest_baseline"])};
-{_interval(fastest["interval"])}). {identity}</p>
+{_interval(fastest["interval"])}; median of starts {fastest["median"]:.3f}). {identity}</p>
 {"".join(f"<p><strong>{escape(line)}</strong></p>" for line in trained_on(results))}
 <h2>Charts</h2>
 <div class="charts">
@@ -116,8 +119,8 @@ The fastest speculative configuration of this machine ({escape(first["throughput
 <p class="soft">Acceptance length: tokens per step of the target, 1 + accepted / drafts; for other methods, steps without a draft
 count too. Accepted by position: share of all drafts whose first, second, ... token was accepted. Tokens per second include prompt
 processing. Intervals: how far a figure would move with other prompts of the same kind (bootstrap over conversations) and, for
-speeds, with other engine starts ({starts} here); they do not cover other machines. Noise: a second baseline engine over the
-first.</p>
+speeds, with other engine starts ({starts} here); they do not cover other machines. Median of starts: of the ratios of single
+engine starts. Noise: a second baseline engine over the first.</p>
 <h2>Configurations</h2>
 {_configurations(results)}
 <h2>Numbers of speculative tokens</h2>
@@ -151,7 +154,7 @@ def _suite_table(results: Results) -> str:
     for name, suite in results["suites"].items():
         for k, at_k in sorted(suite["at_k"].items(), key=lambda item: int(item[0])):
             chosen = k == str(results["num_speculative_tokens"])
-            speeds, noise = suite["tokens_per_second"], suite["throughput"]["noise"]
+            speeds, timed = suite["tokens_per_second"], suite["throughput"]
             rows.append(
                 [
                     name, k, f"{at_k['acceptance_length']:.3f}", _interval(at_k["acceptance_length_interval"]),
@@ -159,10 +162,9 @@ def _suite_table(results: Results) -> str:
                     str(at_k["drafts"]), _of(at_k["prompts_identical"], suite["prompts"]),
                     f"{speeds['baseline']:.2f}" if chosen else "",
                     f"{speeds['speculative']:.2f}" if chosen else "",
-                    f"{suite['speedup']:.3f}" if chosen else "",
-                    _interval(suite["speedup_interval"]) if chosen else "",
-                    f"{suite['speedup_over_fastest_baseline']:.3f}" if chosen else "",
-                    _interval(noise["interval"]) if chosen else "",
+                    *_ratio(timed["speedup"] if chosen else None),
+                    *_ratio(timed["speedup_over_fastest_baseline"] if chosen else None),
+                    _interval(timed["noise"]["interval"]) if chosen else "",
                 ]
             )  # fmt: skip
         for method, other in suite["methods"].items():
@@ -171,13 +173,13 @@ def _suite_table(results: Results) -> str:
                     f"{name}, {method}", str(other["num_speculative_tokens"]), f"{other['tokens_per_step']:.3f}", "",
                     ", ".join(f"{100 * share:.1f}%" for share in other["acceptance_per_position"][:_POSITIONS_SHOWN]),
                     str(other["drafts"]), _of(other["prompts_identical"], suite["prompts"]),
-                    f"{suite['tokens_per_second']['baseline']:.2f}", f"{other['tokens_per_second']:.2f}", f"{other['speedup']:.3f}",
-                    _interval(other["speedup_interval"]), "", "",
+                    f"{suite['tokens_per_second']['baseline']:.2f}", f"{other['tokens_per_second']:.2f}",
+                    *_ratio(suite["throughput"]["speedups"][Configuration(method, results["dtype"]).name]), *_ratio(None), "",
                 ]
             )  # fmt: skip
     headings = (
         "suite", "K", "acceptance length", "95% interval", "accepted by position", "drafts", "identical",
-        "baseline tok/s", "spec. tok/s", "speedup", "95% interval", "over fastest baseline", "noise",
+        "baseline tok/s", "spec. tok/s", "speedup", *_RATIO_HEADINGS, "over fastest baseline", *_RATIO_HEADINGS, "noise",
     )  # fmt: skip
     return _table(headings, rows)
 
@@ -278,15 +280,14 @@ def _configurations(results: Results) -> str:
 
 
 _CONFIGURATION_HEADINGS = (
-    "configuration", "tok/s", "over baseline, same dtype", "95% interval", "first token, s", "s per output token", "answers",
+    "configuration", "tok/s", "over baseline, same dtype", *_RATIO_HEADINGS, "first token, s", "s per output token", "answers",
 )  # fmt: skip
 
 
 def _configuration(name: str, one: Measured, of: Throughput) -> list[str]:
     ratio, fidelity = of["speedups"].get(name), of["fidelity"].get(name)
     return [
-        name, f"{one['tokens_per_second']:.2f}", f"{ratio['value']:.3f}" if ratio else "",
-        _interval(ratio["interval"]) if ratio else "", f"{one['first_token_seconds']:.3f}", f"{one['seconds_per_token']:.4f}",
+        name, f"{one['tokens_per_second']:.2f}", *_ratio(ratio), f"{one['first_token_seconds']:.3f}", f"{one['seconds_per_token']:.4f}",
         fidelity["verdict"].replace("_", " ") if fidelity else "",
     ]  # fmt: skip
 
@@ -314,18 +315,17 @@ def _load(results: Results) -> str:
     ratios = [
         [
             size,
-            f"{at['speedup']['value']:.3f}",
-            _interval(at["speedup"]["interval"]),
+            *_ratio(at["speedup"]),
             at["fastest_speculative"],
             at["fastest_baseline"],
-            f"{at['speedup_over_fastest_baseline']['value']:.3f}",
-            _interval(at["speedup_over_fastest_baseline"]["interval"]),
+            *_ratio(at["speedup_over_fastest_baseline"]),
             _interval(at["noise"]["interval"]),
         ]
         for size, at in load.items()
     ]
     headings = (
-        "in flight", "speedup", "95% interval", "fastest speculative", "fastest baseline", "their ratio", "95% interval", "noise",
+        "in flight", "speedup", *_RATIO_HEADINGS, "fastest speculative", "fastest baseline", "their ratio", *_RATIO_HEADINGS,
+        "noise",
     )  # fmt: skip
     return (
         f'<h2>By concurrency</h2>\n<div class="charts">{chart}</div>\n{_table(headings, ratios)}'
@@ -380,6 +380,11 @@ def _examples(results: Results) -> str:
         )
         parts.append(f'<p>{escape(example["question"])}</p>\n<div class="answer">{text}</div>\n')
     return "".join(parts)
+
+
+def _ratio(of: Ratio | None) -> list[str]:
+    """Its cells: the ratio and what `_RATIO_HEADINGS` says. Empty ones for none."""
+    return [f"{of['value']:.3f}", _interval(of["interval"]), f"{of['median']:.3f}"] if of else [""] * 3
 
 
 def _interval(ends: Sequence[float]) -> str:

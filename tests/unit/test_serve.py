@@ -100,11 +100,15 @@ def _throughput(in_flight: int, rates: dict[str, float]) -> schema.Throughput:
             "speculation": speculation, "dtype": name.split(", ")[1], "tokens_per_second": rate, "first_token_seconds": 0.25,
             "seconds_per_token": 0.0875, "starts": starts,
         }  # fmt: skip
-    ratio: schema.Ratio = {"value": 1.2889, "interval": [1.21, 1.37], "by_start": [1.3, 1.28], "median": 1.29}
+    ratio: schema.Ratio = {"value": 1.2889, "interval": [1.21, 1.37], "by_start": [1.3, 1.2915], "median": 1.2957}
+    fastest: schema.Ratio = {"value": 1.1234, "interval": [1.05, 1.2], "by_start": [1.144, 1.13], "median": 1.137}
+    lookup: schema.Ratio = {"value": 1.1333, "interval": [0.98, 1.29], "by_start": [1.16, 1.14], "median": 1.15}
     return {
         "in_flight": in_flight, "requests": 40, "engine_starts": 2, "configurations": measured, "speedup": ratio,
-        "speedups": {name: ratio for name in rates if not name.startswith("baseline")}, "fastest_baseline": "baseline, bfloat16",
-        "fastest_speculative": "K = 2, float32", "speedup_over_fastest_baseline": ratio | {"value": 1.1234},
+        "speedups": {
+            name: lookup if name.startswith("lookup") else ratio for name in rates if not name.startswith("baseline")
+        },
+        "fastest_baseline": "baseline, bfloat16", "fastest_speculative": "K = 2, float32", "speedup_over_fastest_baseline": fastest,
         "noise": ratio | {"value": 1.0, "interval": [0.96, 1.04]}, "fidelity": {},
     }  # fmt: skip
 
@@ -248,6 +252,26 @@ def test_report_shows_the_figures_and_loads_nothing() -> None:
     assert 'data-draft="2" title="draft token 2"> &lt;late&gt;</b>' in html
     assert not re.search(r"https?://|@import|url\(", html)
     assert "prefers-color-scheme: dark" in html
+
+
+def test_report_shows_every_speedup_with_its_interval_and_median() -> None:
+    html = report.render(_results())
+    rows = [re.findall(r"<td>(.*?)</td>", row) for row in re.findall(r"<tr>(<td>.*?)</tr>", html)]
+    speedup, fastest = ["1.289", "1.210 to 1.370", "1.296"], ["1.123", "1.050 to 1.200", "1.137"]
+    lookup = ["1.133", "0.980 to 1.290", "1.150"]
+    suites = [row for row in rows if row[:2] in (["held_out", "2"], ["held_out", "3"], ["held_out, lookup", "3"])]
+    assert [row[9:15] for row in suites] == [[*speedup, *fastest], [""] * 6, [*lookup, *[""] * 3]]
+    assert ["4", *speedup, "K = 2, float32", "baseline, bfloat16", *fastest, "0.960 to 1.040"] in rows
+    for where in ("held_out", "4"):
+        by_name = {row[1]: row[3:6] for row in rows if row[0] == where and "float32" in row[1]}
+        assert by_name == {
+            "baseline, float32": [""] * 3,
+            "baseline, float32, again": [""] * 3,
+            "K = 2, float32": speedup,
+            "lookup, float32": lookup,
+        }
+    for median in ("1.296", "1.137"):
+        assert re.search(rf"median of\sstarts {median}", html)
 
 
 def test_report_escapes_what_it_did_not_write() -> None:
