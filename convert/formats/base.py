@@ -41,7 +41,9 @@ class Format:
     sglang_algorithm: str | None = None
     """SGLang's name of the method, where SGLang serves the format, and with it trees of draft tokens; None elsewhere."""
     loaded_by_vllm: Literal["nowhere", "on GPUs", "everywhere"] = "nowhere"
-    """Where vLLM serves a drafter of this format as it is, and rightly. In vLLM's own format it always does."""
+    """Where vLLM serves a drafter of this format as it is, and rightly but for `misread_by_vllm`. In vLLM's own format it always does."""
+    misread_by_vllm: tuple[Callable[[Source], str | None], ...] = ()
+    """Each says what a drafter that vLLM loads as it is computes, and vLLM does not, without an error; None for nothing."""
 
     def read(
         self,

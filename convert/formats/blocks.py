@@ -12,6 +12,9 @@ from draftsmith.drafters.layout import Rows, Source, look_up
 
 FULL = "full_attention"
 """Of `layer_types`: a layer that sees the whole context, and all rows of its block."""
+DRAFTS_FROM_ANCHOR = "dflash_config.sample_from_anchor"
+"""Where a DFlash drafter that vLLM loads says that the anchor's row predicts too. vLLM's first runner passes over it, and takes each token from
+the next row."""
 
 
 def fixed_fields(prefix: str = "") -> dict[str, Any]:

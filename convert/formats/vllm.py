@@ -4,6 +4,7 @@ from collections.abc import Collection, Mapping
 from typing import Any
 
 from draftsmith.config.drafters import KINDS
+from draftsmith.convert.formats import blocks
 from draftsmith.convert.formats.base import Format
 from draftsmith.drafters import drafter_class
 from draftsmith.drafters.layout import EXTRA, look_up
@@ -27,4 +28,5 @@ FORMAT = Format(
     title="the format that vLLM serves",
     layouts={kind: drafter_class(kind).vllm_layout for kind in KINDS},
     recognize=_recognize,
+    misread_by_vllm=(blocks.needs_no_draft_from_anchor(blocks.DRAFTS_FROM_ANCHOR),),
 )

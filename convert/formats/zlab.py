@@ -58,12 +58,12 @@ FORMAT = Format(
                 # the end, counted from 0.
                 "num_target_layers": lambda config: max(config.layer_ids) + 2,
             },
-            irrelevant=blocks.irrelevant_fields() | {"auto_map", "dflash_config.sample_from_anchor"},
+            irrelevant=blocks.irrelevant_fields() | {"auto_map", blocks.DRAFTS_FROM_ANCHOR},
             supported={"layer_ids": lambda ids: min(ids) > 0, "causal": (False,), "attention_bias": (False,)},
             maps_vocabulary=True,
             refused=(
                 blocks.needs_full_attention(),
-                blocks.needs_no_draft_from_anchor("dflash_config.sample_from_anchor"),
+                blocks.needs_no_draft_from_anchor(blocks.DRAFTS_FROM_ANCHOR),
             ),
             shared=blocks.mask_of_target(kept=False) | blocks.head_of_target(kept=False),
             has_embedding=False,
@@ -71,4 +71,6 @@ FORMAT = Format(
     },
     recognize=_recognize,
     loaded_by_vllm="everywhere",
+    # Layers with a sliding window are not among them: vLLM's second runner serves them, and its first says that it does not.
+    misread_by_vllm=(blocks.needs_no_draft_from_anchor(blocks.DRAFTS_FROM_ANCHOR),),
 )

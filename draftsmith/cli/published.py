@@ -11,6 +11,7 @@ from draftsmith.config.recipe import Recipe
 from draftsmith.run.errors import UserError
 
 if TYPE_CHECKING:
+    from draftsmith.convert.convert import Found
     from draftsmith.target.info import TargetInfo
 
 _VERSION = 1
@@ -25,7 +26,7 @@ def for_serving(recipe: Recipe) -> Recipe:
     A copy is verified as by `draftsmith convert --verify`, and kept under the digest of what it was made from.
 
     Raises:
-        UserError: the drafter cannot be downloaded, or its format cannot be converted.
+        UserError: the drafter cannot be downloaded, its format cannot be converted, or vLLM would compute something else.
         DraftsmithError: the copy computes something else than its source.
     """
     if recipe.serve.method is None:
@@ -57,6 +58,7 @@ def _loadable(method: Method, recipe: Recipe) -> Method:
     except UserError:
         return method  # of a kind that only vLLM knows, or no drafter: serving says which
     if _is_loaded_by_vllm(source, found.format):
+        _check_config(source, found)
         return method
     target = describe_target(prepare_target(recipe.target), recipe.target)
     place = cache_dir() / "drafters" / _digest(source, target)[:16]
@@ -79,6 +81,18 @@ def _is_loaded_by_vllm(source: Path, name: str) -> bool:
     where = FORMATS[name].loaded_by_vllm if name in FORMATS else "nowhere"
     one_file = (source / "model.safetensors").is_file()  # serving takes no other
     return one_file and (where == "everywhere" or (where == "on GPUs" and not environment.is_cpu()))
+
+
+def _check_config(source: Path, found: Found) -> None:
+    """Raises UserError: vLLM would load this drafter, and compute something else, without a word."""
+    from draftsmith.convert.formats import FORMATS
+    from draftsmith.drafters.layout import Source
+    from draftsmith.run.atomic_io import read_json
+
+    config = Source(read_json(source / "config.json"), {})
+    for reason in FORMATS[found.format].misread_by_vllm:
+        if (why := reason(config)) is not None:
+            raise UserError(f"{source}, read as {found.format} ({found.kind}): It cannot be served: {why}.")
 
 
 def _digest(source: Path, target: TargetInfo) -> str:

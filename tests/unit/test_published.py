@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 import torch
-from safetensors.torch import load_file
+from safetensors.torch import load_file, save_file
 
 from draftsmith.cli.published import for_evaluation, for_serving
 from draftsmith.config.methods import TrainedDrafter
@@ -19,6 +19,7 @@ from draftsmith.convert.fc_bias import folded, needs_folding
 from draftsmith.convert.formats import FORMATS
 from draftsmith.drafters import drafter_class
 from draftsmith.drafters.checkpoint import UNKNOWN_TARGET, Checkpoint
+from draftsmith.engine import environment
 from draftsmith.engine.speculation import method_config
 from draftsmith.run.errors import UserError
 from draftsmith.run.weights import in_memory
@@ -151,6 +152,62 @@ def test_what_vllm_loads_is_left_alone(target: TargetInfo, tmp_path: Path, cache
     unknown = recipe_for(target, str(folder), "eagle3")
     assert for_serving(unknown) == unknown, "serving says what is wrong with it"
     assert not cache.exists()
+
+
+ZLAB: dict[str, Any] = {
+    "architectures": ["DFlashDraftModel"], "model_type": "qwen3", "hidden_size": HIDDEN, "intermediate_size": 24, "num_hidden_layers": 2,
+    "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 8, "hidden_act": "silu", "rms_norm_eps": 1e-5, "rope_theta": 10000,
+    "max_position_embeddings": 128, "vocab_size": VOCAB, "block_size": 5, "num_target_layers": LAYERS,
+    "dflash_config": {"mask_token_id": 7, "target_layer_ids": [0, 1, 2]},
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("cpu", [True, False])
+@pytest.mark.parametrize("name", ["zlab", "vllm"])
+def test_what_vllm_loads_and_misreads_is_refused(
+    name: str, cpu: bool, target: TargetInfo, tmp_path: Path, cache: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """With the reason that a conversion gives, of a DFlash drafter that predicts from the anchor's row too: vLLM's first runner would serve
+    it, off by one."""
+    monkeypatch.setattr(environment, "is_cpu", lambda: cpu)
+    made, folder = make_checkpoint("dflash", BLOCK | {"num_layers": 2}), tmp_path / "theirs"
+    folder.mkdir()
+    if name == "vllm":
+        FORMATS["vllm"].write(made, folder)
+        record = json.loads((folder / "config.json").read_text())
+    else:
+        kept = {key: value for key, value in made.tensors.items() if key not in ("mask_embedding", "lm_head.weight")}
+        save_file(kept, folder / "model.safetensors")
+        record = ZLAB
+    (folder / "config.json").write_text(json.dumps(record))
+    assert recognize(folder).format == name
+    recipe = recipe_for(target, str(folder), "dflash")
+    assert for_serving(recipe) == recipe
+    record = record | {"dflash_config": record["dflash_config"] | {"sample_from_anchor": True}}
+    (folder / "config.json").write_text(json.dumps(record))
+    why = r"theirs, read as .* \(dflash\): .*row of the last known token \(`dflash_config.sample_from_anchor: True`\), which is not"
+    for refuses in (for_serving, for_evaluation):
+        with pytest.raises(UserError, match=why):
+            refuses(recipe)
+    if name == "zlab":
+        with pytest.raises(UserError, match=why):
+            convert_checkpoint(folder, tmp_path / "out", to="vllm", target=target)
+    assert not cache.exists()
+
+
+def test_sliding_windows_are_left_to_vllm(target: TargetInfo, tmp_path: Path) -> None:
+    """No conversion takes them; vLLM's second runner serves them, and its first says that it does not."""
+    folder = tmp_path / "theirs"
+    folder.mkdir()
+    tensors = make_checkpoint("dflash", BLOCK | {"num_layers": 2}).tensors
+    del tensors["mask_embedding"], tensors["lm_head.weight"]
+    save_file(tensors, folder / "model.safetensors")
+    windows = {"layer_types": ["full_attention", "sliding_attention"], "sliding_window": 64}
+    (folder / "config.json").write_text(json.dumps(ZLAB | windows))
+    recipe = recipe_for(target, str(folder), "dflash")
+    assert for_serving(recipe) == recipe
+    with pytest.raises(UserError, match="only layers with full attention"):
+        convert_checkpoint(folder, tmp_path / "out", to="vllm", target=target)
 
 
 def test_a_failed_conversion_leaves_nothing(
