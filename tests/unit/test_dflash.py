@@ -67,6 +67,8 @@ def plain_block(
     causal: bool | None = None,
     normed_context: bool = True,
     key_norm: int | None = None,
+    learned_mask: bool = True,
+    mask_token: int = MASK,
     from_anchor: bool = False,
 ) -> torch.Tensor:
     """Logits [steps, V] of the block whose anchor is x_{p+1}: one dense forward pass, by the formulas.
@@ -77,6 +79,8 @@ def plain_block(
         causal: other than the drafter's, a planted fault.
         normed_context: False, a planted fault: without `hidden_norm`.
         key_norm: a planted fault: the layer whose norm the context's keys have in all layers.
+        learned_mask: False, a planted fault: the mask is its token's row of the embedding.
+        mask_token: other than the drafter's, a planted fault: the token that stands for the mask.
         from_anchor: the first draft token is predicted from the anchor's row (DSpark), whose mask is a row of the embedding.
     """
     causal = d.config.causal if causal is None else causal
@@ -89,8 +93,10 @@ def plain_block(
     if normed_context:
         context = rms(context, weights["hidden_norm.weight"])
     token = int(sequence.token_ids[anchor])
-    mask = weights.get("mask_embedding", d.embedding[MASK])
-    first = mask if token == MASK else d.embedding[token]
+    mask = d.embedding[mask_token]
+    if learned_mask:
+        mask = weights.get("mask_embedding", mask)
+    first = mask if token == mask_token else d.embedding[token]
     state = torch.stack([first, *[mask] * (steps - from_anchor)])
     rows = len(state)
     positions = torch.tensor([*range(len(context)), *(anchor + late + j for j in range(rows))])
@@ -176,15 +182,20 @@ def test_packed_blocks_equal_a_forward_pass_over_each(
         {"causal": True},
         {"normed_context": False},
         {"key_norm": 0},
+        {"learned_mask": False},
+        {"mask_token": MASK + 1},
     ],
 )
 def test_the_comparison_would_notice(fault: dict) -> None:
-    """A context that ends one position off, masks at other positions, another attention within the block, and norms left out or
-    taken from another layer change every draft token's logits."""
+    """A context that ends one position off, masks at other positions, another attention within the block, norms left out or taken from
+    another layer, and another mask change every draft token's logits."""
     drafter, p = make_drafter(), 9
     weights = {name: value.detach() for name, value in drafter.state_dict().items()}
-    right = plain_block(drafter, DOCUMENTS[1], p, weights)
-    wrong = plain_block(drafter, DOCUMENTS[1], p, weights, **fault)
+    token_ids = DOCUMENTS[1].token_ids.clone()
+    token_ids[p + 1] = MASK  # which token it is only shows where that is the anchor: the mask's embedding is learned
+    document = replace(DOCUMENTS[1], token_ids=token_ids)
+    right = plain_block(drafter, document, p, weights)
+    wrong = plain_block(drafter, document, p, weights, **fault)
     assert (wrong - right).abs().amax(-1).min() > 1e-3
 
 

@@ -40,9 +40,8 @@ def make_drafter() -> tuple[DSparkDrafter, DFlashDrafter]:
     return drafter, plain
 
 
-@pytest.mark.parametrize("autoregressive", [False, True])
-def test_logits_are_dflashs_and_those_of_the_token_before(autoregressive: bool) -> None:
-    drafter, plain = make_drafter()
+def compare_with_dflash(drafter: DSparkDrafter, plain: DFlashDrafter, *, autoregressive: bool) -> None:
+    """Logits are those of the drafter without its Markov head, and the term of the token before."""
     batch = pack(DOCUMENTS, steps=STEPS)
     rows = batch.loss_weights.sum(1).nonzero()[:, 0]
     tokens, w1, w2 = batch.next_tokens[rows, 0], *drafter.markov_head.parameters()
@@ -57,6 +56,27 @@ def test_logits_are_dflashs_and_those_of_the_token_before(autoregressive: bool) 
         own += int((true != drafted).sum())
         tokens = drafted if autoregressive else true
     assert own > 50
+
+
+@pytest.mark.parametrize("autoregressive", [False, True])
+def test_logits_are_dflashs_and_those_of_the_token_before(autoregressive: bool) -> None:
+    compare_with_dflash(*make_drafter(), autoregressive=autoregressive)
+
+
+@pytest.mark.parametrize("fault", ["mask token", "norm of the context", "norm of keys", "norm of the output"])
+def test_the_comparison_would_notice(fault: str) -> None:
+    """Another token's row as the mask, and norms left out."""
+    drafter, plain = make_drafter()
+    if fault == "mask token":
+        drafter.config = replace(drafter.config, mask_token_id=MASK + 1)
+    elif fault == "norm of the context":
+        drafter.hidden_norm = nn.Identity()  # type: ignore[assignment]
+    elif fault == "norm of keys":
+        drafter.decoder_layers()[-1].self_attn.k_norm = None
+    else:
+        drafter.norm = nn.Identity()  # type: ignore[assignment]
+    with pytest.raises(AssertionError, match="not close"):
+        compare_with_dflash(drafter, plain, autoregressive=False)
 
 
 def test_what_is_predicted_is_what_its_own_drafts_would_have_accepted() -> None:

@@ -96,10 +96,13 @@ def test_every_row_predicts_the_token_after_its_own(changes: dict, steps: int) -
 
 
 @pytest.mark.parametrize(
-    "fault", [{"from_anchor": False}, {"late": 1}, {"late": -1}, {"seen": 1}, {"seen": -1}, {"shift": 1}, {"causal": True}]
+    "fault", [
+        {"from_anchor": False}, {"late": 1}, {"late": -1}, {"seen": 1}, {"seen": -1}, {"shift": 1}, {"causal": True}, {"mask_token": MASK + 1},
+        {"normed_context": False}, {"key_norm": 0},
+    ]
 )  # fmt: skip
 def test_the_comparison_would_notice(fault: dict) -> None:
-    """Blocks with a row more, at other positions, with another context, or whose Markov head reads a token too late."""
+    """Blocks with a row more, at other positions, with another context, mask or norm, or whose Markov head reads a token too late."""
     drafter = make_drafter()
     batch = pack(DOCUMENTS, steps=BLOCK)
     rows = batch.loss_weights[:, :3].sum(1).nonzero()[:, 0]

@@ -39,20 +39,34 @@ def make_drafter(**changes: object) -> PEagleDrafter:
 
 
 def plain_drafts(
-    d: PEagleDrafter, sequence: Sequence, p: int, weights: dict[str, torch.Tensor], *, late: int = 0, seen: int = 1
+    d: PEagleDrafter,
+    sequence: Sequence,
+    p: int,
+    weights: dict[str, torch.Tensor],
+    *,
+    late: int = 0,
+    seen: int = 1,
+    mask_token: int = MASK,
+    causal: bool = True,
+    without_norm: str = "",
 ) -> torch.Tensor:
     """Logits [DEPTHS, V] of all slots drafted from position p: one causal forward pass over p + DEPTHS rows, as it is served.
 
     Args:
         late: a planted fault: positions by which the slots of masks are late.
         seen: real rows up to p + seen - 1; other than 1, a planted fault.
+        mask_token: other than the drafter's, a planted fault.
+        causal: False, a planted fault: every row sees all others.
+        without_norm: a planted fault: the beginning of the names of norms that are left out.
     """
 
     def rms(x: torch.Tensor, name: str) -> torch.Tensor:
+        if without_norm and name.startswith(without_norm):
+            return x
         return x / (x.pow(2).mean(-1, keepdim=True) + d.config.rms_norm_eps).sqrt() * weights[name]
 
     real, masks = p + seen, DEPTHS - 1
-    tokens = [*sequence.token_ids[1 : real + 1].tolist(), *[MASK] * masks]
+    tokens = [*sequence.token_ids[1 : real + 1].tolist(), *[mask_token] * masks]
     states = torch.cat([sequence.hidden_states[:real], weights["mask_hidden"].view(1, 3, -1).expand(masks, -1, -1)])
     if d.config.fc_norm:
         states = torch.stack([rms(states[:, i], f"fc_norm.{i}.weight") for i in range(3)], dim=1)
@@ -81,7 +95,7 @@ def plain_drafts(
         for head in range(HEADS):
             group = head // (HEADS // KV_HEADS)
             scores = q[:, head] @ k[:, group].T / math.sqrt(HEAD_DIM)
-            future = torch.ones_like(scores, dtype=torch.bool).triu(1)
+            future = torch.full_like(scores, causal, dtype=torch.bool).triu(1)
             mixed.append(scores.masked_fill(future, -math.inf).softmax(-1) @ v[:, group])
         state = state + torch.cat(mixed, dim=-1) @ weights[layer + "self_attn.o_proj.weight"].T
         y = rms(state, layer + "post_attention_layernorm.weight")
@@ -114,15 +128,41 @@ def test_packed_drafts_equal_a_forward_pass_over_them(changes: dict) -> None:
         torch.testing.assert_close(parameter.grad, weights[name].grad, rtol=1e-9, atol=1e-9)
 
 
-@pytest.mark.parametrize("fault", [{"late": 1}, {"late": -1}, {"seen": 2}])
-def test_a_draft_off_by_one_is_another(fault: dict) -> None:
-    """The comparison above would notice masks at the next or the last position, and a real row too many."""
+def with_fault(**fault: object) -> torch.Tensor:
+    """How far each slot's logits are from those without the fault, [DEPTHS]; `mask_hidden`: values in the place of the learned ones."""
     drafter, p = make_drafter(), 6
     weights = {name: value.detach() for name, value in drafter.state_dict().items()}
     right = plain_drafts(drafter, DOCUMENTS[1], p, weights)
-    wrong = plain_drafts(drafter, DOCUMENTS[1], p, weights, **fault)
-    torch.testing.assert_close(wrong[0], right[0], rtol=1e-9, atol=1e-9)  # the first slot reads no mask
-    assert (wrong[1:] - right[1:]).abs().amax(-1).min() > 1e-4
+    if "mask_hidden" in fault:
+        weights["mask_hidden"] = torch.full_like(weights["mask_hidden"], fault.pop("mask_hidden"))  # type: ignore[arg-type]
+    return (plain_drafts(drafter, DOCUMENTS[1], p, weights, **fault) - right).abs().amax(-1)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize(
+    "fault", [{"late": 1}, {"late": -1}, {"seen": 2}, {"mask_token": MASK + 1}, {"mask_hidden": 0.0}, {"mask_hidden": 1.0}]
+)  # fmt: skip
+def test_the_comparison_would_notice_other_masks(fault: dict) -> None:
+    """Masks at the next or the last position, a real row too many, and another mask. The first slot reads none."""
+    apart = with_fault(**fault)
+    assert apart[0] < 1e-9
+    assert apart[1:].min() > 1e-4
+
+
+@pytest.mark.parametrize(
+    "fault",
+    [
+        {"causal": False},
+        {"without_norm": "fc_norm"},
+        {"without_norm": "layers.0.hidden_norm"},
+        {"without_norm": "layers.0.input_layernorm"},
+        {"without_norm": "layers.1.input_layernorm"},
+        {"without_norm": "layers.1.post_attention_layernorm"},
+        {"without_norm": "norm"},
+    ],
+)
+def test_the_comparison_would_notice(fault: dict) -> None:
+    """Rows that see later ones, and a norm left out, change every slot."""
+    assert with_fault(**fault).min() > 1e-3
 
 
 def test_a_draft_depends_on_nothing_later_and_on_no_other_document() -> None:
