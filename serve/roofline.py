@@ -37,8 +37,7 @@ def roofline(
         return None
     number = getattr(torch, recipe.target.dtype).itemsize
     context = statistics.mean(len(turn.token_ids) for turn in prompts) + recipe.tune.tokens / 2
-    size, single_pass = _drafter_bytes(recipe, target, speculator)
-    weights = size / (hardware.memory_gb_per_second * 1e9)
+    once, per_token = _drafter_bytes(recipe, target, speculator)
 
     def seconds(batch: int, tokens: int) -> float:
         step = EngineStep(
@@ -53,7 +52,7 @@ def roofline(
         return step.seconds(hardware)
 
     def drafting(k: int) -> float:
-        return (1 if single_pass else k) * weights / hardware.decode_utilization
+        return (once + k * per_token) / (hardware.memory_gb_per_second * 1e9 * hardware.decode_utilization)
 
     return {
         batch: {k: length * seconds(batch, 1) / (seconds(batch, 1 + k) + drafting(k)) for k, length in lengths.items()}
@@ -61,14 +60,22 @@ def roofline(
     }
 
 
-def _drafter_bytes(recipe: Recipe, target: TargetInfo, speculator: Speculator) -> tuple[int, bool]:
-    """Bytes of the weights that draft, and whether they are read once for all tokens of a draft: one head for each position, or at every
-    step of the draft, as one module for all positions."""
-    if speculator.own:
-        size = (speculator.drafter_dir / "model.safetensors").stat().st_size
-        return size, serving_spec(speculator.drafter_dir).single_pass
-    config = speculator.config(target, recipe.engine.tensor_parallel_size) or {}
-    if "model" not in config:  # lookup, or the target's own layers, which are small beside it
-        return 0, True
-    own_spec = serving_spec(Path(config["model"])) if isinstance(speculator.method, TrainedDrafter) else None
-    return weight_bytes(Path(config["model"]), recipe.target.dtype), own_spec is not None and own_spec.single_pass
+def _drafter_bytes(recipe: Recipe, target: TargetInfo, speculator: Speculator) -> tuple[int, int]:
+    """Bytes of the weights that are read once for all tokens of a draft, as those of a block or of heads for each position, and of those that
+    are read for each token, as of one module for all positions."""
+    directory, spec = speculator.drafter_dir, None
+    if not speculator.own:
+        config = speculator.config(target, recipe.engine.tensor_parallel_size) or {}
+        if "model" not in config:  # lookup, or the target's own layers, which are small beside it
+            return 0, 0
+        directory = Path(config["model"])
+    if isinstance(speculator.method, TrainedDrafter):
+        spec = serving_spec(directory)
+    size = weight_bytes(directory, recipe.target.dtype)
+    if spec is None:
+        return 0, size
+    size -= weight_bytes(directory, recipe.target.dtype, only=spec.rows_read)
+    if not spec.single_pass:
+        return 0, size
+    per_token = weight_bytes(directory, recipe.target.dtype, only=spec.read_per_token)
+    return size - per_token, per_token

@@ -34,6 +34,10 @@ class ServingSpec:
     """The drafter's weights are read once for all draft tokens of a step, not once per token."""
     depends_on_k: bool = False
     """Draft tokens can depend on how many are drafted, as where those of a block attend to each other."""
+    rows_read: tuple[str, ...] = ()
+    """Tensors of which a draft only reads some rows."""
+    read_per_token: tuple[str, ...] = ()
+    """Tensors that are read once per draft token, with `single_pass` too."""
     k_field: str | None = None
     """Key in `config.json` of the largest K, for kinds with a limit."""
     rows_before_drafts: int = 0
@@ -259,6 +263,8 @@ class DSparkOptions(BlockOptions):
         rows_before_drafts=1,
         all_rows_field="sample_from_anchor",
         mended_on_cpus=True,
+        rows_read=("markov_head.markov_w1.weight",),
+        read_per_token=("markov_head.markov_w2.weight",),
     )
 
     kind: Literal["dspark"] = "dspark"

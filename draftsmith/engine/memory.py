@@ -7,7 +7,7 @@ engine starts whether that will be enough, so they err on the safe side.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable
+from collections.abc import Collection, Iterable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -176,11 +176,14 @@ def kv_values_on_each(config: PretrainedConfig, engine: EngineConfig, *, extract
     return kv_values(config, extracts=extracts) / min(engine.tensor_parallel_size, int(heads))
 
 
-def weight_bytes(directory: Path, dtype: str, quantization: str | None = None) -> int:
+def weight_bytes(
+    directory: Path, dtype: str, quantization: str | None = None, *, only: Collection[str] | None = None
+) -> int:
     """Bytes of a model's weights in an engine that computes in `dtype`, from its files' headers. 8-bit weights stay 8-bit.
 
     Args:
         quantization: the recipe's `engine.options.quantization`, which shrinks matrices as they are loaded.
+        only: the names of the tensors that are counted; None for all.
 
     Raises:
         UserError: a file is damaged.
@@ -189,12 +192,16 @@ def weight_bytes(directory: Path, dtype: str, quantization: str | None = None) -
     matrix = min(BYTES[dtype], (weight_bits(None, quantization) or math.inf) / 8)
     files = sorted(directory.glob("*.safetensors"))
     for path in () if files else sorted(directory.glob("pytorch_model*.bin")):
-        for weight in open_pickle(path).values():
+        for name, weight in open_pickle(path).items():
+            if only is not None and name not in only:
+                continue
             is_float = weight.dtype.itemsize > 1 and weight.dtype.is_floating_point
             total += weight.count * (matrix if len(weight.shape) > 1 else BYTES[dtype]) if is_float else weight.bytes
     for path in files:
         try:
-            for entry in read_header(path).tensors.values():
+            for name, entry in read_header(path).tensors.items():
+                if only is not None and name not in only:
+                    continue
                 each = matrix if len(entry.shape) > 1 else BYTES[dtype]
                 total += math.prod(entry.shape) * each if entry.dtype in _FLOATS else entry.end - entry.start
         except (ValueError, TypeError):

@@ -10,8 +10,10 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 from pydantic import TypeAdapter
+from safetensors.torch import save_file
 
 from draftsmith.config import recipe
+from draftsmith.config.drafters import KINDS
 from draftsmith.config.evaluation import EvaluateConfig, TuneConfig
 from draftsmith.config.methods import AnyMethod
 from draftsmith.run import stage
@@ -146,6 +148,47 @@ def test_roofline_is_bytes_or_flop(run: tuple[recipe.Recipe, Path]) -> None:
     expected = 2.25 * seconds(1) / (seconds(3) + 2 * drafter / 1e6)
     assert found["roofline"] is not None
     assert found["roofline"]["1"]["2"] == pytest.approx(expected, rel=0.05)
+
+
+@pytest.mark.parametrize(
+    ("kind", "expected"),
+    [
+        ("eagle3", (0.4, 0.8, 1.2)),
+        ("p_eagle", (0.4, 0.4, 0.4)),
+        ("dflash", (0.4, 0.4, 0.4)),
+        ("dspark", (0.48, 0.56, 0.64)),
+    ],
+)
+def test_roofline_of_drafting(kind: str, expected: tuple[float, ...], run: tuple[recipe.Recipe, Path]) -> None:
+    """100,000 float32 weights at 1 MB/s. In one pass, drafts of every K take as long; but DSpark reads one matrix for each draft token, and hardly
+    any of another."""
+    from draftsmith.engine.step_cost import target_sizes
+    from draftsmith.target.info import describe_target
+
+    _, run_dir = run
+    serving, folder = KINDS[kind].serving, run_dir / "vllm"
+    config = {"architectures": [serving.architecture], "block_size": 8, "num_depths": 8, "draftsmith": {"kind": kind}}
+    (folder / "config.json").write_text(json.dumps(config))
+    for name in serving.further_files:
+        (folder / name).touch()
+
+    def tuned(sizes: dict[str, int]) -> dict[str, float]:
+        save_file({name: torch.zeros(size, 1) for name, size in sizes.items()}, folder / "model.safetensors")
+        found = run_tune(*run)
+        assert found["roofline"] is not None
+        assert list(found["roofline"]["1"]) == ["1", "2", "3"]
+        lengths = found["acceptance_length"]
+        return {k: lengths[k] / speedup for k, speedup in found["roofline"]["1"].items()}
+
+    sizes = {"layers.0.mlp.up_proj.weight": 100_000}
+    if kind == "dspark":
+        sizes |= {"markov_head.markov_w1.weight": 50_000, "markov_head.markov_w2.weight": 20_000}
+    costs, without = tuned(sizes), tuned({"norm.weight": 1})
+    of_target, context = target_sizes(describe_target(run_dir.parent / "target").config), 1 + 41 / 2
+    reading = 4 * (of_target.multiplied + context * of_target.kv_values) / 1e6
+    step = max(reading, (2 * of_target.multiplied + 4 * of_target.attention_width * context) / 1e6)
+    drafting = [step * (costs[k] - without[k]) for k in costs]
+    assert drafting == pytest.approx(expected, rel=0.01)
 
 
 def test_a_target_of_unknown_size_is_tuned_all_the_same(
