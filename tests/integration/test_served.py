@@ -12,10 +12,10 @@ from transformers import AutoTokenizer
 from typer.testing import CliRunner
 
 from draftsmith.cli import app
-from draftsmith.config.drafters import KINDS
 from draftsmith.config.loading import load_recipe
 from draftsmith.convert.convert import convert_checkpoint, read, recognize, run_convert
 from draftsmith.drafters.checkpoint import Checkpoint
+from draftsmith.engine import speculation
 from draftsmith.extract.extract import run_extract
 from draftsmith.run import stage
 from draftsmith.run.errors import DraftsmithError, UserError
@@ -71,11 +71,8 @@ def record_runs(run_dirs: list[Path], smollm2: Path) -> list[Served]:
     tokenizer = AutoTokenizer.from_pretrained(smollm2)
     chats = [[{"role": "user", "content": text}] for text in demo_prompts(40 + PROMPTS)[40:]]
     prompts = [tokenizer.apply_chat_template(chat, add_generation_prompt=True, return_dict=False) for chat in chats]
-    drafters = []
-    for run_dir in run_dirs:
-        method = KINDS[Checkpoint.load(run_dir / "checkpoint").kind].serving.method
-        assert method is not None
-        drafters.append((run_dir / "vllm", method))
+    folders = [run_dir / "vllm" for run_dir in run_dirs]
+    drafters = [(folder, speculation.speculative_config(folder, K)["method"]) for folder in folders]
     return record(drafters, smollm2, prompts, k=K, max_tokens=TOKENS)
 
 
@@ -88,6 +85,9 @@ def test_trained_equals_served(run: tuple[Path, Path], served: Served, smollm2: 
 OTHER_KINDS = {
     "eagle": {"kind": "eagle"},
     "p_eagle": {"kind": "p_eagle", "num_layers": 2, "num_depths": K, "draft_vocab_size": 2048},
+    "dflash": {"kind": "dflash", "block_size": K + 1, "draft_vocab_size": 2048},
+    "dspark": {"kind": "dspark", "block_size": K + 1, "draft_vocab_size": 2048},
+    "dspark-anchor": {"kind": "dspark", "block_size": K, "draft_vocab_size": 2048, "sample_from_anchor": True},
     "medusa": {"kind": "medusa", "num_heads": K},
     "mlp_speculator": {"kind": "mlp_speculator", "n_predict": K},
     "medusa-shared-head": {"kind": "medusa", "num_heads": K + 1, "num_layers": 2, "bias": True, "shared_head": True},
@@ -111,13 +111,19 @@ def others(
         run_train(recipe, run_dir)
         run_convert(recipe, run_dir)
     found = {}
-    for names in (run_dirs.keys() - {"mlp_speculator"}, {"mlp_speculator"}):  # stock vLLM, and with our plugin
+    ours = {
+        name
+        for name, run_dir in run_dirs.items()
+        if speculation.needs_plugin(run_dir / "vllm") or speculation.needs_mend(run_dir / "vllm")
+    }
+    for names in (run_dirs.keys() - ours, ours):  # stock vLLM, and with our plugin
         served = record_runs([run_dirs[name] for name in names], smollm2)
         found |= {name: (run_dirs[name], one) for name, one in zip(names, served, strict=True)}
     return found
 
 
 @in_soak
+@pytest.mark.timeout(1800)  # the first trains and serves all
 @pytest.mark.parametrize("name", OTHER_KINDS)
 def test_trained_equals_served_for_other_kinds(
     others: dict[str, tuple[Path, Served]], name: str, smollm2: Path
