@@ -215,7 +215,6 @@ def test_blocks_with_8_bit_weights(
             compare_proposals(one, made[name].drafter, target)
 
 
-@in_soak
 @pytest.mark.skipif(not environment.is_cpu(), reason="a mend of vLLM's on CPUs")
 def test_without_the_plugin_s_mend_draft_tokens_are_others(
     made: dict[str, Made], target: Path, monkeypatch: pytest.MonkeyPatch

@@ -1,5 +1,5 @@
-"""Speculation changes speed, not text: sampled answers follow the target's own probabilities with every method, and as many draft tokens
-are accepted as `draftsmith train` predicts.
+"""Speculation changes speed, not text: greedy answers are the baseline's, sampled ones follow the target's own probabilities with every method,
+and as many draft tokens are accepted as `draftsmith train` predicts.
 
 Engines of the same tiny target sample thousands of answers, without speculation and with each method, and `tests/sampling.py` tests
 them against the probabilities that transformers computes, at a level divided by the number of tests. The same tests must find
@@ -31,7 +31,7 @@ from draftsmith.target.reference_states import states_of
 from draftsmith.target.tensors import load_target_tensors
 from draftsmith.train.acceptance import predict_sampled_acceptance
 from draftsmith.train.packing import pack
-from tests.integration.conftest import load_drafter, make_mtp_target, make_target, train_drafters
+from tests.integration.conftest import demo_prompts, load_drafter, make_mtp_target, make_target, train_drafters
 from tests.sampling import Acceptance, same_distribution, token_probabilities
 from tests.soak import SOAKING, in_soak
 
@@ -125,6 +125,8 @@ class Answers:
     long: list[Generated]
     counters: Counters
     """For the long answers."""
+    greedy: list[Generated]
+    """To ten prompts."""
 
 
 def prompt_of(target: TargetInfo) -> list[int]:
@@ -132,6 +134,12 @@ def prompt_of(target: TargetInfo) -> list[int]:
     tokenizer = AutoTokenizer.from_pretrained(target.path)
     ids: list[int] = tokenizer.apply_chat_template(chat, add_generation_prompt=True, return_dict=False)
     return ids
+
+
+def greedy_prompts(target: TargetInfo) -> list[list[int]]:
+    """The prompt that drafters know answers to, and others."""
+    tokenizer = AutoTokenizer.from_pretrained(target.path)
+    return [prompt_of(target), *(tokenizer(text[:40]).input_ids for text in demo_prompts(9))]
 
 
 def draw(
@@ -145,7 +153,7 @@ def draw(
     seed: int = SEED,
 ) -> tuple[dict[str, Answers], EngineHost]:
     """Answers of the baseline, of an engine for each method, and of one for each planted bug, with the target as its own draft
-    model; and the baseline engine, still running."""
+    model; and the baseline engine, still running. `long`: all answers, and not the short ones alone."""
     variants: dict[str, tuple[type[EngineSpec], dict[str, Any]]] = {"baseline": (EngineSpec, {"speculative": None})}
     variants |= {name: (EngineSpec, {"speculative": config}) for name, config in configs.items()}
     for bias in planted:
@@ -170,10 +178,13 @@ def draw(
         for name, host in zip(variants, hosts, strict=True):
             short, _ = host.generate([prompt] * samples, max_tokens=TOKENS, temperature=TEMPERATURE)
             assert len(short) == samples
-            before, longer = host.counters(), []
+            before, longer, greedy = host.counters(), [], []
             if long:
                 longer, _ = host.generate([prompt] * LONG, max_tokens=LONG_TOKENS, temperature=TEMPERATURE)
-            answers[name] = Answers(short, longer, host.counters() - before)
+            counters = host.counters() - before
+            if long:  # after those that are sampled, which may depend on what the engine did before
+                greedy, _ = host.generate(greedy_prompts(target), max_tokens=32, temperature=0)
+            answers[name] = Answers(short, longer, counters, greedy)
     except BaseException:
         hosts[0].close()
         raise
@@ -234,6 +245,21 @@ def test_sampled_answers_follow_the_target(target: TargetInfo, methods: Methods,
         assert found[name][0] > level, (name, found[name][0])
     for name in methods.runs:  # how much n-gram and suffix decoding find depends on repetition
         assert found[name][1].power(FINDS, level / 2) > 0.95, (name, "too few answers")
+
+
+def test_greedy_answers_are_the_baseline_s(methods: Methods, drawn: dict[str, Answers]) -> None:
+    """Token for token, with every method; trained drafters have draft tokens accepted and rejected."""
+    expected = [one.token_ids for one in drawn["baseline"].greedy]
+    assert len(set(map(tuple, expected))) == 10
+    for name in methods.configs:
+        greedy = drawn[name].greedy
+        assert [one.token_ids for one in greedy] == expected, name
+        drafted, accepted = (
+            sum(map(sum, each)) for each in zip(*((g.drafted, g.accepted) for g in greedy), strict=True)
+        )
+        assert drafted > 0, name
+        if name in methods.runs:
+            assert 0 < accepted < drafted, (name, accepted, drafted)
 
 
 def test_what_an_evaluation_would_say(methods: Methods, drawn: dict[str, Answers]) -> None:
