@@ -202,7 +202,9 @@ class BlockOptions(DrafterOptions):
     every step. A higher value improves the first draft token most."""
     acceptance_alpha: float | None = Field(0.5, ge=0, le=1)
     """Weigh draft tokens by the acceptance that each decides on (D-PACE, arXiv 2605.18810), with this smoothing of their probabilities.
-    null: by `ttt_loss_decay`; published as exp(-1 / 4) for blocks of 8 and exp(-1 / 7) for blocks of 16."""
+    null: by `ttt_loss_decay`; published as exp(-1 / 4) for blocks of 8 and exp(-1 / 7) for blocks of 16. Each draft token's loss is a mean over
+    the blocks that train it, where the published code (DeepSpec) divides the weighted sum of all by the sum of the weights: a difference in
+    scale alone where every block trains all of its draft tokens."""
     targets: Literal["distribution", "tokens"] = "tokens"
     """Train on the tokens that the target generated, as published, or on its distribution over next tokens, which takes a little longer and
     was better after three epochs of a small store, in one run (docs/log.md)."""
