@@ -1,4 +1,4 @@
-"""Speculators' own classes, in its environment: `python speculators_drafter.py make|load FOLDER...`.
+"""Speculators' own classes, in its environment: `python speculators_drafter.py make|load|weigh FOLDER...`.
 
 `make` builds a drafter with random weights as `FOLDER/job.json` says and saves it to `FOLDER/made` as speculators saves
 drafters; `load` opens `FOLDER/converted`. Either writes its logits for `FOLDER/inputs.safetensors` to `FOLDER/make.safetensors` or
@@ -7,6 +7,9 @@ drafters; `load` opens `FOLDER/converted`. Either writes its logits for `FOLDER/
 - EAGLE-3: of every chain step, [steps, rows, draft vocabulary];
 - P-EAGLE: of every depth, with the rows whose tokens would be beyond the text as zeros, [depths, rows, draft vocabulary];
 - DFlash, DSpark: of the blocks at `anchors`, [blocks, rows of a block, draft vocabulary].
+
+`weigh` writes D-PACE's weights of draft tokens to `weigh.safetensors`, [blocks, rows of a block], for the smoothing in `FOLDER/job.json` and the
+cross-entropies and masks in `inputs.safetensors`.
 
 Only the sampling of what is trained on is replaced, to have all of it. Imports nothing of Draftsmith.
 """
@@ -19,6 +22,7 @@ from typing import Any
 import torch
 from safetensors.torch import load_file, save_file
 from speculators.config import SpeculatorsConfig, VerifierConfig
+from speculators.losses import dpace_loss_decay
 from speculators.models.dflash import DFlashDraftModel, DFlashSpeculatorConfig
 from speculators.models.dflash import core as dflash
 from speculators.models.dspark import DSparkDraftModel, DSparkSpeculatorConfig
@@ -149,7 +153,23 @@ def _of_blocks(model: Any, inputs: dict[str, torch.Tensor], job: dict[str, Any])
     return heard[0].unflatten(0, (len(anchors), -1))
 
 
+def weigh(folder: Path) -> None:
+    inputs, job = load_file(folder / "inputs.safetensors"), json.loads((folder / "job.json").read_text())
+    rows = inputs["mask"].shape[1]
+    weights = dpace_loss_decay(
+        torch.arange(inputs["mask"].numel())[None] % rows,
+        loss_mask=inputs["mask"].view(1, -1),
+        block_size=rows,
+        dpace_alpha=job["alpha"],
+        elementwise_loss=inputs["cross_entropy"].view(1, -1),
+    )
+    save_file({"weights": weights.view(-1, rows).contiguous()}, folder / "weigh.safetensors")
+
+
 if __name__ == "__main__":
     for folder in map(Path, sys.argv[2:]):
+        if sys.argv[1] == "weigh":
+            weigh(folder)
+            continue
         model = {"make": make, "load": load}[sys.argv[1]](folder).float().eval()
         write_logits(model, folder, folder / f"{sys.argv[1]}.safetensors")

@@ -19,6 +19,7 @@ from draftsmith.run.weights import in_memory
 from draftsmith.store.format import Sequence
 from draftsmith.target.info import describe_target
 from draftsmith.target.tensors import load_target_tensors
+from draftsmith.train.loss import _acceptance_weights
 from draftsmith.train.packing import pack
 from tests.families import save_tokenizer
 from tests.integration.test_foreign import HIDDEN, LAYER, VOCAB, drive
@@ -184,3 +185,21 @@ def test_speculators_computes_what_ours_do(ours: dict[str, tuple[Path, Checkpoin
     """Its classes must not take the target's mask or head instead."""
     folder, checkpoint = ours[name]
     assert_same_logits(checkpoint, folder, "load")
+
+
+@pytest.mark.parametrize("alpha", [0.5, 0.2])
+def test_draft_tokens_weigh_as_speculators_says(alpha: float, tmp_path: Path) -> None:
+    """D-PACE, in blocks that are trained up to some draft token; row 0 of speculators' is the anchor. Past a token that is not trained, ours have
+    less weight, since no draft gets past it."""
+    blocks, generator = 50, torch.Generator().manual_seed(0)
+    trained = torch.arange(STEPS) < torch.randint(1, STEPS + 1, (blocks, 1), generator=generator)
+    likely = torch.rand(blocks, STEPS, generator=generator)
+    mask = F.pad(trained.float(), (1, 0))
+    save_file({"mask": mask, "cross_entropy": F.pad(-likely.log(), (1, 0))}, tmp_path / "inputs.safetensors")
+    (tmp_path / "job.json").write_text(json.dumps({"alpha": alpha}))
+    drive("weigh", {"dpace": tmp_path})
+    theirs = load_file(tmp_path / "weigh.safetensors")["weights"][:, 1:]
+    place = trained.flatten().nonzero()[:, 0]
+    ours = _acceptance_weights(likely.flatten()[place], place, rows=blocks, steps=STEPS, alpha=alpha)
+    torch.testing.assert_close(ours, theirs.flatten()[place], rtol=1e-5, atol=1e-6)
+    assert len(place) > 2 * blocks
