@@ -19,7 +19,7 @@ from tests.integration.conftest import demo_prompts, load_drafter
 
 K = 3
 POSITIONS = 170
-"""At each of which every kind's proposals are compared, at every chain step: 2,040 in all."""
+"""At each of which every kind's proposals are compared, at every draft token."""
 SPECULATORS = {
     "eagle": "EagleSpeculator",
     "eagle3": "EagleSpeculator",
