@@ -122,6 +122,8 @@ def run_evaluate(recipe: Recipe, run_dir: Path) -> Results:
             "dtypes": dtypes,
             "max_tokens": recipe.extract.response_tokens(held_out=True),
             "predicted": predicted,
+            # Prompts for timing are drawn with it. Digests with the default are those of before it counted.
+            **({"seed": recipe.seed} if recipe.seed else {}),
             **sections,
         }
     )  # fmt: skip
