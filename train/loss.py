@@ -35,10 +35,15 @@ whose drafter distributions do."""
 _DRAWN = 6  # one in so many tokens of the subset is drawn at random
 
 
-def row_chunks(rows: int, vocab: int, device: str) -> Iterator[slice]:
-    """Slices of `rows` rows whose logits over `vocab` tokens are computed at once on a type of `device`, by torch's name."""
+def rows_at_once(vocab: int, device: str) -> int:
+    """Rows whose logits over `vocab` tokens are computed at once on a type of `device`, by torch's name."""
     at_once = _LOGITS_AT_ONCE if device == "cpu" else _LOGITS_AT_ONCE_ON_GPU
-    size = max(_LEAST_ROWS, at_once // vocab)
+    return max(_LEAST_ROWS, at_once // vocab)
+
+
+def row_chunks(rows: int, vocab: int, device: str) -> Iterator[slice]:
+    """Slices of `rows` rows, `rows_at_once` in each."""
+    size = rows_at_once(vocab, device)
     return (slice(start, min(start + size, rows)) for start in range(0, rows, size))
 
 

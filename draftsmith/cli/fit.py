@@ -67,10 +67,13 @@ def check_fits(
     """
     dtype, name = recipe.target.dtype, target_name(recipe.target)
     quantization = recipe.engine.options.get("quantization")
-    target_bytes = weight_bytes(local, dtype, quantization) if local else 0
-    if not target_bytes:
+
+    def target_bytes(dtype: str) -> int:
+        if local and (found := weight_bytes(local, dtype, quantization)):
+            return found
         sizes = target_sizes(config, quantization=quantization, trust_remote_code=recipe.target.trust_remote_code)
-        target_bytes = sizes.weight_bytes(BYTES[dtype])
+        return sizes.weight_bytes(BYTES[dtype])
+
     layer_ids = recipe.extract.layer_ids or default_layer_ids(config.num_hidden_layers)
     if extraction and recipe.extract.backend == "vllm" and recipe.extract.machines is None:
         require_extraction(
@@ -78,34 +81,36 @@ def check_fits(
             recipe.extract,
             config,
             target=name,
-            target_bytes=target_bytes,
+            target_bytes=target_bytes(dtype),
             dtype=dtype,
             layers=len(layer_ids),
         )
     if not evaluation:
         return
-    environment.require_parallelism(recipe.engine, config)
-    for timed in {dtype, *(recipe.evaluate.dtypes or ())}:
-        require_quantization(recipe.engine, config, target=name, dtype=timed)
-    drafter = drafter_on_meta(recipe, config, layer_ids)
-    drafter_bytes = BYTES[dtype] * sum(math.prod(shape) for shape in drafter.shapes(drafter.config).values())
-    gpus = environment.gpus()
-    if not gpus:
-        require_two_engines(
-            recipe.engine, config, target=name, target_bytes=target_bytes, drafter_bytes=drafter_bytes, dtype=dtype
-        )
-        return
+    from draftsmith.serve.evaluation.configurations import timed_dtypes
     from draftsmith.serve.evaluation.lineup import place
 
-    need = engine_memory(
-        config,
-        target_bytes=target_bytes,
-        drafter_bytes=drafter_bytes,
-        dtype=dtype,
-        tokens=recipe.engine.max_model_len,
-        engine=recipe.engine,
-    )
-    place(recipe.engine, gpus, [need], target=name, smaller="evaluate.concurrency")
+    environment.require_parallelism(recipe.engine, config)
+    drafter = drafter_on_meta(recipe, config, layer_ids)
+    parameters = sum(math.prod(shape) for shape in drafter.shapes(drafter.config).values())
+    gpus = environment.gpus()
+    for timed in dict.fromkeys([dtype, *timed_dtypes(recipe, config)]):
+        require_quantization(recipe.engine, config, target=name, dtype=timed)
+        weights, trained = target_bytes(timed), BYTES[timed] * parameters
+        if not gpus:
+            require_two_engines(
+                recipe.engine, config, target=name, target_bytes=weights, drafter_bytes=trained, dtype=timed
+            )
+            continue
+        need = engine_memory(
+            config,
+            target_bytes=weights,
+            drafter_bytes=trained,
+            dtype=timed,
+            tokens=recipe.engine.max_model_len,
+            engine=recipe.engine,
+        )
+        place(recipe.engine, gpus, [need], target=name, smaller="evaluate.concurrency")
 
 
 def misfit(recipe: Recipe) -> str | None:

@@ -154,7 +154,8 @@ def plan_extract(
 def plan_evaluate(
     recipe: Recipe, assumed: Assumptions, sizes: TargetSizes, drafter: Drafter, config: PretrainedConfig
 ) -> StagePlan:
-    """Estimate an upper bound of evaluation, as if no draft token were accepted.
+    """Estimate evaluation as if no draft token were accepted: an upper bound where speculation gains more than drafts and controls of
+    differing answers, which are not counted, cost.
 
     The baseline and one other engine run side by side, on one GPU if it holds both (serve/evaluation/lineup.py). Memory is that of
     one GPU.
@@ -206,10 +207,11 @@ def plan_evaluate(
         for k in (0, *ks) if first else ():
             answer(starts * min(prompts, options.step_cost_prompts), _COST_STEPS, k=k, at_once=1)
         requests = max(_REQUESTS, min(prompts, options.timing_prompts))
-        for k, share in (*pairs, *((k, 1.0) for k in methods)):
+        others = [(k, 1.0) for k in methods]
+        for k, share in (*pairs, *others):
             for one in (0, k):
                 answer(starts * share * requests, options.timing_tokens, k=one, at_once=1)
-        for k, share in pairs if first else ():
+        for k, share in (*pairs, *(others if options.methods_under_load else ())) if first else ():
             for size in options.concurrency:
                 for one in (0, k):
                     answer(

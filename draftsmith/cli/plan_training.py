@@ -12,26 +12,30 @@ from draftsmith.config.recipe import Recipe
 from draftsmith.convert.quantize import quantized_bytes
 from draftsmith.drafters.base import Drafter
 from draftsmith.engine.memory import BYTES, GIB
+from draftsmith.train.loss import rows_at_once
 
 _FLOAT32_ON_GPU = 1 / 16
 """A GPU's rate in float32 relative to half precision: 19.5 of 312 TFLOP/s on an A100, 67 of 989 on an H100."""
 
 
 def plan_train(recipe: Recipe, assumed: Assumptions, drafter: Drafter, *, layers: int) -> StagePlan:
-    """Estimate training on the responses of the training part.
+    """Estimate training on the training part: its responses, and its prompts where the recipe weighs them (`prompt_loss_weight`).
 
     Memory is that of one process: float32 parameters with gradients, AdamW's two moments (Muon: one) and the average (`ema`),
-    each divided by the number of processes with `fsdp`; the tensors shared with the target and the teacher's head; and the
-    activations of a micro-batch, inputs and outputs of every matrix product (less with `activation_checkpointing`). The
-    initialization, before that on one process, has the whole drafter, the shared tensors, and its sums of products.
+    each divided by the number of processes with `fsdp`; the tensors shared with the target and the teacher's head; the
+    activations of a micro-batch, inputs and outputs of every matrix product (less with `activation_checkpointing`); and what the loss works
+    with. The initialization, before that on one process, has the whole drafter, the shared tensors, and its sums of products.
     """
     options, hardware = recipe.train, assumed.hardware
     steps = drafter.max_draft_tokens or options.ttt_steps
-    precision = options.precision_on("cuda" if hardware and hardware.memory_gib else "cpu")
+    device = "cuda" if hardware and hardware.memory_gib else "cpu"
+    precision = options.precision_on(device)
     training, _ = conversation_counts(recipe, assumed)
     length = assumed.prompt_tokens + assumed.response_tokens
-    share = options.drafter.share_of_positions
-    tokens, answered = training * length * options.epochs, share * training * assumed.response_tokens * options.epochs
+    learned = length if options.prompt_loss_weight else assumed.response_tokens
+    predicting = options.drafter.share_of_positions * learned / length
+    tokens = training * length * options.epochs
+    answered = predicting * tokens
     optimizer_steps = math.ceil(tokens / options.tokens_per_step)
     trained, by_muon = trained_parameters(recipe, drafter)
 
@@ -65,7 +69,7 @@ def plan_train(recipe: Recipe, assumed: Assumptions, drafter: Drafter, *, layers
         }
     processes = hardware.count if hardware else 1
     rows = options.tokens_per_step / (processes * options.gradient_accumulation_steps)
-    parts = processes if options.fsdp else 1
+    parts, number = processes if options.fsdp else 1, BYTES[precision]
     config = drafter.config
     return StagePlan(
         tokens=round(tokens),
@@ -78,9 +82,21 @@ def plan_train(recipe: Recipe, assumed: Assumptions, drafter: Drafter, *, layers
             "gradients": 4 * trained // parts,
             "optimizer states": (8 * (trained - muons) + 4 * muons + (4 * own if options.ema else 0)) // parts,
             "activations": int(
-                share
-                * rows
-                * of_trained(lambda steps: kept_by_row(drafter, steps, layers=layers, number=BYTES[precision]))
+                rows
+                * (
+                    predicting * of_trained(lambda steps: kept_by_row(drafter, steps, layers=layers, number=number))
+                    + (1 - predicting) * kept_by_row(drafter, 0, layers=layers, number=number)
+                )
+            ),
+            "the loss": int(
+                loss_bytes(
+                    recipe,
+                    drafter,
+                    rows * predicting,
+                    rows * predicting * of_trained(float),
+                    number=number,
+                    device=device,
+                )
             ),
         },
         memory_limit=int(hardware.memory_gib * GIB) if hardware and hardware.memory_gib else None,
@@ -152,17 +168,40 @@ def flop_of_muon(rows: int, columns: int, precision: Literal["float32", "bfloat1
 def kept_by_row(drafter: Drafter, steps: int, *, layers: int, number: int) -> float:
     """Bytes that a token keeps until the backward pass: its hidden states, and the inputs and outputs of every product.
 
-    Logits are not kept, because the loss computes them in parts.
-
     Args:
+        steps: draft tokens that are trained from it; 0 for a token of the context alone.
         layers: number of the store's layer ids, read in float32.
         number: bytes of the data type of the products.
     """
     shapes = drafter.shapes(drafter.config)
     numbers = steps * _head_width(drafter)
-    for name, (_, of_predicting) in drafter.matmul_counts(drafter.config, steps).items():
-        numbers += of_predicting * sum(shapes[name])
+    for name, (of_context, of_predicting) in drafter.matmul_counts(drafter.config, max(steps, 1)).items():
+        numbers += (of_predicting if steps else of_context) * sum(shapes[name])
     return 4.0 * layers * drafter.config.hidden_size + number * numbers
+
+
+def loss_bytes(
+    recipe: Recipe, drafter: Drafter, rows: float, draft_tokens: float, *, number: int, device: str
+) -> float:
+    """Bytes that the loss works with (`train/loss.py`), beside what the drafter keeps: the teacher's states and the gradient of the head's
+    inputs in float32, those inputs in blocks, where they are put into order, and copies of states and inputs in the data type of the
+    products, if that is narrower; and a chunk of logits, several times in float32.
+
+    Args:
+        rows: of the batch that are drafted from.
+        draft_tokens: that are trained. In blocks each has a row of the teacher's; in chains those of one row of the batch share them.
+        number: bytes of the data type of the products.
+        device: a type of device, by torch's name.
+    """
+    vocabulary = recipe.train.loss_vocab_size or drafter.config.draft_vocab_size
+    vocabulary = min(vocabulary, drafter.config.draft_vocab_size)
+    terms = drafter.loss_terms(recipe.train.drafter)
+    taught = draft_tokens if terms.in_blocks else rows
+    copy = number if number < 4 else 0
+    of_states = taught * (4 + copy) + draft_tokens * (4 + copy + 4 * terms.in_blocks)
+    mixed = bool(terms.variation_weight or terms.confidence_weight)
+    copies = 5 if mixed else 4 if terms.targets == "distribution" else 3
+    return of_states * _head_width(drafter) + 4.0 * copies * min(taught, rows_at_once(vocabulary, device)) * vocabulary
 
 
 def _head_width(drafter: Drafter) -> int:

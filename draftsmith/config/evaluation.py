@@ -11,7 +11,7 @@ from draftsmith.config.sampling import Sampling
 from draftsmith.config.section import Section
 from draftsmith.config.sources import Prompts
 
-RESULTS_VERSION = 13
+RESULTS_VERSION = 14
 """`schema_version` of `results.json`: counted up when results or report change, so that evaluations of before run again."""
 
 
@@ -90,6 +90,8 @@ class EvaluateConfig(Section):
     """Answers that the report shows token by token."""
     methods: dict[str, AnyMethod] = Field(default_factory=dict)
     """Other methods, measured on every suite as the run's drafter is. Two engines are up at a time, whatever is compared."""
+    methods_under_load: bool = False
+    """Time these methods at each `concurrency` too, not only with one request in flight."""
     output: str = "eval"
     """Folder of the results inside the run."""
 

@@ -18,7 +18,7 @@ PRESETS: dict[str, dict[str, Any]] = {
     # The same with bfloat16 arithmetic, as measured by recipes/smollm2-eagle3.yaml beside other work; training is in float32.
     "cpu-2-cores-bf16": {
         "device": "machine with two CPU cores", "matmul_tflops": 0.7, "memory_gb_per_second": 18, "store_mb_per_second": 270,
-        "load_mb_per_second": 640, "prefill_utilization": 0.75, "decode_utilization": 0.35, "train_utilization": 0.2,
+        "load_mb_per_second": 640, "prefill_utilization": 0.75, "decode_utilization": 0.35, "train_utilization": 0.25,
         "start_seconds": 25, "later_start_seconds": 3,
     },
     # An H100 SXM by NVIDIA's figures. Training reached 0.29 to 0.41 on an H200, which computes alike; the other utilizations are guesses,

@@ -81,7 +81,8 @@ def require_extraction(
             states=states,
             processes=engine.tensor_parallel_size,
         )
-        _require("Extraction from", target, [one] * options.workers, "extract.workers, " if options.workers > 1 else "")
+        more_keys = "extract.workers, " if options.workers > 1 else ""
+        _require("Extraction from", target, [one] * options.workers, more_keys, "target.dtype")
         return
     need = engine_memory(
         config,
@@ -176,11 +177,15 @@ def require_two_engines(
         )
         for drafter in (0, drafter_bytes)
     ]
-    _require("Evaluating or tuning a drafter for", target, needs, "")
+    _require(f"In {dtype}, evaluating or tuning a drafter for", target, needs, "", "target.dtype, evaluate.dtypes")
 
 
-def _require(what: str, target: str, engines: list[EngineMemory], more_keys: str) -> None:
+def _require(what: str, target: str, engines: list[EngineMemory], more_keys: str, dtype_key: str) -> None:
     """
+    Args:
+        more_keys: of the recipe, with which less is needed, before the others.
+        dtype_key: the recipe's key with what is computed in.
+
     Raises:
         UserError: less memory is available than engines need that are up together.
     """
@@ -194,5 +199,5 @@ def _require(what: str, target: str, engines: list[EngineMemory], more_keys: str
     raise UserError(
         f"{what} {target} does not fit into this machine's memory: {count} about {needed / GIB:.1f} GiB "
         f"({'' if one_engine else 'each '}{largest.in_words()}), and {available / GIB:.1f} GiB are available. Lower "
-        f"{more_keys}engine.kv_cache_gib{'' if one_engine else ', which all engines share'}, choose a smaller target.dtype or a smaller target, or end other programs."
+        f"{more_keys}engine.kv_cache_gib{'' if one_engine else ', which all engines share'}, choose a smaller type ({dtype_key}) or a smaller target, or end other programs."
     )

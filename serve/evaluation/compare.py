@@ -67,6 +67,10 @@ def compare(a: Mapping[str, Any], b: Mapping[str, Any]) -> list[Comparison]:
         for name in a["suites"]
         if name in b["suites"] and a["suites"][name]["prompts_sha256"] == b["suites"][name]["prompts_sha256"]
     ]
+    first = next(iter(a["suites"]))
+    loads: dict[str, list[str]] = {}  # those that both have, by the suite whose prompts they ask
+    if first in shared and first == next(iter(b["suites"])):
+        loads[first] = [n for n in a["load"] if n in b["load"]]
     for name in shared:
         one, other = a["suites"][name], b["suites"][name]
         for k in (k for k in one["at_k"] if k in other["at_k"]):
@@ -74,7 +78,7 @@ def compare(a: Mapping[str, Any], b: Mapping[str, Any]) -> list[Comparison]:
             if _conversations(both) >= _FEWEST and _counts(both):
                 acceptance.append((name, f"acceptance length, K = {k}", both))
         speeds.append((name, "speedup", one["throughput"], other["throughput"]))
-        right = [float(_is_right(suite)) for suite in (one, other)]
+        right = [float(_is_right(of["suites"][name], [of["load"][n] for n in loads.get(name, ())])) for of in (a, b)]
         verdict = "same" if right[0] == right[1] else "worse" if right[1] < right[0] else "better"
         if Sampling.of(a["sampling"]).greedy:  # sampled answers are not compared with the baseline's
             found.append(
@@ -83,9 +87,7 @@ def compare(a: Mapping[str, Any], b: Mapping[str, Any]) -> list[Comparison]:
                     "interval": [right[1] - right[0]] * 2, "verdict": verdict,
                 }
             )  # fmt: skip
-    first = next(iter(a["suites"]))
-    if first in shared and first == next(iter(b["suites"])):
-        speeds += [(first, f"speedup, {n} at once", a["load"][n], b["load"][n]) for n in a["load"] if n in b["load"]]
+    speeds += [(first, f"speedup, {n} at once", a["load"][n], b["load"][n]) for n in loads.get(first, ())]
     speeds = [one for one in speeds if _conversations(_speed_prompts(*one[2:])) >= _FEWEST]
     if not acceptance and not speeds:
         raise UserError(
@@ -143,10 +145,11 @@ def _conversations(prompts: Iterable[str]) -> int:
     return len({prompt.partition(TURN)[0] for prompt in prompts})
 
 
-def _is_right(suite: Mapping[str, Any]) -> bool:
-    """Whether rounding explains every difference from the baseline."""
-    verdicts = [at_k["fidelity"]["verdict"] for at_k in suite["at_k"].values()]
-    return "wrong" not in [*verdicts, *(one["verdict"] for one in suite["throughput"]["fidelity"].values())]
+def _is_right(suite: Mapping[str, Any], loads: Sequence[Mapping[str, Any]]) -> bool:
+    """Whether rounding explains every difference from the baseline, on a suite and in loads of its prompts."""
+    judged = [at_k["fidelity"] for at_k in suite["at_k"].values()]
+    judged += [one for timed in (suite["throughput"], *loads) for one in timed["fidelity"].values()]
+    return all(one["verdict"] != "wrong" for one in judged)
 
 
 def _counts(both: Mapping[str, Sequence[float]]) -> bool:

@@ -9,15 +9,17 @@ from __future__ import annotations
 import statistics
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from draftsmith.config.recipe import Recipe
 from draftsmith.engine.environment import is_cpu
 from draftsmith.engine.platform import current_platform
 from draftsmith.serve.evaluation.schema import AtStart, Fidelity, Measured, Ratio, Throughput, Variant
 from draftsmith.serve.evaluation.throughput import paired, speedup, tokens_per_second
-from draftsmith.target.info import TargetInfo
 from draftsmith.target.quantization import stated_quantization
+
+if TYPE_CHECKING:
+    from transformers import PretrainedConfig
 
 AGAIN = ", again"
 """Suffix of the name of a second, identical engine."""
@@ -70,17 +72,20 @@ def machine_dtypes() -> list[str]:
     return ["float32", "bfloat16"] if current_platform().has_bfloat16() else ["float32"]
 
 
-def timed_dtypes(recipe: Recipe, target: TargetInfo) -> list[str]:
+def timed_dtypes(recipe: Recipe, config: PretrainedConfig) -> list[str]:
     """The recipe's `evaluate.dtypes`; by default those of the machine, or a quantized target's own alone: for most quantized weights vLLM
-    has no arithmetic in float32 (`engine/quantization.py`), which is among a CPU's."""
-    quantized = stated_quantization(target.config) or recipe.engine.options.get("quantization")
+    has no arithmetic in float32 (`engine/quantization.py`), which is among a CPU's.
+
+    Args:
+        config: of the target's language model.
+    """
+    quantized = stated_quantization(config) or recipe.engine.options.get("quantization")
     return list(recipe.evaluate.dtypes or ([recipe.target.dtype] if quantized else machine_dtypes()))
 
 
 def configurations(recipe: Recipe, k: int, *, in_flight: int = 1) -> list[Configuration]:
-    """The baseline, twice, and the drafter in the recipe's dtype, both once in other dtypes, then other methods.
-
-    Other methods are only measured with one request in flight.
+    """The baseline, twice, and the drafter in the recipe's dtype, both once in other dtypes, then other methods, unless several requests
+    are in flight and the recipe does not ask for `methods_under_load`.
 
     Args:
         recipe: with `evaluate.dtypes` as `timed_dtypes` has them.
@@ -88,12 +93,13 @@ def configurations(recipe: Recipe, k: int, *, in_flight: int = 1) -> list[Config
     own = recipe.target.dtype
     assert recipe.evaluate.dtypes is not None
     others = [dtype for dtype in recipe.evaluate.dtypes if dtype != own]
+    timed_methods = in_flight == 1 or recipe.evaluate.methods_under_load
     return [
         Configuration(0, own),
         Configuration(0, own, again=True),
         Configuration(k, own),
         *(Configuration(speculation, dtype) for dtype in others for speculation in (0, k)),
-        *(Configuration(name, own) for name in (recipe.evaluate.methods if in_flight == 1 else ())),
+        *(Configuration(name, own) for name in (recipe.evaluate.methods if timed_methods else ())),
     ]
 
 

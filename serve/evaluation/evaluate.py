@@ -47,6 +47,7 @@ from draftsmith.run.atomic_io import write_bytes, write_json
 from draftsmith.run.errors import DraftsmithError, UserError
 from draftsmith.run.progress import console
 from draftsmith.run.stage import StageRun
+from draftsmith.serve.evaluation import fidelity
 from draftsmith.serve.evaluation.acceptance import measure_acceptance
 from draftsmith.serve.evaluation.configurations import Configuration, timed_dtypes
 from draftsmith.serve.evaluation.curve import predicted_speedup, rivals
@@ -110,7 +111,7 @@ def run_evaluate(recipe: Recipe, run_dir: Path) -> Results:
         "evaluate": recipe.evaluate.model_dump(mode="json"),
         "dtype": recipe.target.dtype,
     }
-    dtypes = timed_dtypes(recipe, target)
+    dtypes = timed_dtypes(recipe, target.config)
     recipe = recipe.model_copy(update={"evaluate": recipe.evaluate.model_copy(update={"dtypes": dtypes})})
     inputs = digest(
         {
@@ -358,24 +359,17 @@ def _shown(found: Results, output: Path) -> Results:
     """
     print_table(found)
     console.print(f"evaluate: report in {output / 'report.html'}", highlight=False, soft_wrap=True)
-    wrong = []
-    for name, suite in found["suites"].items():
-        verdicts = {
-            **{f"K = {k}": at_k["fidelity"] for k, at_k in suite["at_k"].items()},
-            **{method: other["fidelity"] for method, other in suite["methods"].items()},
-            **suite["throughput"]["fidelity"],
-        }
-        wrong += [
-            f"{name}, {what}: {one['differing']} of {one['answers']} answers differ, {one['mismatches']} of them where the target "
-            f"was not undecided (p = {one['rate_p_value']:.2g} for so many)"
-            for what, one in verdicts.items()
-            if one["verdict"] == "wrong"
-        ]
+    wrong = [
+        f"{what}: {one['differing']} of {one['answers']} answers differ, {one['mismatches']} of them where the target "
+        f"was not undecided (p = {one['rate_p_value']:.2g} for so many)"
+        for what, one in fidelity.verdicts(found).items()
+        if one["verdict"] == "wrong"
+    ]
     wrong += wrongly_sampled(found["sampled_fidelity"])
     if wrong:
         raise WrongAnswersError(
             f"Speculative decoding changed the target's answers by more than rounding explains: {'; '.join(wrong)}. The results are "
-            "written and list the first differences. Do not serve this drafter with this engine: a faulty engine, plugin or drafter "
+            "written and list the first differences of answers in batches. Do not serve this drafter with this engine: a faulty engine, plugin or drafter "
             "configuration changes text, not only speed."
         )
     return found

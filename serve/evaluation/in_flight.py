@@ -41,6 +41,8 @@ class Timing(NamedTuple):
     """From the first token to the last, per token after the first; None if it had not ended or has a single token."""
     token_ids: list[int]
     """The answer so far."""
+    ended: bool
+    """Whether that is all of it."""
     drafts: int
     """Steps in which tokens were drafted for it; 0 if it had not ended."""
     accepted: int
@@ -88,6 +90,7 @@ class ConstantLoad:
         self._first: list[float | None] = [None] * len(requests)
         self._per_token: list[float | None] = [None] * len(requests)
         self._drafts = [(0, 0)] * len(requests)
+        self._ended: set[int] = set()
         self.done = False
 
     def advance(self, tokens: int) -> bool:
@@ -110,6 +113,7 @@ class ConstantLoad:
                 self._first[index],
                 self._per_token[index],
                 self._answers[index],
+                index in self._ended,
                 *self._drafts[index],
             )
             for index, request in enumerate(self._requests)
@@ -158,6 +162,7 @@ class ConstantLoad:
         if not output.finished:
             return
         del self._running[output.request_id]
+        self._ended.add(index)
         self._left_uncounted -= not running.request.counted
         after_first = len(self._answers[index]) - 1
         if running.first_token is not None and after_first > 0:

@@ -57,7 +57,7 @@ class PartialResults:
     speeds: list[dict[str, dict[str, AtStart]]] = field(default_factory=list)
     """By engine start, then load (`speed.Load.key`), then configuration."""
     fidelity: dict[str, dict[str, Fidelity]] = field(default_factory=dict)
-    """By load with one request in flight, then configuration."""
+    """By load, then configuration."""
     rates: dict[str, Rate] = field(default_factory=dict)
     sampled_fidelity: dict[str, SampledFidelity] = field(default_factory=dict)
 

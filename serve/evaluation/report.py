@@ -229,8 +229,8 @@ def _identity(results: Results) -> str:
     sampling = Sampling.of(results["sampling"])
     if sampling.greedy:
         if all(suite["identical_to_baseline"] for suite in results["suites"].values()):
-            return "Every answer is identical to the baseline's, token for token."
-        return _differing(results)
+            return "In batches every answer is identical to the baseline's, token for token." + _as_timed(results)
+        return _differing(results) + _as_timed(results)
     lines = [f"Answers are sampled ({escape(str(sampling))})."]
     for name, one in results["sampled_fidelity"].items():
         p = f"p = {one['continuations_p_value']:.2g} by continuations, {one['drafts_p_value']:.2g} by drafted tokens"
@@ -260,6 +260,20 @@ def _differing(results: Results) -> str:
         f"{differing} answers differ from the baseline's ({escape(suites)}), each where the target itself was undecided, and no more often "
         "than the baseline differs from itself in another batch shape; results.json lists the first differences."
     )
+
+
+def _as_timed(results: Results) -> str:
+    """What only timed answers show: an engine drafts otherwise with other requests in flight."""
+    loads = [*(suite["throughput"] for suite in results["suites"].values()), *results["load"].values()]
+    wrong = {
+        f"{name} with {at['in_flight']} in flight"
+        for at in loads
+        for name, one in at["fidelity"].items()
+        if one["verdict"] == "wrong"
+    }
+    if not wrong:
+        return ""
+    return f" <strong>As it is timed, the text changes: {escape('; '.join(sorted(wrong)))}.</strong>"
 
 
 def _toss_up(results: Results) -> str:

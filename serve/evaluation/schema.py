@@ -210,8 +210,7 @@ class Throughput(TypedDict):
     noise: Ratio
     """A second baseline engine over the first, both in the recipe's dtype: how far identical engines are apart."""
     fidelity: dict[str, Fidelity]
-    """Every speculative configuration with one request in flight against the baseline of its own dtype, in the first engine
-    start; empty under other loads."""
+    """Every speculative configuration against the baseline of its own dtype that ran beside it, in the first engine start."""
 
 
 class Speeds(TypedDict):

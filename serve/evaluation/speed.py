@@ -111,8 +111,8 @@ def _measure_start(
                 continue
             requests = load.requests(recipe, noise=any(one.again for one in here))
             timings = run_load(here, requests, load.in_flight, load.title)
-            if number == 0 and load.in_flight == 1:
-                judged = _judged(here, timings, dict(load.prompts), requests, recipe)
+            if number == 0:
+                judged = _judged(here, timings, requests, recipe)
                 partial.fidelity[load.key] = partial.fidelity.get(load.key, {}) | judged
             at = {one: at_start(timing, requests) for one, timing in timings.items()}
             measured[load.key] = with_baselines(measured[load.key], at)
@@ -147,27 +147,33 @@ def _measure_pair(
 def _judged(
     engines: Mapping[Configuration, EngineHost],
     timings: Mapping[Configuration, Sequence[Timing]],
-    contexts: Mapping[str, list[int]],
     requests: Asked,
     recipe: Recipe,
 ) -> dict[str, Fidelity]:
-    """Answers of speculative configurations against those of the baseline that they ran beside, of the same dtype. None of sampled ones."""
+    """Answers of speculative configurations against those of the baseline that they ran beside, of the same dtype. None of sampled ones.
+
+    Of each prompt one answer counts, the first that both engines began: where the target is undecided, it is so in every answer to a prompt.
+    """
     if not recipe.evaluate.sampling.greedy:
         return {}
-    answers = {
-        one: {requests[timing.request][0]: Generated(timing.token_ids, None, 0.0) for timing in found}
-        for one, found in timings.items()
-    }
+    by_request = {one: {timing.request: timing for timing in found} for one, found in timings.items()}
     baseline = next(one for one in engines if one == one.baseline)
-    own = answers[baseline]
-    asked = {name: contexts[name] for name in own}
     judged: dict[str, Fidelity] = {}
     for one in [one for one in engines if one.speculation != 0]:
+        own: dict[str, Generated] = {}
+        other: dict[str, Generated] = {}
+        asked: dict[str, list[int]] = {}
+        for number, (prompt, request) in enumerate(requests):
+            below, above = by_request[baseline].get(number), by_request[one].get(number)
+            if prompt in own or below is None or above is None:
+                continue
+            asked[prompt] = request.prompt_token_ids
+            own[prompt], other[prompt] = (Generated(tokens, None, 0.0) for tokens in _comparable(below, above))
         differing = fidelity.differences_with_margins(
             engines[baseline],
             asked,
             list(own.values()),
-            [answers[one][name] for name in own],
+            list(other.values()),
             engines[one].config,
             one.speculation if isinstance(one.speculation, str) else None,
         )
@@ -183,6 +189,12 @@ def _judged(
             )
         judged[one.name] = fidelity.judge(differing, list(own), list(own.values()), control)
     return judged
+
+
+def _comparable(one: Timing, other: Timing) -> tuple[list[int], list[int]]:
+    """Two answers as far as they can be compared: of one that had not ended when the clock stopped, the rest is not known."""
+    length = min([len(each.token_ids) for each in (one, other) if not each.ended], default=None)
+    return one.token_ids[:length], other.token_ids[:length]
 
 
 def combined(load: Load, recipe: Recipe, partial: PartialResults) -> Throughput:

@@ -7,6 +7,7 @@ from rich.table import Table
 
 from draftsmith.config.sampling import Sampling
 from draftsmith.run.progress import console
+from draftsmith.serve.evaluation.fidelity import verdicts
 from draftsmith.serve.evaluation.leakage import trained_on
 from draftsmith.serve.evaluation.schema import Interval, Ratio, Results, Throughput
 
@@ -56,10 +57,9 @@ def print_table(results: Results) -> None:
         _print_throughput(name, suite["throughput"])
     for load in results["load"].values():
         _print_throughput(f"{load['in_flight']} at once", load)
-    for name, suite in results["suites"].items():
-        wrong = [k for k, at_k in suite["at_k"].items() if at_k["fidelity"]["verdict"] == "wrong"]
-        if wrong:
-            console.print(f"{name}: answers differ from the target's own at K = {', '.join(wrong)}", style="bold red")
+    for what, one in verdicts(results).items():
+        if one["verdict"] == "wrong":
+            console.print(f"{what}: answers differ from the target's own", style="bold red")
     for line in _sampled(results):
         console.print(line, highlight=False, soft_wrap=True)
     if results["toss_up"]:

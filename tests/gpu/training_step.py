@@ -115,12 +115,16 @@ def _step(
     drafter, steps = loss.drafter, loss.ttt_steps
     length = length or round(assumed.prompt_tokens + assumed.response_tokens)
     batch = with_trained_rows(recipe, make_batch(drafter, rows, length, round(assumed.prompt_tokens), steps))
+    if narrow:  # as a store of the target's states holds them
+        batch = batch.to_dtype(torch.bfloat16)
+    if device.type == "cuda":
+        batch = batch.pinned()
     optimizers = make_optimizers(recipe.train, drafter)
     set_learning_rates(optimizers, rates)
 
     def step() -> torch.Tensor:
         with torch.autocast(device.type, dtype=torch.bfloat16, enabled=narrow):
-            value = loss(batch.to(device)).loss
+            value = loss(batch.to(device).to_dtype(torch.float32)).loss
         value.backward()
         nn.utils.clip_grad_norm_(drafter.parameters(), recipe.train.max_grad_norm)
         for one in optimizers:

@@ -319,3 +319,28 @@ def test_the_words_of_vllm_s_example_connector(tmp_path: Path) -> None:
             made.update_connector_output(SimpleNamespace(finished_sending={str(number)}))
             fcntl.flock(lock, fcntl.LOCK_SH | fcntl.LOCK_NB)
     assert len(list(tmp_path.iterdir())) == 3
+
+
+@pytest.mark.parametrize("gpu", [False, True])
+def test_states_of_a_gpu_go_through_a_copier(gpu: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It has room for a step's states; and on a GPU's machine the writing threads need not give way to the model."""
+    monkeypatch.setattr(connector, "current_platform", SimpleNamespace(is_cpu=lambda: not gpu))
+    monkeypatch.setattr(connector, "_require_plugin", lambda: None)
+    monkeypatch.setattr(connector, "_states_group", lambda _: (0, BLOCK_SIZE))
+    monkeypatch.setattr(connector, "get_tensor_model_parallel_rank", lambda: 0)
+    layer = SimpleNamespace(num_heads=LAYERS, head_size=HIDDEN, kv_cache_torch_dtype=torch.bfloat16)
+    monkeypatch.setattr(connector, "get_layers_from_vllm_config", lambda *_: {"cache": layer})
+    copiers: list[Any] = []
+    monkeypatch.setattr(connector, "GpuCopier", lambda *given: copiers.append(given))
+    config = SimpleNamespace(
+        cache_config=SimpleNamespace(enable_prefix_caching=False),
+        parallel_config=SimpleNamespace(prefill_context_parallel_size=1, decode_context_parallel_size=1),
+        scheduler_config=SimpleNamespace(max_num_batched_tokens=10),
+        kv_transfer_config=SimpleNamespace(
+            get_from_extra_config=lambda key, default: {"handoff_directory": str(tmp_path)}.get(key, default)
+        ),
+    )
+    made = connector.HiddenStatesConnector(config, connector.KVConnectorRole.WORKER, SimpleNamespace(num_blocks=BLOCKS))
+    made.register_kv_caches({"cache": SimpleNamespace(is_cuda=gpu)})
+    assert (made._threads._initializer is None) == gpu
+    assert [given[1:] for given in copiers] == ([(10 * LAYERS * HIDDEN * 2, 10)] if gpu else [])

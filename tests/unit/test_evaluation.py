@@ -81,6 +81,19 @@ def test_planted_figures_are_found(run: tuple[recipe.Recipe, Path]) -> None:
     assert {one["fidelity"]["verdict"] for one in talks["at_k"].values()} == {"identical"}
 
 
+def test_methods_are_timed_under_load_where_that_is_asked_for(run: tuple[recipe.Recipe, Path]) -> None:
+    loaded, run_dir = run
+    asked = loaded.evaluate.model_copy(update={"methods_under_load": True, "only": ("questions",), "engine_starts": 1})
+    found = run_evaluate(loaded.model_copy(update={"evaluate": asked}), run_dir)
+    at_four = found["load"]["4"]
+    assert "lookup, float32" in at_four["configurations"]
+    # One draft token at 1.2 times the cost with four in flight, of which three in four are accepted.
+    assert at_four["speedups"]["lookup, float32"]["value"] == pytest.approx(
+        64 / (1 + 63 / 1.75) / COSTS[4][1], rel=0.02
+    )
+    assert at_four["fidelity"]["lookup, float32"]["verdict"] == "identical"
+
+
 def test_answers_are_scored_and_rates_asked(run: tuple[recipe.Recipe, Path], monkeypatch: pytest.MonkeyPatch) -> None:
     loaded, run_dir = run
     suites = dict(loaded.evaluate.suites)
@@ -414,6 +427,54 @@ class RoundsInLongPieces(Engine):
     ) -> list[list[float | None]]:
         self.read.append(piece)
         return [[0.0 if piece > 4 else None] * len(answer) for answer in answers]
+
+
+class WrongUnderLoad(Engine):
+    """An engine that answers something else while it drafts for several requests."""
+
+    loaded = False
+
+    @property
+    def token(self) -> int:
+        return 8 if self.loaded and self.config.speculative else 7
+
+    @token.setter
+    def token(self, value: int) -> None:
+        pass
+
+    def begin_load(self, requests: Any, in_flight: int) -> None:
+        self.loaded = in_flight > 1
+        super().begin_load(requests, in_flight)
+
+    def end_load(self) -> Any:
+        self.loaded = False
+        return super().end_load()
+
+
+def test_answers_under_load_are_judged_too(run: tuple[recipe.Recipe, Path], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(
+        lineup, "start_engines", lambda configs, folder, on_ready: [WrongUnderLoad(config) for config in configs]
+    )
+    loaded, run_dir = run
+    with pytest.raises(
+        evaluate.WrongAnswersError, match=r": 4 at once, K = \d, float32: 16 of 16 answers differ, 16 of them"
+    ):
+        run_evaluate(*run)
+    found = json.loads((run_dir / "eval" / "results.json").read_text())
+    suite, load = found["suites"]["questions"], found["load"]["4"]
+    assert {one["fidelity"]["verdict"] for one in suite["at_k"].values()} == {"identical"}
+    assert {one["verdict"] for one in suite["throughput"]["fidelity"].values()} == {"identical"}
+    assert {one["verdict"] for one in load["fidelity"].values()} == {"wrong"}
+    assert (
+        "As it is timed, the text changes: K = 2, float32 with 4 in flight."
+        in (run_dir / "eval" / "report.html").read_text()
+    )
+    right = json.loads(json.dumps(found))
+    for one in right["load"]["4"]["fidelity"].values():
+        one["verdict"] = "identical"
+    verdicts = {one["figure"]: one["verdict"] for one in compare.compare(right, found) if one["suite"] == "questions"}
+    assert verdicts["the target's own answers"] == "worse"
+    assert loaded.evaluate.concurrency == (1, 4)
 
 
 def test_long_drafts_of_another_method_excuse_no_fault_of_short_ones(

@@ -7,10 +7,11 @@ from typing import Any
 
 import pytest
 import yaml
-from transformers import LlamaConfig
+from transformers import AutoConfig, LlamaConfig
 from typer.testing import CliRunner
 
 from draftsmith.cli import app
+from draftsmith.cli.fit import check_fits
 from draftsmith.config.recipe import EngineConfig, ExtractConfig, Recipe
 from draftsmith.engine import fit
 from draftsmith.engine.fit import require_extraction, require_two_engines
@@ -248,3 +249,25 @@ def test_a_plan_says_what_does_not_fit(available: Any, tmp_path: Path) -> None:
         planned["stages"]["evaluate"]["memory_bytes"]["KV caches"]
         == Recipe.model_validate(yaml.safe_load(path.read_text())).engine.kv_cache_gib * GIB
     )
+
+
+def test_a_run_fits_in_every_dtype_that_is_timed(available: Any, tmp_path: Path) -> None:
+    recipe, _ = make_recipe_and_run(tmp_path)
+    target = recipe.target.model_copy(update={"dtype": "bfloat16"})
+    header = json.dumps({"w": {"dtype": "BF16", "shape": [2, GIB], "data_offsets": [0, 4 * GIB]}}).encode()
+    with (tmp_path / "target" / "model.safetensors").open("wb") as file:
+        file.write(len(header).to_bytes(8, "little") + header)
+        file.truncate(8 + len(header) + 4 * GIB)
+
+    def check(*dtypes: str) -> None:
+        evaluate = recipe.evaluate.model_copy(update={"dtypes": list(dtypes)})
+        changed = recipe.model_copy(update={"target": target, "evaluate": evaluate})
+        config = AutoConfig.from_pretrained(tmp_path / "target")
+        check_fits(changed, config, tmp_path / "target", extraction=False)
+
+    available(
+        2 * 4 + recipe.engine.kv_cache_gib + 4
+    )  # twice the weights, the cache, and what else there is; not twice 8 GiB
+    check("bfloat16")
+    with pytest.raises(UserError, match=r"2 engines side by side.*target 8\.0"):
+        check("bfloat16", "float32")

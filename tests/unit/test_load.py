@@ -25,6 +25,8 @@ _SAID = {
 
 places: list[Any] = []
 """GPUs and share of the memory of every server that was started."""
+starts: list[str] = []
+"""What was done to bring both up, in order."""
 
 
 @pytest.fixture
@@ -33,6 +35,7 @@ def asked(monkeypatch: pytest.MonkeyPatch) -> list[tuple[str, str]]:
     calls: list[tuple[str, str]] = []
     keys: set[str] = set()
     places.clear()
+    starts.clear()
 
     class Server:
         def __init__(self, command: list[str], *, api_key: str, gpus: tuple[str, ...], **rest: Any) -> None:
@@ -41,8 +44,10 @@ def asked(monkeypatch: pytest.MonkeyPatch) -> list[tuple[str, str]]:
             places.append((gpus, option.get("--gpu-memory-utilization", option.get("--kv-cache-memory-bytes"))))
             keys.add(api_key)
             self.url = "speculative" if "--speculative-config" in command else "baseline"
+            starts.append(f"start {self.url}")
 
         def wait_ready(self, stop: object) -> bool:
+            starts.append(f"wait for {self.url}")
             return True
 
         def end(self) -> None:
@@ -98,6 +103,18 @@ def test_each_server_has_gpus_of_its_own_if_one_cannot_hold_both(
     monkeypatch.setattr("torch.cuda.is_available", lambda: bool(placement.sets))
     ask(tmp_path, 0.5, placement=placement)
     assert places == expected
+
+
+@pytest.mark.parametrize("on_cpu", [True, False])
+def test_a_gpu_server_measures_the_free_memory_alone(
+    on_cpu: bool, asked: list[tuple[str, str]], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """vLLM takes its share of what is free as it starts; on a CPU both may start at once."""
+    monkeypatch.setattr(load, "is_cpu", lambda: on_cpu)
+    ask(tmp_path, 0.5, placement=Placement(() if on_cpu else (("0",),)))
+    together = ["start baseline", "start speculative", "wait for baseline", "wait for speculative"]
+    apart = ["start baseline", "wait for baseline", "start speculative", "wait for speculative"]
+    assert starts[:4] == (together if on_cpu else apart)
 
 
 def test_servers_alternate(asked: list[tuple[str, str]], tmp_path: Path) -> None:

@@ -9,6 +9,7 @@ import os
 import subprocess
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -18,6 +19,11 @@ from torch.nn import functional as F
 from draftsmith.drafters.batch import Batch
 from draftsmith.drafters.flex import FlexContext
 from draftsmith.drafters.tiles import Tiles
+from draftsmith.extract import transformers_backend
+from draftsmith.extract.requests import ExtractRequest
+from draftsmith.extract.transformers_backend import run_transformers
+from draftsmith.store.codec import decode
+from draftsmith.store.reader import Store
 from draftsmith.train import loss as loss_module
 from draftsmith.train.loss import ChainLoss
 from draftsmith.train.muon import Muon, orthogonalize
@@ -239,3 +245,43 @@ def test_predictions_of_a_finished_run(folder: Path, tmp_path: Path, kind: str) 
     lengths = predict(sampled, tmp_path / "run")["predicted_acceptance_length"]
     assert lengths.keys() == found.keys()
     assert lengths["1"] > 1
+
+
+@pytest.mark.parametrize("mode", ["generate", "prefill"])
+def test_states_by_transformers_are_on_the_cpu_again(folder: Path, mode: str) -> None:
+    """`extract.backend: transformers` computes on the device what the store holds."""
+    recipe = make_recipe(folder)
+    recipe = recipe.model_copy(update={"extract": recipe.extract.model_copy(update={"mode": mode})})
+    stored = Store(folder / "run" / "store")
+    requests = [
+        ExtractRequest(
+            one.sample_id,
+            one.held_out,
+            one.token_ids[:6].tolist() if mode == "generate" else one.token_ids.tolist(),
+            18,
+        )
+        for one in (stored[row] for row in range(3))
+    ]
+    layer_ids = stored.identity.layer_ids
+    for row, found in enumerate(run_transformers(recipe, folder / "target", layer_ids, requests)):
+        expected = stored[row]
+        kept = len(expected.hidden_states)
+        assert found.saved_token_ids.device.type == "cpu"
+        assert found.saved_token_ids[:kept].tolist() == expected.token_ids[:kept].tolist()
+        kept_states = found.states
+        states = decode(kept_states.data, kept_states.form, kept_states.shape, torch.float32)
+        torch.testing.assert_close(states[:kept], expected.hidden_states, rtol=1e-3, atol=1e-3)
+
+
+@pytest.mark.parametrize("gpu", [False, True])
+def test_transformers_take_the_gpu_that_is_there(folder: Path, gpu: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    class Taken(Exception):
+        pass
+
+    def take(device: str) -> None:
+        raise Taken(device)
+
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: gpu)
+    monkeypatch.setattr(transformers_backend, "reference_model", lambda *_, **__: SimpleNamespace(to=take))
+    with pytest.raises(Taken, match="cuda" if gpu else "cpu"):
+        list(run_transformers(make_recipe(folder), folder / "target", (1,), []))

@@ -7,6 +7,7 @@ import tempfile
 from collections.abc import Callable, Iterator
 from collections.abc import Sequence as Several
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, Literal
@@ -21,7 +22,7 @@ from draftsmith.cli import app
 from draftsmith.cli.plan import config_of_target, drafter_on_meta, make_plan
 from draftsmith.cli.plan_report import report, summary
 from draftsmith.cli.plan_stage import conversation_counts
-from draftsmith.cli.plan_training import flop_of_muon, flop_of_row, kept_by_row
+from draftsmith.cli.plan_training import flop_of_muon, flop_of_row, kept_by_row, plan_train
 from draftsmith.config.hardware import Hardware
 from draftsmith.config.loading import load_recipe
 from draftsmith.config.recipe import Recipe
@@ -36,10 +37,12 @@ from draftsmith.store.reader import Store
 from draftsmith.store.writer import StoreWriter
 from draftsmith.target.pretrained import language_config
 from draftsmith.target.tensors import TargetTensors
+from draftsmith.train import loss as loss_module
 from draftsmith.train.data import TrainingData
-from draftsmith.train.loss import BlockLoss, ChainLoss
+from draftsmith.train.loss import BlockLoss, ChainLoss, rows_at_once
 from draftsmith.train.muon import orthogonalize
 from draftsmith.train.packing import pack
+from tests.gpu import training_step
 from tests.unit.test_store import identity
 
 RECIPES = Path(__file__).parents[2] / "recipes"
@@ -210,6 +213,55 @@ def test_the_teachers_products_are_those_that_the_loss_does(kind: str) -> None:
         counted.append(counter.get_total_flops())
         planned.append(rows * flop_of_row(recipe, drafter, 3, predicts=True))
     assert 0.8 < (counted[1] - counted[0]) / (planned[1] - planned[0]) <= 1
+
+
+STEPS = {
+    "eagle3": ("smollm2-eagle3", []),
+    "p_eagle": ("smollm2-p-eagle", []),
+    "dflash": ("smollm2-dflash", []),
+    "dspark": ("smollm2-dspark", []),
+    "dspark, published loss": (
+        "smollm2-dspark",
+        [
+            f"train.drafter.{key}={value}"
+            for key, value in {
+                "enable_confidence_head": "true",
+                "token_weight": 0.1,
+                "variation_weight": 0.9,
+                "acceptance_alpha": "null",
+                "targets": "tokens",
+            }.items()
+        ],
+    ),
+}
+
+
+@pytest.mark.parametrize("hardware", ["cpu-2-cores", "h100-80gb"])
+@pytest.mark.parametrize("name", STEPS)
+def test_a_step_takes_the_memory_that_the_plan_says(name: str, hardware: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Forward and backward pass and gradients, within a third; computed on a CPU, with the chunks of logits of the hardware."""
+    monkeypatch.setattr(loss_module, "rows_at_once", partial(_rows_at_once_on, "cuda" if "h100" in hardware else "cpu"))
+    file, settings = STEPS[name]
+    options = {"tokens_per_step": 784, "precision": "float32", "prompt_loss_weight": 0, "loss_vocab_size": "null"}
+    overrides = [f"train.{key}={value}" for key, value in options.items()]
+    overrides += [f"plan.hardware={{preset: {hardware}}}", *settings]
+    recipe = load_recipe(RECIPES / f"{file}.yaml", overrides)
+    assumed = recipe.plan
+    assert assumed is not None
+    loss = training_step.make_loss(recipe, assumed, torch.device("cpu"))
+    batch = training_step.make_batch(loss.drafter, 784, 196, round(assumed.prompt_tokens), loss.ttt_steps)
+    batch = training_step.with_trained_rows(recipe, batch).to_dtype(torch.bfloat16)
+
+    def step() -> None:
+        loss(batch.to_dtype(torch.float32)).loss.backward()
+
+    planned = plan_train(recipe, assumed, loss.drafter, layers=len(loss.drafter.config.layer_ids)).memory_bytes
+    expected = sum(planned[part] for part in ("activations", "the loss", "gradients"))
+    assert 3 / 4 < _peak_bytes(step) / expected < 4 / 3
+
+
+def _rows_at_once_on(device: str, vocab: int, _: str) -> int:
+    return rows_at_once(vocab, device)
 
 
 def _cholesky(shape: Shape, *_: Any, out_shape: Any = None, **__: Any) -> float:

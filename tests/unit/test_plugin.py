@@ -163,16 +163,34 @@ def test_embeddings_handed_out_stay_as_they_are() -> None:
     assert [tensor.tolist() for tensor in found] == [[1.0] * 3, [6.0] * 3]
 
 
-@pytest.mark.parametrize("on_cpu", [True, False])
-def test_a_cpu_engine_looks_at_models_itself(on_cpu: bool, vllm: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Elsewhere vLLM does in another process."""
+@pytest.fixture(params=[True, False], ids=["cpu", "gpu"])
+def on_cpu(request: pytest.FixtureRequest, vllm: ModuleType, monkeypatch: pytest.MonkeyPatch) -> bool:
     platforms: Any = ModuleType("vllm.platforms")
-    platforms.current_platform = SimpleNamespace(is_cpu=lambda: on_cpu)
+    platforms.current_platform = SimpleNamespace(is_cpu=lambda: request.param)
     monkeypatch.setitem(sys.modules, "vllm.platforms", platforms)
+    return bool(request.param)
+
+
+def test_a_cpu_engine_looks_at_models_itself(on_cpu: bool) -> None:
+    """Elsewhere vLLM does in another process."""
     registry: Any = ModuleType("vllm.model_executor.models.registry")
     registry._run_in_subprocess = lambda inspect: "elsewhere"
     plugin._in_registry(registry)
     assert registry._run_in_subprocess(lambda: "here") == ("here" if on_cpu else "elsewhere")
+
+
+def test_gpus_keep_the_kernels_of_vllm(on_cpu: bool) -> None:
+    """What stands in for them computes what CPUs have no kernel for, or a wrong one."""
+    sampler: Any = ModuleType("vllm.v1.sample.rejection_sampler")
+    sampler.expand_batch_to_tokens = kernel = object()
+    plugin._in_sampling(sampler)
+    assert sampler.expand_batch_to_tokens is (plugin._expand_batch_to_tokens if on_cpu else kernel)
+
+    dflash: Any = ModuleType("vllm.model_executor.models.qwen3_dflash")
+    dflash.DFlashQwen3Model = type("DFlashQwen3Model", (), {"_normalize_context_k": kernel})
+    plugin._in_dflash(dflash)
+    used = vars(dflash.DFlashQwen3Model)["_normalize_context_k"]
+    assert used is (plugin._normalize_context_k if on_cpu else kernel)
 
 
 @given(

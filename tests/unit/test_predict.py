@@ -20,6 +20,7 @@ from draftsmith.run.errors import UserError
 from draftsmith.store.format import MANIFEST
 from draftsmith.store.reader import Store
 from draftsmith.store.writer import StoreWriter
+from draftsmith.target import step_time
 from draftsmith.target.step_time import packed, step_times
 from draftsmith.train.predict import predict
 from draftsmith.train.predict_trees import predict_trees
@@ -245,6 +246,24 @@ def test_times_of_steps_are_of_the_tokens_and_of_the_same_cache() -> None:
     assert times.keys() == {1, 5, 17}
     assert all(seconds > 0 for seconds in times.values())
     assert seen == [(9, 0), *[(1, 9), (5, 9), (17, 9)] * 3]
+
+
+def test_the_clock_waits_for_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Kernels run on while Python goes on."""
+    waited: list[torch.device] = []
+    monkeypatch.setattr(torch.cuda, "synchronize", waited.append)
+    step_time._wait(torch.device("cpu"))
+    assert waited == []
+    step_time._wait(torch.device("cuda", 1))
+    assert waited == [torch.device("cuda", 1)]
+
+
+def test_without_onednn_weights_are_not_packed(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.backends.mkldnn, "is_available", lambda: False)
+    monkeypatch.setattr(step_time, "_product", lambda *_: pytest.fail("computed by packed weights"))
+    model = torch.nn.Sequential(torch.nn.Linear(4, 3))
+    with packed(model):
+        assert model(torch.ones(1, 4)).shape == (1, 3)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
