@@ -7,8 +7,9 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from draftsmith.cli.common import AsJson, Overrides, RecipePath, RunsDir, print_json
-from draftsmith.config.loading import load_recipe
+from draftsmith.cli.common import AsJson, Overrides, RunsDir, print_json
+from draftsmith.config.loading import load_recipe, validated
+from draftsmith.run import stage
 from draftsmith.run.errors import UserError
 
 if TYPE_CHECKING:
@@ -18,7 +19,18 @@ _TREES = "Trees of draft tokens"
 
 
 def predict(
-    recipe: RecipePath,
+    recipe: Annotated[
+        Path,
+        typer.Argument(
+            metavar="RECIPE|STORE", help="The recipe, a YAML file; or, with DRAFTER, a store.", show_default=False
+        ),
+    ],
+    drafter: Annotated[
+        Path | None,
+        typer.Argument(
+            help="With a store: a run, or its checkpoint. Its training names the target.", show_default=False
+        ),
+    ] = None,
     overrides: Overrides = None,
     runs: RunsDir = Path("runs"),
     as_json: AsJson = False,
@@ -80,8 +92,17 @@ def predict(
     draftsmith predict recipes/demo.yaml -s evaluate.temperature=0.8 -s evaluate.top_p=0.95 --store runs/sampled/store
 
     draftsmith predict recipes/demo.yaml --tree 16,32,60
+
+    draftsmith predict runs/other/store runs/demo/checkpoint --tree 16,32,60
     """
-    loaded = load_recipe(recipe, overrides)
+    if drafter is None:
+        loaded = load_recipe(recipe, overrides)
+        run_dir = runs / loaded.name
+    else:
+        if store is not None:
+            raise UserError("Name the store once: before the drafter, or by --store after a recipe.")
+        loaded, run_dir = _trained(drafter, overrides)
+        store = recipe
     if tree is not None:
         options = {
             "depth": tree_depth,
@@ -89,12 +110,12 @@ def predict(
             "sequences": tree_sequences or None,
             "step_cost": step_cost,
         }
-        _predict_trees(loaded, runs / loaded.name, _sizes(tree), store, as_json, options)
+        _predict_trees(loaded, run_dir, _sizes(tree), store, as_json, options)
         return
     from draftsmith.config.sampling import Sampling
     from draftsmith.train.predict import predict as predict_acceptance
 
-    found = predict_acceptance(loaded, runs / loaded.name, store_dir=store)
+    found = predict_acceptance(loaded, run_dir, store_dir=store)
     if as_json:
         print_json(found)
         return
@@ -106,6 +127,25 @@ def predict(
         print(f"K = {k}: acceptance length {length:.3f}")
     if not found["own_text"]:
         print("An estimate: the text was not sampled with these parameters.")
+
+
+def _trained(drafter: Path, overrides: list[str] | None) -> tuple[Recipe, Path]:
+    """The recipe that a drafter was trained by, as far as its run recorded it, and the run's folder.
+
+    Args:
+        drafter: `RUNS/NAME`, or the checkpoint in it.
+
+    Raises:
+        UserError: there is no checkpoint of a finished training.
+    """
+    run_dir = drafter if (drafter / "checkpoint").is_dir() else drafter.resolve().parent
+    record = stage.read(run_dir / "checkpoint")
+    if record is None or not {run_dir, run_dir / "checkpoint"} & {drafter, drafter.resolve()}:
+        raise UserError(
+            f"{drafter} is neither the folder of a run with a trained drafter nor its `checkpoint`. To predict for a drafter from elsewhere, "
+            "name a recipe, whose target and run are used: draftsmith predict RECIPE --store STORE."
+        )
+    return validated({"name": run_dir.resolve().name, **record["recipe"]}, overrides, path=run_dir / "recipe"), run_dir
 
 
 def _sizes(said: str) -> list[int]:

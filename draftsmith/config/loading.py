@@ -57,6 +57,12 @@ def load_recipe(path: str | Path, overrides: list[str] | None = None) -> Recipe:
         raise UserError(f"{path} is not valid YAML: {error}") from None
     if not isinstance(data, dict):
         raise UserError(f"{path} must be a YAML mapping with the keys {', '.join(Recipe.model_fields)}.")
+    return validated(data, overrides, path=path)
+
+
+def validated(data: dict[str, Any], overrides: list[str] | None, *, path: Path) -> Recipe:
+    """The recipe of these sections, with overrides; paths in it are relative to the folder of `path`, which errors name.
+    Raises UserError: it does not match the schema."""
     for override in overrides or []:
         _apply_override(data, override)
     if (problem := problem_of(data)) is not None:

@@ -16,6 +16,8 @@ from typer.testing import CliRunner
 from draftsmith.cli import app
 from draftsmith.config.recipe import Recipe
 from draftsmith.convert.convert import convert_checkpoint
+from draftsmith.drafters.checkpoint import WEIGHTS
+from draftsmith.run.atomic_io import sha256_of
 from draftsmith.run.errors import UserError
 from draftsmith.store.format import MANIFEST
 from draftsmith.store.reader import Store
@@ -165,6 +167,31 @@ def test_trees(run: tuple[Recipe, Path], tmp_path: Path, monkeypatch: pytest.Mon
         predict_trees(recipe, run_dir, tokens=[13], depth=2, top_k=3)
     with pytest.raises(UserError, match=r"answers are sampled \(temperature 0\.7\), and what a tree accepts"):
         predict_trees(asking(recipe, temperature=0.7), run_dir, tokens=[4])
+
+
+def test_a_store_and_a_drafter_without_a_recipe(run: tuple[Recipe, Path], tmp_path: Path) -> None:
+    recipe, run_dir = run
+
+    def said(*arguments: str) -> Any:
+        done = CliRunner().invoke(app, ["predict", *arguments, "--json"], catch_exceptions=False)
+        return json.loads(done.stdout)
+
+    store = str(run_dir / "store")
+    expected = predict(recipe, run_dir)["predicted_acceptance_length"]
+    for drafter in (run_dir, run_dir / "checkpoint"):
+        assert said(store, str(drafter))["predicted_acceptance_length"] == expected
+    warm = said(store, str(run_dir), "-s", "evaluate.temperature=0.7")
+    assert warm["sampling"]["temperature"] == 0.7
+    trees = said(store, str(run_dir / "checkpoint"), "--tree", "4", "--no-step-cost")
+    assert {k: trees["chains"][k]["acceptance_length"] for k in expected} == expected
+    assert trees["checkpoint"] == sha256_of(run_dir / "checkpoint" / WEIGHTS)
+    for arguments, why in (
+        ([store, str(run_dir), "--store", store], "Name the store once"),
+        ([store, str(run_dir / "store")], "neither the folder of a run"),
+        ([store, str(tmp_path)], "neither the folder of a run"),
+    ):
+        with pytest.raises(UserError, match=why):
+            said(*arguments)
 
 
 def test_the_card_of_an_export_names_sglangs_flags(
