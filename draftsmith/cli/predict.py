@@ -28,7 +28,9 @@ def predict(
     drafter: Annotated[
         Path | None,
         typer.Argument(
-            help="With a store: a run, or its checkpoint. Its training names the target.", show_default=False
+            metavar="[DRAFTER]",
+            help="With a store: a run, or its checkpoint. Its training names the target.",
+            show_default=False,
         ),
     ] = None,
     overrides: Overrides = None,
