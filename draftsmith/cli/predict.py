@@ -28,7 +28,7 @@ def predict(
     drafter: Annotated[
         Path | None,
         typer.Argument(
-            metavar="[DRAFTER]",
+            metavar="DRAFTER",
             help="With a store: a run, or its checkpoint. Its training names the target.",
             show_default=False,
         ),
