@@ -58,6 +58,7 @@ class VllmServer:
         show: Callable[[str], object],
         api_key: str | None = None,
         gpus: Sequence[str] = (),
+        variables: Mapping[str, str] | None = None,
     ) -> None:
         """Start it with a `server_command` and return immediately.
 
@@ -66,16 +67,18 @@ class VllmServer:
             show: called with every line of its output.
             api_key: API key that clients must send; None takes VLLM_API_KEY, if set.
             gpus: to run on, as in CUDA_VISIBLE_DEVICES; empty for those that this process sees.
+            variables: more environment variables.
         """
-        variables = os.environ | environment.vllm_environment(engine) | environment.only_these_gpus(gpus)
+        values = os.environ | environment.vllm_environment(engine) | environment.only_these_gpus(gpus)
+        values.update(variables or {})
         if api_key is not None:
-            variables["VLLM_API_KEY"] = api_key  # not on the command line, which every user of the machine can read
+            values["VLLM_API_KEY"] = api_key  # not on the command line, which every user of the machine can read
         # Unlike the engines that Draftsmith drives, the server runs its engine in a process of its own.
-        del variables["VLLM_ENABLE_V1_MULTIPROCESSING"]
+        del values["VLLM_ENABLE_V1_MULTIPROCESSING"]
         self.url = url
         # Its own session: Ctrl-C reaches only this process, and vLLM's children are in one group with the server.
         self._process = subprocess.Popen(
-            command, env=variables, start_new_session=True, stdout=subprocess.PIPE, stderr=subprocess.STDOUT
+            command, env=values, start_new_session=True, stdout=subprocess.PIPE, stderr=subprocess.STDOUT
         )
         self._said: deque[str] = deque(maxlen=_LINES_KEPT)
         self._echo = threading.Thread(target=self._read, args=(show,), daemon=True)

@@ -22,6 +22,7 @@ from draftsmith.run.errors import DraftsmithError
 from draftsmith.serve.evaluation.engine_child import LIKELIEST
 from draftsmith.serve.evaluation.engine_child import child as _child
 from draftsmith.serve.evaluation.in_flight import Request, Timing
+from draftsmith.serve.plugin.suffix import MEASURING
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -51,6 +52,9 @@ class EngineSpec:
     """How it samples what is measured."""
     seed: int = 0
     """Of sampling."""
+    drafts_from_own_answers: bool = False
+    """Whether suffix decoding may draft an answer from an earlier one to the same prompt, as in a server. Not where speed is measured: the
+    same few prompts are asked again and again there."""
 
     @property
     def num_speculative_tokens(self) -> int:
@@ -175,7 +179,10 @@ class EngineHost:
             name=self.config.name,
             engine=self.config.engine,
             log=self.log,
-            variables=environment.only_these_gpus(self.config.gpus),
+            variables={
+                MEASURING: str(int(not self.config.drafts_from_own_answers)),
+                **environment.only_these_gpus(self.config.gpus),
+            },
         )
         return self
 

@@ -28,6 +28,7 @@ from draftsmith.run.progress import Bar
 from draftsmith.serve.evaluation.lineup import Placement
 from draftsmith.serve.evaluation.partial import PartialResults
 from draftsmith.serve.evaluation.schema import AtRate
+from draftsmith.serve.plugin.suffix import MEASURING
 from draftsmith.serve.vllm_server import VllmServer, server_command
 from draftsmith.target.info import TargetInfo
 
@@ -118,7 +119,13 @@ def _start(
             log = ends.enter_context((log_dir / f"server-{name}.log").open("w", encoding="utf-8", buffering=1))
             url = f"http://127.0.0.1:{port}"
             servers[name] = VllmServer(
-                command, engine=recipe.engine, url=url, show=log.write, api_key=key, gpus=place.gpus
+                command,
+                engine=recipe.engine,
+                url=url,
+                show=log.write,
+                api_key=key,
+                gpus=place.gpus,
+                variables={MEASURING: "1"},
             )
             ends.callback(servers[name].end)
             if not is_cpu():  # on a GPU each measures the free memory as it starts

@@ -68,27 +68,28 @@ def concurrent_load(in_flight: int, partial: PartialResults, k: int) -> Load:
 def measure_speeds(
     lineup: Lineup[Any], variants: Variants, loads: Sequence[Load], recipe: Recipe, partial: PartialResults
 ) -> None:
-    """Measure the loads that are left, with engines started anew `engine_starts` times: the first time, those that are up."""
+    """Measure the loads that are left, with engines started anew `engine_starts` times. The first time those that are up go on, unless
+    that would give them answers to draft from that the other engine starts do not have."""
     starts = recipe.evaluate.engine_starts
     for number in range(starts):
         if number == len(partial.speeds):
             partial.speeds.append({})
         left = [load for load in loads if load.key not in partial.speeds[number]]
         if left:
-            _restart(lineup, number, starts)
+            _restart(lineup, variants, number, starts)
             _measure_start(lineup, variants, left, number, recipe, partial)
     for number in range(starts):
         apart = [
             load for load in loads if _fastest_apart(load, recipe, partial) and not _has_pair(load, number, partial)
         ]
         if apart:
-            _restart(lineup, number, starts)
+            _restart(lineup, variants, number, starts)
             for load in apart:
                 _measure_pair(lineup, variants, load, number, recipe, partial)
 
 
-def _restart(lineup: Lineup[Any], number: int, starts: int) -> None:
-    if number:
+def _restart(lineup: Lineup[Any], variants: Variants, number: int, starts: int) -> None:
+    if number or variants.draws_on_earlier_answers:
         lineup.restart(starts - 1 + number)
 
 

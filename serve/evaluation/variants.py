@@ -89,6 +89,12 @@ class Variants:
         method = self._speculator.method
         return not isinstance(method, NGram | Suffix) and method.method not in DEPENDING_ON_K
 
+    @property
+    def draws_on_earlier_answers(self) -> bool:
+        """Whether what an engine answered before changes what it drafts."""
+        every = [self._speculator.method, *self._recipe.evaluate.methods.values()]
+        return any(isinstance(method, Suffix) for method in every)
+
     def lineup(self) -> Lineup[Any]:
         """The engines that are up; none is started yet."""
         return Lineup(self.placement, self._start)

@@ -31,6 +31,10 @@ by `tests/v2/test_states.py`.
 CPUs takes those of the first layer for all of them, and drafters with several layers only have fewer draft tokens accepted. Found by
 `tests/integration/test_kinds.py`.
 
+**Suffix decoding in measurements.** It drafts from all earlier answers, also to the same prompt. `evaluate` and `tune` ask prompts
+more than once, where a greedy answer would be drafted from itself. In their engines (`suffix.MEASURING`) a prompt that is asked again
+finds no earlier answer of its own; a server's own is as it was.
+
 **Starting on CPUs.** Before its first use on a machine, vLLM looks at a model's class in a new Python process, which imports vLLM for
 that: so CUDA stays untouched in the engine's own. Where there is no CUDA the class is looked at in the engine's process, which imports
 it anyway.
@@ -70,6 +74,7 @@ def register() -> None:
         wrapt.register_post_import_hook(_in_dflash_v1, "vllm.v1.spec_decode.dflash")
         wrapt.register_post_import_hook(_in_dflash, "vllm.model_executor.models.qwen3_dflash")
         wrapt.register_post_import_hook(_in_extraction, "vllm.model_executor.models.extract_hidden_states")
+        wrapt.register_post_import_hook(_in_suffix, "vllm.v1.spec_decode.suffix_decoding")
 
 
 def _in_v1(module: ModuleType) -> None:
@@ -142,6 +147,12 @@ def _in_dflash_v1(module: ModuleType) -> None:
     from draftsmith.serve.plugin.dspark import proposer_v1
 
     _divert(module.DFlashProposer, proposer_v1(module.DFlashProposer), DSPARK)
+
+
+def _in_suffix(module: ModuleType) -> None:
+    from draftsmith.serve.plugin.suffix import forget_repeated_prompts
+
+    forget_repeated_prompts(module.SuffixDecodingProposer)
 
 
 def _in_dflash(module: ModuleType) -> None:

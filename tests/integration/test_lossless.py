@@ -167,6 +167,7 @@ def draw(
             max_num_seqs=AT_ONCE,
             seed=seed,
             memory_share=1 / len(variants),
+            drafts_from_own_answers=True,  # one prompt is asked alone
             **options,
         )
         for name, (kind, options) in variants.items()

@@ -11,6 +11,7 @@ from pydantic import TypeAdapter
 
 from draftsmith.config import recipe
 from draftsmith.config.evaluation import EvaluateConfig, SuiteConfig
+from draftsmith.config.methods import AnyMethod
 from draftsmith.data.turns import TurnRenderer
 from draftsmith.run import stage
 from draftsmith.run.atomic_io import write_json
@@ -273,6 +274,15 @@ def test_engines_are_started_when_they_are_needed(
         "baseline-float32-again",
         "K2-float32",  # acceptance on two suites, speed
     ]
+    # Suffix decoding drafts from earlier answers: where it is timed, no engine start has more of them than another.
+    Engine.started.clear()
+    monkeypatch.setattr("draftsmith.engine.speculation.find_spec", lambda name: object())
+    suffix = options | {
+        "methods": {"suffix": TypeAdapter(AnyMethod).validate_python({"method": "suffix", "num_speculative_tokens": 2})}
+    }
+    run_evaluate(loaded.model_copy(update={"evaluate": loaded.evaluate.model_copy(update=suffix)}), run_dir)
+    anew = ["baseline-float32", "baseline-float32-again", "K2-float32", "suffix-float32"]
+    assert [config.name for config in Engine.started][-4:] == anew
     # A block of four need not begin as one of three does, so K = 3 is measured.
     options["acceptance_k"] = 2
     drafter = run_dir / "vllm"
