@@ -33,7 +33,7 @@ def figure(
     value = statistics.median(runs)
     passed = None
     if bar is not None:
-        passed = value >= bar if direction == "higher" else value <= bar  # false for NaN either way
+        passed = bool(value >= bar if direction == "higher" else value <= bar)  # false for NaN either way
     return {
         "value": value, "unit": unit, "runs": runs, "against": against, "limit": bar, "direction": direction, "bar": bar,
         "passed": passed,

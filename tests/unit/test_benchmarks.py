@@ -24,7 +24,7 @@ from tests.benchmarks.peer_speculators import hand_over
 from tests.benchmarks.sweep import Outcome, best_of, interval_of_difference, kept, length
 from tests.unit.tiny_run import make_recipe, make_run
 
-FINE = figure([3.0, 1.0, 2.0], "ratio", "nothing", direction="higher", bar=2.0)
+FINE = figure([*np.array([3.0, 1.0, 2.0])], "ratio", "nothing", direction="higher", bar=2.0)
 LATE = figure([2.0], "s", "nothing", direction="lower", bar=1.9)
 KNOWN = figure([7.0], "MB/s", "nothing")
 
