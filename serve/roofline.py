@@ -10,7 +10,7 @@ from draftsmith.config.methods import TrainedDrafter
 from draftsmith.config.recipe import Recipe
 from draftsmith.data.turns import Turn
 from draftsmith.engine.memory import cache_bytes, weight_bytes
-from draftsmith.engine.speculation import serving_spec
+from draftsmith.engine.speculation import longest_draft, serving_spec
 from draftsmith.engine.step_cost import EngineStep, target_sizes
 from draftsmith.run.errors import UserError
 from draftsmith.run.progress import console
@@ -75,6 +75,8 @@ def _drafter_bytes(recipe: Recipe, target: TargetInfo, speculator: Speculator) -
     if spec is None:
         return 0, size
     size -= weight_bytes(directory, recipe.target.dtype, only=spec.rows_read)
+    if spec.weights_per_token:
+        return 0, size // (longest_draft(directory) or 1)
     if not spec.single_pass:
         return 0, size
     per_token = weight_bytes(directory, recipe.target.dtype, only=spec.read_per_token)

@@ -32,10 +32,12 @@ class ServingSpec:
     """vLLM is told to draft all tokens in one forward pass (`parallel_drafting` of its `speculative_config`)."""
     single_pass: bool = False
     """The drafter's weights are read once for all draft tokens of a step, not once per token."""
+    weights_per_token: bool = False
+    """Each draft token up to the largest K has weights of its own in the files, shared or not, and a draft reads those of its K tokens."""
     depends_on_k: bool = False
     """Draft tokens can depend on how many are drafted, as where those of a block attend to each other."""
     rows_read: tuple[str, ...] = ()
-    """Tensors of which a draft only reads some rows."""
+    """Tensors of which a draft only reads some rows; `*` as in file names."""
     read_per_token: tuple[str, ...] = ()
     """Tensors that are read once per draft token, with `single_pass` too."""
     k_field: str | None = None
@@ -344,8 +346,9 @@ class MlpOptions(DrafterOptions):
         method="eagle",  # our plugin replaces its proposer
         architecture="EagleMLPSpeculatorModel",
         needs_plugin=True,
-        single_pass=True,
+        weights_per_token=True,
         k_field="n_predict",
+        rows_read=("*.emb.*.weight",),
     )
 
     kind: Literal["mlp_speculator"] = "mlp_speculator"

@@ -9,6 +9,7 @@ from __future__ import annotations
 import math
 from collections.abc import Collection, Iterable
 from dataclasses import dataclass
+from fnmatch import fnmatchcase
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -183,24 +184,28 @@ def weight_bytes(
 
     Args:
         quantization: the recipe's `engine.options.quantization`, which shrinks matrices as they are loaded.
-        only: the names of the tensors that are counted; None for all.
+        only: the names of the tensors that are counted, with `*` as in file names; None for all.
 
     Raises:
         UserError: a file is damaged.
     """
+
+    def counts(name: str) -> bool:
+        return only is None or any(fnmatchcase(name, pattern) for pattern in only)
+
     total = 0.0
     matrix = min(BYTES[dtype], (weight_bits(None, quantization) or math.inf) / 8)
     files = sorted(directory.glob("*.safetensors"))
     for path in () if files else sorted(directory.glob("pytorch_model*.bin")):
         for name, weight in open_pickle(path).items():
-            if only is not None and name not in only:
+            if not counts(name):
                 continue
             is_float = weight.dtype.itemsize > 1 and weight.dtype.is_floating_point
             total += weight.count * (matrix if len(weight.shape) > 1 else BYTES[dtype]) if is_float else weight.bytes
     for path in files:
         try:
             for name, entry in read_header(path).tensors.items():
-                if only is not None and name not in only:
+                if not counts(name):
                     continue
                 each = matrix if len(entry.shape) > 1 else BYTES[dtype]
                 total += math.prod(entry.shape) * each if entry.dtype in _FLOATS else entry.end - entry.start

@@ -86,7 +86,7 @@ def method_config(
         config["model"] = str(directory)  # vLLM always splits it over the GPUs as the target
     elif isinstance(method, TrainedDrafter):
         directory = local_directory(method.model, revision=method.revision) if method.model else own_drafter
-        longest = _longest_draft(directory)
+        longest = longest_draft(directory)
         # Of the tokens that a config says it predicts, vLLM drafts all.
         all_of_them = serving_spec(directory).k_field == "n_predict"
         usual = longest if longest is not None and all_of_them else min(_USUAL_K, longest or _USUAL_K)
@@ -136,7 +136,7 @@ def _say(line: str) -> None:
     console.print(line, highlight=False, markup=False, soft_wrap=True)
 
 
-def _longest_draft(drafter_dir: Path) -> int | None:
+def longest_draft(drafter_dir: Path) -> int | None:
     """The most tokens that the drafter was trained to draft; None for any number."""
     spec = serving_spec(drafter_dir)
     config = _config(drafter_dir)
@@ -212,7 +212,7 @@ def speculative_config(drafter_dir: Path, k: int) -> dict[str, Any]:
             f"{drafter_dir} has other weights beside model.safetensors: {', '.join(others)}. vLLM would load all of them, and tensors "
             "of the same name over each other. Move the others to another folder."
         )
-    most = _longest_draft(drafter_dir)
+    most = longest_draft(drafter_dir)
     if most is not None and k > most:  # vLLM would fail, or silently use untrained heads
         raise UserError(
             f"{drafter_dir} drafts at most {most} tokens, and {k} were requested. Request fewer, or train it for more "

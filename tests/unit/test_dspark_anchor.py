@@ -310,7 +310,7 @@ def test_an_absent_key_means_what_vllm_takes_it_for(
     found = read(tmp_path, Found("vllm", "dspark", "")).config
     names = ("sample_from_anchor", "enable_confidence_head", "confidence_head_with_markov")
     assert tuple(found[name] for name in names) == expected
-    assert speculation._longest_draft(tmp_path) == (4 if expected[0] else 3)
+    assert speculation.longest_draft(tmp_path) == (4 if expected[0] else 3)
 
 
 def test_checkpoints_from_before_these_options() -> None:

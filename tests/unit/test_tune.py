@@ -157,17 +157,24 @@ def test_roofline_is_bytes_or_flop(run: tuple[recipe.Recipe, Path]) -> None:
         ("p_eagle", (0.4, 0.4, 0.4)),
         ("dflash", (0.4, 0.4, 0.4)),
         ("dspark", (0.48, 0.56, 0.64)),
+        ("mlp_speculator", (0.05, 0.1, 0.15)),
     ],
 )
 def test_roofline_of_drafting(kind: str, expected: tuple[float, ...], run: tuple[recipe.Recipe, Path]) -> None:
     """100,000 float32 weights at 1 MB/s. In one pass, drafts of every K take as long; but DSpark reads one matrix for each draft token, and hardly
-    any of another."""
+    any of another. Of an MLP speculator with eight steps, a draft token reads one, and hardly any of its embedding."""
     from draftsmith.engine.step_cost import target_sizes
     from draftsmith.target.info import describe_target
 
     _, run_dir = run
     serving, folder = KINDS[kind].serving, run_dir / "vllm"
-    config = {"architectures": [serving.architecture], "block_size": 8, "num_depths": 8, "draftsmith": {"kind": kind}}
+    config = {
+        "architectures": [serving.architecture],
+        "block_size": 8,
+        "num_depths": 8,
+        "n_predict": 8,
+        "draftsmith": {"kind": kind},
+    }
     (folder / "config.json").write_text(json.dumps(config))
     for name in serving.further_files:
         (folder / name).touch()
@@ -183,6 +190,8 @@ def test_roofline_of_drafting(kind: str, expected: tuple[float, ...], run: tuple
     sizes = {"layers.0.mlp.up_proj.weight": 100_000}
     if kind == "dspark":
         sizes |= {"markov_head.markov_w1.weight": 50_000, "markov_head.markov_w2.weight": 20_000}
+    if kind == "mlp_speculator":
+        sizes |= {"speculator.emb.0.weight": 50_000}
     costs, without = tuned(sizes), tuned({"norm.weight": 1})
     of_target, context = target_sizes(describe_target(run_dir.parent / "target").config), 1 + 41 / 2
     reading = 4 * (of_target.multiplied + context * of_target.kv_values) / 1e6
