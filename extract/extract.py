@@ -46,11 +46,14 @@ from draftsmith.target.prepare import Weights, prepare_target
 from draftsmith.target.tensors import require_readable
 
 
-def run_extract(recipe: Recipe, run_dir: Path, *, training_follows: bool = False) -> dict[str, Any]:
+def run_extract(
+    recipe: Recipe, run_dir: Path, *, training_follows: bool = False, finish: bool = False
+) -> dict[str, Any]:
     """Make `run_dir/store`, or continue an unfinished one. A store finished for the same inputs is left as it is.
 
     Args:
         training_follows: refuse at once what the recipe's training could not use; else only say so.
+        finish: answer no more training prompts, only the held-out ones that are left, and be done with it.
 
     Returns:
         The figures of `stage.json`.
@@ -98,7 +101,14 @@ def run_extract(recipe: Recipe, run_dir: Path, *, training_follows: bool = False
     inputs = digest([identity.recorded(), recipe.seed, requests.digest])
     if (finished := run.finished(inputs)) is not None:
         return finished
-    if stage.read(directory) is not None:
+    if (record := stage.read(directory)) is not None:
+        if record["figures"].get("finished_early_from") == inputs:
+            console.print(
+                f"extract: {directory} is finished; {record['figures']['prompts_left_out']} prompts were left out with --finish",
+                highlight=False,
+                soft_wrap=True,
+            )
+            return record["figures"]
         raise UserError(_why_inputs_differ(directory, identity))
 
     if options.backend == "vllm" and options.machines is None:
@@ -121,34 +131,49 @@ def run_extract(recipe: Recipe, run_dir: Path, *, training_follows: bool = False
                 f"The unfinished store at {directory} holds answers to prompts that are not in this recipe. Finish it with the "
                 "recipe that began it, delete it, or choose another run with `-s name=OTHER`."
             )
-        store, handoff = _most_bytes(recipe, identity, (one for one in requests if one.sample_id not in done))
+        if finish and not any(one.sample_id in done and not one.held_out for one in requests):
+            raise UserError(
+                f"`--finish` makes a store of what was extracted, and {directory} has no training prompt yet. Extract without it "
+                "first, for as long as you like: only whole shards are kept (`extract.shard_tokens`)."
+            )
+
+        def remaining() -> Iterator[ExtractRequest]:
+            return (one for one in requests if one.sample_id not in done and (one.held_out or not finish))
+
+        wanted = len(done) + sum(1 for _ in remaining())
+        left_out = len(requests) - wanted
+        store, handoff = _most_bytes(recipe, identity, remaining())
         if options.check_free_space:
             _require_free_space(directory, store + handoff)
         if done:
             console.print(f"extract: continuing {directory}: {len(done)} of {len(requests)} sequences are done")
-        if len(done) < len(requests):
+        if left_out:
+            console.print(f"extract: finishing early: {left_out} training prompts are left out")
+        if len(done) < wanted:
             _say_options(recipe, target, identity)
-            remaining = (request for request in requests if request.sample_id not in done)
             console.print(f"extract: starting {options.backend}", highlight=False)
-            with Bar("extract", total=len(requests), unit="prompts", done=len(done)) as bar:
+            with Bar("extract", total=wanted, unit="prompts", done=len(done)) as bar:
                 begun = time.time()
                 if options.machines is not None:
                     from draftsmith.extract.cluster import extract_on_machines
 
-                    progress = extract_on_machines(recipe, identity, remaining, writer, directory)
+                    progress = extract_on_machines(recipe, identity, remaining(), writer, directory)
                 else:
-                    progress = _extract_here(recipe, target, identity, remaining, writer, directory, handoff)
+                    progress = _extract_here(recipe, target, identity, remaining(), writer, directory, handoff)
                 for sequences, new_tokens in progress:
                     seconds = time.time() - begun
                     bar.update(len(done) + sequences, tokens_per_second=new_tokens / seconds)
         requests.close()
-        counts = writer.close()
+        counts, answered = writer.close(), sorted(writer.sample_ids)
     figures = counts | {
         "rows_skipped": rejected.figures(),
         "tokens_per_second": round(new_tokens / seconds, 1) if seconds else None,
         "engine_seconds": round(seconds, 1),
         "ran_on": None if options.machines is not None else _ran_on(recipe),
     }
+    if left_out:  # another store than the recipe's whole one, to everything that is made of it
+        figures |= {"finished_early_from": inputs, "prompts_left_out": left_out}
+        inputs = digest([inputs, answered])
     sections = recipe.model_dump(mode="json", include={"seed", "target", "engine", "extract"})
     sections["engine"] = resolved(recipe.engine).model_dump(mode="json")
     prompts.publish(directory)

@@ -19,10 +19,12 @@ Stage = Callable[[Recipe, Path], dict[str, Any]]
 """Takes a recipe and `RUNS/NAME`; returns the figures of `stage.json`."""
 
 
-def extract_stage(recipe: Recipe, run_dir: Path, *, training_follows: bool = False) -> dict[str, Any]:
+def extract_stage(
+    recipe: Recipe, run_dir: Path, *, training_follows: bool = False, finish: bool = False
+) -> dict[str, Any]:
     from draftsmith.extract.extract import run_extract
 
-    return run_extract(recipe, run_dir, training_follows=training_follows)
+    return run_extract(recipe, run_dir, training_follows=training_follows, finish=finish)
 
 
 def train_in_this_process(recipe: Recipe, run_dir: Path) -> dict[str, Any]:
@@ -134,10 +136,22 @@ def run(
 
 
 def extract(
-    recipe: RecipePath, overrides: Overrides = None, runs: RunsDir = Path("runs"), as_json: AsJson = False
+    recipe: RecipePath,
+    overrides: Overrides = None,
+    runs: RunsDir = Path("runs"),
+    as_json: AsJson = False,
+    finish: Annotated[
+        bool,
+        typer.Option(
+            "--finish", help="Answer no more training prompts: make a store of those done so far and the held-out ones."
+        ),
+    ] = False,
 ) -> None:
-    """Prompts to RUNS/NAME/store: generate the target's responses and save its hidden states along the way."""
-    run_stage(extract_stage, recipe, overrides, runs, as_json)
+    """Prompts to RUNS/NAME/store: generate the target's responses and save its hidden states along the way.
+
+    Interrupted, it continues with the next call. If it takes longer than you have, interrupt it and call it with --finish.
+    """
+    run_stage(functools.partial(extract_stage, finish=finish), recipe, overrides, runs, as_json)
 
 
 def train(

@@ -2,6 +2,7 @@
 
 import json
 import secrets
+from collections.abc import Iterator
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -24,6 +25,7 @@ from draftsmith.extract.worker import Progress
 from draftsmith.run import stage
 from draftsmith.run.errors import DraftsmithError, UserError
 from draftsmith.store.codec import encode_states
+from draftsmith.store.reader import Store
 from draftsmith.store.writer import ShardMaker
 from tests.unit.chat_templates import GEMMA
 from tests.unit.test_rendering import chat, make_tokenizer
@@ -151,35 +153,44 @@ def test_requests_come_back_from_disk(tmp_path: Path, requests: list[ExtractRequ
     assert not list(tmp_path.iterdir())
 
 
-def test_an_unfinished_store_of_other_prompts_is_not_continued(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Not by adding to it: what it holds would be trained on."""
-    rows = [json.dumps({"prompt": f"question {i}"}) for i in range(4)]
-    (tmp_path / "prompts.jsonl").write_text("\n".join(rows))
-    options = {"prompts": {"path": str(tmp_path / "prompts.jsonl")}, "held_out_fraction": 0.0}
-    target = tmp_path / "target"
+def of_prompts(folder: Path, rows: list[str], **options: Any) -> Recipe:
+    """A recipe with these prompts and a target that no engine could answer with."""
+    (folder / "prompts.jsonl").write_text("\n".join(rows))
+    target = folder / "target"
     LlamaConfig(hidden_size=32, num_hidden_layers=2, num_attention_heads=2).save_pretrained(target)
     make_tokenizer(GEMMA, ["<bos>", "<start_of_turn>", "<end_of_turn>"], "<bos>", "<end_of_turn>").save_pretrained(
         target
     )
-    given = Recipe.model_validate({
-        "name": "r", "target": {"model": str(target), "dtype": "float32"},
-        "extract": options | {"layer_ids": [1], "shard_tokens": 1},
-    })  # fmt: skip
+    extract = {
+        "prompts": {"path": str(folder / "prompts.jsonl")},
+        "held_out_fraction": 0.0,
+        "layer_ids": [1],
+        "shard_tokens": 1,
+    }
+    values = {"name": "r", "target": {"model": str(target), "dtype": "float32"}, "extract": extract | options}
+    return Recipe.model_validate(values)
 
-    def some(
-        job: Any, requests: Any, engine: Any, *, num_workers: int, logs: Path, handoff: Path, store: Path, stop: int = 2
-    ):
-        for number, request in enumerate(requests):
-            if number == stop:
-                raise DraftsmithError("the engine failed")
-            ids = torch.tensor(request.prompt_token_ids, dtype=torch.int32)
-            mask = [False] * len(ids)
-            states = encode_states(torch.ones(len(ids), 1, 32), job.compression)
-            maker = ShardMaker(job.identity, job.compression)
-            maker.add(checked(Extracted(request, ids.tolist(), mask, [7], ids, states)))
-            yield Progress(None, 1, len(ids))
-            yield Progress(maker.write(store / f"shard-{secrets.token_hex(4)}.safetensors"), 0, 0)
 
+def some(
+    job: Any, requests: Any, engine: Any, *, num_workers: int, logs: Path, handoff: Path, store: Path, stop: int = 2
+) -> Iterator[Progress]:
+    """In place of engines: a shard for each of the first `stop` requests, then a failure."""
+    for number, request in enumerate(requests):
+        if number == stop:
+            raise DraftsmithError("the engine failed")
+        ids = torch.tensor(request.prompt_token_ids, dtype=torch.int32)
+        mask = [False] * len(ids)
+        states = encode_states(torch.ones(len(ids), 1, 32), job.compression)
+        maker = ShardMaker(job.identity, job.compression)
+        maker.add(checked(Extracted(request, ids.tolist(), mask, [7], ids, states)))
+        yield Progress(None, 1, len(ids))
+        yield Progress(maker.write(store / f"shard-{secrets.token_hex(4)}.safetensors"), 0, 0)
+
+
+def test_an_unfinished_store_of_other_prompts_is_not_continued(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Not by adding to it: what it holds would be trained on."""
+    rows = [json.dumps({"prompt": f"question {i}"}) for i in range(4)]
+    given = of_prompts(tmp_path, rows)
     monkeypatch.setattr("draftsmith.extract.extract.run_engines", some)
     with pytest.raises(DraftsmithError, match="the engine failed"):
         run_extract(given, tmp_path / "run")
@@ -192,3 +203,38 @@ def test_an_unfinished_store_of_other_prompts_is_not_continued(tmp_path: Path, m
     prompts = [texts[0].whole for texts in read_prompts_file(tmp_path / "run" / "store")]
     assert prompts == [numbers_of(f"question {i}").whole for i in range(4)], "what it was made from, each once"
     assert TRAINING_PROMPTS in stage.read(tmp_path / "run" / "store")["files"]
+
+
+def test_an_extraction_is_finished_early(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """With the held-out prompts, which come last here; it is another store than the whole one, and stays as it is."""
+    (tmp_path / "held-out.jsonl").write_text(json.dumps({"prompt": "a question apart"}))
+    rows = [json.dumps({"prompt": f"question {i}"}) for i in range(4)]
+    given = of_prompts(tmp_path, rows, held_out={"path": str(tmp_path / "held-out.jsonl")})
+    monkeypatch.setattr("draftsmith.extract.extract.run_engines", partial(some, stop=0))
+    with pytest.raises(DraftsmithError, match="the engine failed"):
+        run_extract(given, tmp_path / "run")
+    with pytest.raises(UserError, match="has no training prompt yet"):
+        run_extract(given, tmp_path / "run", finish=True)
+    monkeypatch.setattr("draftsmith.extract.extract.run_engines", some)
+    with pytest.raises(DraftsmithError, match="the engine failed"):
+        run_extract(given, tmp_path / "run")
+    found = run_extract(given, tmp_path / "run", finish=True)
+    store = Store(tmp_path / "run" / "store")
+    assert (len(store.rows(held_out=False)), len(store.rows(held_out=True))) == (2, 1)
+    assert (found["sequences"], found["prompts_left_out"]) == (3, 2)
+    capsys.readouterr()
+    assert run_extract(given, tmp_path / "run") == run_extract(given, tmp_path / "run", finish=True) == found
+    assert capsys.readouterr().err.count("2 prompts were left out with --finish") == 2
+    early = stage.read(tmp_path / "run" / "store")
+    monkeypatch.setattr("draftsmith.extract.extract.run_engines", partial(some, stop=100))
+    whole = run_extract(given, tmp_path / "whole", finish=False)
+    assert "prompts_left_out" not in whole
+    recorded = stage.read(tmp_path / "whole" / "store")
+    assert early is not None
+    assert recorded is not None
+    assert early["inputs"] != recorded["inputs"] == found["finished_early_from"]
+    # Nothing is left out of what is whole already.
+    (tmp_path / "whole" / "store" / "stage.json").unlink()
+    assert "prompts_left_out" not in run_extract(given, tmp_path / "whole", finish=True)
