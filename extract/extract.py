@@ -165,7 +165,7 @@ def run_extract(
                     bar.update(len(done) + sequences, tokens_per_second=new_tokens / seconds)
         requests.close()
         counts, answered = writer.close(), sorted(writer.sample_ids)
-    figures = counts | {
+    figures: dict[str, Any] = counts | {
         "rows_skipped": rejected.figures(),
         "tokens_per_second": round(new_tokens / seconds, 1) if seconds else None,
         "engine_seconds": round(seconds, 1),
