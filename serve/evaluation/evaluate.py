@@ -369,7 +369,7 @@ def _shown(found: Results, output: Path) -> Results:
     if wrong:
         raise WrongAnswersError(
             f"Speculative decoding changed the target's answers by more than rounding explains: {'; '.join(wrong)}. The results are "
-            "written and list the first differences of answers in batches. Do not serve this drafter with this engine: a faulty engine, plugin or drafter "
+            "written and list the first differences. Do not serve this drafter with this engine: a faulty engine, plugin or drafter "
             "configuration changes text, not only speed."
         )
     return found

@@ -20,6 +20,7 @@ from draftsmith.serve.evaluation.schema import (
     Rate,
     SampledFidelity,
     SuiteAcceptance,
+    TimedDifference,
 )
 
 TimedPrompt = tuple[str, list[int]]
@@ -58,6 +59,8 @@ class PartialResults:
     """By engine start, then load (`speed.Load.key`), then configuration."""
     fidelity: dict[str, dict[str, Fidelity]] = field(default_factory=dict)
     """By load, then configuration."""
+    differences: dict[str, list[TimedDifference]] = field(default_factory=dict)
+    """The first few of each configuration, by load."""
     rates: dict[str, Rate] = field(default_factory=dict)
     sampled_fidelity: dict[str, SampledFidelity] = field(default_factory=dict)
 

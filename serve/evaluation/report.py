@@ -273,7 +273,7 @@ def _as_timed(results: Results) -> str:
     }
     if not wrong:
         return ""
-    return f" <strong>As it is timed, the text changes: {escape('; '.join(sorted(wrong)))}.</strong>"
+    return f" <strong>As it is timed, the text changes: {escape('; '.join(sorted(wrong)))}.</strong> results.json lists the first differences."
 
 
 def _toss_up(results: Results) -> str:

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from draftsmith.config.recipe import Recipe
+from draftsmith.run.progress import Bar
 from draftsmith.serve.evaluation import fidelity
 from draftsmith.serve.evaluation.configurations import (
     SIDE_BY_SIDE,
@@ -21,7 +22,7 @@ from draftsmith.serve.evaluation.engine import EngineHost, Generated
 from draftsmith.serve.evaluation.in_flight import Timing
 from draftsmith.serve.evaluation.lineup import Lineup
 from draftsmith.serve.evaluation.partial import PartialResults, TimedPrompt
-from draftsmith.serve.evaluation.schema import AtStart, Fidelity, Throughput
+from draftsmith.serve.evaluation.schema import AtStart, Fidelity, Throughput, TimedDifference
 from draftsmith.serve.evaluation.throughput import Asked, at_start, least_requests, request_schedule, run_load
 from draftsmith.serve.evaluation.variants import Variants
 
@@ -113,8 +114,9 @@ def _measure_start(
             requests = load.requests(recipe, noise=any(one.again for one in here))
             timings = run_load(here, requests, load.in_flight, load.title)
             if number == 0:
-                judged = _judged(here, timings, requests, recipe)
+                judged, different = _judged(here, timings, requests, recipe, load.title)
                 partial.fidelity[load.key] = partial.fidelity.get(load.key, {}) | judged
+                partial.differences[load.key] = partial.differences.get(load.key, []) + different
             at = {one: at_start(timing, requests) for one, timing in timings.items()}
             measured[load.key] = with_baselines(measured[load.key], at)
             if all(one.name in measured[load.key] for one in wanted):
@@ -150,16 +152,18 @@ def _judged(
     timings: Mapping[Configuration, Sequence[Timing]],
     requests: Asked,
     recipe: Recipe,
-) -> dict[str, Fidelity]:
+    title: str,
+) -> tuple[dict[str, Fidelity], list[TimedDifference]]:
     """Answers of speculative configurations against those of the baseline that they ran beside, of the same dtype. None of sampled ones.
 
     Of each prompt one answer counts, the first that both engines began: where the target is undecided, it is so in every answer to a prompt.
     """
     if not recipe.evaluate.sampling.greedy:
-        return {}
+        return {}, []
     by_request = {one: {timing.request: timing for timing in found} for one, found in timings.items()}
     baseline = next(one for one in engines if one == one.baseline)
     judged: dict[str, Fidelity] = {}
+    different: list[TimedDifference] = []
     for one in [one for one in engines if one.speculation != 0]:
         own: dict[str, Generated] = {}
         other: dict[str, Generated] = {}
@@ -180,16 +184,21 @@ def _judged(
         )
         control = None
         if differing:
-            control = fidelity.control(
-                engines[baseline],
-                list(asked.values()),
-                list(own.values()),
-                piece=1 + engines[one].config.num_speculative_tokens,
-                batch_size=recipe.evaluate.acceptance_batch_size,
-                max_model_len=recipe.engine.max_model_len,
-            )
+            piece = 1 + engines[one].config.num_speculative_tokens
+            with Bar(f"{title}: control, {piece} tokens at once", total=len(asked), unit="answers") as bar:
+                control = fidelity.control(
+                    engines[baseline],
+                    list(asked.values()),
+                    list(own.values()),
+                    piece=piece,
+                    batch_size=recipe.evaluate.acceptance_batch_size,
+                    max_model_len=recipe.engine.max_model_len,
+                    on_batch=bar.update,
+                )
         judged[one.name] = fidelity.judge(differing, list(own), list(own.values()), control)
-    return judged
+        kept = differing[: fidelity.DIFFERENCES_KEPT]
+        different += [{**difference, "configuration": one.name} for difference in kept]
+    return judged, different
 
 
 def _comparable(one: Timing, other: Timing) -> tuple[list[int], list[int]]:
@@ -206,4 +215,5 @@ def combined(load: Load, recipe: Recipe, partial: PartialResults) -> Throughput:
         in_flight=load.in_flight,
         requests=len(load.requests(recipe)) - load.in_flight,
         fidelity=partial.fidelity.get(load.key, {}),
+        differences=partial.differences.get(load.key, []),
     )
