@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 from draftsmith.config.recipe import Recipe
 from draftsmith.engine.environment import is_cpu
 from draftsmith.engine.platform import current_platform
-from draftsmith.serve.evaluation.schema import AtStart, Fidelity, Measured, Ratio, Throughput, TimedDifference, Variant
+from draftsmith.serve.evaluation.schema import AtStart, Difference, Fidelity, Measured, Ratio, Throughput, Variant
 from draftsmith.serve.evaluation.throughput import paired, speedup, tokens_per_second
 from draftsmith.target.quantization import stated_quantization
 
@@ -134,7 +134,7 @@ def throughput(
     in_flight: int,
     requests: int,
     fidelity: Mapping[str, Fidelity],
-    differences: Sequence[TimedDifference],
+    differences: Mapping[str, list[Difference]],
 ) -> Throughput:
     """Combine the figures of all engine starts.
 
@@ -145,7 +145,7 @@ def throughput(
         in_flight: requests in flight.
         requests: counted in each start.
         fidelity: by name of the configuration.
-        differences: the first few of each.
+        differences: the first few, likewise.
     """
     by_name = {one.name: [start[one.name] for start in starts] for one in of}
     beside = {one.name: [start[one.name + BESIDE] for start in starts] for one in of if one != one.baseline}
@@ -189,7 +189,7 @@ def throughput(
         "speedup_over_fastest_baseline": over_fastest,
         "noise": speedup(beside[again], by_name[again]),
         "fidelity": {one.name: fidelity[one.name] for one in of if one.name in fidelity},
-        "differences": list(differences),
+        "differences": {one.name: differences[one.name] for one in of if one.name in differences},
     }
 
 

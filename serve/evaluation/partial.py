@@ -14,13 +14,13 @@ from draftsmith.serve.evaluation.curve import fastest
 from draftsmith.serve.evaluation.schema import (
     AtStart,
     CurvePoint,
+    Difference,
     Example,
     Fidelity,
     MethodAcceptance,
     Rate,
     SampledFidelity,
     SuiteAcceptance,
-    TimedDifference,
 )
 
 TimedPrompt = tuple[str, list[int]]
@@ -59,8 +59,8 @@ class PartialResults:
     """By engine start, then load (`speed.Load.key`), then configuration."""
     fidelity: dict[str, dict[str, Fidelity]] = field(default_factory=dict)
     """By load, then configuration."""
-    differences: dict[str, list[TimedDifference]] = field(default_factory=dict)
-    """The first few of each configuration, by load."""
+    differences: dict[str, dict[str, list[Difference]]] = field(default_factory=dict)
+    """The first few, likewise."""
     rates: dict[str, Rate] = field(default_factory=dict)
     sampled_fidelity: dict[str, SampledFidelity] = field(default_factory=dict)
 

@@ -101,13 +101,6 @@ class Difference(TypedDict):
     """Whether rounding in the target's dtype explains that margin (`fidelity.near_tie`). Any other difference is a mismatch."""
 
 
-class TimedDifference(Difference):
-    """A difference between answers that were timed."""
-
-    configuration: str
-    """`Configuration.name`."""
-
-
 class Control(TypedDict):
     """The effect of rounding alone: the baseline's answers read again in pieces.
 
@@ -218,7 +211,7 @@ class Throughput(TypedDict):
     """A second baseline engine over the first, both in the recipe's dtype: how far identical engines are apart."""
     fidelity: dict[str, Fidelity]
     """Every speculative configuration against the baseline of its own dtype that ran beside it, in the first engine start."""
-    differences: list[TimedDifference]
+    differences: dict[str, list[Difference]]
     """The first few of each of them."""
 
 

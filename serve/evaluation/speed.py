@@ -22,7 +22,7 @@ from draftsmith.serve.evaluation.engine import EngineHost, Generated
 from draftsmith.serve.evaluation.in_flight import Timing
 from draftsmith.serve.evaluation.lineup import Lineup
 from draftsmith.serve.evaluation.partial import PartialResults, TimedPrompt
-from draftsmith.serve.evaluation.schema import AtStart, Fidelity, Throughput, TimedDifference
+from draftsmith.serve.evaluation.schema import AtStart, Difference, Fidelity, Throughput
 from draftsmith.serve.evaluation.throughput import Asked, at_start, least_requests, request_schedule, run_load
 from draftsmith.serve.evaluation.variants import Variants
 
@@ -116,7 +116,7 @@ def _measure_start(
             if number == 0:
                 judged, different = _judged(here, timings, requests, recipe, load.title)
                 partial.fidelity[load.key] = partial.fidelity.get(load.key, {}) | judged
-                partial.differences[load.key] = partial.differences.get(load.key, []) + different
+                partial.differences[load.key] = partial.differences.get(load.key, {}) | different
             at = {one: at_start(timing, requests) for one, timing in timings.items()}
             measured[load.key] = with_baselines(measured[load.key], at)
             if all(one.name in measured[load.key] for one in wanted):
@@ -153,17 +153,17 @@ def _judged(
     requests: Asked,
     recipe: Recipe,
     title: str,
-) -> tuple[dict[str, Fidelity], list[TimedDifference]]:
+) -> tuple[dict[str, Fidelity], dict[str, list[Difference]]]:
     """Answers of speculative configurations against those of the baseline that they ran beside, of the same dtype. None of sampled ones.
 
     Of each prompt one answer counts, the first that both engines began: where the target is undecided, it is so in every answer to a prompt.
     """
     if not recipe.evaluate.sampling.greedy:
-        return {}, []
+        return {}, {}
     by_request = {one: {timing.request: timing for timing in found} for one, found in timings.items()}
     baseline = next(one for one in engines if one == one.baseline)
     judged: dict[str, Fidelity] = {}
-    different: list[TimedDifference] = []
+    different: dict[str, list[Difference]] = {}
     for one in [one for one in engines if one.speculation != 0]:
         own: dict[str, Generated] = {}
         other: dict[str, Generated] = {}
@@ -196,8 +196,7 @@ def _judged(
                     on_batch=bar.update,
                 )
         judged[one.name] = fidelity.judge(differing, list(own), list(own.values()), control)
-        kept = differing[: fidelity.DIFFERENCES_KEPT]
-        different += [{**difference, "configuration": one.name} for difference in kept]
+        different[one.name] = differing[: fidelity.DIFFERENCES_KEPT]
     return judged, different
 
 
@@ -215,5 +214,5 @@ def combined(load: Load, recipe: Recipe, partial: PartialResults) -> Throughput:
         in_flight=load.in_flight,
         requests=len(load.requests(recipe)) - load.in_flight,
         fidelity=partial.fidelity.get(load.key, {}),
-        differences=partial.differences.get(load.key, []),
+        differences=partial.differences.get(load.key, {}),
     )

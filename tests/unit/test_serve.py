@@ -109,7 +109,7 @@ def _throughput(in_flight: int, rates: dict[str, float]) -> schema.Throughput:
             name: lookup if name.startswith("lookup") else ratio for name in rates if not name.startswith("baseline")
         },
         "fastest_baseline": "baseline, bfloat16", "fastest_speculative": "K = 2, float32", "speedup_over_fastest_baseline": fastest,
-        "noise": ratio | {"value": 1.0, "interval": [0.96, 1.04]}, "fidelity": {}, "differences": [],
+        "noise": ratio | {"value": 1.0, "interval": [0.96, 1.04]}, "fidelity": {}, "differences": {},
     }  # fmt: skip
 
 
