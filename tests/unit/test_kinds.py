@@ -57,6 +57,10 @@ CASES: dict[str, tuple[dict, list[float]]] = {
 """Training options, and the golden loss of each epoch; 20 steps in all. Rates are low where rounding, which differs between processors, grows
 from step to step: DFlash's losses move by 2e-3 at ten times these."""
 
+TOLERANCES = {"dspark-as-published": 3e-3}
+"""Relative, where not 2e-4. The start of blocks that draft from the anchor is a chain of eight fits to 200 rows here, each of which makes
+rounding errors larger: with states off by 1e-7, these losses move by 5e-4 (standard deviation, 1.5e-3 at most in ten runs), the others by 2e-5."""
+
 
 @pytest.fixture(scope="module", params=[False, True], ids=["untied", "tied"])
 def folder(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
@@ -84,7 +88,7 @@ def test_golden_losses(folder: Path, name: str, request: pytest.FixtureRequest) 
     losses = [epoch["loss"] for epoch in figures["epochs"]]
     assert min(losses[1:]) < losses[0]
     if "untied" in request.node.name:
-        assert losses == pytest.approx(golden, rel=2e-4)
+        assert losses == pytest.approx(golden, rel=TOLERANCES.get(name, 2e-4))
 
     checkpoint = Checkpoint.load(run_dir / "checkpoint")
     kind, serving = drafter_class(checkpoint.kind), KINDS[checkpoint.kind].serving
