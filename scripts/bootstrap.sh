@@ -16,7 +16,8 @@ say() { echo "draftsmith setup: $*" >&2; }
 fail() { say "$*"; exit 2; }
 pip() { "$env/bin/python" -m pip --disable-pip-version-check "$@"; }
 
-# uv installs in a tenth of pip's time. It does not read pip's configuration, so what that says is handed over.
+# uv installs in a tenth of pip's time. It does not read pip's configuration, so what that says is handed over. Bytecode is compiled
+# at once, as pip does: where PYTHONDONTWRITEBYTECODE is set, as in many containers, every process would compile what it imports.
 pip_setting() { pip config list 2>/dev/null | sed -n "s/^[^=]*\.$1='\(.*\)'$/\1/p" | head -n 1; }
 uv_install() {
     local index extra links cert
@@ -25,7 +26,7 @@ uv_install() {
     [[ -z $extra ]] || export UV_INDEX="$extra"
     [[ -z $links ]] || export UV_FIND_LINKS="${links// /,}"
     [[ -z $cert ]] || export SSL_CERT_FILE="$cert"
-    "$env/bin/uv" pip install --python "$env/bin/python" --index-strategy unsafe-best-match -e ".[$extras]" "$@"
+    "$env/bin/uv" pip install --python "$env/bin/python" --index-strategy unsafe-best-match --compile-bytecode -e ".[$extras]" "$@"
 }
 pip_install() { pip install -e ".[$extras]" "$@"; }
 
