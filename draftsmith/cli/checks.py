@@ -6,6 +6,7 @@ import importlib.util
 import os
 import shutil
 import sys
+import sysconfig
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -67,10 +68,19 @@ def run_checks(runs: Path) -> list[Finding]:
 
 
 def python() -> Finding:
+    """Its version, and whether every process would compile the packages that it imports."""
     version = sys.version_info
     found = f"{version[0]}.{version[1]}.{version[2]}, {sys.executable}"
     wrong = "Draftsmith needs Python 3.11 or later." if version[:2] < (3, 11) else ""
-    return _finding("Python", found, {}, wrong=wrong)
+    spec = torch.__spec__
+    compiled = spec is None or spec.cached is None or Path(spec.cached).exists()
+    note = ""
+    if sys.dont_write_bytecode and not compiled:
+        note = (
+            "PYTHONDONTWRITEBYTECODE is set and the installed packages have no bytecode, so every engine and command compiles for several "
+            f"seconds what it imports. Once and for all: {sys.executable} -m compileall -q -j 0 {sysconfig.get_path('purelib')}"
+        )
+    return _finding("Python", found, {"bytecode": compiled}, wrong=wrong, note=note)
 
 
 def packages() -> Finding:

@@ -62,11 +62,28 @@ def without_gpus(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_python(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sys, "dont_write_bytecode", False)
     assert checks.python().status == "good"
     monkeypatch.setattr(sys, "version_info", (3, 10, 4))
     found = checks.python()
     assert found.status == "wrong"
     assert found.found.startswith("3.10.4, ")
+
+
+@pytest.mark.parametrize(
+    ("writes", "compiled", "status"), [(True, False, "good"), (False, True, "good"), (False, False, "note")]
+)
+def test_packages_without_bytecode(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, writes: bool, compiled: bool, status: str
+) -> None:
+    monkeypatch.setattr(sys, "dont_write_bytecode", not writes)
+    bytecode = tmp_path / "torch.pyc"
+    monkeypatch.setattr(torch, "__spec__", SimpleNamespace(cached=str(bytecode)))
+    if compiled:
+        bytecode.touch()
+    found = checks.python()
+    assert (found.status, found.figures) == (status, {"bytecode": compiled})
+    assert ("compileall" in found.advice) == (status == "note")
 
 
 @pytest.mark.parametrize(
