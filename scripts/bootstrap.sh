@@ -76,7 +76,7 @@ fi
 rm -f "$stamp"
 
 # ---- the packages ----
-say "installing .[$extras]; 3.5 GB the first time, a minute or so on a fast connection"
+say "installing .[$extras]; 3.8 GB the first time, a minute or two on a fast connection"
 log=.venv/draftsmith-install.log
 : >"$log"
 tools=pip_install
