@@ -20,7 +20,7 @@ from draftsmith.config.target import EngineConfig
 from draftsmith.engine.platform import platform_plugins
 from draftsmith.run import cuda
 from draftsmith.run.errors import UserError
-from draftsmith.run.machine_memory import cgroup, memory_nodes
+from draftsmith.run.machine_memory import available_memory, cgroup, memory_nodes
 from draftsmith.run.stage import installed_version
 
 _GIB = 1024**3
@@ -32,6 +32,7 @@ _ONLY_V1 = ("suffix", *(kind for kind, options in KINDS.items() if not options.s
 _METHODS = ("extraction", *KINDS, "ngram", "draft_model", "mtp", "suffix")
 _PLUGIN = "draftsmith"  # name of our entry point in the group `vllm.general_plugins` (pyproject.toml)
 _LITTLE_DISK = 20 * _GIB
+_FLASHINFER_SAMPLER = "VLLM_USE_FLASHINFER_SAMPLER"
 
 
 @dataclass(frozen=True)
@@ -240,8 +241,15 @@ def kernels() -> Finding:
         return Finding("FlashInfer", "not used on a CPU", figures={"missing": []})
     flashinfer = installed_version("flashinfer-python")
     if flashinfer is None:
-        advice = "vLLM's CUDA build requires it and falls back to slower kernels: install `draftsmith[cuda]` again."
-        return Finding("FlashInfer", "not installed", "note", advice, {"version": None, "missing": []})
+        advice = "vLLM 0.32's CUDA build starts no engine without it (`No module named 'flashinfer'`): install `draftsmith[cuda]` again"
+        spared = os.environ.get(_FLASHINFER_SAMPLER) == "0"
+        if spared:
+            advice = f"Engines start because {_FLASHINFER_SAMPLER}=0 lets vLLM sample without it. For its faster kernels install `draftsmith[cuda]` again"
+        else:
+            advice += f", or set {_FLASHINFER_SAMPLER}=0"
+        return Finding(
+            "FlashInfer", "not installed", "note" if spared else "wrong", f"{advice}.", {"version": None, "missing": []}
+        )
     wanted = ["flashinfer-cubin"]
     if torch.version.cuda and tuple(map(int, torch.version.cuda.split(".")[:2])) >= (12, 9):
         wanted.append("flashinfer-jit-cache")
@@ -313,7 +321,11 @@ def bfloat16() -> Finding:
 
 
 def memory() -> Finding:
-    """Memory as vLLM's CPU build counts it: of one NUMA node, within the container's limit."""
+    """Memory within the container's limit: of the system beside GPUs, and otherwise of one NUMA node, as vLLM's CPU build counts it."""
+    available = available_memory()
+    if torch.cuda.is_available() and available is not None:
+        gib = round(available / _GIB, 1)
+        return Finding("memory", f"{gib} GiB available, beside the GPUs'", figures={"nodes": [], "available_gib": gib})
     nodes = [*memory_nodes()]
     if not nodes:
         return Finding("memory", "unknown: this system does not report it by NUMA node", figures={"nodes": []})
@@ -323,7 +335,7 @@ def memory() -> Finding:
         for index, (total, available) in enumerate(nodes)
     )
     wanted, wrong = EngineConfig().kv_cache_gib, ""
-    if not torch.cuda.is_available() and nodes[0][1] < wanted * _GIB:
+    if nodes[0][1] < wanted * _GIB:
         wrong = (
             "On a CPU vLLM refuses to start if the first NUMA node has less memory available than the KV cache takes "
             f"(engine.kv_cache_gib, {wanted:g} by default). Free memory, or raise the container's limit."

@@ -1,9 +1,10 @@
-"""Memory of the machine as vLLM's CPU build counts it: by NUMA node, within the container's limit."""
+"""Memory of the machine within the container's limit: by NUMA node, as vLLM's CPU build counts it, and of the whole system."""
 
 from collections.abc import Iterator
 from pathlib import Path
 
 _NODES = Path("/sys/devices/system/node")
+_SYSTEM = Path("/proc/meminfo")
 _CGROUP = Path("/sys/fs/cgroup")
 
 
@@ -23,13 +24,21 @@ def memory_nodes() -> Iterator[tuple[int, int]]:
 
 
 def available_memory() -> int | None:
-    """Bytes that new processes can use, cached files given back; None if the system does not say."""
-    nodes = [*memory_nodes()]
-    if not nodes:
+    """Bytes that new processes can use, cached files given back; None if the system does not say.
+
+    The system's own figure, not the sum of the nodes': in virtual machines that get memory as they run, the nodes count only part of it.
+    """
+    try:
+        lines = _SYSTEM.read_text().splitlines()
+    except OSError:
         return None
+    available = next((int(line.split()[1]) * 1024 for line in lines if line.startswith("MemAvailable:")), None)
+    limit = _cgroup_bytes("memory.max")
+    if available is None or limit is None:
+        return available
     cached = [line.split()[1] for line in cgroup("memory.stat").splitlines() if line.startswith("inactive_file ")]
-    limited = _cgroup_bytes("memory.max") is not None
-    return sum(available for _, available in nodes) + (sum(map(int, cached)) if limited else 0)
+    unused = max(0, limit - (_cgroup_bytes("memory.current") or 0))
+    return min(available, unused + sum(map(int, cached)))
 
 
 def cgroup(name: str) -> str:

@@ -235,7 +235,13 @@ def test_kernels(monkeypatch: pytest.MonkeyPatch) -> None:
     assert checks.kernels().found == "not used on a CPU"
     with_gpus(monkeypatch)
     packages(monkeypatch)
-    assert (checks.kernels().found, checks.kernels().status) == ("not installed", "note")
+    monkeypatch.delenv("VLLM_USE_FLASHINFER_SAMPLER", raising=False)
+    assert (checks.kernels().found, checks.kernels().status) == ("not installed", "wrong"), (
+        "its engines fail as they start"
+    )
+    assert "VLLM_USE_FLASHINFER_SAMPLER=0" in checks.kernels().advice
+    monkeypatch.setenv("VLLM_USE_FLASHINFER_SAMPLER", "0")
+    assert checks.kernels().status == "note"
     packages(monkeypatch, flashinfer_python="0.6.0", flashinfer_cubin="0.5.9")
     found = checks.kernels()
     assert found.figures["missing"] == ["flashinfer-cubin", "flashinfer-jit-cache"], (
@@ -342,8 +348,16 @@ def test_memory_by_numa_node(nodes: Callable[..., None], monkeypatch: pytest.Mon
     assert found.status == "good"
     nodes((64, 1, 0.5), (64, 60, 0))
     assert checks.memory().status == "wrong", "the machine has 60 GiB, and vLLM looks at the first node"
+
+
+def test_memory_beside_gpus(nodes: Callable[..., None], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     with_gpus(monkeypatch)
-    assert checks.memory().status == "good"
+    nodes((14, 1, 0.5))
+    (tmp_path / "system").write_text(f"MemTotal: {128 * 1024**2} kB\nMemAvailable: {120 * 1024**2} kB\n")
+    monkeypatch.setattr(machine_memory, "_SYSTEM", tmp_path / "system")
+    assert checks.memory() == Finding(
+        "memory", "120.0 GiB available, beside the GPUs'", figures={"nodes": [], "available_gib": 120.0}
+    )
 
 
 def test_memory_of_a_container(nodes: Callable[..., None], monkeypatch: pytest.MonkeyPatch) -> None:

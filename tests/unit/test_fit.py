@@ -151,18 +151,12 @@ def test_beside_a_gpu_the_states_need_ordinary_memory(available: Any, monkeypatc
 
 
 def test_memory_of_the_machine(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(machine_memory, "_NODES", tmp_path)
+    monkeypatch.setattr(machine_memory, "_SYSTEM", tmp_path / "meminfo")
     monkeypatch.setattr(machine_memory, "_CGROUP", tmp_path)
     assert machine_memory.available_memory() is None
-    for node in (0, 1):
-        values = {"MemTotal": 64, "MemFree": 10, "Active(file)": 2, "Inactive(file)": 3, "SReclaimable": 1}
-        lines = [f"Node {node} {name}: {gib * 1024**2} kB" for name, gib in values.items()]
-        (tmp_path / f"node{node}").mkdir()
-        (tmp_path / f"node{node}" / "meminfo").write_text("\n".join(lines))
-    assert machine_memory.available_memory() == 2 * 16 * GIB
+    (tmp_path / "meminfo").write_text(f"MemTotal: {64 * 1024**2} kB\nMemFree: 2 kB\nMemAvailable: {32 * 1024**2} kB\n")
+    assert machine_memory.available_memory() == 32 * GIB
     # A container's limit; files in its cache are given back when programs need the memory.
-    (tmp_path / "node1" / "meminfo").unlink()
-    (tmp_path / "node1").rmdir()
     for name, text in {
         "memory.max": 8 * GIB,
         "memory.current": 7 * GIB,
@@ -170,6 +164,10 @@ def test_memory_of_the_machine(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) 
     }.items():
         (tmp_path / name).write_text(str(text))
     assert machine_memory.available_memory() == 5 * GIB
+    (tmp_path / "memory.max").write_text("max")
+    assert machine_memory.available_memory() == 32 * GIB
+    (tmp_path / "memory.max").write_text(str(128 * GIB))
+    assert machine_memory.available_memory() == 32 * GIB, "the limit is of a container, the machine has less"
 
 
 def test_evaluation_and_tuning_are_refused_before_an_engine_starts(
