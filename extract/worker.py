@@ -31,7 +31,7 @@ from draftsmith.data.chat_template import Unrenderable
 from draftsmith.data.conversations import Conversation
 from draftsmith.data.images import image_bytes
 from draftsmith.data.turns import Turn, TurnRenderer
-from draftsmith.engine.environment import share_of_machine
+from draftsmith.engine.environment import float32_environment, share_of_machine
 from draftsmith.engine.process import EngineFailed, EngineProcess
 from draftsmith.extract.byte_limit import ByteLimit
 from draftsmith.extract.handoff import handoff_file, take_handoff_file
@@ -171,7 +171,8 @@ class _Worker:
             name=f"extraction-{number}",
             engine=engine,
             log=logs / (f"engine-{number}.log" if num_workers > 1 else "engine.log"),
-            variables=share_of_machine(number, num_workers, engine),
+            variables=share_of_machine(number, num_workers, engine)
+            | float32_environment(job.engine_arguments["dtype"]),
             advice="What was extracted so far is kept; run the stage again to continue.",
         )
 

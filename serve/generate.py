@@ -260,6 +260,7 @@ def _answer_all(
         name="generate",
         engine=recipe.engine,
         log=log,
+        variables=environment.float32_environment(recipe.target.dtype),
         advice="What was answered so far is kept; run the same command again to continue.",
     )
     in_flight: dict[str, Row] = {}

@@ -95,7 +95,9 @@ def record(
     with tempfile.TemporaryDirectory() as folder:
         asked, answered, log = (Path(folder) / name for name in ("job.json", "out.json", "log"))
         asked.write_text(json.dumps(job))
-        variables = os.environ | environment.vllm_environment(EngineConfig())
+        variables = (
+            os.environ | environment.vllm_environment(EngineConfig()) | environment.float32_environment("float32")
+        )
         command = [sys.executable, str(recorder), str(asked), str(answered)]
         with log.open("w") as file:
             done = subprocess.run(command, env=variables, stdout=file, stderr=file, check=False)

@@ -67,6 +67,8 @@ def record(job: dict[str, Any], drafter: dict[str, Any]) -> dict[str, Any]:
         enable_prefix_caching=False,
         disable_log_stats=False,
         kv_cache_memory_bytes=1 << 30,
+        # vLLM starts only where this share of a GPU is free, although it goes by the cache's size: a server may be running there.
+        gpu_memory_utilization=0.05,
         async_scheduling=False,  # otherwise proposals stay in the worker
         trust_remote_code=job["trust_remote_code"],
         speculative_config={**drafter, "num_speculative_tokens": job["k"]},

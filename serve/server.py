@@ -10,6 +10,7 @@ from typing import Any
 
 from draftsmith.config.methods import Method, NoSpeculation, TrainedDrafter
 from draftsmith.config.recipe import Recipe
+from draftsmith.engine.environment import float32_environment
 from draftsmith.engine.options import check_options
 from draftsmith.engine.speculation import check_graph_sizes, method_config, own_drafter
 from draftsmith.run.errors import UserError
@@ -59,7 +60,14 @@ def serve(
 
     stop = threading.Event()
     previous = {number: signal.signal(number, lambda *_: stop.set()) for number in (signal.SIGINT, signal.SIGTERM)}
-    server = VllmServer(command, engine=recipe.engine, url=url, show=sys.stderr.write, api_key=api_key)
+    server = VllmServer(
+        command,
+        engine=recipe.engine,
+        url=url,
+        show=sys.stderr.write,
+        api_key=api_key,
+        variables=float32_environment(recipe.target.dtype),
+    )
     try:
         if server.wait_ready(stop):
             example = curl_command(url, name, with_key=api_key is not None)

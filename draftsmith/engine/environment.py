@@ -26,6 +26,7 @@ if TYPE_CHECKING:
 
 _GIB = 1024**3
 _BIND = "VLLM_CPU_OMP_THREADS_BIND"
+_TRITON_FLOAT32 = "TRITON_F32_DEFAULT"
 
 
 def is_cpu() -> bool:
@@ -62,6 +63,17 @@ def vllm_environment(engine: EngineConfig) -> dict[str, str]:
         if engine.tensor_parallel_size > 1 and _BIND not in os.environ:
             values[_BIND] = _bound(_cores(), engine.tensor_parallel_size)
     return values
+
+
+def float32_environment(dtype: str) -> dict[str, str]:
+    """Environment variables for a child process whose engine computes in `dtype`, with which float32 is float32 on GPUs too.
+
+    In float32, vLLM's attention there is Triton's, which cuts products to TF32: hidden states are then wrong by a thousandth, and draft
+    tokens differ from the drafter's own (docs/log.md, 2026-11-27). In another dtype the variable could slow kernels that mean TF32.
+    """
+    if dtype != "float32" or is_cpu():
+        return {}
+    return {_TRITON_FLOAT32: os.environ.get(_TRITON_FLOAT32, "ieee")}
 
 
 def _cores() -> list[int]:

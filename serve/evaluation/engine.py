@@ -182,6 +182,7 @@ class EngineHost:
             variables={
                 MEASURING: str(int(not self.config.drafts_from_own_answers)),
                 **environment.only_these_gpus(self.config.gpus),
+                **environment.float32_environment(self.config.dtype),
             },
         )
         return self

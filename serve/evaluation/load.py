@@ -21,7 +21,7 @@ from typing import Any
 
 from draftsmith.config.recipe import Recipe
 from draftsmith.config.sampling import Sampling
-from draftsmith.engine.environment import is_cpu
+from draftsmith.engine.environment import float32_environment, is_cpu
 from draftsmith.engine.platform import platform_plugins
 from draftsmith.run.errors import DraftsmithError
 from draftsmith.run.progress import Bar
@@ -125,7 +125,7 @@ def _start(
                 show=log.write,
                 api_key=key,
                 gpus=place.gpus,
-                variables={MEASURING: "1"},
+                variables={MEASURING: "1", **float32_environment(recipe.target.dtype)},
             )
             ends.callback(servers[name].end)
             if not is_cpu():  # on a GPU each measures the free memory as it starts

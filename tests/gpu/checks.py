@@ -71,6 +71,7 @@ CHECKS = [
         "with_vllm.states",
         1200,
     ),
+    Check("b", "drafters", "vLLM proposes what a drafter of each kind proposes", "with_vllm.drafters", 1200),
     Check(
         "b",
         "demo-float32",

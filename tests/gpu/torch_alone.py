@@ -95,7 +95,16 @@ def device_tests(cpu: bool) -> dict[str, str]:
     Raises:
         AssertionError: a test failed.
     """
-    device = device_of(cpu)
+    return run_tests("tests/unit/test_on_device.py", DRAFTSMITH_TEST_DEVICE=device_of(cpu).type)
+
+
+def run_tests(*arguments: str, **variables: str) -> dict[str, str]:
+    """Some of the repository's tests, with pytest alone.
+
+    Raises:
+        Missing: pytest is not installed.
+        AssertionError: a test failed, or none ran.
+    """
     if importlib.util.find_spec("pytest") is None:
         raise Missing("pytest is not installed")
     # Plugins and settings of the repository's own pytest runs need packages that this check does not.
@@ -112,8 +121,8 @@ def device_tests(cpu: bool) -> dict[str, str]:
         "-ra",
     ]
     done = subprocess.run(
-        [*command, "-W", "ignore::pytest.PytestConfigWarning", "tests/unit/test_on_device.py"], capture_output=True, text=True,
-        env={**os.environ, "DRAFTSMITH_TEST_DEVICE": device.type},
+        [*command, "-W", "ignore::pytest.PytestConfigWarning", *arguments], capture_output=True, text=True,
+        env={**os.environ, **variables},
     )  # fmt: skip
     print(done.stdout[-20_000:], done.stderr[-5_000:])
     *_, last = [line for line in done.stdout.splitlines() if line.strip()] or [""]

@@ -18,7 +18,7 @@ from typing import Any
 import torch
 
 from tests.gpu.checks import Missing
-from tests.gpu.torch_alone import device_of
+from tests.gpu.torch_alone import device_of, run_tests
 
 RUNS = Path("runs/gpu-check")
 DEMO = "recipes/demo.yaml"
@@ -143,9 +143,8 @@ def states(cpu: bool) -> dict[str, str]:
             found[f"{mode}, {'eager' if eager == 'true' else 'graphs'}"] = "relative error by layer id " + ", ".join(
                 f"{layer}: {error:.1e}" for layer, error in worst.items()
             )
-            # A GPU's attention kernels may round products to TF32.
-            limit = 1e-4 if cpu else 5e-3
-            assert max(worst.values()) < limit, f"{name}: {found}"
+            # Products rounded to TF32, as Triton's attention has them by itself, are 1e-3 off.
+            assert max(worst.values()) < 1e-4, f"{name}: {found}"
     return found
 
 
@@ -173,6 +172,16 @@ def _worst_errors(store_dir: Path, device: torch.device) -> dict[int, float]:
             error = (sequence.hidden_states[:, column].to(device) - wanted).norm() / wanted.norm()
             worst[layer] = max(worst[layer], float(error))
     return worst
+
+
+def drafters(cpu: bool) -> dict[str, str]:
+    """A tiny random drafter of each kind: vLLM's draft tokens against the module's.
+
+    Raises:
+        AssertionError: they differ, or vLLM does not serve one.
+    """
+    _require_vllm(cpu)
+    return run_tests("tests/integration/test_kinds.py", "-k", "trained_equals_served")
 
 
 def demo_float32(cpu: bool) -> dict[str, str]:

@@ -373,6 +373,17 @@ def test_environment_keeps_a_heap_that_the_user_tuned(monkeypatch: pytest.Monkey
     assert int(values["MALLOC_MMAP_THRESHOLD_"]) == 2**25
 
 
+def test_float32_is_exact_on_gpus(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("TRITON_F32_DEFAULT", raising=False)
+    monkeypatch.setattr(environment, "is_cpu", lambda: False)
+    assert environment.float32_environment("float32") == {"TRITON_F32_DEFAULT": "ieee"}
+    assert environment.float32_environment("bfloat16") == {}, "there are kernels that mean TF32"
+    monkeypatch.setenv("TRITON_F32_DEFAULT", "tf32")
+    assert environment.float32_environment("float32") == {"TRITON_F32_DEFAULT": "tf32"}
+    monkeypatch.setattr(environment, "is_cpu", lambda: True)
+    assert environment.float32_environment("float32") == {}
+
+
 def test_engines_differ_in_speculation_only() -> None:
     baseline = EngineSpec(name="baseline", target="t", dtype="float32", engine=recipe.EngineConfig())
     speculative = EngineSpec(
