@@ -27,6 +27,7 @@ if TYPE_CHECKING:
 _GIB = 1024**3
 _BIND = "VLLM_CPU_OMP_THREADS_BIND"
 _TRITON_FLOAT32 = "TRITON_F32_DEFAULT"
+_COPIED = "VLLM_RAY_EXTRA_ENV_VAR_PREFIXES_TO_COPY"
 
 
 def is_cpu() -> bool:
@@ -58,6 +59,10 @@ def vllm_environment(engine: EngineConfig) -> dict[str, str]:
     }
     if engine.tensor_parallel_size > 1 or EXECUTOR in engine.options:
         values["VLLM_WORKER_MULTIPROC_METHOD"] = os.environ.get("VLLM_WORKER_MULTIPROC_METHOD", "spawn")
+    if engine.on_ray:
+        # Of variables with other names than its own, vLLM copies to its workers on other machines those that begin as one of these.
+        asked = os.environ.get(_COPIED, "").split(",")
+        values[_COPIED] = ",".join(dict.fromkeys([*filter(None, asked), _TRITON_FLOAT32, "DRAFTSMITH_"]))
     if is_cpu():
         values |= openmp_environment() | malloc_environment()
         if engine.tensor_parallel_size > 1 and _BIND not in os.environ:

@@ -9,6 +9,8 @@ from itertools import pairwise
 from multiprocessing.connection import Connection
 from typing import Any
 
+import torch
+
 from draftsmith.serve.evaluation.draft_clock import DraftClock
 from draftsmith.serve.evaluation.in_flight import ConstantLoad, Request
 
@@ -95,8 +97,16 @@ class _Engine:
             return SamplingParams(**parameters, max_tokens=max_tokens, detokenize=False)
 
         self._load = ConstantLoad(
-            self._llm.llm_engine, [Request(*request) for request in requests], in_flight, sampling
+            self._llm.llm_engine, [Request(*request) for request in requests], in_flight, sampling, settle=self._settle
         )
+
+    def _settle(self) -> None:
+        """Wait for the step that asynchronous scheduling has begun, and for what else the device computes, as a draft is."""
+        for future, *_ in self._llm.llm_engine.engine_core.engine_core.batch_queue or ():
+            future.result()  # vLLM itself asks again later
+        device = torch.get_device_module()
+        if getattr(device, "is_initialized", lambda: False)():  # not where worker processes have the devices
+            device.synchronize()
 
     def advance_load(self, tokens: int) -> bool:
         return self._load.advance(tokens)

@@ -15,14 +15,13 @@ from collections.abc import Callable, Mapping, Sequence
 
 import numpy as np
 
-from draftsmith.engine.environment import is_cpu
 from draftsmith.serve.evaluation.engine import EngineHost, EngineSpec, Generated
 from draftsmith.serve.evaluation.schema import Control, Difference, Fidelity, Results
 
 DIFFERENCES_KEPT = 20
 """Differing prompts listed for each suite; all are counted."""
-_NEAR_TIE = {"float32": 1e-3, "bfloat16": 0.5, "float16": 0.0625}
-"""Largest margin of logits that rounding explains: for 16-bit types, four units in the last place of a logit between 16 and 32. In
+NEAR_TIE = {"float32": 1e-3, "bfloat16": 0.5, "float16": 0.0625}
+"""By dtype, the largest margin of logits that rounding explains: for 16-bit types, four units in the last place of a logit between 16 and 32. In
 float32 such a unit is 2e-6, and what adds up is the rounding of every layer's sums (relative 1e-7 each, over hundreds of sums of
 values around 30)."""
 LEVEL = 1e-3
@@ -30,14 +29,6 @@ LEVEL = 1e-3
 _FEWEST_MARGINS = 5
 """Margins needed on both sides to compare them."""
 _PERMUTATIONS = 5_000
-
-
-def near_tie(dtype: str, *, on_gpu: bool) -> float:
-    """The largest margin of logits that rounding explains.
-
-    On GPUs vLLM computes float32 attention in Triton with TF32 products, which have float16's precision.
-    """
-    return _NEAR_TIE["float16" if on_gpu and dtype == "float32" else dtype]
 
 
 def differences(
@@ -85,7 +76,7 @@ def add_margins(
         baseline: answers by prompt id.
         speculative: answers by prompt id.
         logit_margin: `EngineHost.logit_margin` of the baseline engine.
-        rounding: the largest margin of a near-tie, from `near_tie`.
+        rounding: the largest margin of a near-tie, from `NEAR_TIE`.
     """
     for one in found:
         name, position = one["prompt"], one["position"]
@@ -122,7 +113,7 @@ def differences_with_margins(
         dict(zip(names, baseline, strict=True)),
         dict(zip(names, speculative, strict=True)),
         engine.logit_margin,
-        near_tie(spec.dtype, on_gpu=not is_cpu()),
+        NEAR_TIE[spec.dtype],
     )
     return found
 

@@ -5,7 +5,8 @@ every answer that ends is replaced at once, the first requests only bring the en
 stops when no request is left to replace one with.
 
 The engine can be paused between two steps: engines that are compared alternate every second or so, each with its own N requests in
-flight, and each one's clock runs only while it steps.
+flight, and each one's clock runs only while it steps. On GPUs vLLM returns from a step while the next one runs, or a draft: before a
+pause the clock waits for that, which would otherwise be free for this engine and delay the next one.
 """
 
 from __future__ import annotations
@@ -67,6 +68,7 @@ class ConstantLoad:
         in_flight: N.
         sampling: makes vLLM's sampling parameters from the longest answer's tokens.
         clock: returns seconds.
+        settle: waits until the engine computes nothing.
     """
 
     def __init__(
@@ -76,7 +78,9 @@ class ConstantLoad:
         in_flight: int,
         sampling: Callable[[int], Any],
         clock: Callable[[], float] = time.perf_counter,
+        settle: Callable[[], object] = lambda: None,
     ) -> None:
+        self._settle = settle
         self._engine, self._requests, self._in_flight = engine, requests, in_flight
         self._sampling, self._clock = sampling, clock
         self._running: dict[str, _Running] = {}
@@ -101,6 +105,10 @@ class ConstantLoad:
         """
         while not self.done and self._emitted < tokens:
             self._step()
+        if not self.done:
+            started = self._clock()
+            self._settle()
+            self._spend(self._clock() - started)
         return self.done
 
     def timings(self) -> list[Timing]:
@@ -135,16 +143,18 @@ class ConstantLoad:
             self.done = True
             return
         outputs = self._engine.step()
-        spent = self._clock() - started
-        self._elapsed += spent
+        self._spend(self._clock() - started)
         counting = self._left_uncounted == 0
-        if counting:
-            for one in self._running.values():
-                self._seconds[one.index] += spent / self._in_flight
         for output in outputs:
             running = self._running.get(output.request_id)
             if running is not None:
                 self._take(running, output, counting)
+
+    def _spend(self, seconds: float) -> None:
+        self._elapsed += seconds
+        if self._left_uncounted == 0:
+            for one in self._running.values():
+                self._seconds[one.index] += seconds / self._in_flight
 
     def _take(self, running: _Running, output: Any, counting: bool) -> None:
         """Record the tokens that a step generated for a request."""

@@ -98,7 +98,7 @@ class Difference(TypedDict):
     """The target's logit of the baseline's token there less that of the other token. None if one answer only ends earlier, or the
     other token is not among the likeliest."""
     near_tie: bool
-    """Whether rounding in the target's dtype explains that margin (`fidelity.near_tie`). Any other difference is a mismatch."""
+    """Whether rounding in the target's dtype explains that margin (`fidelity.NEAR_TIE`). Any other difference is a mismatch."""
 
 
 class Control(TypedDict):
@@ -440,8 +440,7 @@ class Results(TypedDict):
     """By variant, as in `K = 3`, or the name of a method; empty unless `evaluate.fidelity` is `sampling`."""
     examples: list[Example]
     dtype: str
-    """What the target computed in. Answers can only equal the baseline's exactly in float32 on a CPU: a GPU's attention rounds
-    float32 too (`fidelity.near_tie`)."""
+    """What the target computed in. Answers can only be expected to equal the baseline's in float32."""
     versions: dict[str, str]
     machine: Machine
     engine: Engines

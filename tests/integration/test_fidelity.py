@@ -80,6 +80,6 @@ def _verdict(
         dict(zip(names, baseline, strict=True)),
         dict(zip(names, answers, strict=True)),
         engine.logit_margin,
-        fidelity.near_tie(DTYPE, on_gpu=False),
+        fidelity.NEAR_TIE[DTYPE],
     )
     return fidelity.judge(found, names, baseline, against)

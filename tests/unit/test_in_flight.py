@@ -5,9 +5,11 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
+from draftsmith.serve.evaluation import engine_child, throughput
 from draftsmith.serve.evaluation.engine import EngineSpec
 from draftsmith.serve.evaluation.in_flight import ConstantLoad, Request
 from draftsmith.serve.evaluation.throughput import (
@@ -116,6 +118,93 @@ def test_requests_are_staggered_and_every_prompt_is_asked_equally_often() -> Non
     assert requests == request_schedule(prompts, 4, 64, seed=3)
     assert requests != request_schedule(prompts, 4, 64, seed=4)
     assert len(request_schedule(prompts * 20, 4, 64, seed=3)) == 184
+
+
+class Wall:
+    """The clock on the wall."""
+
+    now = 0.0
+
+
+class Device:
+    """A GPU: when it will be idle."""
+
+    free = 0.0
+
+
+class Overlapping:
+    """Stands in for an engine with asynchronous scheduling: a step begins the next batch before it returns the one before."""
+
+    def __init__(self, wall: Wall, device: Device, seconds: float, tokens: int) -> None:
+        self.wall, self.device, self.seconds, self.tokens = wall, device, seconds, tokens
+        self.name, self.answer, self.ends = "", 0, list[float]()
+
+    def add_request(self, name: str, prompt: dict[str, list[int]], longest: int) -> None:
+        self.name, self.longest, self.answer = name, longest, 0
+
+    def abort_request(self, names: list[str]) -> None:
+        pass
+
+    def step(self) -> list[Any]:
+        self.device.free = max(self.wall.now, self.device.free) + self.seconds
+        self.ends.append(self.device.free)
+        if len(self.ends) < 2:
+            return []
+        self.wall.now = max(self.wall.now, self.ends.pop(0))
+        self.answer = min(self.longest, self.answer + self.tokens)
+        answer = SimpleNamespace(token_ids=list(range(self.answer)), spec_decode_metrics=None)
+        return [SimpleNamespace(request_id=self.name, outputs=[answer], finished=self.answer == self.longest)]
+
+    def settle(self) -> None:
+        self.wall.now = max(self.wall.now, self.device.free)
+
+
+@pytest.mark.parametrize("apart", [False, True])
+@pytest.mark.parametrize("settles", [True, False])
+def test_a_step_that_is_running_when_the_clock_stops_is_counted(settles: bool, apart: bool) -> None:
+    """A baseline, and an engine with three tokens a step that takes 1.3 times as long, on one GPU or one each. If the clock does not wait
+    for what was begun, a turn of few steps gets a larger part of its work for nothing."""
+    requests = [("p", Request([1], 1, counted=False)), *[("p", Request([1], 4800, counted=True))] * 2]
+    wall, device, hosts = Wall(), Device(), dict[str, Any]()
+    for name, seconds, tokens in (("baseline", 1.0, 1), ("speculative", 1.3, 3)):
+        engine = Overlapping(wall, Device() if apart else device, seconds, tokens)
+        settle = engine.settle if settles else lambda: None
+        asked = [request for _, request in requests]
+        load = ConstantLoad(engine, asked, 1, lambda longest: longest, lambda: wall.now, settle)
+        hosts[name] = SimpleNamespace(begin_load=lambda *_: None, advance_load=load.advance, end_load=load.timings)
+    found = {name: at_start(timings, requests) for name, timings in run_load(hosts, requests, 1, "test").items()}
+    ratio = tokens_per_second([found["speculative"]]) / tokens_per_second([found["baseline"]])
+    assert (ratio == pytest.approx(3 / 1.3, rel=0.01)) == settles, ratio
+
+
+@pytest.mark.parametrize("initialized", [True, False])
+def test_an_engine_settles(monkeypatch: pytest.MonkeyPatch, initialized: bool) -> None:
+    """Where worker processes have the devices, this process must not open one."""
+    waited: list[str] = []
+    queue = [(SimpleNamespace(result=lambda: waited.append("step")), None, None)]
+    engine = engine_child._Engine.__new__(engine_child._Engine)
+    core = SimpleNamespace(engine_core=SimpleNamespace(batch_queue=queue))
+    engine._llm = SimpleNamespace(llm_engine=SimpleNamespace(engine_core=core))  # type: ignore[assignment]
+    device = SimpleNamespace(is_initialized=lambda: initialized, synchronize=lambda: waited.append("device"))
+    monkeypatch.setattr(torch, "get_device_module", lambda: device)
+    engine._settle()
+    assert waited == ["step", "device"][: 1 + initialized]
+    core.engine_core.batch_queue = None
+    engine._settle()
+    assert waited.count("step") == 1
+
+
+@pytest.mark.parametrize(("on_cpu", "turns"), [(True, [24, 48, 72, 96, 120]), (False, [192])])
+def test_turns_last_about_a_second(monkeypatch: pytest.MonkeyPatch, on_cpu: bool, turns: list[int]) -> None:
+    monkeypatch.setattr(throughput, "is_cpu", lambda: on_cpu)
+    asked: list[int] = []
+    host: Any = SimpleNamespace(
+        begin_load=lambda requests, in_flight: None,
+        advance_load=lambda tokens: asked.append(tokens) or tokens >= 100,
+        end_load=list,
+    )
+    run_load({"one": host}, [("p", Request([1], 100, counted=True))], 1, "test")
+    assert asked == turns
 
 
 def test_engines_alternate() -> None:

@@ -43,6 +43,16 @@ def split(size: int = 1, **options: Any) -> EngineConfig:
 # ---- processes on a CPU ----
 
 
+def test_workers_on_other_machines_have_our_variables(monkeypatch: pytest.MonkeyPatch) -> None:
+    name = "VLLM_RAY_EXTRA_ENV_VAR_PREFIXES_TO_COPY"
+    monkeypatch.delenv(name, raising=False)
+    assert name not in vllm_environment(split())
+    over_ray = split(2, **RAY)
+    assert vllm_environment(over_ray)[name] == "TRITON_F32_DEFAULT,DRAFTSMITH_"
+    monkeypatch.setenv(name, "MY_")
+    assert vllm_environment(over_ray)[name] == "MY_,TRITON_F32_DEFAULT,DRAFTSMITH_"
+
+
 @pytest.mark.usefixtures("_six_cores")
 def test_processes_on_a_cpu_have_cores_and_memory_of_their_own(monkeypatch: pytest.MonkeyPatch) -> None:
     assert BIND not in vllm_environment(split())
