@@ -63,22 +63,24 @@ def record(
     *,
     k: int,
     max_tokens: int,
+    dtype: str = "float32",
     recorder: Path = RECORDER,
     trust_remote_code: bool = False,
 ) -> list[Served]:
-    """Have stock vLLM answer prompts greedily in float32 and record every chain that it proposes.
+    """Have stock vLLM answer prompts greedily and record every chain that it proposes.
 
     Args:
         drafters: directories that vLLM loads, each with vLLM's name of its method; one engine after another.
         prompts: token ids.
         k: number of speculative tokens.
+        dtype: that vLLM computes in.
         recorder: the program to run.
 
     Raises DraftsmithError: vLLM did not load or serve one; with the end of its log.
     """
     # Room beyond the longest answer: for contexts that nearly fill the model's length vLLM proposes token 0.
     job = {
-        "target": str(target_dir), "k": k,
+        "target": str(target_dir), "dtype": dtype, "k": k,
         "drafters": [
             speculation.serving_spec(path).speculative | {"model": str(path), "method": method} for path, method in drafters
         ],
@@ -95,9 +97,7 @@ def record(
     with tempfile.TemporaryDirectory() as folder:
         asked, answered, log = (Path(folder) / name for name in ("job.json", "out.json", "log"))
         asked.write_text(json.dumps(job))
-        variables = (
-            os.environ | environment.vllm_environment(EngineConfig()) | environment.float32_environment("float32")
-        )
+        variables = os.environ | environment.vllm_environment(EngineConfig()) | environment.float32_environment(dtype)
         command = [sys.executable, str(recorder), str(asked), str(answered)]
         with log.open("w") as file:
             done = subprocess.run(command, env=variables, stdout=file, stderr=file, check=False)
@@ -192,9 +192,9 @@ def verify_served(
     drafter_dir: Path, drafter: Drafter, target_dir: Path, *, trust_remote_code: bool = False
 ) -> dict[str, Any]:
     """Serve a drafter's directory with stock vLLM and compare its draft tokens for a few prompts with those of the module that it was
-    made from, in float32.
+    made from, in float32. On GPUs vLLM's kernels for 8-bit weights have no float32: such a drafter is served in bfloat16 there.
 
-    Returns `proposals` compared by draft position (not if inputs are rounded too: draft tokens may differ then), and
+    Returns `proposals` compared by draft position (not if inputs are rounded too, or in bfloat16: draft tokens may differ then), and
     how many of the `drafted` tokens the target `accepted`; or `not_served`, the reason why vLLM cannot serve it on this
     machine. Raises DraftsmithError: vLLM does not serve it, or proposes other tokens.
     """
@@ -203,7 +203,9 @@ def verify_served(
     except UserError as reason:
         console.print(f"verify: compared logits only. {reason}")
         return {"not_served": str(reason)}
-    console.print(f"verify: starting vLLM with the drafter, {len(_PROMPTS)} prompts in float32")
+    exact = environment.is_cpu() or not speculation.has_8_bit_weights(drafter_dir)
+    dtype = "float32" if exact else "bfloat16"
+    console.print(f"verify: starting vLLM with the drafter, {len(_PROMPTS)} prompts in {dtype}")
     if speculation.reads_embeddings(drafter_dir):
         console.print(
             "verify: the drafter reads the target's embeddings (layer id 0); on GPUs, vLLM's eager mode (--enforce-eager) passes wrong "
@@ -218,13 +220,15 @@ def verify_served(
         prompts,
         k=steps,
         max_tokens=_MAX_TOKENS,
+        dtype=dtype,
         trust_remote_code=trust_remote_code,
     )
     counted = {name: served.counters[f"vllm:spec_decode_num_{name}"] for name in ("draft_tokens", "accepted_tokens")}
     accepted = f"the target accepted {counted['accepted_tokens']:.0f} of {counted['draft_tokens']:.0f} tokens"
     figures: dict[str, Any] = {"drafted": counted["draft_tokens"], "accepted": counted["accepted_tokens"]}
-    if speculation.rounds_inputs(drafter_dir):
-        console.print(f"verified: vLLM serves it, and {accepted}; with quantized inputs its draft tokens may differ")
+    if not exact or speculation.rounds_inputs(drafter_dir):
+        why = "with quantized inputs" if exact else f"in {dtype}"
+        console.print(f"verified: vLLM serves it, and {accepted}; {why} its draft tokens may differ")
         return figures
     compared = compare_proposals(served, drafter, target_dir, trust_remote_code=trust_remote_code)
     console.print(f"verified: vLLM proposed the drafter's own tokens, {sum(compared)} compared; {accepted}")

@@ -1,6 +1,6 @@
 """Run stock vLLM with drafters, one after another, and record every chain that it proposes, with its context.
 
-Run as a program: record_proposals.py JOB.json OUT.json. JOB has `target`, `drafters` (of each, vLLM's `speculative_config` without K), `k`,
+Run as a program: record_proposals.py JOB.json OUT.json. JOB has `target`, `dtype`, `drafters` (of each, vLLM's `speculative_config` without K), `k`,
 `max_tokens`, `longest` (tokens of the longest prompt with its answer), `prompts` (lists of token ids), `arguments` (further ones of
 `vllm.LLM`), `trust_remote_code` and `stock`: if true, `draftsmith` cannot be imported in this process, so a drafter that loads here loads where
 Draftsmith is not installed.
@@ -59,7 +59,7 @@ def record(job: dict[str, Any], drafter: dict[str, Any]) -> dict[str, Any]:
 
     llm = LLM(
         model=job["target"],
-        dtype="float32",
+        dtype=job["dtype"],
         max_model_len=job["longest"],
         enforce_eager=True,
         max_num_seqs=32,

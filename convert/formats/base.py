@@ -7,7 +7,7 @@ from typing import Any, Literal
 
 import torch
 
-from draftsmith.convert.quantize import dequantized, quantized
+from draftsmith.convert.quantize import SCHEMES, dequantized, quantized
 from draftsmith.convert.vocabulary import MAPS, from_tensors, to_tensors
 from draftsmith.drafters import drafter_class
 from draftsmith.drafters.checkpoint import EMBEDDING, UNKNOWN_TARGET, Checkpoint
@@ -156,7 +156,8 @@ class Format:
                     f"The format {self.name} has 8-bit weights for drafters of the kind {', '.join(able) or '(none)'}, and this "
                     f"drafter is of the kind {checkpoint.kind}. Leave --quantize out{'' if able else ', or write the format vllm'}."
                 )
-            record, weights = quantized(record, weights, quantize, but=eight_bits.but)
+            but = eight_bits.floating(rounds_inputs=SCHEMES[quantize].inputs is not None)
+            record, weights = quantized(record, weights, quantize, but=but)
             record |= eight_bits.keys
         size = write_safetensors(directory / self.weights_file, weights)
         config = checkpoint.drafter_config()

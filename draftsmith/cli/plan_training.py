@@ -9,7 +9,7 @@ from typing import Literal
 from draftsmith.cli.plan_stage import StagePlan, conversation_counts, counted, devices_of, hours_of
 from draftsmith.config.hardware import Assumptions
 from draftsmith.config.recipe import Recipe
-from draftsmith.convert.quantize import quantized_bytes
+from draftsmith.convert.quantize import SCHEMES, quantized_bytes
 from draftsmith.drafters.base import Drafter
 from draftsmith.engine.memory import BYTES, GIB
 from draftsmith.train.loss import rows_at_once
@@ -118,7 +118,8 @@ def plan_convert(recipe: Recipe, drafter: Drafter) -> StagePlan:
     parameters = sum(map(math.prod, shapes.values()))
     size, eight_bits = number * parameters, drafter.vllm_layout.eight_bits
     if recipe.convert.quantize is not None and eight_bits is not None:
-        size = quantized_bytes(shapes, but=eight_bits.but, scale_bytes=number)
+        but = eight_bits.floating(rounds_inputs=SCHEMES[recipe.convert.quantize].inputs is not None)
+        size = quantized_bytes(shapes, but=but, scale_bytes=number)
     return StagePlan(0, size, {}, None, 0.0, {}, 0.0, {"parameters": parameters})
 
 

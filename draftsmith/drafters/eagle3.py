@@ -135,7 +135,9 @@ def eagle3_layout(
 _VLLM = eagle3_layout(
     ids=Entry("layer_ids", tuple, "eagle_aux_hidden_state_layer_ids", default=_first_said(*_IDS)),
     flags=True,
-    eight_bits=EightBits(),
+    # vLLM's second model runner compares the head's `weight` with the target's (vllm/v1/worker/gpu/spec_decode/eagle/utils.py): packed
+    # integers have none, and 8-bit floats compare with nothing. Integers that are not packed just differ.
+    eight_bits=EightBits(but_of_weights=("lm_head",)),
     derived={
         "architectures": lambda _: [Eagle3Options.serving.architecture],
         "model_type": lambda _: "llama",

@@ -154,8 +154,14 @@ class EightBits:
 
     but: tuple[str, ...] = ()
     """Modules that stay in floating point, by the last part of their names."""
+    but_of_weights: tuple[str, ...] = ()
+    """Further ones where only weights are rounded and not inputs too."""
     keys: Mapping[str, Any] = field(default_factory=dict)
     """Further keys of `config.json` of a checkpoint with such weights."""
+
+    def floating(self, *, rounds_inputs: bool) -> tuple[str, ...]:
+        """Modules that stay in floating point, by the last part of their names, in a scheme that rounds inputs or does not."""
+        return self.but if rounds_inputs else self.but + self.but_of_weights
 
 
 @dataclass(frozen=True)

@@ -204,7 +204,6 @@ def speculative_config(drafter_dir: Path, k: int) -> dict[str, Any]:
     """vLLM's `speculative_config` for a drafter directory, with K speculative tokens.
     Raises UserError: the directory holds no drafter that this version can serve, one that drafts fewer tokens, or
     weights beside the drafter's own."""
-    config = _config(drafter_dir)
     spec = serving_spec(drafter_dir)
     others = sorted(path.name for path in drafter_dir.glob("*.safetensors") if path.name not in _FILES)
     if others and not (drafter_dir / "model.safetensors.index.json").is_file():  # it would say which ones to load
@@ -218,7 +217,7 @@ def speculative_config(drafter_dir: Path, k: int) -> dict[str, Any]:
             f"{drafter_dir} drafts at most {most} tokens, and {k} were requested. Request fewer, or train it for more "
             f"(train.drafter.{spec.k_field})."
         )
-    if environment.is_cpu() and "quantization_config" in config and not rounds_inputs(drafter_dir):
+    if environment.is_cpu() and has_8_bit_weights(drafter_dir) and not rounds_inputs(drafter_dir):
         raise UserError(
             f"The drafter in {drafter_dir} has 8-bit weights for floating-point arithmetic, which vLLM supports on GPUs only. On a CPU "
             "serve one converted with `int8-dynamic`, or without --quantize (convert.quantize)."
@@ -305,6 +304,11 @@ def needs_mend(drafter_dir: Path) -> bool:
     spec = serving_spec(drafter_dir)
     several = _config(drafter_dir).get("num_hidden_layers", 1) > 1
     return environment.is_cpu() and (spec.method_on_cpus is not None or (spec.mended_on_cpus and several))
+
+
+def has_8_bit_weights(drafter_dir: Path) -> bool:
+    """Whether the drafter's linear layers are quantized."""
+    return "quantization_config" in _config(drafter_dir)
 
 
 def rounds_inputs(drafter_dir: Path) -> bool:

@@ -6,6 +6,7 @@ from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -21,6 +22,7 @@ from draftsmith.drafters.checkpoint import UNKNOWN_TARGET, Checkpoint
 from draftsmith.engine.speculation import speculative_config
 from draftsmith.run.errors import UserError
 from draftsmith.run.weights import Weight
+from draftsmith.serve import proposals
 from tests.unit.test_formats import EAGLE3, checkpoints, holders, make_checkpoint
 
 LINEAR = ("fc.weight", "_proj.weight", "lm_head.weight")
@@ -49,7 +51,7 @@ def test_quantized_and_read_back(tmp_path: Path, found: Checkpoint, scheme: str)
     for name, weight in found.weights.items():
         before, after = weight.tensor(), again.weights[name].tensor()
         assert after.dtype == before.dtype
-        if not name.endswith(LINEAR) or name.split(".")[-2] in eight_bits.but:
+        if not name.endswith(LINEAR) or name.split(".")[-2] in floating(found, scheme):
             assert torch.equal(after, before), name
             continue
         assert not torch.equal(after, before), name
@@ -72,25 +74,39 @@ def test_the_size_is_known_beforehand(tmp_path: Path, found: Checkpoint, scheme:
     size = sum(tensor.nbytes for name, tensor in held.items() if name not in ("d2t", "t2d"))
     shapes = {name: weight.shape for name, weight in found.weights.items()}
     (dtype,) = {weight.dtype for weight in found.weights.values()}
-    assert quantized_bytes(shapes, but=eight_bits.but, scale_bytes=dtype.itemsize) == size
+    assert quantized_bytes(shapes, but=floating(found, scheme), scale_bytes=dtype.itemsize) == size
+
+
+def floating(found: Checkpoint, scheme: str) -> tuple[str, ...]:
+    eight_bits = FORMATS["vllm"].layouts[found.kind].eight_bits
+    assert eight_bits is not None
+    return eight_bits.floating(rounds_inputs=SCHEMES[scheme].inputs is not None)
+
+
+@pytest.mark.parametrize("scheme", SCHEMES)
+def test_vllm_s_second_runner_compares_eagle_3_s_head(tmp_path: Path, scheme: str) -> None:
+    """It reads the head's `weight`, and compares it with the target's: it must be there, and not in 8-bit floats."""
+    FORMATS["vllm"].write(drafter(), tmp_path, quantize=scheme)
+    held = load_file(tmp_path / "model.safetensors")
+    assert held["lm_head.weight"].dtype == (torch.int8 if scheme == "int8-dynamic" else torch.bfloat16)
+    torch.equal(held["lm_head.weight"], torch.zeros_like(held["lm_head.weight"], dtype=torch.bfloat16))
 
 
 def test_what_the_files_hold(tmp_path: Path) -> None:
     """Golden: four integers per word, lowest first, offset by 128; scales of 255 steps over the range."""
-    weight = torch.tensor([[1.0, -1.0, 0.5, 0.0, 0.25, -0.125]]).repeat(7, 1)
     made = drafter(torch.float32)
-    wide = torch.zeros(7, 16)
-    wide[:, :6] = weight
+    wide = torch.zeros(made.weights["fc.weight"].shape)
+    wide[:, :6] = torch.tensor([1.0, -1.0, 0.5, 0.0, 0.25, -0.125])
     FORMATS["vllm"].write(
-        replace(made, weights={**made.weights, "lm_head.weight": Weight.of(wide)}), tmp_path, quantize="int8"
+        replace(made, weights={**made.weights, "fc.weight": Weight.of(wide)}), tmp_path, quantize="int8"
     )
     held = load_file(tmp_path / "model.safetensors")
-    assert torch.allclose(held["lm_head.weight_scale"], torch.tensor(2 / 255))
-    assert held["lm_head.weight_shape"].tolist() == [7, 16]
-    words = held["lm_head.weight_packed"][0]
+    assert torch.allclose(held["fc.weight_scale"], torch.tensor(2 / 255))
+    assert held["fc.weight_shape"].tolist() == [*wide.shape]
+    words = held["fc.weight_packed"][0]
     numbers = [(int(word) >> 8 * place & 255) - 128 for word in words for place in range(4)]
     # 1.0 is 127.5 steps of 2/255, which float32 rounds up.
-    assert numbers == [127, -127, 64, 0, 32, -16, *[0] * 10]
+    assert numbers == [127, -127, 64, 0, 32, -16, *[0] * (wide.shape[1] - 6)]
     assert not any(name.endswith((".weight_zero_point", "norm.weight_scale")) for name in held)
     section = json.loads((tmp_path / "config.json").read_text())["quantization_config"]
     assert (section["quant_method"], section["format"]) == ("compressed-tensors", "pack-quantized")
@@ -134,6 +150,27 @@ def test_served_where_there_is_a_kernel(tmp_path: Path, monkeypatch: pytest.Monk
             speculative_config(tmp_path / scheme, 3)
     monkeypatch.setattr("draftsmith.engine.environment.is_cpu", lambda: False)
     assert all(speculative_config(tmp_path / scheme, 3) for scheme in SCHEMES)
+
+
+@pytest.mark.parametrize(("scheme", "on_cpu", "dtype", "compared"), [
+    ("int8-dynamic", True, "float32", False), ("int8-dynamic", False, "bfloat16", False), ("int8", False, "bfloat16", False),
+    (None, True, "float32", True), (None, False, "float32", True),
+])  # fmt: skip
+def test_verified_in_a_dtype_that_there_are_kernels_for(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, scheme: str | None, on_cpu: bool, dtype: str, compared: bool
+) -> None:
+    drafter().save(tmp_path)
+    convert_checkpoint(tmp_path, tmp_path / "out", to="vllm", quantize=scheme)
+    monkeypatch.setattr("draftsmith.engine.environment.is_cpu", lambda: on_cpu)
+    counters = {f"vllm:spec_decode_num_{name}": 1.0 for name in ("draft_tokens", "accepted_tokens")}
+    asked = mock.Mock(return_value=[proposals.Served([], counters)])
+    monkeypatch.setattr(proposals, "record", asked)
+    monkeypatch.setattr(proposals, "tokenizer_of", mock.Mock())
+    monkeypatch.setattr(proposals, "_prompt", lambda tokenizer, text: [1, 2])
+    monkeypatch.setattr(proposals, "compare_proposals", mock.Mock(return_value=[7]))
+    found = proposals.verify_served(tmp_path / "out", mock.Mock(max_draft_tokens=None), tmp_path)
+    assert asked.call_args.kwargs["dtype"] == dtype
+    assert found.get("proposals") == ([7] if compared else None)
 
 
 def _section(change: Callable[[dict[str, Any]], object]) -> Callable[[Path], None]:
