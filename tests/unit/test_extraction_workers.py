@@ -32,7 +32,7 @@ from draftsmith.store.writer import StoreWriter
 from tests.unit.test_store import identity
 
 JOB = Job(
-    engine_arguments={},
+    engine_arguments={"dtype": "float32"},
     generate=True,
     sampling={},
     seed=0,
