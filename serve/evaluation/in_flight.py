@@ -105,9 +105,9 @@ class ConstantLoad:
         """
         while not self.done and self._emitted < tokens:
             self._step()
+        started = self._clock()
+        self._settle()
         if not self.done:
-            started = self._clock()
-            self._settle()
             self._spend(self._clock() - started)
         return self.done
 
