@@ -7,10 +7,12 @@ import multiprocessing
 import os
 import re
 import shlex
+import subprocess
 import threading
 import time
 from html.parser import HTMLParser
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 from hypothesis import given
@@ -21,8 +23,9 @@ from draftsmith.config import recipe
 from draftsmith.config.evaluation import RESULTS_VERSION
 from draftsmith.engine import environment, process
 from draftsmith.engine.speculation import speculative_config
+from draftsmith.extract import worker
 from draftsmith.run.errors import DraftsmithError, UserError
-from draftsmith.serve import server, vllm_server
+from draftsmith.serve import proposals, server, vllm_server
 from draftsmith.serve.evaluation import charts, report, schema, statistics, summary
 from draftsmith.serve.evaluation import engine as engine_module
 from draftsmith.serve.evaluation.engine import Counters, EngineHost, EngineSpec, Generated
@@ -382,6 +385,32 @@ def test_float32_is_exact_on_gpus(monkeypatch: pytest.MonkeyPatch) -> None:
     assert environment.float32_environment("float32") == {"TRITON_F32_DEFAULT": "tf32"}
     monkeypatch.setattr(environment, "is_cpu", lambda: True)
     assert environment.float32_environment("float32") == {}
+
+
+def test_engines_and_recorders_are_started_with_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("TRITON_F32_DEFAULT", raising=False)
+    monkeypatch.setattr(environment, "is_cpu", lambda: False)
+    started: list[object] = []
+    for module in (engine_module, worker):
+        monkeypatch.setattr(
+            module, "EngineProcess", lambda *_, variables, **__: started.append(variables.get("TRITON_F32_DEFAULT"))
+        )
+    for number, dtype in enumerate(("float32", "bfloat16")):
+        EngineHost(EngineSpec(name="k2", target="t", dtype=dtype, engine=recipe.EngineConfig()), tmp_path).start()
+        job = SimpleNamespace(engine_arguments={"dtype": dtype})
+        worker._Worker(0, 1, job, recipe.EngineConfig(), tmp_path, tmp_path / str(number), tmp_path)  # type: ignore[arg-type]
+    assert started == ["ieee", "ieee", None, None]
+    (tmp_path / "config.json").write_text(json.dumps({"architectures": ["LlamaForCausalLMEagle3"]}))
+    asked = []
+    monkeypatch.setattr(
+        subprocess,
+        "run",
+        lambda *_, env, **__: asked.append(env.get("TRITON_F32_DEFAULT")) or SimpleNamespace(returncode=1),
+    )
+    for dtype in ("float32", "bfloat16"):
+        with pytest.raises(DraftsmithError, match="could not serve"):
+            proposals.record([(tmp_path, "eagle3")], tmp_path / "none", [[1]], k=1, max_tokens=1, dtype=dtype)
+    assert asked == ["ieee", None]
 
 
 def test_engines_differ_in_speculation_only() -> None:
