@@ -14,7 +14,16 @@ from typing import TYPE_CHECKING, Any
 from draftsmith.config.recipe import Recipe
 from draftsmith.engine.environment import is_cpu
 from draftsmith.engine.platform import current_platform
-from draftsmith.serve.evaluation.schema import AtStart, Difference, Fidelity, Measured, Ratio, Throughput, Variant
+from draftsmith.serve.evaluation.schema import (
+    AtStart,
+    Difference,
+    Execution,
+    Fidelity,
+    Measured,
+    Ratio,
+    Throughput,
+    Variant,
+)
 from draftsmith.serve.evaluation.throughput import paired, speedup, tokens_per_second
 from draftsmith.target.quantization import stated_quantization
 
@@ -133,6 +142,7 @@ def throughput(
     *,
     in_flight: int,
     requests: int,
+    executions: Mapping[str, Execution],
     fidelity: Mapping[str, Fidelity],
     differences: Mapping[str, list[Difference]],
 ) -> Throughput:
@@ -144,6 +154,7 @@ def throughput(
         of: the configurations, in the order of `configurations`.
         in_flight: requests in flight.
         requests: counted in each start.
+        executions: by name of the configuration; what was measured by an earlier version may have none.
         fidelity: by name of the configuration.
         differences: the first few, likewise.
     """
@@ -175,6 +186,8 @@ def throughput(
         for one in of
     }
     for one in of:
+        if one.name in executions:
+            found[one.name]["execution"] = executions[one.name]
         if beside.get(one.name, by_name[one.baseline.name]) != by_name[one.baseline.name]:
             found[one.name]["baseline_starts"] = beside[one.name]
     return {
@@ -202,3 +215,22 @@ def baseline_again_drafter(of: Mapping[str, Any]) -> tuple[Measured, Measured, M
         if isinstance(one["speculation"], int) and one["speculation"] and one["dtype"] == baseline["dtype"]
     )
     return baseline, again, drafter
+
+
+def execution_in_words(of: Measured) -> str:
+    """How vLLM executed its steps; empty if an earlier version measured it."""
+    if (execution := of.get("execution")) is None:
+        return ""
+    scheduling = "asynchronous" if execution["async_scheduling"] else "synchronous"
+    return f"runner {execution['model_runner']}, {scheduling} scheduling"
+
+
+def executed_otherwise(of: Throughput) -> dict[str, tuple[str, str]]:
+    """Speculative configurations whose steps vLLM executed otherwise than those of the baseline of the same dtype: how, and how the baseline's."""
+    found = {}
+    for name, one in of["configurations"].items():
+        baseline = of["configurations"][Configuration(0, one["dtype"]).name]
+        own, other = execution_in_words(one), execution_in_words(baseline)
+        if own and other and own != other:
+            found[name] = own, other
+    return found

@@ -22,6 +22,7 @@ from draftsmith.run.errors import DraftsmithError
 from draftsmith.serve.evaluation.engine_child import LIKELIEST
 from draftsmith.serve.evaluation.engine_child import child as _child
 from draftsmith.serve.evaluation.in_flight import Request, Timing
+from draftsmith.serve.evaluation.schema import Execution
 from draftsmith.serve.plugin.suffix import MEASURING
 
 
@@ -283,6 +284,11 @@ class EngineHost:
         )
         return found
 
+    def execution(self) -> Execution:
+        """How vLLM executes this engine's steps."""
+        found: Execution = self._call("execution")
+        return found
+
     def counters(self) -> Counters:
         """The engine's speculative decoding counters; all zero for the baseline."""
         return Counters(*self._call("counters"))
@@ -354,6 +360,9 @@ class SharedEngine(EngineHost):
 
     def end_load(self) -> list[Timing]:
         return self._engine.end_load()
+
+    def execution(self) -> Execution:
+        return self._engine.execution()
 
     def counters(self) -> Counters:
         k = self.config.num_speculative_tokens

@@ -13,6 +13,7 @@ import torch
 
 from draftsmith.serve.evaluation.draft_clock import DraftClock
 from draftsmith.serve.evaluation.in_flight import ConstantLoad, Request
+from draftsmith.serve.evaluation.schema import Execution
 
 LIKELIEST = 10
 """Tokens whose logits are compared where two answers diverge."""
@@ -159,6 +160,13 @@ class _Engine:
         if token not in logprobs or other not in logprobs:
             return None
         return float(logprobs[token].logprob - logprobs[other].logprob)
+
+    def execution(self) -> Execution:
+        config = self._llm.llm_engine.vllm_config
+        return {
+            "model_runner": "V2" if config.use_v2_model_runner else "V1",
+            "async_scheduling": bool(config.scheduler_config.async_scheduling),
+        }
 
     def counters(self) -> SpecDecodeCounts:
         return counters_of(self._llm)

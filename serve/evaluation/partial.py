@@ -16,6 +16,7 @@ from draftsmith.serve.evaluation.schema import (
     CurvePoint,
     Difference,
     Example,
+    Execution,
     Fidelity,
     MethodAcceptance,
     Rate,
@@ -57,6 +58,8 @@ class PartialResults:
     """The drafter's K by requests in flight; kept so that tuning in the meantime changes nothing."""
     speeds: list[dict[str, dict[str, AtStart]]] = field(default_factory=list)
     """By engine start, then load (`speed.Load.key`), then configuration."""
+    executions: dict[str, Execution] = field(default_factory=dict)
+    """By configuration."""
     fidelity: dict[str, dict[str, Fidelity]] = field(default_factory=dict)
     """By load, then configuration."""
     differences: dict[str, dict[str, list[Difference]]] = field(default_factory=dict)

@@ -7,7 +7,7 @@ from html import escape
 
 from draftsmith.config.sampling import Sampling
 from draftsmith.serve.evaluation.charts import bar_chart, line_chart
-from draftsmith.serve.evaluation.configurations import Configuration, baseline_again_drafter
+from draftsmith.serve.evaluation.configurations import Configuration, baseline_again_drafter, execution_in_words
 from draftsmith.serve.evaluation.leakage import trained_on
 from draftsmith.serve.evaluation.schema import AtRate, Measured, Ratio, Results, SuiteAtK, Throughput
 
@@ -294,7 +294,7 @@ def _configurations(results: Results) -> str:
 
 
 _CONFIGURATION_HEADINGS = (
-    "configuration", "tok/s", "over baseline, same dtype", *_RATIO_HEADINGS, "first token, s", "s per output token", "answers",
+    "configuration", "tok/s", "over baseline, same dtype", *_RATIO_HEADINGS, "first token, s", "s per output token", "answers", "vLLM's steps",
 )  # fmt: skip
 
 
@@ -302,7 +302,7 @@ def _configuration(name: str, one: Measured, of: Throughput) -> list[str]:
     ratio, fidelity = of["speedups"].get(name), of["fidelity"].get(name)
     return [
         name, f"{one['tokens_per_second']:.2f}", *_ratio(ratio), f"{one['first_token_seconds']:.3f}", f"{one['seconds_per_token']:.4f}",
-        fidelity["verdict"].replace("_", " ") if fidelity else "",
+        fidelity["verdict"].replace("_", " ") if fidelity else "", execution_in_words(one),
     ]  # fmt: skip
 
 

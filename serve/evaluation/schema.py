@@ -171,6 +171,16 @@ class AtStart(TypedDict):
     """Median over requests of the time per output token after the first; 0 if none ended."""
 
 
+class Execution(TypedDict):
+    """How vLLM executes the steps of one configuration. It decides by itself, also by the method of speculation: part of a ratio between
+    configurations that differ here is not speculation's."""
+
+    model_runner: str
+    """`V1` or `V2`."""
+    async_scheduling: bool
+    """Whether the next step is scheduled while the device still computes this one."""
+
+
 class Measured(TypedDict):
     """One configuration under one load."""
 
@@ -183,6 +193,8 @@ class Measured(TypedDict):
     seconds_per_token: float
     """Time per output token after the first, likewise."""
     starts: list[AtStart]
+    execution: NotRequired[Execution]
+    """Not in results of earlier versions."""
     baseline_starts: NotRequired[list[AtStart]]
     """The baseline of the same dtype as it ran beside this configuration: two engines are up at a time. Ratios are over that. Absent for
     the run's drafter, beside which the baseline's own figures were measured."""

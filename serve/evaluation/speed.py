@@ -113,6 +113,7 @@ def _measure_start(
                 continue
             requests = load.requests(recipe, noise=any(one.again for one in here))
             timings = run_load(here, requests, load.in_flight, load.title)
+            partial.executions |= {one.name: engine.execution() for one, engine in here.items()}
             if number == 0:
                 judged, different = _judged(here, timings, requests, recipe, load.title)
                 partial.fidelity[load.key] = partial.fidelity.get(load.key, {}) | judged
@@ -213,6 +214,7 @@ def combined(load: Load, recipe: Recipe, partial: PartialResults) -> Throughput:
         load.configurations(recipe),
         in_flight=load.in_flight,
         requests=len(load.requests(recipe)) - load.in_flight,
+        executions=partial.executions,
         fidelity=partial.fidelity.get(load.key, {}),
         differences=partial.differences.get(load.key, {}),
     )

@@ -7,6 +7,7 @@ from rich.table import Table
 
 from draftsmith.config.sampling import Sampling
 from draftsmith.run.progress import console
+from draftsmith.serve.evaluation.configurations import executed_otherwise
 from draftsmith.serve.evaluation.fidelity import verdicts
 from draftsmith.serve.evaluation.leakage import trained_on
 from draftsmith.serve.evaluation.schema import Interval, Ratio, Results, Throughput
@@ -133,6 +134,12 @@ def _print_throughput(name: str, of: Throughput) -> None:
         highlight=False,
         soft_wrap=True,
     )
+    for what, (own, baseline) in executed_otherwise(of).items():
+        console.print(
+            f"{name}: vLLM executes {what} by {own}, and the baseline by {baseline}: a part of their ratio is that",
+            highlight=False,
+            soft_wrap=True,
+        )
 
 
 def _ends(ratio: Ratio) -> str:

@@ -155,6 +155,8 @@ def test_evaluate(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
             *(f"K = {results['num_speculative_tokens']}, {dtype}" for dtype in ("float32", "bfloat16")),
             *(f"{method}, float32" for method in methods),
         }
+    for one in results["suites"]["held_out"]["throughput"]["configurations"].values():
+        assert one["execution"] == {"model_runner": "V1", "async_scheduling": False}, "as vLLM does on a CPU"
     under_load = results["load"]["2"]
     assert (under_load["in_flight"], under_load["requests"], under_load["engine_starts"]) == (2, 64, 1)
     assert all(one["tokens_per_second"] > 0 for one in under_load["configurations"].values())

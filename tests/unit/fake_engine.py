@@ -13,6 +13,7 @@ from safetensors.torch import save_file
 from draftsmith.config import recipe
 from draftsmith.serve.evaluation.engine import Counters, EngineSpec, Generated, StepTimes
 from draftsmith.serve.evaluation.in_flight import ConstantLoad, Request, Timing
+from draftsmith.serve.evaluation.schema import Execution
 from tests.unit.tiny_run import make_run
 
 COSTS = {
@@ -100,6 +101,10 @@ class Engine:
         self, prompts: Sequence[Any], answers: Sequence[Any], piece: int
     ) -> list[list[float | None]]:
         return [[None] * len(answer) for answer in answers]
+
+    def execution(self) -> Execution:
+        eager_method = (self.config.speculative or {}).get("method") in ("ngram", "suffix", "medusa")
+        return {"model_runner": "V2", "async_scheduling": not eager_method}
 
     def counters(self) -> Counters:
         return self.total

@@ -83,6 +83,24 @@ def test_planted_figures_are_found(run: tuple[recipe.Recipe, Path]) -> None:
     assert {one["fidelity"]["verdict"] for one in talks["at_k"].values()} == {"identical"}
 
 
+def test_what_vllm_executes_otherwise_than_the_baseline_is_said(
+    run: tuple[recipe.Recipe, Path], capsys: pytest.CaptureFixture[str]
+) -> None:
+    found = run_evaluate(*run)
+    by_name = found["suites"]["questions"]["throughput"]["configurations"]
+    assert by_name["lookup, float32"]["execution"] == {"model_runner": "V2", "async_scheduling": False}
+    assert {one["execution"]["async_scheduling"] for name, one in by_name.items() if name != "lookup, float32"} == {
+        True
+    }
+    said = [line for line in capsys.readouterr().err.splitlines() if "vLLM executes" in line]
+    assert said == [
+        f"{suite}: vLLM executes lookup, float32 by runner V2, synchronous scheduling, and the baseline by runner V2, asynchronous "
+        "scheduling: a part of their ratio is that"
+        for suite in ("questions", "talks", "1 at once")
+    ]
+    assert "<td>runner V2, synchronous scheduling</td>" in (run[1] / "eval" / "report.html").read_text()
+
+
 def test_methods_are_timed_under_load_where_that_is_asked_for(run: tuple[recipe.Recipe, Path]) -> None:
     loaded, run_dir = run
     asked = loaded.evaluate.model_copy(update={"methods_under_load": True, "only": ("questions",), "engine_starts": 1})
