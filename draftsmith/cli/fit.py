@@ -11,7 +11,7 @@ from draftsmith.config.recipe import Recipe
 from draftsmith.engine import environment
 from draftsmith.engine.fit import require_extraction, require_two_engines
 from draftsmith.engine.memory import BYTES, engine_memory, weight_bytes
-from draftsmith.engine.quantization import require_quantization
+from draftsmith.engine.quantization import require_drafter_dtype, require_quantization
 from draftsmith.engine.step_cost import target_sizes
 from draftsmith.run import stage
 from draftsmith.run.errors import UserError
@@ -96,6 +96,8 @@ def check_fits(
     gpus = environment.gpus()
     for timed in dict.fromkeys([dtype, *timed_dtypes(recipe, config)]):
         require_quantization(recipe.engine, config, target=name, dtype=timed)
+        if recipe.convert.quantize is not None:
+            require_drafter_dtype(timed)
         weights, trained = target_bytes(timed), BYTES[timed] * parameters
         if not gpus:
             require_two_engines(

@@ -19,8 +19,8 @@ from draftsmith.engine import environment
 from draftsmith.engine.environment import Gpu
 from draftsmith.engine.fit import require_two_engines
 from draftsmith.engine.memory import GIB, EngineMemory, engine_memory, side_by_side, weight_bytes
-from draftsmith.engine.quantization import require_quantization
-from draftsmith.engine.speculation import FIXED_K
+from draftsmith.engine.quantization import require_drafter_dtype, require_quantization
+from draftsmith.engine.speculation import FIXED_K, has_8_bit_weights
 from draftsmith.run.errors import UserError
 from draftsmith.run.progress import Bar
 from draftsmith.serve.evaluation.engine import EngineHost, EngineSpec, SharedEngine, start_engines
@@ -96,6 +96,8 @@ def find_placement(
     environment.require_parallelism(engine, target.config)
     for dtype in dtypes:
         require_quantization(engine, target.config, target=target.name, dtype=dtype)
+        if any(_has_8_bit_weights(one) for one in speculative):
+            require_drafter_dtype(dtype)
     drafters = {dtype: max(_drafter_bytes(one, dtype) for one in speculative) for dtype in dtypes}
     quantization = engine.options.get("quantization")
     targets = {dtype: weight_bytes(target.path, dtype, quantization) for dtype in dtypes}
@@ -162,6 +164,11 @@ def place(
 def _drafter_bytes(speculative: Mapping[str, Any] | None, dtype: str) -> int:
     """Bytes of the weights that speculation adds; 0 if there are none, or they are part of the target's files."""
     return weight_bytes(Path(speculative["model"]), dtype) if speculative and "model" in speculative else 0
+
+
+def _has_8_bit_weights(speculative: Mapping[str, Any] | None) -> bool:
+    drafter = Path(speculative["model"]) if speculative and "model" in speculative else None
+    return drafter is not None and (drafter / "config.json").is_file() and has_8_bit_weights(drafter)
 
 
 # ---- which ----

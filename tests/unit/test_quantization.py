@@ -5,7 +5,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from transformers import LlamaConfig
+from transformers import AutoConfig, LlamaConfig
 
 from draftsmith.cli.fit import check_fits
 from draftsmith.config.recipe import EngineConfig, ExtractConfig, Recipe
@@ -138,3 +138,27 @@ def test_a_dtype_of_the_evaluation_is_refused_before_extraction() -> None:
     with pytest.raises(UserError, match=r"owner/target is quantized \(awq\).*leave float32 out of `evaluate\.dtypes`"):
         check_fits(asked, config)
     check_fits(asked, config, evaluation=False)
+
+
+def test_no_float32_for_8_bit_drafters_on_gpus(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Before extraction, and before the engines of an evaluation start."""
+    loaded, run_dir = make_recipe_and_run(tmp_path)
+    short = loaded.extract.model_copy(update={"max_tokens": 20})
+    in_8_bits = loaded.convert.model_copy(update={"quantize": "int8"})
+    loaded = loaded.model_copy(update={"convert": in_8_bits, "extract": short})
+    config = AutoConfig.from_pretrained(tmp_path / "target")
+    check_fits(loaded, config, extraction=False)
+    monkeypatch.setattr(EngineProcess, "__init__", no_engine)
+    pretend_gpu(monkeypatch, gib=80)
+    said = r"8-bit weights \(`convert\.quantize`\), and on GPUs.*`target\.dtype: bfloat16`"
+    with pytest.raises(UserError, match=said):
+        check_fits(loaded, config, extraction=False)
+    in_half = loaded.model_copy(update={"target": loaded.target.model_copy(update={"dtype": "bfloat16"})})
+    check_fits(in_half, config, extraction=False)
+
+    with pytest.raises(AssertionError, match="engine"):
+        run_evaluate(loaded, run_dir)  # this drafter's weights are in floating point
+    drafter = run_dir / "vllm" / "config.json"
+    drafter.write_text(json.dumps(json.loads(drafter.read_text()) | {"quantization_config": W8A8}))
+    with pytest.raises(UserError, match=said):
+        run_evaluate(loaded, run_dir)

@@ -60,6 +60,7 @@ def same_as_baseline(target: TargetInfo, configs: dict[str, dict[str, Any]], fol
     try:
         expected = [one.token_ids for one in hosts[0].generate(prompts, max_tokens=32)[0]]
         assert len(set(map(tuple, expected))) == len(prompts)
+        assert {host.execution()["model_runner"] for host in hosts} == {"V2"}
         for host in hosts[1:]:
             answers, _ = host.generate(prompts, max_tokens=32)
             assert [one.token_ids for one in answers] == expected, host.config.name
