@@ -119,6 +119,9 @@ class Variants:
             max_num_seqs=self._max_num_seqs,
             k_by_load=k_by_load,
             sampling=self._recipe.evaluate.sampling,
+            # Independent of the baseline's samples, for which a test of two distributions takes them: vLLM draws every request's own seed
+            # (V2), or the noise of a step (V1), from this one.
+            seed=int(of.speculation != 0),
         )
 
     def _at_every_load(self, k: int) -> tuple[tuple[int, int, int], ...]:

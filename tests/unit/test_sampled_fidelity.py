@@ -142,6 +142,8 @@ def run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> tuple[recipe.Recipe,
 def test_every_engine_samples_and_nothing_is_compared_token_for_token(run: tuple[recipe.Recipe, Path]) -> None:
     found = run_evaluate(*run)
     assert {config.sampling for config in Engine.started} == {Sampling(0.8, 0.95)}
+    # From one seed vLLM draws the same first tokens in both engines: a test of two samples then sees less than chance.
+    assert {(config.speculative is not None, config.seed) for config in Engine.started} == {(False, 0), (True, 1)}
     assert found["sampling"] == {"temperature": 0.8, "top_p": 0.95, "top_k": None}
     suite = found["suites"]["questions"]
     assert suite["identical_to_baseline"] is suite["control"] is None
