@@ -39,7 +39,8 @@ class Comparison(TypedDict):
     interval: list[float]
     """Confidence interval of B's figure minus A's, at a level divided by the number of comparisons."""
     verdict: str
-    """`better`, `worse`, `same` if the interval contains zero, or `untested` if A or B has a single engine start."""
+    """`better`, `worse`, `same` if the interval contains zero, or `untested`: of speeds, if A or B has a single engine start, or they
+    were measured on other machines or with answers of other lengths."""
 
 
 def compare(a: Mapping[str, Any], b: Mapping[str, Any]) -> list[Comparison]:
@@ -50,7 +51,8 @@ def compare(a: Mapping[str, Any], b: Mapping[str, Any]) -> list[Comparison]:
         b: the results in question.
 
     Raises:
-        UserError: they have no suite with the same prompts in common, or their targets differ.
+        UserError: they have no suite with the same prompts in common, or they measured other things: their targets, dtypes, sampling
+            or the longest answers of a suite differ.
     """
     if a["target"] != b["target"]:
         raise UserError(
@@ -59,6 +61,11 @@ def compare(a: Mapping[str, Any], b: Mapping[str, Any]) -> list[Comparison]:
     if a["sampling"] != b["sampling"]:
         how = [Sampling.of(one["sampling"]) for one in (a, b)]
         raise UserError(f"A was evaluated with {how[0]} answers and B with {how[1]} ones: they cannot be compared.")
+    if a["dtype"] != b["dtype"]:
+        raise UserError(
+            f"A was evaluated in {a['dtype']} and B in {b['dtype']}, and rounding changes both answers and speed. Evaluate both with the same "
+            "`target.dtype`."
+        )
     found: list[Comparison] = []
     acceptance: list[tuple[str, str, dict[str, list[float]]]] = []
     speeds: list[tuple[str, str, Mapping[str, Any], Mapping[str, Any]]] = []
@@ -67,6 +74,14 @@ def compare(a: Mapping[str, Any], b: Mapping[str, Any]) -> list[Comparison]:
         for name in a["suites"]
         if name in b["suites"] and a["suites"][name]["prompts_sha256"] == b["suites"][name]["prompts_sha256"]
     ]
+    for name in shared:
+        longest = [one["suites"][name]["max_tokens"] for one in (a, b)]
+        if longest[0] != longest[1]:
+            raise UserError(
+                f"In the suite {name}, answers have up to {longest[0]} tokens in A and {longest[1]} in B, and acceptance depends on how long "
+                f"they are. Evaluate both with the same `evaluate.suites.{name}.max_tokens`."
+            )
+    alike = _machine(a) == _machine(b)
     first = next(iter(a["suites"]))
     loads: dict[str, list[str]] = {}  # those that both have, by the suite whose prompts they ask
     if first in shared and first == next(iter(b["suites"])):
@@ -100,7 +115,7 @@ def compare(a: Mapping[str, Any], b: Mapping[str, Any]) -> list[Comparison]:
         _, before, after = _acceptance_gain([sum(column) for column in zip(*both.values(), strict=True)])
         found.append(_compared(name, figure, before, after, interval))
     for name, figure, one, other in speeds:
-        found.append(_compared_speeds(name, figure, one, other, level=_LEVEL / 2 / len(speeds)))
+        found.append(_compared_speeds(name, figure, one, other, alike=alike, level=_LEVEL / 2 / len(speeds)))
     return found
 
 
@@ -110,17 +125,23 @@ def _compared(suite: str, figure: str, before: float, after: float, interval: li
 
 
 def _compared_speeds(
-    suite: str, figure: str, a: Mapping[str, Any], b: Mapping[str, Any], *, level: float
+    suite: str, figure: str, a: Mapping[str, Any], b: Mapping[str, Any], *, alike: bool, level: float
 ) -> Comparison:
-    """The run's drafter over the baseline, in the recipe's dtype."""
+    """The run's drafter over the baseline, in the recipe's dtype; `alike`: both on such a machine."""
     before, after = a["speedup"]["value"], b["speedup"]["value"]
-    if min(a["engine_starts"], b["engine_starts"]) < 2:
+    alike = alike and a.get("max_tokens") == b.get("max_tokens")
+    if not alike or min(a["engine_starts"], b["engine_starts"]) < 2:
         return {
             "suite": suite, "figure": figure, "a": before, "b": after, "interval": [after - before] * 2, "verdict": "untested",
         }  # fmt: skip
     (drafter_a, noise_a), (drafter_b, noise_b) = _over_baseline(a), _over_baseline(b)
     interval = gain(drafter_a, drafter_b, noise_a=noise_a, noise_b=noise_b, level=level)
     return _compared(suite, figure, before, after, interval)
+
+
+def _machine(of: Mapping[str, Any]) -> list[Any]:
+    """What must be alike where speeds are compared. Not vLLM's version and options: how they compare may be the question."""
+    return [of["machine"][key] for key in ("processor", "cores", "gpus")]
 
 
 def _starts(of: Mapping[str, Any]) -> list[list[AtStart]]:

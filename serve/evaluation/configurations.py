@@ -142,6 +142,7 @@ def throughput(
     *,
     in_flight: int,
     requests: int,
+    max_tokens: int,
     executions: Mapping[str, Execution],
     fidelity: Mapping[str, Fidelity],
     differences: Mapping[str, list[Difference]],
@@ -154,6 +155,7 @@ def throughput(
         of: the configurations, in the order of `configurations`.
         in_flight: requests in flight.
         requests: counted in each start.
+        max_tokens: longest answer.
         executions: by name of the configuration; what was measured by an earlier version may have none.
         fidelity: by name of the configuration.
         differences: the first few, likewise.
@@ -193,6 +195,7 @@ def throughput(
     return {
         "in_flight": in_flight,
         "requests": requests,
+        "max_tokens": max_tokens,
         "engine_starts": len(starts),
         "configurations": found,
         "speedup": over_baseline(drafter.name),

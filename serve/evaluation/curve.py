@@ -86,7 +86,9 @@ def speedup_curve(
     weights = resampled(len(sums[ks[0]]))
     draw = np.random.default_rng(_SAMPLES_SEED)
     noise = draw.standard_normal((len(weights), len(ks)))
-    drawn_costs = np.array([costs[k]["cost"] for k in ks]) + noise * [costs[k]["error"] for k in ks]
+    # A cost that had to be moved to be possible was wrong by at least that, whatever the spread of its own measurements.
+    errors = [math.hypot(costs[k]["error"], costs[k]["measured"] - costs[k]["cost"]) for k in ks]
+    drawn_costs = np.array([costs[k]["cost"] for k in ks]) + noise * errors
     sampled = np.stack([_length((weights @ sums[k]).T) for k in ks], axis=1) / drawn_costs  # [samples, K]
     among = [ks.index(k) for k in choices]
     fastest = np.array(among)[np.argmax(sampled[:, among], axis=1)]
@@ -144,10 +146,12 @@ def fastest(curve: Mapping[int, CurvePoint]) -> int:
 
 
 def rivals(curve: Mapping[int, CurvePoint], chosen: int) -> list[int]:
-    """Other K that are the fastest in at least every twentieth sample; empty if the choice is clear."""
+    """Other K that are the fastest in at least every twentieth sample, or the next best if none is; empty if the choice is clear."""
     if curve[chosen]["fastest_share"] >= SURE:
         return []
-    return [k for k in sorted(curve) if k != chosen and curve[k]["fastest_share"] >= 1 - SURE]
+    others = [k for k in sorted(curve) if k != chosen]
+    found = [k for k in others if curve[k]["fastest_share"] >= 1 - SURE]
+    return found or [max(others, key=lambda k: curve[k]["fastest_share"])]
 
 
 def predicted_speedup(

@@ -206,6 +206,8 @@ class Throughput(TypedDict):
     in_flight: int
     requests: int
     """Counted ones, in each engine start; for the second baseline engine a third of them if there was a single start."""
+    max_tokens: NotRequired[int]
+    """Longest answer (`evaluate.timing_tokens`). Not in results of earlier versions."""
     engine_starts: int
     configurations: dict[str, Measured]
     """By `Configuration.name`."""

@@ -214,6 +214,7 @@ def combined(load: Load, recipe: Recipe, partial: PartialResults) -> Throughput:
         load.configurations(recipe),
         in_flight=load.in_flight,
         requests=len(load.requests(recipe)) - load.in_flight,
+        max_tokens=recipe.evaluate.timing_tokens,
         executions=partial.executions,
         fidelity=partial.fidelity.get(load.key, {}),
         differences=partial.differences.get(load.key, {}),

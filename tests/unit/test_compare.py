@@ -120,6 +120,29 @@ def test_one_engine_start_compares_no_speeds() -> None:
     assert verdicts["acceptance length, K = 2"] == "same"
 
 
+def test_speeds_of_other_machines_or_answer_lengths_are_not_compared() -> None:
+    a = _evaluation(0.6)
+    elsewhere = _evaluation(0.6, speed=1.0)
+    elsewhere["machine"] = elsewhere["machine"] | {"cores": 4}
+    shorter = _evaluation(0.6, speed=1.0)
+    for of in [*(suite["throughput"] for suite in shorter["suites"].values()), *shorter["load"].values()]:
+        of["max_tokens"] = 32
+    for b in (elsewhere, shorter):
+        verdicts = {one["figure"]: one["verdict"] for one in compare(a, b)}
+        assert verdicts["speedup"] == verdicts["speedup, 4 at once"] == "untested"
+        assert verdicts["acceptance length, K = 2"] == "same"
+
+
+def test_evaluations_of_other_dtypes_or_lengths_are_refused() -> None:
+    a = _evaluation(0.6)
+    with pytest.raises(UserError, match=r"A was evaluated in float32 and B in bfloat16.*same `target\.dtype`"):
+        compare(a, _evaluation(0.6) | {"dtype": "bfloat16"})
+    short = _evaluation(0.6)
+    short["suites"]["held_out"]["max_tokens"] = 32
+    with pytest.raises(UserError, match=r"up to 64 tokens in A and 32 in B.*`evaluate\.suites\.held_out\.max_tokens`"):
+        compare(a, short)
+
+
 def test_evaluations_that_cannot_be_compared() -> None:
     other = _evaluation(0.6) | {"target": "another"}
     with pytest.raises(UserError, match="different targets"):

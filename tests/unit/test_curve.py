@@ -46,6 +46,23 @@ def test_an_impossible_order_is_smoothed_and_the_choice_is_a_toss_up() -> None:
     assert sum(one["fastest_share"] for one in curve.values()) == pytest.approx(1)
 
 
+def test_an_impossible_order_is_a_toss_up_however_well_each_cost_repeats() -> None:
+    """One engine start, whose prompts agree: 0.018 of standard error, and costs out of order by three of them."""
+    costs = step_cost_curve(_starts([[1.25, 1.17, 1.31, 1.23]], 0.08))
+    assert costs[3]["error"] < 0.02
+    accepted = {1: 65, 2: 105, 3: 128, 4: 140}
+    by_prompt = {k: {f"p{n}": [100, count] for n in range(45)} for k, count in accepted.items()}
+    curve = speedup_curve(costs, by_prompt, (1, 2, 3, 4))
+    assert fastest(curve) == 4
+    assert rivals(curve, 4)
+
+
+def test_a_choice_that_is_not_sure_has_a_rival() -> None:
+    curve = {k: _point(1.0) | {"fastest_share": share} for k, share in {1: 0.03, 2: 0.93, 3: 0.04}.items()}
+    assert rivals(curve, 2) == [3]  # type: ignore[arg-type]
+    assert rivals({2: curve[2] | {"fastest_share": 1.0}}, 2) == []  # type: ignore[dict-item]
+
+
 def test_a_clear_choice_is_clear() -> None:
     costs = step_cost_curve(_starts([[1.1, 1.2, 1.5], [1.1, 1.2, 1.5], [1.11, 1.21, 1.49]], 0.01))
     by_prompt = {k: {f"p{n}": [100, count + n] for n in range(45)} for k, count in {1: 40, 2: 90, 3: 95}.items()}
