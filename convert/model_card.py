@@ -16,6 +16,7 @@ from draftsmith.config.drafters import KINDS, ServingSpec
 from draftsmith.config.sampling import Sampling
 from draftsmith.config.target import TargetConfig
 from draftsmith.convert.quantize import SCHEMES
+from draftsmith.data.overlap_in_words import not_trained_on, trained_on
 from draftsmith.drafters.checkpoint import Checkpoint
 
 _USUAL_K = 3  # number of speculative tokens in the serving command if no evaluation chose one
@@ -190,16 +191,6 @@ def _serving(
     return "\n\n".join(["## Usage", f"```bash\n{command}\n```", " ".join(notes)])
 
 
-def _trained_on(results: Mapping[str, Any]) -> list[str]:
-    """A warning for every suite with prompts that were trained on."""
-    return [
-        f"**The drafter was trained on {one['verbatim'] + one['near']} of the {one['prompts']} prompts of {name}** "
-        f"({one['verbatim']} verbatim), so the figures of this suite are too high."
-        for name, suite in results["suites"].items()
-        if (one := suite.get("overlap_with_training")) and one["verbatim"] + one["near"]
-    ]
-
-
 def _measured(evaluate: Mapping[str, Any], evaluation: str) -> str:
     results = evaluate["figures"]
     best = str(results["num_speculative_tokens"])
@@ -243,7 +234,8 @@ def _measured(evaluate: Mapping[str, Any], evaluation: str) -> str:
             f"With {results['target']} on {machine['processor']}, {machine['cores']} cores, {machine['memory_gib']:.0f} GiB, {gpus}; "
             f"{machine['system']}; {results['dtype']}; {versions}; {evaluate['finished_at']}.",
             _table(headings, rows),
-            *_trained_on(results),
+            *(f"**{line}**" for line in trained_on(results)),
+            *not_trained_on(results),
             "K: number of speculative tokens. Acceptance length: tokens per step of the target, 1 + accepted / drafts, "
             f"{Sampling.of(results.get('sampling') or {})}, over "
             "all prompts of the suite. Tokens per second: including the prompt, at concurrency 1, with baseline and speculative "

@@ -44,6 +44,6 @@ def schedule_of(run_dir: Path, output: str, speculates_with: Mapping[str, str] |
     return list(tuned["schedule"]) if tuned["drafter_sha256"] == wanted else None
 
 
-def k_at(schedule: Sequence[Sequence[int]] | None, in_flight: int) -> int:
-    """K for a number of requests in flight; 0 if the schedule has none for it."""
-    return next((k for first, last, k in schedule or () if first <= in_flight <= last), 0)
+def k_at(schedule: Sequence[Sequence[int]] | None, in_flight: int) -> int | None:
+    """K for a number of requests in flight, 0 where the schedule does not speculate; None if there is no schedule for so many."""
+    return next((k for first, last, k in schedule or () if first <= in_flight <= last), None)

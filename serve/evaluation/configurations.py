@@ -237,3 +237,11 @@ def executed_otherwise(of: Throughput) -> dict[str, tuple[str, str]]:
         if own and other and own != other:
             found[name] = own, other
     return found
+
+
+def not_tuned_to_speculate(of: Throughput) -> str:
+    """What is to be said of a load at which `draftsmith tune` chose K = 0."""
+    return (
+        f"{of['in_flight']} at once: draftsmith tune chose not to speculate at this load, and draftsmith serve drafts nothing there; "
+        f"measured at K = {baseline_again_drafter(of)[2]['speculation']} all the same."
+    )

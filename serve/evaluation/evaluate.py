@@ -49,7 +49,7 @@ from draftsmith.run.progress import console
 from draftsmith.run.stage import StageRun
 from draftsmith.serve.evaluation import fidelity
 from draftsmith.serve.evaluation.acceptance import measure_acceptance
-from draftsmith.serve.evaluation.configurations import Configuration, timed_dtypes
+from draftsmith.serve.evaluation.configurations import Configuration, baseline_again_drafter, timed_dtypes
 from draftsmith.serve.evaluation.curve import predicted_speedup, rivals
 from draftsmith.serve.evaluation.engine import say_options
 from draftsmith.serve.evaluation.leakage import overlap
@@ -58,7 +58,7 @@ from draftsmith.serve.evaluation.machine import describe_engines, describe_machi
 from draftsmith.serve.evaluation.partial import MeasuredSuite, PartialResults
 from draftsmith.serve.evaluation.report import render
 from draftsmith.serve.evaluation.sampled_fidelity import measure_sampled_fidelity, wrongly_sampled
-from draftsmith.serve.evaluation.schema import MethodAtSuite, Results, Suite
+from draftsmith.serve.evaluation.schema import MethodAtSuite, Results, Suite, Throughput
 from draftsmith.serve.evaluation.speed import combined, concurrent_load, measure_speeds, suite_load
 from draftsmith.serve.evaluation.step_cost import measure_step_costs
 from draftsmith.serve.evaluation.suites import SuiteInput, draw, load_suite, render_suite, turn_renderer
@@ -128,8 +128,13 @@ def run_evaluate(recipe: Recipe, run_dir: Path) -> Results:
             **sections,
         }
     )  # fmt: skip
+    k_by_load = None
+    if recipe.evaluate.concurrency:
+        k_by_load = schedule_of(run_dir, recipe.tune.output, speculates_with.sha256)
     if (figures := run.finished(inputs)) is not None:
-        return _shown(cast("Results", figures), output)
+        if not _tuned_since(cast("Results", figures), k_by_load):
+            return _shown(cast("Results", figures), output)
+        console.print("evaluate: draftsmith tune has chosen another K for a load since; measuring again")
 
     partial = PartialResults.read(output / "partial.json", inputs)
     run.claim(fresh=partial is None)
@@ -137,9 +142,6 @@ def run_evaluate(recipe: Recipe, run_dir: Path) -> Results:
     say_options("evaluate", recipe.engine)
     renderer = turn_renderer(target, recipe.engine.max_model_len)
     suites = [_rendered(recipe, renderer, name, items) for name, items in prompts.items()]
-    k_by_load = None
-    if recipe.evaluate.concurrency:
-        k_by_load = schedule_of(run_dir, recipe.tune.output, speculates_with.sha256)
     found = evaluate(
         recipe,
         target,
@@ -185,7 +187,10 @@ def evaluate(
         log_dir: folder for the logs of engines and servers.
     """
     options = recipe.evaluate
-    load_k = partial.load_k or {str(n): k_at(k_by_load, n) for n in options.concurrency}
+    if not partial.load_k:
+        tuned = {str(n): k_at(k_by_load, n) for n in options.concurrency}
+        partial.tuned_k = {n: k for n, k in tuned.items() if k is not None}
+    load_k = partial.load_k or {str(n): partial.tuned_k.get(str(n), 0) for n in options.concurrency}
     variants = Variants(recipe, target, speculates_with, suites, log_dir, load_k.values())
     with closing(variants.lineup()) as lineup:
         measure_step_costs(lineup, variants, suites[0], recipe, partial)
@@ -213,7 +218,7 @@ def evaluate(
         "engine_starts": options.engine_starts,
         "predicted_acceptance_length": dict(predicted) if predicted is not None else None,
         "predicted_speedup": predicted_speedup(predicted, partial.k_curve),
-        "load": {n: combined(load, recipe, partial) for n, load in by_load.items()},
+        "load": {n: _load(n, combined(load, recipe, partial), partial) for n, load in by_load.items()},
         "rates": partial.rates,
         "examples": partial.examples,
         "sampling": {"temperature": options.temperature, "top_p": options.top_p, "top_k": options.top_k},
@@ -226,6 +231,15 @@ def evaluate(
 
 
 # ---- its inputs ----
+
+
+def _tuned_since(found: Results, k_by_load: Sequence[Sequence[int]] | None) -> bool:
+    """Whether tuning has chosen another K for a load than the one that it was measured with."""
+    for in_flight, load in found["load"].items():
+        tuned = k_at(k_by_load, int(in_flight))
+        if tuned not in (None, load.get("tuned_k"), baseline_again_drafter(load)[2]["speculation"]):
+            return True
+    return False
 
 
 def _prompts(recipe: Recipe) -> dict[str, list[Prompt]]:
@@ -294,6 +308,10 @@ def _measure_rates(
         partial=partial,
         add_special_tokens=renderer.renderer.plain,
     )
+
+
+def _load(in_flight: str, measured: Throughput, partial: PartialResults) -> Throughput:
+    return {**measured, "tuned_k": partial.tuned_k[in_flight]} if in_flight in partial.tuned_k else measured
 
 
 def _suite(measured: MeasuredSuite, speed: Any, recipe: Recipe, k: int, timed_prompts: int) -> Suite:

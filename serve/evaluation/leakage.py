@@ -8,7 +8,6 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any
 
 from draftsmith.config.evaluation import SuiteConfig
 from draftsmith.data.overlap import TRAINING_PROMPTS, read_prompts_file
@@ -58,18 +57,3 @@ def overlap(
             "prompts": len(evaluated), "verbatim": of_evaluated.count("verbatim"), "near": of_evaluated.count("near"),
         }  # fmt: skip
     return found
-
-
-def trained_on(results: Mapping[str, Any]) -> list[str]:
-    """A sentence for every suite of which some prompts were trained on.
-
-    Args:
-        results: the contents of `results.json`.
-    """
-    overlaps = {name: suite.get("overlap_with_training") for name, suite in results["suites"].items()}
-    return [
-        f"{name}: {one['verbatim'] + one['near']} of its {one['prompts']} prompts were trained on ({one['verbatim']} verbatim, "
-        "the others nearly so); its figures are too optimistic."
-        for name, one in overlaps.items()
-        if one and one["verbatim"] + one["near"]
-    ]

@@ -56,6 +56,8 @@ class PartialResults:
     """Those of the first suite for several requests in flight."""
     load_k: dict[str, int] = field(default_factory=dict)
     """The drafter's K by requests in flight; kept so that tuning in the meantime changes nothing."""
+    tuned_k: dict[str, int] = field(default_factory=dict)
+    """What tuning had chosen, likewise; empty if it had not run."""
     speeds: list[dict[str, dict[str, AtStart]]] = field(default_factory=list)
     """By engine start, then load (`speed.Load.key`), then configuration."""
     executions: dict[str, Execution] = field(default_factory=dict)

@@ -6,9 +6,14 @@ from collections.abc import Callable, Mapping, Sequence
 from html import escape
 
 from draftsmith.config.sampling import Sampling
+from draftsmith.data.overlap_in_words import not_trained_on, trained_on
 from draftsmith.serve.evaluation.charts import bar_chart, line_chart
-from draftsmith.serve.evaluation.configurations import Configuration, baseline_again_drafter, execution_in_words
-from draftsmith.serve.evaluation.leakage import trained_on
+from draftsmith.serve.evaluation.configurations import (
+    Configuration,
+    baseline_again_drafter,
+    execution_in_words,
+    not_tuned_to_speculate,
+)
 from draftsmith.serve.evaluation.schema import AtRate, Measured, Ratio, Results, SuiteAtK, Throughput
 
 _STYLE = """
@@ -110,6 +115,7 @@ The fastest speculative configuration of this machine ({escape(first["throughput
 <strong>{fastest["value"]:.2f}&times;</strong> as fast as the fastest baseline ({escape(first["throughput"]["fastest_baseline"])};
 {_interval(fastest["interval"])}; median of starts {fastest["median"]:.3f}). {identity}</p>
 {"".join(f"<p><strong>{escape(line)}</strong></p>" for line in trained_on(results))}
+{"".join(f'<p class="soft">{escape(line)}</p>' for line in not_trained_on(results))}
 <h2>Charts</h2>
 <div class="charts">
 {"".join(charts)}
@@ -344,6 +350,7 @@ def _load(results: Results) -> str:
     return (
         f'<h2>By concurrency</h2>\n<div class="charts">{chart}</div>\n{_table(headings, ratios)}'
         f"{_table(('in flight', *_CONFIGURATION_HEADINGS), rows)}"
+        + "".join(f"<p>{escape(not_tuned_to_speculate(at))}</p>\n" for at in load.values() if at.get("tuned_k") == 0)
     )
 
 

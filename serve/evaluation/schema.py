@@ -206,6 +206,8 @@ class Throughput(TypedDict):
     in_flight: int
     requests: int
     """Counted ones, in each engine start; for the second baseline engine a third of them if there was a single start."""
+    tuned_k: NotRequired[int]
+    """K that `draftsmith tune` had chosen for so many requests; 0: that it does not pay to speculate. Absent if it had not run."""
     max_tokens: NotRequired[int]
     """Longest answer (`evaluate.timing_tokens`). Not in results of earlier versions."""
     engine_starts: int
@@ -445,7 +447,7 @@ class Results(TypedDict):
     """That over the step cost measured here, by K; to compare with `CurvePoint.speedup`."""
     load: dict[str, Throughput]
     """By requests in flight (`evaluate.concurrency`), on the first suite. K is what `draftsmith tune` chose for that load, if it ran
-    before with this drafter; otherwise the K above."""
+    before with this drafter; otherwise, and where it chose not to speculate, the K above."""
     rates: dict[str, Rate]
     """By requests per second (`evaluate.request_rates`)."""
     sampling: Sampled

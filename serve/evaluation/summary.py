@@ -6,10 +6,10 @@ from rich.box import SIMPLE_HEAD
 from rich.table import Table
 
 from draftsmith.config.sampling import Sampling
+from draftsmith.data.overlap_in_words import not_trained_on, trained_on
 from draftsmith.run.progress import console
-from draftsmith.serve.evaluation.configurations import executed_otherwise
+from draftsmith.serve.evaluation.configurations import executed_otherwise, not_tuned_to_speculate
 from draftsmith.serve.evaluation.fidelity import verdicts
-from draftsmith.serve.evaluation.leakage import trained_on
 from draftsmith.serve.evaluation.schema import Interval, Ratio, Results, Throughput
 
 
@@ -58,6 +58,8 @@ def print_table(results: Results) -> None:
         _print_throughput(name, suite["throughput"])
     for load in results["load"].values():
         _print_throughput(f"{load['in_flight']} at once", load)
+        if load.get("tuned_k") == 0:
+            console.print(not_tuned_to_speculate(load), highlight=False, soft_wrap=True)
     for what, one in verdicts(results).items():
         if one["verdict"] == "wrong":
             console.print(f"{what}: answers differ from the target's own", style="bold red")
@@ -86,6 +88,8 @@ def print_table(results: Results) -> None:
             )
     for line in trained_on(results):
         console.print(line, style="bold red", highlight=False, markup=False, soft_wrap=True)
+    for line in not_trained_on(results):
+        console.print(line, highlight=False, markup=False, soft_wrap=True)
     for k, point in results["k_curve"].items():
         predicted = (results["predicted_acceptance_length"] or {}).get(k)
         said = f" (predicted {predicted:.3f})" if predicted is not None else ""

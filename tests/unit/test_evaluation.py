@@ -18,9 +18,11 @@ from draftsmith.run import stage
 from draftsmith.run.atomic_io import write_json
 from draftsmith.run.errors import UserError
 from draftsmith.serve.evaluation import acceptance, compare, configurations, evaluate, lineup, speed
+from draftsmith.serve.evaluation.configurations import baseline_again_drafter
 from draftsmith.serve.evaluation.engine import EngineSpec
 from draftsmith.serve.evaluation.evaluate import run_evaluate
 from draftsmith.serve.evaluation.schema import Results
+from draftsmith.serve.tune import run_tune
 from tests.unit.fake_engine import COSTS, Engine, make_recipe_and_run, pretend_gpu
 
 
@@ -99,6 +101,36 @@ def test_what_vllm_executes_otherwise_than_the_baseline_is_said(
         for suite in ("questions", "talks", "1 at once")
     ]
     assert "<td>runner V2, synchronous scheduling</td>" in (run[1] / "eval" / "report.html").read_text()
+
+
+def test_loads_are_measured_as_tuning_chose(
+    run: tuple[recipe.Recipe, Path], capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Also if it chose after an evaluation. Where it chose not to speculate, the figures show why, and it is said."""
+    loaded, run_dir = run
+    asked = loaded.evaluate.model_copy(update={"concurrency": (1, 4, 8), "only": ("questions",), "engine_starts": 1})
+    loaded = loaded.model_copy(update={"evaluate": asked})
+    before = run_evaluate(loaded, run_dir)
+    assert not any("tuned_k" in load for load in before["load"].values())
+    tuned = run_tune(loaded, run_dir)
+    assert tuned["schedule"] == [[1, 4, 2], [5, 32, 0]]
+
+    record = json.loads((run_dir / "tune" / "stage.json").read_text())
+    record["figures"]["schedule"] = [[1, 2, 2], [3, 4, 1], [5, 32, 0]]  # another K at four, too
+    (run_dir / "tune" / "stage.json").write_text(json.dumps(record))
+    capsys.readouterr()
+    found = run_evaluate(loaded, run_dir)
+    assert "has chosen another K for a load since" in " ".join(capsys.readouterr().err.split())
+    assert {n: load["tuned_k"] for n, load in found["load"].items()} == {"1": 2, "4": 1, "8": 0}
+    k_of = {n: baseline_again_drafter(load)[2]["speculation"] for n, load in found["load"].items()}
+    assert k_of == {"1": 2, "4": 1, "8": 2}
+    assert found["load"]["8"]["speedup"]["value"] < 1
+    said = "8 at once: draftsmith tune chose not to speculate at this load, and draftsmith serve drafts nothing there; measured at K = 2"
+    assert said in (run_dir / "eval" / "report.html").read_text()
+
+    count = len(Engine.started)
+    assert run_evaluate(loaded, run_dir) == found
+    assert len(Engine.started) == count
 
 
 def test_methods_are_timed_under_load_where_that_is_asked_for(run: tuple[recipe.Recipe, Path]) -> None:

@@ -10,10 +10,11 @@ from draftsmith.config.evaluation import SuiteConfig
 from draftsmith.config.recipe import Recipe
 from draftsmith.config.sources import Prompts
 from draftsmith.data.overlap import TRAINING_PROMPTS, PromptsFile
+from draftsmith.data.overlap_in_words import not_trained_on, trained_on
 from draftsmith.data.prompts import load_prompts
 from draftsmith.run.errors import UserError
 from draftsmith.serve.evaluation import evaluate
-from draftsmith.serve.evaluation.leakage import overlap, trained_on
+from draftsmith.serve.evaluation.leakage import overlap
 
 ASKED = [
     f"A farmer counts {number} sheep on Monday and {number * 7} on Tuesday; how many does he count in both days?"
@@ -56,6 +57,21 @@ def test_overlap_is_counted_over_all_stores(tmp_path):
             == bool(said)
             == bool(verbatim + near)
         )
+
+
+def test_what_is_clean_and_what_is_not_known_is_said_apart() -> None:
+    overlaps: dict[str, Any] = {
+        "clean": {"prompts": 4, "verbatim": 0, "near": 0},
+        "seen": {"prompts": 4, "verbatim": 1, "near": 0},
+        "unknown": None,
+    }
+    results = {"suites": {name: {"overlap_with_training": one} for name, one in overlaps.items()}}
+    clean, unknown = not_trained_on(results)
+    assert "on no prompt of clean, nor" in clean
+    assert "prompts of unknown was not checked" in unknown
+    (seen,) = trained_on(results)
+    assert seen.startswith("seen: 1 of its 4 prompts")
+    assert not_trained_on({"suites": {"questions": {}}}) == [], "nothing was trained"
 
 
 def test_prompts_that_are_not_evaluated_are_not_counted(tmp_path):
