@@ -16,7 +16,7 @@ from draftsmith.config.drafters import KINDS, ServingSpec
 from draftsmith.config.sampling import Sampling
 from draftsmith.config.target import TargetConfig
 from draftsmith.convert.quantize import SCHEMES
-from draftsmith.data.overlap_in_words import not_trained_on, trained_on
+from draftsmith.data.results_in_words import faster_methods, not_trained_on, trained_on
 from draftsmith.drafters.checkpoint import Checkpoint
 
 _USUAL_K = 3  # number of speculative tokens in the serving command if no evaluation chose one
@@ -234,7 +234,7 @@ def _measured(evaluate: Mapping[str, Any], evaluation: str) -> str:
             f"With {results['target']} on {machine['processor']}, {machine['cores']} cores, {machine['memory_gib']:.0f} GiB, {gpus}; "
             f"{machine['system']}; {results['dtype']}; {versions}; {evaluate['finished_at']}.",
             _table(headings, rows),
-            *(f"**{line}**" for line in trained_on(results)),
+            *(f"**{line}**" for line in [*faster_methods(results), *trained_on(results)]),
             *not_trained_on(results),
             "K: number of speculative tokens. Acceptance length: tokens per step of the target, 1 + accepted / drafts, "
             f"{Sampling.of(results.get('sampling') or {})}, over "

@@ -46,7 +46,7 @@ from draftsmith.serve.tune_measure import TuneEngines, measure_speedups, measure
 from draftsmith.target.info import TargetInfo, describe_target
 from draftsmith.target.prepare import prepare_target
 
-_VERSION = 8
+_VERSION = 9
 
 ByBatch = dict[str, dict[str, float]]
 """By number of sequences at once, then by K; both as strings."""
@@ -81,6 +81,8 @@ class Tuned(TypedDict):
     """Wall-clock speedup by requests in flight, then by K, as `evaluate` defines it (`evaluation/throughput.py`); with `verify`."""
     schedule_measured: dict[str, Ratio] | None
     """The same of an engine that follows the schedule."""
+    noise: dict[str, Ratio] | None
+    """A second baseline engine over the first, by requests in flight; with `verify`."""
     engine_starts: int
     """How often engines were started anew for `measured`."""
     dtype: str
@@ -140,9 +142,10 @@ def run_tune(recipe: Recipe, run_dir: Path, *, verify: bool = False) -> Tuned:
         pays = any(k for _, _, k in schedule)
         measured: dict[int, dict[int, Ratio]] = {}
         schedule_measured: dict[int, Ratio] = {}
+        noise: dict[int, Ratio] = {}
         if verify:
             shuffled = draw(every, len(every), seed=recipe.seed)
-            measured, schedule_measured = measure_speedups(engines, schedule if pays else None, shuffled, recipe)
+            measured, schedule_measured, noise = measure_speedups(engines, schedule if pays else None, shuffled, recipe)
     sampling = recipe.evaluate.sampling
     by_arithmetic = roofline(recipe, target, speculates_with, prompts, {k: lengths[k] for k in engines.ks})
     found: Tuned = {
@@ -159,6 +162,7 @@ def run_tune(recipe: Recipe, run_dir: Path, *, verify: bool = False) -> Tuned:
         "pays": pays,
         "measured": _as_text(measured) if measured else None,
         "schedule_measured": {str(batch): one for batch, one in schedule_measured.items()} or None,
+        "noise": {str(batch): one for batch, one in noise.items()} or None,
         "engine_starts": recipe.tune.engine_starts,
         "dtype": recipe.target.dtype,
         "versions": stage.versions(),
@@ -213,6 +217,21 @@ def print_tuned(tuned: Tuned) -> None:
     console.print(table)
     for batch, one in (tuned["schedule_measured"] or {}).items():
         console.print(f"{batch} at once, with the schedule: {_with_interval(one)}, wall-clock", highlight=False)
+    for batch, one in (tuned["noise"] or {}).items():
+        console.print(
+            f"{batch} at once, baseline over baseline: {_with_interval(one)}: the machine's noise", highlight=False
+        )
+    if tuned["measured"]:
+        starts = tuned["engine_starts"]
+        over = (
+            f"prompts and {starts} engine starts"
+            if starts > 1
+            else "prompts alone, of one engine start (tune.engine_starts)"
+        )
+        console.print(
+            f"Measured: wall-clock over the baseline, its 95% interval over {over}, and the median of starts.",
+            highlight=False,
+        )
     if tuned["pays"]:
         console.print(
             f"tune: num_speculative_tokens_per_batch_size = {json.dumps(tuned['schedule'])}; `draftsmith serve` uses it",
@@ -225,4 +244,4 @@ def print_tuned(tuned: Tuned) -> None:
 
 def _with_interval(ratio: Ratio) -> str:
     low, high = ratio["interval"]
-    return f"{ratio['value']:.2f} ({low:.2f} to {high:.2f})"
+    return f"{ratio['value']:.2f} ({low:.2f} to {high:.2f}; {ratio['median']:.2f})"

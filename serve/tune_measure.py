@@ -16,15 +16,23 @@ from draftsmith.serve.evaluation.engine import EngineHost, EngineSpec, Generated
 from draftsmith.serve.evaluation.lineup import Lineup, engine_starter, find_placement, serves_every_k
 from draftsmith.serve.evaluation.schema import AtStart, Ratio
 from draftsmith.serve.evaluation.statistics import decoding_steps
-from draftsmith.serve.evaluation.throughput import at_start, least_requests, request_schedule, run_load, speedup
+from draftsmith.serve.evaluation.throughput import (
+    at_start,
+    least_requests,
+    paired,
+    request_schedule,
+    run_load,
+    speedup,
+)
 from draftsmith.serve.speculator import Ranges, Speculator
 from draftsmith.target.info import TargetInfo
 
 _COST_TOKENS = 24  # response tokens of an answer whose steps are timed
 _COST_ANSWERS = 12
 """At least so many answers are timed at every batch size, in rounds of a batch; at least three rounds."""
-_IDLE_DRAFTER, _BY_SCHEDULE = -1, -2
-"""Keys of variants, beside K and 0 for the baseline: a drafter that proposes nothing, and one that follows the schedule."""
+_IDLE_DRAFTER, _BY_SCHEDULE, _BASELINE_AGAIN = -1, -2, -3
+"""Keys of variants, beside K and 0 for the baseline: a drafter that proposes nothing, one that follows the schedule, and a second baseline
+engine, whose distance from the first is the machine's noise."""
 
 
 class TuneEngines:
@@ -54,9 +62,11 @@ class TuneEngines:
         self.lineup: Lineup[int] = Lineup(placement, engine_starter(log_dir))
 
     def spec(self, key: int, schedule: Ranges = ()) -> EngineSpec:
-        """The engine of a variant: K, 0 for the baseline, `_IDLE_DRAFTER`, or `_BY_SCHEDULE` with that schedule."""
+        """The engine of a variant: K, 0 for the baseline, or one of the keys above; `_BY_SCHEDULE` with that schedule."""
         if key == 0:
             return self._spec("baseline")
+        if key == _BASELINE_AGAIN:
+            return self._spec("baseline-again")
         if self._one_for_every_k:
             shared = self._spec("drafter", ranges=((1, self._most, self.ks[-1]),))
             return replace(shared, k_by_load=schedule or ((1, self._most, max(key, 0)),))
@@ -166,11 +176,11 @@ def _acceptance(engine: EngineHost, prompts: Sequence[Turn], tokens: int) -> lis
 
 def measure_speedups(
     engines: TuneEngines, schedule: list[list[int]] | None, prompts: Sequence[Turn], recipe: Recipe
-) -> tuple[dict[int, dict[int, Ratio]], dict[int, Ratio]]:
-    """Wall-clock speedup by requests in flight and K, with engines started anew `tune.engine_starts` times; and of the schedule, by
-    requests in flight, empty if there is none."""
+) -> tuple[dict[int, dict[int, Ratio]], dict[int, Ratio], dict[int, Ratio]]:
+    """Wall-clock speedup by requests in flight and K, with engines started anew `tune.engine_starts` times; of the schedule, by requests
+    in flight, empty if there is none; and so of a second baseline engine over the first."""
     options = recipe.tune
-    keys = list(engines.ks) if schedule is None else [*engines.ks, _BY_SCHEDULE]
+    keys = [_BASELINE_AGAIN, *engines.ks, *([] if schedule is None else [_BY_SCHEDULE])]
     ranges = tuple((first, last, k) for first, last, k in schedule or ())
     # By requests in flight and K, in every engine start: the baseline as it ran beside it, and itself.
     starts: dict[int, dict[int, list[tuple[AtStart, AtStart]]]] = {
@@ -188,11 +198,12 @@ def measure_speedups(
                     timings = run_load({0: group[0], k: group[k]}, requests, in_flight, "measured")
                     at = {k: at_start(timing, requests) for k, timing in timings.items()}
                     found[k].append((at[0], at[k]))
-    speedups = {
-        in_flight: {
-            k: speedup([baseline for baseline, _ in both], [own for _, own in both]) for k, both in found.items()
+    speedups: dict[int, dict[int, Ratio]] = {}
+    for in_flight, found in starts.items():
+        pairs = {k: ([baseline for baseline, _ in both], [own for _, own in both]) for k, both in found.items()}
+        noise = paired(*pairs[_BASELINE_AGAIN])
+        speedups[in_flight] = {
+            k: speedup(*pair, noise=None if k == _BASELINE_AGAIN else noise) for k, pair in pairs.items()
         }
-        for in_flight, found in starts.items()
-    }
     of_schedule = {n: found.pop(_BY_SCHEDULE) for n, found in speedups.items() if schedule is not None}
-    return speedups, of_schedule
+    return speedups, of_schedule, {n: found.pop(_BASELINE_AGAIN) for n, found in speedups.items()}

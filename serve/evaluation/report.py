@@ -6,7 +6,7 @@ from collections.abc import Callable, Mapping, Sequence
 from html import escape
 
 from draftsmith.config.sampling import Sampling
-from draftsmith.data.overlap_in_words import not_trained_on, trained_on
+from draftsmith.data.results_in_words import faster_methods, not_trained_on, trained_on
 from draftsmith.serve.evaluation.charts import bar_chart, line_chart
 from draftsmith.serve.evaluation.configurations import (
     Configuration,
@@ -111,10 +111,10 @@ def render(results: Results) -> str:
 {escape(results["dtype"])}: {first["tokens_per_second"]["speculative"]:.1f} instead of
 {first["tokens_per_second"]["baseline"]:.1f} tokens per second (95% interval over {over}: {_interval(speedup["interval"])}; median of
 starts {speedup["median"]:.3f}).
-The fastest speculative configuration of this machine ({escape(first["throughput"]["fastest_speculative"])}) is
+Its fastest configuration on this machine ({escape(first["throughput"]["fastest_speculative"])}) is
 <strong>{fastest["value"]:.2f}&times;</strong> as fast as the fastest baseline ({escape(first["throughput"]["fastest_baseline"])};
 {_interval(fastest["interval"])}; median of starts {fastest["median"]:.3f}). {identity}</p>
-{"".join(f"<p><strong>{escape(line)}</strong></p>" for line in trained_on(results))}
+{"".join(f"<p><strong>{escape(line)}</strong></p>" for line in [*faster_methods(results), *trained_on(results)])}
 {"".join(f'<p class="soft">{escape(line)}</p>' for line in not_trained_on(results))}
 <h2>Charts</h2>
 <div class="charts">

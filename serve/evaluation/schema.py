@@ -220,7 +220,7 @@ class Throughput(TypedDict):
     fastest_baseline: str
     """The baseline configuration with the most tokens per second."""
     fastest_speculative: str
-    """The configuration of the run's drafter with the most."""
+    """The configuration of the run's drafter with the most; other methods are not among them."""
     speedup_over_fastest_baseline: Ratio
     """The latter over the former; as they ran side by side once more, if their dtypes differ."""
     noise: Ratio

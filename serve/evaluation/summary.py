@@ -6,7 +6,7 @@ from rich.box import SIMPLE_HEAD
 from rich.table import Table
 
 from draftsmith.config.sampling import Sampling
-from draftsmith.data.overlap_in_words import not_trained_on, trained_on
+from draftsmith.data.results_in_words import faster_methods, not_trained_on, trained_on
 from draftsmith.run.progress import console
 from draftsmith.serve.evaluation.configurations import executed_otherwise, not_tuned_to_speculate
 from draftsmith.serve.evaluation.fidelity import verdicts
@@ -86,6 +86,8 @@ def print_table(results: Results) -> None:
                 f"{quality['speculative']:.1%} with it",
                 highlight=False,
             )
+    for line in faster_methods(results):
+        console.print(line, style="bold", highlight=False, markup=False, soft_wrap=True)
     for line in trained_on(results):
         console.print(line, style="bold red", highlight=False, markup=False, soft_wrap=True)
     for line in not_trained_on(results):

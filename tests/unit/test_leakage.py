@@ -10,8 +10,8 @@ from draftsmith.config.evaluation import SuiteConfig
 from draftsmith.config.recipe import Recipe
 from draftsmith.config.sources import Prompts
 from draftsmith.data.overlap import TRAINING_PROMPTS, PromptsFile
-from draftsmith.data.overlap_in_words import not_trained_on, trained_on
 from draftsmith.data.prompts import load_prompts
+from draftsmith.data.results_in_words import not_trained_on, trained_on
 from draftsmith.run.errors import UserError
 from draftsmith.serve.evaluation import evaluate
 from draftsmith.serve.evaluation.leakage import overlap

@@ -277,6 +277,17 @@ def test_report_shows_every_speedup_with_its_interval_and_median() -> None:
         assert re.search(rf"median of\sstarts {median}", html)
 
 
+def test_report_says_that_another_method_was_faster() -> None:
+    assert "another method was faster" not in report.render(_results()), "lookup has 1.13 and the drafter 1.29"
+    results = _results()
+    lookup = results["suites"]["held_out"]["methods"]["lookup"]
+    lookup["speedup"], lookup["speedup_interval"] = 1.5, [1.4, 1.6]
+    assert (
+        "<strong>held_out: another method was faster than this one&#x27;s 1.29 over the same baseline: lookup 1.50 (1.40 to 1.60).</strong>"
+        in report.render(results)
+    )
+
+
 def test_report_escapes_what_it_did_not_write() -> None:
     html = report.render(_results(target='</title><script>alert("1")</script>'))
     assert "<script" not in html

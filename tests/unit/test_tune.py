@@ -55,6 +55,8 @@ def test_planted_figures_are_found(run: tuple[recipe.Recipe, Path]) -> None:
     assert found["schedule_measured"] is not None
     assert found["schedule_measured"]["8"]["value"] == pytest.approx(1 / 1.02)
     assert found["schedule_measured"]["4"]["value"] == pytest.approx(found["measured"]["4"]["2"]["value"])
+    assert found["noise"] is not None
+    assert {n: one["value"] for n, one in found["noise"].items()} == pytest.approx({"1": 1.0, "4": 1.0, "8": 1.0})
 
     # Once finished, no engine is started again, and serving uses the schedule until the drafter changes.
     count = len(Engine.started)
@@ -74,7 +76,7 @@ def test_an_engine_for_every_k_gives_the_ratios_of_one_for_each(
 ) -> None:
     """On a GPU each K has an engine of its own, as has the schedule; on a CPU one drafts as many tokens as it is told."""
     whole = run_tune(*run, verify=True)
-    assert [config.name for config in Engine.started] == ["baseline", "drafter"]
+    assert [config.name for config in Engine.started] == ["baseline", "drafter", "baseline-again"]
     assert whole["engine"] == {"enforce_eager": True, "tensor_parallel_size": 1, "peak_engines": 2}
     pretend_gpu(monkeypatch, gib=6)
     monkeypatch.setattr(
@@ -89,6 +91,7 @@ def test_an_engine_for_every_k_gives_the_ratios_of_one_for_each(
         "k2",
         "k3",
         "idle-drafter",
+        "baseline-again",
         "k1",
         "k2",
         "k3",

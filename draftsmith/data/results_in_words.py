@@ -1,4 +1,4 @@
-"""What the results of an evaluation say of prompts that the drafter was trained on, in sentences for report, screen and model card."""
+"""What must be said beside the figures of an evaluation, in sentences for report, screen and model card."""
 
 from __future__ import annotations
 
@@ -42,4 +42,24 @@ def not_trained_on(results: Mapping[str, Any]) -> list[str]:
             f"Whether it was trained on prompts of {unknown} was not checked: a store that it was trained from is missing, or does not record "
             "its prompts."
         )
+    return found
+
+
+def faster_methods(results: Mapping[str, Any]) -> list[str]:
+    """A sentence for every suite on which another method of speculation was faster than what is evaluated.
+
+    Args:
+        results: the contents of `results.json`.
+    """
+    found = []
+    for name, suite in results["suites"].items():
+        faster = {method: one for method, one in suite["methods"].items() if one["speedup"] > suite["speedup"]}
+        if faster:
+            listed = ", ".join(
+                f"{method} {one['speedup']:.2f} ({one['speedup_interval'][0]:.2f} to {one['speedup_interval'][1]:.2f})"
+                for method, one in sorted(faster.items(), key=lambda item: -item[1]["speedup"])
+            )
+            found.append(
+                f"{name}: another method was faster than this one's {suite['speedup']:.2f} over the same baseline: {listed}."
+            )
     return found
