@@ -124,8 +124,10 @@ class _Engine:
         inputs: list[Any] = [
             {"prompt_token_ids": prompt + answer} for prompt, answer in zip(prompts, answers, strict=True)
         ]
+        # vLLM keeps to the pieces only while there is another request: a copy of the longest one is there until that has ended.
+        longest = max(inputs, key=lambda one: len(one["prompt_token_ids"]))
         with self._pieces_of(piece):
-            outputs = self._llm.generate(inputs, sampling, use_tqdm=False)
+            outputs = self._llm.generate([*inputs, longest], sampling, use_tqdm=False)[: len(inputs)]
         found = []
         for prompt, answer, output in zip(prompts, answers, outputs, strict=True):
             margins: list[float | None] = []
@@ -140,7 +142,7 @@ class _Engine:
 
     @contextmanager
     def _pieces_of(self, tokens: int) -> Iterator[None]:
-        """Prefill so many tokens a step meanwhile. vLLM still prefills a prompt whole if no other request is waiting."""
+        """Prefill so many tokens a step meanwhile. vLLM still prefills a prompt whole if there is no other request."""
         scheduler = self._scheduler()
         config = scheduler.scheduler_config
         before = config.long_prefill_token_threshold, scheduler.adaptive_long_prefill_threshold

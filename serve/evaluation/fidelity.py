@@ -25,7 +25,7 @@ NEAR_TIE = {"float32": 1e-3, "bfloat16": 0.5, "float16": 0.0625}
 float32 such a unit is 2e-6, and what adds up is the rounding of every layer's sums (relative 1e-7 each, over hundreds of sums of
 values around 30)."""
 LEVEL = 1e-3
-"""Probability that a test rejects a correct configuration."""
+"""Probability that a correct configuration is rejected."""
 _FEWEST_MARGINS = 5
 """Margins needed on both sides to compare them."""
 _PERMUTATIONS = 5_000
@@ -174,7 +174,8 @@ def judge(
         rate = rate_p_value(len(found), tokens, against["differing"], against["tokens"])
         own = [abs(one["margin"]) for one in found if one["margin"] is not None]
         margins = margins_p_value(own, against["margins"])
-    wrong = mismatches > 0 or rate < LEVEL or (margins is not None and margins < LEVEL)
+    tests = [rate] if margins is None else [rate, margins]
+    wrong = mismatches > 0 or len(tests) * min(tests) < LEVEL  # Bonferroni
     return {
         "answers": len(baseline),
         "differing": len(found),

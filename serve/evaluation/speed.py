@@ -115,7 +115,7 @@ def _measure_start(
             timings = run_load(here, requests, load.in_flight, load.title)
             partial.executions |= {one.name: engine.execution() for one, engine in here.items()}
             if number == 0:
-                judged, different = _judged(here, timings, requests, recipe, load.title)
+                judged, different = _judged(here, timings, requests, recipe, load)
                 partial.fidelity[load.key] = partial.fidelity.get(load.key, {}) | judged
                 partial.differences[load.key] = partial.differences.get(load.key, {}) | different
             at = {one: at_start(timing, requests) for one, timing in timings.items()}
@@ -153,7 +153,7 @@ def _judged(
     timings: Mapping[Configuration, Sequence[Timing]],
     requests: Asked,
     recipe: Recipe,
-    title: str,
+    load: Load,
 ) -> tuple[dict[str, Fidelity], dict[str, list[Difference]]]:
     """Answers of speculative configurations against those of the baseline that they ran beside, of the same dtype. None of sampled ones.
 
@@ -186,13 +186,13 @@ def _judged(
         control = None
         if differing:
             piece = 1 + engines[one].config.num_speculative_tokens
-            with Bar(f"{title}: control, {piece} tokens at once", total=len(asked), unit="answers") as bar:
+            with Bar(f"{load.title}: control, {piece} tokens at once", total=len(asked), unit="answers") as bar:
                 control = fidelity.control(
                     engines[baseline],
                     list(asked.values()),
                     list(own.values()),
                     piece=piece,
-                    batch_size=recipe.evaluate.acceptance_batch_size,
+                    batch_size=load.in_flight,  # as many as speculation verifies side by side
                     max_model_len=recipe.engine.max_model_len,
                     on_batch=bar.update,
                 )

@@ -1,5 +1,6 @@
 """Differences that rounding explains, and planted faults that it does not explain."""
 
+from types import SimpleNamespace
 from typing import Any
 from unittest import mock
 
@@ -8,6 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from draftsmith.serve.evaluation import engine_child
 from draftsmith.serve.evaluation.engine import Generated
 from draftsmith.serve.evaluation.fidelity import (
     NEAR_TIE,
@@ -60,7 +62,8 @@ def test_rounding_is_excused_and_a_fault_is_not() -> None:
     assert right.count("wrong") <= 3  # 0.4 expected
     assert "near_ties" in right
     # 40 of 45 answers differ, each at a near-tie: what a fault in the states looked like that the near-tie class excused.
-    assert {judge(*planted(draw, 0.025))["verdict"] for _ in range(50)} == {"wrong"}
+    faults = [judge(*planted(draw, 0.025))["verdict"] for _ in range(50)]
+    assert faults.count("wrong") >= 47  # 0.25 missed expected: 2 of 400
 
 
 def test_larger_margins_than_the_control_s_are_a_fault() -> None:
@@ -132,6 +135,38 @@ def test_the_rate_test_is_a_binomial_tail(count: int, tokens: int, other: int, o
 def test_the_rate_test_by_hand() -> None:
     assert rate_p_value(2, 50, 0, 50) == pytest.approx(0.25)
     assert rate_p_value(3, 50, 1, 50) == pytest.approx(5 / 16)
+
+
+def test_no_answer_is_read_alone() -> None:
+    """vLLM reads a prompt whole, not in pieces, as soon as there is no other request."""
+    asked: list[list[int]] = []
+
+    class Llm:
+        llm_engine = SimpleNamespace(
+            engine_core=SimpleNamespace(
+                engine_core=SimpleNamespace(
+                    scheduler=SimpleNamespace(
+                        scheduler_config=SimpleNamespace(long_prefill_token_threshold=0),
+                        adaptive_long_prefill_threshold=True,
+                    )
+                )
+            )
+        )
+
+        def generate(self, inputs: list[Any], *ignored: Any, **named: Any) -> list[Any]:
+            asked.extend(one["prompt_token_ids"] for one in inputs)
+            scheduler = self.llm_engine.engine_core.engine_core.scheduler
+            assert scheduler.scheduler_config.long_prefill_token_threshold == 4
+            return [
+                SimpleNamespace(prompt_logprobs=[{9: SimpleNamespace(logprob=-1.0)}] * len(one["prompt_token_ids"]))
+                for one in inputs
+            ]
+
+    engine = object.__new__(engine_child._Engine)
+    engine._llm = Llm()  # type: ignore[assignment]
+    read = engine.margins_read_again([[1], [1, 2], [3]], [[9], [9, 9, 9], [9, 9]], 4)
+    assert read == [[None], [None] * 3, [None] * 2]
+    assert asked == [[1, 9], [1, 2, 9, 9, 9], [3, 9, 9], [1, 2, 9, 9, 9]], "the longest twice"
 
 
 def test_the_control_reads_every_token_that_fits_and_counts_up_to_the_first_difference() -> None:
