@@ -218,11 +218,12 @@ class Throughput(TypedDict):
     speedups: dict[str, Ratio]
     """Every speculative configuration over the baseline of its own dtype."""
     fastest_baseline: str
-    """The baseline configuration with the most tokens per second."""
+    """Of the baselines in all dtypes, the one over which `fastest_speculative` gains least, as they ran side by side."""
     fastest_speculative: str
     """The configuration of the run's drafter with the most; other methods are not among them."""
     speedup_over_fastest_baseline: Ratio
-    """The latter over the former; as they ran side by side once more, if their dtypes differ."""
+    """The latter over the former; as they ran side by side once more, if their dtypes differ. Sums of tokens per second, measured minutes
+    apart, can be in another order where the machine drifts."""
     noise: Ratio
     """A second baseline engine over the first, both in the recipe's dtype: how far identical engines are apart."""
     fidelity: dict[str, Fidelity]

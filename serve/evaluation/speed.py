@@ -14,7 +14,8 @@ from draftsmith.serve.evaluation.configurations import (
     SIDE_BY_SIDE,
     Configuration,
     configurations,
-    fastest,
+    fastest_speculative,
+    other_baseline,
     throughput,
     with_baselines,
 )
@@ -79,14 +80,13 @@ def measure_speeds(
         if left:
             _restart(lineup, variants, number, starts)
             _measure_start(lineup, variants, left, number, recipe, partial)
+    pairs = {load.key: _side_by_side(load, recipe, partial) for load in loads}
     for number in range(starts):
-        apart = [
-            load for load in loads if _fastest_apart(load, recipe, partial) and not _has_pair(load, number, partial)
-        ]
-        if apart:
+        left = [load for load in loads if not _has_pair(partial.speeds[number][load.key], pairs[load.key])]
+        if left:
             _restart(lineup, variants, number, starts)
-            for load in apart:
-                _measure_pair(lineup, variants, load, number, recipe, partial)
+            for load in left:
+                _measure_pair(lineup, variants, load, pairs[load.key], number, recipe, partial)
 
 
 def _restart(lineup: Lineup[Any], variants: Variants, number: int, starts: int) -> None:
@@ -125,21 +125,26 @@ def _measure_start(
                 partial.save()
 
 
-def _fastest_apart(load: Load, recipe: Recipe, partial: PartialResults) -> bool:
-    """Whether the fastest baseline and the fastest speculative configuration were in different groups: their dtypes differ."""
-    baseline, speculative = fastest([start[load.key] for start in partial.speeds], load.configurations(recipe))
-    return baseline.dtype != speculative.dtype
+def _side_by_side(load: Load, recipe: Recipe, partial: PartialResults) -> tuple[Configuration, ...]:
+    """What is to be measured beside each other once more: a baseline, and what speculates in another dtype. Empty with one dtype."""
+    starts, of = [start[load.key] for start in partial.speeds], load.configurations(recipe)
+    other = other_baseline(starts, of)
+    return () if other is None else (other, fastest_speculative(starts, of))
 
 
-def _has_pair(load: Load, number: int, partial: PartialResults) -> bool:
-    return any(name.endswith(SIDE_BY_SIDE) for name in partial.speeds[number][load.key])
+def _has_pair(measured: Mapping[str, AtStart], pair: Sequence[Configuration]) -> bool:
+    return all(one.name + SIDE_BY_SIDE in measured for one in pair)
 
 
 def _measure_pair(
-    lineup: Lineup[Any], variants: Variants, load: Load, number: int, recipe: Recipe, partial: PartialResults
+    lineup: Lineup[Any],
+    variants: Variants,
+    load: Load,
+    pair: Sequence[Configuration],
+    number: int,
+    recipe: Recipe,
+    partial: PartialResults,
 ) -> None:
-    """The fastest baseline and the fastest speculative configuration of a load side by side, in one engine start."""
-    pair = fastest([start[load.key] for start in partial.speeds], load.configurations(recipe))
     for engines in lineup.turns({one: variants.engine(one) for one in pair}, lambda one: pair[0]):
         requests = load.requests(recipe)
         timings = run_load(engines, requests, load.in_flight, load.title)

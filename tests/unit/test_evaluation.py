@@ -600,6 +600,32 @@ def test_the_fastest_baseline_is_what_counts(run: tuple[recipe.Recipe, Path], mo
     assert timed["speedups"]["K = 2, bfloat16"]["value"] == pytest.approx(suite["speedup"] / 1.5)
 
 
+class LittleFasterInHalf(Drifting):
+    """Everything is an eighth faster in bfloat16; the machine gets slower by more than that until it is its turn."""
+
+    def __init__(self, config: EngineSpec) -> None:
+        super().__init__(config)
+        self.factor = 1 / 1.125 if config.dtype == "bfloat16" else 1.0
+
+
+def test_a_machine_that_gets_slower_hides_no_faster_baseline(
+    run: tuple[recipe.Recipe, Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Tokens per second are of engines minutes apart: by them both the baseline and the drafter would be fastest in float32."""
+    monkeypatch.setattr(
+        lineup, "start_engines", lambda configs, folder, on_ready: [LittleFasterInHalf(config) for config in configs]
+    )
+    monkeypatch.setattr("draftsmith.serve.evaluation.configurations.machine_dtypes", lambda: ["float32", "bfloat16"])
+    loaded, run_dir = run
+    once = loaded.evaluate.model_copy(update={"engine_starts": 1, "only": ("questions",), "concurrency": ()})
+    suite = run_evaluate(loaded.model_copy(update={"evaluate": once}), run_dir)["suites"]["questions"]
+    rates = {name: one["tokens_per_second"] for name, one in suite["throughput"]["configurations"].items()}
+    assert rates["baseline, bfloat16"] < rates["baseline, float32"]
+    assert rates["K = 2, bfloat16"] < rates["K = 2, float32"]
+    assert suite["throughput"]["fastest_baseline"] == "baseline, bfloat16"
+    assert suite["speedup_over_fastest_baseline"] == pytest.approx(suite["speedup"] / 1.125)
+
+
 @pytest.mark.parametrize(("on_gpu", "native", "dtypes"), [
     (False, True, ["float32", "bfloat16"]), (False, False, ["float32"]), (True, True, ["bfloat16"]), (True, False, ["float16"]),
 ])  # fmt: skip
