@@ -28,7 +28,7 @@ def from_tensors(
         vocabulary: size of the target's vocabulary.
         size: V, from the config.
 
-    Returns int64 [V] ascending target ids; and the order that sorts the rows of the head, None if they are sorted.
+    Returns int64 [V] ascending target ids; and the order that sorts the rows of draft tokens, None if they are sorted.
     Raises UserError: the maps are damaged or ambiguous, or contradict each other.
     """
     if not maps:

@@ -68,14 +68,17 @@ class Format:
         source = Source(record, {name: weight.shape for name, weight in weights.items()}, known)
         checkpoint = Checkpoint(kind, layout.read(source), {}, torch.empty(0), {})
         config = checkpoint.drafter_config()
-        ids = torch.arange(config.draft_vocab_size)
+        ids, order = torch.arange(config.draft_vocab_size), None
         if layout.maps_vocabulary:
             maps = {name: weights.pop(name).tensor() for name in MAPS if name in weights}
             ids, order = from_tensors(maps, vocabulary=config.vocab_size, size=config.draft_vocab_size)
-            if order is not None and "lm_head.weight" in weights:
-                weights["lm_head.weight"] = weights["lm_head.weight"].rows(order)
         training = look_up(record, f"{EXTRA}.training")
         tensors = self._by_tensor_of_kind(kind, config, weights, tied=bool(record.get("tie_word_embeddings")))
+        if order is not None:
+            for name in drafter_class(kind).rows_by_draft_token:
+                # One of another length is left as it is, for `check` to find.
+                if name in tensors and tensors[name].shape[:1] == (len(order),):
+                    tensors[name] = tensors[name].rows(order)
         for name, rows in layout.shared.items():
             if name not in tensors and (index := rows.which(config, ids)) is not None:
                 tensors[name] = Weight.of(_rows_of(rows, index, tensors, shared, name))

@@ -14,7 +14,7 @@ if TYPE_CHECKING:
     from draftsmith.convert.convert import Found
     from draftsmith.target.info import TargetInfo
 
-_VERSION = 1
+_VERSION = 2
 """Counted up when conversions change, so that copies of before are made anew."""
 _READ = ("*.json", "*.safetensors", "*.bin", "*.pt")
 """Files that a conversion reads."""

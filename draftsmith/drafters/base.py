@@ -109,6 +109,8 @@ class Drafter(nn.Module, ABC):
     """How the directory that vLLM loads holds it."""
     has_embedding: ClassVar[bool] = False
     """A checkpoint may have its own embedding, `embed_tokens.weight`, instead of sharing the target's."""
+    rows_by_draft_token: ClassVar[tuple[str, ...]] = ("lm_head.weight",)
+    """Tensors with a row for each draft token, in the order of the draft vocabulary; for kinds whose vocabulary may be a subset."""
 
     config: DrafterConfig
     draft_token_ids: torch.Tensor

@@ -107,6 +107,7 @@ class DSparkDrafter(DFlashDrafter):
         eight_bits=EightBits(but=("lm_head", "markov_w1", "markov_w2", "proj")),
     )
     learns_mask: ClassVar = False
+    rows_by_draft_token: ClassVar = (*DFlashDrafter.rows_by_draft_token, "markov_head.markov_w2.weight")
     config: DSparkConfig
 
     def __init__(self, config: DSparkConfig, embedding: torch.Tensor, draft_token_ids: torch.Tensor) -> None:

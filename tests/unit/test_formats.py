@@ -126,6 +126,9 @@ EAGLE3 = {
     "vocab_size": VOCAB, "num_layers": 1, "layer_ids": [2, 5, 8], "draft_vocab_size": 7, "norm_before_residual": False,
     "fc_norm": False, "norm_output": False,
 }  # fmt: skip
+DSPARK = {name: value for name, value in EAGLE3.items() if name not in ("norm_before_residual", "fc_norm", "norm_output")} | {
+    "block_size": 4, "mask_token_id": 5, "causal": False, "markov_rank": 3,
+}  # fmt: skip
 
 
 def holders(found: Checkpoint) -> list[str]:
@@ -267,16 +270,31 @@ def test_maps_of_the_vocabulary_are_read_as_they_are_meant(vocabulary: int, data
         assert torch.equal(from_tensors({"d2t": made["d2t"]}, vocabulary=vocabulary, size=size)[0], ids)
 
 
-def test_rows_follow_the_vocabulary(tmp_path: Path) -> None:
-    """An unsorted map reorders the rows of the head."""
-    found = make_checkpoint("eagle3", EAGLE3, torch.float32, 3)
-    FORMATS["specforge"].write(found, tmp_path)
+UNSORTED = [
+    ("eagle3", EAGLE3, "specforge", ["lm_head.weight"]),
+    ("dspark", DSPARK, "vllm", ["lm_head.weight", "markov_head.markov_w2.weight"]),
+    ("dspark", DSPARK, "speculators", ["lm_head.weight", "markov_head.markov_w2.weight"]),
+]
+
+
+@pytest.mark.parametrize(("kind", "config", "name", "by_token"), UNSORTED)
+def test_rows_follow_the_vocabulary(
+    kind: str, config: dict[str, Any], name: str, by_token: list[str], tmp_path: Path
+) -> None:
+    """An unsorted map reorders the rows of all tensors that have one for each draft token; one with too many rows stays damaged."""
+    found = make_checkpoint(kind, config, torch.float32, 3)
+    FORMATS[name].write(found, tmp_path)
     tensors = load_file(tmp_path / "model.safetensors")
     order = torch.randperm(7, generator=torch.Generator().manual_seed(1))
     tensors["d2t"] = found.draft_token_ids[order]  # and as ids
-    tensors["lm_head.weight"] = tensors["lm_head.weight"][order]
+    tensors |= {each: tensors[each][order] for each in by_token}
     save_file(tensors, tmp_path / "model.safetensors")
     assert_equal(found, read(tmp_path, recognize(tmp_path)))
+    for each in by_token:
+        longer = torch.cat([tensors[each], tensors[each][:1]])
+        save_file(tensors | {each: longer}, tmp_path / "model.safetensors")
+        with pytest.raises(UserError, match=rf"{each} is \[8, "):
+            read(tmp_path, recognize(tmp_path))
 
 
 def test_another_vocabulary() -> None:
