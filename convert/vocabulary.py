@@ -75,9 +75,10 @@ def from_tensors(
 
 def with_vocabulary(checkpoint: Checkpoint, ids: torch.Tensor, target_head: torch.Tensor | None) -> Checkpoint:
     """Change the draft vocabulary to `ids` (int64 [V] ascending target ids). Rows of the head for new tokens come from the target's
-    head [vocab, H], which is needed only for them; the others keep theirs.
+    head [vocab, H], which is needed only for them; rows of a Markov head are 0 for them. The others keep theirs.
     Raises UserError: the kind drafts over the target's whole vocabulary, or there is no fitting head for new tokens."""
-    if not drafter_class(checkpoint.kind).vllm_layout.maps_vocabulary:
+    kind = drafter_class(checkpoint.kind)
+    if not kind.vllm_layout.maps_vocabulary:
         raise UserError(f"Drafters of the kind {checkpoint.kind} always draft over their target's whole vocabulary.")
     old = checkpoint.draft_token_ids
     place = torch.searchsorted(old, ids).clamp(max=len(old) - 1)
@@ -94,10 +95,14 @@ def with_vocabulary(checkpoint: Checkpoint, ids: torch.Tensor, target_head: torc
             f"The target's head is {list(target_head.shape)}, and the drafter's {list(head.shape)} for a vocabulary of "
             f"{checkpoint.config['vocab_size']}: this is another target, or the drafter has another width."
         )
-    weights = {
-        **checkpoint.weights,
-        "lm_head.weight": head.rows(index, None if target_head is None else target_head[ids]),
-    }
+    weights = {**checkpoint.weights}
+    for name in kind.rows_by_draft_token:
+        old_rows, new_rows = weights[name], None
+        if new:
+            assert target_head is not None
+            # Only the head has a counterpart in the target; the others add to its logits.
+            new_rows = target_head[ids] if name == "lm_head.weight" else torch.zeros(len(ids), *old_rows.shape[1:])
+        weights[name] = old_rows.rows(index, new_rows)
     config = checkpoint.config | {"draft_vocab_size": len(ids)}
     return replace(checkpoint, config=config, draft_token_ids=ids, weights=weights).check()
 

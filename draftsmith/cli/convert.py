@@ -50,7 +50,7 @@ def convert(
     ] = None,
     vocabulary: Annotated[
         int | None,
-        typer.Option("--vocab", help="Resize an EAGLE-3 drafter's draft vocabulary to N tokens.", show_default=False),
+        typer.Option("--vocab", help="Resize the drafter's draft vocabulary to N tokens.", show_default=False),
     ] = None,
     store: Annotated[
         Path | None,

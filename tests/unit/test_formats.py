@@ -317,6 +317,22 @@ def test_another_vocabulary() -> None:
         with_vocabulary(cut, old, target_head[:, :8])
 
 
+def test_another_vocabulary_of_a_markov_head() -> None:
+    """Its rows follow their tokens as the head's do; new tokens get none."""
+    found = make_checkpoint("dspark", DSPARK, torch.bfloat16, 3)
+    name, old = "markov_head.markov_w2.weight", found.draft_token_ids
+    rows, target_head = found.tensors[name], torch.randn(VOCAB, 16)
+    cut = with_vocabulary(found, old[[1, 4, 6]], None)
+    assert torch.equal(cut.tensors[name], rows[[1, 4, 6]])
+    assert compare(found, cut)["relative_difference"] == 0
+    grown = with_vocabulary(cut, torch.arange(VOCAB), target_head)
+    expected = torch.zeros(VOCAB, 3).bfloat16()
+    expected[old[[1, 4, 6]]] = rows[[1, 4, 6]]
+    assert torch.equal(grown.tensors[name], expected)
+    others = torch.tensor([token for token in range(VOCAB) if token not in old])[:7]  # as many, none of them the same
+    assert not with_vocabulary(found, others, target_head).tensors[name].any()
+
+
 def test_ropes_old_and_new(tmp_path: Path) -> None:
     found = make_checkpoint("eagle3", EAGLE3 | {"rope_parameters": ROPES[1]}, torch.float32, 3)
     for name in ("vllm", "specforge"):
