@@ -7,10 +7,12 @@ from typing import Any, Literal
 
 import torch
 
+from draftsmith.convert.formats import blocks
 from draftsmith.convert.quantize import SCHEMES, dequantized, quantized
 from draftsmith.convert.vocabulary import MAPS, from_tensors, to_tensors
 from draftsmith.drafters import drafter_class
 from draftsmith.drafters.checkpoint import EMBEDDING, UNKNOWN_TARGET, Checkpoint
+from draftsmith.drafters.dflash import DFlashConfig, read_mask
 from draftsmith.drafters.layout import EXTRA, Layout, Rows, Source, look_up, put
 from draftsmith.run.atomic_io import read_json, write_bytes, write_json
 from draftsmith.run.errors import UserError
@@ -72,6 +74,10 @@ class Format:
         if layout.maps_vocabulary:
             maps = {name: weights.pop(name).tensor() for name in MAPS if name in weights}
             ids, order = from_tensors(maps, vocabulary=config.vocab_size, size=config.draft_vocab_size)
+        lacks_mask = blocks.MASK in drafter_class(kind).shapes(config) and blocks.MASK not in weights
+        if lacks_mask and isinstance(config, DFlashConfig) and (mask := read_mask(directory, config)) is not None:
+            # In whatever format the rest is, vLLM takes the mask from that file before any row of an embedding.
+            weights[blocks.MASK] = Weight.of(mask)
         training = look_up(record, f"{EXTRA}.training")
         tensors = self._by_tensor_of_kind(kind, config, weights, tied=bool(record.get("tie_word_embeddings")))
         if order is not None:

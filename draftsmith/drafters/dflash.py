@@ -31,6 +31,7 @@ import math
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar, Self
 
 import torch
@@ -107,6 +108,34 @@ def _mask_file(config: DFlashConfig, weights: Mapping[str, Weight]) -> bytes:
     mask = {"embedding": weights["mask_embedding"].tensor(), "mask_token_id": config.mask_token_id}
     torch.save(mask, file)
     return file.getvalue()
+
+
+def read_mask(directory: Path, config: DFlashConfig) -> torch.Tensor | None:
+    """The mask's embedding [H] from the file that vLLM takes it from, which holds a tensor of H numbers or a dictionary with one; None if
+    there is no such file. Raises UserError: the file is damaged, or is for another drafter."""
+    if not (path := directory / MASK_FILE).is_file():
+        return None
+    try:
+        found = torch.load(path, map_location="cpu", weights_only=True)
+    except Exception as error:  # a damaged archive can raise anything
+        text = str(error).splitlines() or [""]
+        raise UserError(f"{path} cannot be read ({type(error).__name__}: {text[0][:200]}). Get it again.") from None
+    if isinstance(found, dict):
+        stated = found.get("mask_token_id", config.mask_token_id)
+        if type(stated) is not int or stated != config.mask_token_id:
+            raise UserError(
+                f"{path} is for the mask token {str(stated)[:20]}, and the config says {config.mask_token_id}. The two are of different "
+                "drafters; get both again."
+            )
+        found = found.get("embedding")
+    plain = isinstance(found, torch.Tensor) and found.layout == torch.strided and found.device.type == "cpu"
+    if not plain or not found.is_floating_point() or found.numel() != config.hidden_size:
+        said = f"{found.dtype} {list(found.shape)}" if isinstance(found, torch.Tensor) else type(found).__name__
+        raise UserError(
+            f"{path} should hold the mask's embedding, {config.hidden_size} floating-point numbers, and holds {said}. It is damaged, or of "
+            "another drafter; get it again."
+        )
+    return found.reshape(-1)
 
 
 _VLLM = Layout(

@@ -186,7 +186,8 @@ class Layout:
     eight_bits: EightBits | None = None
     """None where the format's readers take no 8-bit weights."""
     further_files: Mapping[str, Callable[[Any, Mapping[str, Weight]], bytes]] = field(default_factory=dict)
-    """Files beside the tensors, by name: what is in each, from the kind's config and the stored tensors. Not read: it says nothing new."""
+    """Files beside the tensors, by name: what is in each, from the kind's config and the stored tensors. Of such
+    files only DFlash's mask is read, where no tensor has it."""
     refused: tuple[Callable[[Source], str | None], ...] = ()
     """Each says what a checkpoint of the format computes that the kind's module does not; None for nothing."""
     shared: Mapping[str, Rows] = field(default_factory=dict)

@@ -125,6 +125,45 @@ def test_a_published_dflash(
     assert_equal(checkpoint, read(tmp_path, recognize(tmp_path), target))
 
 
+@pytest.mark.parametrize("record", [ZLAB, SPECULATORS])
+def test_a_mask_in_a_file_of_its_own(
+    record: dict[str, Any], target: TargetInfo, tensors: TargetTensors, tmp_path: Path
+) -> None:
+    """vLLM takes it from there whatever the format is, and not from the target."""
+    made = replace(sharing("dflash", tensors), target={"name": None, "revision": None, "config_hash": None})
+    folder = own_files(tmp_path / "theirs", record, made, "lm_head.weight", "mask_embedding")
+    mask, file = torch.randn(HIDDEN), folder / "mask_embedding.pt"
+    for content in ({"embedding": mask, "mask_token_id": 7}, {"embedding": mask[None, None]}, mask):
+        torch.save(content, file)
+        assert torch.equal(read(folder, recognize(folder), target).tensors["mask_embedding"], mask)
+    convert_checkpoint(folder, tmp_path / "vllm", to="vllm", target=target, verify=True)
+    assert torch.equal(torch.load(tmp_path / "vllm" / "mask_embedding.pt", weights_only=True)["embedding"], mask)
+    with pytest.raises(UserError, match=r"`mask_embedding` from the target's embedding.*differs"):
+        convert_checkpoint(folder, tmp_path / "zlab", to="zlab", target=target)
+    for content, why in (
+        ({"embedding": mask, "mask_token_id": 8}, "is for the mask token 8, and the config says 7"),
+        ({"embedding": mask[1:]}, rf"{HIDDEN} floating-point numbers, and holds torch.float32 \[{HIDDEN - 1}\]"),
+        ({"mask_token_id": 7}, "holds NoneType"),
+        (mask.long(), "holds torch.int64"),
+        (mask.to_sparse(), "numbers, and holds"),
+        (Path("code"), "cannot be read"),
+    ):
+        torch.save(content, file)
+        with pytest.raises(UserError, match=rf"theirs.*mask_embedding\.pt.*{why}"):
+            read(folder, recognize(folder), target)
+    file.write_bytes(b"damaged")
+    with pytest.raises(UserError, match=r"mask_embedding\.pt cannot be read.*Get it again"):
+        read(folder, recognize(folder), target)
+
+
+def test_dspark_has_no_such_file(tensors: TargetTensors, tmp_path: Path) -> None:
+    made = sharing("dspark", tensors)
+    made = replace(made, weights={**made.weights, EMBEDDING: Weight.of(tensors.embedding)})
+    folder = own_files(tmp_path / "theirs", DEEPSPEC, made)
+    (folder / "mask_embedding.pt").write_bytes(b"passed over, as in vLLM")
+    assert "mask_embedding" not in read(folder, recognize(folder)).weights
+
+
 def test_the_usual_layers(tensors: TargetTensors, tmp_path: Path, target: TargetInfo) -> None:
     """Of 36 layers, five feed Qwen3-8B's published drafter: outputs 1, 9, 17, 25 and 33. Of 16, a drafter of one layer reads the eighth."""
     for layers, depth, expected in ((5, 36, [2, 10, 18, 26, 34]), (1, 16, [9])):
