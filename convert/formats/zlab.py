@@ -26,6 +26,11 @@ def _usual_ids(source: Source, config: dict[str, Any]) -> tuple[int, ...]:
     return tuple(round(1 + place * (depth - 4) / (layers - 1)) + 1 for place in range(layers))
 
 
+def _states_layers(record: Mapping[str, Any]) -> bool:
+    """vLLM looks at both keys. Where both are absent it takes EAGLE-3's layers, which are others than `_usual_ids`."""
+    return bool(look_up(record, "dflash_config.target_layer_ids") or record.get("eagle_aux_hidden_state_layer_ids"))
+
+
 def _recognize(record: Mapping[str, Any], names: Collection[str]) -> tuple[str, str] | None:
     if record.get("architectures") != ["DFlashDraftModel"] or blocks.MASK in names:
         return None
@@ -71,6 +76,7 @@ FORMAT = Format(
     },
     recognize=_recognize,
     loaded_by_vllm="everywhere",
+    complete_for_vllm=_states_layers,
     # Layers with a sliding window are not among them: vLLM's second runner serves them, and its first says that it does not.
     misread_by_vllm=(blocks.needs_no_draft_from_anchor(blocks.DRAFTS_FROM_ANCHOR),),
 )

@@ -75,10 +75,13 @@ def _is_loaded_by_vllm(source: Path, name: str) -> bool:
     """Whether vLLM serves a drafter in this format here as it is, and rightly."""
     from draftsmith.convert.formats import FORMATS
     from draftsmith.engine import environment
+    from draftsmith.run.atomic_io import read_json
 
     if name == "vllm":
         return True
-    where = FORMATS[name].loaded_by_vllm if name in FORMATS else "nowhere"
+    if name not in FORMATS or not FORMATS[name].complete_for_vllm(read_json(source / "config.json")):
+        return False
+    where = FORMATS[name].loaded_by_vllm
     one_file = (source / "model.safetensors").is_file()  # serving takes no other
     return one_file and (where == "everywhere" or (where == "on GPUs" and not environment.is_cpu()))
 

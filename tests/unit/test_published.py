@@ -195,6 +195,33 @@ def test_what_vllm_loads_and_misreads_is_refused(
     assert not cache.exists()
 
 
+@pytest.mark.parametrize("section", [{"mask_token_id": 7}, {"mask_token_id": 7, "target_layer_ids": None}])
+def test_layers_that_are_left_out_are_written(
+    section: dict[str, Any], target: TargetInfo, tmp_path: Path, cache: Path
+) -> None:
+    """vLLM would take EAGLE-3's in their place: without an error where the drafter has three layers."""
+    folder = tmp_path / "theirs"
+    folder.mkdir()
+    tensors = make_checkpoint("dflash", BLOCK | {"layer_ids": [3]}).tensors
+    del tensors["mask_embedding"], tensors["lm_head.weight"]
+    save_file(tensors, folder / "model.safetensors")
+    record = ZLAB | {"num_hidden_layers": 1, "num_target_layers": 4, "dflash_config": section}
+    (folder / "config.json").write_text(json.dumps(record))
+    recipe = recipe_for(target, str(folder), "dflash")
+    method = for_serving(recipe).serve.method
+    assert isinstance(method, TrainedDrafter)
+    assert Path(method.model or "").parent == cache
+    written = json.loads((Path(method.model or "") / "config.json").read_text())
+    assert written["eagle_aux_hidden_state_layer_ids"] == [3]
+    del record["num_target_layers"]
+    (folder / "config.json").write_text(json.dumps(record))
+    with pytest.raises(UserError, match=r"which of the target's states the drafter reads"):
+        for_serving(recipe)
+    stated = {"eagle_aux_hidden_state_layer_ids": [1, 2, 3]}  # vLLM takes these too
+    (folder / "config.json").write_text(json.dumps(record | stated))
+    assert for_serving(recipe) == recipe
+
+
 def test_sliding_windows_are_left_to_vllm(target: TargetInfo, tmp_path: Path) -> None:
     """No conversion takes them; vLLM's second runner serves them, and its first says that it does not."""
     folder = tmp_path / "theirs"
