@@ -63,8 +63,9 @@ def register() -> None:
     if ARCHITECTURE in ModelRegistry.get_supported_archs():
         return
     ModelRegistry.register_model(ARCHITECTURE, "draftsmith.serve.plugin.mlp_speculator:MlpSpeculator")
-    ModelRegistry.register_model(DSPARK, "vllm.model_executor.models.qwen3_dspark:Qwen3DSparkForCausalLM")
     if __version__.startswith(KNOWN):
+        # In others it stays unknown: the class is vLLM's own, and under DFlash's proposer would draft without its Markov head.
+        ModelRegistry.register_model(DSPARK, "vllm.model_executor.models.qwen3_dspark:Qwen3DSparkForCausalLM")
         wrapt.register_post_import_hook(_in_v1, "vllm.v1.spec_decode.eagle")
         wrapt.register_post_import_hook(_in_v2, "vllm.v1.worker.gpu.spec_decode.eagle.speculator")
         wrapt.register_post_import_hook(_in_sampling, "vllm.v1.sample.rejection_sampler")

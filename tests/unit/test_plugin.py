@@ -99,6 +99,7 @@ def test_an_unknown_vllm_is_said(vllm: Any, monkeypatch: pytest.MonkeyPatch) -> 
     monkeypatch.setattr("wrapt.register_post_import_hook", lambda hook, name: hooked.append(name))
     plugin.register()
     assert not hooked
+    assert plugin.DSPARK not in vllm.ModelRegistry.known, "vLLM says that it does not know the architecture"
     with pytest.raises(RuntimeError, match=r"in vLLM 0\.32\.x, and this is vLLM 0\.33\.0"):
         MlpSpeculator(vllm_config=config_for(MlpOptions.serving.architecture))
 
