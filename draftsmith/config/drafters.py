@@ -161,7 +161,9 @@ class PEagleOptions(FusingOptions):
     """Draft tokens that are trained, which is the largest K, regardless of `ttt_steps`."""
     down_sample_ratio: float = Field(0.7, gt=0, le=1)
     """Train the d-th draft token after the first on this share, to the power of d, of the positions, drawn anew in every step. Each draft
-    token's loss is a mean over its positions: a `ttt_loss_decay` of the same value weighs the tokens as published."""
+    token's loss is a mean over its positions, weighted by `ttt_loss_decay`. The published code takes one mean over all positions of all draft
+    tokens, so that the d-th weighs as its share: a `ttt_loss_decay` of the same value gives the same weights up to the d where
+    `down_sample_ratio_min` holds, and smaller ones beyond it."""
     down_sample_ratio_min: float = Field(0.2, gt=0, le=1)
     """Smallest such share."""
     mask_token_id: int | None = Field(None, ge=1)
