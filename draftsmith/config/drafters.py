@@ -280,8 +280,8 @@ class DSparkOptions(BlockOptions):
     """Predict the first draft token from the row of the last known token, as published: every row predicts the token after its own, and the
     largest K is `block_size`. Otherwise a row predicts the token at its own position, as in DFlash."""
     enable_confidence_head: bool = False
-    """Also learn how likely each draft token is to be accepted, as published. vLLM reads it on GPUs alone, with
-    `enable_adaptive_verification`."""
+    """Also learn how likely each draft token is to be accepted, as published; needs a `confidence_weight` above 0. vLLM reads it on GPUs
+    alone, with `enable_adaptive_verification`."""
     confidence_head_with_markov: bool = True
     """The confidence head also reads what the Markov head knows of the token before, as published."""
     token_weight: float = Field(1.0, ge=0)
@@ -301,10 +301,20 @@ class DSparkOptions(BlockOptions):
     def draft_rows(self) -> int:
         return self.block_size if self.sample_from_anchor else self.block_size - 1
 
+    @property
+    def weighs_terms(self) -> bool:
+        """Its loss has terms beside the one that `train.loss` chooses."""
+        return self.variation_weight > 0 or self.enable_confidence_head
+
     @model_validator(mode="after")
-    def _learns_to_draft(self) -> DSparkOptions:
+    def _learns_all_that_it_has(self) -> DSparkOptions:
         if not self.token_weight and not self.variation_weight:
             raise ValueError("`token_weight` and `variation_weight` are both 0: the drafter would learn nothing")
+        if self.enable_confidence_head and not self.confidence_weight:
+            raise ValueError(
+                "`confidence_weight` is 0: the confidence head would stay untrained, and say 0.5 of every draft token. Leave "
+                "`enable_confidence_head` out, or give it a weight"
+            )
         return self
 
 

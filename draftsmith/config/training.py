@@ -6,7 +6,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import Field, model_validator
 
-from draftsmith.config.drafters import AnyDrafterOptions, Eagle3Options
+from draftsmith.config.drafters import AnyDrafterOptions, DSparkOptions, Eagle3Options
 from draftsmith.config.sampling import Sampling
 from draftsmith.config.section import LocalPath, Section
 
@@ -69,7 +69,8 @@ class TrainConfig(Section):
     """Train the drafter's vocabulary head, which otherwise keeps the target's rows."""
     loss: Literal["cross_entropy", "kl", "total_variation"] = "cross_entropy"
     """Loss between the drafter's and the target's distribution. `kl` is `cross_entropy` minus the target's entropy and has the
-    same gradients; `total_variation` is the probability that a sampled draft token is rejected."""
+    same gradients; `total_variation` is the probability that a sampled draft token is rejected. Only `cross_entropy` where DSpark has a
+    `variation_weight` or a confidence head: its own weights say there what it learns."""
     loss_vocab_size: int | None = Field(None, ge=16)
     """Compute the loss over this many tokens of the draft vocabulary: those that target or drafter find likely in the batch, and
     a random sample that stands for the rest. Each micro-batch chooses its own, so the loss depends slightly on how many there
@@ -131,6 +132,12 @@ class TrainConfig(Section):
     def _loss_has_a_distribution(self) -> TrainConfig:
         if self.loss != "cross_entropy" and getattr(self.drafter, "targets", "distribution") != "distribution":
             raise ValueError(f"`loss: {self.loss}` needs `targets: distribution` in the drafter's options")
+        if self.loss != "cross_entropy" and isinstance(self.drafter, DSparkOptions) and self.drafter.weighs_terms:
+            raise ValueError(
+                f"`loss: {self.loss}` would do nothing: with a `variation_weight` or a confidence head, DSpark's loss is the weighted sum of "
+                "cross-entropy, |p - q| and confidence. Leave `loss` out; to train on total variation, set `variation_weight` in the "
+                "drafter's options, with `token_weight: 0` for that alone"
+            )
         return self
 
     @model_validator(mode="after")

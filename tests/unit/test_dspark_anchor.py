@@ -13,6 +13,7 @@ from torch import nn
 from torch.nn import functional as F
 
 from draftsmith.config.drafters import DSparkOptions
+from draftsmith.config.training import TrainConfig
 from draftsmith.convert.convert import Found, read
 from draftsmith.drafters.base import LossTerms
 from draftsmith.drafters.batch import Batch
@@ -232,6 +233,18 @@ def test_options() -> None:
     assert DSparkOptions().max_draft_tokens == 7
     with pytest.raises(ValueError, match="would learn nothing"):
         DSparkOptions(token_weight=0)
+    with pytest.raises(ValueError, match="the confidence head would stay untrained"):
+        DSparkOptions(enable_confidence_head=True, confidence_weight=0)
+
+
+@pytest.mark.parametrize("loss", ["kl", "total_variation"])
+@pytest.mark.parametrize("terms", [{"variation_weight": 0.9}, {"enable_confidence_head": True}])
+def test_a_loss_that_the_terms_replace_is_refused(terms: dict[str, Any], loss: str) -> None:
+    drafter = {"kind": "dspark", "targets": "distribution"}
+    with pytest.raises(ValueError, match=rf"`loss: {loss}` would do nothing.*set `variation_weight`"):
+        TrainConfig(drafter=drafter | terms, loss=loss)  # type: ignore[arg-type]
+    assert TrainConfig(drafter=drafter | terms)  # type: ignore[arg-type]
+    assert TrainConfig(drafter=drafter, loss=loss)  # type: ignore[arg-type]
 
 
 # ---- serving ----
