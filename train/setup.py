@@ -107,6 +107,8 @@ def set_up(
     draft_token_ids = choose_draft_vocabulary(store.token_counts(target.vocab_size), options.drafter.draft_vocab_size)
     config = kind.make_config(options.drafter, target, layer_ids, len(draft_token_ids))
     drafter = kind.from_target(config, tensors, draft_token_ids).to(accelerator.device)
+    for parameter in drafter.frozen_parameters(options.drafter):
+        parameter.requires_grad_(False)
     columns, last_column = [saved.index(layer) for layer in layer_ids], saved.index(target.num_hidden_layers)
     ttt_steps = drafter.max_draft_tokens or options.ttt_steps
     data = TrainingData(recipe, accelerator, store, columns, last_column, ttt_steps)

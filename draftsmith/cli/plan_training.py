@@ -126,7 +126,8 @@ def plan_convert(recipe: Recipe, drafter: Drafter) -> StagePlan:
 def trained_parameters(recipe: Recipe, drafter: Drafter) -> tuple[int, list[tuple[int, int]]]:
     """Number of trained parameters, and the shapes of the matrices among them that Muon optimizes."""
     heads, tables = ({id(p) for p in group} for group in (drafter.head_parameters(), drafter.embedding_parameters()))
-    frozen = set() if recipe.train.train_lm_head else heads
+    frozen = {id(p) for p in drafter.frozen_parameters(recipe.train.drafter)}
+    frozen |= set() if recipe.train.train_lm_head else heads
     trained = [p for p in drafter.parameters() if id(p) not in frozen]
     by_muon = [p for p in trained if p.ndim == 2 and id(p) not in heads | tables]
     shapes = [(p.shape[0], p.shape[1]) for p in by_muon] if recipe.train.optimizer == "muon" else []

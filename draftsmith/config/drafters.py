@@ -251,6 +251,9 @@ class DFlashOptions(BlockOptions):
     )
 
     kind: Literal["dflash"] = "dflash"
+    train_mask_embedding: bool = True
+    """Train an embedding for the mask, which starts as the mean of the draft vocabulary's. Otherwise the mask keeps the target's embedding of
+    `mask_token_id`, as published: the format `zlab` holds no other."""
 
 
 class DSparkOptions(BlockOptions):

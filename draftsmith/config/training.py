@@ -126,6 +126,8 @@ class TrainConfig(Section):
         for name in ("predict_top_p", "predict_top_k"):
             if found[name] == type(self).model_fields[name].default:
                 del found[name]  # digests of runs without them are those of before there were any
+        if found["drafter"].get("train_mask_embedding"):  # likewise
+            del found["drafter"]["train_mask_embedding"]
         return {_FIRST_NAMES.get(key, key): value for key, value in found.items()}
 
     @model_validator(mode="after")

@@ -212,6 +212,11 @@ class Drafter(nn.Module, ABC):
     def head_parameters(self) -> list[nn.Parameter]:
         """The drafter's own vocabulary heads, which `train.train_lm_head` trains or freezes."""
 
+    def frozen_parameters(self, options: Any) -> list[nn.Parameter]:
+        """Parameters, other than those of heads, that the kind's own `options` keep as they start. They do not require a gradient when
+        `init_from_target` is called."""
+        return []
+
     def embedding_parameters(self) -> list[nn.Parameter]:
         """Other parameters that AdamW trains instead of Muon: those with one row per token, and heads of a single row."""
         return []

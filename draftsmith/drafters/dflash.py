@@ -3,7 +3,7 @@
 A block is drafted after the text up to its anchor, the last known token x_a, whose state the target has not computed yet. It has
 the anchor and B - 1 masks, at the positions a, a + 1, ..., a + B - 1:
 
-    u = [E(x_a), m, ..., m]                                  m: the learned embedding of the mask
+    u = [E(x_a), m, ..., m]                                  m: the embedding of the mask, learned or the target's
     c_t = hidden_norm(fc([h_t^1, ..., h_t^n]))               for every earlier position t < a
 
 Each layer has Qwen3's form. Queries come from the block's rows alone; keys and values from the context and from the block:
@@ -244,7 +244,9 @@ class DFlashDrafter(Drafter):
         for layer in self.decoder_layers():
             layer.self_attn.o_proj.weight.zero_()
             layer.mlp.down_proj.weight.zero_()
-        if self.learns_mask:
+        if self.learns_mask and not self.mask_embedding.requires_grad:
+            self.mask_embedding.copy_(self.embedding[self.config.mask_token_id])
+        elif self.learns_mask:
             tokens = self.embedding[self.draft_token_ids]
             mean = tokens.mean(0)
             self.mask_embedding.copy_(mean * (tokens.norm(dim=1).mean() / mean.norm()))
@@ -304,6 +306,9 @@ class DFlashDrafter(Drafter):
 
     def head_parameters(self) -> list[nn.Parameter]:
         return [*self.lm_head.parameters()]
+
+    def frozen_parameters(self, options: BlockOptions) -> list[nn.Parameter]:
+        return [self.mask_embedding] if isinstance(options, DFlashOptions) and not options.train_mask_embedding else []
 
     def recompute_modules(self) -> list[nn.Module]:
         return [layer.mlp for layer in self.decoder_layers()]

@@ -471,6 +471,17 @@ def test_what_vllm_loads(trained: Path) -> None:
     assert all(torch.equal(again.tensors[name], value) for name, value in found.tensors.items())
 
 
+def test_a_recipe_is_the_same_as_before_masks_could_stay(tmp_path: Path) -> None:
+    """An option at its default is no input, so that finished trainings stay finished."""
+    inputs = [
+        make_recipe(tmp_path, drafter={"kind": "dflash", **each}).train.inputs()["drafter"]
+        for each in ({}, {"train_mask_embedding": True}, {"train_mask_embedding": False})
+    ]
+    assert "train_mask_embedding" not in inputs[0]
+    assert inputs[0] == inputs[1]
+    assert inputs[2] == inputs[0] | {"train_mask_embedding": False}
+
+
 def test_it_is_served_with_no_more_tokens_than_were_trained(trained: Path) -> None:
     folder = trained / "vllm"
     assert speculative_config(folder, 3) == {"method": "dflash", "model": str(folder), "num_speculative_tokens": 3}

@@ -14,6 +14,7 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
+from draftsmith.cli.plan_training import trained_parameters
 from draftsmith.cli.published import for_serving
 from draftsmith.config.methods import TrainedDrafter
 from draftsmith.convert.convert import convert_checkpoint, leaves_tensors_out, read, recognize
@@ -25,9 +26,10 @@ from draftsmith.run.errors import DraftsmithError, UserError
 from draftsmith.run.weights import Weight
 from draftsmith.target.info import TargetInfo, describe_target
 from draftsmith.target.tensors import TargetTensors, load_target_tensors
+from draftsmith.train.train import run_train
 from tests.unit.test_formats import assert_equal
 from tests.unit.test_published import make_checkpoint, recipe_for
-from tests.unit.tiny_run import HIDDEN, LAYERS, VOCAB, make_run
+from tests.unit.tiny_run import HIDDEN, LAYERS, VOCAB, make_recipe, make_run
 
 LAYER: dict[str, Any] = {
     "hidden_size": HIDDEN, "intermediate_size": 24, "num_layers": 2, "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 8,
@@ -281,6 +283,26 @@ def test_zlab_holds_what_the_target_has(tensors: TargetTensors, target: TargetIn
     reduced = replace(reduced, weights={**reduced.weights, "mask_embedding": made.weights["mask_embedding"]})
     with pytest.raises(UserError, match=r"`lm_head.weight` from the target's lm_head"):
         FORMATS["zlab"].to_files(reduced, shared=lambda: tensors)
+
+
+def test_a_dflash_of_ours_for_zlab(tmp_path: Path) -> None:
+    """Trained with the target's mask and head, which its authors' format leaves to the target."""
+    options = {"kind": "dflash", "block_size": 4, "draft_vocab_size": None, "mask_token_id": 7}
+    run_dir = make_run(tmp_path)
+    figures = {}
+    for trains in (True, False):
+        recipe = make_recipe(tmp_path, drafter={**options, "train_mask_embedding": trains}, epochs=0.5, ema=0.9)
+        figures[trains] = run_train(recipe, run_dir)
+    made, target = Checkpoint.load(run_dir / "checkpoint"), describe_target(tmp_path / "target")
+    tensors = load_target_tensors(target.path)
+    assert torch.equal(made.tensors["mask_embedding"], tensors.embedding[7].float())
+    assert figures[True]["parameters_trained"] - figures[False]["parameters_trained"] == HIDDEN
+    assert trained_parameters(recipe, made.drafter(tensors))[0] == figures[False]["parameters_trained"]
+    FORMATS["zlab"].write(made, tmp_path, shared=lambda: tensors)
+    assert load_file(tmp_path / "model.safetensors").keys().isdisjoint({"mask_embedding", "lm_head.weight"})
+    found = recognize(tmp_path)
+    assert (found.format, found.kind) == ("zlab", "dflash")
+    assert_equal(made, read(tmp_path, found, target))
 
 
 @pytest.mark.parametrize("kind", ["dflash", "dspark"])
