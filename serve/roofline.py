@@ -75,6 +75,10 @@ def _drafter_bytes(recipe: Recipe, target: TargetInfo, speculator: Speculator) -
     if spec is None:
         return 0, size
     size -= weight_bytes(directory, recipe.target.dtype, only=spec.rows_read)
+    if spec.shares_embedding and not weight_bytes(directory, recipe.target.dtype, only=("*lm_head.*",)):
+        # vLLM gives it the target's head, of which each GPU reads its part.
+        number = getattr(torch, recipe.target.dtype).itemsize
+        size += target.vocab_size * target.hidden_size * number // recipe.engine.tensor_parallel_size
     if spec.weights_per_token:
         return 0, size // (longest_draft(directory) or 1)
     if not spec.single_pass:

@@ -51,7 +51,7 @@ class ServingSpec:
     reads_layers: bool = False
     """It reads hidden states from within the target, not the last ones alone."""
     shares_embedding: bool = False
-    """vLLM gives it the target's embedding, which it must find."""
+    """vLLM gives it the target's embedding, which it must find, and where its files have no head, the target's head."""
     needs_vocab_size: bool = False
     """vLLM 0.32 looks for the vocabulary's size at the top of the target's config (config/speculative.py), where one that nests its language
     model's has none."""
@@ -64,6 +64,10 @@ class ServingSpec:
     def speculative(self) -> dict[str, Any]:
         """The keys of vLLM's `speculative_config` that depend on the kind."""
         return {"method": self.method} | ({"parallel_drafting": True} if self.parallel_drafting else {})
+
+
+_EMBEDDING = "*embed_tokens.weight"
+"""An embedding of the drafter's own, which files from elsewhere may have."""
 
 
 class DrafterOptions(Section):
@@ -94,7 +98,9 @@ class DrafterOptions(Section):
 class EagleOptions(DrafterOptions):
     """EAGLE, version 1 (arXiv 2401.15077)."""
 
-    serving: ClassVar = ServingSpec(method="eagle", architecture="EagleLlamaForCausalLM", shares_embedding=True)
+    serving: ClassVar = ServingSpec(
+        method="eagle", architecture="EagleLlamaForCausalLM", shares_embedding=True, rows_read=(_EMBEDDING,)
+    )
 
     kind: Literal["eagle"] = "eagle"
     num_layers: int = Field(1, ge=1)
@@ -133,7 +139,11 @@ class Eagle3Options(FusingOptions):
     """EAGLE-3 (arXiv 2503.01840)."""
 
     serving: ClassVar = ServingSpec(
-        method="eagle3", architecture="LlamaForCausalLMEagle3", reads_layers=True, shares_embedding=True
+        method="eagle3",
+        architecture="LlamaForCausalLMEagle3",
+        reads_layers=True,
+        shares_embedding=True,
+        rows_read=(_EMBEDDING,),
     )
 
     kind: Literal["eagle3"] = "eagle3"
@@ -150,6 +160,7 @@ class PEagleOptions(FusingOptions):
         fixed_k=True,
         parallel_drafting=True,
         single_pass=True,
+        rows_read=(_EMBEDDING,),
         k_field="num_depths",
         runner_v2=False,
     )
@@ -247,6 +258,7 @@ class DFlashOptions(BlockOptions):
         k_field="block_size",
         rows_before_drafts=1,
         mended_on_cpus=True,
+        rows_read=(_EMBEDDING,),
         further_files=("mask_embedding.pt",),
     )
 
@@ -272,7 +284,7 @@ class DSparkOptions(BlockOptions):
         rows_before_drafts=1,
         all_rows_field="sample_from_anchor",
         mended_on_cpus=True,
-        rows_read=("markov_head.markov_w1.weight",),
+        rows_read=(_EMBEDDING, "markov_head.markov_w1.weight"),
         read_per_token=("markov_head.markov_w2.weight",),
     )
 

@@ -140,14 +140,15 @@ def test_roofline_is_bytes_or_flop(run: tuple[recipe.Recipe, Path]) -> None:
     found = run_tune(*run)
     assert found["measured"] is None
     _loaded, run_dir = run
-    sizes = step_cost.target_sizes(describe_target(run_dir.parent / "target").config)
+    about = describe_target(run_dir.parent / "target")
+    sizes = step_cost.target_sizes(about.config)
     context = 1 + 41 / 2  # a prompt of one token, its one word being unknown
     reading = 4 * (sizes.multiplied + context * sizes.kv_values) / 1e6
 
     def seconds(tokens: int) -> float:
         return max(tokens * (2 * sizes.multiplied + 4 * sizes.attention_width * context) / 1e6, reading)
 
-    drafter = (run_dir / "vllm" / "model.safetensors").stat().st_size
+    drafter = (run_dir / "vllm" / "model.safetensors").stat().st_size + 4 * about.vocab_size * about.hidden_size
     expected = 2.25 * seconds(1) / (seconds(3) + 2 * drafter / 1e6)
     assert found["roofline"] is not None
     assert found["roofline"]["1"]["2"] == pytest.approx(expected, rel=0.05)
@@ -156,6 +157,7 @@ def test_roofline_is_bytes_or_flop(run: tuple[recipe.Recipe, Path]) -> None:
 @pytest.mark.parametrize(
     ("kind", "expected"),
     [
+        ("eagle", (0.4, 0.8, 1.2)),
         ("eagle3", (0.4, 0.8, 1.2)),
         ("p_eagle", (0.4, 0.4, 0.4)),
         ("dflash", (0.4, 0.4, 0.4)),
@@ -165,7 +167,8 @@ def test_roofline_is_bytes_or_flop(run: tuple[recipe.Recipe, Path]) -> None:
 )
 def test_roofline_of_drafting(kind: str, expected: tuple[float, ...], run: tuple[recipe.Recipe, Path]) -> None:
     """100,000 float32 weights at 1 MB/s. In one pass, drafts of every K take as long; but DSpark reads one matrix for each draft token, and hardly
-    any of another. Of an MLP speculator with eight steps, a draft token reads one, and hardly any of its embedding."""
+    any of another. Of an MLP speculator with eight steps, a draft token reads one. Of an embedding they read hardly any. Without a head in the files, the
+    target's is read."""
     from draftsmith.engine.step_cost import target_sizes
     from draftsmith.target.info import describe_target
 
@@ -190,12 +193,16 @@ def test_roofline_of_drafting(kind: str, expected: tuple[float, ...], run: tuple
         lengths = found["acceptance_length"]
         return {k: lengths[k] / speedup for k, speedup in found["roofline"]["1"].items()}
 
-    sizes = {"layers.0.mlp.up_proj.weight": 100_000}
+    sizes, head = {"layers.0.mlp.up_proj.weight": 100_000}, {}
+    if serving.shares_embedding:
+        about = describe_target(run_dir.parent / "target")
+        sizes["embed_tokens.weight"], head["lm_head.weight"] = 50_000, about.vocab_size * about.hidden_size
     if kind == "dspark":
         sizes |= {"markov_head.markov_w1.weight": 50_000, "markov_head.markov_w2.weight": 20_000}
     if kind == "mlp_speculator":
         sizes |= {"speculator.emb.0.weight": 50_000}
     costs, without = tuned(sizes), tuned({"norm.weight": 1})
+    assert tuned(sizes | head) == pytest.approx(costs)
     of_target, context = target_sizes(describe_target(run_dir.parent / "target").config), 1 + 41 / 2
     reading = 4 * (of_target.multiplied + context * of_target.kv_values) / 1e6
     step = max(reading, (2 * of_target.multiplied + 4 * of_target.attention_width * context) / 1e6)
