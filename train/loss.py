@@ -150,7 +150,7 @@ class ChainLoss(nn.Module):
         if self.terms.targets == "distribution":
             targets = replace(targets, states=states, head=teacher_head, soft_cap=self.teacher_soft_cap)
         total, right, _ = _HeadLoss.apply(
-            self.loss, targets, weights * self.terms.token_weight, head_of, *normed, *heads
+            self.loss, targets, weights * self.terms.token_weight, head_of, 0, *normed, *heads
         )
         if self.terms.feature_weight:
             for each, weight in zip(normed, weights, strict=True):
@@ -268,7 +268,7 @@ class BlockLoss(ChainLoss):
             weights = weights * _acceptance_weights(likely, tokens.place, rows=rows, steps=steps, alpha=alpha)
         weights = weights.to(_sum_dtype(states.dtype))
         scaled = weights if isinstance(loss, _Mixture) else weights * terms.token_weight
-        total, right, overlap = _HeadLoss.apply(loss, targets, scaled[None], [0], normed, head)
+        total, right, overlap = _HeadLoss.apply(loss, targets, scaled[None], [0], chain[0].frozen_columns, normed, head)
         if terms.confidence_weight:
             said = torch.stack([step.confidence for step in chain if step.confidence is not None], dim=1).flatten()
             said = said.index_select(0, tokens.place).to(weights.dtype)
@@ -394,6 +394,7 @@ class _HeadLoss(torch.autograd.Function):
         targets: _LossTargets,
         weights: torch.Tensor,
         head_of: list[int],
+        frozen: int,
         *tensors: torch.Tensor,
     ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
         """Args:
@@ -401,6 +402,7 @@ class _HeadLoss(torch.autograd.Function):
             targets: for N rows.
             weights: [K, N].
             head_of: index of the head that each step uses.
+            frozen: the first columns of the heads, so many, whose gradient is left 0: it would be the largest product of all, and unused.
             tensors: `normed` [N, H] of each step, then the heads [V, H]. Products are in autocast's dtype where it is on.
 
         Returns the sum; bool [K, N]: whether a row's largest logit is its label's; and [K, N], for a mixture only: 1 - sum |p - q| / 2.
@@ -415,7 +417,7 @@ class _HeadLoss(torch.autograd.Function):
         d_normed = [torch.empty_like(x) for x in tensors[:steps]]
         d_heads = [
             torch.zeros_like(head, dtype=_sum_dtype(dtype)) if trained else None
-            for head, trained in zip(heads, ctx.needs_input_grad[4 + steps :], strict=True)
+            for head, trained in zip(heads, ctx.needs_input_grad[5 + steps :], strict=True)
         ]
         log_weights, kept = None, len(heads[0])
         if targets.subset is not None:
@@ -457,11 +459,11 @@ class _HeadLoss(torch.autograd.Function):
                     d_logits = d_logits.to(dtype)
                     d_normed[k][rows] = (d_logits @ head) * weight
                     if d_head is not None:
-                        weighted = (x * weight).to(dtype)
+                        weighted = (x[:, frozen:] * weight).to(dtype)
                         if dtype == d_head.dtype:
-                            d_head.addmm_(d_logits.T, weighted)
+                            d_head[:, frozen:].addmm_(d_logits.T, weighted)
                         else:
-                            d_head += d_logits.T @ weighted
+                            d_head[:, frozen:] += d_logits.T @ weighted
                     del logits, d_logits
         ctx.gradients = [*d_normed, *d_heads]
         ctx.mark_non_differentiable(right, overlap)
@@ -470,7 +472,7 @@ class _HeadLoss(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *grads: torch.Tensor) -> Any:
         gradients, ctx.gradients = ctx.gradients, None  # scaled in place: valid for one backward pass
-        return None, None, None, None, *(g if g is None else g.mul_(grads[0]) for g in gradients)
+        return None, None, None, None, None, *(g if g is None else g.mul_(grads[0]) for g in gradients)
 
 
 def capped(logits: torch.Tensor, soft_cap: float | None) -> torch.Tensor:

@@ -137,7 +137,7 @@ def trained_parameters(recipe: Recipe, drafter: Drafter) -> tuple[int, list[tupl
 def flop_of_row(recipe: Recipe, drafter: Drafter, steps: int, *, predicts: bool) -> float:
     """FLOP of training on one token: the forward pass, and as many again for each of the gradients of input and weight.
 
-    A token with a loss (`predicts`) goes through the head at every step (a frozen head has no weight gradient), and once
+    A token with a loss (`predicts`) goes through the heads at every step (a frozen one has no weight gradient), and once
     through the teacher's head if the target's distribution is trained on, or at every step in blocks, whose draft tokens share no
     teacher's row. Selecting the loss's part of the vocabulary is not
     counted: it uses a few tokens per step.
@@ -150,7 +150,8 @@ def flop_of_row(recipe: Recipe, drafter: Drafter, steps: int, *, predicts: bool)
         return flop
     vocabulary = min(recipe.train.loss_vocab_size or config.draft_vocab_size, config.draft_vocab_size)
     head = vocabulary * _head_width(drafter)
-    flop += steps * head * (6 if recipe.train.train_lm_head and drafter.head_parameters() else 4)
+    trained = head if recipe.train.train_lm_head and drafter.head_parameters() else vocabulary * _markov_rank(drafter)
+    flop += steps * (4 * head + 2 * trained)
     terms = drafter.loss_terms(recipe.train.drafter)
     if terms.targets == "distribution" or terms.variation_weight or terms.confidence_weight:
         flop += 2 * (steps if terms.in_blocks else 1) * vocabulary * config.hidden_size
@@ -200,12 +201,18 @@ def loss_bytes(
     terms = drafter.loss_terms(recipe.train.drafter)
     taught = draft_tokens if terms.in_blocks else rows
     copy = number if number < 4 else 0
-    of_states = taught * (4 + copy) + draft_tokens * (4 + copy + 4 * terms.in_blocks)
+    of_states = taught * (4 + copy) * drafter.config.hidden_size
+    of_states += draft_tokens * (4 + copy + 4 * terms.in_blocks) * _head_width(drafter)
     mixed = bool(terms.variation_weight or terms.confidence_weight)
     copies = 5 if mixed else 4 if terms.targets == "distribution" else 3
-    return of_states * _head_width(drafter) + 4.0 * copies * min(taught, rows_at_once(vocabulary, device)) * vocabulary
+    return of_states + 4.0 * copies * min(taught, rows_at_once(vocabulary, device)) * vocabulary
 
 
 def _head_width(drafter: Drafter) -> int:
-    """Input width of the vocabulary heads."""
-    return next((head.shape[1] for head in drafter.head_parameters()), drafter.config.hidden_size)
+    """Input width of the vocabulary heads, with that of the Markov head, which is in the same product."""
+    width = next((head.shape[1] for head in drafter.head_parameters()), drafter.config.hidden_size)
+    return width + _markov_rank(drafter)
+
+
+def _markov_rank(drafter: Drafter) -> int:
+    return int(getattr(drafter.config, "markov_rank", 0))

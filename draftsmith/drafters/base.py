@@ -73,6 +73,8 @@ class ChainStep:
     """[V, H']: the head of this step. Logits over the draft vocabulary are `normed @ head.T`."""
     loss_weights: torch.Tensor
     """[Q]: weight of each row in the loss."""
+    frozen_columns: int = 0
+    """So many columns of the head, from the first on, are not trained though others are."""
     confidence: torch.Tensor | None = None
     """[Q]: logit of the probability that the draft token is accepted; None where the kind does not tell."""
 

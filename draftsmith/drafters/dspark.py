@@ -170,9 +170,10 @@ class DSparkDrafter(DFlashDrafter):
         normed, tokens = self.block(batch, queries, steps), batch.next_tokens[queries, 0]
         # One product does both: the sum of two is the product of what is side by side.
         head = torch.cat([self.lm_head.weight, self.markov_head.markov_w2.weight], dim=1)
+        frozen = 0 if self.lm_head.weight.requires_grad else self.config.hidden_size
         for k in range(steps):
             read = torch.cat([normed[:, k], self.markov_head.markov_w1(tokens)], dim=1)
-            yield ChainStep(read, head, batch.loss_weights[queries, k], self._confidence(read))
+            yield ChainStep(read, head, batch.loss_weights[queries, k], frozen, self._confidence(read))
             if autoregressive:
                 tokens = self.draft_token_ids[F.linear(read, head).argmax(-1)]
             else:

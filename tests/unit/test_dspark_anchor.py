@@ -202,6 +202,25 @@ def test_loss(name: str, from_anchor: bool, with_markov: bool) -> None:
     torch.testing.assert_close(loss(batch, 2 * loss.weights(batch)).loss, expected / 2, rtol=1e-9, atol=1e-9)
 
 
+@pytest.mark.parametrize("subset", [None, DRAFT - 1])
+@pytest.mark.parametrize("name", ["published", "cross-entropy alone"])
+def test_a_frozen_head_changes_no_other_gradient(name: str, subset: int | None) -> None:
+    """What the Markov head and the layers learn, with the gradient of the vocabulary head left out and not."""
+    drafter, batch, head = make_case()
+    terms = LossTerms(targets="tokens", in_blocks=True, **TERMS[name])  # type: ignore[arg-type]
+    loss, found = loss_of(drafter, head, terms, loss_vocab_size=subset), []
+    others = {n: p for n, p in drafter.named_parameters() if "lm_head" not in n}
+    for trained in (True, False):
+        drafter.lm_head.requires_grad_(trained)
+        torch.manual_seed(0)  # for the tokens that are drawn
+        drafter.zero_grad()
+        loss(batch).loss.backward()
+        found.append({n: torch.zeros_like(p) if p.grad is None else p.grad for n, p in others.items()})
+    assert drafter.lm_head.weight.grad is None
+    assert found[1]["markov_head.markov_w2.weight"].any()
+    torch.testing.assert_close(found[1], found[0], rtol=1e-12, atol=1e-12)
+
+
 @pytest.mark.parametrize("fault", ["halved", "teacher late", "no prefix", "target not detached"])
 def test_the_loss_s_comparison_would_notice(fault: str) -> None:
     drafter, batch, head = make_case()

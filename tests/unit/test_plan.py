@@ -1,6 +1,7 @@
 """`draftsmith run --plan`: its arithmetic against hand counts, real modules and measured runs."""
 
 import json
+import math
 import re
 import socket
 import tempfile
@@ -213,6 +214,39 @@ def test_the_teachers_products_are_those_that_the_loss_does(kind: str) -> None:
         counted.append(counter.get_total_flops())
         planned.append(rows * flop_of_row(recipe, drafter, 3, predicts=True))
     assert 0.8 < (counted[1] - counted[0]) / (planned[1] - planned[0]) <= 1
+
+
+@pytest.mark.parametrize("kind", ["eagle3", "dflash", "dspark"])
+def test_the_heads_products_are_those_that_the_loss_does(kind: str) -> None:
+    """Of a frozen head the gradient of its input alone, beside a Markov head that is trained too; the ends of texts have fewer tokens to
+    draft."""
+    drafter, batch = _tiny(kind, **KINDS[kind])
+    rows, width = int((batch.loss_weights.sum(1) > 0).sum()), drafter.config.hidden_size
+    recipe = _recipe(kind, **KINDS[kind])
+    passes = drafter.matmul_counts(drafter.config, 3)
+    layers = sum(6 * math.prod(drafter.shapes(drafter.config)[name]) * often for name, (_, often) in passes.items())
+    with FlopCounterMode(display=False) as chain:
+        list(drafter.chain(batch, steps=3))
+    counted, planned = [], []
+    for trained in (True, False):
+        for head in drafter.head_parameters():
+            head.requires_grad_(trained)
+        terms = drafter.loss_terms(recipe.train.drafter)
+        loss = (BlockLoss if terms.in_blocks else ChainLoss)(
+            drafter,
+            teacher_norm=torch.nn.RMSNorm(width),
+            teacher_head=torch.ones(len(drafter.draft_token_ids), width),
+            ttt_steps=3,
+            ttt_loss_decay=1.0,
+            terms=terms,
+        )
+        with FlopCounterMode(display=False, custom_mapping=NO_PRODUCTS) as counter:  # with the gradients of heads
+            loss(replace(batch, last_states=torch.ones(len(batch.positions), width)))
+        counted.append(counter.get_total_flops() - chain.get_total_flops())
+        changed = recipe.model_copy(update={"train": recipe.train.model_copy(update={"train_lm_head": trained})})
+        planned.append(rows * (flop_of_row(changed, drafter, 3, predicts=True) - layers))
+    assert 0.8 < counted[1] / planned[1] <= 1
+    assert 0.8 < (counted[0] - counted[1]) / (planned[0] - planned[1]) <= 1
 
 
 STEPS = {
