@@ -4,8 +4,8 @@ The store is that of `recipes/learn.yaml`, extracted when it is missing. What it
 tuning part everything is chosen: learning rates, numbers of epochs and states read for the references and the peer, by sweeps;
 the epoch for ours, that DFlash and DSpark learn a distribution, and our learning rates for DFlash, DSpark, Medusa and the MLP speculator
 (those of the others were chosen on other text). For references and the peer, states and learning rates are chosen by trainings of one
-epoch, each with its whole schedule, and after them the number of epochs; for block drafters, Medusa and the MLP speculator, where an
-epoch takes a quarter of an hour, learning rates alone, with as many epochs as ours. On the report part nobody chose anything: there
+epoch, each with its whole schedule, and after them the number of epochs; for block drafters, where an epoch takes a quarter of an hour,
+learning rates alone, with as many epochs as ours. On the report part nobody chose anything: there
 acceptance is predicted for all, by the same code, and there vLLM measures ours, which must be within 3% of what was predicted.
 
 EAGLE-3 is trained with that recipe's options, the other kinds with their own recipe's (`recipes/smollm2-KIND.yaml`); DFlash and
@@ -280,8 +280,7 @@ def tuned_reference(recipe: Recipe, text: Text) -> tuple[Outcome, str]:
 
     published = REFERENCES[kind].lr
     lr = best_of(LEARNING_RATES, FIRST_TRIED.get(kind, around(published)), lambda one: outcome(one, 1).tuned)
-    # Heads over the whole vocabulary are slow to train.
-    epochs = best_epochs(ours, lambda one: outcome(lr, one).tuned) if kind == "eagle" else ours
+    epochs = best_epochs(ours, lambda one: outcome(lr, one).tuned)
     best = outcome(lr, epochs)
     return best, f"lr {lr:g} where {published:g} is published, epoch {best.epoch} of {epochs}"
 
