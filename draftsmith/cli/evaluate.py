@@ -24,7 +24,7 @@ def evaluate(
 ) -> None:
     """Measure speculative decoding against the baseline: RUNS/NAME/eval with results.json and report.html.
 
-    With --compare nothing is measured: two evaluations of the same target (runs, their eval folders, or results.json files)
+    With --compare nothing is measured: two evaluations of the same target and dtype (runs, their eval folders, or results.json files)
     are compared prompt by prompt. Exit status 3 means that B is worse in acceptance length, speedup or identity by more than
     chance.
 
@@ -51,9 +51,9 @@ def _compare(places: list[Path], as_json: bool) -> None:
     else:
         for one in found:
             low, high = one["interval"]
+            why = one.get("why", f"B - A between {low:+.3f} and {high:+.3f}")
             print(
-                f"{one['verdict']:<6} {one['suite']}, {one['figure']}: {one['a']:.3f} in A, {one['b']:.3f} in B; B - A between "
-                f"{low:+.3f} and {high:+.3f}"
+                f"{one['verdict']:<8} {one['suite']}, {one['figure']}: {one['a']:.3f} in A, {one['b']:.3f} in B; {why}"
             )
     if any(one["verdict"] == "worse" for one in found):
         raise typer.Exit(3)

@@ -97,7 +97,7 @@ def check_fits(
     for timed in dict.fromkeys([dtype, *timed_dtypes(recipe, config)]):
         require_quantization(recipe.engine, config, target=name, dtype=timed)
         if recipe.convert.quantize is not None:
-            require_drafter_dtype(timed)
+            require_drafter_dtype(timed, drafter=f"with `convert.quantize: {recipe.convert.quantize}`")
         weights, trained = target_bytes(timed), BYTES[timed] * parameters
         if not gpus:
             require_two_engines(

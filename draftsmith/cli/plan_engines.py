@@ -188,9 +188,10 @@ def plan_evaluate(
     # Lookup methods draft any number of tokens, few on average.
     methods = [method.num_speculative_tokens or ks[-1] for method in options.methods.values()]
     # Each beside the baseline: the drafter, a second baseline (in a single start for a third of the requests), the drafter in every
-    # further dtype that the recipe names, and other methods; with the share of the requests.
+    # further dtype that the recipe names and, with any of them, once more beside a baseline of another dtype, and other methods; with the
+    # share of the requests.
     further = sum(dtype != recipe.target.dtype for dtype in options.dtypes or ())
-    pairs = [(ks[-1], 1.0), (0, 1 / 3 if starts == 1 else 1.0), *(further * [(ks[-1], 1.0)])]
+    pairs = [(ks[-1], 1.0), (0, 1 / 3 if starts == 1 else 1.0), *((further + (further > 0)) * [(ks[-1], 1.0)])]
     for name in names:
         suite = options.suites[name]
         if suite.prompts == "held_out":

@@ -56,10 +56,15 @@ def faster_methods(results: Mapping[str, Any]) -> list[str]:
         faster = {method: one for method, one in suite["methods"].items() if one["speedup"] > suite["speedup"]}
         if faster:
             listed = ", ".join(
-                f"{method} {one['speedup']:.2f} ({one['speedup_interval'][0]:.2f} to {one['speedup_interval'][1]:.2f})"
+                f"{method} {_speedup(one)}"
                 for method, one in sorted(faster.items(), key=lambda item: -item[1]["speedup"])
             )
             found.append(
-                f"{name}: another method was faster than this one's {suite['speedup']:.2f} over the same baseline: {listed}."
+                f"{name}: another method was faster than this one's {_speedup(suite)}: {listed}, over the same baseline."
             )
     return found
+
+
+def _speedup(of: Mapping[str, Any]) -> str:
+    low, high = of["speedup_interval"]
+    return f"{of['speedup']:.2f} ({low:.2f} to {high:.2f})"

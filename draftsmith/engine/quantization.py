@@ -52,16 +52,20 @@ def require_quantization(engine: EngineConfig, config: PretrainedConfig, *, targ
         _require_cache(engine, config)
 
 
-def require_drafter_dtype(dtype: str) -> None:
+def require_drafter_dtype(dtype: str, *, drafter: str) -> None:
     """Check that vLLM computes a drafter with 8-bit weights in a dtype on a machine like this one.
+
+    Args:
+        dtype: of the computation.
+        drafter: which one, for the error.
 
     Raises:
         UserError: it does not: of its kernels for such weights on GPUs, none computes in float32.
     """
     if dtype == "float32" and not environment.is_cpu():
         raise UserError(
-            "The drafter has 8-bit weights (`convert.quantize`), and on GPUs vLLM computes with such weights in bfloat16 and float16 only. Set "
-            "`target.dtype: bfloat16`, and leave float32 out of `evaluate.dtypes`; or leave `convert.quantize` out."
+            f"The drafter {drafter} has quantized weights, and on GPUs vLLM computes with such weights in bfloat16 and float16 only. Set "
+            "`target.dtype: bfloat16`, and leave float32 out of `evaluate.dtypes`; or take a drafter in floating point."
         )
 
 

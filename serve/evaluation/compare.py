@@ -10,7 +10,7 @@ from __future__ import annotations
 import json
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, NotRequired
 
 from typing_extensions import TypedDict
 
@@ -41,6 +41,8 @@ class Comparison(TypedDict):
     verdict: str
     """`better`, `worse`, `same` if the interval contains zero, or `untested`: of speeds, if A or B has a single engine start, or they
     were measured on other machines or with answers of other lengths."""
+    why: NotRequired[str]
+    """Of `untested`."""
 
 
 def compare(a: Mapping[str, Any], b: Mapping[str, Any]) -> list[Comparison]:
@@ -129,10 +131,17 @@ def _compared_speeds(
 ) -> Comparison:
     """The run's drafter over the baseline, in the recipe's dtype; `alike`: both on such a machine."""
     before, after = a["speedup"]["value"], b["speedup"]["value"]
-    alike = alike and a.get("max_tokens") == b.get("max_tokens")
-    if not alike or min(a["engine_starts"], b["engine_starts"]) < 2:
+    why = ""
+    if not alike:
+        why = "measured on other machines"
+    elif a["max_tokens"] != b["max_tokens"]:
+        why = f"timed answers have up to {a['max_tokens']} and {b['max_tokens']} tokens (evaluate.timing_tokens)"
+    elif min(a["engine_starts"], b["engine_starts"]) < 2:
+        why = "a single engine start says nothing of others (evaluate.engine_starts)"
+    if why:
         return {
             "suite": suite, "figure": figure, "a": before, "b": after, "interval": [after - before] * 2, "verdict": "untested",
+            "why": why,
         }  # fmt: skip
     (drafter_a, noise_a), (drafter_b, noise_b) = _over_baseline(a), _over_baseline(b)
     interval = gain(drafter_a, drafter_b, noise_a=noise_a, noise_b=noise_b, level=level)

@@ -163,7 +163,7 @@ def throughput(
         in_flight: requests in flight.
         requests: counted in each start.
         max_tokens: longest answer.
-        executions: by name of the configuration; what was measured by an earlier version may have none.
+        executions: by name of the configuration.
         fidelity: by name of the configuration.
         differences: the first few, likewise.
     """
@@ -191,12 +191,11 @@ def throughput(
             "first_token_seconds": statistics.median([start["first_token_seconds"] for start in by_name[one.name]]),
             "seconds_per_token": statistics.median([start["seconds_per_token"] for start in by_name[one.name]]),
             "starts": by_name[one.name],
+            "execution": executions[one.name],
         }
         for one in of
     }
     for one in of:
-        if one.name in executions:
-            found[one.name]["execution"] = executions[one.name]
         if beside.get(one.name, by_name[one.baseline.name]) != by_name[one.baseline.name]:
             found[one.name]["baseline_starts"] = beside[one.name]
     return {
@@ -228,11 +227,9 @@ def baseline_again_drafter(of: Mapping[str, Any]) -> tuple[Measured, Measured, M
 
 
 def execution_in_words(of: Measured) -> str:
-    """How vLLM executed its steps; empty if an earlier version measured it."""
-    if (execution := of.get("execution")) is None:
-        return ""
-    scheduling = "asynchronous" if execution["async_scheduling"] else "synchronous"
-    return f"runner {execution['model_runner']}, {scheduling} scheduling"
+    """How vLLM executed its steps."""
+    scheduling = "asynchronous" if of["execution"]["async_scheduling"] else "synchronous"
+    return f"runner {of['execution']['model_runner']}, {scheduling} scheduling"
 
 
 def executed_otherwise(of: Throughput) -> dict[str, tuple[str, str]]:
@@ -241,7 +238,7 @@ def executed_otherwise(of: Throughput) -> dict[str, tuple[str, str]]:
     for name, one in of["configurations"].items():
         baseline = of["configurations"][Configuration(0, one["dtype"]).name]
         own, other = execution_in_words(one), execution_in_words(baseline)
-        if own and other and own != other:
+        if own != other:
             found[name] = own, other
     return found
 

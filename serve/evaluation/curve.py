@@ -88,7 +88,8 @@ def speedup_curve(
     noise = draw.standard_normal((len(weights), len(ks)))
     # A cost that had to be moved to be possible was wrong by at least that, whatever the spread of its own measurements.
     errors = [math.hypot(costs[k]["error"], costs[k]["measured"] - costs[k]["cost"]) for k in ks]
-    drawn_costs = np.array([costs[k]["cost"] for k in ks]) + noise * errors
+    means = np.array([costs[k]["cost"] for k in ks])
+    drawn_costs = means * np.exp(noise * errors / means)  # never below 0
     sampled = np.stack([_length((weights @ sums[k]).T) for k in ks], axis=1) / drawn_costs  # [samples, K]
     among = [ks.index(k) for k in choices]
     fastest = np.array(among)[np.argmax(sampled[:, among], axis=1)]
@@ -110,7 +111,8 @@ def speedup_curve(
 def is_beaten(
     k: int, costs: Mapping[int, StepCost], found: Mapping[int, AcceptanceByPrompt], choices: Sequence[int]
 ) -> bool:
-    """Whether a K could be neither the fastest nor a rival (`rivals`), told without its acceptance.
+    """Whether a K could not be the fastest in every twentieth sample, and so neither chosen nor a rival (`rivals`) beside one that is,
+    told without its acceptance.
 
     Acceptance falls from position to position. So the most that K could accept is what the largest measured K below it accepts, and
     at each further position as often as that accepts its last.

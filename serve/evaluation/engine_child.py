@@ -124,9 +124,9 @@ class _Engine:
         inputs: list[Any] = [
             {"prompt_token_ids": prompt + answer} for prompt, answer in zip(prompts, answers, strict=True)
         ]
-        # vLLM keeps to the pieces only while there is another request: a copy of the longest one is there until that has ended.
+        # vLLM keeps to the pieces only while there is another request. A copy of the longest one is there until that has ended: it waits.
         longest = max(inputs, key=lambda one: len(one["prompt_token_ids"]))
-        with self._pieces_of(piece):
+        with self._pieces_of(piece, at_once=len(inputs)):
             outputs = self._llm.generate([*inputs, longest], sampling, use_tqdm=False)[: len(inputs)]
         found = []
         for prompt, answer, output in zip(prompts, answers, outputs, strict=True):
@@ -141,16 +141,22 @@ class _Engine:
         return found
 
     @contextmanager
-    def _pieces_of(self, tokens: int) -> Iterator[None]:
-        """Prefill so many tokens a step meanwhile. vLLM still prefills a prompt whole if there is no other request."""
+    def _pieces_of(self, tokens: int, *, at_once: int) -> Iterator[None]:
+        """Prefill so many tokens a step of each of so many requests meanwhile. vLLM still prefills a prompt whole if there is no other."""
         scheduler = self._scheduler()
         config = scheduler.scheduler_config
-        before = config.long_prefill_token_threshold, scheduler.adaptive_long_prefill_threshold
+        before = (
+            config.long_prefill_token_threshold,
+            scheduler.adaptive_long_prefill_threshold,
+            scheduler.max_num_active_reqs,
+        )
         config.long_prefill_token_threshold, scheduler.adaptive_long_prefill_threshold = tokens, False
+        scheduler.max_num_active_reqs = min(at_once, before[2])
         try:
             yield
         finally:
-            config.long_prefill_token_threshold, scheduler.adaptive_long_prefill_threshold = before
+            config.long_prefill_token_threshold, scheduler.adaptive_long_prefill_threshold = before[:2]
+            scheduler.max_num_active_reqs = before[2]
 
     def logit_margin(self, context: list[int], token: int, other: int) -> float | None:
         from vllm import SamplingParams

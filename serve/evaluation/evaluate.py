@@ -58,7 +58,7 @@ from draftsmith.serve.evaluation.machine import describe_engines, describe_machi
 from draftsmith.serve.evaluation.partial import MeasuredSuite, PartialResults
 from draftsmith.serve.evaluation.report import render
 from draftsmith.serve.evaluation.sampled_fidelity import measure_sampled_fidelity, wrongly_sampled
-from draftsmith.serve.evaluation.schema import MethodAtSuite, Results, Suite, Throughput
+from draftsmith.serve.evaluation.schema import MethodAtSuite, Results, Suite, Throughput, Variant
 from draftsmith.serve.evaluation.speed import combined, concurrent_load, measure_speeds, suite_load
 from draftsmith.serve.evaluation.step_cost import measure_step_costs
 from draftsmith.serve.evaluation.suites import SuiteInput, draw, load_suite, render_suite, turn_renderer
@@ -132,9 +132,15 @@ def run_evaluate(recipe: Recipe, run_dir: Path) -> Results:
     if recipe.evaluate.concurrency:
         k_by_load = schedule_of(run_dir, recipe.tune.output, speculates_with.sha256)
     if (figures := run.finished(inputs)) is not None:
-        if not _tuned_since(cast("Results", figures), k_by_load):
-            return _shown(cast("Results", figures), output)
-        console.print("evaluate: draftsmith tune has chosen another K for a load since; measuring again")
+        earlier = cast("Results", figures)
+        tuned = _tuned_since(earlier, k_by_load)
+        if all(k in (0, _measured_k(earlier, n)) for n, k in tuned.items()):
+            if tuned:  # what is to be said changes, but nothing that was measured
+                for n, k in tuned.items():
+                    earlier["load"][n]["tuned_k"] = k
+                _write(earlier, run, inputs, sections)
+            return _shown(earlier, output)
+        console.print("evaluate: but draftsmith tune has chosen another K for a load since; measuring again")
 
     partial = PartialResults.read(output / "partial.json", inputs)
     run.claim(fresh=partial is None)
@@ -156,9 +162,7 @@ def run_evaluate(recipe: Recipe, run_dir: Path) -> Results:
     if speculates_with.own:
         _add_overlap(found, recipe, run_dir, prompts)
 
-    write_json(output / "results.json", found)
-    write_bytes(output / "report.html", render(found).encode())
-    run.finish(inputs, dict(found), recipe=sections, files=("results.json", "report.html"))
+    _write(found, run, inputs, sections)
     partial.path.unlink(missing_ok=True)
     return _shown(found, output)
 
@@ -233,13 +237,16 @@ def evaluate(
 # ---- its inputs ----
 
 
-def _tuned_since(found: Results, k_by_load: Sequence[Sequence[int]] | None) -> bool:
-    """Whether tuning has chosen another K for a load than the one that it was measured with."""
-    for in_flight, load in found["load"].items():
-        tuned = k_at(k_by_load, int(in_flight))
-        if tuned not in (None, load.get("tuned_k"), baseline_again_drafter(load)[2]["speculation"]):
-            return True
-    return False
+def _tuned_since(found: Results, k_by_load: Sequence[Sequence[int]] | None) -> dict[str, int]:
+    """What tuning has chosen since for loads, where it is another K than results say that it chose, or than was measured."""
+    tuned = {n: k_at(k_by_load, int(n)) for n in found["load"]}
+    return {
+        n: k for n, k in tuned.items() if k is not None and k != found["load"][n].get("tuned_k", _measured_k(found, n))
+    }
+
+
+def _measured_k(found: Results, in_flight: str) -> Variant:
+    return baseline_again_drafter(found["load"][in_flight])[2]["speculation"]
 
 
 def _prompts(recipe: Recipe) -> dict[str, list[Prompt]]:
@@ -310,6 +317,12 @@ def _measure_rates(
     )
 
 
+def _write(found: Results, run: StageRun, inputs: str, sections: dict[str, Any]) -> None:
+    write_json(run.directory / "results.json", found)
+    write_bytes(run.directory / "report.html", render(found).encode())
+    run.finish(inputs, dict(found), recipe=sections, files=("results.json", "report.html"))
+
+
 def _load(in_flight: str, measured: Throughput, partial: PartialResults) -> Throughput:
     return {**measured, "tuned_k": partial.tuned_k[in_flight]} if in_flight in partial.tuned_k else measured
 
@@ -359,12 +372,6 @@ def _add_overlap(found: Results, recipe: Recipe, run_dir: Path, prompts: Mapping
         more = [{"path": folder.path} for folder in recipe.train.extra_stores]
     stores = [run_dir / "store", *(Path(folder["path"]) for folder in more)]
     overlaps = overlap(stores, recipe.evaluate.suites, prompts)
-    if overlaps is None:
-        console.print(
-            "evaluate: not checked whether the suites were trained on: a store is missing, or an earlier version made it",
-            highlight=False,
-            soft_wrap=True,
-        )
     for name, suite in found["suites"].items():
         suite["overlap_with_training"] = None if overlaps is None else overlaps[name]
 

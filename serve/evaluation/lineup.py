@@ -96,8 +96,9 @@ def find_placement(
     environment.require_parallelism(engine, target.config)
     for dtype in dtypes:
         require_quantization(engine, target.config, target=target.name, dtype=dtype)
-        if any(_has_8_bit_weights(one) for one in speculative):
-            require_drafter_dtype(dtype)
+        for one in speculative:
+            if one and _has_quantized_weights(one):
+                require_drafter_dtype(dtype, drafter=f"in {one['model']}")
     drafters = {dtype: max(_drafter_bytes(one, dtype) for one in speculative) for dtype in dtypes}
     quantization = engine.options.get("quantization")
     targets = {dtype: weight_bytes(target.path, dtype, quantization) for dtype in dtypes}
@@ -166,9 +167,9 @@ def _drafter_bytes(speculative: Mapping[str, Any] | None, dtype: str) -> int:
     return weight_bytes(Path(speculative["model"]), dtype) if speculative and "model" in speculative else 0
 
 
-def _has_8_bit_weights(speculative: Mapping[str, Any] | None) -> bool:
-    drafter = Path(speculative["model"]) if speculative and "model" in speculative else None
-    return drafter is not None and (drafter / "config.json").is_file() and has_8_bit_weights(drafter)
+def _has_quantized_weights(speculative: Mapping[str, Any]) -> bool:
+    drafter = Path(speculative.get("model", ""))
+    return (drafter / "config.json").is_file() and has_8_bit_weights(drafter)
 
 
 # ---- which ----

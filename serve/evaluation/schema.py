@@ -193,8 +193,7 @@ class Measured(TypedDict):
     seconds_per_token: float
     """Time per output token after the first, likewise."""
     starts: list[AtStart]
-    execution: NotRequired[Execution]
-    """Not in results of earlier versions."""
+    execution: Execution
     baseline_starts: NotRequired[list[AtStart]]
     """The baseline of the same dtype as it ran beside this configuration: two engines are up at a time. Ratios are over that. Absent for
     the run's drafter, beside which the baseline's own figures were measured."""
@@ -208,8 +207,8 @@ class Throughput(TypedDict):
     """Counted ones, in each engine start; for the second baseline engine a third of them if there was a single start."""
     tuned_k: NotRequired[int]
     """K that `draftsmith tune` had chosen for so many requests; 0: that it does not pay to speculate. Absent if it had not run."""
-    max_tokens: NotRequired[int]
-    """Longest answer (`evaluate.timing_tokens`). Not in results of earlier versions."""
+    max_tokens: int
+    """Longest answer (`evaluate.timing_tokens`)."""
     engine_starts: int
     configurations: dict[str, Measured]
     """By `Configuration.name`."""
@@ -218,7 +217,8 @@ class Throughput(TypedDict):
     speedups: dict[str, Ratio]
     """Every speculative configuration over the baseline of its own dtype."""
     fastest_baseline: str
-    """Of the baselines in all dtypes, the one over which `fastest_speculative` gains least, as they ran side by side."""
+    """The one over which `fastest_speculative` gains least, as they ran side by side: the baseline of its own dtype, or the best by tokens
+    per second of those in other dtypes."""
     fastest_speculative: str
     """The configuration of the run's drafter with the most; other methods are not among them."""
     speedup_over_fastest_baseline: Ratio

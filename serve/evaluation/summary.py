@@ -56,6 +56,14 @@ def print_table(results: Results) -> None:
     console.print(table)
     for name, suite in results["suites"].items():
         _print_throughput(name, suite["throughput"])
+    loads = [*(suite["throughput"] for suite in results["suites"].values()), *results["load"].values()]
+    otherwise = {what: both for of in loads for what, both in executed_otherwise(of).items()}
+    for what, (own, of_baseline) in otherwise.items():
+        console.print(
+            f"vLLM executes {what} by {own}, and the baseline by {of_baseline}: a part of their ratio is that",
+            highlight=False,
+            soft_wrap=True,
+        )
     for load in results["load"].values():
         _print_throughput(f"{load['in_flight']} at once", load)
         if load.get("tuned_k") == 0:
@@ -140,12 +148,6 @@ def _print_throughput(name: str, of: Throughput) -> None:
         highlight=False,
         soft_wrap=True,
     )
-    for what, (own, baseline) in executed_otherwise(of).items():
-        console.print(
-            f"{name}: vLLM executes {what} by {own}, and the baseline by {baseline}: a part of their ratio is that",
-            highlight=False,
-            soft_wrap=True,
-        )
 
 
 def _ends(ratio: Ratio) -> str:

@@ -160,7 +160,7 @@ def test_the_command_exits_with_3_if_worse(tmp_path: Path) -> None:
     a, b = str(tmp_path / "a"), str(tmp_path / "b" / "eval")
     run = CliRunner().invoke(app, ["evaluate", "--compare", a, b])
     assert run.exit_code == 3
-    assert "worse  held_out, acceptance length, K = 2" in run.stdout
+    assert "worse    held_out, acceptance length, K = 2" in run.stdout
     run = CliRunner().invoke(app, ["evaluate", "--compare", b, a, "--json"])
     assert run.exit_code == 0
     assert {one["verdict"] for one in json.loads(run.stdout)} == {"same", "better"}

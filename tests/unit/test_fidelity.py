@@ -148,6 +148,7 @@ def test_no_answer_is_read_alone() -> None:
                     scheduler=SimpleNamespace(
                         scheduler_config=SimpleNamespace(long_prefill_token_threshold=0),
                         adaptive_long_prefill_threshold=True,
+                        max_num_active_reqs=8,
                     )
                 )
             )
@@ -157,6 +158,7 @@ def test_no_answer_is_read_alone() -> None:
             asked.extend(one["prompt_token_ids"] for one in inputs)
             scheduler = self.llm_engine.engine_core.engine_core.scheduler
             assert scheduler.scheduler_config.long_prefill_token_threshold == 4
+            assert scheduler.max_num_active_reqs == 3, "the copy waits"
             return [
                 SimpleNamespace(prompt_logprobs=[{9: SimpleNamespace(logprob=-1.0)}] * len(one["prompt_token_ids"]))
                 for one in inputs
@@ -167,6 +169,7 @@ def test_no_answer_is_read_alone() -> None:
     read = engine.margins_read_again([[1], [1, 2], [3]], [[9], [9, 9, 9], [9, 9]], 4)
     assert read == [[None], [None] * 3, [None] * 2]
     assert asked == [[1, 9], [1, 2, 9, 9, 9], [3, 9, 9], [1, 2, 9, 9, 9]], "the longest twice"
+    assert engine._scheduler().max_num_active_reqs == 8
 
 
 def test_the_control_reads_every_token_that_fits_and_counts_up_to_the_first_difference() -> None:

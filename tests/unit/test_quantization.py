@@ -150,8 +150,8 @@ def test_no_float32_for_8_bit_drafters_on_gpus(tmp_path: Path, monkeypatch: pyte
     check_fits(loaded, config, extraction=False)
     monkeypatch.setattr(EngineProcess, "__init__", no_engine)
     pretend_gpu(monkeypatch, gib=80)
-    said = r"8-bit weights \(`convert\.quantize`\), and on GPUs.*`target\.dtype: bfloat16`"
-    with pytest.raises(UserError, match=said):
+    said = r"has quantized weights, and on GPUs.*`target\.dtype: bfloat16`"
+    with pytest.raises(UserError, match=r"The drafter with `convert\.quantize: int8` " + said):
         check_fits(loaded, config, extraction=False)
     in_half = loaded.model_copy(update={"target": loaded.target.model_copy(update={"dtype": "bfloat16"})})
     check_fits(in_half, config, extraction=False)
@@ -160,5 +160,5 @@ def test_no_float32_for_8_bit_drafters_on_gpus(tmp_path: Path, monkeypatch: pyte
         run_evaluate(loaded, run_dir)  # this drafter's weights are in floating point
     drafter = run_dir / "vllm" / "config.json"
     drafter.write_text(json.dumps(json.loads(drafter.read_text()) | {"quantization_config": W8A8}))
-    with pytest.raises(UserError, match=said):
+    with pytest.raises(UserError, match=rf"The drafter in {drafter.parent} " + said):
         run_evaluate(loaded, run_dir)
