@@ -192,6 +192,18 @@ def test_products_are_those_that_the_module_does(kind: str) -> None:
     assert 0.5 < rows * kept_by_row(drafter, 3, layers=3, number=4) / measured < 2
 
 
+def _loss(drafter: Drafter, recipe: Recipe) -> ChainLoss:
+    terms, width = drafter.loss_terms(recipe.train.drafter), drafter.config.hidden_size
+    return (BlockLoss if terms.in_blocks else ChainLoss)(
+        drafter,
+        teacher_norm=torch.nn.RMSNorm(width),
+        teacher_head=torch.ones(len(drafter.draft_token_ids), width),
+        ttt_steps=3,
+        ttt_loss_decay=1.0,
+        terms=terms,
+    )
+
+
 @pytest.mark.parametrize("kind", ["p_eagle", "dflash", "dspark"])
 def test_the_teachers_products_are_those_that_the_loss_does(kind: str) -> None:
     """In a chain one for each row, in blocks one for each draft token; the ends of texts have fewer tokens to draft."""
@@ -200,15 +212,7 @@ def test_the_teachers_products_are_those_that_the_loss_does(kind: str) -> None:
     counted, planned = [], []
     for targets in ("tokens", "distribution"):
         recipe = _recipe(kind, **KINDS[kind], targets=targets)
-        terms = drafter.loss_terms(recipe.train.drafter)
-        loss = (BlockLoss if terms.in_blocks else ChainLoss)(
-            drafter,
-            teacher_norm=torch.nn.RMSNorm(width),
-            teacher_head=torch.ones(len(drafter.draft_token_ids), width),
-            ttt_steps=3,
-            ttt_loss_decay=1.0,
-            terms=terms,
-        )
+        loss = _loss(drafter, recipe)
         with FlopCounterMode(display=False) as counter:
             loss(replace(batch, last_states=torch.ones(len(batch.positions), width)))
         counted.append(counter.get_total_flops())
@@ -231,15 +235,7 @@ def test_the_heads_products_are_those_that_the_loss_does(kind: str) -> None:
     for trained in (True, False):
         for head in drafter.head_parameters():
             head.requires_grad_(trained)
-        terms = drafter.loss_terms(recipe.train.drafter)
-        loss = (BlockLoss if terms.in_blocks else ChainLoss)(
-            drafter,
-            teacher_norm=torch.nn.RMSNorm(width),
-            teacher_head=torch.ones(len(drafter.draft_token_ids), width),
-            ttt_steps=3,
-            ttt_loss_decay=1.0,
-            terms=terms,
-        )
+        loss = _loss(drafter, recipe)
         with FlopCounterMode(display=False, custom_mapping=NO_PRODUCTS) as counter:  # with the gradients of heads
             loss(replace(batch, last_states=torch.ones(len(batch.positions), width)))
         counted.append(counter.get_total_flops() - chain.get_total_flops())
