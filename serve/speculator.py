@@ -121,5 +121,8 @@ def speculator(recipe: Recipe, run_dir: Path) -> Speculator:
         )
     same = next((key for _, key, other in listed if key is not None and other == method), name)
     plain = method.model_copy(update={"num_speculative_tokens_per_batch_size": None})
-    shown = f"{method.method} ({method.model})" if isinstance(method, TrainedDrafter | DraftModel) else method.method
+    shown = method.method
+    if isinstance(method, TrainedDrafter | DraftModel):
+        model = str(method.model)  # of a folder its name alone: results are published, and paths are of one machine
+        shown += f" ({Path(model).name if Path(model).is_absolute() else model})"
     return Speculator(plain, drafter_dir, shown, {"method": digest(plain.model_dump(mode="json"))}, same)

@@ -21,7 +21,8 @@ _READ = ("*.json", "*.safetensors", "*.bin", "*.pt")
 
 
 def for_serving(recipe: Recipe) -> Recipe:
-    """The recipe with a converted copy in the place of the drafter of `serve.method`, if that is in another format than vLLM's.
+    """The recipe with a converted copy in the place of the drafter of `serve.method`, if that is in another format than vLLM's; of the first of
+    `evaluate.methods`, if that is served for want of both (`speculator.py`).
 
     A copy is verified as by `draftsmith convert --verify`, and kept under the digest of what it was made from.
 
@@ -29,15 +30,27 @@ def for_serving(recipe: Recipe) -> Recipe:
         UserError: the drafter cannot be downloaded, its format cannot be converted, or vLLM would compute something else.
         DraftsmithError: the copy computes something else than its source.
     """
-    if recipe.serve.method is None:
-        return recipe
-    method = _loadable(recipe.serve.method, recipe)
-    return recipe.model_copy(update={"serve": recipe.serve.model_copy(update={"method": method})})
+    if recipe.serve.method is not None:
+        method = _loadable(recipe.serve.method, recipe)
+        return recipe.model_copy(update={"serve": recipe.serve.model_copy(update={"method": method})})
+    if recipe.extract.prompts is None and recipe.evaluate.methods:
+        return _with_methods(recipe, [next(iter(recipe.evaluate.methods))])
+    return recipe
 
 
 def for_evaluation(recipe: Recipe) -> Recipe:
-    """The same for the drafters of `evaluate.methods`."""
-    methods = {name: _loadable(method, recipe) for name, method in recipe.evaluate.methods.items()}
+    """The same for all drafters of `evaluate.methods`, and for that of `serve.method` if it is measured in the place of the run's own."""
+    return _with_methods(for_tuning(recipe), list(recipe.evaluate.methods))
+
+
+def for_tuning(recipe: Recipe) -> Recipe:
+    """The same for what `tune` measures: a run's own drafter, or what is served in the place of it."""
+    return for_serving(recipe) if recipe.extract.prompts is None else recipe
+
+
+def _with_methods(recipe: Recipe, names: list[str]) -> Recipe:
+    loadable = {name: _loadable(recipe.evaluate.methods[name], recipe) for name in names}
+    methods = recipe.evaluate.methods | loadable
     return recipe.model_copy(update={"evaluate": recipe.evaluate.model_copy(update={"methods": methods})})
 
 
@@ -48,7 +61,7 @@ def _loadable(method: Method, recipe: Recipe) -> Method:
     from draftsmith.convert.convert import convert_checkpoint, recognize
     from draftsmith.run import stage
     from draftsmith.target.downloads import cache_dir
-    from draftsmith.target.hub import local_directory
+    from draftsmith.target.hub import is_snapshot, local_directory
     from draftsmith.target.info import describe_target
     from draftsmith.target.prepare import prepare_target
 
@@ -61,7 +74,8 @@ def _loadable(method: Method, recipe: Recipe) -> Method:
         _check_config(source, found)
         return method
     target = describe_target(prepare_target(recipe.target), recipe.target)
-    place = cache_dir() / "drafters" / _digest(source, target)[:16]
+    label = (source.parent.parent if is_snapshot(source) else source.resolve()).name  # `models--OWNER--NAME`, or the folder's
+    place = cache_dir() / "drafters" / f"{label.removeprefix('models--')}-{_digest(source, target)[:16]}"
     if stage.read(place) is None:
         try:
             convert_checkpoint(source, place, to="vllm", target=target, verify=True)

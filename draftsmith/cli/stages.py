@@ -9,7 +9,7 @@ from typing import Annotated, Any
 import typer
 
 from draftsmith.cli.common import AsJson, Overrides, RecipePath, RunsDir, print_json
-from draftsmith.cli.published import for_evaluation, for_serving
+from draftsmith.cli.published import for_evaluation, for_serving, for_tuning
 from draftsmith.cli.vllm_options import SpeculativeConfig, with_speculative_config
 from draftsmith.config.loading import load_recipe
 from draftsmith.config.recipe import Recipe
@@ -177,7 +177,7 @@ def tune(
     """
     from draftsmith.serve.tune import run_tune
 
-    loaded = load_recipe(recipe, overrides)
+    loaded = for_tuning(load_recipe(recipe, overrides))
     figures = run_tune(loaded, runs / loaded.name, verify=verify)
     if as_json:
         print_json(figures)

@@ -10,6 +10,7 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
+from draftsmith.cli import stages
 from draftsmith.cli.published import for_evaluation, for_serving
 from draftsmith.config.methods import TrainedDrafter
 from draftsmith.config.recipe import Recipe
@@ -20,9 +21,13 @@ from draftsmith.convert.formats import FORMATS
 from draftsmith.drafters import drafter_class
 from draftsmith.drafters.checkpoint import UNKNOWN_TARGET, Checkpoint
 from draftsmith.engine import environment
+from draftsmith.engine import process as process_module
 from draftsmith.engine.speculation import method_config
 from draftsmith.run.errors import UserError
 from draftsmith.run.weights import in_memory
+from draftsmith.serve import tune as tune_module
+from draftsmith.serve.evaluation import evaluate as evaluate_module
+from draftsmith.serve.speculator import speculator
 from draftsmith.target.info import TargetInfo, describe_target
 from draftsmith.train.packing import pack
 from tests.hub_server import Hub, use_hub
@@ -130,6 +135,41 @@ def test_every_format_is_served(
     assert again["lookup"] == recipe.evaluate.methods["lookup"]
     assert capsys.readouterr().err == "", "converted once"
     assert [path.name for path in cache.iterdir()] == [copy.name], "and nothing half-written is left"
+
+
+@pytest.mark.parametrize("named_in", ["serve", "evaluate"])
+def test_without_a_drafter_of_the_runs_own_all_commands_take_the_same_copy(
+    named_in: str, target: TargetInfo, tmp_path: Path, cache: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Otherwise another drafter would be measured than served, and `serve` would not find the schedule that `tune` made for it."""
+    written = recipe_for(target, str(publish(tmp_path / "theirs", "eagle")), "eagle").model_dump(mode="json")
+    del written["extract"]["prompts"]
+    written["serve" if named_in == "evaluate" else "evaluate"] = {}
+    recipe = Recipe.model_validate(written)
+    (tmp_path / "recipe.json").write_text(json.dumps(written))
+    given: dict[str, Recipe] = {}
+
+    def tune(recipe: Recipe, run_dir: Path, *, verify: bool) -> None:
+        given["tune"] = recipe
+
+    def evaluate(recipe: Recipe, run_dir: Path) -> dict[str, Any]:
+        given["evaluate"] = recipe
+        return {}
+
+    monkeypatch.setattr(tune_module, "run_tune", tune)
+    monkeypatch.setattr(evaluate_module, "run_evaluate", evaluate)
+    monkeypatch.setattr(process_module, "prepare_engines", lambda engine: None)
+    stages.tune(tmp_path / "recipe.json", runs=tmp_path / "none")
+    stages.evaluate_stage(recipe, tmp_path / "none")
+    given["serve"] = for_serving(recipe)
+    found = {command: speculator(one, tmp_path / "none") for command, one in given.items()}
+    (copy,) = cache.iterdir()
+    for one in found.values():
+        assert isinstance(one.method, TrainedDrafter)
+        assert one.method.model == str(copy)
+        assert one.sha256 == found["serve"].sha256
+        assert one.name == f"eagle ({copy.name})"
+    assert copy.name.startswith("theirs-")
 
 
 def test_a_changed_drafter_is_converted_again(target: TargetInfo, tmp_path: Path, cache: Path) -> None:
@@ -278,6 +318,7 @@ def test_a_hub_id(target: TargetInfo, tmp_path: Path, cache: Path, hub: Hub) -> 
     assert isinstance(found, TrainedDrafter)
     assert found.revision is None
     assert Path(found.model or "").parent == cache
+    assert Path(found.model or "").name.startswith("yuhuili--EAGLE-tiny-")
     assert for_serving(recipe).serve.method == found
 
 
