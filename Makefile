@@ -2,7 +2,8 @@
 #   make demo PYTHON=python3.12     another interpreter for the environment
 #   make demo EXTRA=cuda            vLLM's CUDA build instead of its CPU build
 PYTHON ?= python3
-EXTRA ?= cpu
+# The build of vLLM that is in .venv; the CPU one if there is none.
+EXTRA ?= $(if $(findstring cuda,$(shell sed -n 2p .venv/draftsmith-install 2>/dev/null)),cuda,cpu)
 BIN := .venv/bin
 INTERPRETER := .interpreter
 

@@ -185,7 +185,7 @@ def write_plot(stats: dict[str, Any], path: Path) -> None:
     try:
         from matplotlib.figure import Figure
     except ImportError:
-        raise UserError("`--plot` needs matplotlib: pip install 'draftsmith[plots]'.") from None
+        raise UserError("`--plot` needs matplotlib: `pip install -e '.[plots]'` in Draftsmith's folder.") from None
     figure = Figure(figsize=(10, 4), layout="constrained")
     left, right = figure.subplots(1, 2)
     histogram = stats["lengths"]["histogram"] if stats["lengths"] else []

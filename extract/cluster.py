@@ -289,7 +289,7 @@ def _connection() -> Iterator[Any]:
         import ray
     except ImportError:
         raise UserError(
-            "`extract.machines` needs Ray on every machine: pip install 'draftsmith[ray]'. Leave `extract.machines` out to "
+            "`extract.machines` needs Ray on every machine: `pip install -e '.[ray]'` in Draftsmith's folder. Leave `extract.machines` out to "
             "extract on this machine alone."
         ) from None
     if ray.is_initialized():

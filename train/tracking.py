@@ -19,7 +19,7 @@ def require_tracker(name: str | None) -> None:
     if name and not any(importlib.util.find_spec(module) for module in _MODULES[name]):
         raise UserError(
             f"`train.tracker: {name}` needs the package {name}, which is not installed: "
-            "pip install 'draftsmith[trackers]'. Or leave the tracker out."
+            "`pip install -e '.[trackers]'` in Draftsmith's folder. Or leave the tracker out."
         )
 
 

@@ -173,7 +173,7 @@ def vllm() -> Finding:
     """vLLM's version, its build, and the platform that its engines run on."""
     installed = cuda.vllm_build()
     if installed is None:
-        wrong = "Extraction and evaluation need it: pip install 'draftsmith[cuda]', or 'draftsmith[cpu]' without a GPU."
+        wrong = "Extraction and evaluation need it: `make install EXTRA=cuda` in Draftsmith's folder, or without a GPU `make install`."
         return _finding("vLLM", "not installed", {"version": None, "build": None, "platform": None}, wrong=wrong)
     version, build = installed
     added = platform_plugins()
@@ -241,10 +241,10 @@ def kernels() -> Finding:
         return Finding("FlashInfer", "not used on a CPU", figures={"missing": []})
     flashinfer = installed_version("flashinfer-python")
     if flashinfer is None:
-        advice = "vLLM 0.32's CUDA build starts no engine without it (`No module named 'flashinfer'`): install `draftsmith[cuda]` again"
+        advice = "vLLM 0.32's CUDA build starts no engine without it (`No module named 'flashinfer'`): run `make install EXTRA=cuda` again, without .venv"
         spared = os.environ.get(_FLASHINFER_SAMPLER) == "0"
         if spared:
-            advice = f"Engines start because {_FLASHINFER_SAMPLER}=0 lets vLLM sample without it. For its faster kernels install `draftsmith[cuda]` again"
+            advice = f"Engines start because {_FLASHINFER_SAMPLER}=0 lets vLLM sample without it. For its faster kernels run `make install EXTRA=cuda` again, without .venv"
         else:
             advice += f", or set {_FLASHINFER_SAMPLER}=0"
         return Finding(

@@ -111,6 +111,5 @@ def require_gpus_for_vllm() -> None:
         why = "CUDA_VISIBLE_DEVICES hides them"
     raise UserError(
         f"vLLM {found[0]} here is its CUDA build, which needs an NVIDIA GPU, and torch {torch.__version__} sees none: {why}. "
-        "On a machine without GPUs install the CPU build: a new environment with `make install EXTRA=cpu` or "
-        "`pip install 'draftsmith[cpu]'`."
+        "On a machine without GPUs install the CPU build: a new environment with `make install EXTRA=cpu`."
     )
