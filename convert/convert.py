@@ -20,6 +20,7 @@ from draftsmith.drafters import drafter_class
 from draftsmith.drafters.base import Drafter
 from draftsmith.drafters.checkpoint import EMBEDDING, RECORD, TREES, UNKNOWN_TARGET, WEIGHTS, Checkpoint
 from draftsmith.drafters.vocabulary import choose_draft_vocabulary
+from draftsmith.engine.speculation import drafter_files
 from draftsmith.run import stage
 from draftsmith.run.atomic_io import new_folder, read_json, require_new, sha256_of, write_bytes
 from draftsmith.run.errors import UserError
@@ -43,7 +44,7 @@ def run_convert(recipe: Recipe, run_dir: Path) -> dict[str, Any]:
         raise UserError(f"There is no finished checkpoint at {source}. Run `draftsmith train` with this recipe first.")
     dtype = recipe.convert.dtype or recipe.target.dtype
     inputs = converted_from(source, dtype, quantized)
-    if (finished := run.finished(inputs)) is not None:
+    if (finished := run.finished(inputs, check_files=True)) is not None:
         return finished
 
     checkpoint = Checkpoint.load(source).check()
@@ -52,7 +53,12 @@ def run_convert(recipe: Recipe, run_dir: Path) -> dict[str, Any]:
     write_bytes(run.directory / "README.md", render(checkpoint, recipe.target, quantized=quantized).encode())
     figures = {"parameters": sum(weight.count for weight in checkpoint.weights.values()), "bytes": size}
     console.print(f"convert: {run.directory} holds {figures['parameters'] / 1e6:.1f} M parameters for vLLM")
-    return run.finish(inputs, figures, recipe=recipe.model_dump(mode="json", include={"convert"}))
+    return run.finish(
+        inputs,
+        figures,
+        recipe=recipe.model_dump(mode="json", include={"convert"}),
+        files=drafter_files(run.directory),  # not the card, in which evaluation writes
+    )
 
 
 def converted_from(checkpoint: Path, dtype: str, quantized: str | None) -> str:

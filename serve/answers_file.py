@@ -31,6 +31,10 @@ class AnswersFile:
     """
 
     def __init__(self, path: Path, keys: Sequence[str]) -> None:
+        if path.is_dir():
+            raise UserError(
+                f"{path} is a folder, and the answers are one file. Name one in it, as --out {path / 'answers.jsonl'}."
+            )
         self._path, self._keys = path, keys
         path.parent.mkdir(parents=True, exist_ok=True)
         self._file = path.open("a+b")

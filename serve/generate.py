@@ -171,9 +171,11 @@ class Rows:
         self._samples, self._greedy = options.n, options.temperature == 0
         seed = recipe.seed if options.seed is None else options.seed
         identity = [target.revision, target.config_hash, target.tokenizer_hash, target.chat_template_hash]
-        self._made_from = digest(
-            [*identity, recipe.target.dtype, _as_json(options.parameters()), None if self._greedy else seed]
-        )
+        made_from = [*identity, recipe.target.dtype, _as_json(options.parameters()), None if self._greedy else seed]
+        made_from.append(recipe.engine.max_model_len)  # at which answers end
+        if recipe.engine.options:  # quantization, overrides of the config and others compute other answers
+            made_from.append(recipe.engine.model_dump(mode="json")["options"])
+        self._made_from = digest(made_from)
         self.keys = [row.key for row in self.read(RejectedRows())]
         """Of all rows, in order."""
 
@@ -286,7 +288,7 @@ def _answer_all(
                 row = in_flight.pop(answer.name)
                 tokens += len(answer.token_ids)
                 assert row.turn is not None
-                following = renderer.next(row.turn, answer.token_ids, max_tokens=_least(recipe))
+                following = renderer.next(row.turn, answer.text, max_tokens=_least(recipe))
                 if following is not None:
                     row.turn, row.answered = following, row.answered + len(answer.token_ids)
                     ask(row)

@@ -5,6 +5,7 @@ import shlex
 import signal
 import sys
 import threading
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -12,12 +13,12 @@ from draftsmith.config.methods import Method, NoSpeculation, TrainedDrafter
 from draftsmith.config.recipe import Recipe
 from draftsmith.engine.environment import float32_environment
 from draftsmith.engine.options import check_options
-from draftsmith.engine.speculation import check_graph_sizes, method_config, own_drafter
+from draftsmith.engine.speculation import check_graph_sizes, drafter_sha256, method_config, own_drafter
 from draftsmith.run.errors import UserError
 from draftsmith.run.progress import console
 from draftsmith.serve.schedule import schedule_of
 from draftsmith.serve.speculator import speculator, trains_no_drafter
-from draftsmith.serve.vllm_server import VllmServer, served_names, server_command
+from draftsmith.serve.vllm_server import VllmServer, require_free, served_names, server_command
 from draftsmith.target.info import describe_target
 from draftsmith.target.prepare import prepare_target
 
@@ -56,6 +57,7 @@ def serve(
     command = server_command(recipe, target.path, speculative, name=name, host=host, port=port)
     scheme = "https" if recipe.serve.vllm_args.get("ssl_certfile") else "http"
     url = f"{scheme}://{'127.0.0.1' if host in ('0.0.0.0', '::', '') else host}:{port}"
+    require_free(host, port)
     console.print(f"serve: {name}, {description(speculative)}", highlight=False, soft_wrap=True)
 
     stop = threading.Event()
@@ -91,7 +93,7 @@ def served_method(recipe: Recipe, run_dir: Path, k: int | None) -> Method:
         if schedule is not None:
             ranges = tuple((first, last, k) for first, last, k in schedule)
             return method.model_copy(update={"num_speculative_tokens_per_batch_size": ranges})
-        k = chosen_k(recipe, run_dir)
+        k = chosen_k(recipe, run_dir, drafter_sha256(run_dir / "vllm"))
     if k is None or method.method == "none":
         return method
     return _with_k(method, k)
@@ -116,7 +118,7 @@ def _method_alone(recipe: Recipe, run_dir: Path, k: int | None) -> Method:
         ranges = tuple((first, last, tokens) for first, last, tokens in schedule)
         return measured.method.model_copy(update={"num_speculative_tokens_per_batch_size": ranges})
     evaluated = (run_dir / recipe.evaluate.output / "results.json").is_file()
-    return _with_k(measured.method, chosen_k(recipe, run_dir)) if evaluated else measured.method
+    return _with_k(measured.method, chosen_k(recipe, run_dir, measured.sha256)) if evaluated else measured.method
 
 
 def _with_k(method: Method, k: int) -> Method:
@@ -138,18 +140,31 @@ def description(speculative: dict[str, Any] | None) -> str:
     return f"{speculative['method']},{model} {speculative['num_speculative_tokens']} speculative tokens"
 
 
-def chosen_k(recipe: Recipe, run_dir: Path) -> int:
-    """The K that evaluation chose, or `evaluate.acceptance_k` if it has not run.
+def chosen_k(recipe: Recipe, run_dir: Path, speculates_with: Mapping[str, str]) -> int:
+    """The K that evaluation chose for this drafter, otherwise `evaluate.acceptance_k`.
+
+    Args:
+        speculates_with: `Speculator.sha256` of what is served.
+
     Raises UserError: `results.json` is not an evaluation's."""
     path = run_dir / recipe.evaluate.output / "results.json"
     if not path.is_file():
         return recipe.evaluate.acceptance_k
     try:
-        return int(json.loads(path.read_text())["num_speculative_tokens"])
+        results = json.loads(path.read_text())
+        chosen, measured = int(results["num_speculative_tokens"]), results["drafter_sha256"]
     except (ValueError, KeyError, TypeError):
         raise UserError(
             f"{path} is not the results of an evaluation. Delete it, or give the number of speculative tokens with -k."
         ) from None
+    if measured == speculates_with:
+        return chosen
+    console.print(
+        f"serve: {path} is of another drafter than this one; K is `evaluate.acceptance_k`",
+        highlight=False,
+        soft_wrap=True,
+    )
+    return recipe.evaluate.acceptance_k
 
 
 def curl_command(url: str, name: str, *, with_key: bool = False) -> str:

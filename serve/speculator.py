@@ -10,8 +10,16 @@ from typing import Any
 from draftsmith.config.loading import digest
 from draftsmith.config.methods import DraftModel, Method, NoSpeculation, Suffix, TrainedDrafter
 from draftsmith.config.recipe import Recipe
-from draftsmith.engine.speculation import drafter_name, drafter_sha256, method_config, own_drafter
+from draftsmith.engine.speculation import (
+    drafter_name,
+    drafter_sha256,
+    longest_draft,
+    method_config,
+    model_content,
+    own_drafter,
+)
 from draftsmith.run.errors import UserError
+from draftsmith.target.hub import local_directory
 from draftsmith.target.info import TargetInfo
 
 Ranges = tuple[tuple[int, int, int], ...]
@@ -29,7 +37,7 @@ class Speculator:
     name: str
     """For people."""
     sha256: Mapping[str, str]
-    """SHA-256 of the own drafter's files by name; of the method's options, if it is not the run's own."""
+    """SHA-256 of the own drafter's files by name; if it is not the run's own, of the method's options and its model's files."""
     listed_as: str | None = None
     """Its name in `evaluate.methods`, if it comes from there."""
 
@@ -54,6 +62,14 @@ class Speculator:
             target,
             own_drafter=self.drafter_dir,
             tensor_parallel_size=tensor_parallel_size,
+        )
+
+    def longest_draft(self) -> int | None:
+        """The most tokens that it was trained to draft; None for any number."""
+        if not isinstance(self.method, TrainedDrafter):
+            return None
+        return longest_draft(
+            self.drafter_dir if self.own else local_directory(str(self.method.model), revision=self.method.revision)
         )
 
     def measured(self, recipe: Recipe) -> Recipe:
@@ -125,4 +141,6 @@ def speculator(recipe: Recipe, run_dir: Path) -> Speculator:
     if isinstance(method, TrainedDrafter | DraftModel):
         model = str(method.model)  # of a folder its name alone: results are published, and paths are of one machine
         shown += f" ({Path(model).name if Path(model).is_absolute() else model})"
-    return Speculator(plain, drafter_dir, shown, {"method": digest(plain.model_dump(mode="json"))}, same)
+    # The same folder may hold another model tomorrow.
+    identity = {"method": digest(plain.model_dump(mode="json"))} | model_content(plain)
+    return Speculator(plain, drafter_dir, shown, identity, same)

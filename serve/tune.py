@@ -59,7 +59,7 @@ class Tuned(TypedDict):
     drafter: str
     """What speculated: the run's drafter, or the method in its place."""
     drafter_sha256: dict[str, str]
-    """SHA-256 of the drafter's files by name; of the method's options if it is not the run's own."""
+    """SHA-256 of the drafter's files by name; if it is not the run's own, of the method's options too."""
     sampling: Sampled
     """Of all answers."""
     acceptance_per_position: list[float]
@@ -126,10 +126,11 @@ def run_tune(recipe: Recipe, run_dir: Path, *, verify: bool = False) -> Tuned:
     if (figures := run.finished(inputs)) is not None:
         print_tuned(cast("Tuned", figures))
         return cast("Tuned", figures)
+    engines = TuneEngines(
+        recipe, target, speculates_with, every, output
+    )  # refuses what cannot run, while earlier figures are still there
     run.claim(fresh=True)
     say_options("tune", recipe.engine)
-
-    engines = TuneEngines(recipe, target, speculates_with, every, output)
     with closing(engines.lineup):
         costs, shares = measure_steps(engines, prompts, recipe)
         lengths = {0: 1.0} | {k: 1 + sum(of_k) for k, of_k in shares.items()}

@@ -1,9 +1,11 @@
 """vLLM's OpenAI-compatible server as a child process: its command line, start and end, and the reason of a failure."""
 
+import errno
 import json
 import os
 import re
 import signal
+import socket
 import ssl
 import subprocess
 import sys
@@ -12,6 +14,7 @@ import urllib.request
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
+from http.client import HTTPException
 from pathlib import Path
 from typing import Any
 
@@ -156,12 +159,17 @@ def server_command(
     arguments = environment.memory_arguments(recipe.engine, share=memory_share) | target_arguments(
         target_dir, speculative, options=recipe.engine.options, trust_remote_code=recipe.target.trust_remote_code
     )
+    own = {key: value for key, value in recipe.serve.vllm_args.items() if _flag(key) != _NAMES}
+    # Of an option that is given twice vLLM takes the last; of this one all parts are needed.
+    overrides = [one["hf_overrides"] for one in (own, arguments) if isinstance(one.get("hf_overrides"), dict)]
+    if len(overrides) == 2:
+        arguments = arguments | {"hf_overrides": overrides[0] | overrides[1]}
+        own.pop("hf_overrides")
     command += _flags(arguments)
     if environment.resolved(recipe.engine).enforce_eager:
         command.append("--enforce-eager")
     if recipe.target.trust_remote_code:
         command.append("--trust-remote-code")
-    own = {key: value for key, value in recipe.serve.vllm_args.items() if _flag(key) != _NAMES}
     replaced = {_flag(key) for key in own}
     given = {_flag(key) for key in arguments}
     shared = {key: value for key, value in recipe.engine.options.items() if _flag(key) not in replaced | given}
@@ -208,6 +216,25 @@ def _flag(key: str) -> str:
     return key.replace("_", "-").removeprefix("--")
 
 
+def require_free(host: str, port: int) -> None:
+    """Raises UserError: another program listens there already. Its answers would be taken for the new server's."""
+    family = socket.AF_INET6 if ":" in host else socket.AF_INET
+    with socket.socket(family, socket.SOCK_STREAM) as probe:
+        probe.setsockopt(
+            socket.SOL_SOCKET, socket.SO_REUSEADDR, 1
+        )  # as vLLM: connections that are closing do not count
+        try:
+            probe.bind((host, port))
+        except OSError as error:
+            if error.errno == errno.EADDRINUSE:
+                raise UserError(
+                    f"Another program is listening on port {port} of {host or 'this machine'}. Stop it, or choose another with --port."
+                ) from None
+            raise UserError(
+                f"vLLM cannot listen on port {port} of {host}: {error.strerror or error}. Choose others with --host and --port."
+            ) from None
+
+
 def _healthy(url: str) -> bool:
     # The certificate may name another host, and a proxy cannot reach this address.
     unverified = urllib.request.HTTPSHandler(context=ssl._create_unverified_context())
@@ -215,5 +242,5 @@ def _healthy(url: str) -> bool:
     try:
         with opener.open(f"{url}/health", timeout=2) as answer:
             return bool(answer.status == 200)
-    except OSError:  # URLError is one
+    except (OSError, HTTPException):  # URLError is one of the first; the second is not HTTP
         return False

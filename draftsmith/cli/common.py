@@ -8,6 +8,8 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from draftsmith.run.errors import UserError
+
 if TYPE_CHECKING:
     from draftsmith.target.info import TargetInfo
     from draftsmith.target.prepare import Weights
@@ -26,12 +28,18 @@ def print_json(value: Any) -> None:
 
 
 def describe(target: str, weights: Weights, trust_remote_code: bool) -> TargetInfo:
-    """The target that an option names: a folder, or a Hub id, of which the asked weights are downloaded."""
+    """The target that an option names: a folder, or `OWNER/NAME` or `OWNER/NAME@REVISION` on the Hub, of which the asked weights are downloaded.
+    Raises UserError: there is no such folder, or no such model."""
     from draftsmith.config.target import TargetConfig
     from draftsmith.target.info import describe_target
     from draftsmith.target.prepare import prepare_target
 
-    local = Path(target).expanduser()
-    place = str(local.resolve()) if local.is_dir() else target
-    model = TargetConfig(model=place, trust_remote_code=trust_remote_code)
+    local, revision = Path(target).expanduser(), None
+    if local.is_dir():
+        target = str(local.resolve())
+    elif target.startswith((".", "~", "/")):
+        raise UserError(f"The target {target} does not exist: there is no such folder.")
+    elif "@" in target:
+        target, revision = target.split("@", 1)
+    model = TargetConfig(model=target, revision=revision, trust_remote_code=trust_remote_code)
     return describe_target(prepare_target(model, weights=weights), model)

@@ -20,6 +20,8 @@ if TYPE_CHECKING:
     from draftsmith.target.info import TargetInfo
     from draftsmith.target.prepare import Weights
 
+_RUNS = Path("runs")
+
 
 def convert(
     source: Annotated[
@@ -27,7 +29,7 @@ def convert(
         typer.Argument(help="A recipe or, with --to, a drafter: a folder or a Hub id.", show_default=False),
     ] = None,
     overrides: Overrides = None,
-    runs: RunsDir = Path("runs"),
+    runs: RunsDir = _RUNS,
     as_json: AsJson = False,
     to: Annotated[str | None, typer.Option(help="Format to write; see --list.", show_default=False)] = None,
     out: Annotated[Path | None, typer.Option(help="Folder to write; must not exist.", show_default=False)] = None,
@@ -84,6 +86,11 @@ def convert(
     elif source is None:
         raise UserError("Name a recipe, or a drafter's folder and --to FORMAT; --list prints the formats.")
     elif to is not None:
+        if overrides or runs != _RUNS:
+            raise UserError(
+                "-s and --runs belong to a recipe, and with --to a drafter is converted: use --dtype and --quantize. A run's own drafter is in "
+                "runs/NAME/checkpoint."
+            )
         figures = _convert_drafter(
             source,
             to,

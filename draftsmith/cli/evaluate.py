@@ -9,6 +9,8 @@ from draftsmith.cli.common import AsJson, Overrides, RunsDir, print_json
 from draftsmith.cli.stages import evaluate_stage, run_stage
 from draftsmith.run.errors import UserError
 
+_RUNS = Path("runs")
+
 
 def evaluate(
     places: Annotated[
@@ -16,7 +18,7 @@ def evaluate(
         typer.Argument(metavar="RECIPE", help="The recipe; with --compare, two evaluations.", show_default=False),
     ],
     overrides: Overrides = None,
-    runs: RunsDir = Path("runs"),
+    runs: RunsDir = _RUNS,
     as_json: AsJson = False,
     compare: Annotated[
         bool, typer.Option("--compare", help="Compare evaluation B with A; exit status 3 if B is significantly worse.")
@@ -31,6 +33,10 @@ def evaluate(
     draftsmith evaluate --compare runs/demo/eval runs/other/eval
     """
     if compare:
+        if overrides or runs != _RUNS:
+            raise UserError(
+                "--compare reads two evaluations and no recipe: -s and --runs have no effect there. Leave them out."
+            )
         _compare(places, as_json)
     elif len(places) == 1:
         run_stage(evaluate_stage, places[0], overrides, runs, as_json)

@@ -14,6 +14,7 @@ from draftsmith.cli.common import AsJson, Overrides, RecipePath, RunsDir, print_
 from draftsmith.cli.published import for_serving
 from draftsmith.cli.vllm_options import SpeculativeConfig, with_speculative_config
 from draftsmith.config.loading import load_recipe
+from draftsmith.config.methods import NoSpeculation
 from draftsmith.config.sources import Prompts
 from draftsmith.run.errors import UserError
 
@@ -61,10 +62,14 @@ def generate(
 
     draftsmith generate recipes/demo.yaml recipes/prompts/demo-heldout.jsonl --out answers.jsonl -s sampling.temperature=0
     """
+    if method is not None and speculative_config is not None:
+        raise UserError("`--method` and `--speculative-config` are two ways to say the same. Leave one out.")
     overrides = with_speculative_config(overrides, speculative_config)
     if method is not None:
         overrides.append(f"serve.method={_section(method)}")
     loaded = for_serving(load_recipe(recipe, overrides))
+    if k is not None and isinstance(loaded.serve.method, NoSpeculation):
+        raise UserError("`-k` is a number of draft tokens, and `method: none` drafts none. Leave one of them out.")
     source = _source(prompts, layout, limit)
     from draftsmith.serve.generate import run_generate
 

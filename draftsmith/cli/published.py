@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from draftsmith.config.loading import digest
-from draftsmith.config.methods import Method, TrainedDrafter
+from draftsmith.config.methods import Method, NoSpeculation, TrainedDrafter
 from draftsmith.config.recipe import Recipe
 from draftsmith.run.errors import UserError
 
@@ -16,8 +16,6 @@ if TYPE_CHECKING:
 
 _VERSION = 2
 """Counted up when conversions change, so that copies of before are made anew."""
-_READ = ("*.json", "*.safetensors", "*.bin", "*.pt")
-"""Files that a conversion reads."""
 
 
 def for_serving(recipe: Recipe) -> Recipe:
@@ -33,9 +31,7 @@ def for_serving(recipe: Recipe) -> Recipe:
     if recipe.serve.method is not None:
         method = _loadable(recipe.serve.method, recipe)
         return recipe.model_copy(update={"serve": recipe.serve.model_copy(update={"method": method})})
-    if recipe.extract.prompts is None and recipe.evaluate.methods:
-        return _with_methods(recipe, [next(iter(recipe.evaluate.methods))])
-    return recipe
+    return _with_first_method(recipe) if recipe.extract.prompts is None else recipe
 
 
 def for_evaluation(recipe: Recipe) -> Recipe:
@@ -45,7 +41,13 @@ def for_evaluation(recipe: Recipe) -> Recipe:
 
 def for_tuning(recipe: Recipe) -> Recipe:
     """The same for what `tune` measures: a run's own drafter, or what is served in the place of it."""
-    return for_serving(recipe) if recipe.extract.prompts is None else recipe
+    if recipe.extract.prompts is not None:
+        return recipe
+    return _with_first_method(recipe) if isinstance(recipe.serve.method, NoSpeculation) else for_serving(recipe)
+
+
+def _with_first_method(recipe: Recipe) -> Recipe:
+    return _with_methods(recipe, list(recipe.evaluate.methods)[:1])
 
 
 def _with_methods(recipe: Recipe, names: list[str]) -> Recipe:
@@ -74,7 +76,9 @@ def _loadable(method: Method, recipe: Recipe) -> Method:
         _check_config(source, found)
         return method
     target = describe_target(prepare_target(recipe.target), recipe.target)
-    label = (source.parent.parent if is_snapshot(source) else source.resolve()).name  # `models--OWNER--NAME`, or the folder's
+    label = (
+        source.parent.parent if is_snapshot(source) else source.resolve()
+    ).name  # `models--OWNER--NAME`, or the folder's
     place = cache_dir() / "drafters" / f"{label.removeprefix('models--')}-{_digest(source, target)[:16]}"
     if stage.read(place) is None:
         try:
@@ -113,12 +117,6 @@ def _check_config(source: Path, found: Found) -> None:
 
 
 def _digest(source: Path, target: TargetInfo) -> str:
-    from draftsmith.run.atomic_io import sha256_of
-    from draftsmith.target.hub import is_snapshot
+    from draftsmith.engine.speculation import content_of
 
-    # A commit of the Hub is named by its content.
-    content: object = [source.parent.parent.name, source.name]
-    if not is_snapshot(source):
-        files = sorted(path for pattern in _READ for path in source.glob(pattern))
-        content = [[path.name, sha256_of(path)] for path in files]
-    return digest([_VERSION, content, target.config_hash, target.revision])
+    return digest([_VERSION, content_of(source), target.config_hash, target.revision])

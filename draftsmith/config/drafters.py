@@ -55,6 +55,8 @@ class ServingSpec:
     needs_vocab_size: bool = False
     """vLLM 0.32 looks for the vocabulary's size at the top of the target's config (config/speculative.py), where one that nests its language
     model's has none."""
+    eight_bits: bool = True
+    """vLLM can take its linear layers with 8-bit weights."""
     further_files: tuple[str, ...] = ()
     """Files that vLLM reads beside `config.json` and `model.safetensors`."""
     runner_v2: bool = True
@@ -342,6 +344,7 @@ class MedusaOptions(DrafterOptions):
         fixed_k=True,
         needs_vocab_size=True,
         single_pass=True,
+        eight_bits=False,
         k_field="num_heads",
         runner_v2=False,
     )
@@ -374,6 +377,7 @@ class MlpOptions(DrafterOptions):
         architecture="EagleMLPSpeculatorModel",
         needs_plugin=True,
         weights_per_token=True,
+        eight_bits=False,
         k_field="n_predict",
         rows_read=("*.emb.*.weight",),
     )

@@ -114,8 +114,8 @@ class EvaluateConfig(Section):
 class TuneConfig(Section):
     """What `draftsmith tune` measures."""
 
-    k: tuple[Annotated[int, Field(ge=1)], ...] = Field((1, 2, 3, 4, 5), min_length=1)
-    """Numbers of speculative tokens."""
+    k: tuple[Annotated[int, Field(ge=1)], ...] | None = Field(None, min_length=1)
+    """Numbers of speculative tokens. Default: 1 to 5, or as many as the drafter drafts if those are fewer."""
     concurrency: tuple[Annotated[int, Field(ge=1)], ...] = Field((1, 4, 16), min_length=1)
     """Batch sizes, in sequences."""
     suite: str | None = None

@@ -55,6 +55,10 @@ def load_recipe(path: str | Path, overrides: list[str] | None = None) -> Recipe:
         data = yaml.safe_load(path.read_text())
     except yaml.YAMLError as error:
         raise UserError(f"{path} is not valid YAML: {error}") from None
+    except UnicodeDecodeError:
+        raise UserError(
+            f"{path} is not text. A recipe is a YAML file; a model is named in one (`target.model`, `target.gguf`)."
+        ) from None
     if not isinstance(data, dict):
         raise UserError(f"{path} must be a YAML mapping with the keys {', '.join(Recipe.model_fields)}.")
     return validated(data, overrides, path=path)

@@ -59,6 +59,21 @@ class Recipe(Section):
                 f"`evaluate.k: [{able}]` and `evaluate.acceptance_k: {min(3, most)}`, or train it for more "
                 f"(`train.drafter.{drafter.serving.k_field}`)"
             )
+        tuned = max(self.tune.k or (0,))
+        if most is not None and tuned > most:
+            raise ValueError(
+                f"`tune.k` asks for {tuned} speculative tokens, but this drafter drafts at most {most}: leave it out, or train the drafter for "
+                f"more (`train.drafter.{drafter.serving.k_field}`)"
+            )
+        return self
+
+    @model_validator(mode="after")
+    def _quantized_where_vllm_can(self) -> Recipe:
+        drafter = self.train.drafter
+        if self.convert.quantize is not None and not drafter.serving.eight_bits:
+            raise ValueError(
+                f"`convert.quantize: {self.convert.quantize}`: vLLM takes no 8-bit weights of drafters of the kind `{drafter.kind}`; leave it out"
+            )
         return self
 
     @model_validator(mode="after")

@@ -57,11 +57,11 @@ class TurnRenderer:
         opening, later = conversation.opening()
         return Turn(opening, self.renderer.prompt(opening), later)
 
-    def next(self, turn: Turn, answer: Sequence[int], *, max_tokens: int) -> Turn | None:
+    def next(self, turn: Turn, answer: Sequence[int] | str, *, max_tokens: int) -> Turn | None:
         """The turn after an answered one; None if there is none, the chat template refuses it, or it leaves no room.
 
         Args:
-            answer: token ids of the target's answer to `turn`.
+            answer: the target's answer to `turn`: token ids, or its text as the engine returned it, without what stopped it.
             max_tokens: room to leave for the next answer.
         """
         if not turn.later:
@@ -76,9 +76,9 @@ class TurnRenderer:
             return None
         return Turn(asked, ids, turn.later[1:], turn.number + 1)
 
-    def with_answer(self, conversation: Conversation, answer: Sequence[int]) -> Conversation:
-        """The conversation with the target's answer (token ids) as its last message."""
-        message = {"role": "assistant", "content": self.decode(answer)}
+    def with_answer(self, conversation: Conversation, answer: Sequence[int] | str) -> Conversation:
+        """The conversation with the target's answer (token ids or text) as its last message."""
+        message = {"role": "assistant", "content": answer if isinstance(answer, str) else self.decode(answer)}
         return replace(conversation, messages=[*conversation.messages, message])
 
     def decode(self, answer: Sequence[int]) -> str:

@@ -17,18 +17,18 @@ from draftsmith.engine import environment
 from draftsmith.run.atomic_io import sha256_of
 from draftsmith.run.errors import UserError
 from draftsmith.run.progress import console
-from draftsmith.target.hub import local_directory
+from draftsmith.target.hub import is_snapshot, local_directory
 from draftsmith.target.info import TargetInfo
 from draftsmith.target.pretrained import config_of, language_config
 
 _FILES = ("config.json", "model.safetensors")
+_CONTENT = ("*.json", "*.safetensors", "*.bin", "*.pt")
 _USUAL_K = 3  # speculative tokens of a drafter if nothing says how many
 _MTP_LAYERS = ("num_nextn_predict_layers", "mtp_num_hidden_layers", "num_mtp_modules")
 """Fields of targets' configs with the number of multi-token prediction layers."""
 _MTP_UNCOUNTED = {"mimo_v2", "nemotron_h", "longcat_flash", "step3p5", "dots3"}
 """Targets that have such layers but no such field."""
-FIXED_K = {"suffix", *(method_of(kind) for kind, options in KINDS.items() if options.serving.fixed_k)}
-"""Methods of recipes with which vLLM drafts the same number of tokens at every load."""
+_FIXED_K = {"suffix", *(method_of(kind) for kind, options in KINDS.items() if options.serving.fixed_k)}
 DEPENDING_ON_K = {method_of(kind) for kind, options in KINDS.items() if options.serving.depends_on_k}
 """Methods of recipes whose draft tokens can depend on how many are drafted."""
 
@@ -104,12 +104,19 @@ def method_config(
         if tensor_parallel_size > 1:
             config.setdefault("draft_tensor_parallel_size", 1)
     schedule = method.num_speculative_tokens_per_batch_size
-    if schedule and method.method in FIXED_K and len({k for _, _, k in schedule}) > 1:
+    if schedule and drafts_fixed_k(method) and len({k for _, _, k in schedule}) > 1:
         raise UserError(
-            f"vLLM's `{method.method}` drafts the same number of tokens at every load, but "
+            f"vLLM's `{method.method}`{' with `parallel_drafting`' if method.method not in _FIXED_K else ''} drafts the same number of tokens at every load, but "
             "`num_speculative_tokens_per_batch_size` has several. Give num_speculative_tokens instead."
         )
     return config
+
+
+def drafts_fixed_k(method: Method) -> bool:
+    """Whether vLLM drafts the same number of tokens with it at every load. With `parallel_drafting`, under whatever method's name, its
+    proposer gives each request as many rows as the largest K has, and with a smaller one takes those of other requests for drafts
+    (vllm/v1/spec_decode/llm_base_proposer.py)."""
+    return method.method in _FIXED_K or bool(getattr(method, "parallel_drafting", None))
 
 
 def _check_split(method: ModelMethod, tensor_parallel_size: int) -> None:
@@ -268,6 +275,21 @@ def drafter_sha256(drafter_dir: Path) -> dict[str, str]:
                 "`draftsmith convert RECIPE` is enough."
             )
     return {name: sha256_of(drafter_dir / name) for name in names}
+
+
+def content_of(directory: Path) -> dict[str, str]:
+    """What identifies a model's files: SHA-256 by name, or the commit of a snapshot in the Hub's cache."""
+    if is_snapshot(directory):
+        return {"repository": directory.parent.parent.name, "commit": directory.name}
+    files = (path for pattern in _CONTENT for path in directory.glob(pattern))
+    return {path.name: sha256_of(path) for path in sorted(files)}
+
+
+def model_content(method: Method) -> dict[str, str]:
+    """The same of the model that a method names; empty if it names none. Raises UserError: it is not there."""
+    if not isinstance(method, DraftModel | TrainedDrafter) or method.model is None:
+        return {}
+    return content_of(local_directory(method.model, revision=method.revision))
 
 
 def serving_spec(drafter_dir: Path) -> ServingSpec:

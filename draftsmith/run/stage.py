@@ -9,7 +9,7 @@ import json
 import shutil
 import subprocess
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -53,7 +53,10 @@ def claim(directory: Path, *, fresh: bool) -> None:
             f"{directory} is not empty and was not made by Draftsmith, so it is left alone. "
             "Move it away, or choose another run with `-s name=OTHER`."
         )
-    if fresh and directory.is_dir():
+    if fresh and directory.is_symlink():  # to another disk: its folder is emptied, the link stays
+        for path in directory.iterdir():
+            shutil.rmtree(path) if path.is_dir() and not path.is_symlink() else path.unlink()
+    elif fresh and directory.is_dir():
         shutil.rmtree(directory)
     directory.mkdir(parents=True, exist_ok=True)
     (directory / OWNER).touch()
@@ -77,10 +80,14 @@ def versions() -> dict[str, str]:
 
 def git_commit() -> str | None:
     """The commit of the checkout that this package runs from, or None outside one."""
-    folder = Path(__file__).resolve().parent
-    command = ["git", "-C", str(folder), "rev-parse", "HEAD"]
+    file = Path(__file__).resolve()
+    git = ["git", "-C", str(file.parent)]
     try:
-        done = subprocess.run(command, capture_output=True, text=True, check=False)
+        # An environment may lie in the checkout of another project, which does not track this file.
+        tracked = subprocess.run([*git, "ls-files", "--error-unmatch", file.name], capture_output=True, check=False)
+        if tracked.returncode:
+            return None
+        done = subprocess.run([*git, "rev-parse", "HEAD"], capture_output=True, text=True, check=False)
     except OSError:
         return None
     return done.stdout.strip() or None
@@ -103,10 +110,19 @@ class StageRun:
     started: float = field(default_factory=time.time)
     """`time.time()` at its start."""
 
-    def finished(self, inputs: str) -> dict[str, Any] | None:
-        """Return the figures if the directory is finished for exactly these inputs, and say so; otherwise None."""
+    def finished(self, inputs: str, *, check_files: bool = False) -> dict[str, Any] | None:
+        """Return the figures if the directory is finished for exactly these inputs, and say so; otherwise None.
+
+        Args:
+            check_files: also that the files whose SHA-256 the record keeps are as they were written.
+        """
         record = read(self.directory)
         if record is None or record["inputs"] != inputs:
+            return None
+        if check_files and (changed := _changed(self.directory, record.get("files") or {})) is not None:
+            console.print(
+                f"{self.stage}: {changed} is not as it was written and is made again", highlight=False, soft_wrap=True
+            )
             return None
         console.print(f"{self.stage}: {self.directory} is up to date", highlight=False, soft_wrap=True)
         figures: dict[str, Any] = record["figures"]
@@ -140,3 +156,9 @@ class StageRun:
         }
         write_json(self.directory / MARKER, record)
         return figures
+
+
+def _changed(directory: Path, hashes: Mapping[str, str]) -> Path | None:
+    """A file that is missing, or has another SHA-256 than its record says; None if there is none."""
+    paths = ((directory / name, expected) for name, expected in hashes.items())
+    return next((path for path, expected in paths if not path.is_file() or sha256_of(path) != expected), None)

@@ -94,7 +94,9 @@ def _prepare_gguf(gguf: Path, *, sha256: str, dtype: str) -> Path:
     if prepared.is_dir():
         return prepared
     if importlib.util.find_spec("gguf") is None:
-        raise UserError("Reading a GGUF target needs the package gguf: `pip install -e '.[demo]'` in Draftsmith's folder.")
+        raise UserError(
+            "Reading a GGUF target needs the package gguf: `pip install -e '.[demo]'` in Draftsmith's folder."
+        )
     console.print(f"preparing {gguf.name} as a Hugging Face directory ({dtype})", highlight=False, soft_wrap=True)
 
     import torch

@@ -41,7 +41,7 @@ from draftsmith.data.prompts import Prompt
 from draftsmith.data.turns import TurnRenderer
 from draftsmith.engine.environment import resolved
 from draftsmith.engine.options import check_options
-from draftsmith.engine.speculation import check_graph_sizes
+from draftsmith.engine.speculation import check_graph_sizes, model_content
 from draftsmith.run import stage
 from draftsmith.run.atomic_io import write_bytes, write_json
 from draftsmith.run.errors import DraftsmithError, UserError
@@ -113,6 +113,7 @@ def run_evaluate(recipe: Recipe, run_dir: Path) -> Results:
     }
     dtypes = timed_dtypes(recipe, target.config)
     recipe = recipe.model_copy(update={"evaluate": recipe.evaluate.model_copy(update={"dtypes": dtypes})})
+    models = {name: model_content(method) for name, method in recipe.evaluate.methods.items()}
     inputs = digest(
         {
             "version": RESULTS_VERSION,
@@ -123,6 +124,7 @@ def run_evaluate(recipe: Recipe, run_dir: Path) -> Results:
             "dtypes": dtypes,
             "max_tokens": recipe.extract.response_tokens(held_out=True),
             "predicted": predicted,
+            **({"models": models} if any(models.values()) else {}),
             # Prompts for timing are drawn with it. Digests with the default are those of before it counted.
             **({"seed": recipe.seed} if recipe.seed else {}),
             **sections,

@@ -20,7 +20,7 @@ from draftsmith.engine.environment import Gpu
 from draftsmith.engine.fit import require_two_engines
 from draftsmith.engine.memory import GIB, EngineMemory, engine_memory, side_by_side, weight_bytes
 from draftsmith.engine.quantization import require_drafter_dtype, require_quantization
-from draftsmith.engine.speculation import FIXED_K, has_8_bit_weights
+from draftsmith.engine.speculation import drafts_fixed_k, has_8_bit_weights
 from draftsmith.run.errors import UserError
 from draftsmith.run.progress import Bar
 from draftsmith.serve.evaluation.engine import EngineHost, EngineSpec, SharedEngine, start_engines
@@ -181,7 +181,7 @@ def serves_every_k(method: Method, engine: recipe.EngineConfig) -> bool:
     Some methods have a fixed K. CUDA graphs are captured for the batches of one K; with other numbers of tokens a step is padded
     to a larger graph, or runs without one.
     """
-    return method.method not in FIXED_K and (environment.is_cpu() or bool(environment.resolved(engine).enforce_eager))
+    return not drafts_fixed_k(method) and (environment.is_cpu() or bool(environment.resolved(engine).enforce_eager))
 
 
 def groups(specs: Mapping[Key, EngineSpec], baseline_of: Callable[[Key], Key]) -> list[list[Key]]:

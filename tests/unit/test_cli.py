@@ -38,6 +38,7 @@ def test_bad_input(
 ) -> None:
     runs = ["--runs", str(tmp_path / "runs")]
     to_store = ["--target", str(tmp_path / "no-target"), "--out", str(tmp_path / "store")]
+    (tmp_path / "model.gguf").write_bytes(b"GGUF\xff\xfe")
     cases = [
         (["extract", str(tmp_path / "nothing.yaml")], "No recipe at"),
         (["extract", str(recipe), "-s", "train.epoch=3"], "did you mean `epochs`?"),
@@ -45,6 +46,31 @@ def test_bad_input(
         (["extract", str(recipe), *runs], "target does not exist"),
         (["train", str(recipe), *runs], "no finished store"),
         (["convert", str(recipe), *runs], "no finished checkpoint"),
+        (["run", str(tmp_path / "model.gguf")], "model.gguf is not text"),
+        (
+            ["convert", "d", "--to", "vllm", "--out", "o", "-s", "convert.quantize=int8"],
+            "with --to a drafter is converted",
+        ),
+        (["evaluate", "a", "b", "--compare", *runs], "have no effect there"),
+        (
+            [
+                "generate",
+                str(recipe),
+                "p",
+                "--out",
+                "o",
+                "--method",
+                "ngram",
+                "--speculative-config",
+                '{"method": "ngram"}',
+            ],
+            "Leave one out",
+        ),
+        (["generate", str(recipe), "p", "--out", "o", "--method", "none", "-k", "3"], "drafts none"),
+        (
+            ["import", str(tmp_path), "--target", "./typo", *to_store[2:], "--layer-ids", "1,2"],
+            "target ./typo does not exist",
+        ),
         (
             ["export", str(tmp_path), "--to", "zip", "--out", str(tmp_path / "out")],
             "`--to zip` must be one of files, speculators.",

@@ -24,7 +24,7 @@ from draftsmith.drafters.batch import Batch
 from draftsmith.drafters.checkpoint import Checkpoint
 from draftsmith.drafters.dflash import DFlashConfig, DFlashDrafter
 from draftsmith.drafters.init.blocks import _attend_to_distances
-from draftsmith.engine.speculation import FIXED_K, drafter_sha256, own_drafter, speculative_config
+from draftsmith.engine.speculation import drafter_sha256, drafts_fixed_k, own_drafter, speculative_config
 from draftsmith.run.errors import UserError
 from draftsmith.store.format import Sequence
 from draftsmith.target.info import describe_target
@@ -488,7 +488,7 @@ def test_it_is_served_with_no_more_tokens_than_were_trained(trained: Path) -> No
     with pytest.raises(UserError, match=r"at most 3 tokens, and 4 were requested.*train\.drafter\.block_size"):
         speculative_config(folder, 4)
     assert own_drafter(folder).method == "dflash"
-    assert "dflash" in FIXED_K
+    assert drafts_fixed_k(own_drafter(folder))
     card = (folder / "README.md").read_text()
     assert '"method": "dflash"' in card
     assert "all layers after the first with the first layer's weights" in card

@@ -219,6 +219,38 @@ def test_other_answers_are_left_alone(recipe: Recipe, tmp_path: Path, engine: Ca
         with pytest.raises(UserError, match=r"not an answer of `draftsmith generate`|answer to another"):
             run(recipe, tmp_path)
         assert out.read_bytes() == content
+    with pytest.raises(UserError, match=r"is a folder.*--out"):
+        run(recipe, tmp_path, out=".")
+
+
+@pytest.mark.parametrize("engine_section", [{"options": {"quantization": "fp8"}}, {"max_model_len": 256}])
+def test_answers_of_another_engine_are_not_mixed(
+    recipe: Recipe, tmp_path: Path, engine: Callable[..., None], engine_section: dict[str, Any]
+) -> None:
+    engine()
+    run(recipe, tmp_path)
+    changed = recipe.engine.model_copy(update=engine_section)
+    with pytest.raises(UserError, match=r"answer to another"):
+        run(recipe.model_copy(update={"engine": changed}), tmp_path)
+
+
+def test_earlier_answers_of_a_conversation_are_what_was_written(
+    recipe: Recipe, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """vLLM cuts what stopped an answer off its text, and not off its tokens."""
+    monkeypatch.setattr(process, "engine_context", lambda: multiprocessing.get_context("fork"))
+
+    def child(pipe: Any, arguments: dict[str, Any], sampling: dict[str, Any]) -> None:
+        pipe.send(None)
+        while (given := pipe.recv()) is not None:
+            for one in given:
+                pipe.send(Answered(one.name, [ord(letter) - 32 for letter in "YesEND"], "Yes", "stop", None))
+        pipe.send((10, 30, 12, (8, 3, 1)))
+
+    monkeypatch.setattr(generate, "child", child)
+    run(recipe, tmp_path)
+    talk = next(row for row in lines(tmp_path) if row["id"] == "turns")
+    assert [one["content"] for one in talk["messages"]] == ["First", "Yes", "Second", "Yes"]
 
 
 def test_one_process_writes(tmp_path: Path) -> None:

@@ -8,15 +8,17 @@ from typing import Any
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from pydantic import TypeAdapter
 
 from draftsmith.config import recipe
+from draftsmith.config.methods import AnyMethod, Method
 from draftsmith.engine import environment
 from draftsmith.engine.environment import Gpu
 from draftsmith.engine.memory import GIB, EngineMemory
 from draftsmith.run.errors import UserError
 from draftsmith.serve.evaluation import engine as engine_module
 from draftsmith.serve.evaluation.engine import EngineSpec
-from draftsmith.serve.evaluation.lineup import Lineup, Placement, groups, place
+from draftsmith.serve.evaluation.lineup import Lineup, Placement, groups, place, serves_every_k
 
 
 def gpus(count: int, gib: float = 79) -> list[Gpu]:
@@ -45,6 +47,22 @@ def test_each_variant_is_beside_its_baseline_and_two_engines_are_up(others: list
         assert len({dtype for _, dtype in group}) == 1
         assert len({specs[key].name for key in group}) == 2
     assert len(found) == len({specs[key].name for key in specs if key[0]}), "what shares an engine is asked together"
+
+
+@pytest.mark.parametrize(
+    ("method", "every_k"),
+    [
+        ({"method": "eagle3"}, True),
+        ({"method": "ngram"}, True),
+        ({"method": "p_eagle"}, False),
+        ({"method": "eagle3", "parallel_drafting": True}, False),
+        ({"method": "draft_model", "model": "amd/PARD", "parallel_drafting": True}, False),
+        ({"method": "draft_model", "model": "a/b"}, True),
+    ],
+)
+def test_one_engine_drafts_at_every_k_unless_it_always_drafts_the_most(method: dict[str, Any], every_k: bool) -> None:
+    found: Method = TypeAdapter(AnyMethod).validate_python(method)
+    assert serves_every_k(found, recipe.EngineConfig(enforce_eager=True)) == every_k
 
 
 def test_engines_are_placed_on_as_few_gpus_as_hold_them() -> None:

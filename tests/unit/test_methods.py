@@ -148,6 +148,14 @@ def test_drafters_fit_the_target_and_the_method(target: TargetInfo, tmp_path: Pa
     }
     with pytest.raises(UserError, match="for the method `p_eagle`, but the recipe's method is `eagle3`"):
         _config(target, {"method": "eagle3"}, p_eagle)
+    # P-EAGLE under the name that vLLM has for it, with which its proposer has as many rows at every load.
+    by_load = {
+        "method": "eagle3",
+        "parallel_drafting": True,
+        "num_speculative_tokens_per_batch_size": [[1, 4, 2], [5, 8, 1]],
+    }
+    with pytest.raises(UserError, match="vLLM's `eagle3` with `parallel_drafting` drafts the same number"):
+        _config(target, by_load, p_eagle)
     for drafter in (medusa, p_eagle):
         by_load = {"method": drafter.name, "num_speculative_tokens_per_batch_size": [[1, 4, 2], [5, 8, 0]]}
         with pytest.raises(UserError, match=f"vLLM's `{drafter.name}` drafts the same number of tokens at every load"):

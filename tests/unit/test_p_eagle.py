@@ -11,7 +11,7 @@ from torch.nn import functional as F
 
 from draftsmith.config.drafters import PEagleOptions
 from draftsmith.drafters.p_eagle import PEagleConfig, PEagleDrafter
-from draftsmith.engine.speculation import FIXED_K, own_drafter, speculative_config
+from draftsmith.engine.speculation import drafts_fixed_k, own_drafter, speculative_config
 from draftsmith.run.errors import UserError
 from draftsmith.store.format import Sequence
 from draftsmith.target.info import describe_target
@@ -252,7 +252,7 @@ def test_it_is_served_in_parallel_and_with_no_more_tokens_than_were_trained(tmp_
     with pytest.raises(UserError, match=r"at most 3 tokens, and 4 were requested.*train\.drafter\.num_depths"):
         speculative_config(folder, 4)
     assert own_drafter(folder).method == "p_eagle"
-    assert "p_eagle" in FIXED_K
+    assert drafts_fixed_k(own_drafter(folder))
     assert '"parallel_drafting": true' in (folder / "README.md").read_text()
 
 

@@ -137,14 +137,17 @@ def test_every_format_is_served(
     assert [path.name for path in cache.iterdir()] == [copy.name], "and nothing half-written is left"
 
 
-@pytest.mark.parametrize("named_in", ["serve", "evaluate"])
+@pytest.mark.parametrize("named_in", ["serve", "evaluate", "evaluate beside none"])
 def test_without_a_drafter_of_the_runs_own_all_commands_take_the_same_copy(
     named_in: str, target: TargetInfo, tmp_path: Path, cache: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Otherwise another drafter would be measured than served, and `serve` would not find the schedule that `tune` made for it."""
     written = recipe_for(target, str(publish(tmp_path / "theirs", "eagle")), "eagle").model_dump(mode="json")
     del written["extract"]["prompts"]
-    written["serve" if named_in == "evaluate" else "evaluate"] = {}
+    if named_in == "serve":
+        written["evaluate"] = {}
+    else:
+        written["serve"] = {} if named_in == "evaluate" else {"method": {"method": "none"}}
     recipe = Recipe.model_validate(written)
     (tmp_path / "recipe.json").write_text(json.dumps(written))
     given: dict[str, Recipe] = {}
@@ -161,15 +164,21 @@ def test_without_a_drafter_of_the_runs_own_all_commands_take_the_same_copy(
     monkeypatch.setattr(process_module, "prepare_engines", lambda engine: None)
     stages.tune(tmp_path / "recipe.json", runs=tmp_path / "none")
     stages.evaluate_stage(recipe, tmp_path / "none")
-    given["serve"] = for_serving(recipe)
+    if named_in == "evaluate beside none":
+        assert for_serving(recipe) == recipe, "it is served without a drafter"
+    else:
+        given["serve"] = for_serving(recipe)
     found = {command: speculator(one, tmp_path / "none") for command, one in given.items()}
     (copy,) = cache.iterdir()
     for one in found.values():
         assert isinstance(one.method, TrainedDrafter)
         assert one.method.model == str(copy)
-        assert one.sha256 == found["serve"].sha256
+        assert one.sha256 == found["tune"].sha256
         assert one.name == f"eagle ({copy.name})"
     assert copy.name.startswith("theirs-")
+    weights = load_file(copy / "model.safetensors")
+    save_file({name: value + 1 for name, value in weights.items()}, copy / "model.safetensors")
+    assert speculator(given["tune"], tmp_path / "none").sha256 != found["tune"].sha256, "another model in the folder"
 
 
 def test_a_changed_drafter_is_converted_again(target: TargetInfo, tmp_path: Path, cache: Path) -> None:

@@ -12,8 +12,11 @@ import pytest
 import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
+from pydantic import ValidationError
 from safetensors.torch import load_file, save_file
 
+from draftsmith.config.drafters import KINDS
+from draftsmith.config.recipe import Recipe
 from draftsmith.convert.convert import convert_checkpoint, read, recognize
 from draftsmith.convert.formats import FORMATS
 from draftsmith.convert.inspection import inspect
@@ -81,6 +84,26 @@ def floating(found: Checkpoint, scheme: str) -> tuple[str, ...]:
     eight_bits = FORMATS["vllm"].layouts[found.kind].eight_bits
     assert eight_bits is not None
     return eight_bits.floating(rounds_inputs=SCHEMES[scheme].inputs is not None)
+
+
+def test_a_recipe_knows_which_kinds_have_them() -> None:
+    """It is refused when it is read, not after the drafter was trained."""
+    assert {kind: options.serving.eight_bits for kind, options in KINDS.items()} == {
+        kind: FORMATS["vllm"].layouts[kind].eight_bits is not None for kind in KINDS
+    }
+    for kind, options in KINDS.items():
+        section = {
+            "name": "r",
+            "target": {"model": "a/b"},
+            "train": {"drafter": {"kind": kind}},
+            "convert": {"quantize": "int8"},
+        }
+        section["evaluate"] = {"k": [1], "acceptance_k": 1}
+        if options.serving.eight_bits:
+            assert Recipe.model_validate(section).convert.quantize == "int8"
+            continue
+        with pytest.raises(ValidationError, match=rf"no 8-bit weights of drafters of the kind `{kind}`"):
+            Recipe.model_validate(section)
 
 
 @pytest.mark.parametrize("scheme", SCHEMES)

@@ -7,6 +7,7 @@ import multiprocessing
 import os
 import re
 import shlex
+import socket
 import subprocess
 import threading
 import time
@@ -454,14 +455,51 @@ def _recipe() -> recipe.Recipe:
     )
 
 
-def test_the_server_takes_the_k_that_evaluation_chose(tmp_path: Path) -> None:
-    assert server.chosen_k(_recipe(), tmp_path) == 3  # acceptance_k
+def test_the_server_takes_the_k_that_evaluation_chose(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    drafter = {"model.safetensors": "abc"}
+    assert server.chosen_k(_recipe(), tmp_path, drafter) == 3  # acceptance_k
     (tmp_path / "eval").mkdir()
-    (tmp_path / "eval" / "results.json").write_text('{"num_speculative_tokens": 2}')
-    assert server.chosen_k(_recipe(), tmp_path) == 2
+    results = {"num_speculative_tokens": 2, "drafter_sha256": drafter}
+    (tmp_path / "eval" / "results.json").write_text(json.dumps(results))
+    assert server.chosen_k(_recipe(), tmp_path, drafter) == 2
+    capsys.readouterr()
+    assert server.chosen_k(_recipe(), tmp_path, {"model.safetensors": "of a later training"}) == 3
+    assert "is of another drafter" in capsys.readouterr().err
     (tmp_path / "eval" / "results.json").write_text("[]")
     with pytest.raises(UserError):
-        server.chosen_k(_recipe(), tmp_path)
+        server.chosen_k(_recipe(), tmp_path, drafter)
+
+
+@pytest.mark.parametrize("answer", [b"HTTP/1.1 200 OK\r\nContent-Length: 0\r\n\r\n", b"220 mail\r\n"])
+def test_a_taken_port_is_refused_before_anything_starts(answer: bytes) -> None:
+    """The other program's answer would be taken for the new server's."""
+    with socket.create_server(("127.0.0.1", 0)) as other:
+        port = other.getsockname()[1]
+        with pytest.raises(UserError, match=f"listening on port {port} .*--port"):
+            vllm_server.require_free("127.0.0.1", port)
+
+        def reply() -> None:
+            connection, _ = other.accept()
+            with connection:
+                connection.recv(1000)
+                connection.sendall(answer)
+
+        thread = threading.Thread(target=reply)
+        thread.start()
+        assert vllm_server._healthy(f"http://127.0.0.1:{port}") == (b"200" in answer)
+        thread.join()
+    vllm_server.require_free("127.0.0.1", port)
+
+
+def test_overrides_of_the_target_s_config_are_merged(monkeypatch: pytest.MonkeyPatch) -> None:
+    needed = {"hf_overrides": {"vocab_size": 5}}
+    monkeypatch.setattr(vllm_server, "target_arguments", lambda *arguments, **named: needed)
+    loaded = _recipe().model_copy(
+        update={"serve": recipe.ServeConfig(vllm_args={"hf_overrides": {"rope_theta": 2.0, "vocab_size": 4}})}
+    )
+    command = vllm_server.server_command(loaded, Path("/t"), {"method": "medusa"}, name="n", host="h", port=1)
+    assert command.count("--hf-overrides") == 1
+    assert json.loads(command[command.index("--hf-overrides") + 1]) == {"rope_theta": 2.0, "vocab_size": 5}
 
 
 @pytest.mark.parametrize(

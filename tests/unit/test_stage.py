@@ -1,5 +1,6 @@
 """Stage directories: finished, unfinished, and those that are not Draftsmith's."""
 
+import subprocess
 import time
 
 import pytest
@@ -54,6 +55,44 @@ def test_claiming_unfinishes_and_keeps_or_clears(tmp_path):
     assert (directory / "shard").exists()
     stage.claim(directory, fresh=True)
     assert not (directory / "shard").exists()
+
+
+def test_a_file_that_changed_unfinishes_where_that_is_asked(tmp_path, capsys):
+    run = StageRun("convert", tmp_path / "vllm")
+    for damage in (lambda path: path.unlink(), lambda path: path.write_text("weigh")):
+        run.claim(fresh=True)
+        (run.directory / "model").write_text("weights")
+        run.finish("abc", {"bytes": 7}, recipe={}, files=("model",))
+        assert run.finished("abc", check_files=True) == {"bytes": 7}
+        damage(run.directory / "model")
+        assert run.finished("abc") == {"bytes": 7}
+        assert run.finished("abc", check_files=True) is None
+        assert "is not as it was written" in " ".join(capsys.readouterr().err.split())
+
+
+def test_a_link_to_a_directory_stays_one(tmp_path):
+    disk = tmp_path / "disk"
+    stage.claim(disk, fresh=False)
+    (disk / "folder").mkdir()
+    (disk / "folder" / "shard").write_text("x")
+    (tmp_path / "store").symlink_to(disk)
+    stage.claim(tmp_path / "store", fresh=True)
+    assert (tmp_path / "store").is_symlink()
+    assert [path.name for path in disk.iterdir()] == [stage.OWNER]
+
+
+def test_the_commit_is_of_the_checkout_that_has_this_file(tmp_path, monkeypatch):
+    def git(*arguments):
+        subprocess.run(["git", "-C", tmp_path, "-c", "user.name=a", "-c", "user.email=a@b", *arguments], check=True)
+
+    git("init", "--quiet")
+    git("commit", "--quiet", "--allow-empty", "--message", "another project")
+    copy = tmp_path / "stage.py"
+    copy.write_text("")
+    monkeypatch.setattr(stage, "__file__", str(copy))
+    assert stage.git_commit() is None
+    git("add", "stage.py")
+    assert len(stage.git_commit()) == 40
 
 
 def test_a_directory_of_somebody_else_is_left_alone(tmp_path):

@@ -9,7 +9,7 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
-from pydantic import TypeAdapter
+from pydantic import TypeAdapter, ValidationError
 from safetensors.torch import save_file
 
 from draftsmith.config import recipe
@@ -69,6 +69,31 @@ def test_planted_figures_are_found(run: tuple[recipe.Recipe, Path]) -> None:
     (run_dir / "vllm" / "model.safetensors").write_bytes(b"y")
     assert schedule_of(run_dir, "tune") is None
     assert server.served_method(loaded, run_dir, None).num_speculative_tokens == loaded.evaluate.acceptance_k
+
+
+def test_no_more_tokens_are_tried_than_the_drafter_drafts(run: tuple[recipe.Recipe, Path]) -> None:
+    loaded, run_dir = run
+    tune = TuneConfig(concurrency=(1,), tokens=41)
+    assert tune.k is None
+    config = {"architectures": ["MedusaModel"], "num_heads": 2}
+    (run_dir / "vllm" / "config.json").write_text(json.dumps(config))
+    found = run_tune(loaded.model_copy(update={"tune": tune}), run_dir)
+    assert list(found["step_cost"]["1"]) == ["1", "2"]
+    # What cannot run leaves what was found.
+    with pytest.raises(UserError, match=r"at most 2 tokens, and 3 were requested"):
+        run_tune(loaded.model_copy(update={"tune": tune.model_copy(update={"k": (3,)})}), run_dir)
+    record = stage.read(run_dir / "tune")
+    assert record is not None
+    assert record["figures"] == found
+    wrong = {
+        "name": "r",
+        "target": {"model": "a/b"},
+        "train": {"drafter": {"kind": "medusa", "num_heads": 2}},
+        "tune": {"k": [3]},
+    }
+    wrong["evaluate"] = {"k": [1], "acceptance_k": 1}
+    with pytest.raises(ValidationError, match=r"`tune\.k` asks for 3 speculative tokens"):
+        recipe.Recipe.model_validate(wrong)
 
 
 def test_an_engine_for_every_k_gives_the_ratios_of_one_for_each(
