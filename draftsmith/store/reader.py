@@ -11,6 +11,7 @@ from typing import NamedTuple
 import torch
 import xxhash
 
+from draftsmith.run.errors import UserError
 from draftsmith.run.safetensors_io import DTYPES, parse_header
 from draftsmith.store.codec import checksum_of, decode
 from draftsmith.store.format import CorruptStore, Sequence, Shard, StoreIdentity, counts_of, read_manifest
@@ -18,6 +19,8 @@ from draftsmith.store.format import CorruptStore, Sequence, Shard, StoreIdentity
 # Python's `mmap.madvise` would keep each file open.
 _MADVISE = ctypes.CDLL(None).madvise
 _MADVISE.argtypes = [ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int]
+_MOST_MAPPINGS = Path("/proc/sys/vm/max_map_count")
+_OWN_MAPPINGS = 4000  # of libraries, threads and memory: Python with torch has about 1,500
 
 
 class _Entry(NamedTuple):
@@ -58,6 +61,7 @@ class Store:
             identity.require_fields(
                 wanted, folder, way_out=f"Only stores of one identity mix; the first is {directory}."
             )
+            _require_mappings(folder, len(self._shards) + len(shards))
             for about in shards:
                 shard = OpenShard(folder, about, identity)
                 self._shards.append(shard)
@@ -141,6 +145,17 @@ class Store:
             token_ids = torch.cat([token_ids, token_ids.new_tensor([entry.next_token])])
             loss_mask = torch.cat([loss_mask, loss_mask.new_tensor([True])])
         return token_ids, loss_mask
+
+
+def _require_mappings(folder: Path, shards: int) -> None:
+    """Raises UserError: the system lets a process map fewer files than a store's shards and the process's own."""
+    limit = int(_MOST_MAPPINGS.read_text()) if _MOST_MAPPINGS.is_file() else shards + _OWN_MAPPINGS
+    if shards + _OWN_MAPPINGS > limit:
+        raise UserError(
+            f"The store at {folder} has too many shards to map: {shards} with those before it, where this system lets a process map {limit} "
+            f"pieces of files (vm.max_map_count). Raise that, `sudo sysctl -w vm.max_map_count={2 * (shards + _OWN_MAPPINGS)}`; stores that are "
+            "extracted with a larger `extract.shard_tokens` have fewer."
+        )
 
 
 class OpenShard:

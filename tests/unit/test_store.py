@@ -25,6 +25,7 @@ from draftsmith.extract.extract import _most_bytes, _require_free_space
 from draftsmith.extract.requests import ExtractRequest
 from draftsmith.run.errors import DraftsmithError, UserError
 from draftsmith.run.prefetch import prefetched
+from draftsmith.store import reader as store_reader
 from draftsmith.store import writer as store_writer
 from draftsmith.store.codec import Form, channel_exponents, encode_states
 from draftsmith.store.format import CorruptStore, EncodedSequence, Sequence, StoreIdentity
@@ -506,6 +507,28 @@ def test_several_stores_read_as_one(tmp_path: Path) -> None:
         # Conversation 3 is in both and held out in one: it is there once, and not trained on.
         same(found, replace(make_sequence(sample_id, 3, 3, last_has_state=False), held_out=sample_id in (1, 3)))
     assert store.rows(held_out=True) == [1, 3]
+
+
+def test_more_shards_than_the_system_maps_are_refused_with_the_way_out(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Otherwise the mapping fails in the middle of opening, after days of extraction, as if memory were short."""
+    with open_writer(tmp_path, shard_tokens=1) as writer:
+        for number in range(3):
+            writer.append(make_sequence(number, 2, 3, last_has_state=True))
+        writer.close()
+    limit = tmp_path / "max_map_count"
+    monkeypatch.setattr(store_reader, "_MOST_MAPPINGS", limit)
+    for allowed in (4003, 4002):
+        limit.write_text(f"{allowed}\n")
+        if allowed == 4003:
+            assert len(Store(tmp_path)) == 3
+            continue
+        with pytest.raises(UserError, match=r"too many shards.*vm\.max_map_count.*sysctl.*extract\.shard_tokens"):
+            Store(tmp_path)
+        with pytest.raises(UserError, match="6 with those before it"):
+            limit.write_text("4004")
+            Store(tmp_path, tmp_path)
 
 
 def test_states_stay_private(tmp_path: Path) -> None:
