@@ -45,7 +45,8 @@ class Format:
     loaded_by_vllm: Literal["nowhere", "on GPUs", "everywhere"] = "nowhere"
     """Where vLLM serves a drafter of this format as it is, and rightly but for `misread_by_vllm`. In vLLM's own format it always does."""
     complete_for_vllm: Callable[[Mapping[str, Any]], bool] = lambda _: True
-    """Whether `config.json` states all that has another default in vLLM than in the format. Where it does not, the drafter is converted."""
+    """Whether `config.json` states, where all of vLLM looks, what has another default in vLLM than in the format. Where it does not, the
+    drafter is converted."""
     misread_by_vllm: tuple[Callable[[Source], str | None], ...] = ()
     """Each says what a drafter that vLLM loads as it is computes, and vLLM does not, without an error; None for nothing."""
 

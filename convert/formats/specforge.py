@@ -8,7 +8,7 @@ from functools import partial
 
 from draftsmith.convert.formats.base import Format
 from draftsmith.convert.formats.eagle3 import by_midlayer, recognize_midlayer
-from draftsmith.drafters.eagle3 import eagle3_layout
+from draftsmith.drafters.eagle3 import eagle3_layout, ids_unsaid
 from draftsmith.drafters.layout import Entry
 
 FORMAT = Format(
@@ -17,7 +17,9 @@ FORMAT = Format(
     layouts={
         "eagle3": eagle3_layout(
             old_rope=True,
-            ids=Entry("layer_ids", tuple, "eagle_config.eagle_aux_hidden_state_layer_ids", shift=-1),
+            ids=Entry(
+                "layer_ids", tuple, "eagle_config.eagle_aux_hidden_state_layer_ids", default=ids_unsaid, shift=-1
+            ),
             flags=False,
             names=by_midlayer,
             supported={"layer_ids": lambda ids: min(ids) > 0},  # the embedding, id 0, is no layer's output

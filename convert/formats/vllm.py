@@ -7,6 +7,7 @@ from draftsmith.config.drafters import KINDS
 from draftsmith.convert.formats import blocks
 from draftsmith.convert.formats.base import Format
 from draftsmith.drafters import drafter_class
+from draftsmith.drafters.eagle3 import IDS_IN_SECTION
 from draftsmith.drafters.layout import EXTRA, look_up
 
 
@@ -23,10 +24,19 @@ def _recognize(record: Mapping[str, Any], names: Collection[str]) -> tuple[str, 
     return stated if stated in fitting else fitting[0], f"its architecture is {named[0]}"
 
 
+def _both_runners_read_the_layers(record: Mapping[str, Any]) -> bool:
+    """Both of vLLM's runners look at the first key. Of the section, one of them does not, and takes the target's default layers
+    without a word (vllm/v1/worker/gpu_model_runner.py, vllm/v1/worker/gpu/spec_decode/eagle/eagle3_utils.py)."""
+    if record.get("eagle_aux_hidden_state_layer_ids"):
+        return True
+    return not any(look_up(record, path) for path in IDS_IN_SECTION)
+
+
 FORMAT = Format(
     name="vllm",
     title="the format that vLLM serves",
     layouts={kind: drafter_class(kind).vllm_layout for kind in KINDS},
     recognize=_recognize,
+    complete_for_vllm=_both_runners_read_the_layers,
     misread_by_vllm=(blocks.needs_no_draft_from_anchor(blocks.DRAFTS_FROM_ANCHOR),),
 )

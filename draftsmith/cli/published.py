@@ -95,10 +95,10 @@ def _is_loaded_by_vllm(source: Path, name: str) -> bool:
     from draftsmith.engine import environment
     from draftsmith.run.atomic_io import read_json
 
-    if name == "vllm":
-        return True
     if name not in FORMATS or not FORMATS[name].complete_for_vllm(read_json(source / "config.json")):
         return False
+    if name == "vllm":
+        return True  # or serving says what is missing
     where = FORMATS[name].loaded_by_vllm
     one_file = (source / "model.safetensors").is_file()  # serving takes no other
     return one_file and (where == "everywhere" or (where == "on GPUs" and not environment.is_cpu()))

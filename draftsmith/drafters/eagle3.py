@@ -17,7 +17,7 @@ Names and shapes of the tensors are those of published checkpoints and of vLLM's
 import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, ClassVar, Self
+from typing import Any, ClassVar, NoReturn, Self
 
 import torch
 from torch import nn
@@ -37,7 +37,7 @@ from draftsmith.drafters.decoder import (
 )
 from draftsmith.drafters.init import least_squares
 from draftsmith.drafters.init.induction import ROWS_TO_LOOK_UP, attend_by_codes, fit_codes, fit_outputs, write_codes
-from draftsmith.drafters.layout import EXTRA, EightBits, Entry, Layout, Source, look_up, same_names
+from draftsmith.drafters.layout import EXTRA, EightBits, Entry, Layout, Source, same_names
 from draftsmith.drafters.norm import RMSNorm
 from draftsmith.run.errors import UserError
 from draftsmith.target.info import TargetInfo
@@ -67,20 +67,16 @@ class Eagle3Config(DecoderConfig):
         return len(self.layer_ids) * (self.target_hidden_size or self.hidden_size)
 
 
-def _first_said(*paths: str) -> Callable[[Source, dict[str, Any]], Any]:
-    def read(source: Source, config: dict[str, Any]) -> Any:
-        found = next((value for path in paths if (value := look_up(source.record, path)) is not None), None)
-        if found is None:
-            raise UserError(
-                "The config does not say which of the target's states the drafter reads "
-                "(`eagle_aux_hidden_state_layer_ids`). Name the target it was made for with --target: its depth decides."
-            )
-        return tuple(found)
-
-    return read
+IDS_IN_SECTION = ("eagle_config.eagle_aux_hidden_state_layer_ids", "eagle_config.layer_ids")
+"""Where else vLLM looks for the layer ids: its first model runner at the first alone, its second at the second alone."""
 
 
-_IDS = ("eagle_config.eagle_aux_hidden_state_layer_ids", "eagle_aux_hidden_state_layer_ids")
+def ids_unsaid(source: Source, config: dict[str, Any]) -> NoReturn:
+    """`Entry.default` of `layer_ids`, where neither the config nor a target says them. Raises UserError."""
+    raise UserError(
+        "The config does not say which of the target's states the drafter reads "
+        "(`eagle_aux_hidden_state_layer_ids`). Name the target it was made for with --target: its depth decides."
+    )
 
 
 def eagle3_layout(
@@ -133,7 +129,13 @@ def eagle3_layout(
 
 
 _VLLM = eagle3_layout(
-    ids=Entry("layer_ids", tuple, "eagle_aux_hidden_state_layer_ids", default=_first_said(*_IDS)),
+    ids=Entry(
+        "layer_ids",
+        tuple,
+        "eagle_aux_hidden_state_layer_ids",
+        default=ids_unsaid,
+        other_keys=IDS_IN_SECTION,
+    ),
     flags=True,
     # vLLM's second model runner compares the head's `weight` with the target's (vllm/v1/worker/gpu/spec_decode/eagle/utils.py): packed
     # integers have none, and 8-bit floats compare with nothing. Integers that are not packed just differ.

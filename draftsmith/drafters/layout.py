@@ -45,6 +45,8 @@ class Entry:
     """Value of an absent key, or a function of the source and the preceding fields that returns it."""
     shift: int = 0
     """For lists of numbers: the key's value minus the field's."""
+    other_keys: tuple[str, ...] = ()
+    """Dotted paths that are looked up where the key is absent, in this order; they are not written."""
 
     @property
     def path(self) -> str:
@@ -52,21 +54,24 @@ class Entry:
 
     @property
     def paths(self) -> tuple[str, ...]:
-        return (self.path,)
+        return (self.path, *self.other_keys)
 
     def read(self, source: Source, config: dict[str, Any]) -> Any:
-        value = look_up(source.record, self.path)
-        if value is None:
-            value = source.known.get(self.field)
-            if value is not None:
-                return value
-            if self.default is REQUIRED:
-                hint = " Name the drafter's target with --target." if self.path.startswith(EXTRA) else ""
-                raise UserError(f"The config does not say what `{self.field}` is (`{self.path}`).{hint}")
-            return self.default(source, config) if callable(self.default) else self.default
-        return self._checked(value)
+        for path in self.paths:
+            value = look_up(source.record, path)
+            left_out = self.type is tuple and value == []  # vLLM takes an empty list for an absent key
+            if value is not None and not left_out:
+                return self._checked(value, path)
+        # The target's last: it says what is usual, and the config what this drafter was trained with.
+        value = source.known.get(self.field)
+        if value is not None:
+            return value
+        if self.default is REQUIRED:
+            hint = " Name the drafter's target with --target." if self.path.startswith(EXTRA) else ""
+            raise UserError(f"The config does not say what `{self.field}` is (`{self.path}`).{hint}")
+        return self.default(source, config) if callable(self.default) else self.default
 
-    def _checked(self, value: Any) -> Any:
+    def _checked(self, value: Any, path: str) -> Any:
         numbers = value if self.type is tuple else [value]
         wanted: Any = {tuple: int, float: (int, float)}.get(self.type, self.type)
         right = isinstance(numbers, list | tuple) and all(
@@ -74,11 +79,11 @@ class Entry:
         )
         if not right or (self.type is int and not 0 < value < 1 << 31):
             said = {tuple: "a list of whole numbers", int: "a whole number above 0"}.get(self.type, self.type.__name__)
-            raise UserError(f"`{self.path}` is {str(value)[:80]!r} in the config, where {said} should be.")
+            raise UserError(f"`{path}` is {str(value)[:80]!r} in the config, where {said} should be.")
         if self.type is tuple:
             return tuple(one - self.shift for one in value)
         if self.type is float and not 0 <= value < 1000:  # an epsilon or a share: NaN and nonsense fail here
-            raise UserError(f"`{self.path}` is {value} in the config.")
+            raise UserError(f"`{path}` is {value} in the config.")
         return float(value) if self.type is float else value
 
     def write(self, record: dict[str, Any], value: Any) -> None:

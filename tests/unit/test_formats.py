@@ -348,6 +348,43 @@ def test_ropes_old_and_new(tmp_path: Path) -> None:
     assert read(tmp_path, recognize(tmp_path)).config["rope_parameters"] == ROPES[1]
 
 
+@pytest.mark.parametrize("key", ["eagle_aux_hidden_state_layer_ids", "layer_ids"])
+def test_layer_ids_of_the_config_come_before_the_target_s(key: str, tmp_path: Path) -> None:
+    """Wherever vLLM looks for them; only without any, or with an empty list, those that are usual for the target are taken."""
+    FORMATS["vllm"].write(make_checkpoint("eagle3", EAGLE3 | {"layer_ids": [1, 4, 6]}, torch.float32, 3), tmp_path)
+    record = json.loads((tmp_path / "config.json").read_text())
+    known = {"layer_ids": (2, 5, 8)}
+
+    def layer_ids(top: Any, section: Any, known: dict[str, Any] = known) -> list[int]:
+        changes = {"eagle_aux_hidden_state_layer_ids": top, "eagle_config": {key: section}}
+        kept = {name: value for name, value in (record | changes).items() if value is not None}
+        (tmp_path / "config.json").write_text(json.dumps(kept))
+        found = FORMATS["vllm"].read(tmp_path, "eagle3", target=UNKNOWN_TARGET, known=known)
+        return list(found.config["layer_ids"])
+
+    for absent in (None, []):
+        assert layer_ids(absent, [1, 4, 6]) == layer_ids(absent, [1, 4, 6], {}) == [1, 4, 6]
+        assert layer_ids([1, 4, 6], absent) == [1, 4, 6]
+        assert layer_ids(absent, absent) == [2, 5, 8]
+        with pytest.raises(UserError, match=r"does not say which of the target's states.*--target"):
+            layer_ids(absent, absent, {})
+    assert layer_ids([1, 4, 6], [2, 4, 6]) == [1, 4, 6]
+    with pytest.raises(UserError, match=rf"`eagle_config\.{key}` is '7' in the config, where a list of whole numbers"):
+        layer_ids(None, 7)
+
+
+def test_an_empty_list_of_layers_says_nothing(tmp_path: Path) -> None:
+    FORMATS["specforge"].write(make_checkpoint("eagle3", EAGLE3, torch.float32, 3), tmp_path)
+    record = json.loads((tmp_path / "config.json").read_text())
+    record["eagle_config"]["eagle_aux_hidden_state_layer_ids"] = []
+    (tmp_path / "config.json").write_text(json.dumps(record))
+    known = {"layer_ids": (2, 5, 8)}
+    found = FORMATS["specforge"].read(tmp_path, "eagle3", target=UNKNOWN_TARGET, known=known)
+    assert list(found.config["layer_ids"]) == [2, 5, 8]
+    with pytest.raises(UserError, match=r"does not say which of the target's states.*--target"):
+        read(tmp_path, recognize(tmp_path))
+
+
 def test_tied_heads(tmp_path: Path) -> None:
     found = make_checkpoint("eagle3", EAGLE3 | {"draft_vocab_size": VOCAB}, torch.float32, 3, own_embedding=True)
     FORMATS["vllm"].write(found, tmp_path)

@@ -203,6 +203,30 @@ def test_what_vllm_loads_is_left_alone(target: TargetInfo, tmp_path: Path, cache
     assert not cache.exists()
 
 
+@pytest.mark.parametrize("key", ["eagle_aux_hidden_state_layer_ids", "layer_ids"])
+def test_layers_that_one_of_vllm_s_runners_does_not_read_are_written(
+    key: str, target: TargetInfo, tmp_path: Path, cache: Path
+) -> None:
+    """It would take the target's default layers, without an error."""
+    folder = tmp_path / "theirs"
+    folder.mkdir()
+    kind, config = PUBLISHED["specforge"]
+    FORMATS["vllm"].write(make_checkpoint(kind, config | {"layer_ids": [1, 2, 3]}), folder)
+    record = json.loads((folder / "config.json").read_text())
+    recipe = recipe_for(target, str(folder), kind)
+    assert for_serving(recipe) == recipe
+    del record["eagle_aux_hidden_state_layer_ids"]
+    (folder / "config.json").write_text(json.dumps(record | {"eagle_config": {key: [1, 2, 3]}}))
+    method = for_serving(recipe).serve.method
+    assert isinstance(method, TrainedDrafter)
+    assert Path(method.model or "").parent == cache
+    written = json.loads((Path(method.model or "") / "config.json").read_text())
+    assert written["eagle_aux_hidden_state_layer_ids"] == [1, 2, 3]
+    for section in ({key: []}, {}):  # both runners take the default
+        (folder / "config.json").write_text(json.dumps(record | {"eagle_config": section}))
+        assert for_serving(recipe) == recipe
+
+
 ZLAB: dict[str, Any] = {
     "architectures": ["DFlashDraftModel"], "model_type": "qwen3", "hidden_size": HIDDEN, "intermediate_size": 24, "num_hidden_layers": 2,
     "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 8, "hidden_act": "silu", "rms_norm_eps": 1e-5, "rope_theta": 10000,
