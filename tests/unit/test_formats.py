@@ -385,6 +385,57 @@ def test_an_empty_list_of_layers_says_nothing(tmp_path: Path) -> None:
         read(tmp_path, recognize(tmp_path))
 
 
+MEDUSA = {
+    "layer_ids": [5], "hidden_size": 16, "rms_norm_eps": 1e-5, "vocab_size": VOCAB, "draft_vocab_size": VOCAB, "num_heads": 5,
+    "num_layers": 1, "bias": True, "shared_head": False,
+}  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("stated", "layers", "said"),
+    [
+        ({"medusa_num_heads": 2, "medusa_num_layers": 1}, 1, "`medusa_num_heads: 2`, but its tensors are those of 5"),
+        ({"medusa_num_heads": 5, "medusa_num_layers": 1}, 2, "`medusa_num_layers: 1`, but its tensors are those of 2"),
+        ({"medusa_num_heads": 5, "medusa_num_layers": 1}, 1, ""),
+        ({}, 2, ""),
+    ],
+)
+def test_medusa_s_heads_and_layers_are_those_of_the_tensors(
+    stated: dict[str, Any], layers: int, said: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """The authors' own configs say 2 heads where the files have 5."""
+    found = make_checkpoint("medusa", MEDUSA | {"num_layers": layers}, torch.float32, 3)
+    (tmp_path / "theirs").mkdir()
+    FORMATS["medusa"].write(found, tmp_path / "theirs")
+    (tmp_path / "theirs" / "config.json").write_text(json.dumps(stated))
+    known = {"layer_ids": [5], "rms_norm_eps": 1e-5}
+    again = FORMATS["medusa"].read(tmp_path / "theirs", "medusa", target=UNKNOWN_TARGET, known=known)
+    assert again.config == found.config
+    printed = " ".join(capsys.readouterr().err.split())
+    assert printed.count("convert:") == bool(said)
+    assert said in printed
+
+
+@pytest.mark.parametrize(
+    ("change", "why"),
+    [
+        (lambda config, tensors: config.update(medusa_num_heads="many"), "`medusa_num_heads` is 'many'"),
+        (lambda config, tensors: tensors.pop("3.0.linear.weight"), r"no tensors 4\.0\.linear\.bias"),
+        (lambda config, tensors: tensors.pop("3.1.weight"), r"lacks 3\.1\.weight"),
+        (lambda config, tensors: [tensors.pop(f"{head}.0.linear.weight") for head in range(5)], "has no heads"),
+    ],
+)
+def test_a_damaged_medusa(change: Callable[[dict[str, Any], dict[str, Any]], Any], why: str, tmp_path: Path) -> None:
+    FORMATS["medusa"].write(make_checkpoint("medusa", MEDUSA, torch.float32, 3), tmp_path)
+    config, file = json.loads((tmp_path / "config.json").read_text()), tmp_path / "medusa_lm_head.safetensors"
+    tensors = load_file(file)
+    change(config, tensors)
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    save_file(tensors, file)
+    with pytest.raises(UserError, match=why):
+        FORMATS["medusa"].read(tmp_path, "medusa", target=UNKNOWN_TARGET, known={})
+
+
 def test_tied_heads(tmp_path: Path) -> None:
     found = make_checkpoint("eagle3", EAGLE3 | {"draft_vocab_size": VOCAB}, torch.float32, 3, own_embedding=True)
     FORMATS["vllm"].write(found, tmp_path)
