@@ -179,7 +179,8 @@ class Layout:
     """Takes the kind's config and the names of its tensors; returns the format's names, each with the kind's. If several of
     the format's names are copies of one tensor, only the first is required."""
     fixed: Mapping[str, Any] = field(default_factory=dict)
-    """Keys with one value: written as they are; another value on reading is an error."""
+    """Keys with one value: written as they are; another value on reading is an error, but for a `sliding_window` that
+    `use_sliding_window: false` beside it turns off."""
     derived: Mapping[str, Callable[[Any], Any]] = field(default_factory=dict)
     """Keys that are computed from the config on writing, and not read."""
     irrelevant: frozenset[str] = frozenset()
@@ -220,7 +221,7 @@ class Layout:
             config[each.field] = each.read(source, config)
         for path, value in self.fixed.items():
             found = look_up(source.record, path)
-            if found is not None and found != value:
+            if found is not None and found != value and not _is_switched_off(source.record, path):
                 raise UserError(f"`{path}` is {str(found)[:80]!r} in the config; only {value!r} can be converted.")
         paths = (path for each in self.fields for path in each.paths)
         known = {*paths, *self.fixed, *self.derived, *self.irrelevant, EXTRA}
@@ -252,6 +253,12 @@ class Layout:
         for each in self.fields:
             each.write(record, getattr(config, each.field))
         return record
+
+
+def _is_switched_off(record: Mapping[str, Any], path: str) -> bool:
+    """Whether the key is the size of a sliding window that its config does not use: those of Qwen2 have both keys."""
+    section, dot, name = path.rpartition(".")
+    return name == "sliding_window" and look_up(record, f"{section}{dot}use_sliding_window") is False
 
 
 def look_up(record: Mapping[str, Any], path: str) -> Any:

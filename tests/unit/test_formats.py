@@ -385,6 +385,34 @@ def test_an_empty_list_of_layers_says_nothing(tmp_path: Path) -> None:
         read(tmp_path, recognize(tmp_path))
 
 
+@pytest.mark.parametrize(
+    ("name", "kind"),
+    [("specforge", "eagle3"), ("vllm", "eagle3"), ("speculators", "eagle3"), ("eagle", "eagle"), ("vllm", "dspark")],
+)
+def test_a_sliding_window_that_is_turned_off(name: str, kind: str, tmp_path: Path) -> None:
+    """As in all configs of Qwen2 and 2.5. Without the key that turns it off, such a window is one."""
+    configs = {"eagle3": EAGLE3, "dspark": DSPARK}
+    eagle = {name: value for name, value in DSPARK.items() if name in EAGLE3} | {
+        "draft_vocab_size": VOCAB,
+        "noise": 0.0,
+    }
+    found = make_checkpoint(kind, configs.get(kind, eagle | {"layer_ids": [5]}), torch.float32, 3)
+    FORMATS[name].write(found, tmp_path)
+    record = json.loads((tmp_path / "config.json").read_text())
+
+    def again(window: int, **used: bool) -> Checkpoint:
+        layers = record["transformer_layer_config"] if name == "speculators" else record
+        layers.pop("use_sliding_window", None)
+        layers |= {"sliding_window": window, **used}
+        (tmp_path / "config.json").write_text(json.dumps(record))
+        return FORMATS[name].read(tmp_path, kind, target=UNKNOWN_TARGET, known={})
+
+    assert_equal(again(131072, use_sliding_window=False), found)
+    for used in ({}, {"use_sliding_window": True}):
+        with pytest.raises(UserError, match=r"sliding_window` is .* in the config; only (None|False) can be converted"):
+            again(131072, **used)
+
+
 MEDUSA = {
     "layer_ids": [5], "hidden_size": 16, "rms_norm_eps": 1e-5, "vocab_size": VOCAB, "draft_vocab_size": VOCAB, "num_heads": 5,
     "num_layers": 1, "bias": True, "shared_head": False,
