@@ -1,6 +1,5 @@
 """`draftsmith inspect`: identify a directory, verify it, and describe what a store holds."""
 
-import json
 import time
 from pathlib import Path
 from typing import Any
@@ -9,9 +8,13 @@ import torch
 from safetensors import SafetensorError, safe_open
 
 from draftsmith.config.drafters import KINDS, kind_of_architecture
+from draftsmith.convert.convert import recognize
 from draftsmith.drafters.checkpoint import RECORD, WEIGHTS, Checkpoint, CorruptCheckpoint
+from draftsmith.drafters.layout import EXTRA, look_up
 from draftsmith.run import stage
+from draftsmith.run.atomic_io import read_json
 from draftsmith.run.errors import UserError
+from draftsmith.run.weights import open_weights, weight_files
 from draftsmith.store.format import MANIFEST, CorruptStore
 from draftsmith.store.reader import Store
 from draftsmith.target.hub import is_snapshot
@@ -23,10 +26,10 @@ COVERAGE_SIZES = tuple(2**n for n in range(8, 19))
 def inspect(directory: Path, *, stats: bool = False) -> dict[str, Any]:
     """Identify `directory` and verify it by reading all of it.
 
-    Returns `kind` (`store`, `checkpoint` or `vllm`), `path`, `finished` (whether its stage finished), `good`, `about`
-    (what it holds), `damage` if not good (`file`, byte range `start : end` if known, `message`, `places`: how many),
-    and with `stats`, for a store, the result of `store_stats`. Raises UserError: it is not a directory of Draftsmith's,
-    or its format is of another version.
+    Returns `kind` (`store`, `checkpoint`, `vllm`, or `drafter` of another format or damaged), `path`, `finished` (whether
+    its stage finished), `good`, `about` (what it holds), `damage` if not good (`file`, byte range `start : end` if known,
+    `message`, `places`: how many), and with `stats`, for a store, the result of `store_stats`. Raises UserError: it is none
+    of these, or its format is of another version.
     """
     finished = is_snapshot(directory) or stage.read(directory) is not None  # a commit on the Hub is complete
     report = {"path": str(directory), "finished": finished} if directory.is_dir() else {}
@@ -35,14 +38,14 @@ def inspect(directory: Path, *, stats: bool = False) -> dict[str, Any]:
     if stats:
         raise UserError(f"`--stats` is for stores, and {directory} is not one: it has no {MANIFEST}.")
     if (directory / RECORD).is_file():
-        return report | {"kind": "checkpoint"} | _inspect_weights(directory, directory / WEIGHTS, _about_checkpoint)
-    if (directory / "config.json").is_file() and (directory / "model.safetensors").is_file():
-        return report | {"kind": "vllm"} | _inspect_weights(directory, directory / "model.safetensors", _about_drafter)
+        return report | {"kind": "checkpoint"} | _inspect_checkpoint(directory)
+    if (directory / "config.json").is_file() and weight_files(directory):
+        return report | _inspect_drafter(directory)
     outputs = [name for name in ("store", "checkpoint", "vllm") if (directory / name).is_dir()]
     hint = f" It is a run: inspect {' or '.join(str(directory / name) for name in outputs)}." if outputs else ""
     raise UserError(
-        f"{directory} is not a store ({MANIFEST}), checkpoint ({RECORD}) or drafter for vLLM (config.json and "
-        f"model.safetensors).{hint}"
+        f"{directory} is not a store ({MANIFEST}), checkpoint ({RECORD}) or drafter (config.json and files with "
+        f"tensors).{hint}"
     )
 
 
@@ -74,21 +77,25 @@ def _damage(damage: CorruptStore, *, places: int) -> dict[str, Any]:
     return place | {"message": str(damage), "places": places}
 
 
-def _inspect_weights(directory: Path, weights: Path, describe: Any) -> dict[str, Any]:
+def _inspect_checkpoint(directory: Path) -> dict[str, Any]:
     """Verify that the safetensors file opens, has the length that its header says, and holds only finite values."""
+    weights = directory / WEIGHTS
     try:
         with safe_open(weights, framework="pt") as file:
             for name in file.keys():  # noqa: SIM118 (not a mapping)
-                tensor = file.get_tensor(name)
-                wide = tensor.float() if tensor.itemsize == 1 else tensor  # isfinite does not support 8-bit floats
-                if tensor.is_floating_point() and not torch.isfinite(wide).all():
-                    raise ValueError(f"the tensor {name} has values that are not finite")
-        return {"good": True, "about": describe(directory)}
+                _check_finite(name, file.get_tensor(name))
+        return {"good": True, "about": _about_checkpoint(directory)}
     except (SafetensorError, OSError, ValueError, KeyError, TypeError, AttributeError, CorruptCheckpoint) as error:
         message = (
             f"{directory} is damaged: {weights.name} or its description cannot be used ({error}). Run its stage again."
         )
         return {"good": False, "about": {}, "damage": {"file": str(weights), "message": message, "places": 1}}
+
+
+def _check_finite(name: str, values: torch.Tensor) -> None:
+    wide = values.float() if values.itemsize == 1 else values  # isfinite does not support 8-bit floats
+    if values.is_floating_point() and not torch.isfinite(wide).all():
+        raise ValueError(f"the tensor {name} has values that are not finite")
 
 
 def _about_checkpoint(directory: Path) -> dict[str, Any]:
@@ -103,19 +110,44 @@ def _about_checkpoint(directory: Path) -> dict[str, Any]:
     }
 
 
-def _about_drafter(directory: Path) -> dict[str, Any]:
-    config = json.loads((directory / "config.json").read_text())
-    drafts = "draft_vocab_size" in config or any(map(kind_of_architecture, config.get("architectures") or ()))
-    if not drafts and not stage.read(directory):
-        raise UserError(f"{directory} is a model for transformers or vLLM, not a drafter that Draftsmith made.")
-    made_as = KINDS.get(str((config.get("draftsmith") or {}).get("kind")))
-    if made_as and (missing := [name for name in made_as.serving.further_files if not (directory / name).is_file()]):
-        raise ValueError(f"{missing[0]} is missing")
-    return {
-        "architectures": config.get("architectures"),
-        "draft_vocab_size": config.get("draft_vocab_size"),
-        "bytes": (directory / "model.safetensors").stat().st_size,
+def _inspect_drafter(directory: Path) -> dict[str, Any]:
+    """Verify a drafter of any format: that its files open, are whole and hold only finite values. Raises UserError: it is no drafter."""
+    try:
+        record, weights = read_json(directory / "config.json"), open_weights(directory)
+    except UserError as error:
+        return {"kind": "drafter"} | _damaged_drafter(directory, str(error))
+    try:
+        found = recognize(directory)
+    except UserError:
+        found = None  # of a kind that only vLLM knows, or no drafter
+    named = record.get("architectures") if isinstance(record.get("architectures"), list) else None
+    drafts = "draft_vocab_size" in record or any(map(kind_of_architecture, map(str, named or ())))
+    if found is None and not drafts and not stage.read(directory):
+        raise UserError(f"{directory} is a model for transformers or vLLM, not a drafter in a known format.")
+    report: dict[str, Any] = {"kind": "vllm" if found is None or found.format == "vllm" else "drafter"}
+    # Files of our own in vLLM's format have all that vLLM reads; those from elsewhere may leave some out.
+    made_as = KINDS.get(str(look_up(record, f"{EXTRA}.kind"))) if report["kind"] == "vllm" else None
+    for name in made_as.serving.further_files if made_as else ():
+        if not (directory / name).is_file():
+            return report | _damaged_drafter(directory, f"{name} is missing. Run its stage again.")
+    try:
+        for name, weight in weights.items():
+            for part in weight.parts():
+                _check_finite(name, part)
+    except ValueError as error:
+        return report | _damaged_drafter(directory, f"{error}. Get it again, or run its stage again.")
+    about = {
+        **({} if found is None else {"drafter": found.kind, "format": found.format}),
+        "architectures": named,
+        "draft_vocab_size": record.get("draft_vocab_size"),
+        "bytes": sum(path.stat().st_size for path in weight_files(directory)),
     }
+    return report | {"good": True, "about": about}
+
+
+def _damaged_drafter(directory: Path, why: str) -> dict[str, Any]:
+    damage = {"file": str(directory), "message": f"{directory} is damaged: {why}", "places": 1}
+    return {"good": False, "about": {}, "damage": damage}
 
 
 # ---- what a store holds ----

@@ -13,7 +13,7 @@ def inspect(
         str,
         typer.Argument(
             metavar="DIR",
-            help="A store, a checkpoint or a drafter for vLLM: a folder, or OWNER/NAME[@REVISION] on the Hub.",
+            help="A store, a checkpoint or a drafter of any format: a folder, or OWNER/NAME[@REVISION] on the Hub.",
             show_default=False,
         ),
     ],
@@ -25,7 +25,7 @@ def inspect(
 ) -> None:
     """Say what a directory is and verify it by reading all of it.
 
-    Exit status 0: intact; 1: damaged; 2: not a directory of Draftsmith's.
+    Exit status 0: intact; 1: damaged; 2: none of these.
     """
     from draftsmith.convert.inspection import inspect as inspect_directory
     from draftsmith.convert.inspection import write_plot
@@ -43,7 +43,8 @@ def inspect(
 
 
 def _print_report(report: dict[str, Any]) -> None:
-    what = {"store": "a store", "checkpoint": "a checkpoint", "vllm": "a drafter for vLLM"}[report["kind"]]
+    names = {"store": "a store", "checkpoint": "a checkpoint", "vllm": "a drafter for vLLM", "drafter": "a drafter"}
+    what = names[report["kind"]]
     print(f"{report['path']} is {what}{'' if report['finished'] else ', its stage unfinished'}")
     for name, value in report["about"].items():
         print(f"  {name.replace('_', ' ')}: {value}")

@@ -104,6 +104,11 @@ def _pieces(tensor: torch.Tensor) -> tuple[torch.Tensor, ...]:
 # ---- reading ----
 
 
+def weight_files(directory: Path) -> list[Path]:
+    """Files of a folder that by their names hold tensors."""
+    return sorted(path for pattern in ("*.safetensors", "*.bin", "*.pt") for path in directory.glob(pattern))
+
+
 def open_weights(directory: Path) -> dict[str, Weight]:
     """Open all tensors of a checkpoint: safetensors or PyTorch files, sharded or not. Pickled code never runs. Raises
     UserError: there are none, a shard is missing or outside the folder, or a file is damaged or holds other objects."""
@@ -113,7 +118,7 @@ def open_weights(directory: Path) -> dict[str, Weight]:
             return _open_shards(index, opened)
         if (directory / single).is_file():
             return opened(directory / single)
-    named = sorted(path for pattern in ("*.safetensors", "*.bin", "*.pt") for path in directory.glob(pattern))
+    named = weight_files(directory)
     if len(named) == 1:
         return (open_safetensors if named[0].suffix == ".safetensors" else open_pickle)(named[0])
     found = f"several without an index ({', '.join(p.name for p in named[:5])})"

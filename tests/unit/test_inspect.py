@@ -6,9 +6,11 @@ from pathlib import Path
 
 import pytest
 import torch
+from safetensors.torch import load_file, save_file
 from typer.testing import CliRunner
 
 from draftsmith.cli import app
+from draftsmith.convert.formats import FORMATS
 from draftsmith.convert.inspection import inspect, store_stats, write_plot
 from draftsmith.drafters.checkpoint import Checkpoint
 from draftsmith.run import stage
@@ -16,7 +18,11 @@ from draftsmith.run.errors import UserError
 from draftsmith.run.weights import in_memory
 from draftsmith.store.format import Sequence
 from draftsmith.store.reader import Store
+from draftsmith.target.tensors import TargetTensors, load_target_tensors
+from tests.unit.test_formats_of_blocks import CONFIGS, sharing
+from tests.unit.test_published import LAYER, PUBLISHED, make_checkpoint
 from tests.unit.test_store import HIDDEN, LAYERS, filled, open_writer
+from tests.unit.tiny_run import make_run
 
 
 def run(*arguments: str) -> tuple[int, str]:
@@ -105,11 +111,63 @@ def test_checkpoint_and_drafter(tmp_path: Path) -> None:
     with pytest.raises(UserError, match="has checkpoint format 99"):
         inspect(tmp_path)
     (tmp_path / "draft.json").write_text(record)
-    for folder, weights_file in ((tmp_path, "draft.safetensors"), (drafter, "model.safetensors")):
+    for folder, weights_file, message in (
+        (tmp_path, "draft.safetensors", "draft.safetensors or its description cannot be used"),
+        (drafter, "model.safetensors", "model.safetensors is not a whole safetensors file"),
+    ):
         (folder / weights_file).write_bytes(weights[:-1])
         status, said = run(str(folder))
         assert status == 1
-        assert f"{weights_file} or its description cannot be used" in said
+        assert message in said
+
+
+@pytest.fixture(scope="module")
+def tensors(tmp_path_factory: pytest.TempPathFactory) -> TargetTensors:
+    make_run(folder := tmp_path_factory.mktemp("run"))
+    return load_target_tensors(folder / "target")
+
+
+def drafter_of(kind: str, tensors: TargetTensors) -> Checkpoint:
+    """One that every format of the kind can hold."""
+    if kind in ("dflash", "dspark"):
+        return sharing(kind, tensors)
+    configs = dict(PUBLISHED.values()) | CONFIGS
+    configs["eagle"] = configs["eagle"] | {"fc_bias": False}
+    norms = dict.fromkeys(("norm_before_residual", "fc_norm", "norm_output"), False)
+    configs["eagle3"] = LAYER | {"layer_ids": [2, 5, 8], "draft_vocab_size": 20, **norms}
+    return make_checkpoint(kind, configs[kind])
+
+
+@pytest.mark.parametrize(("name", "kind"), [(name, kind) for name, each in FORMATS.items() for kind in each.layouts])
+def test_drafters_of_every_format(name: str, kind: str, tensors: TargetTensors, tmp_path: Path) -> None:
+    FORMATS[name].write(drafter_of(kind, tensors), tmp_path, shared=lambda: tensors)
+    report = inspect(tmp_path)
+    assert report["good"], report
+    assert (report["about"]["format"], report["about"]["drafter"]) == (name, kind)
+    assert report["kind"] == ("vllm" if name == "vllm" else "drafter")
+    status, said = run(str(tmp_path))
+    assert status == 0
+    assert f"is a drafter{' for vLLM' if name == 'vllm' else ''}, its stage unfinished\n" in said
+    file = tmp_path / FORMATS[name].weights_file
+    weights = load_file(file)
+    first = next(key for key, value in weights.items() if value.is_floating_point())
+    save_file(weights | {first: torch.full_like(weights[first], torch.nan)}, file)
+    report = inspect(tmp_path)
+    assert not report["good"]
+    assert f"the tensor {first} has values that are not finite" in report["damage"]["message"]
+    file.unlink()
+    torch.save(weights, tmp_path / "pytorch_model.bin")  # as conversions read it, too
+    assert inspect(tmp_path)["good"]
+    (tmp_path / "pytorch_model.bin").write_bytes((tmp_path / "pytorch_model.bin").read_bytes()[:-200])
+    report = inspect(tmp_path)
+    assert not report["good"]
+    assert "pytorch_model.bin cannot be read" in report["damage"]["message"]
+
+
+def test_a_target_is_no_drafter(tmp_path: Path) -> None:
+    make_run(tmp_path)
+    with pytest.raises(UserError, match="target is a model for transformers or vLLM, not a drafter"):
+        inspect(tmp_path / "target")
 
 
 def store_of(directory: Path, texts: list[tuple[list[int], bool]]) -> Store:
