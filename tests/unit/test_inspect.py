@@ -224,5 +224,5 @@ def test_plot(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_plot_without_matplotlib(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setitem(sys.modules, "matplotlib.figure", None)
-    with pytest.raises(UserError, match=r"pip install 'draftsmith\[plots\]'"):
+    with pytest.raises(UserError, match=r"pip install -e '\.\[plots\]'"):
         write_plot({}, tmp_path / "stats.png")
