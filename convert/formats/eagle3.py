@@ -38,7 +38,8 @@ FORMAT = Format(
         "eagle3": eagle3_layout(
             old_rope=True,
             ids=Entry("layer_ids", tuple, f"{EXTRA}.layer_ids"),
-            flags=False,
+            flags=(),
+            several_layers=False,
             names=by_midlayer,
             supported={"layer_ids": _are_the_usual},
             derived={"architectures": lambda _: ["LlamaForCausalLM"], "model_type": lambda _: "llama"},

@@ -14,7 +14,7 @@ from typing import Any
 from draftsmith.convert.formats import blocks
 from draftsmith.convert.formats.base import Format
 from draftsmith.drafters.decoder import layer_fields
-from draftsmith.drafters.eagle3 import eagle3_layout
+from draftsmith.drafters.eagle3 import FLAGS, eagle3_layout
 from draftsmith.drafters.layout import EXTRA, REQUIRED, Entry, Layout, Rope, Source, look_up, put, same_names
 from draftsmith.run.errors import UserError
 
@@ -57,7 +57,7 @@ _EAGLE3 = replace(
     eagle3_layout(
         prefix=_LAYERS,
         ids=Entry("layer_ids", tuple, "eagle_aux_hidden_state_layer_ids"),
-        flags=True,
+        flags=FLAGS,
         norm_before_residual=REQUIRED,  # speculators and vLLM have different defaults for it
         fixed={"speculators_model_type": "eagle3"},
         derived=_derived("eagle3", "Eagle3Speculator", layers="llama", tokens=lambda _: 3),

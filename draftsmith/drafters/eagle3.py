@@ -15,7 +15,7 @@ Names and shapes of the tensors are those of published checkpoints and of vLLM's
 """
 
 import math
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, ClassVar, NoReturn, Self
 
@@ -79,10 +79,16 @@ def ids_unsaid(source: Source, config: dict[str, Any]) -> NoReturn:
     )
 
 
+FLAGS = ("norm_before_residual", "fc_norm", "norm_output", "norm_before_fc")
+"""Fields for other norms than the paper's."""
+
+
 def eagle3_layout(
     *,
     ids: Entry,
-    flags: bool,
+    flags: Collection[str],
+    several_layers: bool = True,
+    false_left_out: bool = False,
     derived: Mapping[str, Callable[[Any], Any]],
     prefix: str = "",
     old_rope: bool = False,
@@ -97,14 +103,21 @@ def eagle3_layout(
 
     Args:
         ids: where `layer_ids` are.
-        flags: the format has words for norms other than the paper's, and for several layers.
+        flags: those of `FLAGS` for which the format has keys.
+        several_layers: the format has names for several layers.
+        false_left_out: keys of flags that are false are not written.
         prefix: of the layer's fields in the config.
         old_rope: see `layer_fields`.
         norm_before_residual: default of that field.
     """
-    where = "" if flags else f"{EXTRA}."
-    said_by_flags = ("norm_before_residual", "fc_norm", "norm_output", "norm_before_fc")
-    unsaid = {} if flags else {**dict.fromkeys(said_by_flags, (False,)), "num_layers": (1,)}
+    unsaid: dict[str, Any] = {name: (False,) for name in FLAGS if name not in flags}
+    if not several_layers:
+        unsaid["num_layers"] = (1,)
+
+    def flag(name: str, default: Any = False) -> Entry:
+        key = name if name in flags else f"{EXTRA}.{name}"
+        return Entry(name, bool, key, default=default, left_out=False if false_left_out else None)
+
     fixed_in_layers = {f"{prefix}{name}": value for name, value in {**LLAMA_FIXED, "attention_bias": False}.items()}
     return Layout(
         fields=(
@@ -112,10 +125,8 @@ def eagle3_layout(
             Entry("attention_bias", bool, f"{EXTRA}.attention_bias", default=False),
             ids,
             Entry("draft_vocab_size", int, default=lambda _, config: config["vocab_size"]),
-            Entry("norm_before_residual", bool, f"{where}norm_before_residual", default=norm_before_residual),
-            Entry("fc_norm", bool, f"{where}fc_norm", default=False),
-            Entry("norm_output", bool, f"{where}norm_output", default=False),
-            Entry("norm_before_fc", bool, f"{where}norm_before_fc", default=False),
+            flag("norm_before_residual", norm_before_residual),
+            *(flag(name) for name in FLAGS[1:]),
             Entry("target_hidden_size", int, default=None),
         ),
         names=names,
@@ -136,7 +147,7 @@ _VLLM = eagle3_layout(
         default=ids_unsaid,
         other_keys=IDS_IN_SECTION,
     ),
-    flags=True,
+    flags=FLAGS,
     # vLLM's second model runner compares the head's `weight` with the target's (vllm/v1/worker/gpu/spec_decode/eagle/utils.py): packed
     # integers have none, and 8-bit floats compare with nothing. Integers that are not packed just differ.
     eight_bits=EightBits(but_of_weights=("lm_head",)),

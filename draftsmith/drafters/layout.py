@@ -47,6 +47,8 @@ class Entry:
     """For lists of numbers: the key's value minus the field's."""
     other_keys: tuple[str, ...] = ()
     """Dotted paths that are looked up where the key is absent, in this order; they are not written."""
+    left_out: Any = None
+    """A value that is not written, as None is not: to the format's readers an absent key means it, and the key may mean more."""
 
     @property
     def path(self) -> str:
@@ -87,7 +89,7 @@ class Entry:
         return float(value) if self.type is float else value
 
     def write(self, record: dict[str, Any], value: Any) -> None:
-        if value is None:  # vLLM fails on null
+        if value is None or value is self.left_out:  # vLLM fails on null
             return
         put(record, self.path, [one + self.shift for one in value] if self.type is tuple else value)
 

@@ -464,6 +464,59 @@ def test_a_damaged_medusa(change: Callable[[dict[str, Any], dict[str, Any]], Any
         FORMATS["medusa"].read(tmp_path, "medusa", target=UNKNOWN_TARGET, known={})
 
 
+SPECFORGE = {
+    "architectures": ["LlamaForCausalLMEagle3"], "attention_bias": False, "attention_dropout": 0.0, "bos_token_id": 1,
+    "draft_vocab_size": 7, "eos_token_id": 2, "fc_norm": True, "head_dim": 8, "hidden_act": "silu", "hidden_size": 16,
+    "initializer_range": 0.02, "intermediate_size": 12, "max_position_embeddings": 128, "max_window_layers": 48,
+    "model_type": "llama", "norm_output": True, "num_attention_heads": 2, "num_hidden_layers": 1, "num_key_value_heads": 1,
+    "rms_norm_eps": 1e-5, "rope_scaling": None, "rope_theta": 10000.0, "sliding_window": None, "tie_word_embeddings": False,
+    "torch_dtype": "float32", "transformers_version": "4.53.2", "use_cache": True, "use_sliding_window": False, "vocab_size": VOCAB,
+}  # fmt: skip
+"""As SpecForge's config of an EAGLE-3.1 drafter for Qwen3-30B-A3B, with these sizes."""
+
+
+def test_a_specforge_drafter_with_the_norms_of_eagle_3_1(tmp_path: Path) -> None:
+    theirs = tmp_path / "theirs"
+    theirs.mkdir()
+    found = make_checkpoint("eagle3", EAGLE3 | {"fc_norm": True, "norm_output": True}, torch.float32, 3)
+    FORMATS["specforge"].write(found, theirs)
+    assert {f"fc_norm.{i}.weight" for i in range(3)} < load_file(theirs / "model.safetensors").keys()
+    (theirs / "config.json").write_text(json.dumps(SPECFORGE))
+    assert recognize(theirs).format == "specforge"
+    again = FORMATS["specforge"].read(theirs, "eagle3", target=TARGET, known={"layer_ids": (2, 5, 8)})
+    assert_equal(replace(again, training=found.training), found)
+    FORMATS["vllm"].write(again, tmp_path)
+    record = json.loads((tmp_path / "config.json").read_text())
+    assert (record["fc_norm"], record["norm_output"]) == (True, True)
+    (theirs / "config.json").write_text(json.dumps(SPECFORGE | {"fc_norm": False}))
+    with pytest.raises(UserError, match=r"has no tensors fc_norm\.0\.weight"):
+        FORMATS["specforge"].read(theirs, "eagle3", target=TARGET, known={"layer_ids": (2, 5, 8)})
+
+
+@pytest.mark.parametrize("fc_norm", [False, True])
+@pytest.mark.parametrize("norm_output", [False, True])
+def test_norms_there_and_back_through_specforge(fc_norm: bool, norm_output: bool, tmp_path: Path) -> None:
+    """False is not written: SpecForge's own class once left out the head's norm where `norm_output` was false."""
+    found = make_checkpoint("eagle3", EAGLE3 | {"fc_norm": fc_norm, "norm_output": norm_output}, torch.float32, 3)
+    FORMATS["specforge"].write(found, tmp_path)
+    record = json.loads((tmp_path / "config.json").read_text())
+    assert (record.get("fc_norm"), record.get("norm_output")) == (fc_norm or None, norm_output or None)
+    assert_equal(read(tmp_path, recognize(tmp_path)), found)
+    convert_checkpoint(tmp_path, tmp_path / "vllm", to="vllm")
+    convert_checkpoint(tmp_path / "vllm", tmp_path / "back", to="specforge")
+    for file in ("config.json", "model.safetensors"):
+        assert (tmp_path / "back" / file).read_bytes() == (tmp_path / file).read_bytes()
+
+
+@pytest.mark.parametrize("change", [{"norm_before_residual": True}, {"norm_before_fc": True}, {"num_layers": 2}])
+def test_what_specforge_cannot_express(change: dict[str, Any]) -> None:
+    found = make_checkpoint("eagle3", EAGLE3 | change, torch.float32, 3)
+    with pytest.raises(
+        UserError, match=f"format specforge cannot hold this drafter: it cannot express `{next(iter(change))}"
+    ):
+        FORMATS["specforge"].to_files(found)
+
+
 def test_tied_heads(tmp_path: Path) -> None:
     found = make_checkpoint("eagle3", EAGLE3 | {"draft_vocab_size": VOCAB}, torch.float32, 3, own_embedding=True)
     FORMATS["vllm"].write(found, tmp_path)
