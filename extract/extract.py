@@ -125,11 +125,17 @@ def run_extract(
     # The writer comes first: it refuses a second process, whose start would remove the first one's handoff folder.
     new_tokens, seconds = 0, 0.0
     with StoreWriter(directory, identity, shard_tokens=options.shard_tokens, compression=options.compression) as writer:
-        done = writer.sample_ids
+        done = writer.held_out
         if sum(request.sample_id in done for request in requests) < len(done):
             raise UserError(
                 f"The unfinished store at {directory} holds answers to prompts that are not in this recipe. Finish it with the "
                 "recipe that began it, delete it, or choose another run with `-s name=OTHER`."
+            )
+        if any(done.get(request.sample_id, request.held_out) != request.held_out for request in requests):
+            raise UserError(
+                f"The unfinished store at {directory} was begun with another split: it holds out other prompts than this recipe does "
+                "(`extract.held_out`, `extract.held_out_fraction`), and some that this recipe holds out would be trained on, or the other way "
+                "around. Finish it with the recipe that began it, delete it, or choose another run with `-s name=OTHER`."
             )
         if finish and not any(one.sample_id in done and not one.held_out for one in requests):
             raise UserError(

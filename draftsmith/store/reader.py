@@ -202,6 +202,10 @@ class OpenShard:
         for row, (sample_id, next_token, held_out) in enumerate(columns):
             yield _Entry(sample_id, number, row, self._offsets[row], self._offsets[row + 1], next_token, bool(held_out))
 
+    def held_out(self) -> dict[int, bool]:
+        """Whether each conversation is held out, by sample id."""
+        return dict(zip(self.sample_ids.tolist(), self.tensors["held_out"].bool().tolist(), strict=True))
+
     def images(self, row: int) -> tuple[str, ...]:
         """`Sequence.images` of a sequence."""
         if "image_counts" not in self.tensors:

@@ -47,6 +47,11 @@ class ShardMaker:
         """Conversations in the open shard."""
         return [one.sample_id for one in self._waiting]
 
+    @property
+    def held_out(self) -> dict[int, bool]:
+        """The same, each with whether it is held out."""
+        return {one.sample_id: one.held_out for one in self._waiting}
+
     def add(self, sequence: Sequence | EncodedSequence) -> None:
         """Check a sequence, encode its states if they are not yet, and add it to the open shard.
         Raises ValueError: the sequence is not as a store requires (lengths, shape, finite, not all zero)."""
@@ -133,7 +138,7 @@ class StoreWriter:
     ) -> None:
         self._directory, self._identity = directory, identity
         self._shards: list[Shard] = []
-        self._sample_ids: set[int] = set()
+        self._held_out: dict[int, bool] = {}  # by sample id
         self._unwritten = BackgroundShards(identity, compression, shard_tokens=shard_tokens, write=self._write_shard)
         self._lock = (directory / LOCK).open("w")
         try:
@@ -147,15 +152,20 @@ class StoreWriter:
             earlier, self._shards = read_manifest(directory)
             earlier.require(identity, directory)
             for shard in self._shards:
-                self._sample_ids.update(OpenShard(directory, shard, identity).sample_ids.tolist())
+                self._held_out.update(OpenShard(directory, shard, identity).held_out())
         self._publish_manifest()
         self._remove_leftovers()
 
     @property
     def sample_ids(self) -> set[int]:
         """Conversations that are safely on disk. Waits for the shard being written."""
+        return set(self.held_out)
+
+    @property
+    def held_out(self) -> dict[int, bool]:
+        """The same, each with whether it is held out."""
         self._unwritten.wait()
-        return set(self._sample_ids)
+        return dict(self._held_out)
 
     def append(self, sequence: Sequence | EncodedSequence) -> None:
         """Check a sequence and add it. Its states are written later and must not change.
@@ -176,10 +186,11 @@ class StoreWriter:
             DraftsmithError: the disk has no room for the manifest.
         """
         self._unwritten.wait()
-        sample_ids: list[int] = OpenShard(self._directory, shard, self._identity).sample_ids.tolist()
-        if len(set(sample_ids)) < len(sample_ids) or not self._sample_ids.isdisjoint(sample_ids):
+        opened = OpenShard(self._directory, shard, self._identity)
+        sample_ids: list[int] = opened.sample_ids.tolist()
+        if len(set(sample_ids)) < len(sample_ids) or not self._held_out.keys().isdisjoint(sample_ids):
             raise ValueError(f"{shard.file} holds conversations that are in the store already")
-        self._add_shard(shard, sample_ids)
+        self._add_shard(shard, opened.held_out())
         return sample_ids
 
     def close(self) -> dict[str, int]:
@@ -202,13 +213,13 @@ class StoreWriter:
         self.release()
 
     def _write_shard(self, full: ShardMaker) -> None:
-        sample_ids = full.sample_ids
-        self._add_shard(full.write(self._directory / f"shard-{len(self._shards):05d}.safetensors"), sample_ids)
+        held_out = full.held_out
+        self._add_shard(full.write(self._directory / f"shard-{len(self._shards):05d}.safetensors"), held_out)
 
-    def _add_shard(self, shard: Shard, sample_ids: list[int]) -> None:
+    def _add_shard(self, shard: Shard, held_out: dict[int, bool]) -> None:
         self._shards.append(shard)
         self._publish_manifest()
-        self._sample_ids.update(sample_ids)
+        self._held_out.update(held_out)
 
     def _remove_leftovers(self) -> None:
         """A machine that is thought dead may still write files, under names that are never used again."""

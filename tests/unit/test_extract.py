@@ -197,6 +197,12 @@ def test_an_unfinished_store_of_other_prompts_is_not_continued(tmp_path: Path, m
     (tmp_path / "prompts.jsonl").write_text("\n".join(rows[2:]))
     with pytest.raises(UserError, match="holds answers to prompts that are not in this recipe"):
         run_extract(given, tmp_path / "run")
+    (tmp_path / "prompts.jsonl").write_text("\n".join(rows))
+    (tmp_path / "held-out.jsonl").write_text(rows[0])
+    apart = of_prompts(tmp_path, rows, held_out={"path": str(tmp_path / "held-out.jsonl")})
+    for other in (apart, of_prompts(tmp_path, rows, held_out_fraction=0.9)):
+        with pytest.raises(UserError, match="begun with another split"):
+            run_extract(other, tmp_path / "run")
     (tmp_path / "prompts.jsonl").write_text("\n".join(rows + rows[:1]))
     monkeypatch.setattr("draftsmith.extract.extract.run_engines", partial(some, stop=100))
     assert run_extract(given, tmp_path / "run")["sequences"] == 4
