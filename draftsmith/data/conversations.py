@@ -117,6 +117,43 @@ class Conversation:
         return turns
 
 
+class Pieces:
+    """Tells the later pieces of conversations that were cut up (`ID_0`, `ID_9`, ...) from whole conversations that are numbered
+    (`identity_0`, `identity_1`, ...), in the rows of one ShareGPT source.
+
+    The number of a piece is that of its first turn. So a row is a later piece if an earlier row is `ID_0`, no row of that id begins before
+    the one before it ends, and the second does not follow a question with another. Rows of an id that breaks this once are numbered
+    ones from then on.
+    """
+
+    def __init__(self) -> None:
+        self._last: dict[int, tuple[int, bool] | None] = {}
+        """By id: the turn with which its last piece ends, and whether a question may follow; None where rows are numbered."""
+
+    def is_later(self, id: str, turns: list[Any]) -> bool:
+        """Whether the row is a later piece. To be called for every row, in order.
+
+        Args:
+            id: of the row.
+            turns: all of the row's.
+        """
+        found = re.fullmatch(r"(.*)_(\d{1,9})", id, re.DOTALL)
+        if found is None or not turns:
+            return False
+        base, start, first = hash(found[1]), int(found[2]), _role(turns[0])
+        last = self._last.get(base, (0, True) if start == 0 else None)
+        if last is None or start == 0:
+            fits = last is not None
+        elif first == "assistant":
+            # In one published copy such a piece begins with the last turn of the one before.
+            fits = start >= last[0] - 1
+        else:
+            fits = first == "user" and start >= last[0] and last[1]
+        answered = (len(turns) - (first == "system")) % 2 == (first == "assistant")
+        self._last[base] = (start + len(turns), answered or start > 0) if fits else None
+        return fits and start > 0
+
+
 class Skip(Exception):
     """A valid row that cannot be used by itself, such as the middle of a conversation that was cut into pieces."""
 
@@ -181,7 +218,14 @@ EXPECTED = {
 
 
 def parse(
-    row: Any, format: str, *, where: str, fallback_id: str, whole: bool, folder: Path | None = None
+    row: Any,
+    format: str,
+    *,
+    where: str,
+    fallback_id: str,
+    whole: bool,
+    folder: Path | None = None,
+    pieces: Pieces | None = None,
 ) -> Conversation:
     """Parse one row.
 
@@ -191,6 +235,7 @@ def parse(
         fallback_id: the id for a row without one.
         whole: all turns; otherwise up to the first user turn.
         folder: where relative paths of images start; None for nowhere.
+        pieces: of the row's source, given every row in order; None where the row stands alone.
 
     Raises:
         ValueError: the row does not have that format, or an image cannot be read; the text says why.
@@ -199,6 +244,8 @@ def parse(
     if not isinstance(row, dict):
         raise ValueError('a row must be a JSON object, as in {"prompt": "Why is the sky blue?"}')
     try:
+        if format == "sharegpt" and pieces is not None and pieces.is_later(_id(row, fallback_id), _turns(row)):
+            raise Skip("a later piece of a conversation that was cut into pieces")
         found = _PARSERS[format](row, fallback_id, whole)
         if found["messages"]:
             found.setdefault("tools", _tools(row))
@@ -245,20 +292,21 @@ def _jsonl(row: dict[str, Any], fallback_id: str, whole: bool) -> Parsed:
 
 
 def _sharegpt(row: dict[str, Any], fallback_id: str, whole: bool) -> Parsed:
-    # Long conversations were cut into pieces `ID_0`, `ID_9`, ...; a later piece starts in the middle.
-    id = _id(row, fallback_id)
-    piece = re.search(r"_(\d+)$", id)
-    turns = row["conversations"] if "conversations" in row else row["conversation"]
-    if not isinstance(turns, list):
-        raise TypeError
-    if piece is not None and int(piece[1][:9]) != 0:
-        raise Skip("a later piece of a conversation that was cut into pieces")
+    turns = _turns(row)
     if not turns:
         raise Skip("a conversation without turns")
     start = [_role(turn) for turn in turns[:2]]
     if start[0] != "user" and start != ["system", "user"]:
         raise Skip("a conversation that does not start with a user turn")
-    return {"id": id, "messages": _messages(turns, whole), "tools": _tools(row)}
+    return {"id": _id(row, fallback_id), "messages": _messages(turns, whole), "tools": _tools(row)}
+
+
+def _turns(row: dict[str, Any]) -> list[Any]:
+    """The turns of a ShareGPT row."""
+    turns = row["conversations"] if "conversations" in row else row["conversation"]
+    if not isinstance(turns, list):
+        raise TypeError
+    return turns
 
 
 def _plain_text(row: dict[str, Any], fallback_id: str, whole: bool) -> Parsed:

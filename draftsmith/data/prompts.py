@@ -11,7 +11,7 @@ from pathlib import Path
 from draftsmith.config.evaluation import SuiteConfig
 from draftsmith.config.recipe import ExtractConfig
 from draftsmith.config.sources import Prompts
-from draftsmith.data.conversations import EXPECTED, Conversation, RejectedRows, Skip, detect, parse
+from draftsmith.data.conversations import EXPECTED, Conversation, Pieces, RejectedRows, Skip, detect, parse
 from draftsmith.data.images import text_of
 from draftsmith.data.overlap import Known, numbers_of
 from draftsmith.data.rows import Unreadable, name_of, read_rows
@@ -164,6 +164,7 @@ def _usable(source: Prompts, whole: bool, rejected: RejectedRows | None) -> Iter
     format: str | None = None if source.format == "auto" else source.format
     folder = _folder(source)
     ids: set[int] = set()
+    pieces = Pieces()
     rows = parsed = usable = 0
     for where, row in read_rows(source):
         rows += 1
@@ -174,7 +175,13 @@ def _usable(source: Prompts, whole: bool, rejected: RejectedRows | None) -> Iter
             if format is None and isinstance(row, dict):
                 raise ValueError("its keys match no known format")
             conversation = parse(
-                row, format or "jsonl", where=where, fallback_id=f"{parsed + 1:05d}", whole=whole, folder=folder
+                row,
+                format or "jsonl",
+                where=where,
+                fallback_id=f"{parsed + 1:05d}",
+                whole=whole,
+                folder=folder,
+                pieces=pieces,
             )
         except Skip as reason:
             rejected.add(str(reason), where)

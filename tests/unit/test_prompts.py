@@ -77,6 +77,42 @@ def test_sharegpt_cut_off_in_the_middle(tmp_path):
     assert texts(path) == ["First?", "Second?", "never complete"]
 
 
+def kept_ids(path: Path, rows: list) -> list[str]:
+    return [prompt.id for prompt in load_prompts(Prompts(path=str(write(path, rows))))]
+
+
+@pytest.mark.parametrize("turns", [["Who?", "I."], ["Who?", "I.", "Really?", "Yes."], ["Who?"]])
+def test_numbered_sharegpt_rows_are_not_pieces(tmp_path, turns):
+    """As FastChat's `identity_0`, `identity_1`, ...: consecutive, with gaps, shuffled, and with a system prompt."""
+    consecutive = [f"identity_{i}" for i in range(5)]
+    later = ["train_3", "train_17", "train_20"]  # a part of a data set, without `train_0`
+    shuffled = ["row_7", "row_0", "row_9", "row_4"]
+    ids = consecutive + later + shuffled
+    assert kept_ids(tmp_path / "s.jsonl", [sharegpt(id, *turns) for id in ids]) == ids
+    told = [sharegpt(id, *turns) for id in consecutive]
+    for row in told:
+        row["conversations"].insert(0, {"from": "system", "value": "Be brief."})
+    assert kept_ids(tmp_path / "s.jsonl", told) == consecutive
+
+
+def test_pieces_of_a_conversation_are_left_out_wherever_they_begin(tmp_path):
+    rows = [
+        sharegpt("a_0", "First?", "Yes."),
+        sharegpt("b_0", "Another?", "No."),
+        sharegpt("a_2", "and then?", "Nothing."),
+        sharegpt("a_4", "Really?", "Yes."),
+        sharegpt("a_0", "First?", "Yes."),  # ShareGPT has some conversations twice
+        sharegpt("a_2", "and then?", "Nothing."),
+        sharegpt("b_6", "so?", "So."),  # the piece between was left out
+        {"id": "c_0", "conversations": [{"from": "gpt", "value": "Welcome."}]},
+        sharegpt("c_1", "What now?", "Wait.", "How long?", "An hour."),
+        # The turn is in both, as in some copies.
+        {"id": "c_4", "conversations": [{"from": "gpt", "value": "An hour."}]},
+        sharegpt("c_5", "Really?"),
+    ]
+    assert kept_ids(tmp_path / "s.jsonl", rows) == ["a_0", "b_0"]
+
+
 def test_mt_bench_takes_first_turns(tmp_path):
     path = write(tmp_path / "q.jsonl", [{"question_id": 81, "category": "writing", "turns": ["One", "Two"]}])
     (only,) = load_prompts(Prompts(path=str(path)))
