@@ -40,7 +40,7 @@ class Conversation:
     """
 
     id: str
-    """Unique in its file."""
+    """Its name in its source: unique in suites, and not always elsewhere."""
     messages: list[dict[str, Any]] = field(default_factory=list)
     """In the form of chat templates: `role`, `content` (a string; with images, a list of parts as in `images.py`), `tool_calls` with
     arguments as objects, and so on."""

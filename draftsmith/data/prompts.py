@@ -141,7 +141,8 @@ def read_conversations(source: Prompts, *, whole: bool, rejected: RejectedRows |
 
     Args:
         whole: all turns; otherwise up to the first user turn.
-        rejected: collects unusable rows. Without it they are errors, except those that a published format is known to contain.
+        rejected: collects unusable rows. Without it they are errors, except those that a published format is known to contain, and ids
+            must be unique.
 
     Raises:
         UserError: the source is missing or is not a data set, or nothing in it can be used.
@@ -192,15 +193,17 @@ def _usable(source: Prompts, whole: bool, rejected: RejectedRows | None) -> Iter
                 raise UserError(_bad_row(source, where, row, format or "jsonl", error)) from None
             rejected.add(str(error), where)
             continue
-        if hash(conversation.id) in ids:
+        parsed += 1  # also where the id is refused: it may be that of a row without one, and the next one needs another
+        # Figures name prompts by their ids. Elsewhere an id may be another row's too, as in a folder of files that each count from 0.
+        id = hash(conversation.id if strict else (conversation.id, conversation.sample_id))
+        if id in ids:
             if strict and format != "sharegpt":  # ShareGPT itself has some conversations twice
                 raise UserError(
                     f"{name_of(source)}, {where}: the id {conversation.id!a} occurs twice. Ids must be unique; or leave them out."
                 )
-            rejected.add("its id occurs twice", where)
+            rejected.add("the same row occurs twice", where)
             continue
-        ids.add(hash(conversation.id))
-        parsed += 1
+        ids.add(id)
         said = [text_of(message["content"]) for message in conversation.messages]
         chars = len(conversation.document or "") + sum(map(len, said))
         if source.max_chars is not None and chars > source.max_chars:

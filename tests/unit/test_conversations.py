@@ -311,6 +311,33 @@ def test_reasons_do_not_grow_without_end():
     assert len(rejected.figures()) == 51
 
 
+@pytest.mark.parametrize("format", ["jsonl", "sharegpt"])
+def test_files_that_each_count_from_0_are_all_read(tmp_path, format):
+    for part in "ab":
+        texts = [f"{part}{number}" for number in range(3)]
+        rows = [
+            {"id": number, "conversations": [{"from": "human", "value": text}]}
+            if format == "sharegpt"
+            else {"id": number, "prompt": text}
+            for number, text in enumerate(texts)
+        ]
+        write(tmp_path / f"{part}.jsonl", [*rows, rows[0]])
+    found, rejected = read(tmp_path)
+    assert [c.text for c in found] == ["a0", "a1", "a2", "b0", "b1", "b2"]
+    assert rejected.figures() == {"the same row occurs twice": {"rows": 2, "first": "a.jsonl, line 4"}}
+    if format == "jsonl":
+        with pytest.raises(UserError, match="the id '0' occurs twice"):
+            load_prompts(Prompts(path=str(tmp_path)))
+
+
+def test_an_id_that_looks_like_a_place_costs_no_other_row(tmp_path):
+    asked = [{"from": "human", "value": f"{number}?"} for number in range(6)]
+    rows = [{"id": "00002"}, {}, {}, {}, {}, {}]
+    path = write(tmp_path / "s.jsonl", [row | {"conversations": [turn]} for row, turn in zip(rows, asked, strict=True)])
+    assert len(read(path)[0]) == 6
+    assert len(load_prompts(Prompts(path=str(path)))) == 5, "ids of suites are unique"
+
+
 # ---- drawing and splitting ----
 
 
