@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import json
 import random
 from collections.abc import Iterable, Iterator, Mapping
 from itertools import islice
@@ -236,10 +237,11 @@ def _bad_row(source: Prompts, where: str, row: object, format: str, error: Value
 
 
 def _distinct(source: Prompts, whole: bool, rejected: RejectedRows) -> Iterator[Conversation]:
-    """Drop duplicates: prompts with the same words up to case and white space, or equal whole conversations."""
+    """Drop duplicates: prompts with the same words up to case and white space, or equal whole conversations. The same question under
+    another system prompt, after other messages or with other tools is another prompt."""
     seen: set[int] = set()
     for conversation in read_conversations(source, whole=whole, rejected=rejected):
-        key = conversation.sample_id if whole else hash(_normalized(conversation))
+        key = conversation.sample_id if whole else hash((_normalized(conversation), _around(conversation)))
         if key in seen:
             rejected.add("the same conversation occurs twice", conversation.where)
             continue
@@ -249,6 +251,12 @@ def _distinct(source: Prompts, whole: bool, rejected: RejectedRows) -> Iterator[
 
 def _normalized(conversation: Conversation) -> str:
     return " ".join(conversation.text.casefold().split())
+
+
+def _around(conversation: Conversation) -> str:
+    """What a prompt asks with beside the user's words: other messages and tools."""
+    others = [message for message in conversation.messages if message["role"] != "user"]
+    return json.dumps([others, conversation.tools], sort_keys=True)
 
 
 def _uniform(conversation: Conversation) -> float:

@@ -341,6 +341,26 @@ def test_an_id_that_looks_like_a_place_costs_no_other_row(tmp_path):
 # ---- drawing and splitting ----
 
 
+def test_the_same_question_about_another_document_is_another_prompt(tmp_path):
+    """As in data for retrieval, with the document in the system prompt. All are on one side of the split."""
+    question = {"role": "user", "content": "Who wrote it?"}
+    rows = [{"messages": [{"role": "system", "content": f"Document {number}"}, question]} for number in range(3)]
+    add, multiply = (
+        [{"type": "function", "function": {"name": name, "parameters": {}}}] for name in ("add", "multiply")
+    )
+    with_tools = [{"messages": [question], "tools": tools} for tools in (add, multiply)]
+    again = {"messages": [rows[0]["messages"][0], question | {"content": "who  wrote it?"}]}
+    path = write(tmp_path / "rows.jsonl", [*rows, {"prompt": "Who wrote it?"}, *with_tools, again, with_tools[1]])
+    rejected = RejectedRows()
+    extract = ExtractConfig(prompts=Prompts(path=str(path)), held_out_fraction=0)
+    assert len(list(split(extract, whole=False, rejected=rejected))) == 6
+    assert reasons(rejected) == {"the same conversation occurs twice": 2}
+    held_out = write(tmp_path / "held-out.jsonl", [{"prompt": "WHO wrote it?"}])
+    apart = ExtractConfig(prompts=Prompts(path=str(path)), held_out=Prompts(path=str(held_out)))
+    with pytest.raises(UserError, match="No training prompts are left"):
+        list(split(apart, whole=False, rejected=RejectedRows()))
+
+
 def test_the_split_counts_what_it_leaves_out(tmp_path):
     turns = [(f"Question {i % 90}", f"Answer {i}") for i in [*range(95), *range(5)]]
     rows = [{"prompt": question, "response": answer} for question, answer in turns]
