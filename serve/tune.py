@@ -183,7 +183,8 @@ def _prompts(recipe: Recipe, target: TargetInfo) -> tuple[list[Turn], list[Turn]
     if suite is None:
         raise UserError("There are no prompts to tune on: `evaluate.suites` is empty. Give it a suite.")
     renderer = turn_renderer(target, recipe.engine.max_model_len)
-    every = render_suite(renderer, suite, load_suite(recipe, suite), options.tokens).prompts
+    held_out = recipe.evaluate.suites[suite].prompts == "held_out"
+    every = render_suite(renderer, suite, load_suite(recipe, suite), options.tokens, held_out=held_out).prompts
     prompts = draw(every, options.prompts, seed=recipe.seed)
     if len(prompts) < max(options.concurrency):
         raise UserError(

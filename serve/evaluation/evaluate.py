@@ -262,7 +262,7 @@ def _prompts(recipe: Recipe) -> dict[str, list[Prompt]]:
 def _rendered(recipe: Recipe, renderer: TurnRenderer, name: str, prompts: Sequence[Prompt]) -> SuiteInput:
     options = recipe.evaluate.suites[name]
     max_tokens = options.max_tokens or recipe.extract.response_tokens(held_out=True)
-    return render_suite(renderer, name, prompts, max_tokens, options.score)
+    return render_suite(renderer, name, prompts, max_tokens, options.score, held_out=options.prompts == "held_out")
 
 
 def _predicted(run_dir: Path, sampling: Sampling) -> dict[str, float] | None:

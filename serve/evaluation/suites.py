@@ -68,9 +68,19 @@ def load_suite(recipe: Recipe, name: str) -> list[Prompt]:
 
 
 def render_suite(
-    renderer: TurnRenderer, name: str, conversations: Sequence[Prompt], max_tokens: int, score: str | None = None
+    renderer: TurnRenderer,
+    name: str,
+    conversations: Sequence[Prompt],
+    max_tokens: int,
+    score: str | None = None,
+    *,
+    held_out: bool = False,
 ) -> SuiteInput:
     """Render the first turns of a suite's conversations; those that the chat template cannot render, or with images, are left out.
+
+    Args:
+        held_out: the conversations are those that extraction holds out. As there, what does not fit or cannot be asked is left out: they come
+            from the training data, which nobody chose row by row.
 
     Raises:
         UserError: a prompt does not fit the engine or cannot be scored, or none is left.
@@ -80,6 +90,9 @@ def render_suite(
     for conversation in conversations:
         where = f"Prompt `{conversation.id}` of the suite `{name}`"
         if not conversation.user_turns():
+            if held_out:
+                rejected.add("it has no user turn to answer", conversation.where)
+                continue
             raise UserError(
                 f"{where} has no user turn to answer. Evaluation takes prompts and conversations, not texts or tokens: give "
                 f"evaluate.suites.{name}.prompts another source."
@@ -98,6 +111,10 @@ def render_suite(
             rejected.add(str(reason), conversation.id)
             continue
         if len(first.token_ids) + max_tokens > renderer.max_model_len:
+            if held_out:
+                too_long = f"too long: no room for {max_tokens} response tokens in engine.max_model_len tokens"
+                rejected.add(too_long, conversation.where)
+                continue
             raise UserError(
                 f"{where} has {len(first.token_ids)} tokens; with {max_tokens} response tokens that is more than "
                 f"engine.max_model_len, {renderer.max_model_len}. Raise it, lower evaluate.suites.{name}.max_tokens, or leave long "

@@ -1,5 +1,6 @@
 """Extraction and evaluation ask the target the same tokens, tools included, in the first turn and in later ones."""
 
+import json
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +14,8 @@ from draftsmith.data.turns import TurnRenderer
 from draftsmith.extract import worker
 from draftsmith.extract.requests import tokenized
 from draftsmith.run.errors import UserError
-from draftsmith.serve.evaluation.suites import render_suite
+from draftsmith.serve.evaluation import evaluate
+from draftsmith.serve.evaluation.suites import load_suite, render_suite
 from tests.unit.test_rendering import BOS, EOS, SPECIAL, TEMPLATES, make_tokenizer
 
 TOOLS = [{"type": "function", "function": {"name": "look_up", "parameters": {"type": "object"}}}]
@@ -81,3 +83,34 @@ def test_prompts_whose_tools_the_template_drops_are_left_out(capsys: pytest.Capt
         UserError, match=r"No prompt of the suite `talks` can be used: 1 x the chat template has no place"
     ):
         render_suite(turns, "talks", [TALK], max_tokens=10)
+
+
+def test_held_out_prompts_that_cannot_be_asked_are_left_out(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Extraction has left out the long one, and says so; nobody chose these rows one by one, as those of a suite of its own."""
+    look_up: dict[str, Any] = {"function": {"name": "look_up", "arguments": "{}"}}
+    called = [
+        {"role": "assistant", "content": None, "tool_calls": [look_up]},
+        {"role": "tool", "content": "12"},
+        {"role": "user", "content": "why"},
+    ]
+    for name, rows in {
+        "train": [{"prompt": "and then"}],
+        "held-out": [{"prompt": "what is said"}, {"prompt": "word " * 100}, {"messages": called}],
+    }.items():
+        (tmp_path / f"{name}.jsonl").write_text("\n".join(map(json.dumps, rows)))
+    path = str(tmp_path / "held-out.jsonl")
+    sections = {
+        "engine": {"max_model_len": 100},
+        "extract": {"prompts": {"path": str(tmp_path / "train.jsonl")}, "held_out": {"path": path}, "max_tokens": 10},
+        "evaluate": {"suites": {"held_out": {"prompts": "held_out"}, "mine": {"prompts": {"path": path}}}},
+    }
+    recipe = Recipe.model_validate({"name": "r", "target": {"model": "owner/name"}} | sections)
+    turns = TurnRenderer(tokenizer_of("qwen3"), 100)
+    suite = evaluate._rendered(recipe, turns, "held_out", load_suite(recipe, "held_out"))
+    assert [turn.conversation.text for turn in suite.prompts] == ["what is said"]
+    said = capsys.readouterr().err
+    left_out = "evaluate: left out of the suite `held_out`: 1 x "
+    assert f"{left_out}too long: no room for 10 response tokens in engine.max_model_len tokens (first: line 2)" in said
+    assert f"{left_out}it has no user turn to answer (first: line 3)" in said
+    with pytest.raises(UserError, match=r"Prompt `00002` of the suite `mine` has \d+ tokens"):
+        evaluate._rendered(recipe, turns, "mine", load_suite(recipe, "mine"))
