@@ -268,7 +268,7 @@ class _Reader:
         token_ids = token_ids.int()
         mask = self._mask(token_ids, given)
         if about is not None:
-            return Sequence(about["sample_id"], about["held_out"], token_ids, mask, states), identity
+            return Sequence(about["sample_id"], about["held_out"], token_ids, mask, states, about["images"]), identity
         content = Conversation(id="", token_ids=token_ids.tolist(), loss_mask=mask.tolist())
         held_out = _uniform(token_ids, mask) < self.held_out_fraction
         return Sequence(content.sample_id, held_out, token_ids, mask, states), identity

@@ -6,8 +6,8 @@ With M tokens, L saved layers and H the target's hidden size:
     hidden_states  dtype [M, L, H]  their states
 
 The rest of what a store knows of the sequence is in the file's metadata, which other programs ignore: `draftsmith` is a JSON
-object (`identity`, `sample_id`, `held_out`, `loss_mask` as pairs [start, end), `next_token_id`), and `draftsmith_checksum` the
-XXH3-64 of the file with zeros in place of its own digits. Files of other programs have neither.
+object (`identity`, `sample_id`, `held_out`, `loss_mask` as pairs [start, end), `next_token_id`, and with images `images`, their
+digests), and `draftsmith_checksum` the XXH3-64 of the file with zeros in place of its own digits. Files of other programs have neither.
 """
 
 from __future__ import annotations
@@ -39,7 +39,8 @@ class StatesFile(NamedTuple):
     hidden_states: torch.Tensor
     """[M, L, H]"""
     about: dict[str, Any] | None
-    """The metadata that only our own files have, with `loss_mask` as a bool tensor that covers `next_token_id`, too."""
+    """The metadata that only our own files have, with `loss_mask` as a bool tensor that covers `next_token_id`, too, and `images` as in
+    `Sequence`."""
 
 
 def write_states_file(path: Path, sequence: Sequence, identity: StoreIdentity) -> None:
@@ -57,6 +58,7 @@ def write_states_file(path: Path, sequence: Sequence, identity: StoreIdentity) -
         "held_out": sequence.held_out,
         "loss_mask": _spans(sequence.loss_mask),
         "next_token_id": int(sequence.token_ids[-1]) if len(sequence.token_ids) > count else None,
+        **({"images": sequence.images} if sequence.images else {}),
     }
     layout = {"token_ids": (torch.int64, [count]), "hidden_states": (states.dtype, list(states.shape))}
     header = header_bytes(layout, metadata={_ABOUT: json.dumps(about), _CHECKSUM: _NO_CHECKSUM.decode()})
@@ -112,7 +114,7 @@ def _checked(data: bytes, metadata: dict[str, str]) -> dict[str, Any]:
     mask = torch.zeros(length, dtype=torch.bool)
     for first, last in about["loss_mask"]:
         mask[first:last] = True
-    return about | {"loss_mask": mask}
+    return about | {"loss_mask": mask, "images": tuple(about.get("images", ()))}
 
 
 def _spans(mask: torch.Tensor) -> list[tuple[int, int]]:

@@ -66,7 +66,7 @@ def make_store(folder: Path, sequences: list[Sequence], **options: Any) -> Store
 
 
 def make_sequence(chooser: random.Random, dtype: torch.dtype = torch.float32) -> Sequence:
-    """Any mask and any finite values; half end with a token that has no state."""
+    """Any mask, any finite values and images; half end with a token that has no state."""
     tokens, sampled = chooser.randint(1, 12), chooser.random() < 0.5
     generator = torch.Generator().manual_seed(chooser.getrandbits(60))
     mask = torch.rand(tokens + sampled, generator=generator) < chooser.choice([0, 0.3, 1])
@@ -75,7 +75,8 @@ def make_sequence(chooser: random.Random, dtype: torch.dtype = torch.float32) ->
     states = torch.randn(tokens, len(LAYERS), HIDDEN, generator=generator) * 2.0 ** chooser.randint(-12, 12)
     states[:, :, 0] += torch.finfo(dtype).smallest_normal
     token_ids = torch.randint(0, VOCAB, (tokens + sampled,), generator=generator, dtype=torch.int32)
-    return Sequence(chooser.getrandbits(63), chooser.random() < 0.2, token_ids, mask, states.to(dtype))
+    images = tuple(chooser.randbytes(32).hex() for _ in range(chooser.choice([0, 0, 1, 2])))
+    return Sequence(chooser.getrandbits(63), chooser.random() < 0.2, token_ids, mask, states.to(dtype), images)
 
 
 def take(source: Path, out: Path, **options: Any) -> Store:
@@ -87,7 +88,7 @@ def check_same(found: Store, expected: Store) -> None:
     assert found.identity == expected.identity
     assert len(found) == len(expected)
     for ours, theirs in zip(found, expected, strict=True):
-        assert (ours.sample_id, ours.held_out) == (theirs.sample_id, theirs.held_out)
+        assert (ours.sample_id, ours.held_out, ours.images) == (theirs.sample_id, theirs.held_out, theirs.images)
         assert torch.equal(ours.token_ids, theirs.token_ids)
         assert torch.equal(ours.loss_mask, theirs.loss_mask)
         assert ours.hidden_states.dtype == theirs.hidden_states.dtype
