@@ -36,7 +36,7 @@ from draftsmith.run import cuda, stage
 from draftsmith.run.errors import UserError
 from draftsmith.run.progress import Bar, console
 from draftsmith.run.stage import StageRun
-from draftsmith.store.format import StoreIdentity
+from draftsmith.store.format import StoreIdentity, read_manifest
 from draftsmith.store.reader import Store
 from draftsmith.store.writer import StoreWriter, most_bytes, require_free_space
 from draftsmith.target.family import uses_mrope
@@ -98,10 +98,12 @@ def run_extract(
         console.print(f"extract: not used: {line}", highlight=False, markup=False, soft_wrap=True)
     if requests.with_images:
         _check_images(target, recipe.engine.options)
-    inputs = digest([identity.recorded(), recipe.seed, requests.digest])
+    record = stage.read(directory)
+    recorded = identity.recorded() if record is None else _recorded(identity, directory)
+    inputs = digest([recorded, recipe.seed, requests.digest])
     if (finished := run.finished(inputs)) is not None:
         return finished
-    if (record := stage.read(directory)) is not None:
+    if record is not None:
         if record["figures"].get("finished_early_from") == inputs:
             console.print(
                 f"extract: {directory} is finished; {record['figures']['prompts_left_out']} prompts were left out with --finish",
@@ -313,6 +315,15 @@ def _require_free_space(directory: Path, needed: int) -> None:
         "start anyway with `-s extract.check_free_space=false`: a full disk stops the stage cleanly, and running it again "
         "once there is space continues it.",
     )
+
+
+def _recorded(identity: StoreIdentity, directory: Path) -> dict[str, Any]:
+    """`identity` as the finished store in `directory` would have recorded it: stores of before have settings of sampling where nothing is
+    sampled, and their inputs were hashed with these."""
+    if identity.sampling["mode"] != "prefill":
+        return identity.recorded()
+    there = read_manifest(directory)[0].sampling
+    return identity.recorded() | ({"sampling": there} if there["mode"] == "prefill" else {})
 
 
 def _why_inputs_differ(directory: Path, identity: StoreIdentity) -> str:

@@ -53,6 +53,9 @@ def store_identity(recipe: Recipe, target: TargetInfo, layer_ids: Iterable[int])
     options = recipe.extract
     fields = {"mode", "temperature", "top_p", "top_k", "stop", "samples", "turns", "max_tokens", "held_out_max_tokens"}
     sampling = options.model_dump(mode="json", include=fields)
+    sampling |= ({"seed": recipe.seed} if options.temperature > 0 else {}) | options.further_sampling()
+    if options.mode == "prefill":  # nothing is sampled
+        sampling = {"mode": "prefill"}
     return StoreIdentity(
         target=target.name,
         target_revision=target.revision,
@@ -62,7 +65,7 @@ def store_identity(recipe: Recipe, target: TargetInfo, layer_ids: Iterable[int])
         layer_ids=tuple(layer_ids),
         hidden_size=target.hidden_size,
         dtype=recipe.target.dtype,
-        sampling=sampling | ({"seed": recipe.seed} if options.temperature > 0 else {}) | options.further_sampling(),
+        sampling=sampling,
         states="int8" if options.compression == "int8" else "exact",
         engine_options=recipe.engine.options,
     )

@@ -101,7 +101,11 @@ class EncodedSequence:
 
 
 def _flat(fields: dict[str, Any]) -> dict[str, Any]:
-    """The fields, with those of inner objects by a dotted name."""
+    """The fields, with those of inner objects by a dotted name. Those of how answers were sampled are left out where none were: stores of
+    before have them there too."""
+    if fields.get("sampling", {}).get("mode") == "prefill":
+        made_with = {name: value for name, value in fields["sampling"].items() if name in ("mode", "states")}
+        fields = fields | {"sampling": made_with}
     inner = {name: value for name, value in fields.items() if isinstance(value, dict)}
     found = {name: value for name, value in fields.items() if name not in inner}
     return found | {f"{name}.{key}": value for name, values in inner.items() for key, value in values.items()}

@@ -3,6 +3,7 @@
 import json
 import secrets
 from collections.abc import Iterator
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -19,12 +20,14 @@ from draftsmith.data.conversations import Conversation, RejectedRows
 from draftsmith.data.image_renderer import ImageRenderer
 from draftsmith.data.overlap import TRAINING_PROMPTS, numbers_of, read_prompts_file
 from draftsmith.extract.extract import run_extract
+from draftsmith.extract.job import store_identity
 from draftsmith.extract.requests import ExtractRequest, Requests, tokenized
 from draftsmith.extract.sequences import Extracted, checked
 from draftsmith.extract.worker import Progress
 from draftsmith.run import stage
 from draftsmith.run.errors import DraftsmithError, UserError
 from draftsmith.store.codec import encode_states
+from draftsmith.store.format import StoreIdentity
 from draftsmith.store.reader import Store
 from draftsmith.store.writer import ShardMaker
 from tests.unit.chat_templates import GEMMA
@@ -182,7 +185,8 @@ def some(
         mask = [False] * len(ids)
         states = encode_states(torch.ones(len(ids), 1, 32), job.compression)
         maker = ShardMaker(job.identity, job.compression)
-        maker.add(checked(Extracted(request, ids.tolist(), mask, [7], ids, states)))
+        answer = [7] if job.generate else []
+        maker.add(checked(Extracted(request, ids.tolist(), mask, answer, ids, states)))
         yield Progress(None, 1, len(ids))
         yield Progress(maker.write(store / f"shard-{secrets.token_hex(4)}.safetensors"), 0, 0)
 
@@ -209,6 +213,63 @@ def test_an_unfinished_store_of_other_prompts_is_not_continued(tmp_path: Path, m
     prompts = [texts[0].whole for texts in read_prompts_file(tmp_path / "run" / "store")]
     assert prompts == [numbers_of(f"question {i}").whole for i in range(4)], "what it was made from, each once"
     assert TRAINING_PROMPTS in stage.read(tmp_path / "run" / "store")["files"]
+
+
+def test_settings_of_answers_are_not_those_of_a_prefill(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Nor does it matter which a store of before recorded, finished or not."""
+    rows = [json.dumps({"prompt": f"question {i}", "response": "So."}) for i in range(4)]
+    others: list[dict[str, Any]] = [
+        {},
+        {"max_tokens": 512, "held_out_max_tokens": 100},
+        {"temperature": 0.7, "top_p": 0.9, "top_k": 5, "stop": ["\n"], "turns": "all"},
+    ]
+    recipes = [of_prompts(tmp_path, rows, mode="prefill", **options) for options in others]
+
+    def identity_of_before(recipe: Recipe, *about: Any) -> StoreIdentity:
+        fields = {
+            "mode",
+            "temperature",
+            "top_p",
+            "top_k",
+            "stop",
+            "samples",
+            "turns",
+            "max_tokens",
+            "held_out_max_tokens",
+        }
+        sampling = recipe.extract.model_dump(mode="json", include=fields)
+        seed = {"seed": recipe.seed} if recipe.extract.temperature else {}
+        return replace(store_identity(recipe, *about), sampling=sampling | seed)
+
+    def no_engines(*_: Any, **__: Any) -> Iterator[Progress]:
+        raise AssertionError("it is finished")
+
+    def extract(recipe: Recipe, run: str, engines: Any) -> dict[str, Any]:
+        monkeypatch.setattr("draftsmith.extract.extract.run_engines", engines)
+        return run_extract(recipe, tmp_path / run)
+
+    for begun in ("now", "before", "before, and sampled"):
+        with monkeypatch.context() as changed:
+            if begun != "now":
+                changed.setattr("draftsmith.extract.extract.store_identity", identity_of_before)
+            earlier = recipes[2 if "sampled" in begun else 0]
+            changed.setattr("draftsmith.extract.extract.run_engines", some)
+            with pytest.raises(DraftsmithError, match="the engine failed"):
+                run_extract(earlier, tmp_path / f"unfinished, {begun}")
+            changed.setattr("draftsmith.extract.extract.run_engines", partial(some, stop=100))
+            run_extract(earlier, tmp_path / f"finished, {begun}")
+        for recipe in recipes:
+            assert extract(recipe, f"finished, {begun}", no_engines)["sequences"] == 4
+        for recipe, engines in zip(recipes, (partial(some, stop=100), no_engines, no_engines), strict=True):
+            assert extract(recipe, f"unfinished, {begun}", engines)["sequences"] == 4
+    stores = [
+        tmp_path / f"{state}, {begun}" / "store"
+        for state in ("finished", "unfinished")
+        for begun in ("now", "before, and sampled")
+    ]
+    assert len(Store(*stores)) == 4, "all of one identity"
+    with pytest.raises(UserError, match=r"sampling\.mode is 'prefill' there and 'generate' in this run"):
+        extract(of_prompts(tmp_path, rows), "finished, now", no_engines)
 
 
 def test_an_extraction_is_finished_early(
