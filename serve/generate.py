@@ -288,7 +288,7 @@ def _answer_all(
                 row = in_flight.pop(answer.name)
                 tokens += len(answer.token_ids)
                 assert row.turn is not None
-                following = renderer.next(row.turn, answer.text, max_tokens=_least(recipe))
+                following = renderer.next(row.turn, answer.token_ids, max_tokens=_least(recipe), text=answer.text)
                 if following is not None:
                     row.turn, row.answered = following, row.answered + len(answer.token_ids)
                     ask(row)

@@ -12,6 +12,8 @@ from typing import Any
 from draftsmith.data.chat_template import Renderer, Unrenderable
 from draftsmith.data.conversations import Conversation
 
+_FINAL = "<|channel|>final<|message|>"
+"""What gpt-oss writes between its reasoning and its answer. These are special tokens, without which nothing in the text would divide the two."""
 TURN = "/turn-"
 """Separates a conversation's id from the number of a later turn."""
 
@@ -47,6 +49,10 @@ class TurnRenderer:
     def __init__(self, tokenizer: Any, max_model_len: int, *, plain: bool = False) -> None:
         self.tokenizer, self.max_model_len = tokenizer, max_model_len
         self.renderer = Renderer(tokenizer, plain=plain)
+        has_channels = {"<|channel|>", "<|message|>"} <= {
+            str(token) for token in tokenizer.added_tokens_decoder.values()
+        }
+        self._final = list(tokenizer(_FINAL, add_special_tokens=False)["input_ids"]) if has_channels else []
 
     def first(self, conversation: Conversation) -> Turn:
         """The first user turn.
@@ -57,16 +63,17 @@ class TurnRenderer:
         opening, later = conversation.opening()
         return Turn(opening, self.renderer.prompt(opening), later)
 
-    def next(self, turn: Turn, answer: Sequence[int] | str, *, max_tokens: int) -> Turn | None:
+    def next(self, turn: Turn, answer: Sequence[int], *, max_tokens: int, text: str | None = None) -> Turn | None:
         """The turn after an answered one; None if there is none, the chat template refuses it, or it leaves no room.
 
         Args:
-            answer: the target's answer to `turn`: token ids, or its text as the engine returned it, without what stopped it.
+            answer: token ids of the target's answer to `turn`.
             max_tokens: room to leave for the next answer.
+            text: the answer's text as the engine returned it, without what stopped it; None to decode the token ids.
         """
         if not turn.later:
             return None
-        asked = self.with_answer(turn.conversation, answer)
+        asked = self.with_answer(turn.conversation, answer, text)
         asked = replace(asked, messages=[*asked.messages, *turn.later[0]])
         try:
             ids = self.renderer.prompt(asked)
@@ -76,11 +83,20 @@ class TurnRenderer:
             return None
         return Turn(asked, ids, turn.later[1:], turn.number + 1)
 
-    def with_answer(self, conversation: Conversation, answer: Sequence[int] | str) -> Conversation:
-        """The conversation with the target's answer (token ids or text) as its last message."""
-        message = {"role": "assistant", "content": answer if isinstance(answer, str) else self.decode(answer)}
-        return replace(conversation, messages=[*conversation.messages, message])
+    def with_answer(self, conversation: Conversation, answer: Sequence[int], text: str | None = None) -> Conversation:
+        """The conversation with the target's answer as its last message; arguments as those of `next`."""
+        if text is None or len(self._without_reasoning(answer)) < len(answer):
+            text = self.decode(answer)
+        return replace(conversation, messages=[*conversation.messages, {"role": "assistant", "content": text}])
 
     def decode(self, answer: Sequence[int]) -> str:
-        """The text of an answer, without special tokens."""
-        return str(self.tokenizer.decode(answer, skip_special_tokens=True))
+        """The text of an answer, without special tokens and, where these divide it from the rest, without reasoning."""
+        return str(self.tokenizer.decode(self._without_reasoning(answer), skip_special_tokens=True))
+
+    def _without_reasoning(self, answer: Sequence[int]) -> list[int]:
+        """What follows the last `_FINAL`; nothing if there is only reasoning, and all of an answer without channels."""
+        ids, size = list(answer), len(self._final)
+        if not size or self._final[0] not in ids:
+            return ids
+        starts = [end for end in range(size, len(ids) + 1) if ids[end - size : end] == self._final]
+        return ids[starts[-1] :] if starts else []

@@ -1,4 +1,4 @@
-"""Chat templates of five kinds, for tests: each with its kind's structure and its rules about earlier turns."""
+"""Chat templates of six kinds, for tests: each with its kind's structure and its rules about earlier turns."""
 
 CHATML = """\
 {%- for message in messages %}
@@ -137,4 +137,13 @@ GEMMA = """\
     {{- '<start_of_turn>' + role + '\\n' + (message['content'] | trim) + '<end_of_turn>\\n' }}
 {%- endfor %}
 {%- if add_generation_prompt %}{{- '<start_of_turn>model\\n' }}{%- endif %}
+"""
+
+# gpt-oss: an answer has parts, each in a channel, and earlier answers are their last part alone.
+HARMONY = """\
+{%- for message in messages %}
+    {{- '<|start|>' + message['role'] + ('<|channel|>final' if message['role'] == 'assistant' else '') }}
+    {{- '<|message|>' + message['content'] + '<|end|>' }}
+{%- endfor %}
+{%- if add_generation_prompt %}{{- '<|start|>assistant' }}{%- endif %}
 """

@@ -16,6 +16,7 @@ from draftsmith.extract.requests import tokenized
 from draftsmith.run.errors import UserError
 from draftsmith.serve.evaluation import evaluate
 from draftsmith.serve.evaluation.suites import load_suite, render_suite
+from tests.unit.chat_templates import HARMONY
 from tests.unit.test_rendering import BOS, EOS, SPECIAL, TEMPLATES, make_tokenizer
 
 TOOLS = [{"type": "function", "function": {"name": "look_up", "parameters": {"type": "object"}}}]
@@ -70,6 +71,46 @@ def test_a_turn_that_does_not_fit_ends_the_conversation() -> None:
     first = TurnRenderer(tokenizer, 600).first(TALK)
     room = len(first.token_ids) + 20
     assert TurnRenderer(tokenizer, room).next(first, [5] * 10, max_tokens=10) is None
+
+
+REASONING = "<|channel|>analysis<|message|>so the user said 12<|end|>"
+CALL = "<|start|>assistant<|channel|>commentary<|message|>model<|end|>"
+ANSWER = "<|start|>assistant<|channel|>final<|message|>"
+
+
+@pytest.mark.parametrize(
+    ("answer", "said"),
+    [
+        (f"{REASONING}{ANSWER}the answer is 34<|return|>", "the answer is 34"),
+        (f"{REASONING}{ANSWER}no<|end|>{CALL}{ANSWER}yes", "yes"),
+        (REASONING.removesuffix("<|end|>"), ""),  # cut off before there was an answer
+        (f"{REASONING}{ANSWER}", ""),
+        ("<|message|>the answer is 34<|return|>", "the answer is 34"),
+        ("the answer is 34<|return|>", "the answer is 34"),
+    ],
+)
+def test_reasoning_between_special_tokens_is_not_the_next_turn_s_context(answer: str, said: str) -> None:
+    special = ["<|start|>", "<|channel|>", "<|message|>", "<|end|>", "<|return|>"]
+    tokenizer = make_tokenizer(HARMONY, special, eos="<|return|>")
+    talk = Conversation("talk", TALK.messages)
+    turns = TurnRenderer(tokenizer, 600)
+    ids = tokenizer(answer)["input_ids"]
+    expected = (
+        "<|start|>user<|message|>what is said<|end|>"
+        f"<|start|>assistant<|channel|>final<|message|>{said}<|end|>"
+        "<|start|>user<|message|>and then<|end|><|start|>assistant"
+    )
+    engine_s = tokenizer.decode(ids, skip_special_tokens=True)
+    for text in (None, engine_s):
+        following = turns.next(turns.first(talk), ids, max_tokens=10, text=text)
+        assert following is not None
+        assert tokenizer.decode(following.token_ids) == expected
+    assert turns.decode(ids) == said
+    (request,) = tokenized(RECIPE, Renderer(tokenizer), ImageRenderer(Path()), talk, RejectedRows(), held_out=False)
+    extracted = worker._Turn(request, 0, request.prompt_token_ids, request.conversation, ids)
+    extracted_next = worker._Conversations(tokenizer, 600).next_turn(extracted)
+    assert extracted_next is not None
+    assert extracted_next.prompt_token_ids == following.token_ids
 
 
 def test_prompts_whose_tools_the_template_drops_are_left_out(capsys: pytest.CaptureFixture[str]) -> None:
