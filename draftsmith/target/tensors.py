@@ -28,8 +28,8 @@ class TargetTensors:
     embedding: torch.Tensor
     """[vocab_size, hidden_size]"""
     lm_head: torch.Tensor
-    """[vocab_size, hidden_size], times the target's scale of logits; the same tensor as `embedding` if the target ties them and
-    has no scale."""
+    """[vocab_size, hidden_size], times the target's scale of logits; the same tensor as `embedding` if the target ties them, by its
+    config and its files, and has no scale."""
     final_norm_weight: torch.Tensor
     """[hidden_size]; the factor of the normalized state. Gemma's files hold it minus 1; here the 1 is added."""
     final_norm_bias: torch.Tensor | None = None
@@ -51,11 +51,15 @@ def load_target_tensors(path: Path, *, trust_remote_code: bool = False) -> Targe
         UserError: the directory has no weights, or not the tensors of a causal language model of a known family; or they are
             quantized in a way that is not read, missing, damaged or not finite.
     """
+    import torch
+
     config, files, names = _located(path, trust_remote_code)
     facts = target_facts(config)
     table, row = (config.vocab_size, config.hidden_size), (config.hidden_size,)
     embedding = _read_tensor(files, names.embedding, table)
     lm_head = embedding if names.head is None else _read_tensor(files, names.head, table)
+    if names.tied and torch.equal(lm_head.to(embedding.dtype), embedding):
+        lm_head = embedding
     weight, bias = _read_tensor(files, names.norm, row), f"{names.norm.removesuffix('weight')}bias"
     return TargetTensors(
         embedding=embedding,
@@ -70,7 +74,7 @@ def load_target_tensors(path: Path, *, trust_remote_code: bool = False) -> Targe
 def require_readable(path: Path, *, trust_remote_code: bool = False) -> None:
     """Check that `load_target_tensors` knows the tensors' names and forms, from the headers of files. Arguments and errors as there."""
     _, files, names = _located(path, trust_remote_code)
-    for name in filter(None, names):
+    for name in filter(None, (names.embedding, names.norm, names.head)):
         scale_of(_there(files, name), name)
 
 
@@ -78,7 +82,9 @@ class _Names(NamedTuple):
     embedding: str
     norm: str
     head: str | None
-    """None if it is tied to the embedding."""
+    """None if it is the embedding."""
+    tied: bool
+    """By the config, which may be wrong where the files have a head."""
 
 
 def _located(path: Path, trust_remote_code: bool) -> tuple[PretrainedConfig, dict[str, Path], _Names]:
@@ -92,7 +98,7 @@ def _located(path: Path, trust_remote_code: bool) -> tuple[PretrainedConfig, dic
     if norm not in files:
         raise UserError(f"The target in {path} has no tensor {norm}, its final norm.")
     tied = any(getattr(each, "tie_word_embeddings", False) for each in (whole, config))
-    return config, files, _Names(f"{prefix}{family.embedding}.weight", norm, None if tied else _head(path, files))
+    return config, files, _Names(f"{prefix}{family.embedding}.weight", norm, _head(path, files, prefix, tied), tied)
 
 
 def _prefix(path: Path, files: Mapping[str, Path], embedding: str, last_layer: str) -> str:
@@ -114,8 +120,17 @@ def _prefix(path: Path, files: Mapping[str, Path], embedding: str, last_layer: s
     )
 
 
-def _head(path: Path, files: Mapping[str, Path]) -> str:
+def _head(path: Path, files: Mapping[str, Path], prefix: str, tied: bool) -> str | None:
+    """The head's name; None if it is the embedding.
+
+    Some configs say by default or by mistake that it is, beside files with another one: transformers and vLLM use that.
+    """
     heads = [name for name in files if name.endswith(_HEADS) and ".layers." not in name]
+    if tied:
+        # A model beside the language model, such as one for multi-token prediction, may have a head of its own.
+        heads = [name for name in heads if prefix.startswith(name.removesuffix(".weight").rpartition(".")[0])]
+        if len(heads) != 1:
+            return None
     if not heads:
         refuse_quantized(files, "lm_head")
     if len(heads) != 1:

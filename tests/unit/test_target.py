@@ -9,6 +9,7 @@ import transformers
 from huggingface_hub.utils import filter_repo_objects
 from hypothesis import given
 from hypothesis import strategies as st
+from safetensors.torch import save_file
 from tokenizers import Tokenizer, models
 from transformers import LlamaConfig, LlamaForCausalLM
 
@@ -18,7 +19,9 @@ from draftsmith.run.errors import UserError
 from draftsmith.target.info import describe_target
 from draftsmith.target.layer_ids import check_layer_ids, default_layer_ids
 from draftsmith.target.prepare import prepare_target, target_name
-from draftsmith.target.tensors import load_target_tensors
+from draftsmith.target.shards import shards, shared_files
+from draftsmith.target.tensors import load_target_tensors, require_readable
+from tests.families import change_config
 
 LAYERS, HIDDEN, VOCAB = 3, 16, 50
 
@@ -54,6 +57,39 @@ def test_tensors_are_the_models_own(tmp_path, tied, max_shard_size):
     assert torch.equal(tensors.lm_head, state["lm_head.weight"])
     assert (tensors.lm_head is tensors.embedding) == tied
     assert torch.equal(tensors.final_norm_weight, state["model.norm.weight"])
+
+
+@pytest.mark.parametrize("max_shard_size", ["1GB", "5KB"])
+def test_a_head_of_its_own_is_read_although_the_config_ties_it(tmp_path, max_shard_size):
+    """As transformers and vLLM do: a config may say so by default, or be stale."""
+    state = save_model(tmp_path, tied=False, max_shard_size=max_shard_size)
+    change_config(tmp_path, tie_word_embeddings=True)
+    loaded = LlamaForCausalLM.from_pretrained(tmp_path).lm_head.weight
+    tensors = load_target_tensors(tmp_path)
+    assert not torch.equal(state["lm_head.weight"], state["model.embed_tokens.weight"])
+    assert torch.equal(tensors.lm_head, state["lm_head.weight"])
+    assert torch.equal(tensors.lm_head, loaded)
+    if max_shard_size == "5KB":
+        head = shards(tmp_path, "model.safetensors")["lm_head.weight"]
+        assert head in shared_files(tmp_path, "model.safetensors")
+        (tmp_path / head).unlink()
+        for read in (load_target_tensors, require_readable):
+            with pytest.raises(UserError, match=rf"{head}, the shard with lm_head\.weight, is missing"):
+                read(tmp_path)
+
+
+def test_copies_of_the_embedding_and_heads_of_other_models_leave_the_head_tied(tmp_path):
+    state = save_model(tmp_path, tied=True)
+    embedding = state["model.embed_tokens.weight"]
+    weights = {name: value.clone() for name, value in state.items()}
+    for head in ({"lm_head.weight": embedding.clone()}, {"mtp.lm_head.weight": embedding + 1}):
+        save_file(
+            {name: value for name, value in weights.items() if name != "lm_head.weight"} | head,
+            tmp_path / "model.safetensors",
+        )
+        tensors = load_target_tensors(tmp_path)
+        assert tensors.lm_head is tensors.embedding
+        assert torch.equal(tensors.embedding, embedding)
 
 
 @pytest.mark.parametrize("kind", ["Llama", "Qwen2", "Qwen3", "Gemma", "Gemma3Text"])
