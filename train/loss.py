@@ -156,9 +156,16 @@ class ChainLoss(nn.Module):
             for each, weight in zip(normed, weights, strict=True):
                 apart = F.smooth_l1_loss(each, states, reduction="none").mean(-1)
                 total = total + self.terms.feature_weight * (apart * weight).sum()
+        total = total if len(states) else total + self._nothing()
         counted = batch.loss_weights[:, : self.ttt_steps].sum(0)
         matches = (right * alignment.weights).sum(1) / counted.clamp(min=1)
         return ChainLossOutput(total, matches.to(total.dtype))
+
+    def _nothing(self) -> torch.Tensor:
+        """0, of which every trained parameter has a gradient of 0. Attention of no rows reads no keys, and where a process trains nothing
+        DDP and FSDP would wait for the gradients of their weights."""
+        trained = (parameter for parameter in self.drafter.parameters() if parameter.requires_grad)
+        return torch.stack([parameter.sum() * 0 for parameter in trained]).sum()
 
     def weights(self, batch: Batch) -> torch.Tensor:
         """float64 [K]: the sum of the row weights at each step, which the loss is divided by."""
@@ -274,6 +281,7 @@ class BlockLoss(ChainLoss):
             said = said.index_select(0, tokens.place).to(weights.dtype)
             each = F.binary_cross_entropy_with_logits(said, overlap[0], reduction="none")
             total = total + terms.confidence_weight * (each * weights).sum()
+        total = total if len(states) else total + self._nothing()
         counted = batch.loss_weights[:, :steps].sum(0)
         matches = self._by_step(tokens, right[0] * tokens.weights) / counted.clamp(min=1)
         return ChainLossOutput(total, matches.to(total.dtype))

@@ -2,6 +2,7 @@
 
 from collections.abc import Iterator
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 import torch
@@ -12,10 +13,15 @@ from torch.utils._pytree import tree_flatten
 from draftsmith.drafters.base import Drafter
 from draftsmith.drafters.batch import Batch
 from draftsmith.store.format import Sequence
+from draftsmith.store.reader import Store
+from draftsmith.target.info import describe_target
 from draftsmith.train import loss as loss_module
 from draftsmith.train.loss import ChainLoss, row_chunks
 from draftsmith.train.packing import pack
+from draftsmith.train.setup import make_accelerator, set_up
 from tests.unit.test_eagle3 import DRAFT, HIDDEN, make_drafter, make_sequence
+from tests.unit.test_kinds import CASES
+from tests.unit.tiny_run import make_recipe
 
 STEPS = 3
 
@@ -255,6 +261,25 @@ def test_a_batch_without_weights_has_no_loss() -> None:
     found.loss.backward()
     assert float(found.loss) == 0
     assert loss.weights(batch).tolist() == found.matches.tolist() == [0, 0, 0]
+
+
+@pytest.mark.parametrize("name", CASES)
+@pytest.mark.usefixtures("single_thread")
+def test_every_weight_has_a_gradient_where_little_or_nothing_is_trained(folder: Path, name: str) -> None:
+    """DDP and FSDP wait for those of every process."""
+    recipe, store = make_recipe(folder, **CASES[name][0]), Store(folder / "run" / "store")
+    accelerator, target = make_accelerator(recipe, folder), describe_target(folder / "target")
+    run = set_up(recipe, accelerator, target, store, None, directory=folder, inputs="")
+    batch = run.data.on_device(run.data.batch([0]))
+    nothing = torch.zeros_like(batch.loss_weights)
+    one_token = nothing.clone()
+    one_token[8, 0] = 1
+    for weights in (nothing, one_token):
+        run.loss.zero_grad()
+        run.loss(replace(batch, loss_weights=weights)).loss.backward()
+        trained = {key: weight for key, weight in run.loss.named_parameters() if weight.requires_grad}
+        assert [key for key, weight in trained.items() if weight.grad is None] == []
+        assert any(weight.grad.any() for weight in trained.values() if weight.grad is not None) == bool(weights.any())
 
 
 def test_logits_of_all_rows_are_never_in_memory(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -1,10 +1,12 @@
 """The trainer has the same losses on any number of processes, which stop together, and with any micro-batches."""
 
 import os
+import shutil
 import signal
 import subprocess
 import sys
 import time
+from dataclasses import replace
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
@@ -14,10 +16,12 @@ import torch
 
 from draftsmith.drafters.eagle3 import Eagle3Drafter
 from draftsmith.run import stage
+from draftsmith.store.reader import Store
+from draftsmith.store.writer import StoreWriter
 from draftsmith.train import setup as training_setup
 from draftsmith.train.snapshot import SNAPSHOT
 from tests.soak import in_soak
-from tests.unit.tiny_run import make_recipe
+from tests.unit.tiny_run import make_recipe, make_run
 from tests.unit.training_runs import (
     EAGLE3,
     SERVER,
@@ -49,6 +53,31 @@ def test_two_processes_train_like_one(folder: Path, whole: Path) -> None:
     require_alike(whole, ddp)
     require_alike(lonely, lonely_two)
     require_alike(whole, split)
+
+
+def test_a_process_whose_sequences_have_nothing_to_train(tmp_path: Path) -> None:
+    """Answers of one token have none of DFlash's blocks, whose process must not leave the others waiting."""
+    store = make_run(tmp_path) / "store"
+    sequences = [
+        replace(one, loss_mask=torch.arange(len(one.token_ids)) >= len(one.token_ids) - 1) if one.sample_id % 3 else one
+        for one in Store(store)
+    ]
+    identity = Store(store).identity
+    shutil.rmtree(store)
+    stage.claim(store, fresh=True)
+    with StoreWriter(store, identity, shard_tokens=100) as writer:
+        for one in sequences:
+            writer.append(one)
+        writer.close()
+    stage.StageRun("extract", store).finish("short", {}, recipe={})
+    few = {"drafter": {"kind": "dflash", "draft_vocab_size": 60}, "tokens_per_step": 46, "epochs": 2}
+    one, two, split = (run_dir(tmp_path, name) for name in ("one", "two", "split"))
+    train(tmp_path, one, **few)
+    assert 0 in losses_of(one)
+    assert any(losses_of(one))
+    for directory, options in ((two, {}), (split, {"fsdp": True})):
+        assert ended(start(tmp_path, directory, **few, **options)) == [0, 0]
+        require_alike(one, directory)
 
 
 def test_accelerate_launch(folder: Path, whole: Path) -> None:
