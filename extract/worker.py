@@ -42,6 +42,7 @@ from draftsmith.run.process import disable_malloc_trim, lower_priority
 from draftsmith.run.progress import console
 from draftsmith.store.format import Shard
 from draftsmith.store.writer import BackgroundShards, ShardMaker
+from draftsmith.target.pretrained import tokenizer_of
 
 if TYPE_CHECKING:
     from vllm import LLM
@@ -309,7 +310,10 @@ class _Storage:
 def _work(llm: LLM, pipe: Connection, job: Job, handoff: Path, store: Path) -> None:
     """Keep the engine full, and have finished requests stored."""
     engine = llm.llm_engine
-    conversations = _Conversations(llm.get_tokenizer(), job.max_model_len)
+    # Not the engine's, which may be another (mistral-common's, DeepSeek's): the driver rendered the first turns with this one.
+    target = job.engine_arguments
+    tokenizer = tokenizer_of(Path(target["model"]), trust_remote_code=target["trust_remote_code"])
+    conversations = _Conversations(tokenizer, job.max_model_len)
     inbox: queue.SimpleQueue[list[ExtractRequest] | BaseException | None] = queue.SimpleQueue()
     # Always reading, so that driver and worker never both wait to send.
     threading.Thread(target=_read, args=(pipe, inbox), daemon=True).start()

@@ -20,6 +20,9 @@ if TYPE_CHECKING:
 
 _LANGUAGE_MODELS = ("llm_config", "language_config", "thinker_config")
 """Where configs keep their language model's, beside the names that transformers' `get_text_config` knows."""
+_WITH_TEMPLATE = {"mistral_format": False}
+"""Of Mistral's models, the tokenizer of `tokenizer.json`: beside a `tekken.json` transformers otherwise takes mistral-common's, which has no
+chat template and no character offsets. Releases before 5.16 know only the former, and ignore this."""
 
 
 def config_of(place: str | Path, *, trust_remote_code: bool = False, revision: str | None = None) -> PretrainedConfig:
@@ -90,7 +93,7 @@ def tokenizer_of(directory: Path, *, trust_remote_code: bool = False) -> Any:
     from transformers import AutoTokenizer
 
     with _own_code("tokenizer", directory, trust_remote_code):
-        return AutoTokenizer.from_pretrained(directory, trust_remote_code=trust_remote_code)
+        return AutoTokenizer.from_pretrained(directory, trust_remote_code=trust_remote_code, **_WITH_TEMPLATE)
 
 
 def processor_of(directory: Path, *, trust_remote_code: bool = False) -> Any:
@@ -112,7 +115,9 @@ def processor_of(directory: Path, *, trust_remote_code: bool = False) -> Any:
         )
     try:
         with _own_code("processor", directory, trust_remote_code):
-            processor: Any = AutoProcessor.from_pretrained(directory, trust_remote_code=trust_remote_code)
+            processor: Any = AutoProcessor.from_pretrained(
+                directory, trust_remote_code=trust_remote_code, **_WITH_TEMPLATE
+            )
     except UserError:
         raise
     except Exception as error:  # missing files, or packages that are not installed

@@ -32,7 +32,7 @@ from draftsmith.store.writer import StoreWriter
 from tests.unit.test_store import identity
 
 JOB = Job(
-    engine_arguments={"dtype": "float32"},
+    engine_arguments={"model": "/target", "trust_remote_code": False, "dtype": "float32"},
     generate=True,
     sampling={},
     seed=0,
@@ -233,7 +233,7 @@ class Clock:
 
 class SlowEngine:
     """An engine that answers everything in its first step and then hands over a file of states every 50 s, as far as it goes.
-    With the last file the driver has nothing more to ask."""
+    With the last file the driver has nothing more to ask. It has no tokenizer: the driver's renders all turns."""
 
     def __init__(self, clock: Clock, handoff: Path, hands_over: int) -> None:
         self.clock, self.handoff, self.left = clock, handoff, hands_over
@@ -245,9 +245,6 @@ class SlowEngine:
     def read(self, pipe: Connection, inbox: queue.SimpleQueue[list[ExtractRequest] | None]) -> None:
         self.inbox = inbox
         inbox.put(requests(5))
-
-    def get_tokenizer(self) -> None:
-        pass
 
     def add_request(self, name: str, prompt: object, sampling: object) -> None:
         self.asked.append(name)
@@ -269,7 +266,13 @@ class SlowEngine:
 def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
     clock = Clock()
     monkeypatch.setattr(worker, "time", clock)
-    monkeypatch.setattr(worker, "_Conversations", lambda *given: mock.Mock(next_turn=lambda turn: None))
+    monkeypatch.setattr(worker, "tokenizer_of", lambda directory, trust_remote_code: directory)
+
+    def conversations(tokenizer: Path, max_model_len: int) -> mock.Mock:
+        assert tokenizer == Path("/target")
+        return mock.Mock(next_turn=lambda turn: None)
+
+    monkeypatch.setattr(worker, "_Conversations", conversations)
     monkeypatch.setattr(worker, "_sampling", lambda *given: None)
     return clock
 

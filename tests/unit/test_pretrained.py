@@ -8,6 +8,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import mistral_common
 import pytest
 import torch
 import transformers
@@ -16,6 +17,8 @@ from typer.testing import CliRunner
 
 from draftsmith.cli import app
 from draftsmith.config.recipe import Recipe, TargetConfig
+from draftsmith.data.chat_template import Renderer
+from draftsmith.data.conversations import Conversation
 from draftsmith.drafters.checkpoint import Checkpoint
 from draftsmith.engine.step_cost import target_sizes
 from draftsmith.extract.job import engine_job, store_identity
@@ -25,8 +28,10 @@ from draftsmith.serve import vllm_server
 from draftsmith.target import pretrained
 from draftsmith.target.info import describe_target
 from draftsmith.target.prepare import read_config
-from draftsmith.target.pretrained import config_of, model_of, tokenizer_of
+from draftsmith.target.pretrained import config_of, model_of, processor_of, tokenizer_of
 from draftsmith.target.tensors import load_target_tensors
+from tests.families import FAMILIES, change_config
+from tests.seeing import save_llava_processor
 from tests.unit.test_target import HIDDEN, LAYERS, VOCAB, save_model
 
 CODE = {
@@ -245,3 +250,19 @@ def test_an_unreadable_config_stays_an_error_of_its_own(tmp_path: Path) -> None:
     shutil.rmtree(folder)
     with pytest.raises(UserError, match=r"There is no config\.json"):
         describe_target(folder)
+
+
+@pytest.mark.parametrize("kind", ["mistral", "mistral3"])
+def test_mistral_s_own_tokenizer_file_beside_the_usual_one_is_not_read(tmp_path: Path, kind: str) -> None:
+    """transformers would take mistral-common's tokenizer, without a chat template, for tokenizers and for those of processors."""
+    save_llava_processor(tmp_path)
+    shutil.copy(Path(mistral_common.__file__).parent / "data" / "tekken_240911.json", tmp_path / "tekken.json")
+    if kind == "mistral":
+        next(family for family in FAMILIES if family.name == "Mistral").save(tmp_path)
+        found = tokenizer_of(tmp_path)
+    else:
+        change_config(tmp_path, model_type="mistral3", vision_config={"model_type": "pixtral"})
+        found = processor_of(tmp_path).tokenizer
+    assert type(transformers.AutoTokenizer.from_pretrained(tmp_path)).__name__ == "MistralCommonBackend"
+    prompt = Renderer(found).prompt(Conversation("1", [{"role": "user", "content": "Hello"}]))
+    assert found.decode(prompt).startswith("<user>Hello")
