@@ -12,7 +12,7 @@ from draftsmith.drafters.base import Drafter
 from draftsmith.drafters.batch import Batch
 from draftsmith.drafters.dflash import DFlashConfig, DFlashDrafter
 from draftsmith.drafters.eagle3 import Eagle3Config, Eagle3Drafter
-from draftsmith.drafters.init import block_context
+from draftsmith.drafters.init import block_context, induction
 from draftsmith.drafters.init.codes import canonical_codes, directions_by_importance
 from draftsmith.drafters.init.least_squares import factor
 from draftsmith.store.format import Sequence
@@ -132,6 +132,31 @@ def test_blocks_draft_repeated_text(tensors: Any, changes: dict[str, int], monke
     linear = make_block_drafter(tensors.embedding, **changes)
     linear.init_from_target(tensors, known)
     assert right_in_second_half(linear, unseen) < 0.1
+
+
+@pytest.mark.parametrize("rows_at_once", [2048, 7])
+def test_a_text_of_two_tokens_changes_no_codes(
+    tensors: Any, rows_at_once: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Prefilled, it has one state, which no other follows."""
+    monkeypatch.setattr(induction, "ROWS_AT_ONCE", rows_at_once)
+    drafter, batches = make_drafter(tensors.embedding), texts(tensors, 4, 1)
+    last_states = batches[0].last_states
+    assert last_states is not None
+    short = replace(
+        batches[0],
+        hidden_states=batches[0].hidden_states[:1],
+        next_tokens=batches[0].next_tokens[:1],
+        loss_weights=torch.zeros(1, batches[0].loss_weights.shape[1]),
+        positions=torch.zeros(1, dtype=torch.int64),
+        documents=torch.zeros(1, dtype=torch.int64),
+        last_states=last_states[:1],
+    )
+    alone, among = (induction.fit_codes(drafter, given, False) for given in (batches, [short, *batches]))
+    assert alone is not None
+    assert among is not None
+    for name, expected in vars(alone).items():
+        torch.testing.assert_close(vars(among)[name], expected)
 
 
 def test_codes_are_what_two_sides_share() -> None:

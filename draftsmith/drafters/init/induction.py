@@ -68,14 +68,15 @@ def fit_codes(drafter: Eagle3Drafter, batches: Iterable[Batch], centered: bool) 
     middle = (len(config.layer_ids) - 1) // 2 * config.hidden_size
     key = slice(middle, middle + config.hidden_size)
     for batch in batches:
-        for here in torch.arange(len(batch.positions) - 1).split(ROWS_AT_ONCE):
-            x = drafter.reads(batch, slice(int(here[0]), int(here[-1]) + 2))  # and the row after
+        pairs = len(batch.positions) - 1  # none in a text of two tokens
+        for start in range(0, pairs, ROWS_AT_ONCE):
+            x = drafter.reads(batch, slice(start, min(start + ROWS_AT_ONCE, pairs) + 1))  # and the row after
             gram.addmm_(x[:-1].T, x[:-1])
             cross.addmm_(x[:-1].T, x[1:, key])
         assert batch.last_states is not None
         for here in (batch.loss_weights[:-1, 0] > 0).nonzero()[:, 0].split(ROWS_AT_ONCE):
             moments.add(unit_rms(batch.last_states[here + 1], centered=centered))
-        rows += len(batch.positions) - 1
+        rows += pairs
         seen += torch.bincount(batch.next_tokens[batch.loss_weights[:, 0] > 0, 1], minlength=config.vocab_size)
         if rows >= ROWS_TO_LOOK_UP:
             break
