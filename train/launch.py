@@ -20,7 +20,7 @@ from typing import Any
 import torch
 from accelerate.utils import patch_environment
 from torch.distributed.elastic.utils.distributed import get_free_port
-from torch.multiprocessing import ProcessExitedException, start_processes
+from torch.multiprocessing import ProcessExitedException, ProcessRaisedException, start_processes
 
 from draftsmith.config.recipe import Recipe
 from draftsmith.run.cuda import require_usable_gpus
@@ -43,7 +43,7 @@ def train_in_processes(recipe: Recipe, run_dir: Path) -> dict[str, Any]:
 
     Raises:
         UserError, DraftsmithError, Stopped: from `run_train` in any of the processes; the others are ended.
-        DraftsmithError: a process was killed.
+        DraftsmithError: a process was killed, or failed in a way that is not foreseen; then its traceback is printed.
         KeyboardInterrupt: Ctrl-C; all processes have ended.
     """
     if (done := finished_training(recipe, run_dir)) is not None:
@@ -67,7 +67,7 @@ def train_in_processes(recipe: Recipe, run_dir: Path) -> dict[str, Any]:
         except KeyboardInterrupt:
             _end(context.processes)
             raise
-        except ProcessExitedException as error:
+        except (ProcessExitedException, ProcessRaisedException) as error:
             raise _error_of(error, errors) from None
     done = finished_training(recipe, run_dir)
     if done is None:  # a process that alone gets Ctrl-C ends without an error
@@ -119,7 +119,7 @@ def _end(processes: Sequence[BaseProcess]) -> None:
             process.join(3)
 
 
-def _error_of(ended: ProcessExitedException, errors: Path) -> DraftsmithError:
+def _error_of(ended: ProcessExitedException | ProcessRaisedException, errors: Path) -> DraftsmithError:
     """The error of the process that ended first, or of another one that left its error."""
     for file in (errors / str(ended.error_index), *sorted(errors.iterdir())):
         if file.is_file():
@@ -127,6 +127,12 @@ def _error_of(ended: ProcessExitedException, errors: Path) -> DraftsmithError:
             kind = next(kind for kind in (UserError, Stopped, DraftsmithError) if kind.exit_status == status)
             return kind(message)
     again = "Run the same command again to continue from the last snapshot."
+    if isinstance(ended, ProcessRaisedException):
+        traceback = ended.msg.strip()
+        console.print(traceback, markup=False, highlight=False, soft_wrap=True)
+        return DraftsmithError(
+            f"Training process {ended.error_index} failed: {traceback.splitlines()[-1]}. Its traceback is above. {again}"
+        )
     if ended.signal_name == "SIGTERM":
         return Stopped(f"Stopped by SIGTERM before there was anything to save. {again}")
     how = ended.signal_name or f"exit status {ended.exit_code}"

@@ -14,6 +14,7 @@ from typing import Any
 import psutil
 import pytest
 import torch
+from torch.multiprocessing import ProcessRaisedException
 
 from draftsmith.cli import main, stages
 from draftsmith.run.errors import UserError
@@ -148,6 +149,35 @@ def test_a_childs_error_is_one_paragraph(folder: Path, processes: int) -> None:
     assert said.count("error:") == 1
     assert "Traceback" not in said
     assert not (folder / f"{name}.evaluated").exists()
+
+
+def fail_in_training(folder: Path, name: str) -> None:
+    """`command`, where the processes of training raise what nobody foresees."""
+    launch._process = unforeseen
+    command(folder, name, EAGLE3)
+
+
+def unforeseen(*_: Any) -> None:
+    raise ZeroDivisionError("of no\nuse [bold]")
+
+
+def test_a_childs_traceback_is_printed_with_a_paragraph(folder: Path) -> None:
+    run_dir(folder, "unforeseen")
+    parent = SERVER.Process(target=fail_in_training, args=(folder, "unforeseen"))
+    parent.start()
+    parent.join(120)
+    parent.kill()  # does nothing if it has ended
+    assert parent.exitcode == 1
+    said = printed(folder, "unforeseen")
+    assert said.count("Traceback") == 1
+    assert "error: Training process 0 failed: use [bold]. Its traceback is above. Run the same command again" in said
+
+
+def test_a_processs_own_error_wins_over_what_it_did_to_others(tmp_path: Path) -> None:
+    """The others lose their connection to it, and may be seen first."""
+    raised = ProcessRaisedException("Connection closed by peer", 1, 2)
+    (tmp_path / "0").write_text(json.dumps([1, "There is no room."]))
+    assert str(launch._error_of(raised, tmp_path)) == "There is no room."
 
 
 def test_sigterm_saves_and_the_same_command_goes_on(folder: Path) -> None:

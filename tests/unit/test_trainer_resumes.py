@@ -1,7 +1,10 @@
 """The trainer ends like an uninterrupted run, bit for bit, after it was killed at any moment, stopped by a signal, or out of memory."""
 
+import os
 import random
 import signal
+import subprocess
+import sys
 import time
 from pathlib import Path
 from typing import Any
@@ -11,7 +14,7 @@ import torch
 
 from draftsmith.drafters.eagle3 import Eagle3Drafter
 from draftsmith.run import stage
-from draftsmith.run.errors import DraftsmithError, Stopped
+from draftsmith.run.errors import DraftsmithError, Stopped, UserError
 from draftsmith.train.snapshot import SNAPSHOT
 from tests.soak import kill_cases
 from tests.unit.training_runs import (
@@ -123,6 +126,63 @@ def test_signals_save(folder: Path, whole: Path, monkeypatch: pytest.MonkeyPatch
         with pytest.raises(Stopped, match=r"after step 6 of 12, which is saved"):
             train(folder, directory, save_every_steps=100, **EAGLE3)
     assert signal.getsignal(signal.SIGTERM) == before
+    train(folder, directory, **EAGLE3)
+    assert losses_of(directory) == losses_of(whole)
+
+
+FULL = """
+import resource, sys
+from pathlib import Path
+from draftsmith.run.errors import DraftsmithError
+from tests.unit.training_runs import EAGLE3, train
+for limit in map(int, sys.argv[3:]):
+    resource.setrlimit(resource.RLIMIT_FSIZE, (limit, resource.RLIM_INFINITY))
+    try:
+        train(Path(sys.argv[1]), Path(sys.argv[2]), save_every_steps=3, **EAGLE3)
+    except DraftsmithError as error:
+        print(error)
+"""
+
+
+def test_no_room_for_a_snapshot_stops_cleanly_and_continues(
+    folder: Path, whole: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The system's own error, while different parts of the file are written; the snapshot before is kept."""
+    directory = run_dir(folder, "no-room")
+    with monkeypatch.context() as patch:
+        at_step(2, killed, patch)
+        with pytest.raises(Killed):
+            train(folder, directory, save_every_steps=2, **EAGLE3)
+    snapshot = directory / "checkpoint" / SNAPSHOT
+    kept, size = snapshot.read_bytes(), snapshot.stat().st_size
+    limits = [str(int(size * part)) for part in (0.02, 0.5, 0.9, 0.999)]
+    command = [sys.executable, "-c", FULL, str(folder), str(directory), *limits]
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+    for said in done.stdout.splitlines():
+        assert said.startswith(f"There is no room for {snapshot} ({size / 1e6:.1f} MB): File too large."), said
+    assert len(done.stdout.splitlines()) == len(limits)
+    assert snapshot.read_bytes() == kept
+    assert not list(snapshot.parent.glob("*.tmp"))
+    train(folder, directory, **EAGLE3)
+    assert losses_of(directory) == losses_of(whole)
+
+
+@pytest.mark.parametrize("part", [0.0, 0.5, 0.999])
+def test_a_damaged_snapshot_is_named(folder: Path, whole: Path, part: float, monkeypatch: pytest.MonkeyPatch) -> None:
+    directory = run_dir(folder, "damaged")
+    with monkeypatch.context() as patch:
+        at_step(2, killed, patch)
+        with pytest.raises(Killed):
+            train(folder, directory, save_every_steps=2, **EAGLE3)
+    snapshot = directory / "checkpoint" / SNAPSHOT
+    os.truncate(snapshot, int(snapshot.stat().st_size * part))
+    with pytest.raises(
+        UserError, match=r"resume\.pt, from which training would continue, cannot be read .* or remove it"
+    ) as raised:
+        train(folder, directory, **EAGLE3)
+    assert "\n" not in str(raised.value)
+    snapshot.unlink()
     train(folder, directory, **EAGLE3)
     assert losses_of(directory) == losses_of(whole)
 

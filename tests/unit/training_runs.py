@@ -10,7 +10,7 @@ import socket
 from collections.abc import Callable, Iterator
 from multiprocessing.context import ForkServerProcess
 from pathlib import Path
-from typing import Any
+from typing import Any, BinaryIO
 
 import pytest
 import torch
@@ -80,17 +80,18 @@ def kill_self(number: signal.Signals) -> None:
     os.kill(os.getpid(), number)
 
 
-def half_saved(number: int, by: signal.Signals) -> Callable[[Any, Path], None]:
+def half_saved(number: int, by: signal.Signals) -> Callable[[Any, BinaryIO], None]:
     """`torch.save` that gets the signal `by` when half of a file is written, after `number` whole files."""
     original = torch.save
-    whole: list[Path] = []
+    whole: list[BinaryIO] = []
 
-    def save(value: Any, path: Path) -> None:
-        original(value, path)
+    def save(value: Any, file: BinaryIO) -> None:
+        original(value, file)
         if len(whole) == number:
-            os.truncate(path, path.stat().st_size // 2)
+            file.flush()
+            os.truncate(file.fileno(), file.tell() // 2)
             kill_self(by)
-        whole.append(path)
+        whole.append(file)
 
     return save
 
