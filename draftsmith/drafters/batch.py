@@ -30,9 +30,12 @@ class Batch:
     """[T, H]: the output of the target's last layer at p, before its final norm; None where only the chain runs."""
 
     def with_layers(self, columns: list[int], last_column: int | None = None) -> Batch:
-        """The batch for a drafter that reads those of the saved states, in this order; one of all becomes `last_states`."""
-        last_states = None if last_column is None else self.hidden_states[:, last_column]
-        return replace(self, hidden_states=self.hidden_states[:, columns], last_states=last_states)
+        """The batch for a drafter that reads those of the saved states, in this order; one of all becomes `last_states`. Both are
+        contiguous: of a view, pinned memory would hold all that it skips, and a GPU could not copy it by itself."""
+        states = self.hidden_states
+        last_states = None if last_column is None else states[:, last_column].contiguous()
+        chosen = states.index_select(1, torch.tensor(columns, device=states.device))
+        return replace(self, hidden_states=chosen, last_states=last_states)
 
     def divided(self, scales: Sequence[float]) -> Batch:
         """The batch for a drafter that reads each state divided by its scale, one a layer id (`Drafter.scales_states`); none: as it is."""

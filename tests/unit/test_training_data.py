@@ -36,6 +36,7 @@ def test_states_travel_as_they_are_stored(
     rows = store.rows(held_out=False)[:2]
     (found,) = data.micro_batches(0, rows)
     assert bool(pinned) == (device == "cuda")
+    assert all(tensor.is_contiguous() for tensor in vars(found.batch).values()), "a GPU copies nothing else by itself"
     assert found.batch.hidden_states.dtype == (torch.float32 if dropout else torch.bfloat16)
     assert found.batch.last_states is not None
     assert found.batch.last_states.dtype == torch.bfloat16
