@@ -27,7 +27,7 @@ from draftsmith.run.cuda import require_usable_gpus
 from draftsmith.run.errors import DraftsmithError, Stopped, UserError
 from draftsmith.run.process import end_with_parent
 from draftsmith.run.progress import console
-from draftsmith.train.signals import on_signal
+from draftsmith.train.signals import on_signal, without_saving
 from draftsmith.train.train import finished_training, run_train
 
 
@@ -58,7 +58,7 @@ def train_in_processes(recipe: Recipe, run_dir: Path) -> dict[str, Any]:
     logging.getLogger("torch.multiprocessing.spawn").setLevel(logging.ERROR)
     with tempfile.TemporaryDirectory() as folder:
         errors = Path(folder)
-        with patch_environment(**shared):
+        with patch_environment(**shared), without_saving():
             context = start_processes(_process, (count, port, recipe, run_dir, errors), count, join=False, daemon=True)
         try:
             with on_signal(functools.partial(_pass_on, context.processes)):

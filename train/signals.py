@@ -2,8 +2,9 @@
 
 import signal
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
+from typing import Any
 
 
 @contextmanager
@@ -12,10 +13,24 @@ def on_signal(handle: Callable[[int], None]) -> Iterator[None]:
 
     Changes nothing outside Python's main thread, which alone may set handlers.
     """
+    with _handled(dict.fromkeys((signal.SIGUSR1, signal.SIGTERM), lambda number, frame: handle(number))):
+        yield
+
+
+@contextmanager
+def without_saving() -> Iterator[None]:
+    """Ignore SIGUSR1, which would end the process, while there is nothing to save. Processes that are started meanwhile ignore it from their
+    first moment on. In threads as `on_signal`."""
+    with _handled({signal.SIGUSR1: signal.SIG_IGN}):
+        yield
+
+
+@contextmanager
+def _handled(handlers: Mapping[signal.Signals, Any]) -> Iterator[None]:
     previous = {}
     if threading.current_thread() is threading.main_thread():
-        for number in (signal.SIGUSR1, signal.SIGTERM):
-            previous[number] = signal.signal(number, lambda number, frame: handle(number))
+        for number, handler in handlers.items():
+            previous[number] = signal.signal(number, handler)
     try:
         yield
     finally:

@@ -46,7 +46,7 @@ from draftsmith.train.epochs import (
 from draftsmith.train.optimizers import learning_rate_factor, set_learning_rates
 from draftsmith.train.packing import balance_tokens
 from draftsmith.train.setup import Run, make_accelerator, set_up
-from draftsmith.train.signals import on_signal
+from draftsmith.train.signals import on_signal, without_saving
 from draftsmith.train.snapshot import SNAPSHOT, read_snapshot, write_snapshot
 from draftsmith.train.tracking import start_tracker
 
@@ -86,10 +86,12 @@ def _inputs(recipe: Recipe, run_dir: Path) -> str:
     return digest([stored, recipe.seed, recipe.train.inputs()])
 
 
+@without_saving()
 def run_train(recipe: Recipe, run_dir: Path) -> dict[str, Any]:
     """Make `run_dir/checkpoint` from `run_dir/store`. Resumes an interrupted run; does nothing when the checkpoint is up to date.
 
-    Under `accelerate launch`, every process calls this; the main one writes. Returns the figures of `stage.json`.
+    Under `accelerate launch`, every process calls this; the main one writes. SIGUSR1 saves a snapshot, and is ignored before the first
+    step and after the last. Returns the figures of `stage.json`.
 
     Raises:
         UserError: no finished store, or one that does not fit the recipe's target or layer ids; GPUs that torch cannot use.

@@ -110,6 +110,11 @@ def running(folder: Path, name: str, options: dict[str, Any], processes: int = 1
         parent.join()
 
 
+def training_processes(parent: ForkServerProcess) -> list[psutil.Process]:
+    children = psutil.Process(parent.pid).children()
+    return [one for one in children if "spawn_main" in " ".join(one.cmdline())]
+
+
 def printed(folder: Path, name: str) -> str:
     return " ".join((folder / f"{name}.log").read_text().split())
 
@@ -202,6 +207,15 @@ def test_sigterm_saves_and_the_same_command_goes_on(folder: Path) -> None:
     assert len(losses_of(directory)) == 200
 
 
+def test_a_request_to_save_ends_no_process_that_has_just_been_started(folder: Path) -> None:
+    run_dir(folder, "early")
+    with running(folder, "early", EAGLE3) as parent:
+        wait_for(lambda: bool(training_processes(parent)))
+        training_processes(parent)[0].send_signal(signal.SIGUSR1)
+        parent.join(120)
+    assert parent.exitcode == 0, printed(folder, "early")
+
+
 @pytest.mark.parametrize("everyone", [True, False], ids=["all of the terminal's", "the command alone"])
 def test_ctrl_c_ends_all(folder: Path, everyone: bool) -> None:
     name = f"interrupted-{everyone}"
@@ -221,8 +235,7 @@ def test_a_killed_child_is_an_error_and_a_killed_command_leaves_none(folder: Pat
     run_dir(folder, "killed-child")
     with running(folder, "killed-child", LONG, processes=2) as parent:
         wait_for(lambda: trains(folder, "killed-child"))
-        children = psutil.Process(parent.pid).children()
-        training = [one for one in children if "spawn_main" in " ".join(one.cmdline())]
+        training = training_processes(parent)
         assert len(training) == 2
         training[1].kill()
         parent.join(120)

@@ -130,6 +130,15 @@ def test_signals_save(folder: Path, whole: Path, monkeypatch: pytest.MonkeyPatch
     assert losses_of(directory) == losses_of(whole)
 
 
+def test_a_request_to_save_changes_nothing_where_there_is_nothing_to_save(folder: Path, whole: Path) -> None:
+    """During set-up and after the last step."""
+    for moment in ("set_up", "requested_predictions"):
+        directory = run_dir(folder, "early")
+        stop = (0, 0, signal.SIGUSR1, moment)
+        assert ended(start(folder, directory, processes=1, stop=stop, **EAGLE3)) == [0], moment
+        assert losses_of(directory) == losses_of(whole)
+
+
 FULL = """
 import resource, sys
 from pathlib import Path
