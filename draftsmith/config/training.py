@@ -6,7 +6,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import Field, model_validator
 
-from draftsmith.config.drafters import AnyDrafterOptions, DSparkOptions, Eagle3Options
+from draftsmith.config.drafters import AnyDrafterOptions, BlockOptions, DSparkOptions, Eagle3Options, EagleOptions
 from draftsmith.config.sampling import Sampling
 from draftsmith.config.section import LocalPath, Section
 
@@ -47,7 +47,7 @@ class TrainConfig(Section):
     ttt_steps: int = Field(3, ge=1)
     """Steps of training-time test: draft steps that are trained per position."""
     ttt_loss_decay: float = Field(0.8, gt=0, le=1)
-    """The loss of draft step k is weighted by ttt_loss_decay**k."""
+    """The loss of draft step k is weighted by ttt_loss_decay**k; not where a drafter has an `acceptance_alpha`."""
     optimizer: Literal["muon", "adamw"] = "muon"
     """`muon`: Muon for matrices, AdamW for the rest. `adamw`: AdamW for everything."""
     lr: float = Field(3e-4, gt=0)
@@ -66,7 +66,7 @@ class TrainConfig(Section):
     max_grad_norm: float = Field(1.0, gt=0)
     """Gradients with a larger norm are scaled down to this norm."""
     train_lm_head: bool = False
-    """Train the drafter's vocabulary head, which otherwise keeps the target's rows."""
+    """Train the drafter's vocabulary head, which otherwise keeps the target's rows. EAGLE has none of its own."""
     loss: Literal["cross_entropy", "kl", "total_variation"] = "cross_entropy"
     """Loss between the drafter's and the target's distribution. `kl` is `cross_entropy` minus the target's entropy and has the
     same gradients; `total_variation` is the probability that a sampled draft token is rejected. Only `cross_entropy` where DSpark has a
@@ -139,6 +139,21 @@ class TrainConfig(Section):
                 f"`loss: {self.loss}` would do nothing: with a `variation_weight` or a confidence head, DSpark's loss is the weighted sum of "
                 "cross-entropy, |p - q| and confidence. Leave `loss` out; to train on total variation, set `variation_weight` in the "
                 "drafter's options, with `token_weight: 0` for that alone"
+            )
+        return self
+
+    @model_validator(mode="after")
+    def _trains_what_there_is(self) -> TrainConfig:
+        if self.train_lm_head and isinstance(self.drafter, EagleOptions):
+            raise ValueError(
+                "`train_lm_head: true` would do nothing: EAGLE drafts with the target's own head. Leave it out, or train another kind, such "
+                "as `eagle3`"
+            )
+        weighs_by_acceptance = isinstance(self.drafter, BlockOptions) and self.drafter.acceptance_alpha is not None
+        if weighs_by_acceptance and "ttt_loss_decay" in self.model_fields_set:
+            raise ValueError(
+                "`ttt_loss_decay` would do nothing: with an `acceptance_alpha` draft tokens are weighted by the acceptance that each decides "
+                "on. Leave it out, or set `acceptance_alpha: null` in the drafter's options"
             )
         return self
 

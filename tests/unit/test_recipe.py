@@ -138,6 +138,21 @@ def test_an_unknown_key_with_nothing_near_lists_what_is_known(tmp_path):
         ("train.drafter", {"kind": "mlp_speculator", "n_predict": 1}, "`tie_weights` needs an `n_predict` above 1"),
         ("train.drafter", {"kind": "medusa", "num_heads": 3}, "drafts at most 3: set `evaluate.k: [1, 2, 3]`"),
         ("train", {"loss": "kl", "drafter": {"kind": "medusa"}}, "needs `targets: distribution`"),
+        (
+            "train",
+            {"train_lm_head": True, "drafter": {"kind": "eagle"}},
+            "`train_lm_head: true` would do nothing: EAGLE drafts with",
+        ),
+        (
+            "train",
+            {"ttt_loss_decay": 0.8, "drafter": {"kind": "dflash"}},
+            "`ttt_loss_decay` would do nothing: with an `acceptance_alpha`",
+        ),
+        (
+            "train",
+            {"ttt_loss_decay": 0.9, "drafter": {"kind": "dspark"}},
+            "or set `acceptance_alpha: null` in the drafter's options",
+        ),
         ("train.step_costs", {0: 1.1}, "`train.step_costs.0"),
         ("target.gguf", {"path": "x.gguf"}, "set exactly one of"),
         ("extract.prompts", {"path": "a", "package": "b==1"}, "set exactly one of"),
@@ -168,6 +183,20 @@ def test_a_wrong_value_is_named(tmp_path, key, value, message):
     with pytest.raises(UserError) as caught:
         load_recipe(write(tmp_path, with_key(key, value)))
     assert message in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    "train",
+    [
+        {"train_lm_head": False, "drafter": {"kind": "eagle"}},
+        {"ttt_loss_decay": 0.9, "drafter": {"kind": "eagle"}},
+        {"train_lm_head": True, "drafter": {"kind": "dflash"}},
+        {"ttt_loss_decay": 0.9, "drafter": {"kind": "dflash", "acceptance_alpha": None}},
+    ],
+)
+def test_options_that_do_something_are_taken(tmp_path, train):
+    loaded = load_recipe(write(tmp_path, with_key("train", train))).train
+    assert {key: getattr(loaded, key) for key in train if key != "drafter"}.items() <= train.items()
 
 
 def test_missing_section_missing_file_and_broken_yaml(tmp_path):
