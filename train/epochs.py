@@ -1,6 +1,5 @@
 """What an epoch leaves: its predicted acceptance length, its weights in a folder, and whether they are kept and published."""
 
-import math
 import shutil
 from dataclasses import replace
 from pathlib import Path
@@ -117,13 +116,13 @@ def requested_predictions(run: Run, published: Figures) -> Figures:
     return figures
 
 
-def draft_vocabulary_coverage(run: Run) -> float:
-    """Share of the held-out response tokens that the drafter can propose."""
+def draft_vocabulary_coverage(run: Run) -> float | None:
+    """Share of the held-out response tokens that the drafter can propose; None without held-out text."""
     drafter = run.loss.drafter
     known = torch.zeros(drafter.config.vocab_size, dtype=torch.bool)
     known[drafter.draft_token_ids.cpu()] = True
     tokens = run.data.store.response_tokens(held_out=True)
-    return round(known[tokens].float().mean().item(), 4) if len(tokens) else math.nan
+    return round(known[tokens].float().mean().item(), 4) if len(tokens) else None
 
 
 def _rounded(by_k: dict[int, float]) -> dict[str, float]:

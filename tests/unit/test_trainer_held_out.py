@@ -6,11 +6,12 @@ from typing import Any
 
 import pytest
 
+from draftsmith.convert.convert import run_convert
 from draftsmith.store.format import Sequence
 from draftsmith.store.reader import Store
 from draftsmith.train import data, packing
 from draftsmith.train import train as trainer
-from tests.unit.tiny_run import make_run
+from tests.unit.tiny_run import make_recipe, make_run
 from tests.unit.training_runs import EAGLE3, SERVER, ended, free_port, losses_of, process, run_dir, train
 
 pytestmark = pytest.mark.usefixtures("single_thread")
@@ -44,6 +45,20 @@ def test_held_out_states_are_read_a_few_at_a_time(tmp_path: Path, monkeypatch: p
         assert list(figures["predicted_acceptance_length"]) == ["1", "2", "3", "4", "5"]
         assert len(most) == 2 * 10, "each is read once for either prediction"
         assert max(most) <= at_once
+
+
+def test_without_held_out_text_figures_are_json(tmp_path: Path) -> None:
+    """NaN is not, and Python alone reads it."""
+    make_run(tmp_path, sequences=5)  # the sixth would be held out
+    directory = run_dir(tmp_path, "all")
+    options = {**EAGLE3, "epochs": 1, "predict_temperature": 0.7, "step_costs": {1: 1.1}}
+    figures = train(tmp_path, directory, **options)
+    assert figures["draft_vocabulary_coverage"] is None
+    assert figures["predicted_acceptance_length"] == figures["predicted_speedup"] == {}
+    run_convert(make_recipe(tmp_path, **options), directory)
+    written = [*directory.rglob("*.json")]
+    assert {path.name for path in written} >= {"stage.json", "draft.json"}
+    assert not [path for path in written if "NaN" in path.read_text()]
 
 
 def with_watched_reading(rank: int, folder: Path, directory: Path, port: int, options: dict[str, Any]) -> None:
