@@ -30,8 +30,10 @@ from draftsmith.run.errors import DraftsmithError, Stopped, UserError
 from draftsmith.run.process import disable_malloc_trim
 from draftsmith.run.progress import Bar, console
 from draftsmith.store.reader import Store
+from draftsmith.target.hub import is_snapshot
 from draftsmith.target.info import describe_target
 from draftsmith.target.prepare import prepare_target
+from draftsmith.target.shards import missing_shards
 from draftsmith.train import distributed
 from draftsmith.train.data import MicroBatch, step_seed
 from draftsmith.train.epochs import (
@@ -111,6 +113,13 @@ def run_train(recipe: Recipe, run_dir: Path) -> dict[str, Any]:
     recipe = recipe.model_copy(update={"train": recipe.train.model_copy(update={"precision": precision})})
     with accelerator.local_main_process_first():  # one process downloads or prepares it
         target = describe_target(prepare_target(recipe.target, weights="shared"), recipe.target)
+    way_out = "Extract for this recipe's target, or choose another run with `-s name=OTHER`."
+    if not is_snapshot(target.path) and (missing := missing_shards(target.path)):
+        way_out = (
+            f"The target's folder {target.path} lacks {len(missing)} of its shards, and of a folder that is no commit in the Hub's cache all "
+            "are needed to tell whether it is the same target: copy the rest, or name the target by its Hub id, of which training downloads "
+            "only the shards that it reads."
+        )
     store = Store(*_store_dirs(recipe, run_dir))
     store.identity.require_fields(
         {
@@ -120,7 +129,7 @@ def run_train(recipe: Recipe, run_dir: Path) -> dict[str, Any]:
             "chat_template_hash": target.chat_template_hash,
         },
         store.directory,
-        way_out="Extract for this recipe's target, or choose another run with `-s name=OTHER`.",
+        way_out=way_out,
     )
     snapshot = read_snapshot(directory, inputs)
     set_seed(recipe.seed)

@@ -52,14 +52,23 @@ def shared_files(path: Path, whole: str) -> list[str]:
     return sorted({file for name, file in places.items() if not _IN_A_LAYER.search(name)})
 
 
+def missing_shards(path: Path) -> list[str]:
+    """Names of the shards that the index names and that are not there.
+
+    Raises:
+        UserError: the index is not one.
+    """
+    there = (whole for whole in FILES if (path / whole).is_file() or shards(path, whole) is not None)
+    places = shards(path, next(there, FILES[0])) or {}
+    return sorted({file for file in places.values() if not (path / file).is_file()})
+
+
 def require_all_shards(path: Path) -> None:
     """
     Raises:
         UserError: a shard that the index names is missing, or the index is not one.
     """
-    there = (whole for whole in FILES if (path / whole).is_file() or shards(path, whole) is not None)
-    places = shards(path, next(there, FILES[0])) or {}
-    missing = sorted({file for file in places.values() if not (path / file).is_file()})
+    missing = missing_shards(path)
     if missing:
         more = f" and {len(missing) - 3} more" if len(missing) > 3 else ""
         raise UserError(

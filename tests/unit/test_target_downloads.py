@@ -226,3 +226,21 @@ def test_extraction(tmp_path: Path, hub: Hub, monkeypatch: pytest.MonkeyPatch, m
     with pytest.raises(UserError, match=r"prompts\.jsonl"):  # there is no such file
         run_extract(recipe, tmp_path / "run")
     assert weights(downloads(hub)) == (every if machines is None else set())
+
+
+def test_a_folder_without_some_shards_is_told_what_it_needs(tmp_path: Path) -> None:
+    """Its shards tell it apart from other fine-tunes, which a Hub commit's hash does for the Hub's."""
+    run_dir = tiny_run.make_run(tmp_path)
+    target = tmp_path / "target"
+    LlamaForCausalLM.from_pretrained(target).save_pretrained(tmp_path / "sharded", max_shard_size="20KB")
+    (target / "model.safetensors").unlink()
+    places = json.loads((tmp_path / "sharded" / "model.safetensors.index.json").read_text())["weight_map"]
+    shared = {places[name] for name in SHARED}
+    assert len(shared) < len({*places.values()})
+    for name in ("model.safetensors.index.json", *shared):
+        shutil.copy(tmp_path / "sharded" / name, target)
+    missing = len({*places.values()}) - len(shared)
+    with pytest.raises(
+        UserError, match=rf"target_revision is .*The target's folder {target} lacks {missing} of its shards"
+    ):
+        run_train(tiny_run.make_recipe(tmp_path), run_dir)
