@@ -210,6 +210,8 @@ def _fit(run: Run) -> None:
     main = accelerator.is_main_process
     if progress.step and main:
         console.print(f"train: continuing {run.directory} at step {progress.step}")
+    if main and (warning := _few_sequences(run)):
+        console.print(f"train: {warning}", style="yellow", markup=False, highlight=False, soft_wrap=True)
     numbers = range(progress.step, len(schedule))
     # What a step draws depends on its number alone, so steps may be loaded ahead.
     loaded = run.data.in_order(lambda number: run.data.micro_batches(number, schedule[number].rows), numbers)
@@ -253,6 +255,22 @@ def _fit(run: Run) -> None:
                     f"Stopped by SIGTERM after step {progress.step} of {len(schedule)}, which is saved in {run.directory}. Run "
                     "the same command again to continue."
                 )
+
+
+def _few_sequences(run: Run) -> str | None:
+    """What to say where most steps leave a micro-batch without a sequence: it repeats one, and counts for nothing."""
+    processes, micro_batches = run.accelerator.num_processes, run.recipe.train.gradient_accumulation_steps
+    shares = processes * micro_batches
+    rows = [row for step in run.schedule for row in step.rows]
+    sequences = len(rows) / len(run.schedule)
+    if sequences >= shares:
+        return None
+    enough = math.ceil((shares + 1) * sum(map(run.data.store.length, rows)) / len(rows))
+    return (
+        f"a step has {sequences:.1f} sequences on average and {shares} micro-batches (processes * gradient_accumulation_steps = {processes} * "
+        f"{micro_batches}); those without a sequence compute in vain. With a `train.tokens_per_step` of about {enough} each has one, and "
+        "the run has fewer and larger steps; fewer processes or micro-batches change no result."
+    )
 
 
 def _step(run: Run, number: int, micro_batches: list[MicroBatch], signals: list[int]) -> StepResult:

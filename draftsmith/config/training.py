@@ -33,7 +33,8 @@ class TrainConfig(Section):
     """Passes over the training part of the store."""
     tokens_per_step: int = Field(2048, ge=16)
     """Packed tokens per optimizer step, over all processes and micro-batches, so that a run has the same steps on any number of
-    processes. Each micro-batch has tokens_per_step / (processes * gradient_accumulation_steps) tokens."""
+    processes. Each micro-batch has tokens_per_step / (processes * gradient_accumulation_steps) tokens, which should be those of a
+    sequence or more: a sequence is not divided, and a micro-batch without one computes in vain."""
     gradient_accumulation_steps: int = Field(1, ge=1)
     """Micro-batches per process and optimizer step: more take less memory, with the same result."""
     fsdp: bool = False

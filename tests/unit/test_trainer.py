@@ -2,16 +2,18 @@
 
 import math
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 
+from draftsmith.config.training import TrainConfig
 from draftsmith.run import stage
 from draftsmith.run.errors import DraftsmithError, UserError
 from draftsmith.train import data, epochs
 from draftsmith.train import train as trainer
-from draftsmith.train.data import TrainingData
+from draftsmith.train.data import ScheduledStep, TrainingData
 from draftsmith.train.optimizers import learning_rate_factor
 from draftsmith.train.snapshot import SNAPSHOT
 from tests.unit.tiny_run import make_recipe, make_run
@@ -193,3 +195,42 @@ def test_a_missing_tracker_is_an_error_before_any_work(folder: Path, monkeypatch
     with pytest.raises(UserError, match=r"`train.tracker: trackio` needs the package trackio.*draftsmith\[trackers\]"):
         train(folder, directory, tracker="trackio", **EAGLE3)
     assert not (directory / "checkpoint").exists()
+
+
+@pytest.mark.parametrize(
+    ("processes", "micro_batches", "sequences", "said"),
+    [
+        (1, 1, [1, 1, 1], None),
+        (4, 1, [4, 4, 4], None),
+        (4, 1, [5, 5, 2], None),
+        (
+            4,
+            1,
+            [4, 3, 3],
+            "3.3 sequences on average and 4 micro-batches (processes * gradient_accumulation_steps = 4 * 1)",
+        ),
+        (2, 2, [2, 2, 2], "a `train.tokens_per_step` of about 150 each has one"),
+    ],
+)
+def test_steps_with_fewer_sequences_than_micro_batches_are_told(
+    processes: int, micro_batches: int, sequences: list[int], said: str | None
+) -> None:
+    run: Any = SimpleNamespace(
+        recipe=SimpleNamespace(train=TrainConfig(gradient_accumulation_steps=micro_batches)),
+        accelerator=SimpleNamespace(num_processes=processes),
+        schedule=[ScheduledStep(0, [0] * count) for count in sequences],
+        data=SimpleNamespace(store=SimpleNamespace(length=lambda row: 30)),
+    )
+    found = trainer._few_sequences(run)
+    assert found is None if said is None else said in found
+
+
+def test_they_are_told_once(folder: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    train(
+        folder,
+        run_dir(folder, "few"),
+        **{**EAGLE3, "epochs": 1, "tokens_per_step": 20, "gradient_accumulation_steps": 2},
+    )
+    assert capfd.readouterr().err.count("compute in vain") == 1
+    train(folder, run_dir(folder, "enough"), **{**EAGLE3, "epochs": 1, "gradient_accumulation_steps": 2})
+    assert "compute in vain" not in capfd.readouterr().err
