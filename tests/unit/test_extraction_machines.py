@@ -237,7 +237,7 @@ def test_a_machine_that_does_not_see_the_stores_folder_ends_the_run(start: Calla
 
 def test_ray_is_asked_for_by_name(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setitem(__import__("sys").modules, "ray", None)
-    with pytest.raises(UserError, match=r"pip install 'draftsmith\[ray\]'"):
+    with pytest.raises(UserError, match=r"pip install -e '\.\[ray\]'"):
         list(cluster.extract_on_machines(RECIPE, identity(), [], open_writer(tmp_path), tmp_path))
 
 
