@@ -202,6 +202,8 @@ class StepResult(NamedTuple):
 
 
 _SAVE, _STOP = 1, 2
+_SAVE_SECONDS = 300  # between snapshots, unless the recipe counts steps
+_SAVE_SHARE = 0.01  # of the time, at most
 
 
 def _fit(run: Run) -> None:
@@ -216,6 +218,7 @@ def _fit(run: Run) -> None:
     # What a step draws depends on its number alone, so steps may be loaded ahead.
     loaded = run.data.in_order(lambda number: run.data.micro_batches(number, schedule[number].rows), numbers)
     received: list[int] = []
+    saved, pause = time.monotonic(), float(_SAVE_SECONDS)
     with (
         on_signal(received.append),
         Bar("train", total=len(schedule), unit="steps", done=progress.step, shown=main) as bar,
@@ -225,6 +228,8 @@ def _fit(run: Run) -> None:
             epoch = schedule[number].epoch
             factor = learning_rate_factor(number, len(schedule), options.warmup_ratio, options.lr_schedule)
             set_learning_rates(run.optimizers, factor)
+            if main and options.save_every_steps is None and time.monotonic() - saved >= pause:
+                received.append(signal.SIGUSR1)  # all processes save after the same step
             done = _step(run, number, next(loaded), received)
             progress.step = number + 1
             progress.losses.append(done.loss)
@@ -244,8 +249,11 @@ def _fit(run: Run) -> None:
             predicted = longest_prediction(progress.epochs[-1]) if progress.epochs else None
             shown = {} if predicted is None else {"predicted_acceptance": predicted}
             bar.update(progress.step, epoch=f"{epoch + 1}", **figures, **shown)
-            if ended or done.request or progress.step % options.save_every_steps == 0:
+            if ended or done.request or progress.step % (options.save_every_steps or math.inf) == 0:
+                writing = time.monotonic()
                 write_snapshot(run)
+                saved = time.monotonic()
+                pause = max(_SAVE_SECONDS, (saved - writing) / _SAVE_SHARE)
             if ended and main:  # only now: until this snapshot, the one before may name them
                 last = progress.epochs[-max(1, options.keep_last_epochs) :]
                 remove_epochs(run.directory, keep=[best_epoch(progress.epochs), *last])

@@ -81,8 +81,9 @@ class TrainConfig(Section):
     extra_stores: tuple[StoreFolder, ...] = ()
     """Further stores to train on, with the same target, layer ids and sampling. Duplicate conversations count once, and are held
     out if any store holds them out."""
-    save_every_steps: int = Field(25, ge=1)
-    """Optimizer steps between snapshots to resume from. Snapshots are also written at the end of every epoch, on SIGUSR1, and on
+    save_every_steps: int | None = Field(None, ge=1)
+    """Optimizer steps between snapshots to resume from. Absent: one every five minutes, or less often where they would take more than a
+    hundredth of the time. Snapshots are also written at the end of every epoch, on SIGUSR1, and on
     SIGTERM before the process stops."""
     publish_epoch: Literal["best", "last"] = "best"
     """Publish the epoch with the best predicted acceptance length, or the last one."""

@@ -211,7 +211,7 @@ def test_gguf_without_its_package_names_the_extra(tmp_path, monkeypatch):
     (tmp_path / "model.gguf").write_bytes(b"GGUF")
     monkeypatch.setenv("DRAFTSMITH_CACHE", str(tmp_path / "cache"))
     monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
-    with pytest.raises(UserError, match=r"draftsmith\[demo\]"):
+    with pytest.raises(UserError, match=r"pip install -e '\.\[demo\]'"):
         prepare_target(TargetConfig(gguf=FileSource(path=str(tmp_path / "model.gguf"))))
 
 

@@ -192,7 +192,9 @@ def test_schedules() -> None:
 def test_a_missing_tracker_is_an_error_before_any_work(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     directory = run_dir(folder, "tracker")
     monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
-    with pytest.raises(UserError, match=r"`train.tracker: trackio` needs the package trackio.*draftsmith\[trackers\]"):
+    with pytest.raises(
+        UserError, match=r"`train.tracker: trackio` needs the package trackio.*pip install -e '\.\[trackers\]'"
+    ):
         train(folder, directory, tracker="trackio", **EAGLE3)
     assert not (directory / "checkpoint").exists()
 

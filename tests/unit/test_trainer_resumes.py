@@ -7,6 +7,7 @@ import subprocess
 import sys
 import time
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -15,6 +16,7 @@ import torch
 from draftsmith.drafters.eagle3 import Eagle3Drafter
 from draftsmith.run import stage
 from draftsmith.run.errors import DraftsmithError, Stopped, UserError
+from draftsmith.train import train as trainer
 from draftsmith.train.snapshot import SNAPSHOT
 from tests.soak import kill_cases
 from tests.unit.training_runs import (
@@ -128,6 +130,30 @@ def test_signals_save(folder: Path, whole: Path, monkeypatch: pytest.MonkeyPatch
     assert signal.getsignal(signal.SIGTERM) == before
     train(folder, directory, **EAGLE3)
     assert losses_of(directory) == losses_of(whole)
+
+
+@pytest.mark.parametrize(("writing", "expected"), [(1, [3, 4, 7, 8, 11, 12]), (7, [3, 4, 8, 12])])
+def test_snapshots_by_the_clock(
+    writing: float, expected: list[int], folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A step takes 200 seconds here, of which there are four an epoch; and a snapshot so long that it is a hundredth of five minutes at most,
+    or more."""
+    now, found, step = [0.0], [], trainer._step
+
+    def slow(*arguments: Any) -> Any:
+        now[0] += 200
+        return step(*arguments)
+
+    def write(run: Any) -> None:
+        now[0] += writing
+        found.append(run.progress.step)
+
+    clock = SimpleNamespace(monotonic=lambda: now[0], perf_counter=time.perf_counter)
+    monkeypatch.setattr(trainer, "time", clock)
+    monkeypatch.setattr(trainer, "_step", slow)
+    monkeypatch.setattr(trainer, "write_snapshot", write)
+    train(folder, run_dir(folder, "clock"), **EAGLE3, save_every_steps=None)
+    assert found == expected
 
 
 def test_a_request_to_save_changes_nothing_where_there_is_nothing_to_save(folder: Path, whole: Path) -> None:
