@@ -73,7 +73,8 @@ if ! .venv/bin/python -m pip --version >/dev/null 2>&1; then
     say "making .venv with $("$python" --version)"
     "$python" -m venv --clear .venv || fail "could not make .venv. On Debian and Ubuntu the package python3-venv is needed."
 fi
-rm -f "$stamp"
+# Unfinished, and of which build: what comes after an interruption must not put the other one over it.
+printf 'unfinished\n%s\n' "$extras" >"$stamp"
 
 # ---- the packages ----
 say "installing .[$extras]; 3.8 GB the first time, a minute or two on a fast connection"

@@ -101,7 +101,7 @@ class AnswersFile:
                 break
             if key not in wanted:
                 raise UserError(
-                    f"{self._path}, line {number}: an answer to another prompt, of another target, or with other `sampling`. {_OTHER_FILE}"
+                    f"{self._path}, line {number}: an answer to another prompt, of another target, or with other `sampling` or engine settings (`engine.options`, `engine.max_model_len`). {_OTHER_FILE}"
                 )
             self._places[key] = (start, len(line))
             start += len(line)

@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from draftsmith.config.loading import digest
-from draftsmith.config.recipe import Recipe
+from draftsmith.config.recipe import EngineConfig, Recipe
 from draftsmith.config.sampling_options import WITHOUT_SPECULATION, unknown_token
 from draftsmith.config.sources import Prompts
 from draftsmith.data.chat_template import Unrenderable
@@ -172,7 +172,9 @@ class Rows:
         seed = recipe.seed if options.seed is None else options.seed
         identity = [target.revision, target.config_hash, target.tokenizer_hash, target.chat_template_hash]
         made_from = [*identity, recipe.target.dtype, _as_json(options.parameters()), None if self._greedy else seed]
-        made_from.append(recipe.engine.max_model_len)  # at which answers end
+        # What is as by default is left out, so that files of before there was such a check can be continued.
+        if recipe.engine.max_model_len != EngineConfig().max_model_len:  # at which answers end
+            made_from.append(recipe.engine.max_model_len)
         if recipe.engine.options:  # quantization, overrides of the config and others compute other answers
             made_from.append(recipe.engine.model_dump(mode="json")["options"])
         self._made_from = digest(made_from)
@@ -288,12 +290,14 @@ def _answer_all(
                 row = in_flight.pop(answer.name)
                 tokens += len(answer.token_ids)
                 assert row.turn is not None
-                following = renderer.next(row.turn, answer.token_ids, max_tokens=_least(recipe), text=answer.text)
+                following = renderer.next(
+                    row.turn, answer.token_ids, max_tokens=_least(recipe), text=_plain_text(answer, recipe)
+                )
                 if following is not None:
                     row.turn, row.answered = following, row.answered + len(answer.token_ids)
                     ask(row)
                 else:
-                    answers.append(_line(row, answer, renderer))
+                    answers.append(_line(row, answer, renderer, recipe))
                     new += 1
                     bar.update(len(answers), tokens_per_second=tokens / (time.monotonic() - started))
                 fill()
@@ -317,13 +321,18 @@ def _asked(row: Row, recipe: Recipe) -> Asked:
     return Asked(row.key, row.turn.token_ids, min(recipe.sampling.max_tokens, room), seed)
 
 
-def _line(row: Row, answer: Answered, renderer: TurnRenderer) -> dict[str, Any]:
+def _plain_text(answer: Answered, recipe: Recipe) -> str | None:
+    """The answer's text as vLLM returned it; None if that has special tokens, which a chat template would write once more."""
+    return answer.text if recipe.sampling.skip_special_tokens else None
+
+
+def _line(row: Row, answer: Answered, renderer: TurnRenderer, recipe: Recipe) -> dict[str, Any]:
     """An answer's line: a row of `messages`, or of `input_ids` with a `loss_mask` for a prompt without a chat template."""
     assert row.turn is not None
     asked = row.turn.conversation
     found: dict[str, Any] = {KEY: row.key, "id": asked.id + (f"/sample-{row.sample + 1}" if row.sample else "")}
     if asked.messages:
-        found["messages"] = [*asked.messages, {"role": "assistant", "content": answer.text}]
+        found["messages"] = renderer.with_answer(asked, answer.token_ids, _plain_text(answer, recipe)).messages
         if asked.tools:
             found["tools"] = asked.tools
     else:

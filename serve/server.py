@@ -93,7 +93,7 @@ def served_method(recipe: Recipe, run_dir: Path, k: int | None) -> Method:
         if schedule is not None:
             ranges = tuple((first, last, k) for first, last, k in schedule)
             return method.model_copy(update={"num_speculative_tokens_per_batch_size": ranges})
-        k = chosen_k(recipe, run_dir, drafter_sha256(run_dir / "vllm"))
+        k = chosen_k(recipe, run_dir, drafter_sha256(run_dir / "vllm")) or recipe.evaluate.acceptance_k
     if k is None or method.method == "none":
         return method
     return _with_k(method, k)
@@ -117,8 +117,8 @@ def _method_alone(recipe: Recipe, run_dir: Path, k: int | None) -> Method:
     if schedule is not None:
         ranges = tuple((first, last, tokens) for first, last, tokens in schedule)
         return measured.method.model_copy(update={"num_speculative_tokens_per_batch_size": ranges})
-    evaluated = (run_dir / recipe.evaluate.output / "results.json").is_file()
-    return _with_k(measured.method, chosen_k(recipe, run_dir, measured.sha256)) if evaluated else measured.method
+    chosen = chosen_k(recipe, run_dir, measured.sha256)
+    return measured.method if chosen is None else _with_k(measured.method, chosen)
 
 
 def _with_k(method: Method, k: int) -> Method:
@@ -140,8 +140,8 @@ def description(speculative: dict[str, Any] | None) -> str:
     return f"{speculative['method']},{model} {speculative['num_speculative_tokens']} speculative tokens"
 
 
-def chosen_k(recipe: Recipe, run_dir: Path, speculates_with: Mapping[str, str]) -> int:
-    """The K that evaluation chose for this drafter, otherwise `evaluate.acceptance_k`.
+def chosen_k(recipe: Recipe, run_dir: Path, speculates_with: Mapping[str, str]) -> int | None:
+    """The K that evaluation chose for this drafter; None if it has not run, or was of another one.
 
     Args:
         speculates_with: `Speculator.sha256` of what is served.
@@ -149,22 +149,20 @@ def chosen_k(recipe: Recipe, run_dir: Path, speculates_with: Mapping[str, str]) 
     Raises UserError: `results.json` is not an evaluation's."""
     path = run_dir / recipe.evaluate.output / "results.json"
     if not path.is_file():
-        return recipe.evaluate.acceptance_k
+        return None
     try:
         results = json.loads(path.read_text())
-        chosen, measured = int(results["num_speculative_tokens"]), results["drafter_sha256"]
-    except (ValueError, KeyError, TypeError):
+        chosen, measured = int(results["num_speculative_tokens"]), results.get("drafter_sha256")
+    except (ValueError, KeyError, TypeError, AttributeError):
         raise UserError(
             f"{path} is not the results of an evaluation. Delete it, or give the number of speculative tokens with -k."
         ) from None
     if measured == speculates_with:
         return chosen
     console.print(
-        f"serve: {path} is of another drafter than this one; K is `evaluate.acceptance_k`",
-        highlight=False,
-        soft_wrap=True,
+        f"serve: {path} is not known to be of this drafter; K is not taken from there", highlight=False, soft_wrap=True
     )
-    return recipe.evaluate.acceptance_k
+    return None
 
 
 def curl_command(url: str, name: str, *, with_key: bool = False) -> str:

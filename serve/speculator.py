@@ -22,6 +22,7 @@ from draftsmith.run.errors import UserError
 from draftsmith.target.hub import local_directory
 from draftsmith.target.info import TargetInfo
 
+_USUAL_K = 5  # the most draft tokens that are tried, unless `tune.k` says others
 Ranges = tuple[tuple[int, int, int], ...]
 """From, to, K, as vLLM's `num_speculative_tokens_per_batch_size`."""
 
@@ -73,11 +74,14 @@ class Speculator:
         )
 
     def measured(self, recipe: Recipe) -> Recipe:
-        """The recipe for measuring it: a method that takes the place of a drafter is not measured once more beside itself, and at its own
+        """The recipe for measuring it, with `tune.k`: a method that takes the place of a drafter is not measured once more beside itself, and at its own
         number of tokens unless `evaluate.k` and `tune.k` say others; suffix decoding, whose drafts have any length up to that, at no other."""
+        evaluate, tune = recipe.evaluate, recipe.tune
+        if tune.k is None:
+            usual = range(1, 1 + min(_USUAL_K, self.longest_draft() or _USUAL_K))
+            recipe = recipe.model_copy(update={"tune": tune.model_copy(update={"k": tuple(usual)})})
         if self.own:
             return recipe
-        evaluate, tune = recipe.evaluate, recipe.tune
         others = {name: method for name, method in evaluate.methods.items() if name != self.listed_as}
         changes: dict[str, Any] = {"methods": others}
         further: dict[str, Any] = {}
@@ -91,7 +95,7 @@ class Speculator:
             if fixed or "k" not in tune.model_fields_set:
                 further["k"] = (k,)
         return recipe.model_copy(
-            update={"evaluate": evaluate.model_copy(update=changes), "tune": tune.model_copy(update=further)}
+            update={"evaluate": evaluate.model_copy(update=changes), "tune": recipe.tune.model_copy(update=further)}
         )
 
     def _own_k(self) -> int | None:

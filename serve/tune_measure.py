@@ -27,7 +27,6 @@ from draftsmith.serve.evaluation.throughput import (
 from draftsmith.serve.speculator import Ranges, Speculator
 from draftsmith.target.info import TargetInfo
 
-_USUAL_K = 5  # the most draft tokens that are tried, unless `tune.k` says others
 _COST_TOKENS = 24  # response tokens of an answer whose steps are timed
 _COST_ANSWERS = 12
 """At least so many answers are timed at every batch size, in rounds of a batch; at least three rounds."""
@@ -46,8 +45,8 @@ class TuneEngines:
         self.fixed_k = drafts_fixed_k(speculator.method)
         self.depends_on_k = speculator.method.method in DEPENDING_ON_K
         options, self._most = recipe.tune, max(recipe.tune.concurrency)
-        usual = range(1, 1 + min(_USUAL_K, speculator.longest_draft() or _USUAL_K))
-        self.ks = sorted({*(usual if options.k is None else options.k)})
+        assert options.k is not None  # `Speculator.measured`
+        self.ks = sorted({*options.k})
         self._one_for_every_k = serves_every_k(speculator.method, recipe.engine)
         tokens = self._most * (max(len(turn.token_ids) for turn in prompts) + max(options.tokens, _COST_TOKENS))
         placement = find_placement(

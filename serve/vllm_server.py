@@ -156,15 +156,16 @@ def server_command(
     ]  # fmt: skip
     if speculative is not None:
         command += ["--speculative-config", json.dumps(speculative)]
-    arguments = environment.memory_arguments(recipe.engine, share=memory_share) | target_arguments(
-        target_dir, speculative, options=recipe.engine.options, trust_remote_code=recipe.target.trust_remote_code
-    )
     own = {key: value for key, value in recipe.serve.vllm_args.items() if _flag(key) != _NAMES}
-    # Of an option that is given twice vLLM takes the last; of this one all parts are needed.
-    overrides = [one["hf_overrides"] for one in (own, arguments) if isinstance(one.get("hf_overrides"), dict)]
-    if len(overrides) == 2:
-        arguments = arguments | {"hf_overrides": overrides[0] | overrides[1]}
-        own.pop("hf_overrides")
+    named = next((key for key in own if _flag(key) == "hf-overrides"), "")
+    options = recipe.engine.options
+    if isinstance(own.get(named), dict):
+        options = options | {"hf_overrides": options.get("hf_overrides", {}) | own[named]}
+    arguments = environment.memory_arguments(recipe.engine, share=memory_share) | target_arguments(
+        target_dir, speculative, options=options, trust_remote_code=recipe.target.trust_remote_code
+    )
+    if "hf_overrides" in arguments:  # all parts are in it; of an option that is given twice vLLM takes the last
+        own.pop(named, None)
     command += _flags(arguments)
     if environment.resolved(recipe.engine).enforce_eager:
         command.append("--enforce-eager")

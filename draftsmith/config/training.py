@@ -152,7 +152,8 @@ class TrainConfig(Section):
                 "as `eagle3`"
             )
         weighs_by_acceptance = isinstance(self.drafter, BlockOptions) and self.drafter.acceptance_alpha is not None
-        if weighs_by_acceptance and "ttt_loss_decay" in self.model_fields_set:
+        # A whole section that was written out has the default, which changes nothing either.
+        if weighs_by_acceptance and self.ttt_loss_decay != type(self).model_fields["ttt_loss_decay"].default:
             raise ValueError(
                 "`ttt_loss_decay` would do nothing: with an `acceptance_alpha` draft tokens are weighted by the acceptance that each decides "
                 "on. Leave it out, or set `acceptance_alpha: null` in the drafter's options"

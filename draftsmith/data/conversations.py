@@ -123,12 +123,19 @@ class Pieces:
 
     The number of a piece is that of its first turn. So a row is a later piece if an earlier row is `ID_0`, no row of that id begins before
     the one before it ends, and the second does not follow a question with another. Rows of an id that breaks this once are numbered
-    ones from then on.
+    ones from then on. In rows that are shuffled, all but `ID_0` are pieces until two of an id overlap: kept, pieces of one conversation
+    could be trained on and held out.
+
+    Args:
+        in_order: the rows are in the order of the source.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, *, in_order: bool) -> None:
+        self._in_order = in_order
         self._last: dict[int, tuple[int, bool] | None] = {}
         """By id: the turn with which its last piece ends, and whether a question may follow; None where rows are numbered."""
+        self._spans: dict[int, list[tuple[int, int]]] = {}
+        """By id, in shuffled rows that are not known to be numbered: first turn and end of each."""
 
     def is_later(self, id: str, turns: list[Any]) -> bool:
         """Whether the row is a later piece. To be called for every row, in order.
@@ -141,6 +148,8 @@ class Pieces:
         if found is None or not turns:
             return False
         base, start, first = hash(found[1]), int(found[2]), _role(turns[0])
+        if not self._in_order:
+            return self._is_piece_of_any_order(base, start + (first == "assistant"), start + len(turns)) and start > 0
         last = self._last.get(base, (0, True) if start == 0 else None)
         if last is None or start == 0:
             fits = last is not None
@@ -152,6 +161,17 @@ class Pieces:
         answered = (len(turns) - (first == "system")) % 2 == (first == "assistant")
         self._last[base] = (start + len(turns), answered or start > 0) if fits else None
         return fits and start > 0
+
+    def _is_piece_of_any_order(self, base: int, start: int, end: int) -> bool:
+        if base in self._last:  # numbered
+            return False
+        spans = self._spans.setdefault(base, [])
+        if any(start < other_end and other_start < end for other_start, other_end in spans):
+            self._last[base] = None
+            del self._spans[base]
+            return False
+        spans.append((start, end))
+        return True
 
 
 class Skip(Exception):

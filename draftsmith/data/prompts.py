@@ -5,7 +5,9 @@ from __future__ import annotations
 import hashlib
 import json
 import random
+from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import replace
 from itertools import islice
 from pathlib import Path
 
@@ -166,7 +168,8 @@ def _usable(source: Prompts, whole: bool, rejected: RejectedRows | None) -> Iter
     format: str | None = None if source.format == "auto" else source.format
     folder = _folder(source)
     ids: set[int] = set()
-    pieces = Pieces()
+    uses: Counter[int] = Counter()
+    pieces = Pieces(in_order=source.dataset is None or source.limit is None)  # otherwise the Hub's rows are shuffled
     rows = parsed = usable = 0
     for where, row in read_rows(source):
         rows += 1
@@ -195,7 +198,7 @@ def _usable(source: Prompts, whole: bool, rejected: RejectedRows | None) -> Iter
             rejected.add(str(error), where)
             continue
         parsed += 1  # also where the id is refused: it may be that of a row without one, and the next one needs another
-        # Figures name prompts by their ids. Elsewhere an id may be another row's too, as in a folder of files that each count from 0.
+        # Figures name prompts by their ids. Here an id may be another row's too, as in a folder of files that each count from 0.
         id = hash(conversation.id if strict else (conversation.id, conversation.sample_id))
         if id in ids:
             if strict and format != "sharegpt":  # ShareGPT itself has some conversations twice
@@ -205,6 +208,8 @@ def _usable(source: Prompts, whole: bool, rejected: RejectedRows | None) -> Iter
             rejected.add("the same row occurs twice", where)
             continue
         ids.add(id)
+        if not strict:
+            conversation = _named_apart(conversation, uses)
         said = [text_of(message["content"]) for message in conversation.messages]
         chars = len(conversation.document or "") + sum(map(len, said))
         if source.max_chars is not None and chars > source.max_chars:
@@ -220,6 +225,16 @@ def _usable(source: Prompts, whole: bool, rejected: RejectedRows | None) -> Iter
             f"{name_of(source)} has no prompts that match `format` and `max_chars`. Rejected: {why}. "
             f"{EXPECTED[format or 'jsonl']}"
         )
+
+
+def _named_apart(conversation: Conversation, uses: Counter[int]) -> Conversation:
+    """The conversation under an id that no earlier one has: `ID`, `ID#2`, `ID#3`. `uses` counts each id's, by hash."""
+    given = id = conversation.id
+    while uses[hash(id)]:
+        uses[hash(given)] += 1
+        id = f"{given}#{uses[hash(given)]}"
+    uses[hash(id)] += 1
+    return conversation if id == given else replace(conversation, id=id)
 
 
 def _folder(source: Prompts) -> Path | None:

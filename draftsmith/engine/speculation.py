@@ -14,6 +14,7 @@ from typing import Any
 from draftsmith.config.drafters import KINDS, ServingSpec, kind_of_architecture, method_of, methods_of
 from draftsmith.config.methods import DraftModel, Method, ModelMethod, Mtp, NoSpeculation, Suffix, TrainedDrafter
 from draftsmith.engine import environment
+from draftsmith.run import stage
 from draftsmith.run.atomic_io import sha256_of
 from draftsmith.run.errors import UserError
 from draftsmith.run.progress import console
@@ -282,14 +283,13 @@ def content_of(directory: Path) -> dict[str, str]:
     if is_snapshot(directory):
         return {"repository": directory.parent.parent.name, "commit": directory.name}
     files = (path for pattern in _CONTENT for path in directory.glob(pattern))
-    return {path.name: sha256_of(path) for path in sorted(files)}
+    return {path.name: sha256_of(path) for path in sorted(files) if path.name != stage.MARKER}  # which has times in it
 
 
 def model_content(method: Method) -> dict[str, str]:
-    """The same of the model that a method names; empty if it names none. Raises UserError: it is not there."""
-    if not isinstance(method, DraftModel | TrainedDrafter) or method.model is None:
-        return {}
-    return content_of(local_directory(method.model, revision=method.revision))
+    """The same of the model that a method names by its folder; empty for others. A Hub id, whose model need not be here, stands for itself."""
+    named = method.model if isinstance(method, DraftModel | TrainedDrafter) else None
+    return content_of(Path(named)) if named is not None and Path(named).is_dir() else {}
 
 
 def serving_spec(drafter_dir: Path) -> ServingSpec:

@@ -44,6 +44,10 @@ def read(directory: Path) -> dict[str, Any] | None:
 def claim(directory: Path, *, fresh: bool) -> None:
     """Create `directory` and mark it as Draftsmith's and unfinished, before anything is written into it. `fresh` deletes what an
     earlier run left there. Raises UserError: it holds files and was not made by Draftsmith."""
+    if directory.is_symlink() and not directory.exists():
+        raise UserError(
+            f"{directory} is a link to {directory.readlink()}, which is not there. Mount or make that folder, or remove the link."
+        )
     if directory.exists() and not directory.is_dir():
         raise UserError(
             f"{directory} is a file, and a folder of that name is to be written. Move it away, or choose another run name."
@@ -54,8 +58,10 @@ def claim(directory: Path, *, fresh: bool) -> None:
             "Move it away, or choose another run with `-s name=OTHER`."
         )
     if fresh and directory.is_symlink():  # to another disk: its folder is emptied, the link stays
+        (directory / MARKER).unlink(missing_ok=True)  # an end in between leaves an unfinished folder of Draftsmith's
         for path in directory.iterdir():
-            shutil.rmtree(path) if path.is_dir() and not path.is_symlink() else path.unlink()
+            if path.name != OWNER:
+                shutil.rmtree(path) if path.is_dir() and not path.is_symlink() else path.unlink()
     elif fresh and directory.is_dir():
         shutil.rmtree(directory)
     directory.mkdir(parents=True, exist_ok=True)

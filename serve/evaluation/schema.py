@@ -430,7 +430,8 @@ class Results(TypedDict):
     drafter: str
     """The drafter's architecture and the name of its run."""
     drafter_sha256: dict[str, str]
-    """SHA-256 of the drafter's files by name: which drafter these figures are of."""
+    """Which drafter these figures are of: SHA-256 of its files by name; of a method in its place, a digest of its options (`method`), and
+    of the files of a folder that it names."""
     num_speculative_tokens: int
     """The K of `evaluate.k` with the highest speedup in `k_curve`: the K to serve."""
     suites: dict[str, Suite]

@@ -324,6 +324,9 @@ def test_files_that_each_count_from_0_are_all_read(tmp_path, format):
         write(tmp_path / f"{part}.jsonl", [*rows, rows[0]])
     found, rejected = read(tmp_path)
     assert [c.text for c in found] == ["a0", "a1", "a2", "b0", "b1", "b2"]
+    assert [c.id for c in found] == ["0", "1", "2", "0#2", "1#2", "2#2"], (
+        "evaluation knows held-out prompts by their ids"
+    )
     assert rejected.figures() == {"the same row occurs twice": {"rows": 2, "first": "a.jsonl, line 4"}}
     if format == "jsonl":
         with pytest.raises(UserError, match="the id '0' occurs twice"):

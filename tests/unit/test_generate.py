@@ -244,13 +244,19 @@ def test_earlier_answers_of_a_conversation_are_what_was_written(
         pipe.send(None)
         while (given := pipe.recv()) is not None:
             for one in given:
-                pipe.send(Answered(one.name, [ord(letter) - 32 for letter in "YesEND"], "Yes", "stop", None))
+                pipe.send(Answered(one.name, [ord(letter) - 33 for letter in "YesEND"], "Yes", "stop", None))
         pipe.send((10, 30, 12, (8, 3, 1)))
 
     monkeypatch.setattr(generate, "child", child)
-    run(recipe, tmp_path)
-    talk = next(row for row in lines(tmp_path) if row["id"] == "turns")
-    assert [one["content"] for one in talk["messages"]] == ["First", "Yes", "Second", "Yes"]
+    for skips, text in (
+        (True, "Yes"),
+        (False, "YesEND"),
+    ):  # with special tokens in the text, it is made from the tokens
+        sampled = with_sampling(recipe, skip_special_tokens=skips)
+        run(sampled, tmp_path, out=f"{skips}.jsonl")
+        talk = next(row for row in lines(tmp_path, f"{skips}.jsonl") if row["id"] == "turns")
+        said = [one["content"].replace(" ", "") for one in talk["messages"]]
+        assert said == ["First", text, "Second", text]
 
 
 def test_one_process_writes(tmp_path: Path) -> None:

@@ -10,6 +10,7 @@ from hypothesis import strategies as st
 
 from draftsmith.config.recipe import ExtractConfig
 from draftsmith.config.sources import Prompts
+from draftsmith.data.conversations import Pieces
 from draftsmith.data.prompts import Prompt, load_prompts, training_and_held_out
 from draftsmith.run.errors import UserError
 
@@ -93,6 +94,22 @@ def test_numbered_sharegpt_rows_are_not_pieces(tmp_path, turns):
     for row in told:
         row["conversations"].insert(0, {"from": "system", "value": "Be brief."})
     assert kept_ids(tmp_path / "s.jsonl", told) == consecutive
+
+
+def test_pieces_in_shuffled_rows():
+    """A data set of the Hub with a limit: only rows of an id that overlap show that they are numbered."""
+    pieces = Pieces(in_order=False)
+
+    def later(id: str, *turns: str) -> bool:
+        return pieces.is_later(id, sharegpt(id, *turns)["conversations"])
+
+    assert later("a_4", "Really?", "Yes.")
+    assert later("a_2", "and then?", "Nothing.")
+    assert not later("a_0", "First?", "Yes.")
+    assert later("a_6", "So?")
+    assert later("identity_3", "Who?", "I.")
+    assert not later("identity_4", "Who are you?", "I.")
+    assert not later("identity_40", "Who are you then?", "I.")
 
 
 def test_pieces_of_a_conversation_are_left_out_wherever_they_begin(tmp_path):

@@ -176,6 +176,8 @@ def test_without_a_drafter_of_the_runs_own_all_commands_take_the_same_copy(
         assert one.sha256 == found["tune"].sha256
         assert one.name == f"eagle ({copy.name})"
     assert copy.name.startswith("theirs-")
+    (copy / "stage.json").write_text("of another conversion with the same result")
+    assert speculator(given["tune"], tmp_path / "none").sha256 == found["tune"].sha256
     weights = load_file(copy / "model.safetensors")
     save_file({name: value + 1 for name, value in weights.items()}, copy / "model.safetensors")
     assert speculator(given["tune"], tmp_path / "none").sha256 != found["tune"].sha256, "another model in the folder"

@@ -145,7 +145,7 @@ def test_an_unknown_key_with_nothing_near_lists_what_is_known(tmp_path):
         ),
         (
             "train",
-            {"ttt_loss_decay": 0.8, "drafter": {"kind": "dflash"}},
+            {"ttt_loss_decay": 0.9, "drafter": {"kind": "dflash"}},
             "`ttt_loss_decay` would do nothing: with an `acceptance_alpha`",
         ),
         (

@@ -457,14 +457,16 @@ def _recipe() -> recipe.Recipe:
 
 def test_the_server_takes_the_k_that_evaluation_chose(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     drafter = {"model.safetensors": "abc"}
-    assert server.chosen_k(_recipe(), tmp_path, drafter) == 3  # acceptance_k
+    assert server.chosen_k(_recipe(), tmp_path, drafter) is None
     (tmp_path / "eval").mkdir()
     results = {"num_speculative_tokens": 2, "drafter_sha256": drafter}
     (tmp_path / "eval" / "results.json").write_text(json.dumps(results))
     assert server.chosen_k(_recipe(), tmp_path, drafter) == 2
     capsys.readouterr()
-    assert server.chosen_k(_recipe(), tmp_path, {"model.safetensors": "of a later training"}) == 3
-    assert "is of another drafter" in capsys.readouterr().err
+    assert server.chosen_k(_recipe(), tmp_path, {"model.safetensors": "of a later training"}) is None
+    assert "is not known to be of this drafter" in capsys.readouterr().err
+    (tmp_path / "eval" / "results.json").write_text('{"num_speculative_tokens": 2}')  # of an earlier version
+    assert server.chosen_k(_recipe(), tmp_path, drafter) is None
     (tmp_path / "eval" / "results.json").write_text("[]")
     with pytest.raises(UserError):
         server.chosen_k(_recipe(), tmp_path, drafter)
@@ -492,14 +494,22 @@ def test_a_taken_port_is_refused_before_anything_starts(answer: bytes) -> None:
 
 
 def test_overrides_of_the_target_s_config_are_merged(monkeypatch: pytest.MonkeyPatch) -> None:
-    needed = {"hf_overrides": {"vocab_size": 5}}
-    monkeypatch.setattr(vllm_server, "target_arguments", lambda *arguments, **named: needed)
-    loaded = _recipe().model_copy(
-        update={"serve": recipe.ServeConfig(vllm_args={"hf_overrides": {"rope_theta": 2.0, "vocab_size": 4}})}
+    monkeypatch.setattr(
+        vllm_server,
+        "target_arguments",
+        lambda *arguments, options, **named: {"hf_overrides": {**options["hf_overrides"], "vocab_size": 5}},
     )
-    command = vllm_server.server_command(loaded, Path("/t"), {"method": "medusa"}, name="n", host="h", port=1)
-    assert command.count("--hf-overrides") == 1
-    assert json.loads(command[command.index("--hf-overrides") + 1]) == {"rope_theta": 2.0, "vocab_size": 5}
+    for key in ("hf_overrides", "hf-overrides"):
+        loaded = _recipe().model_copy(
+            update={
+                "engine": recipe.EngineConfig(options={"hf_overrides": {"rope_theta": 1.0, "a": 1}}),
+                "serve": recipe.ServeConfig(vllm_args={key: {"rope_theta": 2.0, "vocab_size": 4}}),
+            }
+        )
+        command = vllm_server.server_command(loaded, Path("/t"), {"method": "medusa"}, name="n", host="h", port=1)
+        assert command.count("--hf-overrides") == 1
+        given = json.loads(command[command.index("--hf-overrides") + 1])
+        assert given == {"rope_theta": 2.0, "a": 1, "vocab_size": 5}
 
 
 @pytest.mark.parametrize(

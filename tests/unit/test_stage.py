@@ -79,6 +79,10 @@ def test_a_link_to_a_directory_stays_one(tmp_path):
     stage.claim(tmp_path / "store", fresh=True)
     assert (tmp_path / "store").is_symlink()
     assert [path.name for path in disk.iterdir()] == [stage.OWNER]
+    disk.rename(tmp_path / "unmounted")
+    for fresh in (True, False):
+        with pytest.raises(UserError, match=r"is a link to .*disk, which is not there"):
+            stage.claim(tmp_path / "store", fresh=fresh)
 
 
 def test_the_commit_is_of_the_checkout_that_has_this_file(tmp_path, monkeypatch):

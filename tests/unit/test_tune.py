@@ -79,6 +79,9 @@ def test_no_more_tokens_are_tried_than_the_drafter_drafts(run: tuple[recipe.Reci
     (run_dir / "vllm" / "config.json").write_text(json.dumps(config))
     found = run_tune(loaded.model_copy(update={"tune": tune}), run_dir)
     assert list(found["step_cost"]["1"]) == ["1", "2"]
+    count = len(Engine.started)
+    assert run_tune(loaded.model_copy(update={"tune": tune.model_copy(update={"k": (1, 2)})}), run_dir) == found
+    assert len(Engine.started) == count, "by default it is tuned as with these numbers"
     # What cannot run leaves what was found.
     with pytest.raises(UserError, match=r"at most 2 tokens, and 3 were requested"):
         run_tune(loaded.model_copy(update={"tune": tune.model_copy(update={"k": (3,)})}), run_dir)
