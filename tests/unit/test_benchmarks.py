@@ -10,6 +10,7 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from draftsmith.config.recipe import Recipe
 from draftsmith.data.prompts import load_prompts
+from draftsmith.run import stage
 from draftsmith.run.errors import UserError
 from draftsmith.store.format import Sequence
 from draftsmith.store.reader import Store
@@ -167,6 +168,26 @@ def test_ours_is_predicted_on_the_report_part(tiny: tuple[Recipe, bench_learn.Te
     for (accepted, drafts), tokens in zip(found, answered, strict=True):
         # Steps cover the answer but for its first token, and the last one's extra token may be past its end.
         assert tokens - 1 <= accepted + drafts <= tokens
+
+
+def test_ours_has_the_number_of_epochs_that_is_best_on_the_tuning_part(
+    tiny: tuple[Recipe, bench_learn.Text, Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    recipe, text, folder = tiny
+    monkeypatch.setattr(bench_learn, "RUNS", folder / "runs")
+    monkeypatch.setattr(bench_learn, "EPOCHS", 1)
+    monkeypatch.setattr(bench_learn, "OUR_EPOCHS", (1, 2, 3))
+    best = bench_learn.with_best_epochs(recipe, text)
+    found = {}
+    for run_dir in (folder / "runs").iterdir():
+        record = stage.read(run_dir / "checkpoint")
+        assert record is not None
+        epochs = record["recipe"]["train"]["epochs"]
+        assert run_dir.name == ("eagle" if epochs == 1 else f"eagle-{epochs:g}-epochs")
+        found[epochs] = record["figures"]["predicted_acceptance_length"][str(recipe.evaluate.acceptance_k)]
+    assert {1, 2} <= found.keys()
+    assert (3 in found) == (found[2] > found[1]), "further only while it is better"
+    assert found[best.train.epochs] == max(found.values())
 
 
 def test_a_reference_is_swept_and_kept(
