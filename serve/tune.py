@@ -126,9 +126,8 @@ def run_tune(recipe: Recipe, run_dir: Path, *, verify: bool = False) -> Tuned:
     if (figures := run.finished(inputs)) is not None:
         print_tuned(cast("Tuned", figures))
         return cast("Tuned", figures)
-    engines = TuneEngines(
-        recipe, target, speculates_with, every, output
-    )  # refuses what cannot run, while earlier figures are still there
+    # It refuses what cannot run, while earlier figures are still there.
+    engines = TuneEngines(recipe, target, speculates_with, every, output)
     run.claim(fresh=True)
     say_options("tune", recipe.engine)
     with closing(engines.lineup):

@@ -221,9 +221,8 @@ def require_free(host: str, port: int) -> None:
     """Raises UserError: another program listens there already. Its answers would be taken for the new server's."""
     family = socket.AF_INET6 if ":" in host else socket.AF_INET
     with socket.socket(family, socket.SOCK_STREAM) as probe:
-        probe.setsockopt(
-            socket.SOL_SOCKET, socket.SO_REUSEADDR, 1
-        )  # as vLLM: connections that are closing do not count
+        # As vLLM does: connections that are closing do not count.
+        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         try:
             probe.bind((host, port))
         except OSError as error:

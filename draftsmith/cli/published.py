@@ -76,10 +76,9 @@ def _loadable(method: Method, recipe: Recipe) -> Method:
         _check_config(source, found)
         return method
     target = describe_target(prepare_target(recipe.target), recipe.target)
-    label = (
-        source.parent.parent if is_snapshot(source) else source.resolve()
-    ).name  # `models--OWNER--NAME`, or the folder's
-    place = cache_dir() / "drafters" / f"{label.removeprefix('models--')}-{_digest(source, target)[:16]}"
+    named = source.parent.parent if is_snapshot(source) else source.resolve()
+    label = named.name.removeprefix("models--")  # as the Hub's cache names a repository
+    place = cache_dir() / "drafters" / f"{label}-{_digest(source, target)[:16]}"
     if stage.read(place) is None:
         try:
             convert_checkpoint(source, place, to="vllm", target=target, verify=True)

@@ -43,7 +43,8 @@ def read(directory: Path) -> dict[str, Any] | None:
 
 def claim(directory: Path, *, fresh: bool) -> None:
     """Create `directory` and mark it as Draftsmith's and unfinished, before anything is written into it. `fresh` deletes what an
-    earlier run left there. Raises UserError: it holds files and was not made by Draftsmith."""
+    earlier run left there. Raises UserError: it holds files and was not made by Draftsmith, or it is a link to a folder that is not there or,
+    with `fresh`, holds something."""
     if directory.is_symlink() and not directory.exists():
         raise UserError(
             f"{directory} is a link to {directory.readlink()}, which is not there. Mount or make that folder, or remove the link."
@@ -57,12 +58,12 @@ def claim(directory: Path, *, fresh: bool) -> None:
             f"{directory} is not empty and was not made by Draftsmith, so it is left alone. "
             "Move it away, or choose another run with `-s name=OTHER`."
         )
-    if fresh and directory.is_symlink():  # to another disk: its folder is emptied, the link stays
-        (directory / MARKER).unlink(missing_ok=True)  # an end in between leaves an unfinished folder of Draftsmith's
-        for path in directory.iterdir():
-            if path.name != OWNER:
-                shutil.rmtree(path) if path.is_dir() and not path.is_symlink() else path.unlink()
-    elif fresh and directory.is_dir():
+    if fresh and directory.is_symlink() and any(directory.iterdir()):  # it may be another run's
+        raise UserError(
+            f"{directory} is a link to {directory.readlink()}, which holds an earlier result, and nothing is deleted through a link. Remove the "
+            "link, or empty that folder, and run this again."
+        )
+    if fresh and directory.is_dir() and not directory.is_symlink():
         shutil.rmtree(directory)
     directory.mkdir(parents=True, exist_ok=True)
     (directory / OWNER).touch()

@@ -70,15 +70,17 @@ def test_a_file_that_changed_unfinishes_where_that_is_asked(tmp_path, capsys):
         assert "is not as it was written" in " ".join(capsys.readouterr().err.split())
 
 
-def test_a_link_to_a_directory_stays_one(tmp_path):
+def test_a_link_to_a_directory_stays_one_and_nothing_is_deleted_through_it(tmp_path):
     disk = tmp_path / "disk"
-    stage.claim(disk, fresh=False)
-    (disk / "folder").mkdir()
-    (disk / "folder" / "shard").write_text("x")
+    disk.mkdir()
     (tmp_path / "store").symlink_to(disk)
     stage.claim(tmp_path / "store", fresh=True)
     assert (tmp_path / "store").is_symlink()
-    assert [path.name for path in disk.iterdir()] == [stage.OWNER]
+    (disk / "shard").write_text("of another run")
+    stage.claim(tmp_path / "store", fresh=False)
+    with pytest.raises(UserError, match="nothing is deleted through a link"):
+        stage.claim(tmp_path / "store", fresh=True)
+    assert (disk / "shard").exists()
     disk.rename(tmp_path / "unmounted")
     for fresh in (True, False):
         with pytest.raises(UserError, match=r"is a link to .*disk, which is not there"):
