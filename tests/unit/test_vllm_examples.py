@@ -16,6 +16,7 @@ from draftsmith.cli import app
 from draftsmith.cli.vllm_options import with_speculative_config
 from draftsmith.config.loading import load_recipe
 from draftsmith.config.recipe import Recipe
+from draftsmith.config.sampling_options import SamplingOptions
 from draftsmith.data.conversations import Conversation
 from draftsmith.engine import speculation
 from draftsmith.engine.speculation import check_graph_sizes, method_config
@@ -234,7 +235,8 @@ def answers(row: Row, world: World) -> None:
     written = generate._line(
         SimpleNamespace(key="0", turn=turn, sample=0, token_ids=[1, 2], answered=0),
         SimpleNamespace(text="Yes.", token_ids=[3], finish_reason="stop", logprobs=None),
-        None,
+        SimpleNamespace(with_answer=lambda conversation, token_ids, text: conversation),
+        SimpleNamespace(sampling=SamplingOptions()),
     )
     assert {"messages", "response"} <= written.keys()
     assert row.typed[:3] == ["messages", "text", "response"]
