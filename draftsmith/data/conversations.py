@@ -40,7 +40,7 @@ class Conversation:
     """
 
     id: str
-    """Its name in its source: unique in suites, and not always elsewhere."""
+    """Its name, unique in its source: `ID#2` for the second row of an `ID`."""
     messages: list[dict[str, Any]] = field(default_factory=list)
     """In the form of chat templates: `role`, `content` (a string; with images, a list of parts as in `images.py`), `tool_calls` with
     arguments as objects, and so on."""

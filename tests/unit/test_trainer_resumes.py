@@ -179,16 +179,21 @@ for limit in map(int, sys.argv[3:]):
 """
 
 
-def test_no_room_for_a_snapshot_stops_cleanly_and_continues(
-    folder: Path, whole: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """The system's own error, while different parts of the file are written; the snapshot before is kept."""
-    directory = run_dir(folder, "no-room")
+def interrupted(folder: Path, name: str, monkeypatch: pytest.MonkeyPatch) -> tuple[Path, Path]:
+    """A run that ended after two steps, and its snapshot."""
+    directory = run_dir(folder, name)
     with monkeypatch.context() as patch:
         at_step(2, killed, patch)
         with pytest.raises(Killed):
             train(folder, directory, save_every_steps=2, **EAGLE3)
-    snapshot = directory / "checkpoint" / SNAPSHOT
+    return directory, directory / "checkpoint" / SNAPSHOT
+
+
+def test_no_room_for_a_snapshot_stops_cleanly_and_continues(
+    folder: Path, whole: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The system's own error, while different parts of the file are written; the snapshot before is kept."""
+    directory, snapshot = interrupted(folder, "no-room", monkeypatch)
     kept, size = snapshot.read_bytes(), snapshot.stat().st_size
     limits = [str(int(size * part)) for part in (0.02, 0.5, 0.9, 0.999)]
     command = [sys.executable, "-c", FULL, str(folder), str(directory), *limits]
@@ -205,12 +210,7 @@ def test_no_room_for_a_snapshot_stops_cleanly_and_continues(
 
 @pytest.mark.parametrize("part", [0.0, 0.5, 0.999])
 def test_a_damaged_snapshot_is_named(folder: Path, whole: Path, part: float, monkeypatch: pytest.MonkeyPatch) -> None:
-    directory = run_dir(folder, "damaged")
-    with monkeypatch.context() as patch:
-        at_step(2, killed, patch)
-        with pytest.raises(Killed):
-            train(folder, directory, save_every_steps=2, **EAGLE3)
-    snapshot = directory / "checkpoint" / SNAPSHOT
+    directory, snapshot = interrupted(folder, "damaged", monkeypatch)
     os.truncate(snapshot, int(snapshot.stat().st_size * part))
     with pytest.raises(
         UserError, match=r"resume\.pt, from which training would continue, cannot be read .* or remove it"
