@@ -10,11 +10,13 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from draftsmith.config.recipe import Recipe
 from draftsmith.data.prompts import load_prompts
+from draftsmith.drafters.medusa import MedusaDrafter
 from draftsmith.run import stage
 from draftsmith.run.errors import UserError
 from draftsmith.store.format import Sequence
 from draftsmith.store.reader import Store
 from draftsmith.target.info import describe_target
+from draftsmith.target.tensors import load_target_tensors
 from tests.benchmarks import bench_learn, references
 from tests.benchmarks.__main__ import main
 from tests.benchmarks.bench_blocks import figures_of
@@ -209,6 +211,33 @@ def test_a_reference_is_swept_and_kept(
     assert len({json.dumps(outcome["tuning"]) for outcome in outcomes.values()}) > 1
     monkeypatch.setattr(bench_learn, "train_reference", None)  # everything is there: nothing is trained again
     assert bench_learn.tuned_reference(recipe, text)[1] == settings
+
+
+def test_medusas_reference_learns_the_same_in_bfloat16(
+    tiny: tuple[Recipe, bench_learn.Text, Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As its launch script trains it, where the processor has that arithmetic: products round, weights stay float32."""
+    _, text, folder = tiny
+    recipe = make_recipe(folder, drafter={"kind": "medusa", "num_heads": 2})
+    monkeypatch.setattr(references, "TOKENS_PER_STEP", 70)
+    target = describe_target(folder / "target", recipe.target)
+    tensors = load_target_tensors(target.path)
+    trained = {}
+    for native in (False, True):
+        monkeypatch.setattr(references, "native_bfloat16", lambda native=native: native)
+        drafter = MedusaDrafter.from_target(
+            MedusaDrafter.make_config(recipe.train.drafter, target, (target.num_hidden_layers,), target.vocab_size),
+            tensors,
+            torch.arange(target.vocab_size),
+        )
+        column = text.store.identity.layer_ids.index(target.num_hidden_layers)
+        assert list(references.train_reference("medusa", drafter, tensors, text.store, column, epochs=1, steps=2, lr=1e-3)) == [1]  # fmt: skip
+        trained[native] = drafter.lm_heads[1].weight.detach()
+    assert trained[True].dtype == torch.float32
+    moved = {native: weight - tensors.lm_head.float() for native, weight in trained.items()}
+    assert moved[False].norm() > 0
+    assert not torch.equal(moved[True], moved[False]), "nothing was rounded"
+    assert torch.cosine_similarity(moved[True].flatten(), moved[False].flatten(), dim=0) > 0.99
 
 
 @pytest.mark.parametrize("kind", ["medusa", "mlp_speculator", "eagle"])
