@@ -16,7 +16,7 @@ from draftsmith.config.drafters import KINDS, ServingSpec
 from draftsmith.config.sampling import Sampling
 from draftsmith.config.target import TargetConfig
 from draftsmith.convert.quantize import SCHEMES
-from draftsmith.data.results_in_words import faster_methods, not_trained_on, trained_on
+from draftsmith.data.results_in_words import changed_answers, faster_methods, not_trained_on, trained_on
 from draftsmith.drafters.checkpoint import Checkpoint
 
 _USUAL_K = 3  # number of speculative tokens in the serving command if no evaluation chose one
@@ -119,6 +119,8 @@ def serve_command(
 def _headline(results: Mapping[str, Any] | None) -> str:
     if results is None:
         return ""
+    if wrong := changed_answers(results):
+        return f" **Do not serve it: in its evaluation the text changed** ({'; '.join(wrong)})."
     suite, found = next(iter(results["suites"].items()))
     speedup, over_fastest = (found["throughput"][name] for name in ("speedup", "speedup_over_fastest_baseline"))
     return (

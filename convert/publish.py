@@ -17,6 +17,7 @@ from rich.markup import escape
 from draftsmith.config.target import TargetConfig
 from draftsmith.convert.model_card import hub_id, render
 from draftsmith.convert.records import EVALUATION, checkpoint_of, evaluation_of, extraction_of
+from draftsmith.data.results_in_words import changed_answers
 from draftsmith.engine.speculation import drafter_files
 from draftsmith.run.errors import DraftsmithError, UserError
 from draftsmith.run.progress import console
@@ -53,7 +54,7 @@ def publish(
     Returns `repo`, `revision`, `files` (name to bytes), `card`, and unless `dry_run`, `commit` and `url`.
 
     Raises:
-        UserError: there is no finished drafter, its evaluation is missing or of other weights, a name or the metadata is
+        UserError: there is no finished drafter, its evaluation is missing, of other weights, or found changed answers, a name or the metadata is
             invalid, the repository was not published by Draftsmith, or the Hub denies access.
         DraftsmithError: the network or the Hub failed; the same command resumes.
     """
@@ -65,6 +66,12 @@ def publish(
     checkpoint, train, quantized = checkpoint_of(drafter, run_dir / "checkpoint")
     target = TargetConfig.model_validate(train["recipe"]["target"])
     evaluate = evaluation_of(drafter, run_dir / evaluation) if evaluation is not None else None
+    if evaluate is not None and (wrong := changed_answers(evaluate["figures"])):
+        raise UserError(
+            f"The evaluation in {run_dir / str(evaluation)} found that speculative decoding changes the target's answers: {'; '.join(wrong)}. "
+            "A faulty engine, plugin or drafter configuration does that. Find the fault and evaluate again, or publish the weights "
+            "without measured numbers: `--without-evaluation`."
+        )
     base_model = hub_id(checkpoint.target["name"]) or base_model
     known = {"license": license} if license else _target_license(target, base_model, online=not dry_run)
     if not known:

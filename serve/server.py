@@ -9,8 +9,12 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+from rich.markup import escape
+
+from draftsmith.config.evaluation import RESULTS_VERSION
 from draftsmith.config.methods import Method, NoSpeculation, TrainedDrafter
 from draftsmith.config.recipe import Recipe
+from draftsmith.data.results_in_words import changed_answers
 from draftsmith.engine.environment import float32_environment
 from draftsmith.engine.options import check_options
 from draftsmith.engine.speculation import check_graph_sizes, drafter_sha256, method_config, own_drafter
@@ -158,6 +162,12 @@ def chosen_k(recipe: Recipe, run_dir: Path, speculates_with: Mapping[str, str]) 
             f"{path} is not the results of an evaluation. Delete it, or give the number of speculative tokens with -k."
         ) from None
     if measured == speculates_with:
+        if results.get("schema_version") == RESULTS_VERSION and (wrong := changed_answers(results)):
+            console.print(
+                f"[bold yellow]warning:[/] with this drafter the text changed in {escape(str(path))}: {escape('; '.join(wrong))}",
+                highlight=False,
+                soft_wrap=True,
+            )
         return chosen
     console.print(
         f"serve: {path} is not known to be of this drafter; K is not taken from there", highlight=False, soft_wrap=True

@@ -52,9 +52,13 @@ def evaluate_stage(recipe: Recipe, run_dir: Path) -> dict[str, Any]:
     measurable = (run_dir / "vllm").is_dir() or recipe.extract.prompts is None
     if stage.read(run_dir / recipe.evaluate.output) is None and measurable:
         prepare_engines(recipe.engine)  # imports vLLM while this process imports the rest
-    from draftsmith.serve.evaluation.evaluate import run_evaluate
+    from draftsmith.serve.evaluation.evaluate import WrongAnswersError, run_evaluate
 
-    found = dict(run_evaluate(for_evaluation(recipe), run_dir))
+    try:
+        found = dict(run_evaluate(for_evaluation(recipe), run_dir))
+    except WrongAnswersError:
+        _write_card(recipe, run_dir)  # or the card would go on showing what an earlier evaluation found
+        raise
     _write_card(recipe, run_dir)
     return found
 

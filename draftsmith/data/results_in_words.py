@@ -65,6 +65,36 @@ def faster_methods(results: Mapping[str, Any]) -> list[str]:
     return found
 
 
+def changed_answers(results: Mapping[str, Any]) -> list[str]:
+    """A line for every verdict that speculative decoding changed the target's answers, by suite or load and variant.
+
+    Args:
+        results: the contents of `results.json`.
+    """
+    judged: dict[str, Mapping[str, Any]] = {}
+    for name, suite in results["suites"].items():
+        of_suite = {
+            **{f"K = {k}": at_k["fidelity"] for k, at_k in suite["at_k"].items()},
+            **{method: other["fidelity"] for method, other in suite["methods"].items()},
+            **suite["throughput"]["fidelity"],
+        }
+        judged |= {f"{name}, {what}": one for what, one in of_suite.items()}
+    for load in results["load"].values():
+        judged |= {f"{load['in_flight']} at once, {what}": one for what, one in load["fidelity"].items()}
+    found = [
+        f"{what}: {one['differing']} of {one['answers']} answers differ, {one['mismatches']} of them where the target "
+        f"was not undecided (p = {one['rate_p_value']:.2g} for so many)"
+        for what, one in judged.items()
+        if one["verdict"] == "wrong"
+    ]
+    return found + [
+        f"{name}: sampled answers do not follow the baseline's distribution (p = {one['continuations_p_value']:.2g} by continuations, "
+        f"{one['drafts_p_value']:.2g} by drafted tokens, of {one['answers']} answers)"
+        for name, one in results["sampled_fidelity"].items()
+        if one["verdict"] == "wrong"
+    ]
+
+
 def _speedup(of: Mapping[str, Any]) -> str:
     low, high = of["speedup_interval"]
     return f"{of['speedup']:.2f} ({low:.2f} to {high:.2f})"

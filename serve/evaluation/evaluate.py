@@ -38,6 +38,7 @@ from draftsmith.config.loading import digest
 from draftsmith.config.recipe import Recipe
 from draftsmith.config.sampling import Sampling
 from draftsmith.data.prompts import Prompt
+from draftsmith.data.results_in_words import changed_answers
 from draftsmith.data.turns import TurnRenderer
 from draftsmith.engine.environment import resolved
 from draftsmith.engine.options import check_options
@@ -47,7 +48,6 @@ from draftsmith.run.atomic_io import write_bytes, write_json
 from draftsmith.run.errors import DraftsmithError, UserError
 from draftsmith.run.progress import console
 from draftsmith.run.stage import StageRun
-from draftsmith.serve.evaluation import fidelity
 from draftsmith.serve.evaluation.acceptance import measure_acceptance
 from draftsmith.serve.evaluation.configurations import Configuration, baseline_again_drafter, timed_dtypes
 from draftsmith.serve.evaluation.curve import predicted_speedup, rivals
@@ -57,7 +57,7 @@ from draftsmith.serve.evaluation.load import at_request_rates
 from draftsmith.serve.evaluation.machine import describe_engines, describe_machine
 from draftsmith.serve.evaluation.partial import MeasuredSuite, PartialResults
 from draftsmith.serve.evaluation.report import render
-from draftsmith.serve.evaluation.sampled_fidelity import measure_sampled_fidelity, wrongly_sampled
+from draftsmith.serve.evaluation.sampled_fidelity import measure_sampled_fidelity
 from draftsmith.serve.evaluation.schema import MethodAtSuite, Results, Suite, Throughput, Variant
 from draftsmith.serve.evaluation.speed import combined, concurrent_load, measure_speeds, suite_load
 from draftsmith.serve.evaluation.step_cost import measure_step_costs
@@ -386,13 +386,7 @@ def _shown(found: Results, output: Path) -> Results:
     """
     print_table(found)
     console.print(f"evaluate: report in {output / 'report.html'}", highlight=False, soft_wrap=True)
-    wrong = [
-        f"{what}: {one['differing']} of {one['answers']} answers differ, {one['mismatches']} of them where the target "
-        f"was not undecided (p = {one['rate_p_value']:.2g} for so many)"
-        for what, one in fidelity.verdicts(found).items()
-        if one["verdict"] == "wrong"
-    ]
-    wrong += wrongly_sampled(found["sampled_fidelity"])
+    wrong = changed_answers(found)
     if wrong:
         raise WrongAnswersError(
             f"Speculative decoding changed the target's answers by more than rounding explains: {'; '.join(wrong)}. The results are "

@@ -16,7 +16,7 @@ from collections.abc import Callable, Mapping, Sequence
 import numpy as np
 
 from draftsmith.serve.evaluation.engine import EngineHost, EngineSpec, Generated
-from draftsmith.serve.evaluation.schema import Control, Difference, Fidelity, Results
+from draftsmith.serve.evaluation.schema import Control, Difference, Fidelity
 
 DIFFERENCES_KEPT = 20
 """Differing prompts listed for each suite; all are counted."""
@@ -193,21 +193,6 @@ def not_compared(answers: int) -> Fidelity:
         "answers": answers, "differing": 0, "tokens": 0, "mismatches": 0, "rate_p_value": 1.0, "margins_p_value": None,
         "verdict": "not_compared",
     }  # fmt: skip
-
-
-def verdicts(found: Results) -> dict[str, Fidelity]:
-    """Every verdict on greedy answers, by suite or load and variant."""
-    judged: dict[str, Fidelity] = {}
-    for name, suite in found["suites"].items():
-        of_suite = {
-            **{f"K = {k}": at_k["fidelity"] for k, at_k in suite["at_k"].items()},
-            **{method: other["fidelity"] for method, other in suite["methods"].items()},
-            **suite["throughput"]["fidelity"],
-        }
-        judged |= {f"{name}, {what}": one for what, one in of_suite.items()}
-    for load in found["load"].values():
-        judged |= {f"{load['in_flight']} at once, {what}": one for what, one in load["fidelity"].items()}
-    return judged
 
 
 def rate_p_value(count: int, tokens: int, control_count: int, control_tokens: int) -> float:

@@ -19,7 +19,7 @@ from __future__ import annotations
 
 import math
 from collections import Counter, defaultdict
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from statistics import NormalDist
 
 import numpy as np
@@ -270,13 +270,3 @@ def _likely_drafts(speculative: Answers) -> dict[Pair, int]:
 def _following(prompt: int, token_ids: Sequence[int]) -> list[tuple[Pair, int]]:
     """Every pair of tokens of an answer, with the token after it."""
     return [((prompt, token_ids[i - 2], token_ids[i - 1]), token_ids[i]) for i in range(2, len(token_ids))]
-
-
-def wrongly_sampled(found: Mapping[str, SampledFidelity]) -> list[str]:
-    """One line for each variant whose answers do not follow the baseline's distribution."""
-    return [
-        f"{name}: sampled answers do not follow the baseline's distribution (p = {one['continuations_p_value']:.2g} by continuations, "
-        f"{one['drafts_p_value']:.2g} by drafted tokens, of {one['answers']} answers)"
-        for name, one in found.items()
-        if one["verdict"] == "wrong"
-    ]

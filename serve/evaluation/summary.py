@@ -9,7 +9,6 @@ from draftsmith.config.sampling import Sampling
 from draftsmith.data.results_in_words import faster_methods, not_trained_on, trained_on
 from draftsmith.run.progress import console
 from draftsmith.serve.evaluation.configurations import executed_otherwise, not_tuned_to_speculate
-from draftsmith.serve.evaluation.fidelity import verdicts
 from draftsmith.serve.evaluation.schema import Interval, Ratio, Results, Throughput
 
 
@@ -68,9 +67,6 @@ def print_table(results: Results) -> None:
         _print_throughput(f"{load['in_flight']} at once", load)
         if load.get("tuned_k") == 0:
             console.print(not_tuned_to_speculate(load), highlight=False, soft_wrap=True)
-    for what, one in verdicts(results).items():
-        if one["verdict"] == "wrong":
-            console.print(f"{what}: answers differ from the target's own", style="bold red")
     for line in _sampled(results):
         console.print(line, highlight=False, soft_wrap=True)
     if results["toss_up"]:

@@ -88,10 +88,12 @@ def finish(
     stage.StageRun(name, directory, started=0.0).finish(name, figures, recipe=sections_read, files=files)
 
 
-def evaluate(run_dir: Path, recipe: Recipe) -> None:
-    """Write an evaluation of the drafter with made-up figures."""
+def evaluate(run_dir: Path, recipe: Recipe, *, wrong: bool = False) -> None:
+    """Write an evaluation of the drafter with made-up figures; `wrong`: one that found changed answers."""
     drafter, directory = run_dir / "vllm", run_dir / "eval"
     results = _results()
+    if wrong:
+        results["suites"]["held_out"]["at_k"]["2"]["fidelity"] |= {"differing": 4, "mismatches": 1, "verdict": "wrong"}  # type: ignore[typeddict-item]
     results["drafter_sha256"] = {name: sha256_of(drafter / name) for name in ("config.json", "model.safetensors")}
     stage.claim(directory, fresh=True)
     write_json(directory / "results.json", results)
@@ -208,6 +210,45 @@ def test_card(run_dir: Path) -> None:
     ):
         assert text in card, card
     assert str(run_dir.parents[1]) not in card
+
+
+@pytest.fixture
+def wrong_run(run_dir: Path) -> Path:
+    """A run whose evaluation found that the drafter changes the target's answers."""
+    record = stage.read(run_dir / "checkpoint")
+    assert record is not None
+    recipe = {"name": "tiny", "extract": {"prompts": {"path": "p.jsonl"}}} | record["recipe"]
+    evaluate(run_dir, Recipe.model_validate(recipe), wrong=True)
+    return run_dir
+
+
+def test_figures_of_a_drafter_that_changes_answers_are_not_published(wrong_run: Path, hub: Hub) -> None:
+    done = draftsmith("publish", str(wrong_run), "--repo", REPO, "--license", "mit")
+    assert done.returncode == 2
+    assert "changes the target's answers: held_out, K = 2: 4 of" in said(done)
+    assert "--without-evaluation" in said(done)
+    assert not hub.repos
+    done = draftsmith("publish", str(wrong_run), "--repo", REPO, "--license", "mit", "--without-evaluation")
+    assert done.returncode == 0, done.stderr
+    assert set(hub.repos[REPO].files()) == UPLOADED - {"eval/results.json", "eval/report.html"} | {".gitattributes"}
+
+
+def test_an_evaluation_that_finds_changed_answers_says_so_on_the_card(
+    wrong_run: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def finds_them(recipe: Recipe, run_dir: Path) -> None:
+        raise evaluation.WrongAnswersError("changed")
+
+    monkeypatch.setattr(evaluation, "run_evaluate", finds_them)
+    recipe = Recipe.model_validate(
+        {"name": "tiny", "target": {"model": "a/b"}, "extract": {"prompts": {"path": "p.jsonl"}}}
+    )
+    with pytest.raises(evaluation.WrongAnswersError):
+        stages.evaluate_stage(recipe, wrong_run)
+    card = (wrong_run / "vllm" / "README.md").read_text()
+    assert "**Do not serve it: in its evaluation the text changed** (held_out, K = 2: 4 of" in card
+    assert "Measured speedup" not in card
+    assert "## Evaluation" in card
 
 
 def test_card_without_measurement(run_dir: Path) -> None:

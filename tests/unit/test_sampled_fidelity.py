@@ -14,6 +14,7 @@ from hypothesis import strategies as st
 from draftsmith.config import recipe
 from draftsmith.config.evaluation import EvaluateConfig
 from draftsmith.config.sampling import Sampling
+from draftsmith.data.results_in_words import changed_answers
 from draftsmith.run.errors import UserError
 from draftsmith.serve.evaluation import compare, evaluate, lineup, sampled_fidelity
 from draftsmith.serve.evaluation.engine import Generated
@@ -94,7 +95,7 @@ def test_a_fault_of_the_size_that_it_promises_to_find_is_found() -> None:
     )  # 19 of 20 are promised; fewer than 16 come once in a thousand times
     wrong = compare_samples(baseline, answers(draw, 400, bias=1.5))
     assert wrong["verdict"] == "wrong"
-    [line] = sampled_fidelity.wrongly_sampled({"K = 2": wrong, "lookup": correct})
+    [line] = changed_answers({"suites": {}, "load": {}, "sampled_fidelity": {"K = 2": wrong, "lookup": correct}})
     assert line.startswith("K = 2: sampled answers do not follow the baseline's distribution")
 
 

@@ -465,6 +465,16 @@ def test_the_server_takes_the_k_that_evaluation_chose(tmp_path: Path, capsys: py
     capsys.readouterr()
     assert server.chosen_k(_recipe(), tmp_path, {"model.safetensors": "of a later training"}) is None
     assert "is not known to be of this drafter" in capsys.readouterr().err
+    judged = _results()
+    (tmp_path / "eval" / "results.json").write_text(json.dumps(judged))
+    assert server.chosen_k(_recipe(), tmp_path, judged["drafter_sha256"]) == 2
+    assert not capsys.readouterr().err
+    judged["load"]["4"]["fidelity"]["K = 2, float32"] = _fidelity("wrong")
+    (tmp_path / "eval" / "results.json").write_text(json.dumps(judged))
+    assert server.chosen_k(_recipe(), tmp_path, judged["drafter_sha256"]) == 2
+    said = " ".join(capsys.readouterr().err.split())
+    assert "warning: with this drafter the text changed" in said
+    assert "4 at once, K = 2, float32: " in said
     (tmp_path / "eval" / "results.json").write_text('{"num_speculative_tokens": 2}')  # of an earlier version
     assert server.chosen_k(_recipe(), tmp_path, drafter) is None
     (tmp_path / "eval" / "results.json").write_text("[]")
