@@ -23,7 +23,6 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 import torch
-from torch.nn import functional as F
 
 from draftsmith.drafters.base import Drafter
 from draftsmith.drafters.batch import Batch
@@ -152,7 +151,7 @@ def _likeliest(proposals: Proposals, count: int) -> tuple[torch.Tensor, torch.Te
     scores, ids = normed.new_empty(len(normed), count), torch.empty(len(normed), count, dtype=torch.long)
     ids = ids.to(normed.device)
     for rows in row_chunks(len(normed), len(head), normed.device.type):
-        scores[rows], ids[rows] = F.linear(normed[rows], head).log_softmax(-1).topk(count, dim=-1)
+        scores[rows], ids[rows] = proposals.logits(rows).log_softmax(-1).topk(count, dim=-1)
     return scores[proposals.of_branch], ids[proposals.of_branch]
 
 

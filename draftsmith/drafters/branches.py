@@ -1,7 +1,7 @@
 """Draft tokens along several continuations of the same position, which trees of draft tokens are grown from (`train/trees.py`).
 
-Shape legend: T packed rows, Q rows that are drafted from (roots), N branches in a step, H' width of what the head reads, V draft
-vocabulary.
+Shape legend: T packed rows, Q rows that are drafted from (roots), N branches in a step, M different ones, H and H' widths of what heads read,
+V draft vocabulary.
 """
 
 from __future__ import annotations
@@ -12,6 +12,7 @@ from itertools import islice
 from typing import TYPE_CHECKING
 
 import torch
+from torch.nn import functional as F
 
 from draftsmith.drafters.batch import Batch
 
@@ -20,8 +21,20 @@ if TYPE_CHECKING:
 
 
 @dataclass(frozen=True)
+class OfRows:
+    """A part of the logits that all branches of a row have in common, `normed @ head.T` as well."""
+
+    normed: torch.Tensor
+    """[Q, H]"""
+    head: torch.Tensor
+    """[V, H]"""
+    rows: torch.Tensor
+    """int64 [M] ascending: whose part each of the M has."""
+
+
+@dataclass(frozen=True)
 class Proposals:
-    """What the drafter says of the next token of each branch. Logits are `normed @ head.T`."""
+    """What the drafter says of the next token of each branch."""
 
     normed: torch.Tensor
     """[M, H']: the head's inputs, M of them different."""
@@ -29,6 +42,17 @@ class Proposals:
     """[V, H']"""
     of_branch: torch.Tensor
     """int64 [N]: which of the M each branch has."""
+    of_rows: OfRows | None = None
+    """Added to `normed @ head.T`."""
+
+    def logits(self, some: slice = slice(None)) -> torch.Tensor:
+        """The logits [m, V] of some of the M. What branches of a row have in common is computed once for them."""
+        normed = self.normed[some]
+        if self.of_rows is None:
+            return F.linear(normed, self.head)
+        rows, place = self.of_rows.rows[some].unique_consecutive(return_inverse=True)
+        common = F.linear(self.of_rows.normed[rows], self.of_rows.head)
+        return common[place].addmm_(normed, self.head.T)
 
 
 class Branches(ABC):

@@ -35,7 +35,7 @@ from torch.nn import functional as F
 from draftsmith.config.drafters import BlockOptions, DSparkOptions
 from draftsmith.drafters.base import ChainStep, InitCost, LossTerms
 from draftsmith.drafters.batch import Batch
-from draftsmith.drafters.branches import Branches, Proposals
+from draftsmith.drafters.branches import Branches, OfRows, Proposals
 from draftsmith.drafters.dflash import DFlashConfig, DFlashDrafter
 from draftsmith.drafters.init import blocks, least_squares
 from draftsmith.drafters.layout import EightBits, Entry
@@ -192,19 +192,21 @@ class DSparkDrafter(DFlashDrafter):
 
 
 class _Branches(Branches):
-    """One block for all branches of a row, and the Markov head along each."""
+    """One block, and its logits, for all branches of a row, and the Markov head along each."""
 
     def __init__(self, drafter: DSparkDrafter, batch: Batch, rows: torch.Tensor, steps: int) -> None:
-        markov = drafter.markov_head
-        self._block, self._embed = drafter.block(batch, rows, steps), markov.markov_w1
-        self._head = torch.cat([drafter.lm_head.weight, markov.markov_w2.weight], dim=1)
+        self._block, self._head, self._markov = drafter.block(batch, rows, steps), drafter.lm_head, drafter.markov_head
         self._roots, self._depth = torch.arange(len(rows), device=rows.device), 0
 
     def step(self, parents: torch.Tensor, tokens: torch.Tensor) -> Proposals:
         self._roots, of_block = self._roots[parents], self._block[:, self._depth]
         self._depth += 1
-        normed = torch.cat([of_block[self._roots], self._embed(tokens)], dim=1)
-        return Proposals(normed, self._head, torch.arange(len(tokens), device=tokens.device))
+        return Proposals(
+            self._markov.markov_w1(tokens),
+            self._markov.markov_w2.weight,
+            torch.arange(len(tokens), device=tokens.device),
+            OfRows(of_block, self._head.weight, self._roots),
+        )
 
 
 DRAFTER = DSparkDrafter

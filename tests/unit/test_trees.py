@@ -6,6 +6,7 @@ import heapq
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
+from unittest import mock
 
 import pytest
 import torch
@@ -15,6 +16,7 @@ from draftsmith.drafters import decoder, drafter_class
 from draftsmith.drafters.base import Drafter
 from draftsmith.drafters.batch import Batch
 from draftsmith.drafters.branches import RepeatedChains
+from draftsmith.drafters.dspark import DSparkDrafter
 from draftsmith.store.format import Sequence
 from draftsmith.target.info import describe_target
 from draftsmith.target.tensors import load_target_tensors
@@ -161,12 +163,44 @@ def test_branches_are_chains_over_other_texts(folder: Path, name: str) -> None:
                 for i, t in zip(parents.tolist(), tokens.tolist(), strict=True)
             ]
             paths = grown
-            logits = (found.normed @ found.head.T).log_softmax(-1)[found.of_branch]
+            logits = found.logits().log_softmax(-1)[found.of_branch]
             for (p, path), mine in zip(paths, logits, strict=True):
                 torch.testing.assert_close(mine, log_probabilities(drafter, sequence, p, path))
             # Some branches have several children, and some none.
             parents = torch.randint(0, len(paths), (11,), generator=generator).sort().values
             tokens = drafter.draft_token_ids[torch.randint(0, DRAFT, (11,), generator=generator)]
+
+
+@pytest.mark.parametrize("name", ["dspark", "dspark-from-anchor"])
+@torch.no_grad()
+def test_branches_of_dspark_share_the_logits_of_their_block(folder: Path, name: str) -> None:
+    """Against the head's product for each branch, [state of the block, w1(token)] @ [lm_head, w2].T; and the wide part of it is taken over a
+    row once, however many branches the row has."""
+    drafter = make_drafter(folder, CASES[name])
+    assert isinstance(drafter, DSparkDrafter)
+    batch = columns_of(drafter, pack([text_for(drafter, 0)], steps=DEPTH))
+    rows = torch.tensor([3, 9, 10, 20])
+    block, markov = drafter.block(batch, rows, DEPTH), drafter.markov_head
+    head = torch.cat([drafter.lm_head.weight, markov.markov_w2.weight], dim=1)
+    branches, products = drafter.branches(batch, rows, steps=DEPTH), []
+    parents, tokens, roots = torch.arange(4), batch.next_tokens[rows, 0], torch.arange(4)
+
+    def linear(read: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+        products.append((len(read), weight.shape[1]))
+        return read @ weight.T
+
+    for level in range(DEPTH):
+        roots = roots[parents]
+        found = branches.step(parents, tokens)
+        expected = torch.cat([block[roots, level], markov.markov_w1(tokens)], dim=1) @ head.T
+        torch.testing.assert_close(found.logits()[found.of_branch], expected)
+        with mock.patch("draftsmith.drafters.branches.F.linear", linear):
+            part = found.logits(slice(1, 8))  # begins and ends within a row
+        torch.testing.assert_close(part, expected[1:8])
+        assert products.pop() == (len(roots[1:8].unique()), HIDDEN)
+        assert not products
+        parents = torch.randint(0, len(tokens), (17,), generator=torch.Generator().manual_seed(level)).sort().values
+        tokens = drafter.draft_token_ids[torch.randint(0, DRAFT, (17,), generator=torch.Generator().manual_seed(9))]
 
 
 @torch.no_grad()
@@ -183,7 +217,7 @@ def test_a_branch_with_the_keys_of_another_is_noticed(folder: Path) -> None:
         if faulty:
             branches._own = [[(keys.flip(0), values.flip(0)) for keys, values in pairs] for pairs in branches._own]
         found = branches.step(torch.tensor([0, 1]), drafter.draft_token_ids[2:4])
-        return (found.normed @ found.head.T).log_softmax(-1)
+        return found.logits().log_softmax(-1)
 
     token = [int(token) for token in drafter.draft_token_ids[:4]]
     expected = torch.stack([log_probabilities(drafter, sequence, 9, [token[i], token[2 + i]]) for i in range(2)])
