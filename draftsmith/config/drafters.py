@@ -32,6 +32,8 @@ class ServingSpec:
     """vLLM is told to draft all tokens in one forward pass (`parallel_drafting` of its `speculative_config`)."""
     single_pass: bool = False
     """The drafter's weights are read once for all draft tokens of a step, not once per token."""
+    reads_one_position: bool = False
+    """It reads the last position's state alone. Others go over all rows of the target's step, or over a block of as many."""
     weights_per_token: bool = False
     """Each draft token up to the largest K has weights of its own in the files, shared or not, and a draft reads those of its K tokens."""
     depends_on_k: bool = False
@@ -344,6 +346,7 @@ class MedusaOptions(DrafterOptions):
         fixed_k=True,
         needs_vocab_size=True,
         single_pass=True,
+        reads_one_position=True,
         eight_bits=False,
         k_field="num_heads",
         runner_v2=False,
@@ -376,6 +379,7 @@ class MlpOptions(DrafterOptions):
         method="eagle",  # our plugin replaces its proposer
         architecture="EagleMLPSpeculatorModel",
         needs_plugin=True,
+        reads_one_position=True,
         weights_per_token=True,
         eight_bits=False,
         k_field="n_predict",

@@ -7,7 +7,7 @@ engine starts whether that will be enough, so they err on the safe side.
 from __future__ import annotations
 
 import math
-from collections.abc import Collection, Iterable
+from collections.abc import Collection, Iterable, Iterator
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
 from pathlib import Path
@@ -190,28 +190,47 @@ def weight_bytes(
         UserError: a file is damaged.
     """
 
+    matrix = min(BYTES[dtype], (weight_bits(None, quantization) or math.inf) / 8)
+    total = 0.0
+    for shape, stored in _tensors(directory, only):
+        each = matrix if len(shape) > 1 else BYTES[dtype]
+        total += math.prod(shape) * each if stored is None else stored
+    return math.ceil(total)
+
+
+def matrix_weights(directory: Path, *, only: Collection[str] | None = None) -> int:
+    """Weights of a model's matrices, from its files' headers: what each row of a forward pass is multiplied by. Of 8-bit weights, one a byte.
+    `only` and errors: as `weight_bytes`."""
+    found = (
+        math.prod(shape) if stored is None else stored for shape, stored in _tensors(directory, only) if len(shape) > 1
+    )
+    return sum(found)
+
+
+def _tensors(directory: Path, only: Collection[str] | None) -> Iterator[tuple[tuple[int, ...], int | None]]:
+    """Shape of each tensor of a model, and its bytes where an engine keeps them; None where it casts the numbers to its dtype. See
+    `weight_bytes`."""
+
     def counts(name: str) -> bool:
         return only is None or any(fnmatchcase(name, pattern) for pattern in only)
 
-    total = 0.0
-    matrix = min(BYTES[dtype], (weight_bits(None, quantization) or math.inf) / 8)
     files = sorted(directory.glob("*.safetensors"))
     for path in () if files else sorted(directory.glob("pytorch_model*.bin")):
         for name, weight in open_pickle(path).items():
-            if not counts(name):
-                continue
-            is_float = weight.dtype.itemsize > 1 and weight.dtype.is_floating_point
-            total += weight.count * (matrix if len(weight.shape) > 1 else BYTES[dtype]) if is_float else weight.bytes
+            if counts(name):
+                is_float = weight.dtype.itemsize > 1 and weight.dtype.is_floating_point
+                yield weight.shape, None if is_float else weight.bytes
     for path in files:
         try:
-            for name, entry in read_header(path).tensors.items():
-                if not counts(name):
-                    continue
-                each = matrix if len(entry.shape) > 1 else BYTES[dtype]
-                total += math.prod(entry.shape) * each if entry.dtype in _FLOATS else entry.end - entry.start
+            tensors = read_header(path).tensors
+            found = [
+                (entry.shape, None if entry.dtype in _FLOATS else entry.end - entry.start)
+                for name, entry in tensors.items()
+                if counts(name)
+            ]
         except (ValueError, TypeError):
             raise UserError(f"{path} is not a whole safetensors file. Download or save the model again.") from None
-    return math.ceil(total)
+        yield from found
 
 
 def side_by_side(needs: Iterable[EngineMemory], gpu_bytes: int, utilization: float) -> int:

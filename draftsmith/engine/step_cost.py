@@ -124,6 +124,11 @@ class EngineStep:
 
     def seconds(self, hardware: Hardware) -> float:
         """Time of the step: computing or reading memory, whichever takes longer."""
-        computing = self.flop() / (self.devices * hardware.matmul_tflops * 1e12)
-        reading = self.bytes_read() / (self.devices * hardware.memory_gb_per_second * 1e9)
-        return max(computing, reading) / hardware.decode_utilization
+        return decoding_seconds(hardware, flop=self.flop(), bytes_read=self.bytes_read(), devices=self.devices)
+
+
+def decoding_seconds(hardware: Hardware, *, flop: float, bytes_read: float, devices: int = 1) -> float:
+    """Time of a forward pass in decoding: computing or reading memory, whichever takes longer."""
+    computing = flop / (devices * hardware.matmul_tflops * 1e12)
+    reading = bytes_read / (devices * hardware.memory_gb_per_second * 1e9)
+    return max(computing, reading) / hardware.decode_utilization

@@ -21,6 +21,7 @@ from draftsmith.engine.memory import (
     engine_memory,
     kv_values,
     kv_values_on_each,
+    matrix_weights,
     side_by_side,
     state_bytes,
     weight_bytes,
@@ -106,6 +107,11 @@ def test_weights_are_counted_as_they_are_served(tmp_path: Path) -> None:
     save_file({"c": torch.zeros(7, dtype=torch.int8)}, tmp_path / "model-2.safetensors", metadata={"format": "pt"})
     assert weight_bytes(tmp_path, "bfloat16") == 2 * 17 + 7
     assert weight_bytes(tmp_path, "float32") == 4 * 17 + 7
+    eight_bits = {"d": torch.zeros(2, 3, dtype=torch.int8), "d_scale": torch.zeros(2)}
+    save_file(eight_bits, tmp_path / "model-3.safetensors")
+    assert matrix_weights(tmp_path) == 12 + 6
+    assert matrix_weights(tmp_path, only=("a", "b")) == 12
+    assert matrix_weights(tmp_path, only=()) == 0
     for damaged in (b"", b"x" * 1000, b"\x02\0\0\0\0\0\0\0[]", b'\x0a\0\0\0\0\0\0\0{"a": {}  }'):
         (tmp_path / "model-2.safetensors").write_bytes(damaged)
         if damaged:
