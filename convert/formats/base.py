@@ -12,7 +12,7 @@ from draftsmith.convert.quantize import SCHEMES, dequantized, quantized
 from draftsmith.convert.vocabulary import MAPS, from_tensors, to_tensors
 from draftsmith.drafters import drafter_class
 from draftsmith.drafters.checkpoint import EMBEDDING, UNKNOWN_TARGET, Checkpoint
-from draftsmith.drafters.dflash import DFlashConfig, read_mask
+from draftsmith.drafters.dflash import MASK_FILE, DFlashConfig, read_mask
 from draftsmith.drafters.layout import EXTRA, Layout, Rows, Source, look_up, put
 from draftsmith.run.atomic_io import read_json, write_bytes, write_json
 from draftsmith.run.errors import UserError
@@ -77,10 +77,15 @@ class Format:
         if layout.maps_vocabulary:
             maps = {name: weights.pop(name).tensor() for name in MAPS if name in weights}
             ids, order = from_tensors(maps, vocabulary=config.vocab_size, size=config.draft_vocab_size)
-        lacks_mask = blocks.MASK in drafter_class(kind).shapes(config) and blocks.MASK not in weights
-        if lacks_mask and isinstance(config, DFlashConfig) and (mask := read_mask(directory, config)) is not None:
+        has_mask = blocks.MASK in drafter_class(kind).shapes(config)
+        if has_mask and isinstance(config, DFlashConfig) and (mask := read_mask(directory, config)) is not None:
             # In whatever format the rest is, vLLM takes the mask from that file before any row of an embedding.
-            weights[blocks.MASK] = Weight.of(mask)
+            if blocks.MASK in weights and not _equal_but_for_rounding(weights[blocks.MASK].tensor(), mask):
+                raise UserError(
+                    f"Its mask is in {MASK_FILE}, from which vLLM takes it, and as the tensor `{blocks.MASK}`, and the two differ. They are of "
+                    "different drafters, or of different trainings of one: get both again, or remove the one that is not this drafter's."
+                )
+            weights.setdefault(blocks.MASK, Weight.of(mask))
         training = look_up(record, f"{EXTRA}.training")
         tensors = self._by_tensor_of_kind(kind, config, weights, tied=bool(record.get("tie_word_embeddings")))
         if order is not None:
@@ -290,6 +295,11 @@ def _rows_of(
         )
     found: torch.Tensor = table[index]
     return found
+
+
+def _equal_but_for_rounding(one: torch.Tensor, other: torch.Tensor) -> bool:
+    """Whether one of two vectors is the other, or the other in its own dtype."""
+    return torch.equal(one, other.to(one.dtype)) or torch.equal(one.to(other.dtype), other)
 
 
 def _same(one: Weight, other: Weight) -> bool:

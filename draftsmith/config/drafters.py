@@ -60,7 +60,7 @@ class ServingSpec:
     eight_bits: bool = True
     """vLLM can take its linear layers with 8-bit weights."""
     further_files: tuple[str, ...] = ()
-    """Files that vLLM reads beside `config.json` and `model.safetensors`."""
+    """Files that vLLM reads beside `config.json` and `model.safetensors`, each with a tensor of the file's name."""
     runner_v2: bool = True
     """Whether vLLM's model runner V2 serves it, or only V1."""
 

@@ -5,7 +5,7 @@ own terms, or not at all.
 """
 
 import json
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from functools import cache
 from importlib.util import find_spec
 from pathlib import Path
@@ -18,6 +18,7 @@ from draftsmith.run import stage
 from draftsmith.run.atomic_io import sha256_of
 from draftsmith.run.errors import UserError
 from draftsmith.run.progress import console
+from draftsmith.run.weights import open_weights, weight_files
 from draftsmith.target.hub import is_snapshot, local_directory
 from draftsmith.target.info import TargetInfo
 from draftsmith.target.pretrained import config_of, language_config
@@ -219,6 +220,13 @@ def speculative_config(drafter_dir: Path, k: int) -> dict[str, Any]:
             f"{drafter_dir} has other weights beside model.safetensors: {', '.join(others)}. vLLM would load all of them, and tensors "
             "of the same name over each other. Move the others to another folder."
         )
+    for name in spec.further_files:
+        if (tensor := Path(name).stem) in _tensor_names(drafter_dir) and not (drafter_dir / name).is_file():
+            raise UserError(
+                f"{drafter_dir} has no {name}, from which alone vLLM takes `{tensor}`: the tensor of that name beside the other weights is passed "
+                f"over, and another would be served without a word. Get the folder again, with all files, or write the file from the "
+                f"tensor: `draftsmith convert {drafter_dir} --to vllm --out OUT`."
+            )
     most = longest_draft(drafter_dir)
     if most is not None and k > most:  # vLLM would fail, or silently use untrained heads
         raise UserError(
@@ -309,6 +317,14 @@ def _kind(drafter_dir: Path) -> str:
             f"({', '.join(KINDS)}). If it is one in another format, convert it: `draftsmith convert DIR --to vllm --out OUT`."
         )
     return kind
+
+
+def _tensor_names(drafter_dir: Path) -> Collection[str]:
+    """Names of the tensors in a drafter's files; none if there are no such files, or damaged ones, which vLLM reports."""
+    try:
+        return open_weights(drafter_dir).keys() if weight_files(drafter_dir) else ()
+    except UserError:
+        return ()
 
 
 def needs_plugin(drafter_dir: Path) -> bool:

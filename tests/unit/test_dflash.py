@@ -10,12 +10,13 @@ from typing import Literal
 
 import pytest
 import torch
+from safetensors.torch import load_file, save_file
 from torch import nn
 from torch.nn import functional as F
 
 from draftsmith.config.drafters import DFlashOptions
 from draftsmith.config.sampling import Sampling
-from draftsmith.convert.convert import Found, read
+from draftsmith.convert.convert import Found, convert_checkpoint, read
 from draftsmith.convert.inspection import inspect
 from draftsmith.convert.publish import publish
 from draftsmith.drafters import tiles
@@ -511,6 +512,44 @@ def test_the_mask_s_file_belongs_to_the_drafter(trained: Path, tmp_path: Path) -
     assert "mask_embedding.pt is missing" in found["damage"]["message"]
     with pytest.raises(UserError, match=r"mask_embedding\.pt is missing"):
         drafter_sha256(folder)
+
+
+def test_a_mask_that_vllm_would_not_take_is_refused(trained: Path, tmp_path: Path) -> None:
+    """vLLM passes over the tensor, and without the file takes the embedding of the mask's token (qwen3_dflash.py, `load_weights`). A folder
+    with neither, as others publish it, is meant so."""
+    folder = tmp_path / "theirs"
+    shutil.copytree(trained / "vllm", folder)
+    (folder / "mask_embedding.pt").unlink()
+    with pytest.raises(
+        UserError, match=r"theirs has no mask_embedding\.pt, from which alone vLLM takes `mask_embedding`"
+    ):
+        speculative_config(folder, 3)
+    convert_checkpoint(folder, tmp_path / "mended", to="vllm")
+    assert speculative_config(tmp_path / "mended", 3)
+    masks = [
+        torch.load(path / "mask_embedding.pt", weights_only=True) for path in (trained / "vllm", tmp_path / "mended")
+    ]
+    assert torch.equal(masks[0]["embedding"], masks[1]["embedding"])
+    weights = load_file(folder / "model.safetensors")
+    del weights["mask_embedding"]
+    save_file(weights, folder / "model.safetensors")
+    assert speculative_config(folder, 3)["model"] == str(folder)
+
+
+def test_two_masks_that_differ_are_refused(trained: Path, tmp_path: Path) -> None:
+    folder = tmp_path / "theirs"
+    shutil.copytree(trained / "vllm", folder)
+    found, file = Found("vllm", "dflash", ""), folder / "mask_embedding.pt"
+    mask = torch.load(file, weights_only=True)["embedding"]
+    torch.save(mask.bfloat16(), file)
+    assert torch.equal(read(folder, found).tensors["mask_embedding"], mask), "one is the other in fewer bits"
+    torch.save(mask.double(), file)
+    assert torch.equal(read(folder, found).tensors["mask_embedding"], mask)
+    torch.save(mask * 1.01, file)
+    with pytest.raises(
+        UserError, match=r"theirs, read as vllm \(dflash\): Its mask is in mask_embedding\.pt, .* the two differ"
+    ):
+        read(folder, found)
 
 
 def drop(path: str) -> Callable[[dict], None]:
