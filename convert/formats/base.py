@@ -44,9 +44,9 @@ class Format:
     """SGLang's name of the method, where SGLang serves the format, and with it trees of draft tokens; None elsewhere."""
     loaded_by_vllm: Literal["nowhere", "on GPUs", "everywhere"] = "nowhere"
     """Where vLLM serves a drafter of this format as it is, and rightly but for `misread_by_vllm`. In vLLM's own format it always does."""
-    complete_for_vllm: Callable[[Mapping[str, Any]], bool] = lambda _: True
-    """Whether `config.json` states, where all of vLLM looks, what has another default in vLLM than in the format. Where it does not, the
-    drafter is converted."""
+    complete_for_vllm: Callable[[Mapping[str, Any], str], bool] = lambda record, kind: True
+    """Whether `config.json` states, where all of vLLM looks that serves the kind, what has another default in vLLM than in the format. Where it
+    does not, the drafter is converted."""
     misread_by_vllm: tuple[Callable[[Source], str | None], ...] = ()
     """Each says what a drafter that vLLM loads as it is computes, and vLLM does not, without an error; None for nothing."""
 

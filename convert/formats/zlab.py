@@ -26,7 +26,7 @@ def _usual_ids(source: Source, config: dict[str, Any]) -> tuple[int, ...]:
     return tuple(round(1 + place * (depth - 4) / (layers - 1)) + 1 for place in range(layers))
 
 
-def _states_layers(record: Mapping[str, Any]) -> bool:
+def _states_layers(record: Mapping[str, Any], kind: str) -> bool:
     """vLLM looks at both keys. Where both are absent it takes EAGLE-3's layers, which are others than `_usual_ids`."""
     return bool(look_up(record, "dflash_config.target_layer_ids") or record.get("eagle_aux_hidden_state_layer_ids"))
 

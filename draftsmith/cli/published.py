@@ -72,7 +72,7 @@ def _loadable(method: Method, recipe: Recipe) -> Method:
         found = recognize(source)
     except UserError:
         return method  # of a kind that only vLLM knows, or no drafter: serving says which
-    if _is_loaded_by_vllm(source, found.format):
+    if _is_loaded_by_vllm(source, found):
         _check_config(source, found)
         return method
     target = describe_target(prepare_target(recipe.target), recipe.target)
@@ -88,13 +88,14 @@ def _loadable(method: Method, recipe: Recipe) -> Method:
     return method.model_copy(update={"model": str(place), "revision": None})
 
 
-def _is_loaded_by_vllm(source: Path, name: str) -> bool:
+def _is_loaded_by_vllm(source: Path, found: Found) -> bool:
     """Whether vLLM serves a drafter in this format here as it is, and rightly."""
     from draftsmith.convert.formats import FORMATS
     from draftsmith.engine import environment
     from draftsmith.run.atomic_io import read_json
 
-    if name not in FORMATS or not FORMATS[name].complete_for_vllm(read_json(source / "config.json")):
+    name = found.format
+    if name not in FORMATS or not FORMATS[name].complete_for_vllm(read_json(source / "config.json"), found.kind):
         return False
     if name == "vllm":
         return True  # or serving says what is missing

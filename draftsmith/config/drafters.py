@@ -153,6 +153,10 @@ class Eagle3Options(FusingOptions):
     kind: Literal["eagle3"] = "eagle3"
 
 
+MASK_OF_P_EAGLE = "mask_hidden"
+"""The tensor by which vLLM, and we, tell P-EAGLE from EAGLE-3 of the same architecture."""
+
+
 class PEagleOptions(FusingOptions):
     """P-EAGLE (arXiv 2602.01469): EAGLE-3's layers, with all draft tokens from one forward pass."""
 

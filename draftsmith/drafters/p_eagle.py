@@ -20,7 +20,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
-from typing import ClassVar
+from typing import Any, ClassVar, NoReturn
 
 import torch
 from torch import nn
@@ -33,7 +33,8 @@ from draftsmith.drafters.decoder import mask_token_of
 from draftsmith.drafters.eagle3 import Eagle3Config, Eagle3Drafter
 from draftsmith.drafters.init.least_squares import ROWS_AT_ONCE, rows_until
 from draftsmith.drafters.init.parallel import cost_of_start, draft_from_last_position, units
-from draftsmith.drafters.layout import EightBits, Entry
+from draftsmith.drafters.layout import EightBits, Entry, Source
+from draftsmith.run.errors import UserError
 from draftsmith.target.info import TargetInfo
 from draftsmith.target.tensors import TargetTensors
 
@@ -48,6 +49,13 @@ class PEagleConfig(Eagle3Config):
     """The target's token whose embedding the slots after the first read."""
 
 
+def _depth_unsaid(source: Source, config: dict[str, Any]) -> NoReturn:
+    raise UserError(
+        "The config does not say how many draft tokens the drafter was trained for (`num_depths`), which vLLM does not need and other "
+        "formats do. Add it to config.json as its authors state it."
+    )
+
+
 class PEagleDrafter(Eagle3Drafter):
     """The drafter in training. It shares the target's embedding.
 
@@ -60,7 +68,12 @@ class PEagleDrafter(Eagle3Drafter):
     config_class: ClassVar[type[Eagle3Config]] = PEagleConfig
     vllm_layout: ClassVar = replace(
         Eagle3Drafter.vllm_layout,
-        fields=(*Eagle3Drafter.vllm_layout.fields, Entry("num_depths", int), Entry("mask_token_id", int)),
+        fields=(
+            *Eagle3Drafter.vllm_layout.fields,
+            Entry("num_depths", int, default=_depth_unsaid),
+            # vLLM looks at all three, in this order.
+            Entry("mask_token_id", int, other_keys=("pard_token", "ptd_token_id")),
+        ),
         # vLLM 0.32 gives `fc` the mask as a vector, which its 8-bit kernels for CPUs refuse.
         eight_bits=EightBits(but=("fc",)),
     )

@@ -11,7 +11,7 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
-from draftsmith.config.drafters import KINDS, ServingSpec, kind_of_architecture, method_of, methods_of
+from draftsmith.config.drafters import KINDS, MASK_OF_P_EAGLE, ServingSpec, kind_of_architecture, method_of, methods_of
 from draftsmith.config.methods import DraftModel, Method, ModelMethod, Mtp, NoSpeculation, Suffix, TrainedDrafter
 from draftsmith.engine import environment
 from draftsmith.run import stage
@@ -30,6 +30,8 @@ _MTP_LAYERS = ("num_nextn_predict_layers", "mtp_num_hidden_layers", "num_mtp_mod
 """Fields of targets' configs with the number of multi-token prediction layers."""
 _MTP_UNCOUNTED = {"mimo_v2", "nemotron_h", "longcat_flash", "step3p5", "dots3"}
 """Targets that have such layers but no such field."""
+_MASK_TOKENS = ("mask_token_id", "dspark_noise_token_id", "pard_token", "ptd_token_id")
+"""Where vLLM looks for the token in the place of P-EAGLE's unknown draft tokens (vllm/v1/spec_decode/llm_base_proposer.py)."""
 _FIXED_K = {"suffix", *(method_of(kind) for kind, options in KINDS.items() if options.serving.fixed_k)}
 DEPENDING_ON_K = {method_of(kind) for kind, options in KINDS.items() if options.serving.depends_on_k}
 """Methods of recipes whose draft tokens can depend on how many are drafted."""
@@ -100,6 +102,11 @@ def method_config(
                 f"{directory} holds a drafter for the method `{expected}`, but the recipe's method is `{method.method}`."
             )
         check_target(directory, target)
+        if longest is None and serving_spec(directory).k_field is not None:
+            _say(
+                f"speculation: {directory} does not say how many draft tokens it was trained for "
+                f"(`{serving_spec(directory).k_field}`); it drafts {found['num_speculative_tokens']}"
+            )
         if "parallel_drafting" in found:
             _override(config, "parallel_drafting", True, "the drafter was trained to draft so")
         config |= found
@@ -211,8 +218,8 @@ def check_graph_sizes(options: Mapping[str, Any], k: int) -> None:
 
 def speculative_config(drafter_dir: Path, k: int) -> dict[str, Any]:
     """vLLM's `speculative_config` for a drafter directory, with K speculative tokens.
-    Raises UserError: the directory holds no drafter that this version can serve, one that drafts fewer tokens, or
-    weights beside the drafter's own."""
+    Raises UserError: the directory holds no drafter that this version can serve, one that drafts fewer tokens, one whose mask vLLM would not
+    find, or weights beside the drafter's own."""
     spec = serving_spec(drafter_dir)
     others = sorted(path.name for path in drafter_dir.glob("*.safetensors") if path.name not in _FILES)
     if others and not (drafter_dir / "model.safetensors.index.json").is_file():  # it would say which ones to load
@@ -227,6 +234,11 @@ def speculative_config(drafter_dir: Path, k: int) -> dict[str, Any]:
                 f"over, and another would be served without a word. Get the folder again, with all files, or write the file from the "
                 f"tensor: `draftsmith convert {drafter_dir} --to vllm --out OUT`."
             )
+    if spec.parallel_drafting and all(_config(drafter_dir).get(key) is None for key in _MASK_TOKENS):
+        raise UserError(
+            f"{drafter_dir} drafts all tokens in one forward pass, and its config does not say which token stands for those that are not "
+            "known yet. Add it as its authors state it: `mask_token_id` in config.json."
+        )
     most = longest_draft(drafter_dir)
     if most is not None and k > most:  # vLLM would fail, or silently use untrained heads
         raise UserError(
@@ -311,6 +323,8 @@ def _kind(drafter_dir: Path) -> str:
     kind: str | None = str((config.get("draftsmith") or {}).get("kind"))  # some kinds have their architecture in common
     if kind not in KINDS or KINDS[kind].serving.architecture != architecture:
         kind = kind_of_architecture(architecture)
+        if kind == "eagle3" and any(MASK_OF_P_EAGLE in name for name in _tensor_names(drafter_dir)):
+            kind = "p_eagle"
     if kind is None:
         raise UserError(
             f"{drafter_dir} holds the architecture {architecture}, which is not a drafter of a kind that can be served "

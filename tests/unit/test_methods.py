@@ -139,7 +139,7 @@ def test_drafters_fit_the_target_and_the_method(target: TargetInfo, tmp_path: Pa
     (medusa / "model.safetensors.index.json").write_text('{"weight_map": {}}')  # vLLM goes by it
     assert _config(target, {"method": "medusa"}, medusa)["num_speculative_tokens"] == 2
     marked = {"kind": "p_eagle", "target": {"name": "its-own-target"}}
-    p_eagle = _drafter(tmp_path / "p_eagle", target, num_depths=2, draftsmith=marked)
+    p_eagle = _drafter(tmp_path / "p_eagle", target, num_depths=2, mask_token_id=1, draftsmith=marked)
     assert _config(target, {"method": "p_eagle"}, p_eagle) == {
         "method": "eagle3",
         "parallel_drafting": True,

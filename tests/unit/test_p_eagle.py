@@ -4,14 +4,18 @@ import json
 import math
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
+from safetensors.torch import load_file, save_file
 from torch.nn import functional as F
 
 from draftsmith.config.drafters import PEagleOptions
+from draftsmith.config.methods import TrainedDrafter
+from draftsmith.convert.convert import read, recognize
 from draftsmith.drafters.p_eagle import PEagleConfig, PEagleDrafter
-from draftsmith.engine.speculation import drafts_fixed_k, own_drafter, speculative_config
+from draftsmith.engine.speculation import drafts_fixed_k, longest_draft, method_config, own_drafter, speculative_config
 from draftsmith.run.errors import UserError
 from draftsmith.store.format import Sequence
 from draftsmith.target.info import describe_target
@@ -254,6 +258,64 @@ def test_it_is_served_in_parallel_and_with_no_more_tokens_than_were_trained(tmp_
     assert own_drafter(folder).method == "p_eagle"
     assert drafts_fixed_k(own_drafter(folder))
     assert '"parallel_drafting": true' in (folder / "README.md").read_text()
+
+
+@pytest.mark.parametrize("token", ["ptd_token_id", "pard_token"])
+@pytest.mark.parametrize("architecture", ["LlamaForCausalLMEagle3", "Eagle3LlamaForCausalLM"])
+def test_one_of_others_in_vllm_s_plain_form(
+    token: str, architecture: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """EAGLE-3's architecture with a `mask_hidden`, which vLLM passes over with a warning unless it is told to draft in parallel
+    (llama_eagle3.py, `load_weights`)."""
+    run_dir = make_converted(tmp_path, {"kind": "p_eagle", "num_depths": 3, "num_layers": 2}, epochs=0.1)
+    folder, target = run_dir / "vllm", describe_target(tmp_path / "target")
+    ours = read(folder, recognize(folder))
+    record = json.loads((folder / "config.json").read_text())
+    del record["draftsmith"], record["num_depths"]
+    record |= {token: record.pop("mask_token_id"), "architectures": [architecture]}
+
+    def write(**changes: Any) -> None:
+        (folder / "config.json").write_text(json.dumps(record | changes))
+
+    def config(**keys: Any) -> dict[str, Any] | None:
+        method = TrainedDrafter.model_validate({"model": str(folder), **keys})
+        return method_config(method, target, own_drafter=tmp_path / "no")
+
+    write()
+    assert own_drafter(folder).method == "p_eagle"
+    assert longest_draft(folder) is None
+    expected = {"method": "eagle3", "parallel_drafting": True, "model": str(folder), "num_speculative_tokens": 5}
+    assert speculative_config(folder, 5) == expected
+    capsys.readouterr()
+    assert config(method="p_eagle", num_speculative_tokens=5) == expected
+    said = " ".join(capsys.readouterr().err.split())
+    assert "does not say how many draft tokens it was trained for (`num_depths`); it drafts 5" in said
+    assert config(method="eagle3", parallel_drafting=True, num_speculative_tokens=5) == expected
+    with pytest.raises(UserError, match="for the method `p_eagle`, but the recipe's method is `eagle3`"):
+        config(method="eagle3")
+    with pytest.raises(UserError, match="vLLM's `p_eagle` drafts the same number of tokens at every load"):
+        config(method="p_eagle", num_speculative_tokens_per_batch_size=[[1, 4, 3], [5, 8, 1]])
+    write(**{token: None})
+    with pytest.raises(UserError, match="its config does not say which token stands for those that are not known yet"):
+        config(method="p_eagle")
+
+    write()
+    assert recognize(folder).kind == "p_eagle"
+    with pytest.raises(UserError, match=r"does not say how many draft tokens .* was trained for \(`num_depths`\)"):
+        read(folder, recognize(folder))
+    write(num_depths=3)
+    theirs = read(folder, recognize(folder))
+    assert theirs.config == ours.config
+    assert all(torch.equal(theirs.tensors[name], value) for name, value in ours.tensors.items())
+    assert longest_draft(folder) == 3
+
+    # Without the tensor, vLLM could not draft in parallel: EAGLE-3.
+    write()
+    weights = load_file(folder / "model.safetensors")
+    del weights["mask_hidden"]
+    save_file(weights, folder / "model.safetensors")
+    assert own_drafter(folder).method == recognize(folder).kind == "eagle3"
+    assert speculative_config(folder, 5) == {"method": "eagle3", "model": str(folder), "num_speculative_tokens": 5}
 
 
 def test_a_mask_token_that_the_target_lacks(tmp_path: Path) -> None:

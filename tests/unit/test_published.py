@@ -229,6 +229,26 @@ def test_layers_that_one_of_vllm_s_runners_does_not_read_are_written(
         assert for_serving(recipe) == recipe
 
 
+def test_the_runner_that_serves_p_eagle_reads_more(target: TargetInfo, tmp_path: Path, cache: Path) -> None:
+    """vLLM's first alone serves it. One of others need not say how deep it was trained, and could not be converted then."""
+    folder = tmp_path / "theirs"
+    folder.mkdir()
+    FORMATS["vllm"].write(make_checkpoint("p_eagle", P_EAGLE | {"layer_ids": [1, 2, 3]}), folder)
+    record = json.loads((folder / "config.json").read_text())
+    for key in ("draftsmith", "num_depths", "eagle_aux_hidden_state_layer_ids"):
+        del record[key]
+    record["ptd_token_id"] = record.pop("mask_token_id")
+    recipe = recipe_for(target, str(folder), "p_eagle")
+    (folder / "config.json").write_text(
+        json.dumps(record | {"eagle_config": {"eagle_aux_hidden_state_layer_ids": [1, 2, 3]}})
+    )
+    assert for_serving(recipe) == recipe
+    (folder / "config.json").write_text(json.dumps(record | {"eagle_config": {"layer_ids": [1, 2, 3]}}))
+    with pytest.raises(UserError, match=r"does not say how many draft tokens .*num_depths"):
+        for_serving(recipe)
+    assert list(cache.glob("*")) == []
+
+
 ZLAB: dict[str, Any] = {
     "architectures": ["DFlashDraftModel"], "model_type": "qwen3", "hidden_size": HIDDEN, "intermediate_size": 24, "num_hidden_layers": 2,
     "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 8, "hidden_act": "silu", "rms_norm_eps": 1e-5, "rope_theta": 10000,

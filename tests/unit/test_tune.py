@@ -213,6 +213,7 @@ def test_roofline_of_drafting(kind: str, expected: tuple[float, ...], run: tuple
         "architectures": [serving.architecture],
         "block_size": 8,
         "num_depths": 8,
+        "mask_token_id": 1,
         "n_predict": 8,
         "draftsmith": {"kind": kind},
     }

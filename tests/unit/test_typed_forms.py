@@ -116,7 +116,7 @@ def test_the_drafter_is_split_as_vllm_can(target: TargetInfo, tmp_path: Path) ->
 def test_parallel_drafting_as_vllm_names_it(
     target: TargetInfo, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    own = make_drafter(tmp_path / "own", target, num_depths=4, draftsmith={"kind": "p_eagle"})
+    own = make_drafter(tmp_path / "own", target, num_depths=4, mask_token_id=1, draftsmith={"kind": "p_eagle"})
     as_in_vllm = {"method": "eagle3", "parallel_drafting": True, "num_speculative_tokens": 2}
     expected = {
         "method": "eagle3",
