@@ -19,7 +19,7 @@ from draftsmith.config.sampling import Sampling
 from draftsmith.convert.convert import Found, convert_checkpoint, read
 from draftsmith.convert.inspection import inspect
 from draftsmith.convert.publish import publish
-from draftsmith.drafters import tiles
+from draftsmith.drafters import dflash, tiles
 from draftsmith.drafters.base import LossTerms
 from draftsmith.drafters.batch import Batch
 from draftsmith.drafters.checkpoint import Checkpoint
@@ -33,6 +33,7 @@ from draftsmith.train.acceptance import count_accepted, predict_sampled_acceptan
 from draftsmith.train.loss import BlockLoss, LossName
 from draftsmith.train.packing import pack
 from tests.unit.flex_on_cpu import use_flex
+from tests.unit.planted import Fault, as_in, late, norms_of, other_config, reads_next_token, sees, without
 from tests.unit.test_eagle3 import DRAFT, HEAD_DIM, HEADS, HIDDEN, KV_HEADS, VOCAB, make_sequence
 from tests.unit.tiny_run import make_converted, make_recipe, make_run
 
@@ -63,44 +64,25 @@ def plain_block(
     weights: dict[str, torch.Tensor],
     *,
     steps: int = STEPS,
-    late: int = 0,
-    seen: int = 0,
-    causal: bool | None = None,
-    normed_context: bool = True,
-    key_norm: int | None = None,
-    learned_mask: bool = True,
-    mask_token: int = MASK,
     from_anchor: bool = False,
 ) -> torch.Tensor:
     """Logits [steps, V] of the block whose anchor is x_{p+1}: one dense forward pass, by the formulas.
 
     Args:
-        late: a planted fault: positions by which the block is late.
-        seen: a planted fault: rows of context beyond those before the anchor.
-        causal: other than the drafter's, a planted fault.
-        normed_context: False, a planted fault: without `hidden_norm`.
-        key_norm: a planted fault: the layer whose norm the context's keys have in all layers.
-        learned_mask: False, a planted fault: the mask is its token's row of the embedding.
-        mask_token: other than the drafter's, a planted fault: the token that stands for the mask.
         from_anchor: the first draft token is predicted from the anchor's row (DSpark), whose mask is a row of the embedding.
     """
-    causal = d.config.causal if causal is None else causal
 
     def rms(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
         return x / (x.pow(2).mean(-1, keepdim=True) + d.config.rms_norm_eps).sqrt() * weight
 
     anchor = p + 1
-    context = sequence.hidden_states[: anchor + seen].flatten(1) @ weights["fc.weight"].T
-    if normed_context:
-        context = rms(context, weights["hidden_norm.weight"])
+    context = rms(sequence.hidden_states[:anchor].flatten(1) @ weights["fc.weight"].T, weights["hidden_norm.weight"])
     token = int(sequence.token_ids[anchor])
-    mask = d.embedding[mask_token]
-    if learned_mask:
-        mask = weights.get("mask_embedding", mask)
-    first = mask if token == mask_token else d.embedding[token]
+    mask = weights.get("mask_embedding", d.embedding[MASK])
+    first = mask if token == MASK else d.embedding[token]
     state = torch.stack([first, *[mask] * (steps - from_anchor)])
     rows = len(state)
-    positions = torch.tensor([*range(len(context)), *(anchor + late + j for j in range(rows))])
+    positions = torch.arange(anchor + rows)
     frequencies = 1 / (100.0 ** (torch.arange(0, HEAD_DIM, 2).float() / HEAD_DIM))  # rounded as transformers rounds
     angles = positions[:, None].float() * frequencies
     cos, sin = angles.cos().double()[:, None], angles.sin().double()[:, None]
@@ -110,22 +92,19 @@ def plain_block(
         return torch.cat([a * cos[at] - b * sin[at], b * cos[at] + a * sin[at]], dim=-1)
 
     hidden = torch.zeros(rows, len(context) + rows, dtype=torch.bool)
-    if causal:
+    if d.config.causal:
         hidden[:, len(context) :] = torch.ones(rows, rows, dtype=torch.bool).triu(1)
     for index in range(d.config.num_layers):
         layer = f"layers.{index}."
 
-        def heads(x: torch.Tensor, name: str, norm: str | None, of: str = layer) -> torch.Tensor:
+        def heads(x: torch.Tensor, name: str, of: str = layer) -> torch.Tensor:
             found = (x @ weights[f"{of}self_attn.{name}_proj.weight"].T).unflatten(1, (-1, HEAD_DIM))
-            return found if norm is None else rms(found, weights[norm])
+            return found if name == "v" else rms(found, weights[f"{of}self_attn.{name}_norm.weight"])
 
         x = rms(state, weights[layer + "input_layernorm.weight"])
-        of_context = layer if key_norm is None else f"layers.{key_norm}."
-        q = rope(heads(x, "q", layer + "self_attn.q_norm.weight"), slice(len(context), None))
-        k = torch.cat([
-            heads(context, "k", of_context + "self_attn.k_norm.weight"), heads(x, "k", layer + "self_attn.k_norm.weight"),
-        ])  # fmt: skip
-        k, v = rope(k, slice(None)), torch.cat([heads(context, "v", None), heads(x, "v", None)])
+        q = rope(heads(x, "q"), slice(len(context), None))
+        k, v = (torch.cat([heads(context, name), heads(x, name)]) for name in "kv")
+        k = rope(k, slice(None))
         mixed = []
         for head in range(HEADS):
             group = head // (HEADS // KV_HEADS)
@@ -146,24 +125,15 @@ def logits_of(drafter: DFlashDrafter, batch: Batch, *, steps: int) -> torch.Tens
     return torch.stack([drafter.lm_head(step.normed) for step in drafter.chain(batch, steps=steps)], dim=1)
 
 
-@pytest.mark.parametrize("steps", [STEPS, 2])
-@pytest.mark.parametrize("changes", [{}, {"num_layers": 1}, {"num_layers": 3, "causal": True}])
-@pytest.mark.parametrize("attention", ["tiles", "flex"])
-def test_packed_blocks_equal_a_forward_pass_over_each(
-    changes: dict, steps: int, attention: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Logits, and gradients of a random function of them, in several tiles or by flex attention."""
-    if attention == "flex":
-        use_flex(monkeypatch)
-    monkeypatch.setattr(tiles, "_QUERIES_IN_BLOCK", 20)
-    drafter = make_drafter(**changes)
+def compare_with_plain(drafter: DFlashDrafter, right: DFlashDrafter, *, steps: int = STEPS) -> None:
+    """Logits, and gradients of a random function of them; `right` is the same drafter without the fault that may be planted in the first."""
     documents = [*DOCUMENTS, replace(DOCUMENTS[0], token_ids=torch.full_like(DOCUMENTS[0].token_ids, MASK))]
     batch = pack(documents, steps=steps)
     rows = batch.loss_weights.sum(1).nonzero()[:, 0]
-    weights = {name: value.detach().clone().requires_grad_() for name, value in drafter.state_dict().items()}
+    weights = {name: value.detach().clone().requires_grad_() for name, value in right.state_dict().items()}
     found = logits_of(drafter, batch, steps=steps)
     places = zip(batch.documents[rows].tolist(), batch.positions[rows].tolist(), strict=True)
-    expected = torch.stack([plain_block(drafter, documents[d], p, weights, steps=steps) for d, p in places])
+    expected = torch.stack([plain_block(right, documents[d], p, weights, steps=steps) for d, p in places])
     assert len(rows) > 30
     torch.testing.assert_close(found, expected, rtol=1e-9, atol=1e-9)
     picks = torch.randn_like(found)
@@ -173,31 +143,62 @@ def test_packed_blocks_equal_a_forward_pass_over_each(
         torch.testing.assert_close(parameter.grad, weights[name].grad, rtol=1e-9, atol=1e-9)
 
 
-@pytest.mark.parametrize(
-    "fault",
-    [
-        {"late": 1},
-        {"late": -1},
-        {"seen": 1},
-        {"seen": -1},
-        {"causal": True},
-        {"normed_context": False},
-        {"key_norm": 0},
-        {"learned_mask": False},
-        {"mask_token": MASK + 1},
-    ],
+@pytest.mark.parametrize("steps", [STEPS, 2])
+@pytest.mark.parametrize("changes", [{}, {"num_layers": 1}, {"num_layers": 3, "causal": True}])
+@pytest.mark.parametrize("attention", ["tiles", "flex"])
+def test_packed_blocks_equal_a_forward_pass_over_each(
+    changes: dict, steps: int, attention: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """In several tiles, or by flex attention."""
+    if attention == "flex":
+        use_flex(monkeypatch)
+    monkeypatch.setattr(tiles, "_QUERIES_IN_BLOCK", 20)
+    compare_with_plain(make_drafter(**changes), make_drafter(**changes), steps=steps)
+
+
+def predicts_from_anchor(_: DFlashDrafter, patch: pytest.MonkeyPatch) -> None:
+    patch.setattr(DFlashConfig, "known_rows", 0)
+
+
+def mask_is_the_token_s(drafter: DFlashDrafter, patch: pytest.MonkeyPatch) -> None:
+    patch.setattr(drafter, "learns_mask", False)
+
+
+NORMS = (
+    "hidden_norm",
+    "norm",
+    *(
+        f"layers.{index}.{name}"
+        for index in range(2)
+        for name in ("input_layernorm", "post_attention_layernorm", "self_attn.q_norm", "self_attn.k_norm")
+    ),
 )
-def test_the_comparison_would_notice(fault: dict) -> None:
-    """A context that ends one position off, masks at other positions, another attention within the block, norms left out or taken from
-    another layer, and another mask change every draft token's logits."""
-    drafter, p = make_drafter(), 9
-    weights = {name: value.detach() for name, value in drafter.state_dict().items()}
-    token_ids = DOCUMENTS[1].token_ids.clone()
-    token_ids[p + 1] = MASK  # which token it is only shows where that is the anchor: the mask's embedding is learned
-    document = replace(DOCUMENTS[1], token_ids=token_ids)
-    right = plain_block(drafter, document, p, weights)
-    wrong = plain_block(drafter, document, p, weights, **fault)
-    assert (wrong - right).abs().amax(-1).min() > 1e-3
+FAULTS_OF_BLOCKS: dict[str, Fault] = {
+    **{f"without {norm}": without(norm) for norm in NORMS},
+    "norm of another layer": as_in("layers.1.self_attn.k_norm", "layers.0.self_attn.k_norm"),
+    "positions late": late(1),
+    "positions early": late(-1),
+    "context of a row more": sees(dflash, further=1),
+    "context of a row less": sees(dflash, further=-1),
+    "context of other documents": sees(dflash, other_documents=True),
+    "causal": other_config(causal=True),
+    "another mask token": other_config(mask_token_id=MASK + 1),
+    "anchor a token late": reads_next_token("block"),
+}
+"""In the module that DSpark has in common."""
+FAULTS = FAULTS_OF_BLOCKS | {
+    "predicts from the anchor's row": predicts_from_anchor,
+    "mask is not learned": mask_is_the_token_s,
+}
+
+
+@pytest.mark.parametrize("fault", FAULTS)
+def test_the_comparison_would_notice(fault: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    drafter = make_drafter()
+    assert norms_of(drafter) == set(NORMS)
+    FAULTS[fault](drafter, monkeypatch)
+    with pytest.raises(AssertionError, match="not close"):
+        compare_with_plain(drafter, make_drafter())
 
 
 def test_a_block_depends_on_nothing_later_and_on_no_other_document() -> None:

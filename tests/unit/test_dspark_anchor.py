@@ -24,7 +24,8 @@ from draftsmith.run.errors import UserError
 from draftsmith.serve.plugin.dspark import proposer_v1
 from draftsmith.train.loss import BlockLoss
 from draftsmith.train.packing import pack
-from tests.unit.test_dflash import BLOCK, DOCUMENTS, MASK, plain_block
+from tests.unit.planted import norms_of, other_config, reads_next_token, shifted
+from tests.unit.test_dflash import BLOCK, DOCUMENTS, FAULTS_OF_BLOCKS, MASK, NORMS, plain_block
 from tests.unit.test_dflash import make_drafter as make_dflash
 from tests.unit.test_dspark import Model, Proposer
 from tests.unit.test_eagle3 import DRAFT, HIDDEN
@@ -58,58 +59,60 @@ def found_logits(drafter: DSparkDrafter, batch: Batch, *, steps: int) -> torch.T
     return torch.stack([F.linear(step.normed, step.head) for step in drafter.chain(batch, steps=steps)], dim=1)
 
 
-def plain_logits(drafter: DSparkDrafter, batch: Batch, *, steps: int, shift: int = 0, **fault: Any) -> torch.Tensor:
-    """[Q, steps, V] by the formulas, one dense forward pass for each block.
-
-    Args:
-        shift: a planted fault: how much later the token is that the Markov head reads.
-    """
+def plain_logits(drafter: DSparkDrafter, batch: Batch, *, steps: int) -> torch.Tensor:
+    """[Q, steps, V] by the formulas, one dense forward pass for each block."""
     weights = dict(drafter.named_parameters())
     w1, w2 = drafter.markov_head.markov_w1.weight, drafter.markov_head.markov_w2.weight
     rows = batch.loss_weights[:, :steps].sum(1).nonzero()[:, 0].tolist()
     found = []
     for row in rows:
         document, p = int(batch.documents[row]), int(batch.positions[row])
-        from_anchor = fault.get("from_anchor", drafter.config.sample_from_anchor)
-        others = {name: value for name, value in fault.items() if name != "from_anchor"}
-        logits = plain_block(drafter, DOCUMENTS[document], p, weights, steps=steps, from_anchor=from_anchor, **others)
-        before = batch.next_tokens[row, shift : shift + steps]
-        found.append(logits + w1[before] @ w2.T)
+        from_anchor = drafter.config.sample_from_anchor
+        logits = plain_block(drafter, DOCUMENTS[document], p, weights, steps=steps, from_anchor=from_anchor)
+        found.append(logits + w1[batch.next_tokens[row, :steps]] @ w2.T)
     return torch.stack(found)
+
+
+def compare_with_plain(drafter: DSparkDrafter, right: DSparkDrafter, *, steps: int = BLOCK) -> None:
+    """Logits, and gradients of a random function of them; `right` is the same drafter without the fault that may be planted in the first."""
+    batch = pack(DOCUMENTS, steps=steps_of(right))
+    found, expected = found_logits(drafter, batch, steps=steps), plain_logits(right, batch, steps=steps)
+    assert len(found) > 25
+    torch.testing.assert_close(found, expected, rtol=1e-9, atol=1e-9)
+    of_both = ([p for n, p in d.named_parameters() if "confidence" not in n] for d in (drafter, right))
+    picks = torch.randn_like(found)
+    gradients = (
+        torch.autograd.grad((x * picks).sum(), parameters)
+        for x, parameters in zip((found, expected), of_both, strict=True)
+    )
+    torch.testing.assert_close(*gradients, rtol=1e-8, atol=1e-8)
 
 
 @pytest.mark.parametrize("steps", [BLOCK, 2, 1])
 @pytest.mark.parametrize("changes", [{}, {"num_layers": 1}, {"num_layers": 3, "causal": True}])
 def test_every_row_predicts_the_token_after_its_own(changes: dict, steps: int) -> None:
-    drafter = make_drafter(**changes)
-    batch = pack(DOCUMENTS, steps=steps_of(drafter))
-    found, expected = (f(drafter, batch, steps=steps) for f in (found_logits, plain_logits))
-    assert len(found) > 25
-    torch.testing.assert_close(found, expected, rtol=1e-9, atol=1e-9)
-    parameters = [p for n, p in drafter.named_parameters() if "confidence" not in n]
-    picks = torch.randn_like(found)
-    torch.testing.assert_close(
-        torch.autograd.grad((found * picks).sum(), parameters),
-        torch.autograd.grad((expected * picks).sum(), parameters),
-        rtol=1e-8,
-        atol=1e-8,
-    )
+    compare_with_plain(make_drafter(**changes), make_drafter(**changes), steps=steps)
 
 
-@pytest.mark.parametrize(
-    "fault", [
-        {"from_anchor": False}, {"late": 1}, {"late": -1}, {"seen": 1}, {"seen": -1}, {"shift": 1}, {"causal": True}, {"mask_token": MASK + 1},
-        {"normed_context": False}, {"key_norm": 0},
-    ]
-)  # fmt: skip
-def test_the_comparison_would_notice(fault: dict) -> None:
-    """Blocks with a row more, at other positions, with another context, mask or norm, or whose Markov head reads a token too late."""
+def markov_head_reads_next_token(drafter: DSparkDrafter, patch: pytest.MonkeyPatch) -> None:
+    block = drafter.block
+    reads_next_token("chain")(drafter, patch)
+    patch.setattr(drafter, "block", lambda batch, *rest: block(shifted(batch, -1), *rest))
+
+
+FAULTS = FAULTS_OF_BLOCKS | {
+    "anchor does not predict": other_config(sample_from_anchor=False),
+    "Markov head reads a token late": markov_head_reads_next_token,
+}
+
+
+@pytest.mark.parametrize("fault", FAULTS)
+def test_the_comparison_would_notice(fault: str, monkeypatch: pytest.MonkeyPatch) -> None:
     drafter = make_drafter()
-    batch = pack(DOCUMENTS, steps=BLOCK)
-    rows = batch.loss_weights[:, :3].sum(1).nonzero()[:, 0]
-    keep = batch.positions[rows] < 5  # where a context one row longer exists
-    right, wrong = (plain_logits(drafter, batch, steps=3, **f)[keep] for f in ({}, fault))
-    assert (wrong - right).abs().amax((0, 2)).min() > 1e-3
+    assert norms_of(drafter) == set(NORMS)
+    FAULTS[fault](drafter, monkeypatch)
+    with pytest.raises(AssertionError, match="not close"):
+        compare_with_plain(drafter, make_drafter())
 
 
 # ---- the loss ----

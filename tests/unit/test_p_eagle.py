@@ -14,12 +14,15 @@ from torch.nn import functional as F
 from draftsmith.config.drafters import PEagleOptions
 from draftsmith.config.methods import TrainedDrafter
 from draftsmith.convert.convert import read, recognize
+from draftsmith.drafters import decoder
+from draftsmith.drafters.attention import attend
 from draftsmith.drafters.p_eagle import PEagleConfig, PEagleDrafter
 from draftsmith.engine.speculation import drafts_fixed_k, longest_draft, method_config, own_drafter, speculative_config
 from draftsmith.run.errors import UserError
 from draftsmith.store.format import Sequence
 from draftsmith.target.info import describe_target
 from draftsmith.train.packing import pack
+from tests.unit.planted import Fault, as_in, late, norms_of, other_config, reads_next_token, sees, without
 from tests.unit.test_eagle3 import DRAFT, HEAD_DIM, HEADS, HIDDEN, KV_HEADS, VOCAB, make_sequence
 from tests.unit.tiny_run import make_converted, make_recipe, make_run
 
@@ -47,35 +50,19 @@ def plain_drafts(
     sequence: Sequence,
     p: int,
     weights: dict[str, torch.Tensor],
-    *,
-    late: int = 0,
-    seen: int = 1,
-    mask_token: int = MASK,
-    causal: bool = True,
-    without_norm: str = "",
 ) -> torch.Tensor:
-    """Logits [DEPTHS, V] of all slots drafted from position p: one causal forward pass over p + DEPTHS rows, as it is served.
-
-    Args:
-        late: a planted fault: positions by which the slots of masks are late.
-        seen: real rows up to p + seen - 1; other than 1, a planted fault.
-        mask_token: other than the drafter's, a planted fault.
-        causal: False, a planted fault: every row sees all others.
-        without_norm: a planted fault: the beginning of the names of norms that are left out.
-    """
+    """Logits [DEPTHS, V] of all slots drafted from position p: one causal forward pass over p + DEPTHS rows, as it is served."""
 
     def rms(x: torch.Tensor, name: str) -> torch.Tensor:
-        if without_norm and name.startswith(without_norm):
-            return x
         return x / (x.pow(2).mean(-1, keepdim=True) + d.config.rms_norm_eps).sqrt() * weights[name]
 
-    real, masks = p + seen, DEPTHS - 1
-    tokens = [*sequence.token_ids[1 : real + 1].tolist(), *[mask_token] * masks]
+    real, masks = p + 1, DEPTHS - 1
+    tokens = [*sequence.token_ids[1 : real + 1].tolist(), *[MASK] * masks]
     states = torch.cat([sequence.hidden_states[:real], weights["mask_hidden"].view(1, 3, -1).expand(masks, -1, -1)])
     if d.config.fc_norm:
         states = torch.stack([rms(states[:, i], f"fc_norm.{i}.weight") for i in range(3)], dim=1)
     state = states.flatten(1) @ weights["fc.weight"].T
-    positions = torch.tensor([*range(real), *(p + depth + late for depth in range(1, DEPTHS))])
+    positions = torch.arange(real + masks)
     frequencies = 1 / (100.0 ** (torch.arange(0, HEAD_DIM, 2).float() / HEAD_DIM))  # rounded as transformers rounds
     angles = positions[:, None].float() * frequencies
     cos, sin = angles.cos().double()[:, None], angles.sin().double()[:, None]
@@ -99,29 +86,26 @@ def plain_drafts(
         for head in range(HEADS):
             group = head // (HEADS // KV_HEADS)
             scores = q[:, head] @ k[:, group].T / math.sqrt(HEAD_DIM)
-            future = torch.full_like(scores, causal, dtype=torch.bool).triu(1)
+            future = torch.ones_like(scores, dtype=torch.bool).triu(1)
             mixed.append(scores.masked_fill(future, -math.inf).softmax(-1) @ v[:, group])
         state = state + torch.cat(mixed, dim=-1) @ weights[layer + "self_attn.o_proj.weight"].T
         y = rms(state, layer + "post_attention_layernorm.weight")
         gate, up, down = (weights[f"{layer}mlp.{name}_proj.weight"].T for name in ("gate", "up", "down"))
         state = state + (F.silu(y @ gate) * (y @ up)) @ down
-    slots = [p, *range(real, real + masks)]
-    return rms(state[slots], "norm.weight") @ weights["lm_head.weight"].T
+    return rms(state[p:], "norm.weight") @ weights["lm_head.weight"].T
 
 
 DOCUMENTS = [make_sequence(9, 4, 1), make_sequence(14, 6, 2), make_sequence(6, 2, 3)]
 
 
-@pytest.mark.parametrize("changes", [{}, {"num_layers": 1}, {"num_layers": 3, "fc_norm": False}])
-def test_packed_drafts_equal_a_forward_pass_over_them(changes: dict) -> None:
-    """Logits, and gradients of a random function of them."""
-    drafter = make_drafter(**changes)
+def compare_with_plain(drafter: PEagleDrafter, right: PEagleDrafter) -> None:
+    """Logits, and gradients of a random function of them; `right` is the same drafter without the fault that may be planted in the first."""
     batch = pack(DOCUMENTS, steps=DEPTHS)
     rows = batch.loss_weights.sum(1).nonzero()[:, 0]
-    weights = {name: value.detach().clone().requires_grad_() for name, value in drafter.state_dict().items()}
+    weights = {name: value.detach().clone().requires_grad_() for name, value in right.state_dict().items()}
     found = torch.stack([drafter.lm_head(step.normed) for step in drafter.chain(batch, steps=DEPTHS)], dim=1)
     places = zip(batch.documents[rows].tolist(), batch.positions[rows].tolist(), strict=True)
-    expected = torch.stack([plain_drafts(drafter, DOCUMENTS[document], p, weights) for document, p in places])
+    expected = torch.stack([plain_drafts(right, DOCUMENTS[document], p, weights) for document, p in places])
     counted = (batch.loss_weights[rows] > 0)[..., None]
     assert counted.sum() > 40
     torch.testing.assert_close(found * counted, expected * counted, rtol=1e-9, atol=1e-9)
@@ -132,41 +116,52 @@ def test_packed_drafts_equal_a_forward_pass_over_them(changes: dict) -> None:
         torch.testing.assert_close(parameter.grad, weights[name].grad, rtol=1e-9, atol=1e-9)
 
 
-def with_fault(**fault: object) -> torch.Tensor:
-    """How far each slot's logits are from those without the fault, [DEPTHS]; `mask_hidden`: values in the place of the learned ones."""
-    drafter, p = make_drafter(), 6
-    weights = {name: value.detach() for name, value in drafter.state_dict().items()}
-    right = plain_drafts(drafter, DOCUMENTS[1], p, weights)
-    if "mask_hidden" in fault:
-        weights["mask_hidden"] = torch.full_like(weights["mask_hidden"], fault.pop("mask_hidden"))  # type: ignore[arg-type]
-    return (plain_drafts(drafter, DOCUMENTS[1], p, weights, **fault) - right).abs().amax(-1)  # type: ignore[arg-type]
+@pytest.mark.parametrize("changes", [{}, {"num_layers": 1}, {"num_layers": 3, "fc_norm": False}])
+def test_packed_drafts_equal_a_forward_pass_over_them(changes: dict) -> None:
+    compare_with_plain(make_drafter(**changes), make_drafter(**changes))
 
 
-@pytest.mark.parametrize(
-    "fault", [{"late": 1}, {"late": -1}, {"seen": 2}, {"mask_token": MASK + 1}, {"mask_hidden": 0.0}, {"mask_hidden": 1.0}]
-)  # fmt: skip
-def test_the_comparison_would_notice_other_masks(fault: dict) -> None:
-    """Masks at the next or the last position, a real row too many, and another mask. The first slot reads none."""
-    apart = with_fault(**fault)
-    assert apart[0] < 1e-9
-    assert apart[1:].min() > 1e-4
+def has_no_masks(drafter: PEagleDrafter, patch: pytest.MonkeyPatch) -> None:
+    patch.setattr(drafter, "mask_inputs", lambda: None)
 
 
-@pytest.mark.parametrize(
-    "fault",
-    [
-        {"causal": False},
-        {"without_norm": "fc_norm"},
-        {"without_norm": "layers.0.hidden_norm"},
-        {"without_norm": "layers.0.input_layernorm"},
-        {"without_norm": "layers.1.input_layernorm"},
-        {"without_norm": "layers.1.post_attention_layernorm"},
-        {"without_norm": "norm"},
-    ],
+def mask_is_zero(drafter: PEagleDrafter, _: pytest.MonkeyPatch) -> None:
+    drafter.mask_hidden.data.zero_()
+
+
+def forgets_slots(_: PEagleDrafter, patch: pytest.MonkeyPatch) -> None:
+    patch.setattr(decoder, "attend", lambda queries, context, own, visible: attend(queries, context, own[-1:], visible))
+
+
+NORMS = (
+    "norm",
+    *(f"fc_norm.{place}" for place in range(3)),
+    "layers.0.hidden_norm",
+    *(f"layers.{index}.{name}" for index in range(2) for name in ("input_layernorm", "post_attention_layernorm")),
 )
-def test_the_comparison_would_notice(fault: dict) -> None:
-    """Rows that see later ones, and a norm left out, change every slot."""
-    assert with_fault(**fault).min() > 1e-3
+FAULTS: dict[str, Fault] = {
+    **{f"without {norm}": without(norm) for norm in NORMS},
+    "norm of another state": as_in("fc_norm.1", "fc_norm.0"),
+    "slots late": late(1),
+    "slots early": late(-1),
+    "context of a row more": sees(decoder, further=1),
+    "context of a row less": sees(decoder, further=-1),
+    "context of other documents": sees(decoder, other_documents=True),
+    "slots see themselves alone": forgets_slots,
+    "another mask token": other_config(mask_token_id=MASK + 1),
+    "mask is zero": mask_is_zero,
+    "drafts from its own states": has_no_masks,
+    "tokens one too late": reads_next_token("chain"),
+}
+
+
+@pytest.mark.parametrize("fault", FAULTS)
+def test_the_comparison_would_notice(fault: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    drafter = make_drafter()
+    assert norms_of(drafter) == set(NORMS)
+    FAULTS[fault](drafter, monkeypatch)
+    with pytest.raises(AssertionError, match="not close"):
+        compare_with_plain(drafter, make_drafter())
 
 
 def test_a_draft_depends_on_nothing_later_and_on_no_other_document() -> None:
