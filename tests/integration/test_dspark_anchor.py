@@ -1,5 +1,6 @@
 """DSpark as published in vLLM: blocks whose first row drafts too, with a confidence head, are served as they are trained."""
 
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -65,17 +66,16 @@ def test_trained_equals_served(tmp_path: Path) -> None:
         assert len({tuple(proposal["draft"]) for proposal in found.proposals}) > 100, (
             "it would be equal without context"
         )
-        # The same weights as blocks whose anchor row does not draft: what the plugin would do without `sample_from_anchor`.
-        other = type(drafter)(
-            type(drafter.config).from_dict(
-                drafter.config.to_dict() | {"sample_from_anchor": False, "block_size": K + 1}
-            ),
-            drafter.embedding,
-            drafter.draft_token_ids,
-        )
-        other.load_state_dict(drafter.state_dict())
-        with pytest.raises(DraftsmithError, match="computes other draft tokens"):
-            compare_proposals(found, other.eval(), target)
+        # The same weights as blocks whose anchor row does not draft, which the plugin would serve without `sample_from_anchor`, and as blocks
+        # whose rows see later ones, or do not.
+        right = drafter.config
+        for other in (
+            replace(right, sample_from_anchor=False, block_size=K + 1),
+            replace(right, causal=not right.causal),
+        ):
+            drafter.config = other
+            with pytest.raises(DraftsmithError, match="computes other draft tokens"):
+                compare_proposals(found, drafter, target)
 
 
 def test_fewer_draft_tokens_than_rows(tmp_path: Path) -> None:

@@ -50,6 +50,9 @@ FINDS = 1.2
 PLANTED = (1.02, 1.1, 1.2) if SOAKING else (1.05,)
 """How much too often the planted bugs accept draft tokens."""
 K = 3
+DRAFTERS = {kind: {"kind": kind} for kind in KINDS} | {
+    "dspark-anchor": {"kind": "dspark", "sample_from_anchor": True},  # the plugin gives its blocks other rows
+}
 PROMPT = "one two three one two three one two"
 """Repetition, for n-gram lookup."""
 LONG, LONG_TOKENS, GROUPS = 128, 192, 16
@@ -73,10 +76,9 @@ def target(tmp_path_factory: pytest.TempPathFactory) -> TargetInfo:
 
 @pytest.fixture(scope="module")
 def methods(target: TargetInfo, tmp_path_factory: pytest.TempPathFactory) -> Methods:
-    """A drafter of every kind, made for this target, and the other methods."""
+    """Drafters made for this target, and the other methods."""
     folder = tmp_path_factory.mktemp("drafters")
-    drafters = {kind: {"kind": kind} for kind in KINDS}
-    runs = train_drafters(target.path, folder, drafters, prompt=PROMPT, temperature=TEMPERATURE)
+    runs = train_drafters(target.path, folder, DRAFTERS, prompt=PROMPT, temperature=TEMPERATURE)
     suffix = [{"method": "suffix"}] if SOAKING or find_spec("arctic_inference") else []
     return Methods(configs_of(target, runs) | configs_of_others(target, suffix), runs)
 
@@ -284,13 +286,13 @@ def lengths(per_part: list[float]) -> tuple[float, float]:
     return float(values.mean()), float(values.std() / len(values) ** 0.5)
 
 
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("name", [pytest.param(name, marks=() if name in KINDS else in_soak) for name in DRAFTERS])
 def test_predicted_acceptance_at_a_temperature(
-    target: TargetInfo, methods: Methods, drawn: dict[str, Answers], kind: str
+    target: TargetInfo, methods: Methods, drawn: dict[str, Answers], name: str
 ) -> None:
     """vLLM's acceptance length at this temperature equals the prediction from text that the target sampled at it, within four
-    standard errors: of 16 groups, so that all kinds together exceed them by chance in less than one of a hundred draws. vLLM's draft tokens are the drafter's likeliest (`draft_sample_method` is `greedy`)."""
-    answers = drawn[kind]
+    standard errors: of 16 groups, so that all drafters together exceed them by chance in less than one of a hundred draws. vLLM's draft tokens are the drafter's likeliest (`draft_sample_method` is `greedy`)."""
+    answers = drawn[name]
     assert answers.counters.accepted == sum(sum(one.accepted) for one in answers.long)
     assert answers.counters.drafts == sum(len(one.accepted) for one in answers.long)
     served, error = lengths(
@@ -302,7 +304,7 @@ def test_predicted_acceptance_at_a_temperature(
         ]
     )
 
-    drafter, tensors = load_drafter(methods.runs[kind], target.path), load_target_tensors(target.path)
+    drafter, tensors = load_drafter(methods.runs[name], target.path), load_target_tensors(target.path)
     model = AutoModelForCausalLM.from_pretrained(target.path, dtype=torch.float32).eval()
     layers = (*sorted({*drafter.config.layer_ids} - {target.num_hidden_layers}), target.num_hidden_layers)
     prompt = prompt_of(target)
@@ -336,7 +338,7 @@ def test_predicted_acceptance_at_a_temperature(
     of_both = (error**2 + error_of_prediction**2) ** 0.5
     wrong, _ = predicted(1.0)  # as if the temperature were not applied
     print(
-        f"{kind}: served {served:.4f}, predicted {length:.4f}, from the text itself {exact:.4f}, standard error {of_both:.4f}; at "
+        f"{name}: served {served:.4f}, predicted {length:.4f}, from the text itself {exact:.4f}, standard error {of_both:.4f}; at "
         f"temperature 1: {wrong:.4f}"
     )
     assert abs(served - length) < 4 * of_both
