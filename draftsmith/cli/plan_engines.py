@@ -187,9 +187,9 @@ def plan_evaluate(
     starts = options.engine_starts
     # Lookup methods draft any number of tokens, few on average.
     methods = [method.num_speculative_tokens or ks[-1] for method in options.methods.values()]
-    # Each beside the baseline: the drafter, a second baseline (in a single start for a third of the requests), the drafter in every
-    # further dtype that the recipe names and, with any of them, once more beside a baseline of another dtype, and other methods; with the
-    # share of the requests.
+    # Each beside the baseline: the drafter, a second baseline (in a single start for a third of the requests, if those are 10 for each in
+    # flight), the drafter in every further dtype that the recipe names and, with any of them, once more beside a baseline of another
+    # dtype, and other methods; with the share of the requests.
     further = sum(dtype != recipe.target.dtype for dtype in options.dtypes or ())
     pairs = [(ks[-1], 1.0), (0, 1 / 3 if starts == 1 else 1.0), *((further + (further > 0)) * [(ks[-1], 1.0)])]
     for name in names:
@@ -211,13 +211,12 @@ def plan_evaluate(
         others = [(k, 1.0) for k in methods]
         for k, share in (*pairs, *others):
             for one in (0, k):
-                answer(starts * share * requests, options.timing_tokens, k=one, at_once=1)
+                answer(starts * max(share * requests, _REQUESTS), options.timing_tokens, k=one, at_once=1)
         for k, share in (*pairs, *(others if options.methods_under_load else ())) if first else ():
             for size in options.concurrency:
                 for one in (0, k):
-                    answer(
-                        starts * (size + share * max(64, _REQUESTS * size)), options.timing_tokens, k=one, at_once=size
-                    )
+                    least = max(share * max(64, _REQUESTS * size), _REQUESTS * size)
+                    answer(starts * (size + least), options.timing_tokens, k=one, at_once=size)
     length = min(recipe.engine.max_model_len, math.ceil(assumed.prompt_tokens + answer_tokens))
     if hardware is not None and hardware.memory_gib is None:
         need = cpu_engine_memory(

@@ -204,7 +204,8 @@ class Throughput(TypedDict):
 
     in_flight: int
     requests: int
-    """Counted ones, in each engine start; for the second baseline engine a third of them if there was a single start."""
+    """Counted ones, in each engine start; for the second baseline engine a third of them if there was a single start, but no fewer than 10
+    for each in flight."""
     tuned_k: NotRequired[int]
     """K that `draftsmith tune` had chosen for so many requests; 0: that it does not pay to speculate. Absent if it had not run."""
     max_tokens: int

@@ -24,7 +24,14 @@ from draftsmith.serve.evaluation.in_flight import Timing
 from draftsmith.serve.evaluation.lineup import Lineup
 from draftsmith.serve.evaluation.partial import PartialResults, TimedPrompt
 from draftsmith.serve.evaluation.schema import AtStart, Difference, Fidelity, Throughput
-from draftsmith.serve.evaluation.throughput import Asked, at_start, least_requests, request_schedule, run_load
+from draftsmith.serve.evaluation.throughput import (
+    PER_REQUEST_IN_FLIGHT,
+    Asked,
+    at_start,
+    least_requests,
+    request_schedule,
+    run_load,
+)
 from draftsmith.serve.evaluation.variants import Variants
 
 
@@ -47,14 +54,17 @@ class Load:
     def requests(self, recipe: Recipe, *, noise: bool = False) -> Asked:
         """
         Args:
-            noise: for two identical engines. In a single engine start nothing else depends on their ratio, so a third of the requests
-                do; with several, its spread between starts widens every interval (`statistics.ratio`).
+            noise: for two identical engines. In a single engine start nothing else depends on their ratio, so to save time a third of
+                the requests do, but no fewer than 10 for each in flight; with several, its spread between starts widens every
+                interval (`statistics.ratio`).
         """
         options = recipe.evaluate
         prompts = self.prompts[: max(least_requests(self.in_flight), options.timing_prompts)]
         found = request_schedule(prompts, self.in_flight, options.timing_tokens, seed=recipe.seed)
-        counted = len(found) - self.in_flight
-        return found[: self.in_flight + math.ceil(counted / 3)] if noise and options.engine_starts == 1 else found
+        if not noise or options.engine_starts > 1:
+            return found
+        counted = max(math.ceil((len(found) - self.in_flight) / 3), PER_REQUEST_IN_FLIGHT * self.in_flight)
+        return found[: self.in_flight + counted]
 
 
 def suite_load(name: str, partial: PartialResults, k: int) -> Load:
@@ -115,6 +125,8 @@ def _measure_start(
             timings = run_load(here, requests, load.in_flight, load.title)
             partial.executions |= {one.name: engine.execution() for one, engine in here.items()}
             if number == 0:
+                # The first start's alone: the control, which reads every answer of the baseline again piece by piece, would take as long
+                # in each, and `fidelity.judge` takes differences for independent, while a near-tie comes up again in every start.
                 judged, different = _judged(here, timings, requests, recipe, load)
                 partial.fidelity[load.key] = partial.fidelity.get(load.key, {}) | judged
                 partial.differences[load.key] = partial.differences.get(load.key, {}) | different

@@ -24,6 +24,9 @@ _TURN_TOKENS, _TURN_TOKENS_ON_GPUS = 24, 192
 """Tokens that an engine generates for each request in flight before the next engine runs: about a second. Each turn begins with an idle
 device, which costs a GPU a millisecond or two that it does not lose in use."""
 
+PER_REQUEST_IN_FLIGHT = 10
+"""Counted requests for each in flight, at least."""
+
 Key = TypeVar("Key", bound=Hashable)
 Asked = list[tuple[str, Request]]
 """Requests in order, each with its prompt's id."""
@@ -31,7 +34,8 @@ Asked = list[tuple[str, Request]]
 
 def least_requests(in_flight: int) -> int:
     """Counted requests, at least: 10 for each in flight, and 64 under a load, where 40 leave a 95% interval of +-5.7% (docs/log.md)."""
-    return 10 if in_flight == 1 else max(64, 10 * in_flight)
+    least = PER_REQUEST_IN_FLIGHT * in_flight
+    return least if in_flight == 1 else max(64, least)
 
 
 def request_schedule(prompts: Sequence[tuple[str, list[int]]], in_flight: int, max_tokens: int, *, seed: int) -> Asked:

@@ -307,7 +307,7 @@ def test_engines_are_started_when_they_are_needed(
     timed = found["suites"]["questions"]["throughput"]
     assert timed["noise"]["by_start"] == pytest.approx([1])
     asked = {name: len(one["starts"][0]["by_prompt"]) for name, one in timed["configurations"].items()}
-    assert asked == {"baseline, float32": 16, "baseline, float32, again": 6, "K = 2, float32": 16}
+    assert asked == {"baseline, float32": 16, "baseline, float32, again": 10, "K = 2, float32": 16}
     assert set(found["k_curve"]) == {"1", "2", "3"}, "K = 3 cannot be the fastest, but acceptance is asked for at it"
     options["acceptance_k"] = 2
     found = run_evaluate(loaded.model_copy(update={"evaluate": loaded.evaluate.model_copy(update=options)}), run_dir)
@@ -345,6 +345,17 @@ def test_engines_are_started_when_they_are_needed(
     torch.save(torch.zeros(4), drafter / "mask_embedding.pt")
     found = run_evaluate(loaded.model_copy(update={"evaluate": loaded.evaluate.model_copy(update=options)}), run_dir)
     assert set(found["k_curve"]) == {"1", "2", "3"}
+
+
+@pytest.mark.parametrize(("in_flight", "starts", "counted"), [(1, 1, 30), (4, 1, 40), (16, 1, 160), (4, 3, 90)])
+def test_the_noise_of_a_single_start_is_measured_on_fewer_requests(in_flight: int, starts: int, counted: int) -> None:
+    """A third of them, but no fewer than 10 for each in flight."""
+    options = {"timing_prompts": 90, "engine_starts": starts}
+    loaded = recipe.Recipe.model_validate({"name": "r", "target": {"model": "a/b"}, "evaluate": options})
+    load = speed.Load("load", "load", [(str(n), [n]) for n in range(90)], in_flight, 2)
+    for noise, expected in ((True, counted), (False, max(90, 10 * in_flight))):
+        asked = load.requests(loaded, noise=noise)
+        assert [request.counted for _, request in asked] == [False] * in_flight + [True] * expected
 
 
 class Drifting(Engine):
