@@ -42,11 +42,11 @@ from draftsmith.serve.evaluation.suites import draw, load_suite, render_suite, t
 from draftsmith.serve.roofline import roofline
 from draftsmith.serve.schedule import make_schedule
 from draftsmith.serve.speculator import speculator
-from draftsmith.serve.tune_measure import TuneEngines, measure_speedups, measure_steps
+from draftsmith.serve.tune_measure import MeasuredSpeedup, TuneEngines, measure_speedups, measure_steps
 from draftsmith.target.info import TargetInfo, describe_target
 from draftsmith.target.prepare import prepare_target
 
-_VERSION = 9
+_VERSION = 10
 
 ByBatch = dict[str, dict[str, float]]
 """By number of sequences at once, then by K; both as strings."""
@@ -77,9 +77,10 @@ class Tuned(TypedDict):
     """vLLM's `num_speculative_tokens_per_batch_size`: from, to, K."""
     pays: bool
     """Whether speculation gains anything at any of the loads."""
-    measured: dict[str, dict[str, Ratio]] | None
-    """Wall-clock speedup by requests in flight, then by K, as `evaluate` defines it (`evaluation/throughput.py`); with `verify`."""
-    schedule_measured: dict[str, Ratio] | None
+    measured: dict[str, dict[str, MeasuredSpeedup]] | None
+    """Wall-clock speedup by requests in flight, then by K, as `evaluate` defines it (`evaluation/throughput.py`), with both engines' tokens per
+    second, time to the first token and time per token after it; with `verify`."""
+    schedule_measured: dict[str, MeasuredSpeedup] | None
     """The same of an engine that follows the schedule."""
     noise: dict[str, Ratio] | None
     """A second baseline engine over the first, by requests in flight; with `verify`."""
@@ -140,8 +141,8 @@ def run_tune(recipe: Recipe, run_dir: Path, *, verify: bool = False) -> Tuned:
         loads = {min(speedups): speedups[min(speedups)]} if engines.fixed_k else speedups
         schedule = make_schedule(loads, most=recipe.extract.max_num_seqs)
         pays = any(k for _, _, k in schedule)
-        measured: dict[int, dict[int, Ratio]] = {}
-        schedule_measured: dict[int, Ratio] = {}
+        measured: dict[int, dict[int, MeasuredSpeedup]] = {}
+        schedule_measured: dict[int, MeasuredSpeedup] = {}
         noise: dict[int, Ratio] = {}
         if verify:
             shuffled = draw(every, len(every), seed=recipe.seed)
@@ -217,10 +218,17 @@ def print_tuned(tuned: Tuned) -> None:
             )
     console.print(table)
     for batch, one in (tuned["schedule_measured"] or {}).items():
-        console.print(f"{batch} at once, with the schedule: {_with_interval(one)}, wall-clock", highlight=False)
-    for batch, one in (tuned["noise"] or {}).items():
+        baseline, speculative = one["baseline"], one["speculative"]
         console.print(
-            f"{batch} at once, baseline over baseline: {_with_interval(one)}: the machine's noise", highlight=False
+            f"{batch} at once, with the schedule: {_with_interval(one)}, wall-clock; baseline to speculative: "
+            f"{1000 * baseline['seconds_per_token']:.0f} to {1000 * speculative['seconds_per_token']:.0f} ms per token; first token after "
+            f"{baseline['first_token_seconds']:.2f} and {speculative['first_token_seconds']:.2f} s",
+            highlight=False,
+            soft_wrap=True,
+        )
+    for batch, noise in (tuned["noise"] or {}).items():
+        console.print(
+            f"{batch} at once, baseline over baseline: {_with_interval(noise)}: the machine's noise", highlight=False
         )
     if tuned["measured"]:
         starts = tuned["engine_starts"]

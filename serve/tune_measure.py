@@ -14,10 +14,11 @@ from draftsmith.run.progress import Bar
 from draftsmith.serve.evaluation.curve import non_decreasing
 from draftsmith.serve.evaluation.engine import EngineHost, EngineSpec, Generated
 from draftsmith.serve.evaluation.lineup import Lineup, engine_starter, find_placement, serves_every_k
-from draftsmith.serve.evaluation.schema import AtStart, Ratio
+from draftsmith.serve.evaluation.schema import AtStart, EngineSpeed, Ratio
 from draftsmith.serve.evaluation.statistics import decoding_steps
 from draftsmith.serve.evaluation.throughput import (
     at_start,
+    engine_speed,
     least_requests,
     paired,
     request_schedule,
@@ -33,6 +34,13 @@ _COST_ANSWERS = 12
 _IDLE_DRAFTER, _BY_SCHEDULE, _BASELINE_AGAIN = -1, -2, -3
 """Keys of variants, beside K and 0 for the baseline: a drafter that proposes nothing, one that follows the schedule, and a second baseline
 engine, whose distance from the first is the machine's noise."""
+
+
+class MeasuredSpeedup(Ratio):
+    """A wall-clock speedup, and both engines' figures as they ran side by side."""
+
+    baseline: EngineSpeed
+    speculative: EngineSpeed
 
 
 class TuneEngines:
@@ -175,7 +183,7 @@ def _acceptance(engine: EngineHost, prompts: Sequence[Turn], tokens: int) -> lis
 
 def measure_speedups(
     engines: TuneEngines, schedule: list[list[int]] | None, prompts: Sequence[Turn], recipe: Recipe
-) -> tuple[dict[int, dict[int, Ratio]], dict[int, Ratio], dict[int, Ratio]]:
+) -> tuple[dict[int, dict[int, MeasuredSpeedup]], dict[int, MeasuredSpeedup], dict[int, Ratio]]:
     """Wall-clock speedup by requests in flight and K, with engines started anew `tune.engine_starts` times; of the schedule, by requests
     in flight, empty if there is none; and so of a second baseline engine over the first."""
     options = recipe.tune
@@ -197,12 +205,19 @@ def measure_speedups(
                     timings = run_load({0: group[0], k: group[k]}, requests, in_flight, "measured")
                     at = {k: at_start(timing, requests) for k, timing in timings.items()}
                     found[k].append((at[0], at[k]))
-    speedups: dict[int, dict[int, Ratio]] = {}
+    speedups: dict[int, dict[int, MeasuredSpeedup]] = {}
+    noise: dict[int, Ratio] = {}
     for in_flight, found in starts.items():
         pairs = {k: ([baseline for baseline, _ in both], [own for _, own in both]) for k, both in found.items()}
-        noise = paired(*pairs[_BASELINE_AGAIN])
+        again = pairs.pop(_BASELINE_AGAIN)
+        noise[in_flight] = speedup(*again)
         speedups[in_flight] = {
-            k: speedup(*pair, noise=None if k == _BASELINE_AGAIN else noise) for k, pair in pairs.items()
+            k: {
+                **speedup(baseline, own, noise=paired(*again)),
+                "baseline": engine_speed(baseline),
+                "speculative": engine_speed(own),
+            }
+            for k, (baseline, own) in pairs.items()
         }
     of_schedule = {n: found.pop(_BY_SCHEDULE) for n, found in speedups.items() if schedule is not None}
-    return speedups, of_schedule, {n: found.pop(_BASELINE_AGAIN) for n, found in speedups.items()}
+    return speedups, of_schedule, noise

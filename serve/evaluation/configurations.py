@@ -6,7 +6,6 @@ float32 alone says little.
 
 from __future__ import annotations
 
-import statistics
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
@@ -24,7 +23,7 @@ from draftsmith.serve.evaluation.schema import (
     Throughput,
     Variant,
 )
-from draftsmith.serve.evaluation.throughput import paired, speedup, tokens_per_second
+from draftsmith.serve.evaluation.throughput import engine_speed, paired, speedup, tokens_per_second
 from draftsmith.target.quantization import stated_quantization
 
 if TYPE_CHECKING:
@@ -187,9 +186,7 @@ def throughput(
         one.name: {
             "speculation": one.speculation,
             "dtype": one.dtype,
-            "tokens_per_second": tokens_per_second(by_name[one.name]),
-            "first_token_seconds": statistics.median([start["first_token_seconds"] for start in by_name[one.name]]),
-            "seconds_per_token": statistics.median([start["seconds_per_token"] for start in by_name[one.name]]),
+            **engine_speed(by_name[one.name]),
             "starts": by_name[one.name],
             "execution": executions[one.name],
         }

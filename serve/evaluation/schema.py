@@ -181,17 +181,22 @@ class Execution(TypedDict):
     """Whether the next step is scheduled while the device still computes this one."""
 
 
-class Measured(TypedDict):
-    """One configuration under one load."""
+class EngineSpeed(TypedDict):
+    """One engine under one load, over all engine starts."""
 
-    speculation: Variant
-    dtype: str
     tokens_per_second: float
-    """Response tokens per wall second of all requests together, prompt processing included, over all engine starts."""
+    """Response tokens per wall second of all requests together, prompt processing included."""
     first_token_seconds: float
     """Time to the first token: median over requests, then over engine starts."""
     seconds_per_token: float
     """Time per output token after the first, likewise."""
+
+
+class Measured(EngineSpeed):
+    """One configuration under one load."""
+
+    speculation: Variant
+    dtype: str
     starts: list[AtStart]
     execution: Execution
     baseline_starts: NotRequired[list[AtStart]]

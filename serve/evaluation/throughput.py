@@ -17,7 +17,7 @@ from draftsmith.engine.environment import is_cpu
 from draftsmith.run.progress import Bar
 from draftsmith.serve.evaluation.engine import EngineHost
 from draftsmith.serve.evaluation.in_flight import Request, Timing
-from draftsmith.serve.evaluation.schema import AtStart, Ratio
+from draftsmith.serve.evaluation.schema import AtStart, EngineSpeed, Ratio
 from draftsmith.serve.evaluation.statistics import Starts, ratio
 
 _TURN_TOKENS, _TURN_TOKENS_ON_GPUS = 24, 192
@@ -105,6 +105,15 @@ def tokens_per_second(starts: Sequence[AtStart]) -> float:
     """One engine's figure over all engine starts."""
     both = [values for one in starts for values in one["by_prompt"].values()]
     return sum(tokens for tokens, _ in both) / sum(seconds for _, seconds in both)
+
+
+def engine_speed(starts: Sequence[AtStart]) -> EngineSpeed:
+    """One engine's figures over all engine starts."""
+    return {
+        "tokens_per_second": tokens_per_second(starts),
+        "first_token_seconds": statistics.median([one["first_token_seconds"] for one in starts]),
+        "seconds_per_token": statistics.median([one["seconds_per_token"] for one in starts]),
+    }
 
 
 def paired(below: Sequence[AtStart], above: Sequence[AtStart]) -> Starts:

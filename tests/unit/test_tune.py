@@ -41,8 +41,9 @@ def run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> tuple[recipe.Recipe,
     return make_recipe_and_run(tmp_path)
 
 
-def test_planted_figures_are_found(run: tuple[recipe.Recipe, Path]) -> None:
+def test_planted_figures_are_found(run: tuple[recipe.Recipe, Path], capsys: pytest.CaptureFixture[str]) -> None:
     found = run_tune(*run, verify=True)
+    shown = capsys.readouterr().err
     TypeAdapter(Tuned).validate_python(found, strict=True)
     assert found["acceptance_per_position"] == [0.75, 0.5, 0.25]
     assert found["acceptance_length"] == {"0": 1.0, "1": 1.75, "2": 2.25, "3": 2.5}
@@ -56,11 +57,23 @@ def test_planted_figures_are_found(run: tuple[recipe.Recipe, Path]) -> None:
                 one = found["measured"][str(batch)][str(k)]
                 assert one["value"] == pytest.approx(found["speedup"][str(batch)][str(k)], rel=0.1)
                 assert one["interval"][0] <= one["value"] <= one["interval"][1]
+                # Every step takes 0.05 s and more with drafts; a request has its first token after a step.
+                assert (
+                    one["baseline"]["seconds_per_token"]
+                    == one["baseline"]["first_token_seconds"]
+                    == pytest.approx(0.05)
+                )
+                assert one["speculative"]["first_token_seconds"] == pytest.approx(0.05 * cost)
+                rates = one["speculative"]["tokens_per_second"] / one["baseline"]["tokens_per_second"]
+                assert rates == pytest.approx(one["value"])
+                gained = found["acceptance_length"][str(k)]
+                assert one["speculative"]["seconds_per_token"] == pytest.approx(0.05 * cost / gained, rel=0.05)
     assert found["schedule"] == [[1, 4, 2], [5, 32, 0]]  # 1.75 / 1.9 is a loss
     assert found["pays"]
     assert found["schedule_measured"] is not None
     assert found["schedule_measured"]["8"]["value"] == pytest.approx(1 / 1.02)
     assert found["schedule_measured"]["4"]["value"] == pytest.approx(found["measured"]["4"]["2"]["value"])
+    assert "wall-clock; baseline to speculative: 50 to 27 ms per token; first token after 0.05 and 0.06 s" in shown
     assert found["noise"] is not None
     assert {n: one["value"] for n, one in found["noise"].items()} == pytest.approx({"1": 1.0, "4": 1.0, "8": 1.0})
 
