@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import torch
 from safetensors.torch import save_file
+from tokenizers import Tokenizer, models
 
 from draftsmith.config import recipe
 from draftsmith.serve.evaluation.engine import Counters, EngineSpec, Generated, StepTimes
@@ -24,10 +25,6 @@ ACCEPTED = [3, 1, 0, 2]
 """Planted: draft tokens accepted in each step, of three; cut at K."""
 
 
-START_FACTORS: list[float] = []
-"""Planted, for engines in the order of starting: how much slower each is than it should be; empty: all are alike."""
-
-
 class Engine:
     """An engine of which every step takes a planted time."""
 
@@ -37,7 +34,8 @@ class Engine:
     def __init__(self, config: EngineSpec) -> None:
         self.config = config
         self.total = Counters(0, 0, 0, (0,) * config.num_speculative_tokens)
-        self.factor = START_FACTORS[len(self.started) % len(START_FACTORS)] if START_FACTORS else 1.0
+        self.factor = 1.0
+        """How much slower it is than planted."""
         self.token = 7
         self.schedule: Any = (config.speculative or {}).get("num_speculative_tokens_per_batch_size")
         self.started.append(config)
@@ -142,6 +140,18 @@ class SteppedEngine:
             answer = SimpleNamespace(token_ids=list(tokens), spec_decode_metrics=None)
             outputs.append(SimpleNamespace(request_id=name, outputs=[answer], finished=finished))
         return outputs
+
+
+def sorted_by_category(folder: Path, *, prompts: int = 72) -> dict[str, str]:
+    """The source of a suite whose first half is of one category and the rest of another, in a run of `make_recipe_and_run`. Prompt n has n as
+    its id, and as its only token."""
+    words = Tokenizer(models.WordLevel({str(n): n for n in range(prompts)}, unk_token="0"))
+    words.save(str(folder / "target" / "tokenizer.json"))
+    rows = [
+        {"question_id": n, "category": ("math", "writing")[2 * n // prompts], "turns": [str(n)]} for n in range(prompts)
+    ]
+    (folder / "sorted.jsonl").write_text("\n".join(json.dumps(row) for row in rows))
+    return {"path": str(folder / "sorted.jsonl")}
 
 
 def pretend_gpu(monkeypatch: pytest.MonkeyPatch, *, gib: float) -> None:

@@ -1,7 +1,9 @@
 """Evaluation with fake engines on a simulated clock: what is measured, and what is not measured twice."""
 
 import json
+import math
 import re
+import statistics
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -23,7 +25,7 @@ from draftsmith.serve.evaluation.engine import EngineSpec
 from draftsmith.serve.evaluation.evaluate import run_evaluate
 from draftsmith.serve.evaluation.schema import Results
 from draftsmith.serve.tune import run_tune
-from tests.unit.fake_engine import COSTS, Engine, make_recipe_and_run, pretend_gpu
+from tests.unit.fake_engine import COSTS, Engine, make_recipe_and_run, pretend_gpu, sorted_by_category
 
 
 @pytest.fixture
@@ -206,6 +208,83 @@ def test_prompts_for_request_rates_are_drawn_by_category(
         run_evaluate(loaded.model_copy(update={"seed": seed}), run_dir)
     assert [sorted(n // 8 for n in drawn) for drawn in asked] == [[0, 0, 1, 1]] * 3
     assert asked[0] == asked[2] != asked[1]
+
+
+class Recording(Engine):
+    """An engine that keeps the prompts of which it timed steps."""
+
+    timed: set[int] = set()  # noqa: RUF012
+
+    def step_times(self, prompt: Sequence[int], steps: int) -> Any:
+        self.timed.update(prompt)
+        return super().step_times(prompt, steps)
+
+
+def test_what_is_timed_is_drawn_by_category_with_the_seed(
+    run: tuple[recipe.Recipe, Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """In a file that is sorted by category, the last prompts, and the first, are of one."""
+    monkeypatch.setattr(
+        lineup, "start_engines", lambda configs, folder, on_ready: [Recording(config) for config in configs]
+    )
+    loaded, run_dir = run
+    options = {
+        "suites": {"sorted": {"prompts": sorted_by_category(run_dir.parent), "max_tokens": 5}}, "k": [2], "acceptance_k": 2,
+        "dtypes": ["float32"], "engine_starts": 1, "concurrency": [4], "timing_prompts": 4, "step_cost_prompts": 6,
+    }  # fmt: skip
+    loaded = loaded.model_copy(update={"evaluate": EvaluateConfig.model_validate(options)})
+    drawn = []
+    for seed in (0, 1):
+        Recording.timed.clear()
+        found = run_evaluate(loaded.model_copy(update={"seed": seed}), run_dir)
+        timed = [found["suites"]["sorted"]["throughput"], found["load"]["4"]]
+        asked = [baseline_again_drafter(one)[2]["starts"][0]["by_prompt"] for one in timed]
+        drawn.append([set(Recording.timed), *({int(prompt) for prompt in one} for one in asked)])
+    for one, other, count in zip(*drawn, (6, 4, 64), strict=True):
+        assert one != other
+        for prompts in (one, other):
+            assert len(prompts) == count
+            assert sum(prompt < 36 for prompt in prompts) == count / 2
+
+
+class Uneven(Engine):
+    """Engines that are slower in some starts than in others, as if by chance."""
+
+    factors = {"drafter-float32": (1.1, 0.9, 1.0), "baseline-float32-again": (1.02, 0.97, 1.0)}  # noqa: RUF012
+
+    def __init__(self, config: EngineSpec) -> None:
+        number = sum(one.name == config.name for one in self.started)
+        super().__init__(config)
+        self.factor = self.factors.get(config.name, (1.0,) * 3)[number % 3]
+
+
+def test_intervals_are_as_wide_as_engines_differ_between_starts(
+    run: tuple[recipe.Recipe, Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(
+        lineup, "start_engines", lambda configs, folder, on_ready: [Uneven(config) for config in configs]
+    )
+    loaded, run_dir = run
+    loaded = loaded.model_copy(update={"evaluate": loaded.evaluate.model_copy(update={"methods": {}})})
+    found = run_evaluate(_in_float32(loaded), run_dir)
+    # The drafter's engine is started three times for step costs, the last of which is the first that speed is measured with.
+    assert [config.name for config in Engine.started].count("drafter-float32") == 5
+    slower, again = (1.0, 1.1, 0.9), (1.02, 0.97, 1.0)
+    for timed in (*(suite["throughput"] for suite in found["suites"].values()), found["load"]["4"]):
+        ratio = timed["speedup"]
+        assert ratio["median"] == ratio["by_start"][0]
+        assert ratio["by_start"] == pytest.approx([ratio["median"] / factor for factor in slower])
+        assert timed["noise"]["by_start"] == pytest.approx([1 / factor for factor in again])
+        assert timed["noise"]["median"] == pytest.approx(1.0)
+        low, high = ratio["interval"]
+        assert low < min(ratio["by_start"]) < max(ratio["by_start"]) < high
+        # Student's t of 0.8 * (2 + 2) degrees of freedom is beyond 3.07 with probability 0.05.
+        spread = math.sqrt((statistics.variance(map(math.log, slower)) + statistics.variance(map(math.log, again))) / 2)
+        assert math.log(high / low) / 2 == pytest.approx(3.07 * spread / math.sqrt(3), rel=0.1)
+    questions = found["suites"]["questions"]
+    assert questions["speedup_interval"] == questions["throughput"]["speedup"]["interval"]
+    assert found["k_curve"]["2"]["step_cost"] == pytest.approx(COSTS[1][2])
+    assert found["k_curve"]["2"]["step_cost_error"] == pytest.approx(COSTS[1][2] * 0.1 / math.sqrt(3))
 
 
 def test_a_killed_evaluation_resumes(run: tuple[recipe.Recipe, Path], monkeypatch: pytest.MonkeyPatch) -> None:

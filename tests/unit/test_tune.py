@@ -29,7 +29,7 @@ from draftsmith.serve.speculator import speculator
 from draftsmith.serve.tune import Tuned, run_tune
 from draftsmith.target.info import describe_target
 from tests.unit import fake_engine
-from tests.unit.fake_engine import COSTS, Engine, make_recipe_and_run, pretend_gpu
+from tests.unit.fake_engine import COSTS, Engine, make_recipe_and_run, pretend_gpu, sorted_by_category
 
 
 @pytest.fixture
@@ -116,6 +116,48 @@ def test_no_more_tokens_are_tried_than_the_drafter_drafts(run: tuple[recipe.Reci
     wrong["evaluate"] = {"k": [1], "acceptance_k": 1}
     with pytest.raises(ValidationError, match=r"`tune\.k` asks for 3 speculative tokens"):
         recipe.Recipe.model_validate(wrong)
+
+
+class Recording(Engine):
+    """An engine that keeps its prompts by what is asked of it."""
+
+    asked: dict[str, set[int]] = {}  # noqa: RUF012
+
+    def generate(self, prompts: Any, *, max_tokens: int, **named: Any) -> Any:
+        self.asked.setdefault(f"{max_tokens} tokens", set()).update(*prompts)
+        return super().generate(prompts, max_tokens=max_tokens, **named)
+
+    def begin_load(self, requests: Any, in_flight: int) -> None:
+        prompts = self.asked.setdefault(f"{in_flight} in flight", set())
+        prompts.update(*(request.prompt_token_ids for request in requests if request.counted))
+        super().begin_load(requests, in_flight)
+
+
+def test_prompts_are_drawn_by_category_with_the_seed(
+    run: tuple[recipe.Recipe, Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """In a file that is sorted by category, the last prompts, and the first, are of one."""
+    monkeypatch.setattr(
+        lineup, "start_engines", lambda configs, folder, on_ready: [Recording(config) for config in configs]
+    )
+    loaded, run_dir = run
+    suites = {"sorted": {"prompts": sorted_by_category(run_dir.parent)}}
+    options = {"k": [2], "concurrency": [1, 4], "tokens": 5, "prompts": 8, "engine_starts": 1}
+    changes = {
+        "evaluate": EvaluateConfig.model_validate({"suites": suites}),
+        "tune": TuneConfig.model_validate(options),
+    }
+    drawn = []
+    for seed in (0, 1):
+        Recording.asked.clear()
+        run_tune(loaded.model_copy(update=changes | {"seed": seed}), run_dir, verify=True)
+        drawn.append(dict(Recording.asked))
+    counts = {"24 tokens": 8, "5 tokens": 8, "1 in flight": 10, "4 in flight": 64}  # step costs, acceptance, speeds
+    for name, count in counts.items():
+        assert drawn[0][name] != drawn[1][name]
+        for prompts in (one[name] for one in drawn):
+            assert len(prompts) == count
+            assert sum(prompt < 36 for prompt in prompts) == count / 2
 
 
 def test_an_engine_for_every_k_gives_the_ratios_of_one_for_each(
