@@ -11,6 +11,7 @@ from typer.testing import CliRunner
 from draftsmith.cli import app, main
 from draftsmith.run import stage
 from draftsmith.run.errors import UserError
+from draftsmith.serve.evaluation import evaluate
 
 RECIPE = {
     "name": "cli",
@@ -120,6 +121,22 @@ for command in "", *commands:
     assert done.returncode == 0, done.stderr
     assert done.stdout.count("Usage") == 14
     assert run("version").stdout.strip() == "0.1.0"
+
+
+def test_changed_answers_have_an_exit_status_of_their_own(
+    recipe: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def wrong(*arguments: object) -> None:
+        raise evaluate.WrongAnswersError("Speculative decoding changed the target's answers: [16 of 16] differ.")
+
+    monkeypatch.setattr(evaluate, "run_evaluate", wrong)
+    monkeypatch.setattr(sys, "argv", ["draftsmith", "evaluate", str(recipe), "--runs", str(tmp_path / "runs")])
+    with pytest.raises(SystemExit) as ended:
+        main()
+    stdout, stderr = capsys.readouterr()
+    assert ended.value.code == 4
+    assert stderr.endswith("error: Speculative decoding changed the target's answers: [16 of 16] differ.\n")
+    assert "Traceback" not in stdout + stderr
 
 
 def test_evaluate_takes_one_recipe_or_compares_two(recipe: Path) -> None:

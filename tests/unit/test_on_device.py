@@ -10,6 +10,7 @@ import subprocess
 import sys
 from pathlib import Path
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
@@ -24,6 +25,7 @@ from draftsmith.extract.requests import ExtractRequest
 from draftsmith.extract.transformers_backend import run_transformers
 from draftsmith.store.codec import decode
 from draftsmith.store.reader import Store
+from draftsmith.train import distributed
 from draftsmith.train import loss as loss_module
 from draftsmith.train.loss import ChainLoss
 from draftsmith.train.muon import Muon, orthogonalize
@@ -273,15 +275,41 @@ def test_states_by_transformers_are_on_the_cpu_again(folder: Path, mode: str) ->
         torch.testing.assert_close(states[:kept], expected.hidden_states, rtol=1e-3, atol=1e-3)
 
 
+class Taken(Exception):
+    """With the device that is taken."""
+
+
+def take(device: object) -> None:
+    raise Taken(device)
+
+
 @pytest.mark.parametrize("gpu", [False, True])
 def test_transformers_take_the_gpu_that_is_there(folder: Path, gpu: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    class Taken(Exception):
-        pass
-
-    def take(device: str) -> None:
-        raise Taken(device)
-
     monkeypatch.setattr(torch.cuda, "is_available", lambda: gpu)
     monkeypatch.setattr(transformers_backend, "reference_model", lambda *_, **__: SimpleNamespace(to=take))
     with pytest.raises(Taken, match="cuda" if gpu else "cpu"):
         list(run_transformers(make_recipe(folder), folder / "target", (1,), []))
+
+
+@pytest.mark.parametrize("gpu", [False, True])
+def test_predictions_take_the_gpu_that_is_there(folder: Path, gpu: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    saved = SimpleNamespace(drafter=lambda tensors: SimpleNamespace(to=take))
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: gpu)
+    monkeypatch.setattr("draftsmith.train.predict.Checkpoint.load", lambda directory: saved)
+    with pytest.raises(Taken, match="cuda" if gpu else "cpu"):
+        open_run(make_recipe(folder), folder / "run", None)
+
+
+@pytest.mark.parametrize("device", ["cpu", "cuda"])
+def test_a_drafter_is_sharded_over_the_devices_that_training_takes(
+    device: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    sharded: list[Any] = []
+    monkeypatch.setattr(torch.distributed, "broadcast", lambda tensor, src: None)
+    monkeypatch.setattr(distributed, "_KEPT_ALIVE", [])
+    monkeypatch.setattr(distributed, "init_device_mesh", lambda *mesh: mesh)
+    monkeypatch.setattr(distributed, "fully_shard", lambda module, mesh: sharded.append((module, mesh)))
+    accelerator: Any = SimpleNamespace(num_processes=4, device=torch.device(device))
+    drafter = nn.Linear(2, 2)
+    assert distributed.prepare(accelerator, drafter, shard=True) is drafter
+    assert sharded == [(drafter, (device, (4,)))]
