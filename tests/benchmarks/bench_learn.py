@@ -57,7 +57,7 @@ from tests.benchmarks.peer_speculators import (
     load_peer,
     train_peer,
 )
-from tests.benchmarks.references import REFERENCES, train_reference
+from tests.benchmarks.references import REFERENCES, made_from, train_reference
 from tests.benchmarks.sweep import Counts, Outcome, best_of, interval_of_difference, kept, length
 
 RECIPES, RUNS = Path("recipes"), Path("runs/learn")
@@ -327,8 +327,7 @@ def around(lr: float) -> tuple[float, ...]:
 def reference_outcome(recipe: Recipe, text: Text, *, lr: float, epochs: int) -> Outcome:
     """One training by the published recipe."""
     options, k = recipe.train.drafter, recipe.evaluate.acceptance_k
-    source = Path(__file__).with_name("references.py").read_text()
-    about = [source, text.inputs, options.model_dump(mode="json"), lr, epochs, k]
+    about = [made_from(options.kind), text.inputs, options.model_dump(mode="json"), lr, epochs, k]
 
     def train() -> Outcome:
         target = describe_target(prepare_target(recipe.target), recipe.target)

@@ -21,6 +21,7 @@ epochs are not right here: `Reference.lr` is where a sweep begins (`bench_learn.
 
 from __future__ import annotations
 
+import inspect
 import math
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
@@ -53,7 +54,12 @@ class Reference:
     betas: tuple[float, float] = (0.9, 0.95)
     weight_decay: float = 0.01
     autocast: bool = False
-    """Whether forward and loss run under autocast to bfloat16."""
+    """Whether forward and loss run under autocast to bfloat16, where the processor multiplies it."""
+
+    @property
+    def in_bfloat16(self) -> bool:
+        """Whether they do here."""
+        return self.autocast and native_bfloat16()
 
 
 def eagle_loss(drafter: Drafter, batch: Batch, normed: torch.Tensor, head: torch.Tensor) -> torch.Tensor:
@@ -86,6 +92,11 @@ def _clip_value(parameters: list[torch.nn.Parameter]) -> object:
     return torch.nn.utils.clip_grad_value_(parameters, 0.5)
 
 
+def constant(done: float) -> float:
+    """EAGLE's, after its warm-up."""
+    return 1.0
+
+
 def parabola_then_cosine(done: float) -> float:
     """fms-fsdp's: up along 1 - (1 - x)^2 over the first 5%, then down to a tenth."""
     if done < 0.05:
@@ -99,12 +110,20 @@ def ramp_then_cosine(done: float) -> float:
 
 
 REFERENCES = {
-    "eagle": Reference(eagle_loss, 3e-5, lambda done: 1.0, _clip_value),
+    "eagle": Reference(eagle_loss, 3e-5, constant, _clip_value),
     "mlp_speculator": Reference(token_loss, 1e-3, parabola_then_cosine, _clip_norm, weight_decay=0.1),
     "medusa": Reference(
         token_loss, 1e-3, ramp_then_cosine, _clip_norm, betas=(0.9, 0.999), weight_decay=0.0, autocast=True
     ),
 }
+
+
+def made_from(kind: str) -> list[object]:
+    """What a training comes from beside the drafter, its text and its settings: the kind's own recipe, and the loop that all share."""
+    recipe = REFERENCES[kind]
+    functions = (recipe.loss, recipe.schedule, recipe.clip, start_as_published, train_reference, _shuffled)
+    sources = [inspect.getsource(one) for one in functions]
+    return [sources, recipe.betas, recipe.weight_decay, recipe.in_bfloat16, TOKENS_PER_STEP]
 
 
 def start_as_published(drafter: Drafter, tensors: TargetTensors) -> None:
@@ -152,7 +171,7 @@ def train_reference(
             normed = F.rms_norm(batch.hidden_states[:, 0], norm.shape, norm, drafter.config.rms_norm_eps)
             for group in optimizer.param_groups:
                 group["lr"] = lr * recipe.schedule((number + 1) / len(plan))
-            with torch.autocast("cpu", torch.bfloat16, enabled=recipe.autocast and native_bfloat16()):
+            with torch.autocast("cpu", torch.bfloat16, enabled=recipe.in_bfloat16):
                 loss = recipe.loss(drafter, batch, normed, head)
             optimizer.zero_grad()
             loss.backward()

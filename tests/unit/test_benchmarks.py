@@ -1,7 +1,9 @@
 """The logic of the benchmarks: bars and status, what a sweep takes, the parts of the held-out text, guesses of lookup."""
 
 import json
+from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -24,6 +26,7 @@ from tests.benchmarks.bench_lookup import Answer, speedup, walk
 from tests.benchmarks.bench_train import step_of_kind
 from tests.benchmarks.figures import figure, missed
 from tests.benchmarks.peer_speculators import hand_over
+from tests.benchmarks.references import REFERENCES
 from tests.benchmarks.sweep import Outcome, best_of, interval_of_difference, kept, length
 from tests.unit.tiny_run import make_recipe, make_run
 
@@ -210,7 +213,41 @@ def test_a_reference_is_swept_and_kept(
     # Another rate is another training: the sweep's values really reach the optimizer.
     assert len({json.dumps(outcome["tuning"]) for outcome in outcomes.values()}) > 1
     monkeypatch.setattr(bench_learn, "train_reference", None)  # everything is there: nothing is trained again
+    monkeypatch.setitem(REFERENCES, "medusa", REFERENCES["mlp_speculator"])
     assert bench_learn.tuned_reference(recipe, text)[1] == settings
+    monkeypatch.setitem(REFERENCES, "eagle", replace(REFERENCES["eagle"], weight_decay=0.0))
+    with pytest.raises(TypeError, match="NoneType"):
+        bench_learn.tuned_reference(recipe, text)
+
+
+def test_a_change_to_a_reference_is_its_kinds_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What was trained by the others' recipes is not trained again; what was trained in another precision is."""
+
+    def changed() -> set[str]:
+        return {kind for kind in REFERENCES if json.dumps(references.made_from(kind)) != before[kind]}
+
+    monkeypatch.setattr(references, "native_bfloat16", lambda: False)
+    before = {kind: json.dumps(references.made_from(kind)) for kind in REFERENCES}
+    with monkeypatch.context() as patch:
+        patch.setattr(references, "native_bfloat16", lambda: True)
+        assert changed() == {"medusa"}
+    ours = REFERENCES["medusa"]
+    others: dict[str, Any] = {
+        "loss": references.eagle_loss, "schedule": references.constant, "clip": references._clip_value, "betas": (0.9, 0.99),
+        "weight_decay": 0.1,
+    }  # fmt: skip
+    for name, other in others.items():
+        with monkeypatch.context() as patch:
+            patch.setitem(REFERENCES, "medusa", replace(ours, **{name: other}))
+            assert changed() == {"medusa"}, name
+    for name in ("start_as_published", "train_reference", "_shuffled"):
+        with monkeypatch.context() as patch:
+            patch.setattr(references, name, references.constant)
+            assert changed() == {*REFERENCES}, name
+    with monkeypatch.context() as patch:
+        patch.setattr(references, "TOKENS_PER_STEP", 70)
+        assert changed() == {*REFERENCES}
+    assert not changed()
 
 
 def test_medusas_reference_learns_the_same_in_bfloat16(
