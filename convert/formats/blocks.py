@@ -1,26 +1,24 @@
 """What the published formats of block drafters (DFlash, DSpark) have in common.
 
-Their mask is a row of the target's embedding, and with the whole vocabulary their head is the target's: neither is in their files. All their
-layers see each other's rows of a block in both directions.
+Their mask is a row of the target's embedding, and with the whole vocabulary their head is the target's: neither is in their files. Layers
+without a window see each other's rows of a block in both directions.
 """
 
 from collections.abc import Callable
 from typing import Any
 
 from draftsmith.drafters.decoder import LLAMA_FIXED, LLAMA_IRRELEVANT
-from draftsmith.drafters.layout import Rows, Source, look_up
+from draftsmith.drafters.layout import FULL, Rows, Source, look_up
 
-FULL = "full_attention"
-"""Of `layer_types`: a layer that sees the whole context, and all rows of its block."""
 DRAFTS_FROM_ANCHOR = "dflash_config.sample_from_anchor"
 """Where a DFlash drafter that vLLM loads says that the anchor's row predicts too. vLLM's first runner passes over it, and takes each token from
 the next row."""
 
 
-def fixed_fields(prefix: str = "") -> dict[str, Any]:
-    """`Layout.fixed` of the layers; `layer_types` is `needs_full_attention`'s."""
+def fixed_fields() -> dict[str, Any]:
+    """`Layout.fixed` of layers without windows; `layer_types` is `needs_full_attention`'s."""
     fields = {**LLAMA_FIXED, "attention_bias": False}
-    return {f"{prefix}{name}": value for name, value in fields.items() if name != "layer_types"}
+    return {name: value for name, value in fields.items() if name != "layer_types"}
 
 
 def irrelevant_fields(prefix: str = "") -> frozenset[str]:
@@ -36,17 +34,12 @@ def layer_types(config: Any) -> list[str]:
 # ---- what is not implemented ----
 
 
-def needs_full_attention(prefix: str = "") -> Callable[[Source], str | None]:
-    """Refuses layers with a sliding window. In most projects a window also means that rows of a block do not see later ones."""
-    path = f"{prefix}layer_types"
-
-    def reason(source: Source) -> str | None:
-        found = look_up(source.record, path)
-        if found is None or (isinstance(found, list) and all(each == FULL for each in found)):
-            return None
-        return f"its layers are `{path}: {str(found)[:80]}`, and only layers with full attention are implemented"
-
-    return reason
+def needs_full_attention(source: Source) -> str | None:
+    """Refuses layers with a sliding window, in formats for which it is not known what their readers make of it."""
+    found = look_up(source.record, "layer_types")
+    if found is None or (isinstance(found, list) and all(each == FULL for each in found)):
+        return None
+    return f"its layers are `layer_types: {str(found)[:80]}`, and only layers with full attention are implemented"
 
 
 def needs_no_draft_from_anchor(path: str) -> Callable[[Source], str | None]:

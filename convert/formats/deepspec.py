@@ -50,9 +50,14 @@ FORMAT = Format(
                 "num_target_layers": lambda config: max(config.layer_ids) + 2,
             },
             irrelevant=blocks.irrelevant_fields() | {"auto_map"},
-            supported={"sample_from_anchor": (True,), "causal": (False,), "attention_bias": (False,)},
+            supported={
+                "sample_from_anchor": (True,),
+                "causal": (False,),
+                "attention_bias": (False,),
+                "sliding_window": (None,),
+            },
             whole_vocabulary=True,
-            refused=(blocks.needs_full_attention(), blocks.needs_vanilla_markov_head),
+            refused=(blocks.needs_full_attention, blocks.needs_vanilla_markov_head),
             needs_embedding=True,
         )
     },

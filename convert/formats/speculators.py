@@ -3,8 +3,10 @@
 Of P-EAGLE, the number of trained draft tokens is that of the proposal method. Its DFlash and DSpark read the embedding, and the head over the
 whole vocabulary, from the target that the config names, whatever the file has. `aux_hidden_state_layer_ids` are vLLM's ids.
 
-Layers with full attention see all rows of a block. vLLM, which loads this format itself, takes the direction of all layers from
-`sliding_window_non_causal`, which speculators leaves false there: that it is written as true makes both agree.
+By default its trainer gives all layers a sliding window, of 2048 positions (`--sliding-window`, `--full-attention-indices`), and all kinds but
+EAGLE-3 Qwen3's layers. Layers with full attention see all rows of a block, those with a window no later ones, unless
+`sliding_window_non_causal`. vLLM, which loads this format itself, takes the direction of all layers of DFlash from that key, which speculators
+leaves false: that it is written as true where no layer has a window makes both agree.
 """
 
 from collections.abc import Callable, Collection, Mapping
@@ -13,9 +15,9 @@ from typing import Any
 
 from draftsmith.convert.formats import blocks
 from draftsmith.convert.formats.base import Format
-from draftsmith.drafters.decoder import layer_fields
+from draftsmith.drafters.decoder import LLAMA_FIXED_BUT_WINDOW, layer_fields
 from draftsmith.drafters.eagle3 import FLAGS, eagle3_layout
-from draftsmith.drafters.layout import EXTRA, REQUIRED, Entry, Layout, Rope, Source, look_up, put, same_names
+from draftsmith.drafters.layout import REQUIRED, Entry, Layout, Source, Window, look_up, put, same_names
 from draftsmith.run.errors import UserError
 
 _KINDS = {"eagle3": "eagle3", "peagle": "p_eagle", "dflash": "dflash", "dspark": "dspark"}
@@ -35,12 +37,11 @@ def _proposes(tokens: int) -> list[dict[str, Any]]:
 
 
 def _derived(
-    algorithm: str, architecture: str, *, layers: str, tokens: Callable[[Any], int] | None
+    algorithm: str, architecture: str, *, tokens: Callable[[Any], int] | None
 ) -> dict[str, Callable[[Any], Any]]:
     """`Layout.derived`; `tokens`: draft tokens of a step, unless a field says it."""
     found: dict[str, Callable[[Any], Any]] = {
         "architectures": lambda _: [architecture],
-        f"{_LAYERS}model_type": lambda _: layers,
         "speculators_config.algorithm": lambda _: algorithm,
         "speculators_config.default_proposal_method": lambda _: "greedy",
         "speculators_config.verifier": lambda _: {"name_or_path": None, "architectures": []},
@@ -58,9 +59,10 @@ _EAGLE3 = replace(
         prefix=_LAYERS,
         ids=Entry("layer_ids", tuple, "eagle_aux_hidden_state_layer_ids"),
         flags=FLAGS,
+        any_layers=True,
         norm_before_residual=REQUIRED,  # speculators and vLLM have different defaults for it
         fixed={"speculators_model_type": "eagle3"},
-        derived=_derived("eagle3", "Eagle3Speculator", layers="llama", tokens=lambda _: 3),
+        derived=_derived("eagle3", "Eagle3Speculator", tokens=lambda _: 3),
         irrelevant=_IRRELEVANT,
     ),
     # Their class takes the target's if its own is not a number, and what it does not load is whatever was in memory.
@@ -97,8 +99,26 @@ _P_EAGLE = replace(
         Entry("mask_token_id", int),
     ),
     fixed={**_EAGLE3.fixed, "speculators_model_type": "peagle"},
-    derived=_derived("peagle", "PEagleSpeculator", layers="llama", tokens=None),
+    derived=_derived("peagle", "PEagleSpeculator", tokens=None),
 )
+
+
+@dataclass(frozen=True)
+class _Causal(Entry):
+    """Only layers with a window may be causal."""
+
+    def read(self, source: Source, config: dict[str, Any]) -> bool:
+        bidirectional = look_up(source.record, self.path)
+        if bidirectional not in (None, False, True) or type(bidirectional) is int:
+            raise UserError(f"`{self.path}` is {str(bidirectional)[:80]!r} in the config, where bool should be.")
+        return config["sliding_window"] is not None and not bidirectional
+
+    def write(self, record: dict[str, Any], value: bool) -> None:
+        put(record, self.path, not value)
+
+
+def _cannot_express(config: Any) -> str | None:
+    return "`causal: True` without a `sliding_window`" if config.causal and config.sliding_window is None else None
 
 
 def _blocks_layout(
@@ -116,38 +136,36 @@ def _blocks_layout(
         more: fields that the others do not have.
         learns_mask: the kind's mask has an embedding of its own.
     """
-    layers: tuple[Entry | Rope, ...] = layer_fields(_LAYERS)
     from_target = {"embed_tokens.weight"}
     return Layout(
         fields=(
-            *layers,
+            *layer_fields(_LAYERS),
+            Window(_LAYERS, types=True),
             Entry("layer_ids", tuple, "aux_hidden_state_layer_ids"),
             Entry("draft_vocab_size", int),
             Entry("block_size", int),
             Entry("mask_token_id", int),
-            Entry("causal", bool, f"{EXTRA}.causal", default=False),
+            _Causal("causal", bool, "sliding_window_non_causal"),
             *more,
         ),
         names=same_names,
         fixed={
-            **blocks.fixed_fields(_LAYERS),
+            **{f"{_LAYERS}{name}": value for name, value in LLAMA_FIXED_BUT_WINDOW.items()},
+            f"{_LAYERS}attention_bias": False,
             "speculators_model_type": kind,
             **fixed,
         },
         derived={
-            **_derived(kind, architecture, layers="qwen3", tokens=lambda config: config.max_draft_tokens),
-            f"{_LAYERS}layer_types": blocks.layer_types,
-            "sliding_window_non_causal": lambda _: True,
+            **_derived(kind, architecture, tokens=lambda config: config.max_draft_tokens),
+            f"{_LAYERS}model_type": lambda _: "qwen3",
         },
         irrelevant=blocks.irrelevant_fields(_LAYERS)
         | _IRRELEVANT
         | {"target_hidden_size"},  # their class does not use it; another than the drafter's gives `fc` another shape
-        supported={"causal": (False,), "attention_bias": (False,)},
+        supported={"attention_bias": (False,)},
+        inexpressible=_cannot_express,
         maps_vocabulary=True,
-        refused=(
-            blocks.needs_full_attention(_LAYERS),
-            *refused,
-        ),
+        refused=refused,
         shared=(blocks.mask_of_target(kept=True) if learns_mask else {}) | blocks.head_of_target(kept=True),
         taken_from_target=lambda config: frozenset(
             from_target | ({blocks.HEAD} if config.draft_vocab_size == config.vocab_size else set())

@@ -18,7 +18,7 @@ def _recognize(record: Mapping[str, Any], names: Collection[str]) -> tuple[str, 
     fuses = "p_eagle" if MASK_OF_P_EAGLE in names else "eagle3"
     if named == ["Eagle3LlamaForCausalLM"]:  # vLLM's name for EAGLE-3's LlamaForCausalLM
         return fuses, "its architecture is Eagle3LlamaForCausalLM"
-    fitting = [kind for kind, options in KINDS.items() if named == [options.serving.architecture]]
+    fitting = [kind for kind, options in KINDS.items() if named in [[each] for each in options.serving.architectures]]
     if not fitting or not isinstance(named, list):
         return None
     stated = look_up(record, f"{EXTRA}.kind")

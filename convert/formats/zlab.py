@@ -64,10 +64,15 @@ FORMAT = Format(
                 "num_target_layers": lambda config: max(config.layer_ids) + 2,
             },
             irrelevant=blocks.irrelevant_fields() | {"auto_map", blocks.DRAFTS_FROM_ANCHOR},
-            supported={"layer_ids": lambda ids: min(ids) > 0, "causal": (False,), "attention_bias": (False,)},
+            supported={
+                "layer_ids": lambda ids: min(ids) > 0,
+                "causal": (False,),
+                "attention_bias": (False,),
+                "sliding_window": (None,),
+            },
             maps_vocabulary=True,
             refused=(
-                blocks.needs_full_attention(),
+                blocks.needs_full_attention,
                 blocks.needs_no_draft_from_anchor(blocks.DRAFTS_FROM_ANCHOR),
             ),
             shared=blocks.mask_of_target(kept=False) | blocks.head_of_target(kept=False),

@@ -22,6 +22,8 @@ class ServingSpec:
     """`method` of vLLM's `speculative_config`."""
     architecture: str
     """Architecture in the `config.json` that vLLM loads."""
+    architecture_of_qwen3: str | None = None
+    """The same for layers of Qwen3's form, where vLLM has another class for them."""
     method_on_cpus: str | None = None
     """The same on CPUs, where Draftsmith's plugin serves it under the name of another kind; None where it is no other."""
     needs_plugin: bool = False
@@ -63,6 +65,11 @@ class ServingSpec:
     """Files that vLLM reads beside `config.json` and `model.safetensors`, each with a tensor of the file's name."""
     runner_v2: bool = True
     """Whether vLLM's model runner V2 serves it, or only V1."""
+
+    @property
+    def architectures(self) -> tuple[str, ...]:
+        """All of the kind."""
+        return (self.architecture, *([self.architecture_of_qwen3] if self.architecture_of_qwen3 else []))
 
     @property
     def speculative(self) -> dict[str, Any]:
@@ -145,6 +152,7 @@ class Eagle3Options(FusingOptions):
     serving: ClassVar = ServingSpec(
         method="eagle3",
         architecture="LlamaForCausalLMEagle3",
+        architecture_of_qwen3="Eagle3Qwen3ForCausalLM",
         reads_layers=True,
         shares_embedding=True,
         rows_read=(_EMBEDDING,),
@@ -163,6 +171,7 @@ class PEagleOptions(FusingOptions):
     serving: ClassVar = ServingSpec(
         method="eagle3",
         architecture="LlamaForCausalLMEagle3",
+        architecture_of_qwen3="Eagle3Qwen3ForCausalLM",
         reads_layers=True,
         shares_embedding=True,
         fixed_k=True,
@@ -452,7 +461,7 @@ def kinds_of(trait: Callable[[ServingSpec], bool]) -> str:
 def kind_of_architecture(architecture: str) -> str | None:
     """The kind of an architecture in a drafter's `config.json`, of Draftsmith or another library; None if unknown."""
     for kind, options in KINDS.items():
-        if architecture == options.serving.architecture:
+        if architecture in options.serving.architectures:
             return kind
     # Architectures contain their method's name; the longest match counts: `eagle3`, not `eagle`.
     stock = [kind for kind, options in KINDS.items() if not options.serving.needs_plugin]

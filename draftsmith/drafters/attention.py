@@ -85,7 +85,9 @@ def _rotate(x: torch.Tensor, rope: CosSin) -> torch.Tensor:
     return torch.cat([turned, rest], dim=-1) if rest.shape[-1] else turned
 
 
-def context_of(batch: Batch, queries: torch.Tensor, *, heads: int, head_dim: int, block: int = 1) -> Context:
+def context_of(
+    batch: Batch, queries: torch.Tensor, *, heads: int, head_dim: int, block: int = 1, window: int | None = None
+) -> Context:
     """What some rows of a batch see of it: their document up to their own position.
 
     Args:
@@ -93,13 +95,14 @@ def context_of(batch: Batch, queries: torch.Tensor, *, heads: int, head_dim: int
         heads: N.
         head_dim: C.
         block: rows that each query stands for (`attend_in_blocks`).
+        window: they see at most so many rows of it, the last ones; None: all.
 
     Raises:
         UserError: the environment asks for an attention that there is not.
     """
     if _way_of(queries.device.type, head_dim) == "flex":
-        return FlexContext(batch, queries)
-    return Tiles(batch, queries, heads, block=block)
+        return FlexContext(batch, queries, window=window)
+    return Tiles(batch, queries, heads, block=block, window=window)
 
 
 def _way_of(device: str, head_dim: int) -> str:

@@ -15,7 +15,7 @@ from __future__ import annotations
 from abc import abstractmethod
 from collections.abc import Iterator
 from dataclasses import dataclass, field, replace
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, ClassVar
 
 import torch
 from torch import nn
@@ -49,6 +49,8 @@ class DecoderConfig(DrafterConfig):
     max_position_embeddings: int
     attention_bias: bool = False
     """Queries, keys and values have a bias, as in Qwen2."""
+    sliding_window: int | None = None
+    """In every layer, a row sees at most so many rows of the context, the last up to its own; None: all of them."""
 
     def llama(self) -> LlamaConfig:
         """The layers as a Llama config, which transformers' modules are built from."""
@@ -88,8 +90,8 @@ _WORTH_RUNNING = 0.8
 
 
 def layer_fields(prefix: str = "", *, old_rope: bool = False) -> tuple[Entry | Rope, ...]:
-    """Where Llama configs keep the fields of `DecoderConfig`, other than `layer_ids` and `draft_vocab_size`: paths with a prefix, and
-    RoPE's settings as `rope_parameters` or, in `old_rope`, as `rope_theta` and `rope_scaling`."""
+    """Where Llama configs keep the fields of `DecoderConfig`, other than `layer_ids`, `draft_vocab_size` and `sliding_window` (see `Window`):
+    paths with a prefix, and RoPE's settings as `rope_parameters` or, in `old_rope`, as `rope_theta` and `rope_scaling`."""
     return (
         Entry("hidden_size", int, f"{prefix}hidden_size"),
         Entry("intermediate_size", int, f"{prefix}intermediate_size"),
@@ -116,8 +118,10 @@ LLAMA_IRRELEVANT = frozenset({
     "torch_dtype", "torchscript", "transformers_version", "use_bfloat16", "use_cache",
 })  # fmt: skip
 """Fields of a Llama config that do not change what its layers compute."""
-LLAMA_FIXED = {"mlp_bias": False, "use_sliding_window": False, "sliding_window": None, "layer_types": None}
-"""Fields that do; only these values are implemented."""
+LLAMA_FIXED_BUT_WINDOW = {"mlp_bias": False}
+"""Fields that do, other than `Window`'s; only these values are implemented."""
+LLAMA_FIXED = {**LLAMA_FIXED_BUT_WINDOW, "use_sliding_window": False, "sliding_window": None, "layer_types": None}
+"""The same in formats for which windows are not implemented."""
 
 
 def rotary_embedding(config: DecoderConfig) -> LlamaRotaryEmbedding:
@@ -207,6 +211,8 @@ class DecoderDrafter(Drafter):
     target's) and `draft_token_ids`.
     """
 
+    window_moves: ClassVar[bool] = False
+    """With a sliding window, a later step sees one row of the context less than the step before, as its own slots come into the window."""
     config: DecoderConfig
     embedding: torch.Tensor
     layers: nn.ModuleList
@@ -272,6 +278,8 @@ class DecoderDrafter(Drafter):
                     [(_select(keys, fewer.kept), _select(values, fewer.kept)) for keys, values in pairs]
                     for pairs in own
                 ]
+            if self.window_moves and self.config.sliding_window is not None:
+                predicted = self._visible(batch, running, step=k + 1)
             positions = batch.positions[running] + k + 1
             if masks is not None:
                 embeds, state = masks
@@ -342,9 +350,12 @@ class DecoderDrafter(Drafter):
                 found[k] = _FewerRows(kept.to(rows.device), place.to(rows.device), rows, self._visible(batch, rows))
         return found
 
-    def _visible(self, batch: Batch, rows: torch.Tensor) -> Context:
-        """What some rows of the batch see of it."""
-        return context_of(batch, rows, heads=self.config.num_attention_heads, head_dim=self.config.head_dim)
+    def _visible(self, batch: Batch, rows: torch.Tensor, *, step: int = 0) -> Context:
+        """What some rows of the batch see of it in a chain step."""
+        config, window = self.config, self.config.sliding_window
+        if window is not None and self.window_moves:
+            window = max(1, window - step)  # a row always sees itself
+        return context_of(batch, rows, heads=config.num_attention_heads, head_dim=config.head_dim, window=window)
 
     def inverse_frequencies(self) -> torch.Tensor:
         """[C / 2], or fewer where RoPE turns part of each head: radians that each rotary pair turns per position."""

@@ -14,7 +14,8 @@ Each layer has Qwen3's form. Queries come from the block's rows alone; keys and 
     logits = lm_head(norm(u))                                over the draft vocabulary
 
 with RoPE at t for the context and at a + j for row j. The context goes through no layer: every layer reads the same c. Rows of a block
-see all of it, and each other in both directions (`causal`: no later row). Row j >= 1 predicts the token at its own position, x_{a+j};
+see all of it (`sliding_window`: its last so many rows, the same ones from every row of the block), and each other in both directions
+(`causal`: no later row). Row j >= 1 predicts the token at its own position, x_{a+j};
 nothing is predicted from row 0.
 
 In the terms of `Batch`, row p has the anchor a = p + 1: the last state of the context is its own, and chain step k is row k + 1.
@@ -44,7 +45,7 @@ from draftsmith.drafters.base import ChainStep, Drafter, InitCost, LossTerms, di
 from draftsmith.drafters.batch import Batch
 from draftsmith.drafters.branches import Branches, IndependentSlots
 from draftsmith.drafters.decoder import (
-    LLAMA_FIXED,
+    LLAMA_FIXED_BUT_WINDOW,
     LLAMA_IRRELEVANT,
     DecoderConfig,
     DecoderLayer,
@@ -54,7 +55,7 @@ from draftsmith.drafters.decoder import (
     shape_of_target,
 )
 from draftsmith.drafters.init import block_context, blocks, least_squares
-from draftsmith.drafters.layout import EightBits, Entry, Layout, Source, look_up, same_names
+from draftsmith.drafters.layout import EightBits, Entry, Layout, Source, Window, look_up, same_names
 from draftsmith.drafters.norm import RMSNorm
 from draftsmith.run.errors import UserError
 from draftsmith.run.weights import Weight
@@ -141,15 +142,17 @@ def read_mask(directory: Path, config: DFlashConfig) -> torch.Tensor | None:
 _VLLM = Layout(
     fields=(
         *layer_fields(),
+        Window(),
         Entry("layer_ids", tuple, "eagle_aux_hidden_state_layer_ids", default=_ids_of_outputs),
         Entry("draft_vocab_size", int, default=lambda _, config: config["vocab_size"]),
         Entry("block_size", int),
         Entry("mask_token_id", int, "dflash_config.mask_token_id"),
-        Entry("causal", bool, "dflash_config.causal", default=False),
+        # vLLM's own default, by the type of each layer.
+        Entry("causal", bool, "dflash_config.causal", default=lambda _, config: config["sliding_window"] is not None),
     ),
     names=same_names,
     fixed={
-        **LLAMA_FIXED,
+        **LLAMA_FIXED_BUT_WINDOW,
         "attention_bias": False,
         "dflash_config.use_aux_hidden_state": True,
         "dflash_config.sample_from_anchor": False,
@@ -334,7 +337,8 @@ class DFlashDrafter(Drafter):
         known_rows = self.config.known_rows
         rows = known_rows + steps
         heads, head_dim = self.config.num_attention_heads, self.config.head_dim
-        visible = context_of(batch, queries, heads=heads, head_dim=head_dim, block=rows)
+        window = self.config.sliding_window
+        visible = context_of(batch, queries, heads=heads, head_dim=head_dim, block=rows, window=window)
         context = self.hidden_norm(self.fc(batch.hidden_states.flatten(1)))
         anchors, mask_token = batch.next_tokens[queries, 0], self.config.mask_token_id
         mask = self.mask_embedding if self.learns_mask else self.embedding[mask_token]

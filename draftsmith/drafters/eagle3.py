@@ -28,6 +28,7 @@ from draftsmith.drafters.base import InitCost, divide_columns
 from draftsmith.drafters.batch import Batch
 from draftsmith.drafters.decoder import (
     LLAMA_FIXED,
+    LLAMA_FIXED_BUT_WINDOW,
     LLAMA_IRRELEVANT,
     DecoderConfig,
     DecoderDrafter,
@@ -37,7 +38,7 @@ from draftsmith.drafters.decoder import (
 )
 from draftsmith.drafters.init import least_squares
 from draftsmith.drafters.init.induction import ROWS_TO_LOOK_UP, attend_by_codes, fit_codes, fit_outputs, write_codes
-from draftsmith.drafters.layout import EXTRA, EightBits, Entry, Layout, Source, same_names
+from draftsmith.drafters.layout import EXTRA, EightBits, Entry, Layout, Source, Window, look_up, put, same_names
 from draftsmith.drafters.norm import RMSNorm
 from draftsmith.run.errors import UserError
 from draftsmith.target.info import TargetInfo
@@ -61,6 +62,8 @@ class Eagle3Config(DecoderConfig):
     """One RMSNorm over all fused states together before `fc`, in some drafters trained elsewhere."""
     target_hidden_size: int | None = None
     """Width of the states that `fc` reads, if it is not the drafter's."""
+    qk_norm: bool = False
+    """Queries and keys are normed, as in Qwen3."""
 
     @property
     def fused_size(self) -> int:
@@ -83,10 +86,22 @@ FLAGS = ("norm_before_residual", "fc_norm", "norm_output", "norm_before_fc")
 """Fields for other norms than the paper's."""
 
 
+@dataclass(frozen=True)
+class _LayersOfQwen3(Entry):
+    """Whether the layers are Qwen3's, by their `model_type`, and not Llama's."""
+
+    def read(self, source: Source, config: dict[str, Any]) -> bool:
+        return look_up(source.record, self.path) == "qwen3"
+
+    def write(self, record: dict[str, Any], value: bool) -> None:
+        put(record, self.path, "qwen3" if value else "llama")
+
+
 def eagle3_layout(
     *,
     ids: Entry,
     flags: Collection[str],
+    any_layers: bool = False,
     several_layers: bool = True,
     false_left_out: bool = False,
     derived: Mapping[str, Callable[[Any], Any]],
@@ -104,6 +119,7 @@ def eagle3_layout(
     Args:
         ids: where `layer_ids` are.
         flags: those of `FLAGS` for which the format has keys.
+        any_layers: the format has Qwen3's layers besides Llama's, and sliding windows.
         several_layers: the format has names for several layers.
         false_left_out: keys of flags that are false are not written.
         prefix: of the layer's fields in the config.
@@ -113,15 +129,20 @@ def eagle3_layout(
     unsaid: dict[str, Any] = {name: (False,) for name in FLAGS if name not in flags}
     if not several_layers:
         unsaid["num_layers"] = (1,)
+    if not any_layers:
+        unsaid |= {"sliding_window": (None,), "qk_norm": (False,)}
 
     def flag(name: str, default: Any = False) -> Entry:
         key = name if name in flags else f"{EXTRA}.{name}"
         return Entry(name, bool, key, default=default, left_out=False if false_left_out else None)
 
-    fixed_in_layers = {f"{prefix}{name}": value for name, value in {**LLAMA_FIXED, "attention_bias": False}.items()}
+    layers = (Window(prefix), _LayersOfQwen3("qk_norm", bool, f"{prefix}model_type")) if any_layers else ()
+    plain = LLAMA_FIXED_BUT_WINDOW if any_layers else LLAMA_FIXED
+    fixed_in_layers = {f"{prefix}{name}": value for name, value in {**plain, "attention_bias": False}.items()}
     return Layout(
         fields=(
             *layer_fields(prefix, old_rope=old_rope),
+            *layers,
             Entry("attention_bias", bool, f"{EXTRA}.attention_bias", default=False),
             ids,
             Entry("draft_vocab_size", int, default=lambda _, config: config["vocab_size"]),
@@ -139,6 +160,11 @@ def eagle3_layout(
     )
 
 
+def _architecture(config: Any) -> str:
+    own, of_qwen3 = Eagle3Options.serving.architectures
+    return of_qwen3 if config.qk_norm else own
+
+
 _VLLM = eagle3_layout(
     ids=Entry(
         "layer_ids",
@@ -148,12 +174,12 @@ _VLLM = eagle3_layout(
         other_keys=IDS_IN_SECTION,
     ),
     flags=FLAGS,
+    any_layers=True,
     # vLLM's second model runner compares the head's `weight` with the target's (vllm/v1/worker/gpu/spec_decode/eagle/utils.py): packed
     # integers have none, and 8-bit floats compare with nothing. Integers that are not packed just differ.
     eight_bits=EightBits(but_of_weights=("lm_head",)),
     derived={
-        "architectures": lambda _: [Eagle3Options.serving.architecture],
-        "model_type": lambda _: "llama",
+        "architectures": lambda config: [_architecture(config)],
         "tie_word_embeddings": lambda _: False,
         "num_aux_hidden_states": lambda config: len(config.layer_ids),
         "eagle_config": lambda config: {
@@ -162,7 +188,8 @@ _VLLM = eagle3_layout(
         },
     },
 )
-"""For vLLM's `Eagle3LlamaForCausalLM` (vllm/model_executor/models/llama_eagle3.py). The module already uses its tensor names."""
+"""For vLLM's `Eagle3LlamaForCausalLM` (vllm/model_executor/models/llama_eagle3.py) and, with `qk_norm`, `Eagle3Qwen3ForCausalLM`
+(qwen3_eagle3.py). The module already uses their tensor names."""
 
 
 class Eagle3Drafter(DecoderDrafter):
@@ -189,7 +216,7 @@ class Eagle3Drafter(DecoderDrafter):
         self.input_norm = RMSNorm(config.fused_size, eps) if config.norm_before_fc else None
         self.fc = nn.Linear(config.fused_size, hidden, bias=False)
         self.layers = nn.ModuleList(
-            DecoderLayer(config, reads=hidden if index else 2 * hidden, hidden_norm=index == 0)
+            DecoderLayer(config, reads=hidden if index else 2 * hidden, hidden_norm=index == 0, qk_norm=config.qk_norm)
             for index in range(config.num_layers)
         )
         self.norm = RMSNorm(hidden, eps)

@@ -32,11 +32,14 @@ class FlexContext:
 
     Args:
         queries: int64 [Q] ascending, rows of the batch.
+        window: see `Tiles`.
     """
 
-    def __init__(self, batch: Batch, queries: torch.Tensor) -> None:
+    def __init__(self, batch: Batch, queries: torch.Tensor, *, window: int | None = None) -> None:
         # The first row of each query's document. Nothing here decides on a size, so a GPU never waits.
         starts = torch.searchsorted(batch.documents, batch.documents[queries])
+        if window is not None:
+            starts = starts.maximum(queries - window + 1)
 
         def sees(_batch: Any, _head: Any, query: torch.Tensor, key: torch.Tensor) -> torch.Tensor:
             return (starts[query] <= key) & (key <= queries[query])

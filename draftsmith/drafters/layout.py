@@ -138,6 +138,67 @@ class Rope:
         put(record, scaling, None if rest == {"rope_type": "default"} else rest)
 
 
+FULL, SLIDING = "full_attention", "sliding_attention"
+"""Of `layer_types`: a layer that sees the whole context, and one with a window."""
+
+
+@dataclass(frozen=True)
+class Window:
+    """The sliding window that all layers have or none, as configs of Qwen and Llama say it: its size, whether it is used, and the type of
+    each layer.
+
+    Args:
+        prefix: of the keys.
+        types: `layer_types` is also written where no layer has a window, as in configs of Qwen3.
+    """
+
+    prefix: str = ""
+    types: bool = False
+    field: str = "sliding_window"
+
+    @property
+    def paths(self) -> tuple[str, ...]:
+        return tuple(self.prefix + name for name in ("sliding_window", "use_sliding_window", "layer_types"))
+
+    def read(self, source: Source, config: dict[str, Any]) -> int | None:
+        size, used, types = (look_up(source.record, path) for path in self.paths)
+        of_size, of_use, of_types = self.paths
+        if types is None:
+            # A size alone is used by some readers and not by others, and without types, so is `use_sliding_window`.
+            if used not in (None, False) or (size is not None and used is None):
+                path, value = (of_size, size) if used is None else (of_use, used)
+                raise UserError(
+                    f"`{path}` is {str(value)[:80]!r} in the config, which does not say which layers have a sliding window (`{of_types}`)."
+                )
+            return None
+        if not isinstance(types, list) or any(each not in (FULL, SLIDING) for each in types):
+            raise UserError(
+                f"`{of_types}` is {str(types)[:80]!r} in the config; only {FULL} and {SLIDING} are implemented."
+            )
+        if SLIDING not in types:
+            return None
+        if FULL in types or len(types) != config["num_layers"]:
+            raise UserError(
+                f"`{of_types}` is {str(types)[:80]!r} in the config, for {config['num_layers']} layers. Only drafters whose layers all have a "
+                "sliding window, or none of them, are implemented."
+            )
+        if type(size) is not int or not 0 < size < 1 << 31 or used is False:
+            raise UserError(
+                f"The config's layers have a sliding window (`{of_types}`), and it does not say how long it is: `{of_size}` is "
+                f"{str(size)[:80]!r}, `{of_use}` {str(used)[:80]!r}."
+            )
+        return size
+
+    def write(self, record: dict[str, Any], value: int | None) -> None:
+        size, used, types = self.paths
+        put(record, used, value is not None)
+        if value is not None:
+            put(record, size, value)
+        if value is not None or self.types:
+            layers = int(look_up(record, self.prefix + "num_hidden_layers"))
+            put(record, types, [FULL if value is None else SLIDING] * layers)
+
+
 def same_names(config: Any, tensors: tuple[str, ...]) -> dict[str, str]:
     """`Layout.names` of a format that names tensors as the kind's module does."""
     return dict(zip(tensors, tensors, strict=True))
@@ -175,7 +236,7 @@ class EightBits:
 class Layout:
     """Config and tensor names of one kind in one format."""
 
-    fields: tuple[Entry | Rope, ...]
+    fields: tuple[Entry | Rope | Window, ...]
     """Every field of the kind's config; defaults may use fields before theirs."""
     names: Callable[[Any, tuple[str, ...]], dict[str, str]]
     """Takes the kind's config and the names of its tensors; returns the format's names, each with the kind's. If several of
@@ -208,6 +269,8 @@ class Layout:
     """Likewise, and without one a drafter is not written."""
     whole_vocabulary: bool = False
     """The format's readers take drafters over the target's whole vocabulary only."""
+    inexpressible: Callable[[Any], str | None] = lambda _: None
+    """What of a kind's config the format cannot express together, where it can express each field."""
     taken_from_target: Callable[[Any], frozenset[str]] = lambda _: frozenset()
     """Stored tensors that the format's readers replace by those of the target that the config names, by the kind's config: where a drafter has
     its own, the target is not named."""
@@ -241,6 +304,8 @@ class Layout:
             value = getattr(config, name)
             if not (allowed(value) if callable(allowed) else value in allowed):
                 raise UserError(f"it cannot express `{name}: {value}`")
+        if (what := self.inexpressible(config)) is not None:
+            raise UserError(f"it cannot express {what}")
         if self.whole_vocabulary and config.draft_vocab_size != config.vocab_size:
             raise UserError("its readers draft from the target's whole vocabulary, and this drafter has one of its own")
 

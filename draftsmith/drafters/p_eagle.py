@@ -12,6 +12,9 @@ layer. What is served as one forward pass over K rows is trained slot by slot, w
 Training drops draft tokens at random, the later the more ("conditional drop-out of depths"): slot d is trained for the rows that
 remain of those that slot d-1 was trained for.
 
+With a sliding window of W, slot d sees the real positions > p+d-W, and always p; that is speculators' mask (models/peagle/attention.py), and
+vLLM's for K <= W.
+
 Names and shapes of the tensors are those of vLLM's `llama_eagle3.py`, which takes `mask_hidden` besides EAGLE-3's.
 """
 
@@ -78,6 +81,7 @@ class PEagleDrafter(Eagle3Drafter):
         eight_bits=EightBits(but=("fc",)),
     )
     drafts_at_once: ClassVar = True
+    window_moves: ClassVar = True
     config: PEagleConfig
 
     def __init__(self, config: PEagleConfig, embedding: torch.Tensor, draft_token_ids: torch.Tensor) -> None:

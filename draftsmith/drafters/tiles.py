@@ -79,12 +79,15 @@ class Tiles:
         queries: int64 [Q] ascending, rows of the batch.
         heads: N.
         block: rows that each query stands for (`attend_in_blocks`).
+        window: a query sees at most so many keys, the last; None: all of its document up to itself.
     """
 
-    def __init__(self, batch: Batch, queries: torch.Tensor, heads: int, *, block: int = 1) -> None:
-        self.queries = queries
+    def __init__(
+        self, batch: Batch, queries: torch.Tensor, heads: int, *, block: int = 1, window: int | None = None
+    ) -> None:
+        self.queries, self.window = queries, window
         rows, lengths = queries.tolist(), torch.bincount(batch.documents).tolist()
-        blocks = _blocks(rows, lengths, most=max(1, _QUERIES_IN_BLOCK // block))
+        blocks = _blocks(rows, lengths, most=max(1, _QUERIES_IN_BLOCK // block), window=window)
         groups = _side_by_side(blocks, most_area=_SCORES_IN_TILE // (heads * block))
         self.tiles = [self._tile(group, len(batch.documents)) for group in groups]
         self.recompute = heads * block * sum(tile.masked.numel() for tile in self.tiles) > _SCORES_KEPT
@@ -121,7 +124,10 @@ class Tiles:
         queries = queries.minimum(last_query)  # [S, B]
         keys = first_key + torch.arange(max(len(b.keys) for b in blocks), device=device)  # [S, E]
         # Rows of a document are in the order of their positions, and the padding of its keys comes after all of its queries.
-        masked = keys[:, None] > self.queries[queries][:, :, None]
+        rows_of_queries = self.queries[queries][:, :, None]
+        masked = keys[:, None] > rows_of_queries
+        if self.window is not None:
+            masked |= keys[:, None] <= rows_of_queries - self.window
         return _Tile(queries.flatten(), keys.flatten().clamp(max=rows - 1), masked[:, :, None])
 
     def _join(self, parts: list[torch.Tensor]) -> torch.Tensor:
@@ -129,16 +135,18 @@ class Tiles:
         return torch.cat(parts, dim=1).index_select(1, self._cell).transpose(0, 1)
 
 
-def _blocks(queries: list[int], lengths: list[int], *, most: int) -> list[_Block]:
+def _blocks(queries: list[int], lengths: list[int], *, most: int, window: int | None = None) -> list[_Block]:
     """Cut each document's queries (ascending rows) into blocks of about equal size, at most `most` each; `lengths` are the documents', in
-    rows."""
+    rows. A block begins with the first key that a `window` leaves its first query."""
     blocks = []
     first_key, place = 0, 0
     for length in lengths:
         end_place = bisect_left(queries, first_key + length, lo=place)
         count = math.ceil((end_place - place) / most)
         cuts = [place + (end_place - place) * i // count for i in range(count + 1)] if count else []
-        blocks += [_Block(range(*ends), range(first_key, queries[ends[1] - 1] + 1)) for ends in pairwise(cuts)]
+        for ends in pairwise(cuts):
+            first = first_key if window is None else max(first_key, queries[ends[0]] - window + 1)
+            blocks.append(_Block(range(*ends), range(first, queries[ends[1] - 1] + 1)))
         first_key, place = first_key + length, end_place
     return blocks
 

@@ -321,7 +321,7 @@ def _kind(drafter_dir: Path) -> str:
     config = _config(drafter_dir)
     architecture = (config.get("architectures") or ["none"])[0]
     kind: str | None = str((config.get("draftsmith") or {}).get("kind"))  # some kinds have their architecture in common
-    if kind not in KINDS or KINDS[kind].serving.architecture != architecture:
+    if kind not in KINDS or architecture not in KINDS[kind].serving.architectures:
         kind = kind_of_architecture(architecture)
         if kind == "eagle3" and any(MASK_OF_P_EAGLE in name for name in _tensor_names(drafter_dir)):
             kind = "p_eagle"

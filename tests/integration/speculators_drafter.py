@@ -11,6 +11,8 @@ drafters; `load` opens `FOLDER/converted`. Either writes its logits for `FOLDER/
 `weigh` writes D-PACE's weights of draft tokens to `weigh.safetensors`, [blocks, rows of a block], for the smoothing in `FOLDER/job.json` and the
 cross-entropies and masks in `inputs.safetensors`.
 
+Layers are as the job says them or, with its `window`, those that speculators' trainer makes by default, with that window.
+
 Only the sampling of what is trained on is replaced, to have all of it. Imports nothing of Draftsmith.
 """
 
@@ -31,6 +33,8 @@ from speculators.models.eagle3 import Eagle3DraftModel, Eagle3SpeculatorConfig
 from speculators.models.peagle import PEagleDraftModel, PEagleSpeculatorConfig
 from speculators.models.peagle import core as peagle
 from speculators.proposals.greedy import GreedyTokenProposalConfig
+from speculators.train.cli import create_transformer_layer_config
+from speculators.train.config.schema import TrainConfig
 from transformers import LlamaConfig, Qwen3Config
 
 CLASSES: dict[str, tuple[Any, Any, Any]] = {
@@ -46,10 +50,18 @@ def job_of(folder: Path) -> tuple[str, dict[str, Any]]:
     return job.get("kind", "eagle3"), job
 
 
+def trained_by_default(kind: str, job: dict[str, Any]) -> Any:
+    defaults = TrainConfig.from_flat({"speculator_type": kind, "verifier_name_or_path": job["target"]}).draft
+    layers = job["layer"]["num_hidden_layers"]
+    return create_transformer_layer_config(
+        job["target"], layers, defaults.draft_arch, None, job["window"], defaults.full_attention_indices
+    )
+
+
 def make(folder: Path) -> Any:
     kind, job = job_of(folder)
     model_class, config_class, layer_class = CLASSES[kind]
-    layer = layer_class(**job["layer"])
+    layer = trained_by_default(kind, job) if job.get("window") else layer_class(**job["layer"])
     layer._attn_implementation = "eager"
     config = config_class(
         transformer_layer_config=layer,

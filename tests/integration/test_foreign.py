@@ -48,7 +48,9 @@ def made(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
     for name, options in OPTIONS.items():
         folder = folders[name] = root / name.replace(" ", "-")
         folder.mkdir()
-        job = {"layer": LAYER, "options": options, "target": str(root / "target")}
+        job: dict[str, Any] = {"layer": LAYER, "options": options, "target": str(root / "target")}
+        if name == "as trained by default":
+            job |= {"layer": LAYER | {"num_hidden_layers": 2}, "window": 3}
         (folder / "job.json").write_text(json.dumps(job))
         states = torch.randn(ROWS, len(options["eagle_aux_hidden_state_layer_ids"]), HIDDEN)
         save_file(

@@ -49,6 +49,17 @@ OPTIONS: dict[str, tuple[str, str, dict[str, Any]]] = {
     "dspark as published": ("dspark", "dspark", DSPARK | AS_PUBLISHED | {"draft_vocab_size": VOCAB}),
 }  # fmt: skip
 """By name: speculators' kind, ours, and the fields of its config."""
+WINDOW = 3
+"""Shorter than the texts, and than P-EAGLE's draft: its last slot is out of reach of all rows but its own."""
+OPTIONS |= {
+    "p-eagle as trained by default": ("peagle", "p_eagle", P_EAGLE | {"draft_vocab_size": 20, "norm_before_residual": True}),
+    "dflash as trained by default": ("dflash", "dflash", BLOCK | {"draft_vocab_size": 20}),
+    "dflash with windows in both directions": (
+        "dflash", "dflash", BLOCK | {"draft_vocab_size": 20, "sliding_window_non_causal": True}
+    ),
+    "dspark as trained by default": ("dspark", "dspark", DSPARK | AS_PUBLISHED | {"draft_vocab_size": VOCAB}),
+}  # fmt: skip
+WITH_WINDOWS = [name for name in OPTIONS if name.endswith(("by default", "directions"))]
 
 
 @pytest.fixture(scope="module")
@@ -64,10 +75,11 @@ def root(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return root
 
 
-def write_job(folder: Path, theirs: str, options: dict[str, Any]) -> None:
+def write_job(folder: Path, theirs: str, options: dict[str, Any], window: int | None = None) -> None:
     folder.mkdir()
     job = {
         "kind": theirs, "layer": NARROW, "options": options, "target": str(folder.parent / "target"), "tokens": STEPS,
+        "window": window,
     }  # fmt: skip
     (folder / "job.json").write_text(json.dumps(job))
     tensors = {
@@ -83,7 +95,7 @@ def made(root: Path) -> dict[str, Path]:
     folders = {}
     for name, (theirs, _, options) in OPTIONS.items():
         folders[name] = root / name.replace(" ", "-")
-        write_job(folders[name], theirs, options)
+        write_job(folders[name], theirs, options, WINDOW if name in WITH_WINDOWS else None)
     drive("make", folders)
     return folders
 
@@ -123,6 +135,7 @@ def test_speculators_drafters_are_read(made: dict[str, Path], name: str) -> None
     found = recognize(folder / "made")
     assert (found.format, found.kind) == ("speculators", OPTIONS[name][1])
     checkpoint = read(folder / "made", found, describe_target(folder.parent / "target"))
+    assert checkpoint.config["sliding_window"] == (WINDOW if name in WITH_WINDOWS else None)
     assert_same_logits(checkpoint, folder, "make")
 
 
@@ -144,6 +157,8 @@ def ours(root: Path) -> dict[str, tuple[Path, Checkpoint]]:
                 config |= {"block_size": STEPS + 1} | ({"markov_rank": 6} if kind == "dspark" else {})
             if kind == "dspark" and size == VOCAB:
                 config |= AS_PUBLISHED
+            if size == VOCAB:
+                config |= {"sliding_window": WINDOW, "qk_norm" if kind == "p_eagle" else "causal": True}
             made = drafter_class(kind)
             typed = made.config_class.from_dict(config)
             weights = {name: torch.randn(shape) * 0.3 + ("norm" in name) for name, shape in made.shapes(typed).items()}

@@ -94,6 +94,8 @@ def plain_block(
     hidden = torch.zeros(rows, len(context) + rows, dtype=torch.bool)
     if d.config.causal:
         hidden[:, len(context) :] = torch.ones(rows, rows, dtype=torch.bool).triu(1)
+    if d.config.sliding_window:
+        hidden[:, : max(0, len(context) - d.config.sliding_window)] = True
     for index in range(d.config.num_layers):
         layer = f"layers.{index}."
 
@@ -144,7 +146,9 @@ def compare_with_plain(drafter: DFlashDrafter, right: DFlashDrafter, *, steps: i
 
 
 @pytest.mark.parametrize("steps", [STEPS, 2])
-@pytest.mark.parametrize("changes", [{}, {"num_layers": 1}, {"num_layers": 3, "causal": True}])
+@pytest.mark.parametrize(
+    "changes", [{}, {"num_layers": 1}, {"num_layers": 3, "causal": True}, {"sliding_window": 4, "causal": True}]
+)
 @pytest.mark.parametrize("attention", ["tiles", "flex"])
 def test_packed_blocks_equal_a_forward_pass_over_each(
     changes: dict, steps: int, attention: str, monkeypatch: pytest.MonkeyPatch

@@ -65,7 +65,10 @@ def plain_chain(
         projected = weights[f"{layer}self_attn.{name}.weight"] @ x
         if config.attention_bias:
             projected = projected + weights[f"{layer}self_attn.{name}.bias"]
-        return projected.view(heads, HEAD_DIM)
+        projected = projected.view(heads, HEAD_DIM)
+        if config.qk_norm and name != "v_proj":
+            projected = rms(projected, f"{layer}self_attn.{name[0]}_norm.weight")
+        return projected
 
     def inputs(state: torch.Tensor, token: int) -> tuple[torch.Tensor, torch.Tensor]:
         normed = rms(state, layer + "hidden_norm.weight")
@@ -82,7 +85,7 @@ def plain_chain(
 
     tokens = sequence.token_ids.tolist()
     keys, values = [], []
-    for q in range(p + 1):
+    for q in range(max(0, p + 1 - (config.sliding_window or p + 1)), p + 1):
         x, _ = inputs(fused(q), tokens[q + 1])
         keys.append(rope(project("k_proj", x, KV_HEADS), q))
         values.append(project("v_proj", x, KV_HEADS))
@@ -114,6 +117,7 @@ def plain_chain(
     [
         {}, {"norm_before_residual": True}, {"fc_norm": False}, {"norm_output": True}, {"attention_bias": True},
         {"fc_norm": False, "norm_before_fc": True}, {"target_hidden_size": 10},
+        {"sliding_window": 4, "qk_norm": True},
     ],
 )  # fmt: skip
 @pytest.mark.parametrize("attention", ["tiles", "small tiles", "flex"])

@@ -44,13 +44,16 @@ def some_rows(batch: Batch) -> torch.Tensor:
     return batch.loss_weights.sum(1).nonzero()[:, 0]
 
 
+@pytest.mark.parametrize("window", [None, 1, 31, 150])
 @pytest.mark.parametrize("lengths", [[(400, 150), (30, 9), (33, 10)], [(700, 20)], [(128, 1), (128, 1)], [(5, 2)]])
-def test_flex_attends_as_tiles_do(lengths: list[tuple[int, int]], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_flex_attends_as_tiles_do(
+    lengths: list[tuple[int, int]], window: int | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
     use_flex(monkeypatch)
     batch = pack([make_sequence(*each, seed) for seed, each in enumerate(lengths)], steps=2)
     for queries in (some_rows(batch), torch.arange(len(batch.documents))):
-        found = attended(batch, queries, FlexContext(batch, queries))
-        expected = attended(batch, queries, Tiles(batch, queries, KV_HEADS * GROUP))
+        found = attended(batch, queries, FlexContext(batch, queries, window=window))
+        expected = attended(batch, queries, Tiles(batch, queries, KV_HEADS * GROUP, window=window))
         for one, other in zip(found, expected, strict=True):
             torch.testing.assert_close(one, other, rtol=1e-9, atol=1e-9)
 
@@ -71,16 +74,16 @@ def test_no_queries() -> None:
     FlexContext(batch, torch.arange(0))  # `attend` has nothing to ask it
 
 
-@given(st.lists(st.lists(st.booleans(), min_size=1, max_size=400), min_size=1, max_size=8))
-def test_blocks_of_the_mask(documents: list[list[bool]]) -> None:
+@given(st.lists(st.lists(st.booleans(), min_size=1, max_size=400), min_size=1, max_size=8), st.integers(1, 500))
+def test_blocks_of_the_mask(documents: list[list[bool]], window: int) -> None:
     """A block that is left out has nothing to see, and one that is taken without a mask has everything."""
     numbers = torch.tensor([number for number, rows in enumerate(documents) for _ in rows])
     queries = torch.tensor([row for row, asks in enumerate(one for rows in documents for one in rows) if asks])
     if not len(queries):
         return
-    starts = torch.searchsorted(numbers, numbers[queries])
+    starts = torch.searchsorted(numbers, numbers[queries]).maximum(queries - window + 1)
     keys = torch.arange(len(numbers))
-    sees = (numbers[queries, None] == numbers) & (keys <= queries[:, None])
+    sees = (numbers[queries, None] == numbers) & (keys <= queries[:, None]) & (keys > queries[:, None] - window)
     size, (down, right) = flex._BLOCK, (-(-len(queries) // flex._BLOCK), -(-len(numbers) // flex._BLOCK))
     some, everything = _seen_blocks(queries, starts, len(numbers))
     assert some.shape == everything.shape == (down, right)

@@ -355,6 +355,12 @@ def _of_dspark(**fields: Any) -> dict[str, Any]:
     return {name: value for name, value in record.items() if value is not None}
 
 
+def _of_windows(**fields: Any) -> dict[str, Any]:
+    """As speculators' trainer writes DFlash by default, but for some fields of the layers."""
+    windows = {"layer_types": ["sliding_attention"] * 2, "sliding_window": 2048, "use_sliding_window": True}
+    return SPECULATORS | {"transformer_layer_config": LAYERS_OF_QWEN3 | windows | fields}
+
+
 @pytest.mark.parametrize(
     ("record", "why"),
     [
@@ -363,8 +369,20 @@ def _of_dspark(**fields: Any) -> dict[str, Any]:
         (SPECULATORS | {"sample_from_anchor": True}, "row of the last known token"),
         (
             SPECULATORS | {"transformer_layer_config": LAYERS_OF_QWEN3 | {"layer_types": ["sliding_attention"] * 2}},
-            "only layers with full attention",
+            "does not say how long it is",
         ),
+        (
+            _of_windows(layer_types=["full_attention", "sliding_attention"]),
+            "whose layers all have a sliding window, or none",
+        ),
+        (_of_windows(layer_types=["sliding_attention"]), "for 2 layers"),
+        (
+            _of_windows(layer_types=["sliding_attention", "chunked_attention"]),
+            "only full_attention and sliding_attention",
+        ),
+        (_of_windows(layer_types=None), "does not say which layers"),
+        (_of_windows(use_sliding_window=False), "does not say how long it is"),
+        (_of_windows() | {"sliding_window_non_causal": 1}, "sliding_window_non_causal` is '?1"),
         (SPECULATORS | {"mask_token_id": None}, "mask_token_id"),
         (SPECULATORS | {"mask_token_id": VOCAB}, "too few"),
         (ZLAB | {"layer_types": ["full_attention", "sliding_attention"]}, "only layers with full attention"),

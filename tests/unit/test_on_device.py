@@ -101,13 +101,14 @@ def test_attention(kv_heads: int, group: int, size: int, dtype: torch.dtype, mon
         use_flex(monkeypatch)
     for lengths in ([(400, 150), (30, 9), (33, 10)], [(300, 20)], [(90, 40), (128, 1)]):
         batch = pack([make_sequence(*each, seed) for seed, each in enumerate(lengths)], steps=2)
-        for queries in (batch.loss_weights.sum(1).nonzero()[:, 0], torch.arange(len(batch.documents))):
+        every_row = torch.arange(len(batch.documents))
+        for queries, window in ((batch.loss_weights.sum(1).nonzero()[:, 0], None), (every_row, None), (every_row, 70)):
             torch.manual_seed(0)
             given = [torch.randn(len(queries), kv_heads, group, n, dtype=torch.float64) for n in (size, 3)]
             given[0] /= size**0.5
             given += torch.randn(2, kv_heads, len(batch.documents), size, dtype=torch.float64).unbind()
-            exact = attended(Tiles(batch, queries, kv_heads * group), given, torch.float64)
-            context = FlexContext(batch.to(DEVICE), queries.to(DEVICE))
+            exact = attended(Tiles(batch, queries, kv_heads * group, window=window), given, torch.float64)
+            context = FlexContext(batch.to(DEVICE), queries.to(DEVICE), window=window)
             found = attended(context, [x.float().to(DEVICE) for x in given], dtype)
             for one, other in zip(found, exact, strict=True):
                 # Hopper's products in float32 kernels are of three TF32 parts, or of IEEE numbers.

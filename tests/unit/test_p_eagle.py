@@ -81,13 +81,19 @@ def plain_drafts(
         q, k, v = (
             (x @ weights[f"{layer}self_attn.{name}_proj.weight"].T).unflatten(1, (-1, HEAD_DIM)) for name in "qkv"
         )
+        if d.config.qk_norm:
+            q, k = (rms(each, f"{layer}self_attn.{name}_norm.weight") for each, name in ((q, "q"), (k, "k")))
         q, k = rope(q), rope(k)
         mixed = []
         for head in range(HEADS):
             group = head // (HEADS // KV_HEADS)
             scores = q[:, head] @ k[:, group].T / math.sqrt(HEAD_DIM)
-            future = torch.ones_like(scores, dtype=torch.bool).triu(1)
-            mixed.append(scores.masked_fill(future, -math.inf).softmax(-1) @ v[:, group])
+            hidden = torch.ones_like(scores, dtype=torch.bool).triu(1)
+            if d.config.sliding_window:
+                hidden |= positions <= positions[:, None] - d.config.sliding_window
+                hidden[real:, p] = False  # of its own draft, a slot sees all that came before
+                hidden[real:, real:] &= ~torch.ones(masks, masks, dtype=torch.bool).tril()
+            mixed.append(scores.masked_fill(hidden, -math.inf).softmax(-1) @ v[:, group])
         state = state + torch.cat(mixed, dim=-1) @ weights[layer + "self_attn.o_proj.weight"].T
         y = rms(state, layer + "post_attention_layernorm.weight")
         gate, up, down = (weights[f"{layer}mlp.{name}_proj.weight"].T for name in ("gate", "up", "down"))
@@ -116,7 +122,12 @@ def compare_with_plain(drafter: PEagleDrafter, right: PEagleDrafter) -> None:
         torch.testing.assert_close(parameter.grad, weights[name].grad, rtol=1e-9, atol=1e-9)
 
 
-@pytest.mark.parametrize("changes", [{}, {"num_layers": 1}, {"num_layers": 3, "fc_norm": False}])
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {}, {"num_layers": 1}, {"num_layers": 3, "fc_norm": False}, {"sliding_window": 5, "qk_norm": True}, {"sliding_window": 2},
+    ],
+)  # fmt: skip
 def test_packed_drafts_equal_a_forward_pass_over_them(changes: dict) -> None:
     compare_with_plain(make_drafter(**changes), make_drafter(**changes))
 

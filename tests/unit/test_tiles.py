@@ -19,11 +19,13 @@ from tests.unit.test_loss import LargestTensor
 lengths_and_queries = st.lists(st.lists(st.booleans(), min_size=1, max_size=400), min_size=1, max_size=12)
 
 
-@given(lengths_and_queries, st.integers(100, 200_000))
-def test_every_query_is_in_one_block_with_the_keys_it_sees(documents: list[list[bool]], most_area: int) -> None:
+@given(lengths_and_queries, st.integers(100, 200_000), st.sampled_from([None, 1, 30, 500]))
+def test_every_query_is_in_one_block_with_the_keys_it_sees(
+    documents: list[list[bool]], most_area: int, window: int | None
+) -> None:
     lengths = [len(document) for document in documents]
     queries = [row for row, predicted in enumerate(p for document in documents for p in document) if predicted]
-    blocks = _blocks(queries, lengths, most=tiles._QUERIES_IN_BLOCK)
+    blocks = _blocks(queries, lengths, most=tiles._QUERIES_IN_BLOCK, window=window)
     assert [i for block in blocks for i in block.queries] == list(range(len(queries)))
     starts = [sum(lengths[:i]) for i in range(len(lengths))]
     for block in blocks:
@@ -31,7 +33,8 @@ def test_every_query_is_in_one_block_with_the_keys_it_sees(documents: list[list[
         assert len(rows) <= tiles._QUERIES_IN_BLOCK
         assert block.keys[-1] == rows[-1]
         first = max(start for start in starts if start <= rows[0])
-        assert block.keys[0] == first == max(s for s in starts if s <= rows[-1])
+        assert first == max(s for s in starts if s <= rows[-1])
+        assert block.keys[0] == (first if window is None else max(first, rows[0] - window + 1))
     groups = _side_by_side(blocks, most_area=most_area)
     assert sorted(b.queries[0] for group in groups for b in group) == [b.queries[0] for b in blocks]
     for group in groups:
@@ -40,11 +43,14 @@ def test_every_query_is_in_one_block_with_the_keys_it_sees(documents: list[list[
         assert area <= tiles._AREA_OVER_NEEDED * sum(len(b.queries) * len(b.keys) for b in group)
 
 
-def test_tiles_give_each_query_the_keys_of_its_document_up_to_itself() -> None:
+@pytest.mark.parametrize("window", [None, 20, 200])
+def test_tiles_give_each_query_the_keys_of_its_document_up_to_itself(window: int | None) -> None:
     batch = pack([make_sequence(400, 150, 1), make_sequence(30, 9, 2), make_sequence(33, 10, 3)], steps=2)
     queries = (batch.loss_weights.sum(1) > 0).nonzero()[:, 0]
-    made = Tiles(batch, queries, HEADS)
-    assert len(made.tiles) == 3, "two blocks of one document, of different lengths, and two documents side by side"
+    made = Tiles(batch, queries, HEADS, window=window)
+    assert window or len(made.tiles) == 3, (
+        "two blocks of one document, of different lengths, and two documents side by side"
+    )
     seen: dict[int, list[int]] = {}
     for tile in made.tiles:
         blocks, rows, _, _ = tile.masked.shape
@@ -56,7 +62,7 @@ def test_tiles_give_each_query_the_keys_of_its_document_up_to_itself() -> None:
                 assert seen.setdefault(query, shown) == shown
     for query in queries.tolist():
         same = (batch.documents == batch.documents[query]).nonzero()[:, 0]
-        assert seen[query] == same[same <= query].tolist()
+        assert seen[query] == same[same <= query].tolist()[-(window or len(same)) :]
 
 
 @pytest.mark.parametrize("make", [make_drafter, make_block_drafter], ids=["chains", "blocks"])
