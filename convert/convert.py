@@ -19,6 +19,7 @@ from draftsmith.convert.vocabulary import with_vocabulary
 from draftsmith.drafters import drafter_class
 from draftsmith.drafters.base import Drafter
 from draftsmith.drafters.checkpoint import EMBEDDING, RECORD, TREES, UNKNOWN_TARGET, WEIGHTS, Checkpoint
+from draftsmith.drafters.decoder import DecoderDrafter
 from draftsmith.drafters.vocabulary import choose_draft_vocabulary
 from draftsmith.engine.speculation import drafter_files
 from draftsmith.run import stage
@@ -236,12 +237,24 @@ def convert_checkpoint(
         run.finish(
             digest([str(source.resolve()), figures, dtype, vocabulary, str(store), quantize]), figures, recipe={}
         )
+    if to == "vllm" and (window := checkpoint.config.get("sliding_window")) and not window_as_trained(found.kind):
+        console.print(
+            f"convert: its draft tokens were trained to see the last {window} tokens of the context, all the same ones. vLLM counts what is "
+            "drafted before them too, so in longer contexts the last draft token sees fewer, by about as many as are drafted. That can cost "
+            "acceptance, and changes no answer; up to that length all see what they were trained with."
+        )
     scheme_title = f", {SCHEMES[quantize].title}" if quantize else ""
     console.print(
         f"convert: {out} holds {figures['parameters'] / 1e6:.1f} M parameters in the format {to}{scheme_title}, "
         f"{figures['bytes'] / 1e6:.1f} MB"
     )
     return figures
+
+
+def window_as_trained(kind: str) -> bool:
+    """Whether vLLM counts sliding windows as the kind's module does, and speculators' classes: P-EAGLE's moves on with every draft token."""
+    made = drafter_class(kind)
+    return issubclass(made, DecoderDrafter) and made.window_moves
 
 
 def trees_of(checkpoint: Path) -> dict[str, Any] | None:

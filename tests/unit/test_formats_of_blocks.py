@@ -17,11 +17,11 @@ from safetensors.torch import load_file, save_file
 from draftsmith.cli.plan_training import trained_parameters
 from draftsmith.cli.published import for_serving
 from draftsmith.config.methods import TrainedDrafter
-from draftsmith.convert.convert import convert_checkpoint, leaves_tensors_out, read, recognize
+from draftsmith.convert.convert import convert_checkpoint, leaves_tensors_out, read, recognize, window_as_trained
 from draftsmith.convert.formats import FORMATS
 from draftsmith.drafters.checkpoint import EMBEDDING, Checkpoint
 from draftsmith.engine import environment
-from draftsmith.engine.speculation import check_target, method_config
+from draftsmith.engine.speculation import check_target, method_config, speculative_config
 from draftsmith.run.errors import DraftsmithError, UserError
 from draftsmith.run.weights import Weight
 from draftsmith.target.info import TargetInfo, describe_target
@@ -343,6 +343,80 @@ def test_an_embedding_that_is_missing_is_said(
     assert EMBEDDING not in read(tmp_path / "theirs", recognize(tmp_path / "theirs")).weights
 
 
+# ---- sliding windows ----
+
+
+def _of_windows(**fields: Any) -> dict[str, Any]:
+    """As speculators' trainer writes DFlash by default, but for some fields of the layers."""
+    windows = {"layer_types": ["sliding_attention"] * 2, "sliding_window": 2048, "use_sliding_window": True}
+    return SPECULATORS | {"transformer_layer_config": LAYERS_OF_QWEN3 | windows | fields}
+
+
+@pytest.mark.parametrize(("bidirectional", "causal"), [(False, True), (None, True), (True, False)])
+def test_a_dflash_of_speculators_trainer(
+    bidirectional: bool | None,
+    causal: bool,
+    target: TargetInfo,
+    tensors: TargetTensors,
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    """By default all of its layers have a window, within which rows see no later ones of their block."""
+    record = _of_windows() | {"sliding_window_non_causal": bidirectional}
+    made = sharing("dflash", tensors)
+    folder = own_files(tmp_path / "theirs", record, made, "lm_head.weight", "mask_embedding")
+    expected = made.config | {"sliding_window": 2048, "causal": causal}
+    assert read(folder, recognize(folder), target).config == expected
+    convert_checkpoint(folder, tmp_path / "vllm", to="vllm", target=target, verify=True)
+    assert "the last 2048 tokens of the context" in " ".join(capsys.readouterr().err.split())
+    written = json.loads((tmp_path / "vllm" / "config.json").read_text())
+    # Without `use_sliding_window`, transformers' config of Qwen3, which vLLM reads, drops the window.
+    assert (written["sliding_window"], written["use_sliding_window"]) == (2048, True)
+    assert (written["layer_types"], written["dflash_config"]["causal"]) == (["sliding_attention"] * 2, causal)
+    convert_checkpoint(tmp_path / "vllm", tmp_path / "back", to="speculators", target=target)
+    written = json.loads((tmp_path / "back" / "config.json").read_text())
+    assert written["sliding_window_non_causal"] is not causal
+    assert written["transformer_layer_config"].items() >= {
+        name: record["transformer_layer_config"][name] for name in ("layer_types", "sliding_window", "use_sliding_window")
+    }.items()  # fmt: skip
+    for other in ("zlab", "speculators"):  # without a window, causal layers are not what speculators' classes compute
+        changed = replace(made, config=expected | ({} if other == "zlab" else {"causal": True, "sliding_window": None}))
+        with pytest.raises(UserError, match=r"it cannot express `(sliding_window: 2048|causal: True)"):
+            FORMATS[other].to_files(changed, shared=lambda: tensors)
+
+
+def test_vllm_s_own_default_of_a_window_s_direction(tensors: TargetTensors, tmp_path: Path) -> None:
+    for window in (None, 16):
+        made = make_checkpoint("dflash", CONFIGS["dflash"] | {"sliding_window": window})
+        (folder := tmp_path / str(window)).mkdir()
+        FORMATS["vllm"].write(made, folder)
+        record = json.loads((folder / "config.json").read_text())
+        del record["dflash_config"]["causal"]
+        (folder / "config.json").write_text(json.dumps(record))
+        assert read(folder, recognize(folder)).config["causal"] is (window is not None)
+
+
+@pytest.mark.parametrize("kind", ["eagle3", "p_eagle"])
+def test_qwen3_s_layers_have_a_class_of_their_own_in_vllm(kind: str, tmp_path: Path) -> None:
+    """speculators' trainer gives P-EAGLE such layers by default, with a window that vLLM counts as it does."""
+    config = CONFIGS["p_eagle"] | {"qk_norm": True, "sliding_window": 2048}
+    if kind == "eagle3":
+        config = {name: value for name, value in config.items() if name not in ("num_depths", "mask_token_id")}
+    (tmp_path / "theirs").mkdir()
+    FORMATS["speculators"].write(make_checkpoint(kind, config), tmp_path / "theirs")
+    theirs = json.loads((tmp_path / "theirs" / "config.json").read_text())["transformer_layer_config"]
+    assert (theirs["model_type"], theirs["layer_types"]) == (
+        "qwen3",
+        ["sliding_attention"] * theirs["num_hidden_layers"],
+    )
+    convert_checkpoint(tmp_path / "theirs", tmp_path / "vllm", to="vllm", verify=True)
+    written = json.loads((tmp_path / "vllm" / "config.json").read_text())
+    assert (written["architectures"], written["model_type"]) == (["Eagle3Qwen3ForCausalLM"], "qwen3")
+    assert recognize(tmp_path / "vllm").kind == kind
+    assert speculative_config(tmp_path / "vllm", 2).get("parallel_drafting", False) is (kind == "p_eagle")
+    assert window_as_trained(kind) is (kind == "p_eagle")
+
+
 # ---- what is refused ----
 
 
@@ -353,12 +427,6 @@ def _of_dspark(**fields: Any) -> dict[str, Any]:
     }  # fmt: skip
     record = SPECULATORS | {"speculators_model_type": "dspark"} | plain | fields
     return {name: value for name, value in record.items() if value is not None}
-
-
-def _of_windows(**fields: Any) -> dict[str, Any]:
-    """As speculators' trainer writes DFlash by default, but for some fields of the layers."""
-    windows = {"layer_types": ["sliding_attention"] * 2, "sliding_window": 2048, "use_sliding_window": True}
-    return SPECULATORS | {"transformer_layer_config": LAYERS_OF_QWEN3 | windows | fields}
 
 
 @pytest.mark.parametrize(
@@ -507,19 +575,21 @@ def test_what_vllm_serves_as_it_is(
         check_target(deepspec, target)
 
 
+@pytest.mark.parametrize("window", [None, 2048])
 def test_speculators_drafters_are_converted(
-    target: TargetInfo, tensors: TargetTensors, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    window: int | None, target: TargetInfo, tensors: TargetTensors, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """vLLM loads the format too, and would see only earlier rows of a block (`sliding_window_non_causal`, as speculators leaves it)."""
     monkeypatch.setenv("DRAFTSMITH_CACHE", str(tmp_path / "cache"))
     made = sharing("dflash", tensors)
-    folder = own_files(tmp_path / "theirs", SPECULATORS, made, "lm_head.weight", "mask_embedding")
+    record = _of_windows() if window else SPECULATORS
+    folder = own_files(tmp_path / "theirs", record, made, "lm_head.weight", "mask_embedding")
     method = for_serving(recipe_for(target, str(folder), "dflash")).serve.method
     assert isinstance(method, TrainedDrafter)
     copy = Path(method.model or "")
     assert copy.parent == tmp_path / "cache" / "drafters"
     written = json.loads((copy / "config.json").read_text())
-    assert written["dflash_config"]["causal"] is False
+    assert (written["dflash_config"]["causal"], written.get("sliding_window")) == (window is not None, window)
     assert torch.equal(load_file(copy / "model.safetensors")["mask_embedding"], made.tensors["mask_embedding"])
 
 
