@@ -72,8 +72,12 @@ def made(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
         drafter = make_drafter(case, root / "target")
         (root / name).mkdir()
         checkpoint = Checkpoint(
-            case.kind, drafter.config.to_dict(), dict(UNKNOWN_TARGET), drafter.draft_token_ids, in_memory(drafter.state_dict())
-        )  # fmt: skip
+            case.kind,
+            drafter.config.to_dict(),
+            dict(UNKNOWN_TARGET),
+            drafter.draft_token_ids,
+            in_memory(drafter.state_dict()),
+        )
         FORMATS["vllm"].write(checkpoint.check(), root / name)
     return {name: root / name for name in ("target", *CASES)}
 

@@ -376,9 +376,13 @@ def test_a_dflash_of_speculators_trainer(
     convert_checkpoint(tmp_path / "vllm", tmp_path / "back", to="speculators", target=target)
     written = json.loads((tmp_path / "back" / "config.json").read_text())
     assert written["sliding_window_non_causal"] is not causal
-    assert written["transformer_layer_config"].items() >= {
-        name: record["transformer_layer_config"][name] for name in ("layer_types", "sliding_window", "use_sliding_window")
-    }.items()  # fmt: skip
+    assert (
+        written["transformer_layer_config"].items()
+        >= {
+            name: record["transformer_layer_config"][name]
+            for name in ("layer_types", "sliding_window", "use_sliding_window")
+        }.items()
+    )
     for other in ("zlab", "speculators"):  # without a window, causal layers are not what speculators' classes compute
         changed = replace(made, config=expected | ({} if other == "zlab" else {"causal": True, "sliding_window": None}))
         with pytest.raises(UserError, match=r"it cannot express `(sliding_window: 2048|causal: True)"):
