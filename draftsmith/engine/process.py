@@ -28,6 +28,9 @@ from draftsmith.run.process import end_with_parent
 
 _LOG_LINES = 15  # lines of a log that an error shows
 _SECONDS_TO_CLOSE = 10.0
+_TOO_LITTLE_FOR_KV_CACHE = "on kv cache allocation is less than requested memory"
+"""How vLLM's CPU worker says it. It names options of its own, and counts one node, which the check before (`fit.py`) does not: virtual
+machines that get memory as they run have more."""
 
 
 class EngineFailed(DraftsmithError):
@@ -94,7 +97,10 @@ class EngineProcess:
             raise self._failed(reason, when) from None
         if isinstance(message, _Failure):
             self.close()
-            raise self._failed(message.reason, when)
+            reason = message.reason
+            if _TOO_LITTLE_FOR_KV_CACHE in reason:
+                reason += " (on a CPU vLLM counts the memory of the first NUMA node alone; in a recipe, lower engine.kv_cache_gib)"
+            raise self._failed(reason, when)
         self._ready = True
         return message
 

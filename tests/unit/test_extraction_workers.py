@@ -207,6 +207,26 @@ def test_when_the_last_worker_dies_the_run_stops_and_says_why(tmp_path: Path) ->
         list(run(iter(poisoned), tmp_path, num_workers=2))
 
 
+def refused_by_vllm(pipe: Connection, *arguments: Any) -> None:
+    """A worker whose first NUMA node has less memory than the KV cache takes, as vLLM finds out itself."""
+    from vllm.v1.worker import cpu_worker
+
+    asking = SimpleNamespace(
+        _should_warm_up_model=lambda: False, cache_config=SimpleNamespace(kv_cache_memory_bytes=6 << 30)
+    )
+    node = SimpleNamespace(available_memory=5 << 30, total_memory=8 << 30)
+    with mock.patch.object(cpu_worker, "get_memory_node_info", lambda node_id: node):
+        cpu_worker.CPUWorker.determine_available_memory(asking)  # type: ignore[arg-type]
+
+
+def test_too_little_memory_on_the_first_node_names_the_recipes_key(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(worker, "_child", refused_by_vllm)
+    with pytest.raises(DraftsmithError, match=r"\(5.0/8.0 GiB\).*in a recipe, lower engine\.kv_cache_gib"):
+        list(run(iter(requests(2)), tmp_path, num_workers=1))
+
+
 def test_a_shard_that_cannot_be_written_fails_the_worker(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The last one too, when nothing is asked any more."""
 
