@@ -215,7 +215,7 @@ def refused_by_vllm(pipe: Connection, *arguments: Any) -> None:
         _should_warm_up_model=lambda: False, cache_config=SimpleNamespace(kv_cache_memory_bytes=6 << 30)
     )
     node = SimpleNamespace(available_memory=5 << 30, total_memory=8 << 30)
-    with mock.patch.object(cpu_worker, "get_memory_node_info", lambda node_id: node):
+    with mock.patch.object(cpu_worker, "get_memory_node_info", return_value=node):
         cpu_worker.CPUWorker.determine_available_memory(asking)  # type: ignore[arg-type]
 
 
