@@ -18,7 +18,15 @@ from draftsmith.convert.verify import compare
 from draftsmith.convert.vocabulary import with_vocabulary
 from draftsmith.drafters import drafter_class
 from draftsmith.drafters.base import Drafter
-from draftsmith.drafters.checkpoint import EMBEDDING, RECORD, TREES, UNKNOWN_TARGET, WEIGHTS, Checkpoint
+from draftsmith.drafters.checkpoint import (
+    EMBEDDING,
+    RECORD,
+    TREES,
+    UNKNOWN_TARGET,
+    WEIGHTS,
+    Checkpoint,
+    checkpoint_sha256,
+)
 from draftsmith.drafters.decoder import DecoderDrafter
 from draftsmith.drafters.vocabulary import choose_draft_vocabulary
 from draftsmith.engine.speculation import drafter_files
@@ -52,8 +60,13 @@ def run_convert(recipe: Recipe, run_dir: Path) -> dict[str, Any]:
     run.claim(fresh=True)
     size = FORMATS["vllm"].write(checkpoint, run.directory, dtype=dtype, quantize=quantized)
     write_bytes(run.directory / "README.md", render(checkpoint, recipe.target, quantized=quantized).encode())
-    figures = {"parameters": sum(weight.count for weight in checkpoint.weights.values()), "bytes": size}
-    console.print(f"convert: {run.directory} holds {figures['parameters'] / 1e6:.1f} M parameters for vLLM")
+    parameters = sum(weight.count for weight in checkpoint.weights.values())
+    figures = {
+        "parameters": parameters,
+        "bytes": size,
+        "checkpoint_sha256": checkpoint_sha256(source),
+    }
+    console.print(f"convert: {run.directory} holds {parameters / 1e6:.1f} M parameters for vLLM")
     return run.finish(
         inputs,
         figures,
@@ -64,7 +77,7 @@ def run_convert(recipe: Recipe, run_dir: Path) -> dict[str, Any]:
 
 def converted_from(checkpoint: Path, dtype: str, quantized: str | None) -> str:
     """Digest of all that a conversion depends on: `inputs` in its `stage.json`."""
-    sources = [sha256_of(checkpoint / WEIGHTS), sha256_of(checkpoint / RECORD), dtype]
+    sources = [*checkpoint_sha256(checkpoint).values(), dtype]
     return digest(sources + ([quantized] if quantized else []))
 
 

@@ -18,6 +18,7 @@ from draftsmith.config.target import TargetConfig
 from draftsmith.convert.quantize import SCHEMES
 from draftsmith.data.results_in_words import changed_answers, faster_methods, not_trained_on, trained_on
 from draftsmith.drafters.checkpoint import Checkpoint
+from draftsmith.engine.flags import as_flags
 
 _USUAL_K = 3  # number of speculative tokens in the serving command if no evaluation chose one
 
@@ -99,10 +100,11 @@ def serve_command(
     dtype: str | None,
     enforce_eager: bool,
     hf_overrides: Mapping[str, Any] | None = None,
+    engine: Mapping[str, Any] | None = None,
 ) -> str:
     """The shell command that starts vLLM's OpenAI-compatible server.
 
-    It uses `python -m` because vLLM's CPU build has no working `vllm serve`.
+    `engine` are further engine arguments of vLLM by name. It uses `python -m` because vLLM's CPU build has no working `vllm serve`.
     """
     speculative = serving.speculative | {"model": drafter, "num_speculative_tokens": k}
     if revision:
@@ -110,6 +112,7 @@ def serve_command(
     model = shlex.quote(target) + (f" --revision {shlex.quote(target_revision)}" if target_revision else "")
     options = (f"--dtype {dtype} " if dtype else "") + ("--enforce-eager " if enforce_eager else "")
     options += f"--hf-overrides {shlex.quote(json.dumps(hf_overrides))} " if hf_overrides else ""
+    options += "".join(f"{shlex.quote(one)} " for one in as_flags(engine or {}))
     return (
         f"python -m vllm.entrypoints.openai.api_server --model {model} {options}\\\n"
         f"    --speculative-config {shlex.quote(json.dumps(speculative))}"
@@ -119,14 +122,15 @@ def serve_command(
 def _headline(results: Mapping[str, Any] | None) -> str:
     if results is None:
         return ""
-    if wrong := changed_answers(results):
+    if wrong := changed_answers(results, methods=False):
         return f" **Do not serve it: in its evaluation the text changed** ({'; '.join(wrong)})."
     suite, found = next(iter(results["suites"].items()))
-    speedup, over_fastest = (found["throughput"][name] for name in ("speedup", "speedup_over_fastest_baseline"))
+    timed = found["throughput"]
+    speedup, over_fastest = timed["speedup"], timed["speedup_over_fastest_baseline"]
     return (
         f" Measured speedup: **{speedup['value']:.2f}×** (median of starts {speedup['median']:.2f}×) over decoding without speculation in "
-        f"{results['dtype']}, and {over_fastest['value']:.2f}× (median {over_fastest['median']:.2f}×) over the machine's fastest ({suite}, "
-        f"K = {results['num_speculative_tokens']}, concurrency 1)."
+        f"{results['dtype']}; over the machine's fastest baseline ({timed['fastest_baseline']}), {timed['fastest_speculative']}: "
+        f"{over_fastest['value']:.2f}× (median {over_fastest['median']:.2f}×) ({suite}, K = {results['num_speculative_tokens']}, concurrency 1)."
     )
 
 
@@ -139,7 +143,8 @@ def _serving(
     evaluate: Mapping[str, Any] | None,
 ) -> str:
     results = evaluate["figures"] if evaluate else None
-    eager = evaluate is not None and evaluate["recipe"]["engine"]["enforce_eager"]
+    engine = evaluate["recipe"]["engine"] if evaluate else {}
+    eager = bool(engine.get("enforce_eager"))
     predicted = drafter.training.get("predicted_acceptance_length") or {}
     dtype = results["dtype"] if results else target.dtype if target else None
     k = results["num_speculative_tokens"] if results else min(_USUAL_K, max(map(int, predicted), default=_USUAL_K))
@@ -153,6 +158,7 @@ def _serving(
         dtype=dtype,
         enforce_eager=eager,
         hf_overrides=drafter.target.get("hf_overrides"),
+        engine=_more_of_the_engine(engine),
     )
     notes = []
     name = drafter.target["name"] or "its target"
@@ -181,9 +187,20 @@ def _serving(
             "On a CPU, vLLM 0.32 norms the keys of all layers after the first with the first layer's weights, and fewer draft tokens are "
             "accepted; with `draftsmith` installed, its plugin fixes that."
         )
-    if results:
-        tried = ", ".join(results["k_curve"])
-        notes.append(f"{k} speculative tokens were the fastest of the numbers measured ({tried}).")
+    if evaluate and results:
+        # `evaluate.acceptance_k` is measured too and not chosen from.
+        tried = ", ".join(str(one) for one in evaluate["recipe"]["evaluate"]["k"] if str(one) in results["k_curve"])
+        of = f"the fastest of {tried}" if tried != str(k) else "the only number that was tried"
+        others = (
+            f"; within the errors, {' and '.join(map(str, results['toss_up']))} may be as fast"
+            if results["toss_up"]
+            else ""
+        )
+        notes.append(f"{k} speculative tokens: {of} in the evaluation{others}.")
+        timed = next(iter(results["suites"].values()))["throughput"]
+        faster = timed["configurations"][timed["fastest_speculative"]]["dtype"]
+        if faster != dtype:
+            notes.append(f"`--dtype {faster}` was faster there than {dtype}.")
     notes.append(
         "On a CPU, vLLM 0.32 draws from the wrong distribution when speculating at temperature > 0 (greedy decoding is correct); "
         "with `draftsmith` installed, its plugin fixes that."
@@ -191,6 +208,23 @@ def _serving(
     if eager:
         notes.append("The measurements used `--enforce-eager`; without it vLLM first compiles for minutes.")
     return "\n\n".join(["## Usage", f"```bash\n{command}\n```", " ".join(notes)])
+
+
+def _more_of_the_engine(engine: Mapping[str, Any]) -> dict[str, Any]:
+    """What else of the recipe's `engine` makes the target or its speed another: engine arguments of vLLM by name, without this machine's
+    folders."""
+    options = {
+        key: value
+        for key, value in engine.get("options", {}).items()
+        if not (isinstance(value, str) and value.startswith(("/", "~")))
+    }
+    split = engine.get("tensor_parallel_size", 1)
+    return ({"tensor_parallel_size": split} if split > 1 else {}) | options
+
+
+def _engine_in_words(evaluate: Mapping[str, Any]) -> str:
+    more = _more_of_the_engine(evaluate["recipe"]["engine"])
+    return "".join(f"`{key}: {json.dumps(value)}`; " for key, value in more.items())
 
 
 def _measured(evaluate: Mapping[str, Any], evaluation: str) -> str:
@@ -234,7 +268,7 @@ def _measured(evaluate: Mapping[str, Any], evaluation: str) -> str:
         [
             "## Evaluation",
             f"With {results['target']} on {machine['processor']}, {machine['cores']} cores, {machine['memory_gib']:.0f} GiB, {gpus}; "
-            f"{machine['system']}; {results['dtype']}; {versions}; {evaluate['finished_at']}.",
+            f"{machine['system']}; {results['dtype']}; {_engine_in_words(evaluate)}{versions}; {evaluate['finished_at']}.",
             _table(headings, rows),
             *(f"**{line}**" for line in [*faster_methods(results), *trained_on(results)]),
             *not_trained_on(results),
@@ -242,8 +276,8 @@ def _measured(evaluate: Mapping[str, Any], evaluation: str) -> str:
             f"{Sampling.of(results.get('sampling') or {})}, over "
             "all prompts of the suite. Tokens per second: including the prompt, at concurrency 1, with baseline and speculative "
             f"decoding interleaved ({suite['timed_prompts']} prompts of {first}, stratified by category; {results['engine_starts']} engine "
-            f"start{'s' if results['engine_starts'] > 1 else ''}). Fastest baseline of that suite: "
-            f"{suite['throughput']['fastest_baseline']}. Noise: 95% interval of the speedup of a second baseline engine over the first.",
+            f"start{'s' if results['engine_starts'] > 1 else ''}). Over the fastest baseline of that suite: "
+            f"{suite['throughput']['fastest_speculative']} over {suite['throughput']['fastest_baseline']}. Noise: 95% interval of the speedup of a second baseline engine over the first.",
             _table(
                 ("K", "acceptance length", "predicted in training", "step cost (× baseline)", "of it drafting", "estimated speedup"),
                 curve,
@@ -269,10 +303,18 @@ def _predicted(drafter: Checkpoint) -> str:
     return "\n\n".join(
         [
             "## Predicted acceptance length",
-            "Tokens per step of the target on held-out text, greedy, as predicted in training. This card has no measurements.",
+            f"Tokens per step of the target on held-out text, {_predicted_for(drafter)}, as predicted in training. This card has no measurements.",
             _table(("K", "acceptance length"), rows),
         ]
     )  # fmt: skip
+
+
+def _predicted_for(drafter: Checkpoint) -> str:
+    """How the text was sampled that the prediction is of."""
+    sampling = drafter.training.get("text_sampling", {})
+    if sampling is None:
+        return "which the target did not write, so this is an estimate for greedy answers"
+    return str(Sampling.of(sampling))
 
 
 def _trees(trees: Mapping[str, Any], algorithm: str, *, drafter: str, target: str) -> str:
@@ -347,6 +389,8 @@ def _made(
             f"{figures['sequences'] - figures['held_out_sequences']:,} conversations and {figures['held_out_sequences']:,} "
             f"held out, with {responses}, {figures['tokens']:,} tokens; prompts from {_data_set(extract)['name']}"
         )
+        if more := len(train["recipe"]["train"].get("extra_stores", ())) if train else 0:
+            data += f"; and those of {more} more store{'s' if more > 1 else ''}, which this card does not know"
         rows.append(["data", data])
     return "\n\n".join(["## Training", _table(("", ""), rows)])
 
@@ -370,7 +414,7 @@ def _eval_results(results: Mapping[str, Any]) -> list[EvalResult]:
     labels = {
         "acceptance_length": "Acceptance length",
         "speedup": f"Speedup over the baseline in {results['dtype']}",
-        "speedup_over_fastest_baseline": "Speedup over the machine's fastest baseline",
+        "speedup_over_fastest_baseline": "Speedup of the fastest dtype over the machine's fastest baseline",
     }
     return [
         EvalResult(

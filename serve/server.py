@@ -162,7 +162,7 @@ def chosen_k(recipe: Recipe, run_dir: Path, speculates_with: Mapping[str, str]) 
             f"{path} is not the results of an evaluation. Delete it, or give the number of speculative tokens with -k."
         ) from None
     if measured == speculates_with:
-        if results.get("schema_version") == RESULTS_VERSION and (wrong := changed_answers(results)):
+        if results.get("schema_version") == RESULTS_VERSION and (wrong := changed_answers(results, methods=False)):
             console.print(
                 f"[bold yellow]warning:[/] with this drafter the text changed in {escape(str(path))}: {escape('; '.join(wrong))}",
                 highlight=False,

@@ -20,6 +20,7 @@ from typing import Any
 
 from draftsmith.config.recipe import EngineConfig, Recipe
 from draftsmith.engine import environment
+from draftsmith.engine.flags import as_flags, flag_name
 from draftsmith.engine.speculation import target_arguments
 from draftsmith.run.errors import DraftsmithError, UserError
 from draftsmith.run.progress import console
@@ -37,8 +38,6 @@ _SET_ELSEWHERE = {
 }  # fmt: skip
 """Options of vLLM's server that Draftsmith sets, and where users set them."""
 _NAMES = "served-model-name"
-_AS_JSON = {"allowed-origins", "allowed-methods", "allowed-headers"}
-"""Lists that vLLM's command line takes as one JSON string."""
 _NO_REASON = (
     "Engine core initialization failed",
     "EngineDeadError",
@@ -156,8 +155,8 @@ def server_command(
     ]  # fmt: skip
     if speculative is not None:
         command += ["--speculative-config", json.dumps(speculative)]
-    own = {key: value for key, value in recipe.serve.vllm_args.items() if _flag(key) != _NAMES}
-    named = next((key for key in own if _flag(key) == "hf-overrides"), "")
+    own = {key: value for key, value in recipe.serve.vllm_args.items() if flag_name(key) != _NAMES}
+    named = next((key for key in own if flag_name(key) == "hf-overrides"), "")
     options = recipe.engine.options
     if isinstance(own.get(named), dict):
         options = options | {"hf_overrides": options.get("hf_overrides", {}) | own[named]}
@@ -171,15 +170,15 @@ def server_command(
         command.append("--enforce-eager")
     if recipe.target.trust_remote_code:
         command.append("--trust-remote-code")
-    replaced = {_flag(key) for key in own}
-    given = {_flag(key) for key in arguments}
-    shared = {key: value for key, value in recipe.engine.options.items() if _flag(key) not in replaced | given}
+    replaced = {flag_name(key) for key in own}
+    given = {flag_name(key) for key in arguments}
+    shared = {key: value for key, value in recipe.engine.options.items() if flag_name(key) not in replaced | given}
     return command + _flags(shared) + _flags(own)
 
 
 def served_names(recipe: Recipe) -> list[str]:
     """The names under which clients may ask for the model, if the recipe has any in `serve.vllm_args.served_model_name`."""
-    found = next((value for key, value in recipe.serve.vllm_args.items() if _flag(key) == _NAMES), None)
+    found = next((value for key, value in recipe.serve.vllm_args.items() if flag_name(key) == _NAMES), None)
     return [str(name) for name in (found if isinstance(found, list) else [found] if found else [])]
 
 
@@ -198,23 +197,10 @@ def failure_reason(lines: Sequence[str]) -> str:
 
 def _flags(options: Mapping[str, Any]) -> list[str]:
     """Options as flags of vLLM's command line. Raises UserError: one of them is set elsewhere."""
-    flags: list[str] = []
-    for key, value in options.items():
-        name = _flag(key)
-        if name in _SET_ELSEWHERE:
+    for key in options:
+        if (name := flag_name(key)) in _SET_ELSEWHERE:
             raise UserError(f"`serve.vllm_args.{key}` is set elsewhere: {_SET_ELSEWHERE[name]}.")
-        if isinstance(value, bool):
-            flags.append(f"--{name}" if value else f"--no-{name}")
-        elif name in _AS_JSON:
-            flags += [f"--{name}", json.dumps(value)]
-        elif value is not None:
-            values = value if isinstance(value, list) else [value]
-            flags += [f"--{name}", *(json.dumps(one) if isinstance(one, dict) else str(one) for one in values)]
-    return flags
-
-
-def _flag(key: str) -> str:
-    return key.replace("_", "-").removeprefix("--")
+    return as_flags(options)
 
 
 def require_free(host: str, port: int) -> None:

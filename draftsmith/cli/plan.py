@@ -4,7 +4,8 @@ Units: FLOP (floating-point operations, two per weight and token of a matrix pro
 `plan.hardware` times the share of them that the work is assumed to reach. Mean lengths stand for distributions, so hours are
 orders of magnitude; docs/log.md compares them with measurements.
 
-Not counted: downloads, predicting acceptance length between epochs, and attention inside the drafter.
+Not counted: downloads, predicting acceptance length between epochs, attention inside the drafter, and stores of other runs
+(`train.extra_stores`) that are not there yet.
 """
 
 from __future__ import annotations

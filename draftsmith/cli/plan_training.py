@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
+from pathlib import Path
 from typing import Literal
 
 from draftsmith.cli.plan_stage import StagePlan, conversation_counts, counted, devices_of, hours_of
@@ -12,6 +13,7 @@ from draftsmith.config.recipe import Recipe
 from draftsmith.convert.quantize import SCHEMES, quantized_bytes
 from draftsmith.drafters.base import Drafter
 from draftsmith.engine.memory import BYTES, GIB
+from draftsmith.run import stage
 from draftsmith.train.loss import rows_at_once
 
 _FLOAT32_ON_GPU = 1 / 16
@@ -32,9 +34,10 @@ def plan_train(recipe: Recipe, assumed: Assumptions, drafter: Drafter, *, layers
     precision = options.precision_on(device)
     training, _ = conversation_counts(recipe, assumed)
     length = assumed.prompt_tokens + assumed.response_tokens
-    learned = length if options.prompt_loss_weight else assumed.response_tokens
-    predicting = options.drafter.share_of_positions * learned / length
-    tokens = training * length * options.epochs
+    others, answered_by_others = _of_other_stores(recipe)
+    rows, answers = training * length + others, training * assumed.response_tokens + answered_by_others
+    predicting = options.drafter.share_of_positions * (1 if options.prompt_loss_weight else answers / rows)
+    tokens = rows * options.epochs
     answered = predicting * tokens
     optimizer_steps = math.ceil(tokens / options.tokens_per_step)
     trained, by_muon = trained_parameters(recipe, drafter)
@@ -50,9 +53,7 @@ def plan_train(recipe: Recipe, assumed: Assumptions, drafter: Drafter, *, layers
     shared = sum(value.numel() for value in drafter.buffers() if value.is_floating_point())
     own = sum(value.numel() for value in drafter.parameters())
     muons = sum(rows * columns for rows, columns in by_muon)
-    start = drafter.init_cost(
-        drafter.config, rows=round(training * length), answered=round(training * assumed.response_tokens)
-    )
+    start = drafter.init_cost(drafter.config, rows=round(rows), answered=round(answers))
     seconds: dict[str, float] = {}
     if hardware:
         rate = hardware.matmul_tflops * 1e12 * hardware.train_utilization
@@ -68,7 +69,7 @@ def plan_train(recipe: Recipe, assumed: Assumptions, drafter: Drafter, *, layers
             "reading the store": plain_bytes / (hardware.load_mb_per_second * 1e6 * hardware.count),
         }
     processes = hardware.count if hardware else 1
-    rows = options.tokens_per_step / (processes * options.gradient_accumulation_steps)
+    step_rows = options.tokens_per_step / (processes * options.gradient_accumulation_steps)
     parts, number = processes if options.fsdp else 1, BYTES[precision]
     config = drafter.config
     return StagePlan(
@@ -82,7 +83,7 @@ def plan_train(recipe: Recipe, assumed: Assumptions, drafter: Drafter, *, layers
             "gradients": 4 * trained // parts,
             "optimizer states": (8 * (trained - muons) + 4 * muons + (4 * own if options.ema else 0)) // parts,
             "activations": int(
-                rows
+                step_rows
                 * (
                     predicting * of_trained(lambda steps: kept_by_row(drafter, steps, layers=layers, number=number))
                     + (1 - predicting) * kept_by_row(drafter, 0, layers=layers, number=number)
@@ -92,8 +93,8 @@ def plan_train(recipe: Recipe, assumed: Assumptions, drafter: Drafter, *, layers
                 loss_bytes(
                     recipe,
                     drafter,
-                    rows * predicting,
-                    rows * predicting * of_trained(float),
+                    step_rows * predicting,
+                    step_rows * predicting * of_trained(float),
                     number=number,
                     device=device,
                 )
@@ -110,6 +111,19 @@ def plan_train(recipe: Recipe, assumed: Assumptions, drafter: Drafter, *, layers
         }
         | devices_of(hardware, counted(processes, "process"), processes),
     )
+
+
+def _of_other_stores(recipe: Recipe) -> tuple[float, float]:
+    """Tokens, and those of answers, in the training parts of `train.extra_stores`: what they record, with all conversations as long as each
+    other. Those that are not there count as nothing (`plan.py` says so)."""
+    tokens = answers = 0.0
+    for folder in recipe.train.extra_stores:
+        if (record := stage.read(Path(folder.path))) is not None:
+            figures = record["figures"]
+            training = 1 - figures["held_out_sequences"] / max(1, figures["sequences"])
+            tokens += training * figures["tokens"]
+            answers += training * figures["response_tokens"]
+    return tokens, answers
 
 
 def plan_convert(recipe: Recipe, drafter: Drafter) -> StagePlan:

@@ -42,7 +42,7 @@ class EvaluateConfig(Section):
     suites: dict[str, SuiteConfig] = Field(default_factory=lambda: {"held_out": SuiteConfig(prompts="held_out")})
     only: tuple[str, ...] | None = None
     """Names of the suites to run. Default: all."""
-    k: tuple[int, ...] = (1, 2, 3, 4)
+    k: tuple[Annotated[int, Field(ge=1)], ...] = Field((1, 2, 3, 4), min_length=1)
     """Numbers of speculative tokens to try on the first suite; the one with the highest estimated speedup is served. With one engine
     start, those are left out that cannot be the fastest, by step costs and acceptance at smaller K."""
     temperature: float = Field(0.0, ge=0)

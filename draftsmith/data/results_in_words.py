@@ -65,22 +65,30 @@ def faster_methods(results: Mapping[str, Any]) -> list[str]:
     return found
 
 
-def changed_answers(results: Mapping[str, Any]) -> list[str]:
+def is_drafters(variant: str) -> bool:
+    """Whether the figures under this name, as in `K = 3` or `K = 3, bfloat16`, are of what is evaluated; other names are of
+    `evaluate.methods`."""
+    return variant.startswith("K = ")
+
+
+def changed_answers(results: Mapping[str, Any], *, methods: bool) -> list[str]:
     """A line for every verdict that speculative decoding changed the target's answers, by suite or load and variant.
 
     Args:
         results: the contents of `results.json`.
+        methods: also of other methods (`evaluate.methods`), which say nothing of what is evaluated.
     """
-    judged: dict[str, Mapping[str, Any]] = {}
+    by_variant: list[tuple[str, str, Mapping[str, Any]]] = []
     for name, suite in results["suites"].items():
         of_suite = {
             **{f"K = {k}": at_k["fidelity"] for k, at_k in suite["at_k"].items()},
             **{method: other["fidelity"] for method, other in suite["methods"].items()},
             **suite["throughput"]["fidelity"],
         }
-        judged |= {f"{name}, {what}": one for what, one in of_suite.items()}
+        by_variant += [(f"{name}, ", what, one) for what, one in of_suite.items()]
     for load in results["load"].values():
-        judged |= {f"{load['in_flight']} at once, {what}": one for what, one in load["fidelity"].items()}
+        by_variant += [(f"{load['in_flight']} at once, ", what, one) for what, one in load["fidelity"].items()]
+    judged = {where + what: one for where, what, one in by_variant if methods or is_drafters(what)}
     found = [
         f"{what}: {one['differing']} of {one['answers']} answers differ, {one['mismatches']} of them where the target "
         f"was not undecided (p = {one['rate_p_value']:.2g} for so many)"
@@ -91,7 +99,7 @@ def changed_answers(results: Mapping[str, Any]) -> list[str]:
         f"{name}: sampled answers do not follow the baseline's distribution (p = {one['continuations_p_value']:.2g} by continuations, "
         f"{one['drafts_p_value']:.2g} by drafted tokens, of {one['answers']} answers)"
         for name, one in results["sampled_fidelity"].items()
-        if one["verdict"] == "wrong"
+        if one["verdict"] == "wrong" and (methods or is_drafters(name))
     ]
 
 

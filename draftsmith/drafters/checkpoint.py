@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from draftsmith.drafters import drafter_class
-from draftsmith.run.atomic_io import read_json, write_json
+from draftsmith.run.atomic_io import read_json, sha256_of, write_json
 from draftsmith.run.errors import UserError
 from draftsmith.run.weights import Weight, listed, open_safetensors, write_safetensors
 
@@ -31,6 +31,11 @@ EMBEDDING = "embed_tokens.weight"
 """[vocab, H]: the drafter's own embedding, if it does not share the target's."""
 UNKNOWN_TARGET: dict[str, str | None] = {"name": None, "revision": None, "config_hash": None}
 """`target` of a drafter whose format does not name it."""
+
+
+def checkpoint_sha256(directory: Path) -> dict[str, str]:
+    """SHA-256 of a checkpoint's files, by name."""
+    return {name: sha256_of(directory / name) for name in (WEIGHTS, RECORD)}
 
 
 class CorruptCheckpoint(UserError):

@@ -35,6 +35,20 @@ class TargetSizes:
     """Parameters that are quantized: the matrices of the layers, in a quantized target."""
     bits: float = 0
     """Of each of these (`weight_bits`)."""
+    experts: int = 0
+    """Weights of all experts that tokens are routed to."""
+    routed_experts: int = 0
+    """Of these, what a token is multiplied by; part of `multiplied`."""
+
+    def weights_read(self, tokens: float) -> float:
+        """Weights that a step of so many tokens reads: matrices once, of experts those that at least one token is routed to.
+
+        As if tokens were routed independently and evenly, which is the most: tokens that follow one another share experts.
+        """
+        if not self.experts:
+            return self.multiplied
+        share = self.routed_experts / self.experts
+        return self.multiplied - self.routed_experts + self.experts * (1 - (1 - share) ** tokens)
 
     def weight_bytes(self, number: int) -> int:
         """Bytes of all weights as they are served, with `number` for each that is not quantized."""
@@ -66,17 +80,18 @@ def target_sizes(
     head = table if head is None else head.weight
     bits = weight_bits(config, quantization)
     sent_to = getattr(config, "num_experts_per_tok", None)
-    multiplied = 0
+    matrices = experts = routed = 0
     for parameter in model.parameters():
         if parameter.ndim == 2 and (parameter is not table or config.tie_word_embeddings):
-            multiplied += parameter.numel()
+            matrices += parameter.numel()
         elif parameter.ndim == 3 and sent_to:  # [experts, out, in]
-            multiplied += parameter.numel() * sent_to // len(parameter)
+            experts += parameter.numel()
+            routed += parameter.numel() * sent_to // len(parameter)
     heads = config.num_attention_heads
     head_dim = getattr(config, "head_dim", None) or config.hidden_size // heads
     return TargetSizes(
         parameters=sum(parameter.numel() for parameter in model.parameters()),
-        multiplied=multiplied,
+        multiplied=matrices + routed,
         attention_width=config.num_hidden_layers * heads * head_dim,
         kv_values=kv_values(config),
         quantized=sum(
@@ -85,6 +100,8 @@ def target_sizes(
             if bits and parameter.ndim > 1 and parameter is not table and parameter is not head
         ),
         bits=bits or 0,
+        experts=experts,
+        routed_experts=routed,
     )
 
 
@@ -117,9 +134,10 @@ class EngineStep:
         return self.sequences * self.tokens * (2 * self.sizes.multiplied + width)
 
     def bytes_read(self) -> float:
-        """Bytes read in the step: every weight once, and each sequence's keys and values."""
+        """Bytes read in the step: every weight that is used once, and each sequence's keys and values."""
         cache = self.sequences * self.context * self.sizes.kv_values
-        weights = self.sizes.weight_bytes(self.bytes_per_value) * self.sizes.multiplied / self.sizes.parameters
+        used = self.sizes.weights_read(self.sequences * self.tokens)
+        weights = self.sizes.weight_bytes(self.bytes_per_value) * used / self.sizes.parameters
         return weights + (self.bytes_per_value if self.cached is None else self.cached) * cache
 
     def seconds(self, hardware: Hardware) -> float:

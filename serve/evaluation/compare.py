@@ -16,11 +16,12 @@ from typing_extensions import TypedDict
 
 from draftsmith.config.evaluation import RESULTS_VERSION
 from draftsmith.config.sampling import Sampling
+from draftsmith.data.results_in_words import is_drafters
 from draftsmith.data.turns import TURN
 from draftsmith.run.errors import UserError
 from draftsmith.serve.evaluation.configurations import baseline_again_drafter
 from draftsmith.serve.evaluation.schema import AtStart
-from draftsmith.serve.evaluation.statistics import Starts, bootstrap, gain
+from draftsmith.serve.evaluation.statistics import Starts, bootstrap, gain, shared_ratios
 from draftsmith.serve.evaluation.throughput import paired
 
 _LEVEL = 0.05
@@ -95,15 +96,12 @@ def compare(a: Mapping[str, Any], b: Mapping[str, Any]) -> list[Comparison]:
             if _conversations(both) >= _FEWEST and _counts(both):
                 acceptance.append((name, f"acceptance length, K = {k}", both))
         speeds.append((name, "speedup", one["throughput"], other["throughput"]))
-        right = [float(_is_right(of["suites"][name], [of["load"][n] for n in loads.get(name, ())])) for of in (a, b)]
-        verdict = "same" if right[0] == right[1] else "worse" if right[1] < right[0] else "better"
-        if Sampling.of(a["sampling"]).greedy:  # sampled answers are not compared with the baseline's
-            found.append(
-                {
-                    "suite": name, "figure": "the target's own answers", "a": right[0], "b": right[1],
-                    "interval": [right[1] - right[0]] * 2, "verdict": verdict,
-                }
-            )  # fmt: skip
+        if Sampling.of(a["sampling"]).greedy:  # sampled answers are not compared with the baseline's one by one
+            right = [_is_right(of["suites"][name], [of["load"][n] for n in loads.get(name, ())]) for of in (a, b)]
+            found.append(_compared_answers(name, *right))
+    sampled = [[one["verdict"] for name, one in of["sampled_fidelity"].items() if is_drafters(name)] for of in (a, b)]
+    if first in shared and all(sampled):
+        found.append(_compared_answers(first, *("wrong" not in verdicts for verdicts in sampled)))
     speeds += [(first, f"speedup, {n} at once", a["load"][n], b["load"][n]) for n in loads.get(first, ())]
     speeds = [one for one in speeds if _conversations(_speed_prompts(*one[2:])) >= _FEWEST]
     if not acceptance and not speeds:
@@ -119,6 +117,14 @@ def compare(a: Mapping[str, Any], b: Mapping[str, Any]) -> list[Comparison]:
     for name, figure, one, other in speeds:
         found.append(_compared_speeds(name, figure, one, other, alike=alike, level=_LEVEL / 2 / len(speeds)))
     return found
+
+
+def _compared_answers(suite: str, a: bool, b: bool) -> Comparison:
+    """Whether the drafter left the target's answers as they are."""
+    return {
+        "suite": suite, "figure": "the target's own answers", "a": float(a), "b": float(b), "interval": [float(b) - float(a)] * 2,
+        "verdict": "same" if a == b else "worse" if a else "better",
+    }  # fmt: skip
 
 
 def _compared(suite: str, figure: str, before: float, after: float, interval: list[float]) -> Comparison:
@@ -145,6 +151,7 @@ def _compared_speeds(
         }  # fmt: skip
     (drafter_a, noise_a), (drafter_b, noise_b) = _over_baseline(a), _over_baseline(b)
     interval = gain(drafter_a, drafter_b, noise_a=noise_a, noise_b=noise_b, level=level)
+    before, after = shared_ratios(drafter_a, drafter_b)  # the recorded ones are of all prompts of each
     return _compared(suite, figure, before, after, interval)
 
 
@@ -178,9 +185,11 @@ def _conversations(prompts: Iterable[str]) -> int:
 
 
 def _is_right(suite: Mapping[str, Any], loads: Sequence[Mapping[str, Any]]) -> bool:
-    """Whether rounding explains every difference from the baseline, on a suite and in loads of its prompts."""
+    """Whether rounding explains every difference between the drafter's answers and the baseline's, on a suite and in loads of its prompts."""
     judged = [at_k["fidelity"] for at_k in suite["at_k"].values()]
-    judged += [one for timed in (suite["throughput"], *loads) for one in timed["fidelity"].values()]
+    judged += [
+        one for timed in (suite["throughput"], *loads) for name, one in timed["fidelity"].items() if is_drafters(name)
+    ]
     return all(one["verdict"] != "wrong" for one in judged)
 
 

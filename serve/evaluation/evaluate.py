@@ -40,6 +40,7 @@ from draftsmith.config.sampling import Sampling
 from draftsmith.data.prompts import Prompt
 from draftsmith.data.results_in_words import changed_answers
 from draftsmith.data.turns import TurnRenderer
+from draftsmith.drafters.checkpoint import checkpoint_sha256
 from draftsmith.engine.environment import resolved
 from draftsmith.engine.options import check_options
 from draftsmith.engine.speculation import check_graph_sizes, model_content
@@ -92,13 +93,15 @@ def run_evaluate(recipe: Recipe, run_dir: Path) -> Results:
         The contents of `results.json`.
 
     Raises:
-        UserError: there is no drafter, or a prompt does not fit the engine.
+        UserError: there is no drafter, the run's checkpoint is newer, or a prompt does not fit the engine.
         WrongAnswersError: speculative decoding changes the text.
         DraftsmithError: an engine failed.
     """
     check_options(recipe.engine)
     run = StageRun("evaluate", run_dir / recipe.evaluate.output)
     speculates_with = speculator(recipe, run_dir)
+    if speculates_with.own:
+        _require_converted(run_dir)
     recipe = speculates_with.measured(recipe)
     target = describe_target(prepare_target(recipe.target), recipe.target)
     output = run.directory
@@ -265,6 +268,17 @@ def _rendered(recipe: Recipe, renderer: TurnRenderer, name: str, prompts: Sequen
     return render_suite(renderer, name, prompts, max_tokens, options.score, held_out=options.prompts == "held_out")
 
 
+def _require_converted(run_dir: Path) -> None:
+    """Raises UserError: the run was trained again after its drafter was made. What training predicted and trained on is then another drafter's."""
+    converted, trained = stage.read(run_dir / "vllm"), stage.read(run_dir / "checkpoint")
+    made_from = converted["figures"].get("checkpoint_sha256") if converted else None
+    if made_from and trained and made_from != checkpoint_sha256(run_dir / "checkpoint"):
+        raise UserError(
+            f"The drafter in {run_dir / 'vllm'} was not made from the checkpoint in {run_dir / 'checkpoint'}, which is newer. Run "
+            "`draftsmith convert` with this recipe, and then `draftsmith evaluate`."
+        )
+
+
 def _predicted(run_dir: Path, sampling: Sampling) -> dict[str, float] | None:
     """Acceptance length by K that training predicted for this sampling, from the checkpoint's `stage.json`: from text that was sampled so,
     or because the recipe asked for it (`train.predict_temperature`)."""
@@ -386,11 +400,14 @@ def _shown(found: Results, output: Path) -> Results:
     """
     print_table(found)
     console.print(f"evaluate: report in {output / 'report.html'}", highlight=False, soft_wrap=True)
-    wrong = changed_answers(found)
+    wrong = changed_answers(found, methods=True)
     if wrong:
+        what = (
+            "this drafter" if changed_answers(found, methods=False) else "that method (this drafter is not among them)"
+        )
         raise WrongAnswersError(
             f"Speculative decoding changed the target's answers by more than rounding explains: {'; '.join(wrong)}. The results are "
-            "written and list the first differences. Do not serve this drafter with this engine: a faulty engine, plugin or drafter "
+            f"written and list the first differences. Do not serve {what} with this engine: a faulty engine, plugin or drafter "
             "configuration changes text, not only speed."
         )
     return found

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable, Mapping, Sequence
 from html import escape
 
@@ -131,7 +132,7 @@ engine starts. Noise: a second baseline engine over the first.</p>
 {_configurations(results)}
 <h2>Numbers of speculative tokens</h2>
 <p class="soft">Step cost: the time of a decoding step over that of a baseline step, one prompt at a time. Estimated speedup:
-acceptance length over step cost. The K with the highest is chosen; the speedup above is measured at that K.{_toss_up(results)}</p>
+acceptance length over step cost. Of the recipe's <code>evaluate.k</code>, the one with the highest is chosen; the speedup above is measured at that K.{_toss_up(results)}</p>
 {_curve_table(results)}
 {_categories(results)}{_quality(results)}{_load(results)}{_rates(results)}{_examples(results)}<h2>Measured with</h2>
 {_facts(results)}
@@ -442,6 +443,8 @@ def _facts(results: Results) -> str:
         ["system", machine["system"]],
         ["sampling", str(Sampling.of(results["sampling"]))],
         ["vLLM", "without CUDA graphs (eager)" if results["engine"]["enforce_eager"] else "compiled, with CUDA graphs"],
+        *([["tensor_parallel_size", str(split)]] if (split := results["engine"]["tensor_parallel_size"]) > 1 else []),
+        *([key, json.dumps(value)] for key, value in results["engine"].get("options", {}).items()),
         *([name, version] for name, version in results["versions"].items()),
     ]
     return _table(("", ""), rows)

@@ -176,6 +176,17 @@ def gain(a: Starts, b: Starts, *, noise_a: Starts, noise_b: Starts, level: float
     return _percentiles(found[np.isfinite(found)], level)
 
 
+def shared_ratios(a: Starts, b: Starts) -> tuple[float, float]:
+    """The two ratios whose difference `gain` gives an interval for: on the prompts that all starts of both have.
+
+    Raises:
+        ValueError: they have no prompt in common.
+    """
+    sums_a, sums_b = np.split(conversation_sums([*a, *b]), [len(a)])
+    one, other = (float(np.exp(_log_ratio(sums.sum(axis=(0, 1))))) for sums in (sums_a, sums_b))
+    return one, other
+
+
 def between_starts(groups: Sequence[np.ndarray]) -> tuple[float, float]:
     """Standard deviation between engine starts of the logarithm of a ratio, and its degrees of freedom.
 

@@ -126,6 +126,47 @@ def test_engines_that_differ_more_raise_no_more_alarms() -> None:
     assert alarms <= 4  # 1 expected: half of the level of 0.05 is for speeds
 
 
+def test_printed_speeds_are_of_the_prompts_that_both_have() -> None:
+    """Twice as many prompts in B, on which the drafter is twice as fast."""
+    a, b = _evaluation(0.6), _evaluation(0.6)
+    for suite in b["suites"].values():
+        for one in suite["throughput"]["configurations"].values():
+            faster = 2 if one["speculation"] else 1
+            for start in one["starts"]:
+                more = {
+                    f"more-{name}": [tokens, seconds / faster] for name, (tokens, seconds) in start["by_prompt"].items()
+                }
+                start["by_prompt"] |= more
+        suite["throughput"]["speedup"] = suite["throughput"]["speedup"] | {"value": 1.8}
+    [alike, apart] = [next(one for one in compare(a, other) if one["figure"] == "speedup") for other in (a, b)]
+    assert (apart["a"], apart["b"]) == (alike["a"], alike["b"]) == pytest.approx((1.3, 1.3), rel=0.05)
+    assert apart["interval"][0] <= apart["b"] - apart["a"] <= apart["interval"][1]
+
+
+def test_sampled_answers_that_follow_another_distribution_are_worse() -> None:
+    sampled = {"sampling": {"temperature": 0.8, "top_p": 1.0, "top_k": None}}
+
+    def sampled_as(**verdicts: str) -> dict[str, Any]:
+        found = {name.replace("K", "K = "): {"verdict": verdict} for name, verdict in verdicts.items()}
+        return _evaluation(0.6) | sampled | {"sampled_fidelity": found}
+
+    right = sampled_as(K2="same_distribution", lookup="wrong")
+    for other, verdict in ((sampled_as(K2="wrong"), "worse"), (right, "same")):
+        found = {one["figure"]: one["verdict"] for one in compare(right, other)}
+        assert found["the target's own answers"] == verdict
+    unknown = compare(right, _evaluation(0.6) | sampled)
+    assert "the target's own answers" not in {one["figure"] for one in unknown}
+
+
+def test_other_methods_wrong_answers_are_not_compared() -> None:
+    a, b = _evaluation(0.6), _evaluation(0.6)
+    fidelity = b["suites"]["held_out"]["at_k"]["2"]["fidelity"] | {"verdict": "wrong"}
+    b["suites"]["held_out"]["throughput"]["fidelity"] = {"lookup, float32": fidelity}
+    assert {one["verdict"] for one in compare(a, b)} == {"same"}
+    b["suites"]["held_out"]["throughput"]["fidelity"] = {"K = 2, float32": fidelity}
+    assert "worse" in {one["verdict"] for one in compare(a, b)}
+
+
 def test_one_engine_start_compares_no_speeds() -> None:
     a, b = _evaluation(0.6, starts=1), _evaluation(0.6, speed=1.0, starts=3)
     for of in [*(suite["throughput"] for suite in a["suites"].values()), *a["load"].values()]:

@@ -24,15 +24,17 @@ from draftsmith.cli.plan import config_of_target, drafter_on_meta, make_plan
 from draftsmith.cli.plan_report import report, summary
 from draftsmith.cli.plan_stage import conversation_counts
 from draftsmith.cli.plan_training import flop_of_muon, flop_of_row, kept_by_row, plan_train
-from draftsmith.config.hardware import Hardware
+from draftsmith.config.hardware import Assumptions, Hardware
 from draftsmith.config.loading import load_recipe
 from draftsmith.config.recipe import Recipe
+from draftsmith.config.training import StoreFolder
 from draftsmith.drafters import dflash, eagle, eagle3, medusa, mlp_speculator, p_eagle
 from draftsmith.drafters.base import Drafter
 from draftsmith.drafters.batch import Batch
 from draftsmith.drafters.init import blocks, induction, least_squares, parallel
 from draftsmith.engine.step_cost import EngineStep, TargetSizes, flop_of_text, target_sizes
 from draftsmith.run.errors import UserError
+from draftsmith.run.stage import StageRun
 from draftsmith.store.format import Sequence
 from draftsmith.store.reader import Store
 from draftsmith.store.writer import StoreWriter
@@ -109,7 +111,16 @@ def test_targets_have_the_parameters_they_are_known_for() -> None:
         decoder_sparse_step=1,
     )
     attention, router, expert = 32 * (32 + 16 + 16 + 32), 32 * 8, 3 * 32 * 16
-    assert target_sizes(experts).multiplied == 2 * (attention + router + 2 * expert) + 64 * 32
+    found = target_sizes(experts)
+    others = 2 * (attention + router) + 64 * 32
+    assert found.multiplied == others + 2 * 2 * expert
+    # A step reads the experts of all its tokens: of one token two of eight, of many all.
+    assert found.weights_read(1) == pytest.approx(found.multiplied)
+    assert found.weights_read(2) == pytest.approx(others + 2 * 8 * expert * (1 - (6 / 8) ** 2))
+    assert found.weights_read(1000) == pytest.approx(others + 2 * 8 * expert)
+    steps = [EngineStep(found, 2, devices=1, sequences=1, context=0, tokens=tokens).bytes_read() for tokens in (1, 4)]
+    assert steps[1] > 1.2 * steps[0]
+    assert sizes("llama-3.1-8b").weights_read(64) == llama.multiplied
 
 
 def test_engine_arithmetic() -> None:
@@ -133,6 +144,25 @@ def test_engine_arithmetic() -> None:
     assert step.seconds(computes) == pytest.approx(step.flop() / (2 * 1e6) / 0.5)
     reads = Hardware(matmul_tflops=1, memory_gb_per_second=1e-6, decode_utilization=0.5, **rates)
     assert step.seconds(reads) == pytest.approx(step.bytes_read() / (2 * 1e3) / 0.5)
+
+
+def test_stores_of_other_runs_are_trained_on_too(tmp_path: Path) -> None:
+    drafter, _ = _tiny("eagle3")
+    recipe = _recipe("eagle3")
+    extra = recipe.train.model_copy(update={"extra_stores": (StoreFolder(path=str(tmp_path / "store")),)})
+    both = recipe.model_copy(update={"train": extra})
+    assumed = Assumptions(prompt_tokens=10, response_tokens=20, conversations=50)
+    alone, missing = (plan_train(one, assumed, drafter, layers=3) for one in (recipe, both))
+    assert missing.tokens == alone.tokens
+    # Of 100 conversations with 9,000 tokens, 6,000 of them answers, a tenth is held out.
+    figures = {"sequences": 100, "held_out_sequences": 10, "tokens": 9000, "response_tokens": 6000}
+    (tmp_path / "store").mkdir()
+    run = StageRun("extract", tmp_path / "store", started=0)
+    run.claim(fresh=True)
+    run.finish("inputs", figures, recipe={})
+    planned = plan_train(both, assumed, drafter, layers=3)
+    assert planned.tokens - alone.tokens == round(8100 * recipe.train.epochs)
+    assert planned.flop > alone.flop
 
 
 @pytest.mark.parametrize("precision", ["float32", "bfloat16"])

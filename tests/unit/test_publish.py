@@ -24,6 +24,7 @@ from draftsmith.convert.convert import run_convert
 from draftsmith.convert.inspection import inspect
 from draftsmith.convert.model_card import render as render_card
 from draftsmith.convert.publish import publish
+from draftsmith.data.results_in_words import changed_answers
 from draftsmith.drafters import drafter_class
 from draftsmith.drafters.checkpoint import Checkpoint
 from draftsmith.run import stage
@@ -190,7 +191,7 @@ def test_card(run_dir: Path) -> None:
     assert {found.metric_name for found in data.eval_results} == {
         "Acceptance length, 2 speculative tokens",
         "Speedup over the baseline in float32, 2 speculative tokens",
-        "Speedup over the machine's fastest baseline, 2 speculative tokens",
+        "Speedup of the fastest dtype over the machine's fastest baseline, 2 speculative tokens",
     }
     assert serve_command(card) == (
         "python -m vllm.entrypoints.openai.api_server --model you/target --dtype float32 --enforce-eager \\\n"
@@ -205,7 +206,7 @@ def test_card(run_dir: Path) -> None:
         "vllm 0.32.0",
         "| held_out | 2 | 1.700 |",
         "| 1.29 (1.21 to 1.37; 1.30) | 1.12 (1.05 to 1.20; 1.14) | 0.96 to 1.04 |",
-        "speedup: **1.29×** (median of starts 1.30×) over decoding without speculation in float32, and 1.12× (median 1.14×) over the machine's fastest",
+        "speedup: **1.29×** (median of starts 1.30×) over decoding without speculation in float32; over the machine's fastest baseline (baseline, bfloat16), K = 2, float32: 1.12× (median 1.14×)",
         "The drafter was made for tiny-target",
     ):
         assert text in card, card
@@ -249,6 +250,113 @@ def test_an_evaluation_that_finds_changed_answers_says_so_on_the_card(
     assert "**Do not serve it: in its evaluation the text changed** (held_out, K = 2: 4 of" in card
     assert "Measured speedup" not in card
     assert "## Evaluation" in card
+
+
+def measured_card(run_dir: Path, results: dict[str, Any], **engine: Any) -> str:
+    """The card of the run's drafter with these results of engines with more options."""
+    record = stage.read(run_dir / "eval")
+    assert record is not None
+    record["recipe"]["engine"] |= engine
+    return render_card(Checkpoint.load(run_dir / "checkpoint"), evaluate=record | {"figures": results})
+
+
+def test_the_card_says_of_what_a_speedup_is(run_dir: Path) -> None:
+    results: dict[str, Any] = dict(_results())
+    assert "was faster there" not in measured_card(run_dir, results)
+    timed = results["suites"]["held_out"]["throughput"]
+    timed["configurations"]["K = 2, bfloat16"] = timed["configurations"]["K = 2, float32"] | {"dtype": "bfloat16"}
+    timed["fastest_speculative"] = "K = 2, bfloat16"
+    card = measured_card(run_dir, results)
+    assert "over the machine's fastest baseline (baseline, bfloat16), K = 2, bfloat16: 1.12×" in card
+    assert "`--dtype bfloat16` was faster there than float32." in card
+
+
+def test_the_card_names_the_numbers_that_were_chosen_from(run_dir: Path) -> None:
+    results: dict[str, Any] = dict(_results()) | {"toss_up": []}
+    recipe = stage.read(run_dir / "eval")
+    assert recipe is not None
+    assert recipe["recipe"]["evaluate"]["k"] == [1, 2, 3, 4]
+    assert "2 speculative tokens: the fastest of 1, 2, 3 in the evaluation." in measured_card(run_dir, results)
+    results["toss_up"] = [3]
+    assert "in the evaluation; within the errors, 3 may be as fast." in measured_card(run_dir, results)
+    # `evaluate.acceptance_k` is measured too, and was not to be chosen.
+    recipe["recipe"]["evaluate"]["k"] = [2]
+    card = render_card(
+        Checkpoint.load(run_dir / "checkpoint"), evaluate=recipe | {"figures": results | {"toss_up": []}}
+    )
+    assert "2 speculative tokens: the only number that was tried in the evaluation." in card
+
+
+def test_the_card_serves_what_was_measured(run_dir: Path) -> None:
+    options = {"quantization": "fp8_per_channel", "kv_cache_dtype": "fp8", "download_dir": "/home/me"}
+    card = measured_card(run_dir, dict(_results()), tensor_parallel_size=2, options=options)
+    arguments = shlex.split(serve_command(card).replace("\\\n", ""))
+    for flag, value in (("tensor-parallel-size", "2"), ("quantization", "fp8_per_channel"), ("kv-cache-dtype", "fp8")):
+        assert arguments[arguments.index(f"--{flag}") + 1] == value
+    assert (
+        'float32; `tensor_parallel_size: 2`; `quantization: "fp8_per_channel"`; `kv_cache_dtype: "fp8"`; vllm' in card
+    )
+    assert "/home/me" not in card
+
+
+def test_another_methods_wrong_answers_are_not_the_drafters(run_dir: Path) -> None:
+    results: dict[str, Any] = dict(_results())
+    suite = results["suites"]["held_out"]
+    wrong = suite["methods"]["lookup"]["fidelity"] | {"verdict": "wrong"}
+    suite["methods"]["lookup"] |= {"fidelity": wrong}
+    suite["throughput"]["fidelity"] = {"lookup, float32": wrong}
+    results["sampled_fidelity"] = {"lookup": {"verdict": "wrong"}}
+    assert len(changed_answers(results | {"sampled_fidelity": {}}, methods=True)) == 4, "two suites"
+    assert not changed_answers(results, methods=False)
+    card = measured_card(run_dir, results)
+    assert "Measured speedup" in card
+    assert "Do not serve it" not in card
+    suite["throughput"]["fidelity"] = {"K = 2, float32": wrong}
+    assert "Do not serve it" in measured_card(run_dir, results)
+
+
+def test_the_card_says_how_predicted_text_was_sampled(run_dir: Path) -> None:
+    drafter = Checkpoint.load(run_dir / "checkpoint")
+    for sampled, said_of_it in (
+        ({"temperature": 0.0}, "held-out text, greedy, as predicted"),
+        (
+            {"temperature": 0.8, "top_p": 0.95, "top_k": None},
+            "held-out text, temperature 0.8, top-p 0.95, as predicted",
+        ),
+        (None, "which the target did not write, so this is an estimate for greedy answers"),
+    ):
+        assert said_of_it in render_card(replace(drafter, training=drafter.training | {"text_sampling": sampled}))
+
+
+def test_the_card_says_that_there_were_other_stores(run_dir: Path) -> None:
+    drafter, train, extract = (
+        Checkpoint.load(run_dir / "checkpoint"),
+        stage.read(run_dir / "checkpoint"),
+        stage.read(run_dir / "store"),
+    )
+    assert train is not None
+    assert "more store" not in render_card(drafter, train=train, extract=extract)
+    train["recipe"]["train"]["extra_stores"] = [{"path": "/a/store"}, {"path": "/b/store"}]
+    card = render_card(drafter, train=train, extract=extract)
+    assert "prompts from prompts.jsonl; and those of 2 more stores, which this card does not know" in card
+    assert "/a/store" not in card
+
+
+def test_a_drafter_of_an_earlier_checkpoint_is_not_evaluated(run_dir: Path) -> None:
+    """Its figures would stand beside what the newer one predicts."""
+    record = stage.read(run_dir / "checkpoint")
+    assert record is not None
+    recipe = Recipe.model_validate({"name": "tiny", "extract": {"prompts": {"path": "p.jsonl"}}} | record["recipe"])
+    saved = Checkpoint.load(run_dir / "checkpoint")
+    replace(saved, training=saved.training | {"steps": 8}).save(run_dir / "checkpoint")
+    with pytest.raises(
+        UserError, match=r"was not made from the checkpoint in .*, which is newer\. Run `draftsmith convert`"
+    ):
+        evaluation.run_evaluate(recipe, run_dir)
+    run_convert(recipe, run_dir)
+    with pytest.raises(UserError) as refused:  # for its target, which is not there
+        evaluation.run_evaluate(recipe, run_dir)
+    assert "newer" not in str(refused.value)
 
 
 def test_card_without_measurement(run_dir: Path) -> None:
@@ -295,7 +403,7 @@ def test_an_evaluation_writes_the_card_beside_the_drafter(
         "## Evaluation",
         "| held_out | 2 | 1.700 |",
         "| 1.29 (1.21 to 1.37; 1.30) | 1.12 (1.05 to 1.20; 1.14) | 0.96 to 1.04 |",
-        "speedup: **1.29×** (median of starts 1.30×) over decoding without speculation in float32, and 1.12× (median 1.14×) over the machine's fastest",
+        "speedup: **1.29×** (median of starts 1.30×) over decoding without speculation in float32; over the machine's fastest baseline (baseline, bfloat16), K = 2, float32: 1.12× (median 1.14×)",
         "`../eval/results.json`",
         "THIS_DIRECTORY",
         "7 steps, 1,234 tokens",

@@ -118,6 +118,9 @@ def test_an_unknown_key_with_nothing_near_lists_what_is_known(tmp_path):
     ("key", "value", "message"),
     [
         ("name", "../elsewhere", "`name`"),
+        ("evaluate.k", [], "`evaluate.k`"),
+        ("evaluate.k", [0], "`evaluate.k"),
+        ("evaluate.k", [2, -1], "`evaluate.k"),
         ("train.epochs", 0, "`train.epochs`"),
         ("train.drafter.kind", "eagle9", "`train.drafter.kind`"),
         ("train.drafter.kind", "madusa", "`train.drafter.kind` is `madusa` (did you mean `medusa`?)"),

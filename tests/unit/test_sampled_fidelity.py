@@ -95,7 +95,8 @@ def test_a_fault_of_the_size_that_it_promises_to_find_is_found() -> None:
     )  # 19 of 20 are promised; fewer than 16 come once in a thousand times
     wrong = compare_samples(baseline, answers(draw, 400, bias=1.5))
     assert wrong["verdict"] == "wrong"
-    [line] = changed_answers({"suites": {}, "load": {}, "sampled_fidelity": {"K = 2": wrong, "lookup": correct}})
+    found = {"suites": {}, "load": {}, "sampled_fidelity": {"K = 2": wrong, "lookup": correct}}
+    [line] = changed_answers(found, methods=True)
     assert line.startswith("K = 2: sampled answers do not follow the baseline's distribution")
 
 
