@@ -118,13 +118,19 @@ def method_config(
             f"vLLM's `{method.method}`{' with `parallel_drafting`' if method.method not in _FIXED_K else ''} drafts the same number of tokens at every load, but "
             "`num_speculative_tokens_per_batch_size` has several. Give num_speculative_tokens instead."
         )
+    if schedule and drafts_fixed_k(method):
+        # Any schedule, of a single K too, costs vLLM's first runner its full CUDA graphs (vllm/config/vllm.py).
+        config.pop("num_speculative_tokens_per_batch_size")
     return config
 
 
 def drafts_fixed_k(method: Method) -> bool:
     """Whether vLLM drafts the same number of tokens with it at every load. With `parallel_drafting`, under whatever method's name, its
     proposer gives each request as many rows as the largest K has, and with a smaller one takes those of other requests for drafts
-    (vllm/v1/spec_decode/llm_base_proposer.py)."""
+    (vllm/v1/spec_decode/llm_base_proposer.py). On GPUs a draft model drafts as many as the largest K has, whatever is asked for, and the rest is
+    thrown away (vllm/v1/worker/gpu/spec_decode/standalone_ar/speculator.py)."""
+    if isinstance(method, DraftModel) and not environment.is_cpu():
+        return True
     return method.method in _FIXED_K or bool(getattr(method, "parallel_drafting", None))
 
 

@@ -6,7 +6,7 @@ Several engines can be alive at once: start them all, then wait.
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from types import TracebackType
@@ -24,6 +24,10 @@ from draftsmith.serve.evaluation.engine_child import child as _child
 from draftsmith.serve.evaluation.in_flight import Request, Timing
 from draftsmith.serve.evaluation.schema import Execution
 from draftsmith.serve.plugin.suffix import MEASURING
+
+_LARGEST_GRAPH = 512  # vLLM's default for hundreds of sequences, but for Blackwell, where it is 1024
+_SIZES_OF_GRAPHS = {"compilation_config", "cudagraph_capture_sizes", "max_cudagraph_capture_size"}
+"""Engine arguments with which users choose them."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -65,14 +69,16 @@ class EngineSpec:
         return int(self.speculative["num_speculative_tokens"]) if self.speculative else 0
 
     def arguments(self) -> dict[str, Any]:
-        """Keyword arguments of `vllm.LLM`. The baseline differs from speculative engines only in `speculative_config`."""
+        """Keyword arguments of `vllm.LLM`. The baseline differs from speculative engines only in `speculative_config`, and in the graphs that
+        this asks for."""
+        eager = environment.resolved(self.engine).enforce_eager
         arguments = self.engine.options | {
             "model": self.target,
             "trust_remote_code": self.trust_remote_code,
             "dtype": self.dtype,
             "max_model_len": self.engine.max_model_len,
             "max_num_seqs": self.max_num_seqs,
-            "enforce_eager": environment.resolved(self.engine).enforce_eager,
+            "enforce_eager": eager,
             "tensor_parallel_size": self.engine.tensor_parallel_size,
             "enable_prefix_caching": False,  # a repeated prompt must cost what a new one costs
             "disable_log_stats": False,  # the speculative decoding counters come from there
@@ -88,7 +94,34 @@ class EngineSpec:
         if self.speculative is not None:
             arguments["speculative_config"] = self.speculative
             arguments["per_request_spec_decode_metrics"] = "detailed"
+        if not eager and not environment.is_cpu() and not _SIZES_OF_GRAPHS & arguments.keys():
+            arguments["cudagraph_capture_sizes"] = graph_sizes(self.max_num_seqs, self._tokens_per_step())
         return arguments
+
+    def _tokens_per_step(self) -> set[int]:
+        """Of a decoding sequence."""
+        speculative = self.speculative or {"num_speculative_tokens": 0}
+        schedule = speculative.get("num_speculative_tokens_per_batch_size")
+        return {1 + k for _, _, k in schedule} if schedule else {1 + speculative["num_speculative_tokens"]}
+
+
+def graph_sizes(max_num_seqs: int, tokens_per_step: Iterable[int]) -> list[int]:
+    """Tokens of the steps for which a measured engine captures CUDA graphs: alike for the baseline and speculative engines.
+
+    By itself vLLM captures up to `2 * max_num_seqs * (1 + K)` tokens, so few sequences give a speculative engine graphs for prefills that the
+    baseline runs without; a server with its hundreds of sequences has both up to 512 (`_set_cudagraph_sizes` in vllm/config/vllm.py, whose
+    steps these are). Decoding steps have a size of their own for each number of sequences.
+
+    Args:
+        max_num_seqs: the engine's.
+        tokens_per_step: of a decoding sequence, 1 + K.
+    """
+
+    def steps(most: int) -> list[int]:
+        return [n for n in (1, 2, 4, *range(8, 256, 8), *range(256, most + 1, 16), most) if n <= most]
+
+    decoding = {n * tokens for tokens in tokens_per_step for n in steps(max_num_seqs)}
+    return sorted({*steps(_LARGEST_GRAPH), *(size for size in decoding if size <= _LARGEST_GRAPH)})
 
 
 def say_options(stage: str, engine: recipe.EngineConfig) -> None:

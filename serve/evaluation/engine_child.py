@@ -9,8 +9,6 @@ from itertools import pairwise
 from multiprocessing.connection import Connection
 from typing import Any
 
-import torch
-
 from draftsmith.serve.evaluation.draft_clock import DraftClock
 from draftsmith.serve.evaluation.in_flight import ConstantLoad, Request
 from draftsmith.serve.evaluation.schema import Execution
@@ -102,12 +100,11 @@ class _Engine:
         )
 
     def _settle(self) -> None:
-        """Wait for the step that asynchronous scheduling has begun, and for what else the device computes, as a draft is."""
-        for future, *_ in self._llm.llm_engine.engine_core.engine_core.batch_queue or ():
+        """Wait for the step that asynchronous scheduling has begun, and for what else the devices compute, as a draft is."""
+        core = self._llm.llm_engine.engine_core.engine_core
+        for future, *_ in core.batch_queue or ():
             future.result()  # vLLM itself asks again later
-        device = torch.get_device_module()
-        if getattr(device, "is_initialized", lambda: False)():  # not where worker processes have the devices
-            device.synchronize()
+        core.model_executor.collective_rpc("synchronize_device")  # of worker processes too; on a CPU nothing
 
     def advance_load(self, tokens: int) -> bool:
         return self._load.advance(tokens)

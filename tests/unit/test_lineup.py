@@ -15,6 +15,7 @@ from draftsmith.config.methods import AnyMethod, Method
 from draftsmith.engine import environment
 from draftsmith.engine.environment import Gpu
 from draftsmith.engine.memory import GIB, EngineMemory
+from draftsmith.engine.speculation import drafts_fixed_k
 from draftsmith.run.errors import UserError
 from draftsmith.serve.evaluation import engine as engine_module
 from draftsmith.serve.evaluation.engine import EngineSpec
@@ -63,6 +64,16 @@ def test_each_variant_is_beside_its_baseline_and_two_engines_are_up(others: list
 def test_one_engine_drafts_at_every_k_unless_it_always_drafts_the_most(method: dict[str, Any], every_k: bool) -> None:
     found: Method = TypeAdapter(AnyMethod).validate_python(method)
     assert serves_every_k(found, recipe.EngineConfig(enforce_eager=True)) == every_k
+
+
+def test_on_gpus_a_draft_model_always_drafts_the_most(monkeypatch: pytest.MonkeyPatch) -> None:
+    """So tuning finds one K for it, and an engine of its own measures each."""
+    found: Method = TypeAdapter(AnyMethod).validate_python({"method": "draft_model", "model": "a/b"})
+    assert not drafts_fixed_k(found)
+    monkeypatch.setattr(environment, "is_cpu", lambda: False)
+    assert drafts_fixed_k(found)
+    assert not serves_every_k(found, recipe.EngineConfig(enforce_eager=True))
+    assert not drafts_fixed_k(TypeAdapter(AnyMethod).validate_python({"method": "eagle3"}))
 
 
 def test_engines_are_placed_on_as_few_gpus_as_hold_them() -> None:

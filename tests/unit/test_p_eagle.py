@@ -301,6 +301,9 @@ def test_one_of_others_in_vllm_s_plain_form(
         config(method="eagle3")
     with pytest.raises(UserError, match="vLLM's `p_eagle` drafts the same number of tokens at every load"):
         config(method="p_eagle", num_speculative_tokens_per_batch_size=[[1, 4, 3], [5, 8, 1]])
+    # A schedule of a single K says no more than K, and vLLM's first runner would give up its full CUDA graphs for it.
+    scheduled = config(method="p_eagle", num_speculative_tokens_per_batch_size=[[1, 4, 5], [5, 8, 5]])
+    assert scheduled == expected
     write(**{token: None})
     with pytest.raises(UserError, match="its config does not say which token stands for those that are not known yet"):
         config(method="p_eagle")
