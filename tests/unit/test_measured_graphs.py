@@ -27,9 +27,12 @@ def planned(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Any:
     def plan(k: int, *, without: tuple[str, ...] = (), **options: Any) -> Any:
         speculative = {"method": "ngram", "num_speculative_tokens": k} if k else None
         spec = EngineSpec(
-            name="e", target=str(tmp_path / "target"), dtype="float32", engine=EngineConfig(max_model_len=128, options=options),
+            name="e",
+            target=str(tmp_path / "target"),
+            dtype="float32",
+            engine=EngineConfig(max_model_len=128, options=options),
             speculative=speculative,
-        )  # fmt: skip
+        )
         arguments = spec.arguments()
         for name in ("use_tqdm_on_load", *without):
             arguments.pop(name, None)
