@@ -80,7 +80,10 @@ def make_accelerator(recipe: Recipe, run_dir: Path) -> Accelerator:
     return Accelerator(
         log_with=recipe.train.tracker,
         project_dir=run_dir,
-        mixed_precision="no",  # whatever the launcher says: the training step uses autocast as the recipe asks
+        # Whatever the launcher says: the training step uses autocast as the recipe asks, and with dynamo accelerate would compile the whole
+        # loss and turn TF32 on.
+        mixed_precision="no",
+        dynamo_backend="no",
         kwargs_handlers=[ddp, InitProcessGroupKwargs(timeout=_PROCESS_TIMEOUT)],
     )
 

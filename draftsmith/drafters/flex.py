@@ -13,6 +13,7 @@ from functools import cache
 from typing import Any
 
 import torch
+from torch._dynamo.exc import FailOnRecompileLimitHit
 from torch.nn.attention.flex_attention import AuxRequest, BlockMask, flex_attention
 
 from draftsmith.drafters.batch import Batch
@@ -116,7 +117,7 @@ def _flex(
             )
     except torch.OutOfMemoryError:
         raise
-    except RuntimeError as error:
+    except (RuntimeError, FailOnRecompileLimitHit) as error:
         raise UserError(
             f"Flex attention does not work on this machine ({type(error).__name__}: {error}). It needs Triton and a C compiler; "
             "`draftsmith doctor` says whether they are there. With DRAFTSMITH_ATTENTION=tiles in the environment training needs neither, and "

@@ -6,6 +6,7 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
+from torch._dynamo.exc import FailOnRecompileLimitHit
 from torch._dynamo.testing import CompileCounterWithBackend
 from torch.nn.attention.flex_attention import flex_attention
 
@@ -138,6 +139,21 @@ def test_gpus_take_flex_and_the_environment_decides_otherwise(monkeypatch: pytes
     monkeypatch.setenv("DRAFTSMITH_ATTENTION", "sdpa")
     with pytest.raises(UserError, match=r"'sdpa'\. It is `tiles` or `flex`; unset it for `flex`"):
         _way_of("cuda", 64)
+
+
+@pytest.mark.parametrize("error", [RuntimeError, FailOnRecompileLimitHit])
+def test_past_the_most_variants_too_the_way_out_is_named(
+    error: type[Exception], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def refuse(*arguments: object, **options: object) -> None:
+        raise error("recompile_limit reached")
+
+    monkeypatch.setenv("DRAFTSMITH_ATTENTION", "flex")
+    monkeypatch.setattr(flex, "_compiled", lambda device: refuse)
+    batch = pack([make_sequence(9, 4, 1)], steps=2)
+    queries = some_rows(batch)
+    with pytest.raises(UserError, match=r"recompile_limit reached.*DRAFTSMITH_ATTENTION=tiles"):
+        attended(batch, queries, FlexContext(batch, queries))
 
 
 def test_where_it_cannot_be_compiled_the_way_out_is_named(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -6,6 +6,8 @@ from pathlib import Path
 
 import pytest
 import torch
+from accelerate.state import AcceleratorState
+from accelerate.utils import DynamoBackend
 from torch.nn import functional as F
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_flatten
@@ -280,6 +282,17 @@ def test_every_weight_has_a_gradient_where_little_or_nothing_is_trained(folder: 
         trained = {key: weight for key, weight in run.loss.named_parameters() if weight.requires_grad}
         assert [key for key, weight in trained.items() if weight.grad is None] == []
         assert any(weight.grad.any() for weight in trained.values() if weight.grad is not None) == bool(weights.any())
+
+
+def test_the_launchers_compiler_is_not_taken(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """With it accelerate would compile the whole loss, and make float32 products TF32 on a GPU."""
+    monkeypatch.setenv("ACCELERATE_DYNAMO_BACKEND", "EAGER")
+    AcceleratorState._reset_state(reset_partial_state=True)  # as in a process of its own
+    try:
+        found = make_accelerator(make_recipe(folder), folder).state.dynamo_plugin
+        assert found.backend == DynamoBackend.NO
+    finally:
+        AcceleratorState._reset_state(reset_partial_state=True)
 
 
 def test_logits_of_all_rows_are_never_in_memory(monkeypatch: pytest.MonkeyPatch) -> None:
