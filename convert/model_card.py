@@ -144,7 +144,7 @@ def _serving(
 ) -> str:
     results = evaluate["figures"] if evaluate else None
     engine = evaluate["recipe"]["engine"] if evaluate else {}
-    eager = bool(engine.get("enforce_eager"))
+    eager, more = bool(engine.get("enforce_eager")), _more_of_the_engine(engine)
     predicted = drafter.training.get("predicted_acceptance_length") or {}
     dtype = results["dtype"] if results else target.dtype if target else None
     k = results["num_speculative_tokens"] if results else min(_USUAL_K, max(map(int, predicted), default=_USUAL_K))
@@ -157,8 +157,9 @@ def _serving(
         k=k,
         dtype=dtype,
         enforce_eager=eager,
-        hf_overrides=drafter.target.get("hf_overrides"),
-        engine=_more_of_the_engine(engine),
+        hf_overrides=drafter.target.get("hf_overrides", {})
+        | more.pop("hf_overrides", {}),  # one flag, or vLLM takes the last
+        engine=more,
     )
     notes = []
     name = drafter.target["name"] or "its target"

@@ -299,6 +299,17 @@ def test_the_card_serves_what_was_measured(run_dir: Path) -> None:
     assert "/home/me" not in card
 
 
+def test_the_card_has_the_overrides_of_recipe_and_target_in_one_flag(run_dir: Path) -> None:
+    record, drafter = stage.read(run_dir / "eval"), Checkpoint.load(run_dir / "checkpoint")
+    assert record is not None
+    record["recipe"]["engine"]["options"] = {"hf_overrides": {"a": 1}}
+    overridden = replace(drafter, target=drafter.target | {"hf_overrides": {"b": 2}})
+    card = render_card(overridden, evaluate=record | {"figures": dict(_results())})
+    arguments = shlex.split(serve_command(card).replace("\\\n", ""))
+    assert arguments.count("--hf-overrides") == 1
+    assert json.loads(arguments[arguments.index("--hf-overrides") + 1]) == {"a": 1, "b": 2}
+
+
 def test_another_methods_wrong_answers_are_not_the_drafters(run_dir: Path) -> None:
     results: dict[str, Any] = dict(_results())
     suite = results["suites"]["held_out"]
