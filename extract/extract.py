@@ -52,7 +52,7 @@ def run_extract(
     """Make `run_dir/store`, or continue an unfinished one. A store finished for the same inputs is left as it is.
 
     Args:
-        training_follows: refuse at once what the recipe's training could not use; else only say so.
+        training_follows: refuse at once what the recipe's training could not use, else only say so; and what its evaluation could not ask.
         finish: answer no more training prompts, only the held-out ones that are left, and be done with it.
 
     Returns:
@@ -93,7 +93,9 @@ def run_extract(
     rejected = RejectedRows()
     run_dir.mkdir(parents=True, exist_ok=True)
     prompts = PromptsFile(run_dir)
-    requests = Requests(run_dir, requests_of(recipe, target.path, rejected, prompts))
+    requests = Requests(
+        run_dir, requests_of(recipe, target.path, rejected, prompts, evaluation_follows=training_follows)
+    )
     for line in rejected.lines():
         console.print(f"extract: not used: {line}", highlight=False, markup=False, soft_wrap=True)
     if requests.with_images:

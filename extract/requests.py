@@ -114,15 +114,22 @@ def _from_line(line: bytes) -> ExtractRequest:
 
 
 def requests_of(
-    recipe: Recipe, target_dir: Path, rejected: RejectedRows, prompts: PromptsFile | None = None
+    recipe: Recipe,
+    target_dir: Path,
+    rejected: RejectedRows,
+    prompts: PromptsFile | None = None,
+    *,
+    evaluation_follows: bool = False,
 ) -> Iterator[ExtractRequest]:
     """The recipe's conversations as requests, one at a time. Unusable rows are counted in `rejected`.
 
     Args:
         prompts: receives the training prompts.
+        evaluation_follows: refuse what the recipe's evaluation could not ask.
 
     Raises:
-        UserError: no training conversation can be used; or one has images, and the target or the recipe's settings cannot read them.
+        UserError: no training conversation can be used; or one has images, and the target or the recipe's settings cannot read them;
+            or no held-out one can be asked.
     """
     options = recipe.extract
     whole = options.mode == "prefill" or options.turns == "all"
@@ -132,18 +139,27 @@ def requests_of(
         processor_options=recipe.engine.options.get("mm_processor_kwargs") or {},
         trust_remote_code=recipe.target.trust_remote_code,
     )
-    any_training = False
+    any_training = any_asked = False
     for conversation, held_out in split(options, whole=whole, rejected=rejected, apart_from=recipe.evaluate.suites):
         made = tokenized(recipe, renderer, images, conversation, rejected, held_out=held_out)
         if made and not held_out:
             any_training = True
             if prompts is not None:
                 prompts.add(conversation.asked)
+        any_asked |= bool(made) and held_out and conversation.can_be_asked(texts=options.mode == "generate")
         yield from made
     if not any_training:
         raise UserError(
             f"No training conversation can be used: {'; '.join(rejected.lines()[:3])}. If they are too long, raise "
             "engine.max_model_len or lower extract.max_tokens."
+        )
+    evaluated = recipe.evaluate.only or recipe.evaluate.suites
+    asked = [name for name in evaluated if recipe.evaluate.suites[name].prompts == "held_out"]
+    if evaluation_follows and asked and not any_asked:
+        raise UserError(
+            f"Evaluation would have no prompt for the suite `{asked[0]}`: of {name_of(options.held_out or options.training_prompts)} nothing is held "
+            "out that has a user turn to answer. Give evaluate.suites a suite with prompts of its own in its place, as in "
+            "`evaluate: { suites: { mine: { prompts: { path: my-prompts.jsonl } } } }`."
         )
 
 

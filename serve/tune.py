@@ -38,7 +38,7 @@ from draftsmith.run.stage import StageRun
 from draftsmith.serve.evaluation.engine import say_options
 from draftsmith.serve.evaluation.machine import describe_engines, describe_machine
 from draftsmith.serve.evaluation.schema import Engines, Machine, Ratio, Sampled
-from draftsmith.serve.evaluation.suites import draw, load_suite, render_suite, turn_renderer
+from draftsmith.serve.evaluation.suites import asks_texts, draw, load_suite, render_suite, turn_renderer
 from draftsmith.serve.roofline import roofline
 from draftsmith.serve.schedule import make_schedule
 from draftsmith.serve.speculator import speculator
@@ -183,8 +183,9 @@ def _prompts(recipe: Recipe, target: TargetInfo) -> tuple[list[Turn], list[Turn]
     if suite is None:
         raise UserError("There are no prompts to tune on: `evaluate.suites` is empty. Give it a suite.")
     renderer = turn_renderer(target, recipe.engine.max_model_len)
-    held_out = recipe.evaluate.suites[suite].prompts == "held_out"
-    every = render_suite(renderer, suite, load_suite(recipe, suite), options.tokens, held_out=held_out).prompts
+    held_out, texts = recipe.evaluate.suites[suite].prompts == "held_out", asks_texts(recipe, suite)
+    found = load_suite(recipe, suite)
+    every = render_suite(renderer, suite, found, options.tokens, held_out=held_out, texts=texts).prompts
     prompts = draw(every, options.prompts, seed=recipe.seed)
     if len(prompts) < max(options.concurrency):
         raise UserError(

@@ -104,12 +104,17 @@ class Renderer:
         return list(self._tokenizer(self.prompt_text(conversation), add_special_tokens=self.plain)["input_ids"])
 
     def prompt_text(self, conversation: Conversation) -> str:
-        """What `prompt` tokenizes, for a conversation of messages.
+        """What `prompt` tokenizes; for token ids, and for a text beside a chat template, the text of its tokens, as no special token is
+        added to what a template renders.
 
         Raises:
             Unrenderable: as in `prompt`.
         """
         messages, tools = conversation.messages, conversation.tools
+        if self.plain and conversation.document is not None:
+            return conversation.document
+        if not messages:
+            return str(self._tokenizer.decode(self._without_template(conversation), skip_special_tokens=self.plain))
         if self.plain:
             return _plain_text(messages, tools)
         text = self._render(messages, tools, answer_next=True)

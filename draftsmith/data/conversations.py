@@ -78,6 +78,10 @@ class Conversation:
         """Whether it has assistant turns, or is a text or tokens."""
         return not self.messages or any(message["role"] == "assistant" for message in self.messages)
 
+    def can_be_asked(self, *, texts: bool) -> bool:
+        """Whether the target can answer it: it has a user turn, or is a text or tokens and `texts` says that these are prompts."""
+        return bool(self.user_turns()) or (texts and not self.messages)
+
     @property
     def sample_id(self) -> int:
         """A 63-bit hash of the conversation, the same in every run and every file."""

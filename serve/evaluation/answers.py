@@ -46,7 +46,7 @@ def examples(
     return [
         {
             "prompt": prompts[index].id,
-            "question": str(prompts[index].conversation.messages[-1]["content"]),
+            "question": _question(renderer, prompts[index]),
             "tokens": [
                 [renderer.tokenizer.decode([token]), position]
                 for token, position in zip(answers[index].token_ids, draft_position(answers[index]), strict=True)
@@ -54,3 +54,9 @@ def examples(
         }
         for index in chosen
     ]
+
+
+def _question(renderer: TurnRenderer, turn: Turn) -> str:
+    """What the target was asked last, for people."""
+    asked = turn.conversation
+    return asked.asked[-1] if asked.token_ids is None else renderer.decode(asked.token_ids)

@@ -62,7 +62,7 @@ from draftsmith.serve.evaluation.sampled_fidelity import measure_sampled_fidelit
 from draftsmith.serve.evaluation.schema import MethodAtSuite, Results, Suite, Throughput, Variant
 from draftsmith.serve.evaluation.speed import combined, concurrent_load, measure_speeds, suite_load
 from draftsmith.serve.evaluation.step_cost import measure_step_costs
-from draftsmith.serve.evaluation.suites import SuiteInput, draw, load_suite, render_suite, turn_renderer
+from draftsmith.serve.evaluation.suites import SuiteInput, asks_texts, draw, load_suite, render_suite, turn_renderer
 from draftsmith.serve.evaluation.summary import print_table
 from draftsmith.serve.evaluation.variants import Variants
 from draftsmith.serve.schedule import k_at, schedule_of
@@ -122,7 +122,7 @@ def run_evaluate(recipe: Recipe, run_dir: Path) -> Results:
             "version": RESULTS_VERSION,
             "target": [target.revision, target.config_hash, target.tokenizer_hash, target.chat_template_hash],
             "drafter": dict(speculates_with.sha256),
-            "prompts": {name: [[p.id, p.messages, p.tools, p.reference] for p in items] for name, items in prompts.items()},
+            "prompts": {name: [_content(one) for one in items] for name, items in prompts.items()},
             "served": recipe.serve.vllm_args if recipe.evaluate.request_rates else None,
             "dtypes": dtypes,
             "max_tokens": recipe.extract.response_tokens(held_out=True),
@@ -262,10 +262,25 @@ def _prompts(recipe: Recipe) -> dict[str, list[Prompt]]:
     return found
 
 
+def _content(prompt: Prompt) -> list[Any]:
+    """What identifies a prompt. Texts and tokens count only where they are: digests of before they were asked had messages alone."""
+    return [prompt.id, prompt.messages, prompt.tools, prompt.reference] + (
+        [] if prompt.messages else [prompt.document, prompt.token_ids]
+    )
+
+
 def _rendered(recipe: Recipe, renderer: TurnRenderer, name: str, prompts: Sequence[Prompt]) -> SuiteInput:
     options = recipe.evaluate.suites[name]
     max_tokens = options.max_tokens or recipe.extract.response_tokens(held_out=True)
-    return render_suite(renderer, name, prompts, max_tokens, options.score, held_out=options.prompts == "held_out")
+    return render_suite(
+        renderer,
+        name,
+        prompts,
+        max_tokens,
+        options.score,
+        held_out=options.prompts == "held_out",
+        texts=asks_texts(recipe, name),
+    )
 
 
 def _require_converted(run_dir: Path) -> None:

@@ -67,6 +67,11 @@ def load_suite(recipe: Recipe, name: str) -> list[Prompt]:
     return found
 
 
+def asks_texts(recipe: Recipe, name: str) -> bool:
+    """Whether a suite's texts and tokens are prompts for the target to go on with: its own are; held-out ones, where extraction took them so."""
+    return recipe.evaluate.suites[name].prompts != "held_out" or recipe.extract.mode == "generate"
+
+
 def render_suite(
     renderer: TurnRenderer,
     name: str,
@@ -75,12 +80,14 @@ def render_suite(
     score: str | None = None,
     *,
     held_out: bool = False,
+    texts: bool = True,
 ) -> SuiteInput:
     """Render the first turns of a suite's conversations; those that the chat template cannot render, or with images, are left out.
 
     Args:
         held_out: the conversations are those that extraction holds out. As there, what does not fit or cannot be asked is left out: they come
             from the training data, which nobody chose row by row.
+        texts: as `asks_texts` says of the suite.
 
     Raises:
         UserError: a prompt does not fit the engine or cannot be scored, or none is left.
@@ -89,13 +96,12 @@ def render_suite(
     rejected = RejectedRows()
     for conversation in conversations:
         where = f"Prompt `{conversation.id}` of the suite `{name}`"
-        if not conversation.user_turns():
+        if not conversation.can_be_asked(texts=texts):
             if held_out:
                 rejected.add("it has no user turn to answer", conversation.where)
                 continue
             raise UserError(
-                f"{where} has no user turn to answer. Evaluation takes prompts and conversations, not texts or tokens: give "
-                f"evaluate.suites.{name}.prompts another source."
+                f"{where} has no user turn to answer: give evaluate.suites.{name}.prompts a source of prompts or conversations."
             )
         if score is not None and not can_score(score, conversation.reference):
             raise UserError(

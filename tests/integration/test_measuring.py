@@ -111,9 +111,13 @@ def test_methods_without_a_drafter_on_a_base_model(tmp_path: Path, capsys: pytes
     (tmp_path / "target" / "tokenizer_config.json").write_text(json.dumps(settings))
     rows = [{"question_id": n, "turns": [f"one two {n} one two {n} one two", f"and {n}"]} for n in range(3)]
     (tmp_path / "talks.jsonl").write_text("\n".join(json.dumps(row) for row in rows))
+    (tmp_path / "texts.jsonl").write_text("\n".join(json.dumps({"text": f"one two {n} one two"}) for n in range(3)))
     whole = tiny_recipe(tmp_path).model_dump(mode="json", exclude={"extract", "train"})
     whole["evaluate"] |= {
-        "suites": {"talks": {"prompts": {"path": str(tmp_path / "talks.jsonl")}, "turns": "all", "max_tokens": 24}},
+        "suites": {
+            "talks": {"prompts": {"path": str(tmp_path / "talks.jsonl")}, "turns": "all", "max_tokens": 24},
+            "texts": {"prompts": {"path": str(tmp_path / "texts.jsonl")}, "max_tokens": 24},
+        },
         "methods": {
             "itself": {"method": "draft_model", "model": str(tmp_path / "target"), "num_speculative_tokens": 2}
         },
@@ -125,9 +129,10 @@ def test_methods_without_a_drafter_on_a_base_model(tmp_path: Path, capsys: pytes
     results = run_evaluate(recipe, tmp_path / "runs" / "alone")
     assert "no chat template" in capsys.readouterr().err
     assert results["drafter"] == "ngram"
+    assert results["suites"]["texts"]["prompts"] == 3
     suite = results["suites"]["talks"]
     assert suite["prompts"] == 6
-    assert suite["identical_to_baseline"], suite["differences"]
+    assert all(one["identical_to_baseline"] for one in results["suites"].values()), suite["differences"]
     assert suite["at_k"]["2"]["accepted"] > 0
     itself = suite["methods"]["itself"]
     assert itself["fidelity"]["verdict"] == "identical"

@@ -12,7 +12,7 @@ from draftsmith.data.conversations import Conversation, RejectedRows
 from draftsmith.data.image_renderer import ImageRenderer
 from draftsmith.data.turns import TurnRenderer
 from draftsmith.extract import worker
-from draftsmith.extract.requests import tokenized
+from draftsmith.extract.requests import requests_of, tokenized
 from draftsmith.run.errors import UserError
 from draftsmith.serve.evaluation import evaluate
 from draftsmith.serve.evaluation.suites import load_suite, render_suite
@@ -155,3 +155,67 @@ def test_held_out_prompts_that_cannot_be_asked_are_left_out(tmp_path: Path, caps
     assert f"{left_out}it has no user turn to answer (first: line 3)" in said
     with pytest.raises(UserError, match=r"Prompt `00002` of the suite `mine` has \d+ tokens"):
         evaluate._rendered(recipe, turns, "mine", load_suite(recipe, "mine"))
+
+
+def recipe_of_texts(folder: Path, mode: str, **extract: Any) -> Recipe:
+    """Of texts and of tokens, trained on and held out."""
+    for name, rows in {
+        "texts": [{"text": "what is said"}, {"text": "of old"}],
+        "mine": [{"text": "and then"}, {"text": "word"}],
+        "tokens": [{"input_ids": [5, 6, 7]}, {"input_ids": [8, 9]}],
+    }.items():
+        (folder / f"{name}.jsonl").write_text("\n".join(map(json.dumps, rows)))
+    path = {name: {"path": str(folder / f"{name}.jsonl")} for name in ("texts", "mine", "tokens")}
+    sections = {
+        "engine": {"max_model_len": 100},
+        "extract": {"prompts": path["texts"], "held_out": path["tokens"], "max_tokens": 10, "mode": mode} | extract,
+        "evaluate": {"suites": {"held_out": {"prompts": "held_out"}, "mine": {"prompts": path["mine"]}}},
+    }
+    return Recipe.model_validate({"name": "r", "target": {"model": "owner/name"}} | sections)
+
+
+@pytest.mark.parametrize("kind", ["qwen3", "llama3", None])
+def test_texts_and_tokens_are_asked_as_extraction_asks_them(tmp_path: Path, kind: str | None) -> None:
+    """With a chat template and for a base model; and the text that a server is sent becomes the same tokens."""
+    recipe = recipe_of_texts(tmp_path, "generate")
+    tokenizer = tokenizer_of(kind or "llama3")
+    if kind is None:
+        tokenizer.chat_template = None
+    turns = TurnRenderer(tokenizer, 100, plain=True)
+    for suite in ("held_out", "mine"):
+        prompts = load_suite(recipe, suite)
+        asked = evaluate._rendered(recipe, turns, suite, prompts).prompts
+        extracted = [
+            tokenized(recipe, Renderer(tokenizer), ImageRenderer(Path()), one, RejectedRows(), held_out=True)[0]
+            for one in prompts
+        ]
+        assert [turn.token_ids for turn in asked] == [request.prompt_token_ids for request in extracted]
+        assert all(turns.next(turn, [5], max_tokens=10) is None for turn in asked)
+        for turn in asked:
+            sent = turns.renderer.prompt_text(turn.conversation)
+            received = tokenizer(sent, add_special_tokens=turns.renderer.plain)["input_ids"]
+            assert received[-2:] == turn.token_ids[-2:]
+            assert suite == "held_out" or received == turn.token_ids
+    contents = [evaluate._content(one) for name in ("held_out", "mine") for one in load_suite(recipe, name)]
+    assert len({json.dumps(content[1:]) for content in contents}) == 4, (
+        "another text would be taken for the same evaluation"
+    )
+
+
+def test_whole_texts_are_not_asked(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Texts that extraction prefills: refused before an engine starts if an evaluation is to follow, and not without one."""
+    recipe = recipe_of_texts(tmp_path, "prefill")
+    tokenizer = tokenizer_of("qwen3")
+    turns = TurnRenderer(tokenizer, 100, plain=True)
+    with pytest.raises(UserError, match=r"`held_out` can be used: 2 x it has no user turn to answer"):
+        evaluate._rendered(recipe, turns, "held_out", load_suite(recipe, "held_out"))
+    monkeypatch.setattr("draftsmith.extract.requests.tokenizer_of", lambda *_, **__: tokenizer)
+
+    def extracted(recipe: Recipe, *, follows: bool) -> int:
+        return len([*requests_of(recipe, tmp_path, RejectedRows(), evaluation_follows=follows)])
+
+    with pytest.raises(UserError, match=r"no prompt for the suite `held_out`: of .*tokens\.jsonl nothing is held out"):
+        extracted(recipe, follows=True)
+    mine = recipe.model_copy(update={"evaluate": recipe.evaluate.model_copy(update={"only": ("mine",)})})
+    for one, follows in ((recipe, False), (mine, True), (recipe_of_texts(tmp_path, "generate"), True)):
+        assert extracted(one, follows=follows) == 4
