@@ -37,6 +37,7 @@ from draftsmith.drafters.checkpoint import Checkpoint
 from draftsmith.drafters.vocabulary import choose_draft_vocabulary
 from draftsmith.extract.extract import run_extract
 from draftsmith.run import stage
+from draftsmith.run.cuda import native_bfloat16
 from draftsmith.run.progress import console
 from draftsmith.serve.evaluation.evaluate import run_evaluate
 from draftsmith.store.format import Sequence
@@ -428,5 +429,15 @@ def peer_outcome(
         return train()
     name = f"states-{'-'.join(map(str, handed.layer_ids))}-lr-{lr:g}-epochs-{epochs}.json"
     sources = [Path(__file__).with_name(source).read_text() for source in ("peer_driver.py", "peer_speculators.py")]
-    about = [sources, text.inputs, list(handed.layer_ids), lr, epochs, vocabulary.tolist(), handed.own_options, k]
+    about = [
+        sources,
+        native_bfloat16(),
+        text.inputs,
+        list(handed.layer_ids),
+        lr,
+        epochs,
+        vocabulary.tolist(),
+        handed.own_options,
+        k,
+    ]
     return kept(RUNS / "references" / f"speculators-{handed.kind}" / name, about, train)

@@ -1,9 +1,9 @@
 """Trains a drafter of speculators on tensors handed over: `python peer_driver.py FOLDER`, in speculators' environment.
 
 Imports nothing of Draftsmith. Model, loss, packing, optimizers and every option not named in `job.json` are speculators'
-own defaults; the loop is that of its `Trainer.train_epoch`, which itself needs a GPU. What a CPU makes necessary: float32
-states instead of bfloat16 autocast, `sdpa` attention (flex attention has no backward pass on a CPU) and the eager loss
-(the fused one needs Triton). What gives it its best: with `muon_float32`, Muon's Newton-Schulz products in float32.
+own defaults; the loop is that of its `Trainer.train_epoch`, which itself needs a GPU. What a CPU makes necessary: `sdpa` attention
+(flex attention has no backward pass on a CPU) and the eager loss (the fused one needs Triton). Its bfloat16 autocast is taken with
+`bfloat16`; states are float32 either way. What gives it its best: with `muon_float32`, Muon's Newton-Schulz products in float32.
 
 FOLDER holds `job.json` and `data.safetensors` (see `peer_speculators.py`, which writes them). Without `steps`, trains
 and leaves `epoch-N.safetensors`, `check.safetensors` and `figures.json`. With `steps`, waits for lines on standard input and
@@ -76,6 +76,7 @@ class Peer:
         self, job: dict[str, Any], tensors: dict[str, torch.Tensor], dataset: BaseDataset | None = None
     ) -> None:
         self.kind = job["kind"]
+        self.bfloat16 = job.get("bfloat16", False)
         options = {
             "speculator_type": self.kind,
             "verifier_name_or_path": job["target"],
@@ -132,7 +133,8 @@ class Peer:
     def step(self, batch: dict[str, Any], *, scheduled: bool = True) -> float:
         """One optimizer step; the loss."""
         tensors = {name: value for name, value in batch.items() if isinstance(value, torch.Tensor)}
-        _, loss, _ = self.model(**tensors, **self.call_arguments)
+        with torch.autocast("cpu", torch.bfloat16, enabled=self.bfloat16):
+            _, loss, _ = self.model(**tensors, **self.call_arguments)
         for optimizer in self.optimizers:
             optimizer.zero_grad()
         loss.backward()

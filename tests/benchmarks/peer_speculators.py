@@ -3,6 +3,9 @@
 It has our drafter's size (layers, draft tokens, rank, blocks per text), which is chosen for a small store; everything else is its own
 default, among them its own loss, weights of draft tokens, and, for DSpark, the anchor's row and the confidence head.
 
+It trains as its own trainer does, under autocast to bfloat16, where the processor multiplies that. Its steps beside ours (`stepping`) are in
+float32, as ours are.
+
 It runs in an environment of its own (`runs/bench/peer-env`, made once) and in a process of its own (`peer_driver.py`, which
 says what of it is speculators' and what a CPU made necessary). Its weights come back into our module, so that acceptance is
 predicted for both by the same code, on the same held-out part; `check_mapping` proves that the module then gives the logits
@@ -38,6 +41,7 @@ from draftsmith.drafters import drafter_class
 from draftsmith.drafters.base import Drafter
 from draftsmith.drafters.decoder import mask_token_of
 from draftsmith.run.atomic_io import write_json
+from draftsmith.run.cuda import native_bfloat16
 from draftsmith.run.errors import DraftsmithError, UserError
 from draftsmith.run.progress import console
 from draftsmith.store.format import Sequence
@@ -194,11 +198,12 @@ def _write(folder: Path, handed: Handed, sequences: Iterable[Sequence], job: dic
     write_json(folder / "job.json", job)
 
 
-def _job(handed: Handed, epochs: int, lr: float = LEARNING_RATE) -> dict[str, Any]:
+def _job(handed: Handed, epochs: int, lr: float = LEARNING_RATE, *, bfloat16: bool = False) -> dict[str, Any]:
     return {
         "kind": handed.kind, "options": handed.own_options,
         "target": str(handed.target.path), "layer_ids": list(handed.layer_ids), "epochs": epochs, "lr": lr,
-        "tokens_per_step": TOKENS_PER_STEP, "attention": "sdpa", "muon_float32": True, "threads": torch.get_num_threads(),
+        "tokens_per_step": TOKENS_PER_STEP, "attention": "sdpa", "muon_float32": True, "bfloat16": bfloat16,
+        "threads": torch.get_num_threads(),
     }  # fmt: skip
 
 
@@ -222,7 +227,7 @@ def train_peer(
         `seconds` since the start; building the model and loading data are in the seconds, writing weights is not.
     """
     python = environment()
-    job = _job(handed, epochs, lr)
+    job = _job(handed, epochs, lr, bfloat16=native_bfloat16())
     learned_from = {name: value for name, value in job.items() if name != "threads"}
     made_by = digest(
         [VERSION, DRIVER.read_text(), about, learned_from, handed.draft_token_ids.tolist(), torch.__version__]
