@@ -86,7 +86,7 @@ def run_generate(recipe: Recipe, run_dir: Path, prompts: Prompts, out: Path, *, 
             say_overruled("generate", recipe.engine, arguments)
             work = _rendered(rows, recipe, renderer, rejected, done=answers.done)
             log = run_dir / "generate" / "engine.log"
-            figures = _answer_all(recipe, arguments, work, renderer, answers, total=len(rows.keys), log=log)
+            figures = _answer_all(recipe, arguments, work, renderer, answers, rejected, total=len(rows.keys), log=log)
         answers.order()
         figures["answers"] = len(answers)
     for line in rejected.lines():
@@ -249,11 +249,16 @@ def _answer_all(
     work: Iterator[Row],
     renderer: TurnRenderer,
     answers: AnswersFile,
+    rejected: RejectedRows,
     *,
     total: int,
     log: Path,
 ) -> dict[str, Any]:
-    """Answer what `work` yields, with as many rows in the engine as it runs at once and as many waiting there."""
+    """Answer what `work` yields, with as many rows in the engine as it runs at once and as many waiting there.
+
+    Args:
+        rejected: collects conversations with turns that could not be asked.
+    """
     if (first := next(work, None)) is None:
         return {"new": 0, "tokens": 0, "tokens_per_second": None, "acceptance": None}
     work = chain([first], work)
@@ -297,6 +302,12 @@ def _answer_all(
                     row.turn, row.answered = following, row.answered + len(answer.token_ids)
                     ask(row)
                 else:
+                    if left := len(row.turn.later):
+                        rejected.add(
+                            f"the rest of a conversation after {row.turn.number + 1} of its {row.turn.number + 1 + left} user turns: no room for "
+                            "another answer in engine.max_model_len tokens, or the chat template refuses the next turn",
+                            row.conversation.where,
+                        )
                     answers.append(_line(row, answer, renderer, recipe))
                     new += 1
                     bar.update(len(answers), tokens_per_second=tokens / (time.monotonic() - started))

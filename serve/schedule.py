@@ -45,5 +45,10 @@ def schedule_of(run_dir: Path, output: str, speculates_with: Mapping[str, str] |
 
 
 def k_at(schedule: Sequence[Sequence[int]] | None, in_flight: int) -> int | None:
-    """K for a number of requests in flight, 0 where the schedule does not speculate; None if there is no schedule for so many."""
-    return next((k for first, last, k in schedule or () if first <= in_flight <= last), None)
+    """K for a number of requests in flight, 0 where the schedule does not speculate; None if there is no schedule.
+
+    Beyond the last range its K goes on, as in vLLM (vllm/v1/spec_decode/dynamic/utils.py).
+    """
+    if not schedule:
+        return None
+    return next((k for _, last, k in schedule if in_flight <= last), schedule[-1][2])

@@ -16,6 +16,7 @@ from draftsmith.config.methods import Method, NoSpeculation, TrainedDrafter
 from draftsmith.config.recipe import Recipe
 from draftsmith.data.results_in_words import changed_answers
 from draftsmith.engine.environment import float32_environment
+from draftsmith.engine.flags import flag_name
 from draftsmith.engine.options import check_options
 from draftsmith.engine.speculation import check_graph_sizes, drafter_sha256, method_config, own_drafter
 from draftsmith.run.errors import UserError
@@ -50,6 +51,10 @@ def serve(
         DraftsmithError: the server ended by itself; with the reason from its log.
     """
     check_options(recipe.engine)
+    if api_key is not None and not api_key.strip():
+        raise UserError(
+            "The API key is empty, with which vLLM lets everyone in. Give one (is the variable set that --api-key names?), or leave --api-key out."
+        )
     target = describe_target(prepare_target(recipe.target), recipe.target)
     method = served_method(recipe, run_dir, k)
     speculative = method_config(
@@ -59,8 +64,7 @@ def serve(
     check_graph_sizes(options, speculative["num_speculative_tokens"] if speculative else 0)
     name = (served_names(recipe) or [target.name])[0]
     command = server_command(recipe, target.path, speculative, name=name, host=host, port=port)
-    scheme = "https" if recipe.serve.vllm_args.get("ssl_certfile") else "http"
-    url = f"{scheme}://{'127.0.0.1' if host in ('0.0.0.0', '::', '') else host}:{port}"
+    url = _url(recipe, host, port)
     require_free(host, port)
     console.print(f"serve: {name}, {description(speculative)}", highlight=False, soft_wrap=True)
 
@@ -84,6 +88,13 @@ def serve(
         server.end()
         for number, handler in previous.items():
             signal.signal(number, handler)
+
+
+def _url(recipe: Recipe, host: str, port: int) -> str:
+    """Where this machine reaches the server."""
+    tls = any(flag_name(key) == "ssl-certfile" and value for key, value in recipe.serve.vllm_args.items())
+    address = "127.0.0.1" if host in ("0.0.0.0", "::", "") else f"[{host}]" if ":" in host else host
+    return f"{'https' if tls else 'http'}://{address}:{port}"
 
 
 def served_method(recipe: Recipe, run_dir: Path, k: int | None) -> Method:

@@ -118,13 +118,14 @@ def run_tune(recipe: Recipe, run_dir: Path, *, verify: bool = False) -> Tuned:
         "sampling": recipe.evaluate.sampling.record(),
         "dtype": recipe.target.dtype,
     }
-    inputs = digest(
-        {
-            "version": _VERSION, "target": [target.revision, target.config_hash], "drafter": drafter_hashes,
-            "prompts": [turn.token_ids for turn in prompts], "most": recipe.extract.max_num_seqs, "verify": verify, **sections,
-        }
-    )  # fmt: skip
-    if (figures := run.finished(inputs)) is not None:
+    about = {
+        "version": _VERSION, "target": [target.revision, target.config_hash], "drafter": drafter_hashes,
+        "prompts": [turn.token_ids for turn in prompts], "most": recipe.extract.max_num_seqs, **sections,
+    }  # fmt: skip
+    inputs, verified = (
+        digest(about | {"verify": one}) for one in (verify, True)
+    )  # with `verify` there is all that there is without
+    if (figures := run.finished(inputs) or run.finished(verified)) is not None:
         print_tuned(cast("Tuned", figures))
         return cast("Tuned", figures)
     # It refuses what cannot run, while earlier figures are still there.

@@ -35,6 +35,7 @@ _SET_ELSEWHERE = {
     "enforce-eager": "by `engine.enforce_eager`", "trust-remote-code": "by `target.trust_remote_code`",
     "speculative-config": "by `serve.method`", "host": "with --host", "port": "with --port",
     "api-key": "with --api-key, or VLLM_API_KEY in the environment",
+    "uds": "with --host and --port: Draftsmith asks the server there whether it is ready",
 }  # fmt: skip
 """Options of vLLM's server that Draftsmith sets, and where users set them."""
 _NAMES = "served-model-name"

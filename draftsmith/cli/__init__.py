@@ -3,6 +3,7 @@
 Commands import what they run when they run, so `--help` and recipe errors are instant.
 """
 
+import errno
 import sys
 
 import typer
@@ -49,6 +50,20 @@ for command in (
     app.command(command.__name__.strip("_"), cls=kind)(command)
 
 
+_OF_DISKS = (errno.ENOSPC, errno.EDQUOT, errno.EROFS)
+
+
+def _about_file(error: OSError) -> str:
+    """One paragraph about a file that could not be read or written."""
+    where = f"{error.filename}: " if error.filename is not None else ""
+    text = f"{where}{error.strerror or error}."
+    if error.errno in (errno.ENOSPC, errno.EDQUOT):
+        return f"{text} Free some space and run the same command again: what is finished is kept."
+    if error.errno in (errno.EACCES, errno.EPERM, errno.EROFS):
+        return f"{text} Change who may read or write there, or name another folder (`--runs` for the runs)."
+    return text
+
+
 def main() -> None:
     """Entry point. Errors are one paragraph and an exit status, never a traceback for bad input."""
     try:
@@ -56,6 +71,11 @@ def main() -> None:
     except DraftsmithError as error:
         console.print(f"[bold red]error:[/] {escape(str(error))}", highlight=False, soft_wrap=True)
         sys.exit(error.exit_status)
+    except OSError as error:
+        if error.filename is None and error.errno not in _OF_DISKS:  # of a connection, as a rule: a defect
+            raise
+        console.print(f"[bold red]error:[/] {escape(_about_file(error))}", highlight=False, soft_wrap=True)
+        sys.exit(1)
     except SystemExit as ended:
         if ended.code == 130:  # typer's exit status after Ctrl-C
             console.print("interrupted; run the same command again to continue")

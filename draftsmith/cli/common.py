@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -27,6 +28,11 @@ def print_json(value: Any) -> None:
     print(json.dumps(value, indent=2))
 
 
+def home_expanded(path: str) -> Path:
+    """A path with `~` and `~user` replaced; as it is where there is no such user, whom `Path.expanduser` answers with a traceback."""
+    return Path(os.path.expanduser(path))
+
+
 def describe(target: str, weights: Weights, trust_remote_code: bool) -> TargetInfo:
     """The target that an option names: a folder, or `OWNER/NAME` or `OWNER/NAME@REVISION` on the Hub, of which the asked weights are downloaded.
     Raises UserError: there is no such folder, or no such model."""
@@ -34,7 +40,7 @@ def describe(target: str, weights: Weights, trust_remote_code: bool) -> TargetIn
     from draftsmith.target.info import describe_target
     from draftsmith.target.prepare import prepare_target
 
-    local, revision = Path(target).expanduser(), None
+    local, revision = home_expanded(target), None
     if local.is_dir():
         target = str(local.resolve())
     elif target.startswith((".", "~", "/")):

@@ -10,7 +10,7 @@ import typer
 import yaml
 from pydantic import ValidationError
 
-from draftsmith.cli.common import AsJson, Overrides, RecipePath, RunsDir, print_json
+from draftsmith.cli.common import AsJson, Overrides, RecipePath, RunsDir, home_expanded, print_json
 from draftsmith.cli.published import for_serving
 from draftsmith.cli.vllm_options import SpeculativeConfig, with_speculative_config
 from draftsmith.config.loading import load_recipe
@@ -90,7 +90,7 @@ def _section(method: str) -> str:
 
 
 def _source(prompts: str, layout: str, limit: int | None) -> Prompts:
-    path = Path(prompts).expanduser()
+    path = home_expanded(prompts)
     if path.exists():
         place = {"path": str(path.resolve())}
     elif re.fullmatch(r"[\w.-]+/[\w.-]+", prompts) and path.suffix not in _FILES:

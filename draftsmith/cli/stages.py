@@ -192,7 +192,7 @@ def serve(
     overrides: Overrides = None,
     runs: RunsDir = Path("runs"),
     host: Annotated[str, typer.Option(help="Address to listen on.")] = "127.0.0.1",
-    port: Annotated[int, typer.Option(help="Port to listen on.")] = 8000,
+    port: Annotated[int, typer.Option(min=1, max=65535, help="Port to listen on.")] = 8000,
     k: Annotated[
         int | None,
         typer.Option("-k", min=1, help="Number of speculative tokens. Default: what tuning or the evaluation chose."),

@@ -98,7 +98,9 @@ def what_to_type(foreign: dict[str, str], *, others: str) -> str:
             option = name.replace("_", "-")
             key = _ELSEWHERE.get(option, f"{'engine.options' if option in _FOR_EVERY_ENGINE else others}.{plain}")
             settings.append(f"-s {shlex.quote(f'{key}={value}')}")
-    if speculation:
+    if {OLDER.get(name) for name in speculation} == {"num_speculative_tokens"}:
+        settings.append(f"-k {shlex.quote(str(next(iter(speculation.values()))))}")
+    elif speculation:
         settings.append(f"-s {shlex.quote(f'serve.method={json.dumps(todays_method(speculation))}')}")
     named = ", ".join(f"--{name}" for name in foreign)
     text = f"{named}: options of vLLM are keys of the recipe here"

@@ -52,8 +52,8 @@ def load_recipe(path: str | Path, overrides: list[str] | None = None) -> Recipe:
         hint = f" Did you mean {path.parent / near[0]}?" if near else ""
         raise UserError(f"No recipe at {path}.{hint} A recipe is a YAML file; see the ones in recipes/.")
     try:
-        data = yaml.safe_load(path.read_text())
-    except yaml.YAMLError as error:
+        data = _read_yaml(path.read_text())
+    except (yaml.YAMLError, _NotYaml) as error:
         raise UserError(f"{path} is not valid YAML: {error}") from None
     except UnicodeDecodeError:
         raise UserError(
@@ -82,6 +82,46 @@ def digest(value: Any) -> str:
     return hashlib.sha256(json.dumps(value, sort_keys=True, separators=(",", ":")).encode()).hexdigest()
 
 
+class _NotYaml(Exception):
+    """YAML of which nothing can be made."""
+
+
+def _read_yaml(text: str) -> Any:
+    """A YAML document. What an alias (`*name`) repeats is a copy, so that an override changes the one place that it names.
+
+    Raises:
+        yaml.YAMLError, _NotYaml: it is not one, or has a key twice in one mapping, of which PyYAML would take the last in silence.
+    """
+    try:
+        if (node := yaml.compose(text, yaml.SafeLoader)) is not None:
+            _refuse_repeated_keys(node)
+        return _copied(yaml.safe_load(text))
+    except ValueError as error:  # PyYAML's own, as of a date with a thirteenth month
+        raise _NotYaml(str(error)) from None
+    except RecursionError:
+        raise _NotYaml("an alias is inside of what it repeats") from None
+
+
+def _refuse_repeated_keys(node: yaml.Node) -> None:
+    if isinstance(node, yaml.MappingNode):
+        seen: set[str] = set()
+        for key, value in node.value:
+            if isinstance(key, yaml.ScalarNode) and key.value in seen:
+                line = key.start_mark.line + 1
+                raise _NotYaml(f"the key `{key.value}` occurs twice in one section, again in line {line}.")
+            seen.add(str(key.value))
+            _refuse_repeated_keys(value)
+    elif isinstance(node, yaml.SequenceNode):
+        for one in node.value:
+            _refuse_repeated_keys(one)
+
+
+def _copied(value: Any) -> Any:
+    if isinstance(value, dict):
+        return {key: _copied(one) for key, one in value.items()}
+    return [_copied(one) for one in value] if isinstance(value, list) else value
+
+
 def _apply_override(data: dict[str, Any], override: str) -> None:
     key, separator, text = override.partition("=")
     if not separator or not key:
@@ -89,13 +129,15 @@ def _apply_override(data: dict[str, Any], override: str) -> None:
             f"`-s {override}` is not an override; write `-s section.key=value`, such as `-s train.epochs=2`."
         )
     try:
-        value = yaml.safe_load(text)
-    except yaml.YAMLError:
+        value = _read_yaml(text)
+    except (yaml.YAMLError, _NotYaml):
         raise UserError(f"`-s {override}`: the value is not valid YAML.") from None
     *parents, leaf = key.split(".")
     node = data
     for parent in parents:
-        child = node.setdefault(parent, {})
+        if node.get(parent) is None:  # not there, or a section without keys
+            node[parent] = {}
+        child = node[parent]
         if not isinstance(child, dict):
             raise UserError(f"`-s {override}`: `{parent}` is a single value in this recipe, not a section.")
         node = child

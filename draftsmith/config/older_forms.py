@@ -60,6 +60,9 @@ def instead(given: Mapping[str, Any]) -> str:
     without = f"Leave out {', '.join(f'`{name}`' for name in gone)}, which vLLM no longer has." if gone else ""
     if len(gone) == len(given):
         return without
+    if {OLDER.get(name) for name in given if name not in GONE} == {"num_speculative_tokens"}:
+        text = "the number of speculative tokens is `num_speculative_tokens` in the recipe's `serve.method`, or `-k` of `draftsmith serve`."
+        return f"{text} {without}".rstrip()
     method = json.dumps(todays_method(given))
     text = f"the method of speculation is `serve.method` here, in the recipe or as `-s 'serve.method={method}'`."
     return f"{text} {without}".rstrip()

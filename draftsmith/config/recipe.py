@@ -111,4 +111,8 @@ class Recipe(Section):
         for name, method in value.methods.items():
             if isinstance(method, NoSpeculation):
                 raise ValueError(f"`methods.{name}` is the baseline, which is always measured")
+            if name == "baseline" or name.startswith("K = "):
+                raise ValueError(
+                    f"`methods.{name}` has a name that results use for what is always measured; choose another"
+                )
         return value

@@ -14,7 +14,12 @@ class Section(BaseModel):
 
 def _absolute(path: str, info: ValidationInfo) -> str:
     # The context is the recipe's folder. A recipe derived from another one is validated without it, and has absolute paths.
-    return str((info.context / Path(path).expanduser()).resolve()) if info.context else path
+    if not info.context:
+        return path
+    try:
+        return str((info.context / Path(path).expanduser()).resolve())
+    except RuntimeError as error:  # a user that does not exist, or a circle of links
+        raise ValueError(str(error)) from None
 
 
 def _absolute_if_local(model: str, info: ValidationInfo) -> str:

@@ -107,7 +107,8 @@ def run_evaluate(recipe: Recipe, run_dir: Path) -> Results:
     output = run.directory
     prompts = _prompts(recipe)
     # Training predicted for held-out text; beside the figures of another suite the prediction would mislead.
-    on_held_out = recipe.evaluate.suites[next(iter(prompts))].prompts == "held_out"
+    first = next(iter(prompts))
+    on_held_out = recipe.evaluate.suites[first].prompts == "held_out"
     predicted = _predicted(run_dir, recipe.evaluate.sampling) if on_held_out else None
     sections = {
         "engine": resolved(recipe.engine).model_dump(mode="json"),
@@ -130,6 +131,9 @@ def run_evaluate(recipe: Recipe, run_dir: Path) -> Results:
             **({"models": models} if any(models.values()) else {}),
             # Prompts for timing are drawn with it. Digests with the default are those of before it counted.
             **({"seed": recipe.seed} if recipe.seed else {}),
+            # It gives K, loads and rates, and JSON's keys are sorted here. Digests with the one that recipes have first by default are those of
+            # before it counted.
+            **({"first": first} if not on_held_out else {}),
             **sections,
         }
     )  # fmt: skip
@@ -147,19 +151,23 @@ def run_evaluate(recipe: Recipe, run_dir: Path) -> Results:
             return _shown(earlier, output)
         console.print("evaluate: but draftsmith tune has chosen another K for a load since; measuring again")
 
-    partial = PartialResults.read(output / "partial.json", inputs)
-    run.claim(fresh=partial is None)
-    partial = partial or PartialResults(output / "partial.json", inputs)
-    say_options("evaluate", recipe.engine)
+    unfinished = PartialResults.read(output / "partial.json", inputs)
+    partial = unfinished or PartialResults(output / "partial.json", inputs)
     renderer = turn_renderer(target, recipe.engine.max_model_len)
     suites = [_rendered(recipe, renderer, name, items) for name, items in prompts.items()]
+    load_k = _load_k(recipe, k_by_load, partial)
+    # It refuses what cannot run, while earlier figures are still there.
+    variants = Variants(recipe, target, speculates_with, suites, output, load_k.values())
+    run.claim(fresh=unfinished is None)
+    say_options("evaluate", recipe.engine)
     found = evaluate(
         recipe,
         target,
         speculates_with,
+        variants,
         suites,
         renderer,
-        k_by_load=k_by_load,
+        load_k=load_k,
         predicted=predicted,
         log_dir=output,
         partial=partial,
@@ -176,10 +184,11 @@ def evaluate(
     recipe: Recipe,
     target: TargetInfo,
     speculates_with: Speculator,
+    variants: Variants,
     suites: Sequence[SuiteInput],
     renderer: TurnRenderer,
     *,
-    k_by_load: Sequence[Sequence[int]] | None,
+    load_k: Mapping[str, int],
     predicted: Mapping[str, float] | None,
     log_dir: Path,
     partial: PartialResults,
@@ -189,18 +198,14 @@ def evaluate(
     Args:
         recipe: with `evaluate.dtypes` as `timed_dtypes` has them.
         speculates_with: what is measured at every K, with its recipe (`Speculator.measured`).
+        variants: with everything that is measured.
         suites: the first gives the K curve.
         renderer: for later turns.
-        k_by_load: the schedule of `draftsmith tune`: from, to, K; None if it did not run.
+        load_k: K by requests in flight; 0 for the one that is found best with one.
         predicted: acceptance length by K that training predicted.
         log_dir: folder for the logs of engines and servers.
     """
     options = recipe.evaluate
-    if not partial.load_k:
-        tuned = {str(n): k_at(k_by_load, n) for n in options.concurrency}
-        partial.tuned_k = {n: k for n, k in tuned.items() if k is not None}
-    load_k = partial.load_k or {str(n): partial.tuned_k.get(str(n), 0) for n in options.concurrency}
-    variants = Variants(recipe, target, speculates_with, suites, log_dir, load_k.values())
     with closing(variants.lineup()) as lineup:
         measure_step_costs(lineup, variants, suites[0], recipe, partial)
         measure_acceptance(lineup, variants, suites, renderer, recipe, partial)
@@ -240,6 +245,20 @@ def evaluate(
 
 
 # ---- its inputs ----
+
+
+def _load_k(recipe: Recipe, k_by_load: Sequence[Sequence[int]] | None, partial: PartialResults) -> dict[str, int]:
+    """K by requests in flight: what an unfinished evaluation has, else what tuning chose; 0 for neither.
+
+    Args:
+        k_by_load: the schedule of `draftsmith tune`: from, to, K; None if it did not run.
+        partial: receives what tuning chose.
+    """
+    if partial.load_k:
+        return partial.load_k
+    tuned = {str(n): k_at(k_by_load, n) for n in recipe.evaluate.concurrency}
+    partial.tuned_k = {n: k for n, k in tuned.items() if k is not None}
+    return {n: partial.tuned_k.get(n, 0) for n in tuned}
 
 
 def _tuned_since(found: Results, k_by_load: Sequence[Sequence[int]] | None) -> dict[str, int]:

@@ -22,6 +22,7 @@ from typing import Any
 from draftsmith.config.recipe import Recipe
 from draftsmith.config.sampling import Sampling
 from draftsmith.engine.environment import float32_environment, is_cpu
+from draftsmith.engine.flags import flag_name
 from draftsmith.engine.platform import platform_plugins
 from draftsmith.run.errors import DraftsmithError
 from draftsmith.run.progress import Bar
@@ -99,7 +100,11 @@ def _start(
     ends: ExitStack,
 ) -> dict[str, VllmServer]:
     """Both servers, ready; `ends` ends them."""
-    own = {name: value for name, value in recipe.serve.vllm_args.items() if not name.startswith(("ssl", "served"))}
+    own = {
+        name: value
+        for name, value in recipe.serve.vllm_args.items()
+        if not flag_name(name).startswith(("ssl", "served"))
+    }
     without_tls = recipe.model_copy(update={"serve": recipe.serve.model_copy(update={"vllm_args": own})})
     servers: dict[str, VllmServer] = {}
     with Bar("start servers", total=2, unit="servers") as bar:

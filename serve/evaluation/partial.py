@@ -9,8 +9,11 @@ from pathlib import Path
 from typing import Any
 
 from draftsmith.data.turns import Turn
+from draftsmith.run import stage
 from draftsmith.run.atomic_io import write_json
+from draftsmith.run.progress import console
 from draftsmith.serve.evaluation.curve import fastest
+from draftsmith.serve.evaluation.machine import describe_machine
 from draftsmith.serve.evaluation.schema import (
     AtStart,
     CurvePoint,
@@ -68,10 +71,12 @@ class PartialResults:
     """The first few, likewise."""
     rates: dict[str, Rate] = field(default_factory=dict)
     sampled_fidelity: dict[str, SampledFidelity] = field(default_factory=dict)
+    measured_on: dict[str, Any] = field(default_factory=lambda: measured_on())
+    """The machine and the versions."""
 
     @classmethod
     def read(cls, path: Path, inputs: str) -> PartialResults | None:
-        """What a stopped evaluation of the same inputs left; None if there is nothing."""
+        """What a stopped evaluation of the same inputs left on a machine like this one; None if there is nothing."""
         try:
             found = json.loads(path.read_text())
         except (OSError, ValueError):
@@ -79,6 +84,13 @@ class PartialResults:
         if not isinstance(found, dict) or found.get("inputs") != inputs:
             return None
         partial = cls(path=path, **found)
+        if changed := [name for name, value in measured_on().items() if partial.measured_on.get(name) != value]:
+            console.print(
+                f"evaluate: {path} was measured with another {' and '.join(changed)}; beginning anew, since speeds would not compare",
+                highlight=False,
+                soft_wrap=True,
+            )
+            return None
         partial.timed = {name: _pairs(prompts) for name, prompts in partial.timed.items()}
         partial.load_prompts = _pairs(partial.load_prompts)
         return partial
@@ -89,6 +101,17 @@ class PartialResults:
     def best_k(self, choices: Iterable[int]) -> int:
         """The K with the highest estimated speedup."""
         return fastest({k: self.k_curve[str(k)] for k in choices if str(k) in self.k_curve})
+
+
+def measured_on() -> dict[str, Any]:
+    """What speeds depend on beside the inputs, by its name for people."""
+    machine = describe_machine()
+    return {
+        "processor": machine["processor"],
+        "number of cores": machine["cores"],
+        "set of GPUs": list(machine["gpus"]),
+        "set of package versions": stage.versions(),
+    }
 
 
 def timed_prompts(turns: Sequence[Turn]) -> list[TimedPrompt]:

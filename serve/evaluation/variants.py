@@ -106,6 +106,10 @@ class Variants:
     def engine(self, of: Configuration) -> EngineSpec:
         """The engine of a configuration."""
         name, config, k_by_load = of.file_name, self.speculative_config(of.speculation), None
+        if isinstance(
+            of.speculation, str
+        ):  # people's own names, which may read like another engine's, or like each other in a file's name
+            name = f"method-{list(self._recipe.evaluate.methods).index(of.speculation) + 1}-{name}"
         if isinstance(of.speculation, int) and of.speculation and self._for_every_k is not None:
             name, config = f"drafter-{of.dtype}", self._for_every_k
             k_by_load = self._at_every_load(of.speculation)

@@ -1,5 +1,6 @@
 """The command line: bad input gives one paragraph on stderr, exit status 2 and no traceback; --help loads no torch."""
 
+import errno
 import subprocess
 import sys
 from pathlib import Path
@@ -147,3 +148,36 @@ def test_evaluate_takes_one_recipe_or_compares_two(recipe: Path) -> None:
         refused = CliRunner().invoke(app, ["evaluate", *arguments])
         assert isinstance(refused.exception, UserError)
         assert message in str(refused.exception)
+
+
+@pytest.mark.parametrize(
+    ("error", "said"),
+    [
+        (
+            PermissionError(errno.EACCES, "Permission denied", "/there/answers"),
+            "/there/answers: Permission denied. Change who",
+        ),
+        (OSError(errno.ENOSPC, "No space left on device"), "No space left on device. Free some space"),
+        (NotADirectoryError(errno.ENOTDIR, "Not a directory", "/file/runs"), "/file/runs: Not a directory."),
+    ],
+)
+def test_files_that_cannot_be_written_are_one_paragraph(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], error: OSError, said: str
+) -> None:
+    def fail() -> None:
+        raise error
+
+    monkeypatch.setattr("draftsmith.cli.app", fail)
+    with pytest.raises(SystemExit) as ended:
+        main()
+    assert ended.value.code == 1
+    assert f"error: {said}" in capsys.readouterr().err
+
+
+def test_other_errors_of_the_system_are_not_hidden(monkeypatch: pytest.MonkeyPatch) -> None:
+    def fail() -> None:
+        raise ConnectionResetError(errno.ECONNRESET, "reset")
+
+    monkeypatch.setattr("draftsmith.cli.app", fail)
+    with pytest.raises(ConnectionResetError):
+        main()

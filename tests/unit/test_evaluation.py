@@ -19,7 +19,7 @@ from draftsmith.data.turns import TurnRenderer
 from draftsmith.run import stage
 from draftsmith.run.atomic_io import write_json
 from draftsmith.run.errors import UserError
-from draftsmith.serve.evaluation import acceptance, compare, configurations, evaluate, lineup, speed
+from draftsmith.serve.evaluation import acceptance, compare, configurations, evaluate, lineup, partial, speed
 from draftsmith.serve.evaluation.configurations import baseline_again_drafter
 from draftsmith.serve.evaluation.engine import EngineSpec
 from draftsmith.serve.evaluation.evaluate import run_evaluate
@@ -313,7 +313,7 @@ def test_a_killed_evaluation_resumes(run: tuple[recipe.Recipe, Path], monkeypatc
     assert names[:5] == [
         "baseline-float32",
         "drafter-float32",
-        "lookup-float32",
+        "method-1-lookup-float32",
         "baseline-float32-again",
         "drafter-float32",
     ]
@@ -368,8 +368,13 @@ def test_engines_are_started_when_they_are_needed(
     loaded, run_dir = run
     run_evaluate(_in_float32(loaded), run_dir)
     step_costs = 3 * ["baseline-float32", "drafter-float32"]
-    acceptance_then_speed = ["lookup-float32", "drafter-float32", "baseline-float32-again", "lookup-float32"]
-    two_more = 2 * ["baseline-float32", "baseline-float32-again", "drafter-float32", "lookup-float32"]
+    acceptance_then_speed = [
+        "method-1-lookup-float32",
+        "drafter-float32",
+        "baseline-float32-again",
+        "method-1-lookup-float32",
+    ]
+    two_more = 2 * ["baseline-float32", "baseline-float32-again", "drafter-float32", "method-1-lookup-float32"]
     assert [config.name for config in Engine.started] == [*step_costs, *acceptance_then_speed, *two_more]
     drafter = Engine.started[1]
     assert drafter.speculative is not None
@@ -415,7 +420,7 @@ def test_engines_are_started_when_they_are_needed(
         "methods": {"suffix": TypeAdapter(AnyMethod).validate_python({"method": "suffix", "num_speculative_tokens": 2})}
     }
     run_evaluate(loaded.model_copy(update={"evaluate": loaded.evaluate.model_copy(update=suffix)}), run_dir)
-    anew = ["baseline-float32", "baseline-float32-again", "K2-float32", "suffix-float32"]
+    anew = ["baseline-float32", "baseline-float32-again", "K2-float32", "method-1-suffix-float32"]
     assert [config.name for config in Engine.started][-4:] == anew
     # A block of four need not begin as one of three does, so K = 3 is measured.
     options["acceptance_k"] = 2
@@ -757,3 +762,74 @@ def test_a_quantized_target_is_timed_in_its_own_dtype(
     both = loaded.evaluate.model_copy(update={"dtypes": ("bfloat16", "float16")})
     run_evaluate(loaded.model_copy(update={"evaluate": both}), run_dir)
     assert {config.dtype for config in Engine.started} == {"bfloat16", "float16"}
+
+
+def test_methods_names_are_no_engine_s(run: tuple[recipe.Recipe, Path]) -> None:
+    """A method called as an engine is was measured on that engine, or the drafter on the method's."""
+    loaded, run_dir = run
+    plain = run_evaluate(loaded, run_dir)
+    methods = {name: {"method": "ngram", "num_speculative_tokens": 1} for name in ("drafter", "K1", "one_1", "one-1")}
+    changed = EvaluateConfig.model_validate(loaded.evaluate.model_dump(mode="json") | {"methods": methods})
+    Engine.started.clear()
+    found = run_evaluate(loaded.model_copy(update={"evaluate": changed}), run_dir)
+    by_name = {config.name: config.speculative for config in Engine.started}
+    assert len([name for name in by_name if name.startswith("method-") and name.endswith("float32")]) == 4
+    assert by_name["drafter-float32"]["method"] != "ngram"  # type: ignore[index]
+    for one in methods:
+        assert found["suites"]["questions"]["methods"][one]["method"] == "ngram"
+    assert found["k_curve"] == plain["k_curve"]
+    named = recipe.Recipe.model_validate(loaded.model_dump(mode="json"))
+    for name in ("baseline", "K = 3"):
+        wrong = named.evaluate.model_dump(mode="json") | {"methods": {name: methods["one_1"]}}
+        with pytest.raises(ValueError, match=f"`methods.{name}` has a name that results use"):
+            recipe.Recipe.model_validate(named.model_dump(mode="json") | {"evaluate": wrong})
+
+
+def test_an_evaluation_that_cannot_run_leaves_the_earlier_one(run: tuple[recipe.Recipe, Path]) -> None:
+    loaded, run_dir = run
+    run_evaluate(loaded, run_dir)
+    before = {path: path.read_bytes() for path in (run_dir / "eval").iterdir()}
+    wrong: tuple[dict[str, Any], ...] = (
+        {"methods": {"of another": {"method": "eagle3", "model": str(run_dir / "nowhere")}}},
+        {"suites": {"questions": {"prompts": loaded.extract.prompts, "score": "last_number"}}},
+        {"suites": {"questions": {"prompts": loaded.extract.prompts, "max_tokens": 10**6}}},
+    )
+    for change in wrong:
+        options = EvaluateConfig.model_validate(loaded.evaluate.model_dump(mode="json") | change)
+        with pytest.raises(UserError):
+            run_evaluate(loaded.model_copy(update={"evaluate": options}), run_dir)
+        assert {path: path.read_bytes() for path in (run_dir / "eval").iterdir()} == before
+
+
+def test_another_first_suite_is_another_evaluation(run: tuple[recipe.Recipe, Path]) -> None:
+    loaded, run_dir = run
+    first = run_evaluate(loaded, run_dir)
+    suites = dict(reversed(loaded.evaluate.suites.items()))
+    turned = loaded.model_copy(update={"evaluate": loaded.evaluate.model_copy(update={"suites": suites})})
+    again = run_evaluate(turned, run_dir)
+    assert set(first["suites"]["questions"]["at_k"]) == set(again["suites"]["talks"]["at_k"]) == {"1", "2", "3"}
+    Engine.started.clear()
+    run_evaluate(turned, run_dir)
+    assert not Engine.started
+
+
+def test_an_evaluation_is_not_continued_on_another_machine(
+    run: tuple[recipe.Recipe, Path], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def dying(*_: Any, **__: Any) -> Any:
+        raise KeyboardInterrupt
+
+    whole = measure = speed.run_load
+    monkeypatch.setattr(speed, "run_load", dying)
+    with pytest.raises(KeyboardInterrupt):
+        run_evaluate(*run)
+    there = json.loads((run[1] / "eval" / "partial.json").read_text())
+    assert there["step_costs"]
+    monkeypatch.setattr(speed, "run_load", whole)
+    here = partial.measured_on()
+    monkeypatch.setattr(partial, "measured_on", lambda: here | {"processor": "another"})
+    Engine.started.clear()
+    run_evaluate(*run)
+    assert "was measured with another processor; beginning anew" in capsys.readouterr().err
+    assert [config.name for config in Engine.started][:2] == ["baseline-float32", "drafter-float32"]
+    assert speed.run_load is measure

@@ -408,3 +408,18 @@ def test_command(recipe: Recipe, tmp_path: Path, engine: Callable[..., None], mo
         failed = CliRunner().invoke(app, arguments)
         assert isinstance(failed.exception, UserError), failed.output
         assert said in str(failed.exception)
+
+
+def test_turns_that_are_not_asked_are_said(
+    recipe: Recipe, tmp_path: Path, engine: Callable[..., None], capsys: pytest.CaptureFixture[str]
+) -> None:
+    """After the first answer the second turn has no room left."""
+    engine()
+    figures = run(
+        recipe.model_copy(update={"engine": recipe.engine.model_copy(update={"max_model_len": 60})}), tmp_path
+    )
+    talk = next(row for row in lines(tmp_path) if row["id"] == "turns")
+    assert [message["role"] for message in talk["messages"]] == ["user", "assistant"]
+    (reason,) = figures["rows_skipped"].items()
+    assert reason[0].startswith("the rest of a conversation after 1 of its 2 user turns: no room")
+    assert "generate: not answered: 1 x the rest of a conversation" in capsys.readouterr().err

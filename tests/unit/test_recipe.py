@@ -277,3 +277,44 @@ def test_sections_cannot_be_changed():
     with pytest.raises(ValueError, match="frozen"):
         recipe.name = "other"
     assert FileSource(path="x").package is None
+
+
+def test_a_repeated_key_is_refused(tmp_path):
+    """PyYAML would take the last in silence, and with it another section's keys."""
+    for text, key in (
+        ("name: r\ntrain:\n  epochs: 3\ntarget: {model: a/b}\ntrain:\n  lr: 1.0e-3\n", "train"),
+        ("name: r\ntarget: {model: a/b, model: c/d}\n", "model"),
+        ("name: r\ntarget: {model: a/b}\nevaluate: {suites: {one: {prompts: {path: a, path: b}}}}\n", "path"),
+    ):
+        (tmp_path / "twice.yaml").write_text(text)
+        with pytest.raises(UserError, match=f"the key `{key}` occurs twice in one section, again in line"):
+            load_recipe(tmp_path / "twice.yaml")
+
+
+def test_an_override_reaches_the_place_that_it_names_alone(tmp_path):
+    (tmp_path / "r.yaml").write_text(
+        "name: r\ntarget: {model: a/b}\nextract: {prompts: &p {path: a}}\n"
+        "evaluate:\n  suites: {all: {prompts: *p}, more: {prompts: {<<: *p, limit: 3}}}\ntrain:\n"
+    )
+    recipe = load_recipe(tmp_path / "r.yaml", ["extract.prompts.limit=10", "train.epochs=2"])
+    assert recipe.extract.prompts.limit == 10
+    assert recipe.evaluate.suites["all"].prompts.limit is None
+    assert recipe.evaluate.suites["more"].prompts.limit == 3
+    assert recipe.train.epochs == 2, "a section without keys takes an override"
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("name: 2026-31-01\ntarget: {model: a/b}", "not valid YAML: month must be in"),
+        ("name: r\ntarget: &t {model: a/b, more: *t}", "an alias is inside of what it repeats"),
+        ("name: r\ntarget: {model: ~nosuchuser/x}", "`target.model`: "),
+    ],
+)
+def test_what_yaml_or_the_system_cannot_read_is_said(tmp_path, text, message):
+    (tmp_path / "r.yaml").write_text(text)
+    with pytest.raises(UserError) as caught:
+        load_recipe(tmp_path / "r.yaml")
+    assert message in str(caught.value)
+    with pytest.raises(UserError, match="the value is not valid YAML"):
+        load_recipe(write(tmp_path, MINIMAL), ["name=2026-31-01"])

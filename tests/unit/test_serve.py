@@ -14,12 +14,15 @@ import time
 from html.parser import HTMLParser
 from pathlib import Path
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 from rich.console import Console
+from typer.testing import CliRunner
 
+from draftsmith.cli import app
 from draftsmith.config import recipe
 from draftsmith.config.evaluation import RESULTS_VERSION
 from draftsmith.engine import environment, process
@@ -640,3 +643,30 @@ def test_one_failing_engine_ends_the_others(fake_child, tmp_path: Path) -> None:
         engine_module.start_engines([_CONFIG, second], tmp_path)
     for pid in pids.read_text().split():
         assert not Path(f"/proc/{pid}").exists()
+
+
+@pytest.mark.parametrize(
+    ("options", "host", "url"),
+    [
+        ({}, "0.0.0.0", "http://127.0.0.1:8000"),
+        ({}, "::1", "http://[::1]:8000"),
+        ({"ssl-certfile": "c"}, "example.org", "https://example.org:8000"),
+        ({"ssl_certfile": "c"}, "::", "https://127.0.0.1:8000"),
+        ({"ssl_certfile": None}, "", "http://127.0.0.1:8000"),
+    ],
+)
+def test_where_a_server_is_asked_whether_it_is_ready(options: dict[str, Any], host: str, url: str) -> None:
+    loaded = _recipe()
+    loaded = loaded.model_copy(update={"serve": loaded.serve.model_copy(update={"vllm_args": options})})
+    assert server._url(loaded, host, 8000) == url
+
+
+def test_what_would_never_be_ready_or_open_to_all_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(UserError, match=r"vllm_args\.uds` is set elsewhere: with --host and --port"):
+        vllm_server._flags({"uds": "/tmp/socket"})
+    with pytest.raises(UserError, match=r"The API key is empty"):
+        server.serve(_recipe(), tmp_path, api_key=" ")
+    for port in ("0", "99999"):
+        done = CliRunner().invoke(app, ["serve", "r.yaml", "--port", port])
+        assert done.exit_code == 2
+        assert "--port" in done.output

@@ -24,7 +24,7 @@ from draftsmith.run.errors import UserError
 from draftsmith.serve import server
 from draftsmith.serve.evaluation import lineup
 from draftsmith.serve.roofline import roofline
-from draftsmith.serve.schedule import make_schedule, schedule_of
+from draftsmith.serve.schedule import k_at, make_schedule, schedule_of
 from draftsmith.serve.speculator import speculator
 from draftsmith.serve.tune import Tuned, run_tune
 from draftsmith.target.info import describe_target
@@ -399,3 +399,20 @@ def test_schedules_are_valid_for_vllm_and_have_the_best_k(speedups: dict[int, di
 def test_an_idle_drafter_can_cost_more_than_short_drafts() -> None:
     assert make_schedule({1: {0: 0.98, 1: 1.2}, 8: {0: 0.94, 1: 0.97}}, most=16) == [[1, 16, 1]]
     assert make_schedule({1: {0: 0.98, 1: 0.99}, 8: {0: 0.94, 1: 0.97}}, most=16) == [[1, 16, 0]]  # without a drafter
+
+
+def test_k_goes_on_beyond_the_last_range_as_in_vllm() -> None:
+    assert [k_at([[1, 4, 3], [5, 128, 1]], n) for n in (1, 4, 5, 128, 256)] == [3, 3, 1, 1, 1]
+    assert k_at(None, 1) is None
+    try:
+        from vllm.v1.spec_decode.dynamic.utils import build_dynamic_sd_schedule_lookup as by_vllm
+    except ImportError:
+        return
+    assert by_vllm([(1, 4, 3), (5, 128, 1)], 256, 3)[256] == 1
+
+
+def test_verified_figures_are_kept_by_a_plain_rerun(run: tuple[recipe.Recipe, Path]) -> None:
+    verified = run_tune(*run, verify=True)
+    Engine.started.clear()
+    assert run_tune(*run) == verified
+    assert not Engine.started

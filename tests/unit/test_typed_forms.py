@@ -323,6 +323,17 @@ def test_vllm_s_options_are_translated(tmp_path: Path) -> None:
     assert """'serve.method={"method": "ngram", "num_speculative_tokens": 3}'""" in dotted
 
 
+def test_a_number_of_tokens_alone_is_k(tmp_path: Path) -> None:
+    """No method is known that it could be a key of."""
+    assert error_of("serve", "r", "--num-speculative-tokens", "4").endswith("on the command line, type `-k 4`.")
+    for section in ({"num_speculative_tokens": 4}, {"vllm_args": {"spec_tokens": 4}}):
+        with pytest.raises(
+            UserError, match=r"`num_speculative_tokens` in the recipe's `serve\.method`, or `-k`"
+        ) as caught:
+            load_recipe(write(tmp_path, MINIMAL | {"serve": section}))
+        assert "draft_model" not in str(caught.value)
+
+
 def test_a_slip_is_left_to_the_parser() -> None:
     done = CliRunner().invoke(app, ["serve", "r.yaml", "--prot", "1"])
     assert done.exit_code == 2
