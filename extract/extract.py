@@ -19,7 +19,9 @@ import torch
 from draftsmith.config.loading import digest
 from draftsmith.config.recipe import Recipe
 from draftsmith.config.sampling_options import unknown_token
+from draftsmith.data.chat_template import Renderer
 from draftsmith.data.conversations import RejectedRows
+from draftsmith.data.images import text_of
 from draftsmith.data.overlap import TRAINING_PROMPTS, PromptsFile
 from draftsmith.drafters import layer_ids_to_read
 from draftsmith.engine.environment import is_cpu, resolved, states_arguments
@@ -43,7 +45,11 @@ from draftsmith.target.family import uses_mrope
 from draftsmith.target.info import TargetInfo, describe_target
 from draftsmith.target.layer_ids import check_layer_ids, default_layer_ids
 from draftsmith.target.prepare import Weights, prepare_target
+from draftsmith.target.pretrained import tokenizer_of
 from draftsmith.target.tensors import require_readable
+
+_TEMPLATE_TOKENS = 16
+"""What a chat template adds to a message, a guess."""
 
 
 def run_extract(
@@ -94,7 +100,9 @@ def run_extract(
     run_dir.mkdir(parents=True, exist_ok=True)
     prompts = PromptsFile(run_dir)
     requests = Requests(
-        run_dir, requests_of(recipe, target.path, rejected, prompts, evaluation_follows=training_follows)
+        run_dir,
+        requests_of(recipe, target.path, rejected, prompts, evaluation_follows=training_follows),
+        dated=Renderer(tokenizer_of(target.path, trust_remote_code=target.trust_remote_code)).dated,
     )
     for line in rejected.lines():
         console.print(f"extract: not used: {line}", highlight=False, markup=False, soft_wrap=True)
@@ -185,7 +193,8 @@ def run_extract(
         figures |= {"finished_early_from": inputs, "prompts_left_out": left_out}
         inputs = digest([inputs, answered])
     sections = recipe.model_dump(mode="json", include={"seed", "target", "engine", "extract"})
-    sections["engine"] = resolved(recipe.engine).model_dump(mode="json")
+    if options.machines is None:  # others' machines decide for themselves
+        sections["engine"] = resolved(recipe.engine).model_dump(mode="json")
     prompts.publish(directory)
     return run.finish(inputs, figures, recipe=sections, files=(TRAINING_PROMPTS,))
 
@@ -221,6 +230,8 @@ def _say_options(recipe: Recipe, target: TargetInfo, identity: StoreIdentity) ->
     emulated = recipe.extract.machines is None and not current_platform().has_bfloat16()
     if emulated and recipe.target.dtype == "bfloat16" and (advice := cuda.instead_of_emulated_bfloat16()):
         console.print(f"extract: `target.dtype` is bfloat16. {advice}", highlight=False, soft_wrap=True)
+    if recipe.extract.machines is not None:
+        return  # this machine may have neither their GPUs nor their vLLM
     if recipe.extract.backend == "vllm":
         arguments = engine_arguments(recipe, target, identity.layer_ids)
         say_overruled("extract", recipe.engine, arguments | {"kv_transfer_config": {}})
@@ -293,7 +304,7 @@ def _most_bytes(recipe: Recipe, identity: StoreIdentity, requests: Iterable[Extr
     longest: list[int] = []  # tokens of the longest requests, a heap
     tokens = sequences = 0
     for request in requests:
-        length = request.prompt_tokens + request.max_tokens
+        length = _most_tokens(request, recipe.engine.max_model_len)
         tokens += length
         sequences += 1
         if len(longest) < at_once:
@@ -302,6 +313,14 @@ def _most_bytes(recipe: Recipe, identity: StoreIdentity, requests: Iterable[Extr
             heapq.heappushpop(longest, length)
     store = most_bytes(identity, options.compression, tokens=tokens, sequences=sequences)
     return store, handoff_bytes(recipe, identity, tokens=sum(longest))
+
+
+def _most_tokens(request: ExtractRequest, max_model_len: int) -> int:
+    """The most tokens of a finished sequence. A later turn has no more tokens than characters, but for what the chat template adds."""
+    length = request.prompt_tokens + request.max_tokens
+    for messages in request.later:
+        length += request.max_tokens + sum(len(text_of(one["content"])) + _TEMPLATE_TOKENS for one in messages)
+    return min(length, max_model_len) if request.later else length
 
 
 def _require_free_space(directory: Path, needed: int) -> None:

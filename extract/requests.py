@@ -63,9 +63,11 @@ class Requests:
     Args:
         folder: where the temporary file lies. It has no name, so nothing is left of it however the run ends.
         requests: read once.
+        dated: their tokens may differ from day to day (`Renderer.dated`). Then they are identified without these: the same recipe has the
+            same requests tomorrow.
     """
 
-    def __init__(self, folder: Path, requests: Iterable[ExtractRequest]) -> None:
+    def __init__(self, folder: Path, requests: Iterable[ExtractRequest], *, dated: bool = False) -> None:
         self._file = tempfile.TemporaryFile(dir=folder)  # noqa: SIM115 (`close` does)
         self._count = 0
         self.with_images = False
@@ -73,9 +75,12 @@ class Requests:
         hashed = hashlib.sha256()
         for request in requests:
             line = _to_line(request)
-            # Images are in `sample_id` by their digests; their files may move.
-            hashed.update(_to_line(replace(request, images=())) if request.images else line)
             self._file.write(line)
+            if request.images:  # in `sample_id` by their digests; their files may move
+                line = _to_line(replace(request, images=()))
+            if dated:  # what is rendered is in `sample_id` too
+                line = _to_line(replace(request, images=(), prompt_token_ids=[], loss_mask=None))
+            hashed.update(line)
             self._count += 1
             self.with_images |= bool(request.images)
         self.digest = hashed.hexdigest()
@@ -132,7 +137,6 @@ def requests_of(
             or no held-out one can be asked.
     """
     options = recipe.extract
-    whole = options.mode == "prefill" or options.turns == "all"
     renderer = Renderer(tokenizer_of(target_dir, trust_remote_code=recipe.target.trust_remote_code))
     images = ImageRenderer(
         target_dir,
@@ -140,7 +144,9 @@ def requests_of(
         trust_remote_code=recipe.target.trust_remote_code,
     )
     any_training = any_asked = False
-    for conversation, held_out in split(options, whole=whole, rejected=rejected, apart_from=recipe.evaluate.suites):
+    for conversation, held_out in split(
+        options, whole=options.reads_whole, rejected=rejected, apart_from=recipe.evaluate.suites
+    ):
         made = tokenized(recipe, renderer, images, conversation, rejected, held_out=held_out)
         if made and not held_out:
             any_training = True

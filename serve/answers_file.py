@@ -11,7 +11,7 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any
 
-from draftsmith.run.atomic_io import new_file
+from draftsmith.run.atomic_io import new_file, no_locks
 from draftsmith.run.errors import UserError
 
 KEY = "key"
@@ -45,6 +45,9 @@ class AnswersFile:
             raise UserError(
                 f"Another process is writing {path}. Wait for it, or name another file with --out."
             ) from None
+        except OSError as error:
+            self._file.close()
+            raise UserError(f"{no_locks(path.parent, error)} (`--out`).") from None
         self._places: dict[str, tuple[int, int]] = {}  # by key: start and length of its line
         try:
             self._read()

@@ -27,7 +27,7 @@ from typing_extensions import TypedDict
 
 from draftsmith.config.loading import digest
 from draftsmith.config.recipe import Recipe
-from draftsmith.data.turns import Turn
+from draftsmith.data.turns import Turn, TurnRenderer
 from draftsmith.engine.environment import resolved
 from draftsmith.engine.options import check_options
 from draftsmith.run import stage
@@ -43,7 +43,7 @@ from draftsmith.serve.roofline import roofline
 from draftsmith.serve.schedule import make_schedule
 from draftsmith.serve.speculator import speculator
 from draftsmith.serve.tune_measure import MeasuredSpeedup, TuneEngines, measure_speedups, measure_steps
-from draftsmith.target.info import TargetInfo, describe_target
+from draftsmith.target.info import describe_target
 from draftsmith.target.prepare import prepare_target
 
 _VERSION = 10
@@ -110,7 +110,8 @@ def run_tune(recipe: Recipe, run_dir: Path, *, verify: bool = False) -> Tuned:
     recipe = speculates_with.measured(recipe)
     target = describe_target(prepare_target(recipe.target), recipe.target)
     output, drafter_hashes = run.directory, dict(speculates_with.sha256)
-    every, prompts = _prompts(recipe, target)
+    renderer = turn_renderer(target, recipe.engine.max_model_len)
+    every, prompts = _prompts(recipe, renderer)
     sections = {
         "engine": resolved(recipe.engine).model_dump(mode="json"),
         "tune": recipe.tune.model_dump(mode="json"),
@@ -120,7 +121,7 @@ def run_tune(recipe: Recipe, run_dir: Path, *, verify: bool = False) -> Tuned:
     }
     about = {
         "version": _VERSION, "target": [target.revision, target.config_hash], "drafter": drafter_hashes,
-        "prompts": [turn.token_ids for turn in prompts], "most": recipe.extract.max_num_seqs, **sections,
+        "prompts": renderer.identity(prompts), "most": recipe.extract.max_num_seqs, **sections,
     }  # fmt: skip
     inputs, verified = (
         digest(about | {"verify": one}) for one in (verify, True)
@@ -177,13 +178,12 @@ def run_tune(recipe: Recipe, run_dir: Path, *, verify: bool = False) -> Tuned:
     return found
 
 
-def _prompts(recipe: Recipe, target: TargetInfo) -> tuple[list[Turn], list[Turn]]:
+def _prompts(recipe: Recipe, renderer: TurnRenderer) -> tuple[list[Turn], list[Turn]]:
     """The suite's prompts: all, and those drawn for step costs and acceptance."""
     options = recipe.tune
     suite = options.suite or next(iter(recipe.evaluate.suites), None)
     if suite is None:
         raise UserError("There are no prompts to tune on: `evaluate.suites` is empty. Give it a suite.")
-    renderer = turn_renderer(target, recipe.engine.max_model_len)
     held_out, texts = recipe.evaluate.suites[suite].prompts == "held_out", asks_texts(recipe, suite)
     found = load_suite(recipe, suite)
     every = render_suite(renderer, suite, found, options.tokens, held_out=held_out, texts=texts).prompts

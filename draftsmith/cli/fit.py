@@ -111,6 +111,7 @@ def check_fits(
             dtype=timed,
             tokens=recipe.engine.max_model_len,
             engine=recipe.engine,
+            sequences=1,
         )
         place(recipe.engine, gpus, [need], target=name, smaller="evaluate.concurrency")
 

@@ -107,6 +107,11 @@ class ExtractConfig(Section):
         require_room(self.min_tokens, min(self.max_tokens, self.held_out_max_tokens or self.max_tokens))
         return self
 
+    @property
+    def reads_whole(self) -> bool:
+        """Whether conversations are read with all their turns, and not up to the first question."""
+        return self.mode == "prefill" or self.turns == "all"
+
     def further_sampling(self) -> dict[str, Any]:
         """vLLM's sampling parameters beside temperature, top-p, top-k and `stop` that are not its defaults; none if nothing is generated."""
         if self.mode == "prefill":

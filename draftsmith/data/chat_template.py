@@ -71,8 +71,10 @@ class Renderer:
         """Whether messages become plain text (`_plain_text`): asked for, and the tokenizer has no chat template."""
         self._special = set(tokenizer.added_tokens_decoder) | set(tokenizer.all_special_ids)
         template = tokenizer.chat_template or ""
-        templates = [template] if isinstance(template, str) else template.values()
+        templates = [template] if isinstance(template, str) else [*template.values()]
         self._marks_answers = all(re.search(r"\{%-?\s*generation\s*-?%\}", text) for text in templates)
+        self.dated = any("strftime_now" in text for text in templates)
+        """Whether the template may write the date of today: the same conversation is other tokens tomorrow."""
         self._plain_end: str | None = None
 
     @cached_property

@@ -40,13 +40,22 @@ def load_prompts(source: Prompts, *, whole: bool = False) -> list[Prompt]:
 
 
 def training_and_held_out(extract: ExtractConfig) -> tuple[list[Prompt], list[Prompt]]:
-    """The training and the held-out prompts of a run, without overlap or duplicates in training.
+    """The training and the held-out prompts of a run, without overlap or duplicates: the openings of the conversations that extraction takes.
 
     Raises:
         UserError: either set cannot be read, or is empty although the recipe asks for it.
     """
-    prompts = list(split(extract, whole=False, rejected=RejectedRows()))
-    return [one for one, held_out in prompts if not held_out], [one for one, held_out in prompts if held_out]
+    parts: dict[bool, list[Prompt]] = {False: [], True: []}
+    seen: set[tuple[bool, int]] = set()
+    for conversation, held_out in split(extract, whole=extract.reads_whole, rejected=RejectedRows()):
+        prompt = conversation.opening()[0]
+        if extract.reads_whole:  # conversations may differ after the same opening
+            key = (held_out, _as_prompt(prompt))
+            if key in seen:
+                continue
+            seen.add(key)
+        parts[held_out].append(prompt)
+    return parts[False], parts[True]
 
 
 def split(
@@ -256,12 +265,17 @@ def _distinct(source: Prompts, whole: bool, rejected: RejectedRows) -> Iterator[
     another system prompt, after other messages or with other tools is another prompt."""
     seen: set[int] = set()
     for conversation in read_conversations(source, whole=whole, rejected=rejected):
-        key = conversation.sample_id if whole else hash((_normalized(conversation), _around(conversation)))
+        key = conversation.sample_id if whole else _as_prompt(conversation)
         if key in seen:
             rejected.add("the same conversation occurs twice", conversation.where)
             continue
         seen.add(key)
         yield conversation
+
+
+def _as_prompt(conversation: Conversation) -> int:
+    """A hash that prompts share whose words are the same, up to case and white space, in the same surroundings."""
+    return hash((_normalized(conversation), _around(conversation)))
 
 
 def _normalized(conversation: Conversation) -> str:

@@ -54,6 +54,12 @@ class TurnRenderer:
         }
         self._final = list(tokenizer(_FINAL, add_special_tokens=False)["input_ids"]) if has_channels else []
 
+    def identity(self, turns: Sequence[Turn]) -> list[Any]:
+        """What identifies prompts, today and tomorrow: their tokens; where the chat template may write the date, what it renders."""
+        if not self.renderer.dated:
+            return [turn.token_ids for turn in turns]
+        return [[turn.conversation.sample_id, turn.number] for turn in turns]
+
     def first(self, conversation: Conversation) -> Turn:
         """The first user turn.
 

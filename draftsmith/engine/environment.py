@@ -166,6 +166,14 @@ def require_full_attention(config: PretrainedConfig, *, target: str) -> None:
         )
 
 
+def _divides_heads(split: int, config: PretrainedConfig) -> bool:
+    """Whether vLLM can give each of `split` processes its heads: as many queries', and key/value heads or copies of one."""
+    heads, shared = config.num_attention_heads, getattr(config, "num_key_value_heads", None)
+    if heads % split:
+        return False
+    return shared is None or bool(getattr(config, "kv_lora_rank", None)) or shared % split == 0 or split % shared == 0
+
+
 def require_parallelism(engine: EngineConfig, config: PretrainedConfig) -> None:
     """Check that vLLM can divide a target as the recipe asks, on a machine like this one.
 
@@ -177,10 +185,16 @@ def require_parallelism(engine: EngineConfig, config: PretrainedConfig) -> None:
         UserError: it cannot.
     """
     split = engine.tensor_parallel_size
-    if split > 1 and (heads := config.num_attention_heads) % split:
-        fitting = ", ".join(str(size) for size in range(1, heads + 1) if heads % size == 0)
+    if split > 1 and not _divides_heads(split, config):
+        heads, shared = config.num_attention_heads, getattr(config, "num_key_value_heads", None)
+        fitting = ", ".join(str(size) for size in range(1, heads + 1) if _divides_heads(size, config))
+        more = (
+            f" and {shared} key/value heads, which it must divide or be a multiple of"
+            if shared not in (None, heads)
+            else ""
+        )
         raise UserError(
-            f"engine.tensor_parallel_size is {split}, and the target has {heads} attention heads, which must divide by it: use one "
+            f"engine.tensor_parallel_size is {split}, and the target has {heads} attention heads, which must divide by it{more}: use one "
             f"of {fitting}."
         )
     if not is_cpu():

@@ -92,6 +92,7 @@ def require_extraction(
         tokens=engine.max_model_len,
         engine=engine,
         extracts=True,
+        sequences=1,
     )
     least = replace(need, working=0)  # a guess, and nothing is to be refused that would run
     memory = min(gpu.memory_bytes for gpu in gpus)

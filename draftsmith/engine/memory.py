@@ -18,6 +18,7 @@ from draftsmith.run.errors import UserError
 from draftsmith.run.safetensors_io import read_header
 from draftsmith.run.weights import open_pickle
 from draftsmith.target.quantization import weight_bits
+from draftsmith.target.shards import shards
 
 if TYPE_CHECKING:
     from transformers import PretrainedConfig
@@ -69,6 +70,7 @@ def engine_memory(
     tokens: int,
     engine: EngineConfig,
     extracts: bool = False,
+    sequences: int | None = None,
 ) -> EngineMemory:
     """Estimate one engine's memory on GPUs.
 
@@ -79,6 +81,8 @@ def engine_memory(
         tokens: in the KV cache: concurrent sequences times their length.
         engine: how the target is split over GPUs. Each holds the whole drafter.
         extracts: whether vLLM caches one layer more (`kv_values`).
+        sequences: that `tokens` are of: in a layer with a sliding window each then holds no more than that and a step. None: as if there
+            were no such layers.
     """
     number = BYTES[dtype]
     # The drafter has keys and values too, about as many in proportion to its size as the target.
@@ -87,9 +91,27 @@ def engine_memory(
     return EngineMemory(
         target=math.ceil(target_bytes / engine.tensor_parallel_size),
         drafter=drafter_bytes,
-        kv_cache=math.ceil(tokens * kv * cached),
+        kv_cache=math.ceil(_cached_share(config, tokens, sequences, extracts=extracts) * tokens * kv * cached),
         working=_FIXED + math.ceil(_step_bytes(config, _STEP_TOKENS, number) / engine.tensor_parallel_size),
     )
+
+
+def _cached_share(config: PretrainedConfig, tokens: int, sequences: int | None, *, extracts: bool) -> float:
+    """Part of the KV cache of all layers that vLLM needs for `tokens`: all of the layers with full attention, none of those with linear attention,
+    and of those with a window what that and a prefill step hold (vllm/v1/kv_cache_interface.py, `SlidingWindowSpec`)."""
+    if sequences is None:
+        return 1.0
+    full, windowed = attending_layers(config)
+    window = int(getattr(config, "sliding_window", None) or tokens)
+    held = min(1.0, sequences * (window + _STEP_TOKENS) / max(1, tokens))
+    return (full + extracts + windowed * held) / (int(config.num_hidden_layers) + extracts)
+
+
+def attending_layers(config: PretrainedConfig) -> tuple[int, int]:
+    """A target's layers with attention to all tokens before, and to those in a window. There may be others, without keys and values."""
+    kinds = getattr(config, "layer_types", None) or ["full_attention"] * int(config.num_hidden_layers)
+    windowed = sum(kind in ("sliding_attention", "chunked_attention") for kind in kinds)
+    return sum(kind == "full_attention" for kind in kinds), windowed
 
 
 def cpu_engine_memory(
@@ -129,7 +151,9 @@ def state_bytes(
         kv_cache_bytes: memory of the KV cache, which limits the tokens.
         tokens: of the longest sequences that the recipe lets run at once, which limit them too.
     """
-    fitting = kv_cache_bytes / (kv_values(config, extracts=True) * cache_bytes(engine, dtype))
+    full, _ = attending_layers(config)  # others need less the longer a sequence is
+    of_layer = kv_values(config) / int(config.num_hidden_layers)
+    fitting = kv_cache_bytes / ((full + 1) * of_layer * cache_bytes(engine, dtype))
     return math.ceil(min(tokens, fitting) * layers * config.hidden_size * BYTES[dtype])
 
 
@@ -214,7 +238,7 @@ def _tensors(directory: Path, only: Collection[str] | None) -> Iterator[tuple[tu
     def counts(name: str) -> bool:
         return only is None or any(fnmatchcase(name, pattern) for pattern in only)
 
-    files = sorted(directory.glob("*.safetensors"))
+    files = _safetensors(directory)
     for path in () if files else sorted(directory.glob("pytorch_model*.bin")):
         for name, weight in open_pickle(path).items():
             if counts(name):
@@ -231,6 +255,16 @@ def _tensors(directory: Path, only: Collection[str] | None) -> Iterator[tuple[tu
         except (ValueError, TypeError):
             raise UserError(f"{path} is not a whole safetensors file. Download or save the model again.") from None
         yield from found
+
+
+def _safetensors(directory: Path) -> list[Path]:
+    """The files that vLLM loads: those of an index if there is one (vllm/model_executor/model_loader/weight_utils.py,
+    `filter_duplicate_safetensors_files`). Mistral's folders have the same weights again, in `consolidated.safetensors`."""
+    files = sorted(directory.glob("*.safetensors"))
+    if (places := shards(directory, "model.safetensors")) is not None:
+        named = set(places.values())
+        return [path for path in files if path.name in named]
+    return [path for path in files if not path.name.startswith("consolidated")] or files
 
 
 def side_by_side(needs: Iterable[EngineMemory], gpu_bytes: int, utilization: float) -> int:

@@ -67,6 +67,14 @@ def new_file(path: Path, *, size: int) -> Iterator[BinaryIO]:
         ) from None
 
 
+def no_locks(folder: Path, error: OSError) -> str:
+    """That a folder's file system has no locks, which keep two processes apart, and the way out but for the option."""
+    return (
+        f"The file system of {folder} takes no file locks ({error.strerror}), without which two processes could write there at once. Mount it with "
+        "them (Lustre: `-o flock`), or choose a folder on another file system"
+    )
+
+
 def require_new(folder: Path) -> None:
     """
     Raises:

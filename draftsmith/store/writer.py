@@ -12,7 +12,7 @@ from pathlib import Path
 import torch
 import xxhash
 
-from draftsmith.run.atomic_io import write_bytes
+from draftsmith.run.atomic_io import no_locks, write_bytes
 from draftsmith.run.errors import UserError
 from draftsmith.run.process import lower_priority
 from draftsmith.store.codec import LARGEST_RATIO, Form, encode_states
@@ -148,6 +148,8 @@ class StoreWriter:
                 f"Another process is writing to the store at {directory}. Wait for it or stop it, or choose another run "
                 "with `-s name=OTHER`."
             ) from None
+        except OSError as error:  # as on Lustre without `flock`
+            raise UserError(f"{no_locks(directory, error)} (`--runs`).") from None
         if (directory / MANIFEST).exists():
             earlier, self._shards = read_manifest(directory)
             earlier.require(identity, directory)

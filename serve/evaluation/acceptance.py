@@ -303,7 +303,7 @@ def _measured(
     return {
         **at_best_acceptance,
         "prompts": len(found.turns),
-        "prompts_sha256": digest([turn.token_ids for turn in suite.prompts]),
+        "prompts_sha256": digest(renderer.identity(suite.prompts)),
         "max_tokens": suite.max_tokens,
         "acceptance_length_interval": at_best["acceptance_length_interval"],
         "categories": categories(at_best["by_prompt"], category_of),

@@ -1,6 +1,7 @@
 """What engines need of a GPU: by hand, and for whole runs of an 8B target on a simulated 80 GB GPU."""
 
 import json
+import math
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +18,7 @@ from draftsmith.engine.environment import Gpu
 from draftsmith.engine.memory import (
     GIB,
     EngineMemory,
+    attending_layers,
     cache_bytes,
     engine_memory,
     kv_values,
@@ -183,3 +185,43 @@ def test_an_8b_target_and_small_gpus() -> None:
     assert placed(4, 23.6, 2).sets == (("0", "1"), ("2", "3"))
     assert not placed(2, 47, 1).together
     assert placed(1, 79, 1).together
+
+
+def test_weights_that_vllm_does_not_load_are_not_counted(tmp_path: Path) -> None:
+    """Mistral's folders have everything twice."""
+    for name in ("model-1", "model-2", "consolidated"):
+        save_file({name: torch.zeros(10, dtype=torch.bfloat16)}, tmp_path / f"{name}.safetensors")
+    assert weight_bytes(tmp_path, "bfloat16") == 40
+    places = {"a": "model-1.safetensors", "b": "model-2.safetensors"}
+    (tmp_path / "model.safetensors.index.json").write_text(json.dumps({"weight_map": places}))
+    save_file({"old": torch.zeros(10, dtype=torch.bfloat16)}, tmp_path / "old.safetensors")
+    assert weight_bytes(tmp_path, "bfloat16") == 40
+    alone = tmp_path / "alone"
+    alone.mkdir()
+    save_file({"a": torch.zeros(10, dtype=torch.bfloat16)}, alone / "consolidated.safetensors")
+    assert weight_bytes(alone, "bfloat16") == 20
+
+
+def test_layers_with_a_window_hold_no_more_than_that() -> None:
+    """Gemma 3 12B at 131,072 tokens: as if all layers were full, 49 GiB of keys and values for one sequence."""
+    kinds = ["full_attention" if n % 6 == 5 else "sliding_attention" for n in range(48)]
+    gemma = AutoConfig.for_model(
+        "gemma3_text", num_hidden_layers=48, hidden_size=3840, num_attention_heads=16, num_key_value_heads=8, head_dim=256,
+        layer_types=kinds, sliding_window=1024,
+    )  # fmt: skip
+    assert attending_layers(gemma) == (8, 40)
+    about: dict[str, Any] = {
+        "target_bytes": 1, "drafter_bytes": 0, "dtype": "bfloat16", "tokens": 131072, "engine": EngineConfig(), "extracts": True,
+    }  # fmt: skip
+    whole = engine_memory(gemma, **about).kv_cache
+    assert whole == 131072 * 49 * 2 * 8 * 256 * 2
+    in_windows = engine_memory(gemma, **about, sequences=1).kv_cache
+    assert in_windows == pytest.approx((131072 * 9 + (1024 + 16384) * 40) * 2 * 8 * 256 * 2, abs=2)
+    short = about | {"tokens": 1000}
+    assert engine_memory(gemma, **short, sequences=1).kv_cache == engine_memory(gemma, **short).kv_cache
+    # And more sequences, whose states wait in ordinary memory, fit into a cache.
+    states = state_bytes(gemma, layers=4, dtype="bfloat16", engine=EngineConfig(), kv_cache_bytes=GIB, tokens=10**9)
+    assert states == math.ceil(GIB / (9 * 2 * 8 * 256 * 2) * 4 * 3840 * 2)
+    mixed = AutoConfig.for_model("qwen3_next", num_hidden_layers=4)
+    assert attending_layers(mixed) == (1, 0)
+    assert attending_layers(config("llama-3.1-8b")) == (32, 0)

@@ -17,7 +17,7 @@ from draftsmith.config.loading import digest, load_recipe
 from draftsmith.config.recipe import EngineConfig, Recipe
 from draftsmith.engine import options
 from draftsmith.engine.environment import states_arguments
-from draftsmith.extract import worker
+from draftsmith.extract import job, worker
 from draftsmith.extract.extract import _say_options
 from draftsmith.extract.job import engine_job, store_identity
 from draftsmith.run.errors import UserError
@@ -220,6 +220,21 @@ def test_extraction_says_that_bfloat16_is_emulated(
     _say_options(recipe, target, store_identity(recipe, target, (1, 2)))
     expected = "extract: `target.dtype` is bfloat16. This processor emulates it, several times slower than float32: set `target.dtype: float32`."
     assert capsys.readouterr().err.splitlines() == [expected] * said
+
+
+def test_a_machine_that_only_drives_others_needs_no_gpu(
+    target: TargetInfo, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """vLLM's CUDA build on a Ray cluster's head without GPUs."""
+
+    def refuse() -> bool:
+        raise UserError("On a machine without GPUs install the CPU build")
+
+    monkeypatch.setattr(job, "is_cpu", refuse)
+    recipe = recipe_with(tmp_path, GIVEN)
+    recipe = recipe.model_copy(update={"extract": recipe.extract.model_copy(update={"machines": "all"})})
+    _say_options(recipe, target, store_identity(recipe, target, (1, 2)))
+    assert capsys.readouterr().err == ""
 
 
 def test_extraction_s_connector_wins(target: TargetInfo, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

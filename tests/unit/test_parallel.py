@@ -9,7 +9,7 @@ from unittest import mock
 import pytest
 import torch
 from pydantic import ValidationError
-from transformers import LlamaConfig
+from transformers import AutoConfig, LlamaConfig
 
 from draftsmith.config.recipe import EngineConfig, Recipe
 from draftsmith.engine.environment import (
@@ -84,6 +84,18 @@ def test_what_a_cpu_cannot_do_is_refused(engine: EngineConfig, said: str) -> Non
         require_parallelism(engine, CONFIG)
     assert said in str(refused.value)
     assert "\n" not in str(refused.value)
+
+
+@pytest.mark.usefixtures("_six_cores")
+def test_key_value_heads_are_divided_or_copied() -> None:
+    """Qwen2.5-7B's 28 and 4: vLLM asserts it at 7 and 14 processes."""
+    grouped = AutoConfig.for_model("qwen2", num_attention_heads=28, num_key_value_heads=4)
+    with pytest.raises(UserError, match=r"28 attention heads.* and 4 key/value heads, .*: use one of 1, 2, 4, 28\."):
+        require_parallelism(split(7), grouped)
+    for size in (2, 4):
+        require_parallelism(split(size), grouped)
+    latent = AutoConfig.for_model("deepseek_v3", num_attention_heads=6, num_key_value_heads=4, kv_lora_rank=8)
+    require_parallelism(split(3), latent)
 
 
 @pytest.mark.usefixtures("_six_cores")

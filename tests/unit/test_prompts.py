@@ -10,8 +10,8 @@ from hypothesis import strategies as st
 
 from draftsmith.config.recipe import ExtractConfig
 from draftsmith.config.sources import Prompts
-from draftsmith.data.conversations import Pieces
-from draftsmith.data.prompts import Prompt, load_prompts, training_and_held_out
+from draftsmith.data.conversations import Pieces, RejectedRows
+from draftsmith.data.prompts import Prompt, load_prompts, split, training_and_held_out
 from draftsmith.run.errors import UserError
 
 SHIPPED = Path(__file__).parents[2] / "recipes" / "prompts"
@@ -277,3 +277,36 @@ def test_the_shipped_prompts_are_balanced_and_apart():
     files = [Prompts(path=str(SHIPPED / f"demo-{name}.jsonl")) for name in ("train", "heldout")]
     training, held_out = training_and_held_out(ExtractConfig(prompts=files[0], held_out=files[1]))
     assert (training, held_out) == (load_prompts(files[0]), load_prompts(files[1])), "none is like one of the others"
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"turns": "all", "prompts": {"limit": 200}, "held_out_fraction": 0.1},
+        {"turns": "all", "prompts": {"limit": 300}, "held_out": {"limit": 50}},
+        {"mode": "prefill", "prompts": {"max_chars": 60}, "held_out": {"limit": 50}},
+        {"mode": "generate", "prompts": {"max_chars": 60, "limit": 100}, "held_out": {"limit": 50}},
+    ],
+)
+def test_evaluation_asks_what_extraction_holds_out(tmp_path, options):
+    """Which rows can be used, and so which are drawn, depends on whether their later turns are read."""
+    rows = [
+        {"id": f"c{n}", "conversations": [
+            {"from": "human", "value": f"question number {n} of all"}, {"from": "gpt", "value": "answer " * (n % 9)},
+            {"from": "human", "value": "and " * (n % 7 + 1)}, {"from": "gpt", "value": "" if n % 50 == 3 else "so"},
+        ]}
+        for n in range(1, 401)
+    ]  # fmt: skip
+    path = tmp_path / "talks.json"
+    path.write_text(json.dumps(rows))
+    sections = {
+        name: {"path": str(path), "format": "sharegpt"} | value if isinstance(value, dict) else value
+        for name, value in options.items()
+    }
+    extract = ExtractConfig.model_validate(sections)
+    taken = list(split(extract, whole=extract.reads_whole, rejected=RejectedRows()))
+    training, held_out = training_and_held_out(extract)
+    for found, is_held_out in ((training, False), (held_out, True)):
+        assert [one.text for one in found] == [one.text for one, other in taken if other is is_held_out]
+        assert all(len(one.user_turns()) == 1 and not one.has_answers for one in found)
+    assert not {one.text for one in training} & {one.text for one in held_out}

@@ -1,5 +1,7 @@
 """The store: what goes in comes out, damage and foreign stores are refused, an interrupted one is continued."""
 
+import errno
+import fcntl
 import json
 import os
 import random
@@ -25,6 +27,7 @@ from draftsmith.extract.extract import _most_bytes, _require_free_space
 from draftsmith.extract.requests import ExtractRequest
 from draftsmith.run.errors import DraftsmithError, UserError
 from draftsmith.run.prefetch import prefetched
+from draftsmith.serve.answers_file import AnswersFile
 from draftsmith.store import reader as store_reader
 from draftsmith.store import writer as store_writer
 from draftsmith.store.codec import Form, channel_exponents, encode_states
@@ -434,6 +437,12 @@ def test_extraction_counts_the_longest_answers_before_it_starts(
     monkeypatch.setattr(shutil, "disk_usage", lambda _: types.SimpleNamespace(free=12 * states + 40_000))
     store, handoff = _most_bytes(recipe, about, todo)
     assert (store // states, handoff // states) == (10, 2)
+    # Later turns, with an answer of 200 tokens to each, up to the longest sequence of the engine.
+    asked = [{"role": "user", "content": "x" * 34}]
+    talks = [replace(one, later=(asked,) * 3) for one in todo]
+    assert _most_bytes(recipe, about, talks)[0] // states == 10 * (250 + 3 * 250) // 250
+    short = recipe.model_copy(update={"engine": recipe.engine.model_copy(update={"max_model_len": 500})})
+    assert _most_bytes(short, about, talks)[0] // states == 20
     _require_free_space(tmp_path, store + handoff)
     monkeypatch.setattr(shutil, "disk_usage", lambda _: types.SimpleNamespace(free=12 * states - 1))
     with pytest.raises(UserError, match=r"needs up to 0\.01 GB in .*extract\.check_free_space=false"):
@@ -645,3 +654,14 @@ def test_acceptance_is_predicted_on_what_evaluation_measures(tmp_path: Path) -> 
 
     assert store(tmp_path / "some", [False, True, False, True, False]).rows_to_predict() == [2, 4]
     assert store(tmp_path / "every", [False, True, True]).rows_to_predict() == [1, 2]
+
+
+def test_a_file_system_without_locks_is_said(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def no_flock(*_: object) -> None:
+        raise OSError(errno.ENOSYS, "Function not implemented")
+
+    monkeypatch.setattr(fcntl, "flock", no_flock)
+    with pytest.raises(UserError, match=r"takes no file locks \(Function not implemented\).*`-o flock`.*`--runs`"):
+        open_writer(tmp_path)
+    with pytest.raises(UserError, match=r"takes no file locks .*`--out`"):
+        AnswersFile(tmp_path / "answers.jsonl", [])

@@ -1,7 +1,9 @@
 """Extraction and evaluation ask the target the same tokens, tools included, in the first turn and in later ones."""
 
 import json
+from datetime import datetime
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -10,9 +12,10 @@ from draftsmith.config.recipe import Recipe
 from draftsmith.data.chat_template import Renderer
 from draftsmith.data.conversations import Conversation, RejectedRows
 from draftsmith.data.image_renderer import ImageRenderer
+from draftsmith.data.prompts import load_prompts
 from draftsmith.data.turns import TurnRenderer
 from draftsmith.extract import worker
-from draftsmith.extract.requests import requests_of, tokenized
+from draftsmith.extract.requests import Requests, requests_of, tokenized
 from draftsmith.run.errors import UserError
 from draftsmith.serve.evaluation import evaluate
 from draftsmith.serve.evaluation.suites import load_suite, render_suite
@@ -219,3 +222,33 @@ def test_whole_texts_are_not_asked(tmp_path: Path, monkeypatch: pytest.MonkeyPat
     mine = recipe.model_copy(update={"evaluate": recipe.evaluate.model_copy(update={"only": ("mine",)})})
     for one, follows in ((recipe, False), (mine, True), (recipe_of_texts(tmp_path, "generate"), True)):
         assert extracted(one, follows=follows) == 4
+
+
+def test_a_template_that_writes_the_date_gives_the_same_requests_tomorrow(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """gpt-oss, Granite and Llama 3.2 have such templates. A finished store was refused the next day."""
+    dated = "{{ strftime_now('%Y') }} {% for m in messages %}{{ m['content'] }} {% endfor %}"
+    tokenizer = make_tokenizer(dated, SPECIAL["qwen3"], None, EOS["qwen3"])
+    (tmp_path / "p.jsonl").write_text("".join(json.dumps({"prompt": f"what is said {n}"}) + "\n" for n in "abc"))
+    sections = {"extract": {"prompts": {"path": str(tmp_path / "p.jsonl")}, "held_out_fraction": 0}}
+    recipe = Recipe.model_validate({"name": "r", "target": {"model": "owner/name"}} | sections)
+    monkeypatch.setattr("draftsmith.extract.requests.tokenizer_of", lambda *_, **__: tokenizer)
+    found = []
+    for year in (2024, 2025):
+        clock = SimpleNamespace(now=lambda year=year: datetime(year, 5, 6))
+        monkeypatch.setattr("transformers.utils.chat_template_utils.datetime", clock)
+        turns = TurnRenderer(tokenizer, 100)
+        asked = [turns.first(one) for one in load_prompts(recipe.extract.training_prompts)]
+        requests = {
+            dated: Requests(tmp_path, requests_of(recipe, tmp_path, RejectedRows()), dated=dated).digest
+            for dated in (False, True)
+        }
+        found.append((turns.identity(asked), requests, [turn.token_ids for turn in asked]))
+    assert turns.renderer.dated
+    assert not TurnRenderer(tokenizer_of("qwen3"), 100).renderer.dated
+    assert found[0][2] != found[1][2]
+    assert found[0][0] == found[1][0]
+    assert found[0][1][True] == found[1][1][True]
+    assert found[0][1][False] != found[1][1][False]
+    assert len({json.dumps(one) for one in found[0][0]}) == 3
