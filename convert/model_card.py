@@ -17,6 +17,7 @@ from draftsmith.config.sampling import Sampling
 from draftsmith.config.target import TargetConfig
 from draftsmith.convert.quantize import SCHEMES
 from draftsmith.data.results_in_words import changed_answers, faster_methods, not_trained_on, trained_on
+from draftsmith.drafters import drafter_class
 from draftsmith.drafters.checkpoint import Checkpoint
 from draftsmith.engine.flags import as_flags
 
@@ -147,7 +148,8 @@ def _serving(
     eager, more = bool(engine.get("enforce_eager")), _more_of_the_engine(engine)
     predicted = drafter.training.get("predicted_acceptance_length") or {}
     dtype = results["dtype"] if results else target.dtype if target else None
-    k = results["num_speculative_tokens"] if results else min(_USUAL_K, max(map(int, predicted), default=_USUAL_K))
+    most = drafter_class(drafter.kind).config_class.from_dict(drafter.config).max_draft_tokens or _USUAL_K
+    k = results["num_speculative_tokens"] if results else min(_USUAL_K, most, max(map(int, predicted), default=most))
     command = serve_command(
         KINDS[drafter.kind].serving,
         drafter=repo or "THIS_DIRECTORY",

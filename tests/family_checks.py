@@ -24,8 +24,9 @@ POSITIONS = torch.tensor([0, 1, 2, 63, 255, 511])
 
 
 def check_facts(model: Any, directory: Path) -> None:
-    """What a family's row rests on beside its states: the teacher, and RoPE of a new drafter."""
+    """What a family's row rests on beside its states: the teacher, the embedding, and RoPE of a new drafter."""
     check_teacher(model, directory)
+    check_embedding(model, directory)
     facts = describe_target(directory).facts
     check_rope(shape_of(facts.rope_parameters, facts.head_dim), POSITIONS)
 
@@ -41,6 +42,20 @@ def check_teacher(model: Any, directory: Path) -> None:
     logits = capped(F.linear(normed, tensors.lm_head), tensors.logit_soft_cap)
     torch.testing.assert_close(logits, expected, rtol=1e-5, atol=1e-5)
     assert expected.std() > 0.01, "logits that are nearly equal would hide a wrong scale"
+
+
+def check_embedding(model: Any, directory: Path) -> None:
+    """Drafters read the embedding that vLLM gives them: transformers' own module where its backend serves the target, and else the table."""
+    family, tensors = describe_target(directory).facts.family, load_target_tensors(directory)
+    ids = torch.arange(8)
+    plain = tensors.embedding[ids].float()
+    with torch.no_grad():
+        module = model.get_input_embeddings()(ids).float()
+    through_backend = family.states == "backend" or family.scaled_embedding == "always"
+    found = tensors.shared_embedding(reads_layers=True)[ids]
+    torch.testing.assert_close(found, module if through_backend else plain)
+    always = family.scaled_embedding == "always"
+    torch.testing.assert_close(tensors.shared_embedding(reads_layers=False)[ids], module if always else plain)
 
 
 def check_rope(shape: DecoderConfig, positions: torch.Tensor) -> None:

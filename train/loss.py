@@ -215,6 +215,8 @@ class ChainLoss(nn.Module):
         mass[alignment.labels] = torch.inf
         drawn = self.loss_vocab_size // _DRAWN
         kept = max(self.loss_vocab_size - drawn, int(mass.isinf().sum()))
+        if kept == vocab:  # every draft token is a true one of the batch
+            return None
         best = mass.topk(kept).indices.sort().values
         chance = torch.rand(vocab, device=mass.device)
         chance[best] = -1

@@ -90,7 +90,8 @@ def count_in_trees(drafter: Drafter, batch: Batch, *, shape: TreeShape) -> dict[
     """The counts of a batch by the number of draft tokens of the tree: (tokens accepted, drafts made), at the positions that serving
     with such trees would draft from."""
     rows = (batch.loss_weights[:, 0] > 0).nonzero()[:, 0]
-    parts = [accepted_in_trees(drafter, batch, part, shape=shape) for part in rows.split(_POSITIONS_AT_ONCE)]
+    split = rows.split(_POSITIONS_AT_ONCE) if len(rows) else ()
+    parts = [accepted_in_trees(drafter, batch, part, shape=shape) for part in split]
     accepted = torch.cat(parts).cpu() if parts else torch.zeros(0, len(shape.tokens), dtype=torch.long)
     counts = {}
     for column, tokens in enumerate(shape.tokens):

@@ -56,6 +56,8 @@ class ServingSpec:
     """It reads hidden states from within the target, not the last ones alone."""
     shares_embedding: bool = False
     """vLLM gives it the target's embedding, which it must find, and where its files have no head, the target's head."""
+    shares_head: bool = False
+    """Its head is the target's, which vLLM must find."""
     needs_vocab_size: bool = False
     """vLLM 0.32 looks for the vocabulary's size at the top of the target's config (config/speculative.py), where one that nests its language
     model's has none."""
@@ -110,7 +112,11 @@ class EagleOptions(DrafterOptions):
     """EAGLE, version 1 (arXiv 2401.15077)."""
 
     serving: ClassVar = ServingSpec(
-        method="eagle", architecture="EagleLlamaForCausalLM", shares_embedding=True, rows_read=(_EMBEDDING,)
+        method="eagle",
+        architecture="EagleLlamaForCausalLM",
+        shares_embedding=True,
+        shares_head=True,
+        rows_read=(_EMBEDDING,),
     )
 
     kind: Literal["eagle"] = "eagle"

@@ -55,6 +55,18 @@ def layer_ids_to_read(
             "them under ids in the order of the recipe, so nobody can tell which state is which. Extract again."
         )
     serving = options.serving
+    if not target.facts.family.last_state_is_normed:
+        raise UserError(
+            f"vLLM 0.32 serves {target.name} (type `{target.config.model_type}`) with no trained drafter: its model of the type hands out no states "
+            "of layers, and the last one before the final norm. What needs no training works (`serve.method`: ngram, suffix, draft_model, "
+            "or mtp where the target has modules for it)."
+        )
+    if serving.shares_head and not target.facts.family.has_lm_head:
+        raise UserError(
+            f"vLLM 0.32 cannot serve {target.name} (type `{target.config.model_type}`) with drafters of the kind `{options.kind}`, which have the "
+            "target's head, and finds none in its model of the type. Choose a kind with a head of its own (`train.drafter.kind`: "
+            f"{kinds_of(lambda spec: not spec.shares_head)})."
+        )
     if serving.shares_embedding and not target.facts.family.serves_eagle:
         raise UserError(
             f"vLLM cannot serve {target.name} (type `{target.config.model_type}`) with drafters of the kind `{options.kind}`. "

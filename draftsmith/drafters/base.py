@@ -31,6 +31,11 @@ class DrafterConfig:
     """Size of the target's vocabulary."""
     draft_vocab_size: int
 
+    @property
+    def max_draft_tokens(self) -> int | None:
+        """The largest K; None for no limit."""
+        return None
+
     def to_dict(self) -> dict[str, Any]:
         return asdict(self) | {"layer_ids": list(self.layer_ids)}
 

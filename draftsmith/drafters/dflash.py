@@ -233,7 +233,7 @@ class DFlashDrafter(Drafter):
 
     @classmethod
     def from_target(cls, config: DFlashConfig, tensors: TargetTensors, draft_token_ids: torch.Tensor) -> Self:
-        return cls(config, tensors.embedding.float(), draft_token_ids)
+        return cls(config, tensors.shared_embedding(reads_layers=True), draft_token_ids)
 
     @torch.no_grad()
     def init_from_target(self, tensors: TargetTensors, batches: Iterable[Batch]) -> None:

@@ -106,7 +106,7 @@ class EagleDrafter(DecoderDrafter):
     @classmethod
     def from_target(cls, config: EagleConfig, tensors: TargetTensors, draft_token_ids: torch.Tensor) -> Self:
         final_norm = FinalNorm.of(tensors, config.rms_norm_eps)
-        return cls(config, tensors.embedding.float(), final_norm, tensors.lm_head.float())
+        return cls(config, tensors.shared_embedding(reads_layers=False), final_norm, tensors.lm_head.float())
 
     @torch.no_grad()
     def init_from_target(self, tensors: TargetTensors, batches: Iterable[Batch]) -> None:

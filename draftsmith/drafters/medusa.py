@@ -39,6 +39,10 @@ class MedusaConfig(DrafterConfig):
     bias: bool
     shared_head: bool
 
+    @property
+    def max_draft_tokens(self) -> int:
+        return self.num_heads
+
 
 _VLLM = Layout(
     fields=(
@@ -84,7 +88,7 @@ class MedusaDrafter(Drafter):
 
     def __init__(self, config: MedusaConfig, final_norm: FinalNorm) -> None:
         super().__init__()
-        self.config, self.max_draft_tokens = config, config.num_heads
+        self.config, self.max_draft_tokens = config, config.max_draft_tokens
         self.blocks = nn.ModuleList(_Block(config) for _ in range(config.num_heads))
         heads = 1 if config.shared_head else config.num_heads
         self.lm_heads = nn.ModuleList(

@@ -44,6 +44,10 @@ class MlpConfig(DrafterConfig):
     tie_weights: bool
     scale_input: bool
 
+    @property
+    def max_draft_tokens(self) -> int:
+        return self.n_predict
+
 
 def _published_names(config: MlpConfig, tensors: tuple[str, ...]) -> dict[str, str]:
     """Shared tensors have a name for each step: with `tie_weights`, vLLM still loads a head for every one."""
@@ -129,7 +133,7 @@ class MlpDrafter(Drafter):
     def __init__(self, config: MlpConfig, final_norm: FinalNorm) -> None:
         super().__init__()
         size, steps = config.inner_size, config.n_predict
-        self.config, self.max_draft_tokens = config, steps
+        self.config, self.max_draft_tokens = config, config.max_draft_tokens
         own = 1 if config.tie_weights else steps
         inputs = [config.hidden_size] + [size] * (min(steps, 2) - 1 if config.tie_weights else steps - 1)
         self.emb = nn.ModuleList(nn.Embedding(config.vocab_size, size) for _ in range(own))

@@ -51,6 +51,10 @@ class PEagleConfig(Eagle3Config):
     mask_token_id: int
     """The target's token whose embedding the slots after the first read."""
 
+    @property
+    def max_draft_tokens(self) -> int:
+        return self.num_depths
+
 
 def _depth_unsaid(source: Source, config: dict[str, Any]) -> NoReturn:
     raise UserError(
@@ -86,7 +90,7 @@ class PEagleDrafter(Eagle3Drafter):
 
     def __init__(self, config: PEagleConfig, embedding: torch.Tensor, draft_token_ids: torch.Tensor) -> None:
         super().__init__(config, embedding, draft_token_ids)
-        self.max_draft_tokens = config.num_depths
+        self.max_draft_tokens = config.max_draft_tokens
         self.mask_hidden = nn.Parameter(torch.zeros(1, 1, config.fused_size))
 
     @classmethod

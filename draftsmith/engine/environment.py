@@ -228,6 +228,10 @@ def states_arguments(config: PretrainedConfig, options: Mapping[str, Any]) -> di
     states = FAMILIES[config.model_type].states if config.model_type in FAMILIES else "own"
     if states == "own":
         return {}
+    if states == "none" and not FAMILIES[config.model_type].last_state_is_normed:
+        raise UserError(
+            f"vLLM 0.32 hands out no hidden states of {config.name_or_path} (type `{config.model_type}`), and serves no trained drafter with it."
+        )
     if states == "none":
         raise UserError(
             f"vLLM 0.32 hands out no hidden states of {config.name_or_path} (type `{config.model_type}`). Extract with "

@@ -42,11 +42,21 @@ class Family:
     """What of vLLM hands out hidden states: its own model of the family, or only its transformers backend, or nothing."""
     serves_eagle: bool = True
     """Whether vLLM serves drafters with layers of attention: they share an embedding that vLLM must find."""
+    has_lm_head: bool = True
+    """Whether vLLM's own model of the family has a head of its own under that name, which `eagle` shares. Others use the embedding's."""
+    last_state_is_normed: bool = True
+    """Whether vLLM's own model gives the drafter its last state after the final norm, as drafters of the last state are trained. Others norm it on
+    the way to the logits."""
+    scaled_state: bool = False
+    """vLLM puts the factor of the logits into that state; transformers puts it into the logits."""
+    scaled_embedding: Literal["never", "backend", "always"] = "never"
+    """Where the module of vLLM's that embeds tokens, which drafters share, multiplies by the root of the hidden size: in its transformers
+    backend, which has transformers' module; `always` where it has no other model of the family."""
 
 
 _LLAMA_LIKE = (
     "apertus", "arcee", "dots1", "ernie4_5", "glm", "gpt_oss", "hunyuan_v1_dense", "hunyuan_v1_moe", "llama",
-    "llama4_text", "mimo", "minimax", "minimax_m2", "ministral", "ministral3", "mistral", "olmo2", "olmo3", "phi3", "qwen2",
+    "llama4_text", "minimax", "minimax_m2", "ministral", "ministral3", "mistral", "olmo2", "olmo3", "phi3", "qwen2",
     "qwen2_5_vl_text", "qwen3", "qwen3_moe", "qwen3_vl_moe_text", "qwen3_vl_text", "seed_oss",
     "smollm3",
 )  # fmt: skip
@@ -68,27 +78,33 @@ FAMILIES: dict[str, Family] = {
     # vLLM adds the residual, which layer 0 does not have yet.
     **dict.fromkeys(("deepseek_v2", "deepseek_v3", "kimi_k2"), Family(lowest_layer_id=1)),
     **dict.fromkeys(("qwen3_next", "qwen3_5_text", "qwen3_5_moe_text"), Family(norm_plus_one=True)),
-    **dict.fromkeys(("minimax_m3_vl_text", "step3p5"), Family(norm_plus_one=True)),
-    "gemma": Family(norm_plus_one=True, states="backend"),
-    **dict.fromkeys(
-        ("gemma2", "gemma3_text"),
-        Family(norm_plus_one=True, soft_cap="final_logit_softcapping", states="backend"),
+    "minimax_m3_vl_text": Family(norm_plus_one=True),
+    "mimo": Family(states="none", last_state_is_normed=False),
+    "step3p5": Family(norm_plus_one=True, states="none", last_state_is_normed=False),
+    "gemma": Family(norm_plus_one=True, states="backend", scaled_embedding="backend"),
+    "gemma2": Family(
+        norm_plus_one=True, soft_cap="final_logit_softcapping", states="backend", scaled_embedding="backend", has_lm_head=False
+    ),
+    "gemma3_text": Family(
+        norm_plus_one=True, soft_cap="final_logit_softcapping", states="backend", scaled_embedding="backend"
     ),
     "qwen2_vl_text": Family(states="none"),
-    "vaultgemma": Family(norm_plus_one=True, soft_cap="final_logit_softcapping"),
-    "gemma3n_text": Family(soft_cap="final_logit_softcapping", states="backend"),
+    "vaultgemma": Family(norm_plus_one=True, soft_cap="final_logit_softcapping", scaled_embedding="always"),
+    "gemma3n_text": Family(
+        soft_cap="final_logit_softcapping", states="backend", scaled_embedding="backend", has_lm_head=False
+    ),
     "gemma4_text": Family(soft_cap="final_logit_softcapping"),
     **dict.fromkeys(("granite", "granite_swa"), Family(divisor="logits_scaling")),
     **dict.fromkeys(
         ("granitemoe", "granitemoe_swa", "granitemoehybrid", "granitemoeshared"),
         Family(divisor="logits_scaling", states="backend"),
     ),
-    "minicpm3": Family(divisor="logits_scaling"),
+    "minicpm3": Family(divisor="logits_scaling", scaled_state=True),
     "hyperclovax": Family(multiplier="logits_scaling", states="backend"),
     "falcon_h1": Family(multiplier="lm_head_multiplier", final_norm="final_layernorm", states="backend"),
     **dict.fromkeys(
         ("cohere", "cohere2"),
-        Family(norm="layer", eps="layer_norm_eps", multiplier="logit_scale", states="backend"),
+        Family(norm="layer", eps="layer_norm_eps", multiplier="logit_scale", states="backend", has_lm_head=False),
     ),
     "nemotron": Family(norm="layer", norm_plus_one=True, eps="norm_eps", states="backend"),
     "nemotron_h": Family(eps="layer_norm_epsilon", embedding="embeddings", final_norm="norm_f"),

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING, Literal, NamedTuple
 
 from draftsmith.run.errors import UserError
 from draftsmith.target.family import target_facts
@@ -28,16 +28,28 @@ class TargetTensors:
     embedding: torch.Tensor
     """[vocab_size, hidden_size]"""
     lm_head: torch.Tensor
-    """[vocab_size, hidden_size], times the target's scale of logits; the same tensor as `embedding` if the target ties them, by its
+    """[vocab_size, hidden_size], times the target's scale of logits unless that is in the state; the same tensor as `embedding` if the target ties them, by its
     config and its files, and has no scale."""
     final_norm_weight: torch.Tensor
-    """[hidden_size]; the factor of the normalized state. Gemma's files hold it minus 1; here the 1 is added."""
+    """[hidden_size]; the factor of the normalized state as vLLM hands it to drafters. Gemma's files hold it minus 1; here the 1 is added."""
     final_norm_bias: torch.Tensor | None = None
     """[hidden_size], of a LayerNorm with a bias."""
     centered_norm: bool = False
     """The final norm is a LayerNorm, which subtracts the mean; else an RMSNorm."""
     logit_soft_cap: float | None = None
     """c, where the target's logits become c * tanh(logits / c)."""
+    scaled_embedding: Literal["never", "backend", "always"] = "never"
+    """As in `Family`."""
+
+    def shared_embedding(self, *, reads_layers: bool) -> torch.Tensor:
+        """The embedding as vLLM gives it to a drafter, float32 [vocab_size, hidden_size].
+
+        Args:
+            reads_layers: the drafter reads states of layers, with which vLLM's transformers backend may serve the target.
+        """
+        table = self.embedding.float()
+        scaled = self.scaled_embedding == "always" or (self.scaled_embedding == "backend" and reads_layers)
+        return table * table.shape[1] ** 0.5 if scaled else table
 
 
 def load_target_tensors(path: Path, *, trust_remote_code: bool = False) -> TargetTensors:
@@ -61,13 +73,17 @@ def load_target_tensors(path: Path, *, trust_remote_code: bool = False) -> Targe
     if names.tied and torch.equal(lm_head.to(embedding.dtype), embedding):
         lm_head = embedding
     weight, bias = _read_tensor(files, names.norm, row), f"{names.norm.removesuffix('weight')}bias"
+    weight = 1 + weight.float() if facts.family.norm_plus_one else weight
+    scale_of_state = facts.logit_scale if facts.family.scaled_state else 1.0
+    scale_of_head = facts.logit_scale / scale_of_state
     return TargetTensors(
         embedding=embedding,
-        lm_head=lm_head if facts.logit_scale == 1 else lm_head * facts.logit_scale,
-        final_norm_weight=1 + weight.float() if facts.family.norm_plus_one else weight,
+        lm_head=lm_head if scale_of_head == 1 else lm_head * scale_of_head,
+        final_norm_weight=weight if scale_of_state == 1 else weight * scale_of_state,
         final_norm_bias=_read_tensor(files, bias, row) if bias in files else None,
         centered_norm=facts.family.norm == "layer",
         logit_soft_cap=facts.logit_soft_cap,
+        scaled_embedding=facts.family.scaled_embedding,
     )
 
 

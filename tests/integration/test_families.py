@@ -148,6 +148,47 @@ def test_a_family_goes_the_whole_way(tiny: TinyFamily, tmp_path: Path) -> None:
     row.reason = row.reason or ("with `medusa`" if kind == "medusa" else "")
 
 
+def test_a_block_drafter_of_a_target_whose_embedding_is_scaled(tmp_path: Path) -> None:
+    """vLLM's transformers backend gives drafters Gemma's embedding times the root of the hidden size. Kinds that norm what they read do
+    not see it; the rows of a block are added to."""
+    (llama,) = (each for each in FAMILIES if each.name == "Llama")
+    # Not Gemma 2 with four layers: vLLM wants all of a drafter's layers in one group of its cache, and with as many layers with a window as
+    # without, these are two groups.
+    target = tmp_path / "target"
+    TinyFamily("Gemma", "gemma", llama.fields | {"tie_word_embeddings": True, "head_dim": 32}).save(target)
+    drafter = {
+        "kind": "dflash",
+        "draft_vocab_size": 128,
+        "num_layers": 2,
+        "block_size": K + 1,
+        "layer_ids": [1, 2, LAYERS],
+    }
+    recipe = load_recipe(
+        write_recipe(
+            tmp_path,
+            target,
+            PROMPTS[:-1],
+            PROMPTS[-1:],
+            engine={"max_model_len": 256, "kv_cache_gib": 0.25},
+            extract={"max_tokens": 48, "max_num_seqs": 8, "layer_ids": [LAYERS, 1, 2]},
+            train={"drafter": drafter, "epochs": 4, "tokens_per_step": 128},
+            evaluate={"k": [1, 2, 3], "acceptance_k": 3},
+        )
+    )
+    run_extract(recipe, tmp_path / "run", training_follows=True)
+    run_train(recipe, tmp_path / "run")
+    run_convert(recipe, tmp_path / "run")
+    tokenizer = AutoTokenizer.from_pretrained(target)
+    chats = [[{"role": "user", "content": text}] for text in PROMPTS]
+    prompts = [tokenizer.apply_chat_template(chat, add_generation_prompt=True, return_dict=False) for chat in chats]
+    (served,) = record([(tmp_path / "run" / "vllm", "dflash")], target, prompts, k=K, max_tokens=48)
+    trained = load_drafter(tmp_path / "run", target)
+    assert sum(compare_proposals(served, trained, target)) > 3 * 40
+    trained.embedding /= trained.embedding.shape[1] ** 0.5
+    with pytest.raises(DraftsmithError, match="other draft tokens than the drafter's module"):
+        compare_proposals(served, trained, target)
+
+
 def check_states(store: Store, target: Path) -> float:
     """Every sequence's states are transformers' own; returns the largest difference, relative to the states' size."""
     model = reference_model(target, torch.float32)

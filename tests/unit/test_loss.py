@@ -174,6 +174,16 @@ def test_a_subset_of_the_vocabulary(small_chunks: None) -> None:
     assert set(subset_of(loss, batch).columns.tolist()) == true
 
 
+def test_a_subset_is_the_whole_where_every_token_is_a_true_one(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As with a small draft vocabulary and large steps: there is nothing left to draw from."""
+    batch, loss = make_batch(), make_loss(loss_vocab_size=DRAFT // 2)
+    alignment = loss._align(batch)
+    every = replace(alignment, labels=torch.arange(DRAFT).repeat(1 + len(alignment.labels) // DRAFT))
+    monkeypatch.setattr(loss, "_align", lambda _: every)
+    with pytest.raises(AssertionError):  # there is none
+        subset_of(loss, batch)
+
+
 MANY = 400
 """Size of a draft vocabulary that the loss takes subsets of."""
 

@@ -387,6 +387,18 @@ def test_card_without_measurement(run_dir: Path) -> None:
     assert "THIS_DIRECTORY" in serve_command(beside.content)
 
 
+@pytest.mark.parametrize(("predicted", "k"), [({}, 2), ({"1": 1.2}, 1), ({"1": 1.2, "2": 1.3}, 2)])
+def test_the_card_asks_for_no_more_tokens_than_the_drafter_drafts(
+    run_dir: Path, predicted: dict[str, float], k: int
+) -> None:
+    """Stock vLLM, for which the command is, does not refuse more of P-EAGLE and DFlash."""
+    drafter = Checkpoint.load(run_dir / "checkpoint")
+    config = drafter.config | {"num_depths": 2, "mask_token_id": 0}
+    training = drafter.training | {"predicted_acceptance_length": predicted}
+    card = render_card(replace(drafter, kind="p_eagle", config=config, training=training))
+    assert f'"num_speculative_tokens": {k}' in serve_command(card)
+
+
 def test_a_target_that_vllm_serves_with_overrides_alone(run_dir: Path) -> None:
     drafter = Checkpoint.load(run_dir / "checkpoint")
     overrides = {"architectures": ["TransformersForCausalLM"], "logit_scale": 0.5}

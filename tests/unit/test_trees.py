@@ -324,5 +324,12 @@ def test_a_certain_drafter_drafts_a_chain(folder: Path) -> None:
     assert chains[1] != chains[2]
 
 
+def test_a_text_without_a_row_to_draft_from(folder: Path) -> None:
+    drafter = make_drafter(folder, CASES["eagle3"])
+    batch = columns_of(drafter, pack([text_for(drafter, 3)], steps=DEPTH))
+    nothing = replace(batch, loss_weights=torch.zeros_like(batch.loss_weights))
+    assert count_in_trees(drafter, nothing, shape=TreeShape((1, 5), DEPTH, 4)) == {1: (0, 0), 5: (0, 0)}
+
+
 def test_every_kind_is_here() -> None:
     assert {options["kind"] for options in CASES.values()} == {*KINDS}
