@@ -206,9 +206,15 @@ def test_layers_with_a_window_hold_no_more_than_that() -> None:
     """Gemma 3 12B at 131,072 tokens: as if all layers were full, 49 GiB of keys and values for one sequence."""
     kinds = ["full_attention" if n % 6 == 5 else "sliding_attention" for n in range(48)]
     gemma = AutoConfig.for_model(
-        "gemma3_text", num_hidden_layers=48, hidden_size=3840, num_attention_heads=16, num_key_value_heads=8, head_dim=256,
-        layer_types=kinds, sliding_window=1024,
-    )  # fmt: skip
+        "gemma3_text",
+        num_hidden_layers=48,
+        hidden_size=3840,
+        num_attention_heads=16,
+        num_key_value_heads=8,
+        head_dim=256,
+        layer_types=kinds,
+        sliding_window=1024,
+    )
     assert attending_layers(gemma) == (8, 40)
     about: dict[str, Any] = {
         "target_bytes": 1, "drafter_bytes": 0, "dtype": "bfloat16", "tokens": 131072, "engine": EngineConfig(), "extracts": True,

@@ -291,12 +291,17 @@ def test_the_shipped_prompts_are_balanced_and_apart():
 def test_evaluation_asks_what_extraction_holds_out(tmp_path, options):
     """Which rows can be used, and so which are drawn, depends on whether their later turns are read."""
     rows = [
-        {"id": f"c{n}", "conversations": [
-            {"from": "human", "value": f"question number {n} of all"}, {"from": "gpt", "value": "answer " * (n % 9)},
-            {"from": "human", "value": "and " * (n % 7 + 1)}, {"from": "gpt", "value": "" if n % 50 == 3 else "so"},
-        ]}
+        {
+            "id": f"c{n}",
+            "conversations": [
+                {"from": "human", "value": f"question number {n} of all"},
+                {"from": "gpt", "value": "answer " * (n % 9)},
+                {"from": "human", "value": "and " * (n % 7 + 1)},
+                {"from": "gpt", "value": "" if n % 50 == 3 else "so"},
+            ],
+        }
         for n in range(1, 401)
-    ]  # fmt: skip
+    ]
     path = tmp_path / "talks.json"
     path.write_text(json.dumps(rows))
     sections = {
