@@ -27,6 +27,7 @@ from tests.benchmarks.bench_learn import (
     learning_medusa,
     learning_mlp,
     learning_p_eagle,
+    longer_blocks,
 )
 from tests.benchmarks.bench_lookup import lookup_best
 from tests.benchmarks.bench_memory import step_memory
@@ -47,7 +48,7 @@ Benchmark = Callable[[], dict[str, Figure]]
 BENCHMARKS: tuple[Benchmark, ...] = (
     extraction_ratios, memory_growth, store_costs, int8_acceptance, training_step, training_step_p_eagle,
     training_step_dflash, training_step_dspark, time_to_peer, learning_eagle3, learning_p_eagle, learning_dflash,
-    learning_dspark, learning_eagle, learning_medusa, learning_mlp, block_drafts, lookup_best, step_memory, convert_costs, quantized_drafters,
+    learning_dspark, learning_eagle, learning_medusa, learning_mlp, longer_blocks, block_drafts, lookup_best, step_memory, convert_costs, quantized_drafters,
     load_noise, comparisons, shared_engine, tokens_at_once, sampled_acceptance,
     sampled_fidelity,
 )  # fmt: skip

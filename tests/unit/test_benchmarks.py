@@ -372,3 +372,24 @@ def test_what_a_draft_costs_and_brings() -> None:
     assert found["drafts.block_speedup"]["against"].endswith(
         "1.900 tokens a step, accepted by position, given those before: 0.600, 0.500"
     )
+
+
+@pytest.mark.parametrize(("kind", "longer"), [("dflash", False), ("dflash", True), ("p_eagle", True)])
+def test_block_drafters_of_the_peer_have_as_many_epochs_or_their_best_number(
+    kind: str, longer: bool, tiny: tuple[Recipe, bench_learn.Text, Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The best rate here is 1e-2, an edge of what is tried first; and six epochs are better than three and twelve."""
+    asked = []
+
+    def outcome(*_: Any, layer_ids: tuple[int, ...] | None, lr: float, epochs: int) -> Outcome:
+        asked.append((lr, epochs))
+        accepted = 1000 + {1e-3: 0, 3e-3: 10, 1e-2: 20}.get(lr, 0) + {1: 0, 3: 100, 6: 150, 12: 140}[epochs]
+        return Outcome([[(accepted, 1000)]], [[(accepted, 1000)]], {"layer_ids": list(layer_ids or ())})
+
+    monkeypatch.setattr(bench_learn, "peer_outcome", outcome)
+    monkeypatch.setattr(bench_learn, "learn_target", lambda: describe_target(tiny[2] / "target"))
+    recipe = bench_learn.learn_recipe(kind)
+    _, settings = bench_learn.tuned_peer(recipe, tiny[1], longer=longer)
+    tried = {epochs for _, epochs in asked}
+    assert tried == ({1, 3, 6, 12} if longer else {1, 3})
+    assert f"lr 0.01, epoch 1 of {6 if longer else 3}" in settings
