@@ -22,7 +22,7 @@ from draftsmith.engine.speculation import check_graph_sizes, drafter_sha256, met
 from draftsmith.run.errors import UserError
 from draftsmith.run.progress import console
 from draftsmith.serve.schedule import schedule_of
-from draftsmith.serve.speculator import speculator, trains_no_drafter
+from draftsmith.serve.speculator import is_trained_since, speculator, trains_no_drafter
 from draftsmith.serve.vllm_server import VllmServer, require_free, served_names, server_command
 from draftsmith.target.info import describe_target
 from draftsmith.target.prepare import prepare_target
@@ -103,6 +103,12 @@ def served_method(recipe: Recipe, run_dir: Path, k: int | None) -> Method:
         return _method_alone(recipe, run_dir, k)
     method = recipe.serve.method or own_drafter(run_dir / "vllm")
     own = isinstance(method, TrainedDrafter) and method.model is None
+    if own and is_trained_since(run_dir):
+        console.print(
+            f"The run was trained again since the drafter in {run_dir / 'vllm'} was made from it. `draftsmith convert` makes the new one.",
+            highlight=False,
+            soft_wrap=True,
+        )
     if k is None and own and not (method.num_speculative_tokens or method.num_speculative_tokens_per_batch_size):
         schedule = schedule_of(run_dir, recipe.tune.output)
         if schedule is not None:

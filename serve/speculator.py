@@ -10,6 +10,7 @@ from typing import Any
 from draftsmith.config.loading import digest
 from draftsmith.config.methods import DraftModel, Method, NoSpeculation, Suffix, TrainedDrafter
 from draftsmith.config.recipe import Recipe
+from draftsmith.drafters.checkpoint import checkpoint_sha256
 from draftsmith.engine.speculation import (
     drafter_name,
     drafter_sha256,
@@ -18,6 +19,7 @@ from draftsmith.engine.speculation import (
     model_content,
     own_drafter,
 )
+from draftsmith.run import stage
 from draftsmith.run.errors import UserError
 from draftsmith.target.hub import local_directory
 from draftsmith.target.info import TargetInfo
@@ -25,6 +27,13 @@ from draftsmith.target.info import TargetInfo
 _USUAL_K = 5  # the most draft tokens that are tried, unless `tune.k` says others
 Ranges = tuple[tuple[int, int, int], ...]
 """From, to, K, as vLLM's `num_speculative_tokens_per_batch_size`."""
+
+
+def is_trained_since(run_dir: Path) -> bool:
+    """Whether the run was trained again after its drafter was made (`draftsmith convert`)."""
+    converted, trained = stage.read(run_dir / "vllm"), stage.read(run_dir / "checkpoint")
+    made_from = converted["figures"].get("checkpoint_sha256") if converted else None
+    return bool(made_from and trained and made_from != checkpoint_sha256(run_dir / "checkpoint"))
 
 
 @dataclass(frozen=True)

@@ -40,7 +40,6 @@ from draftsmith.config.sampling import Sampling
 from draftsmith.data.prompts import Prompt
 from draftsmith.data.results_in_words import changed_answers
 from draftsmith.data.turns import TurnRenderer
-from draftsmith.drafters.checkpoint import checkpoint_sha256
 from draftsmith.engine.environment import resolved
 from draftsmith.engine.options import check_options
 from draftsmith.engine.speculation import check_graph_sizes, model_content
@@ -66,7 +65,7 @@ from draftsmith.serve.evaluation.suites import SuiteInput, asks_texts, draw, loa
 from draftsmith.serve.evaluation.summary import print_table
 from draftsmith.serve.evaluation.variants import Variants
 from draftsmith.serve.schedule import k_at, schedule_of
-from draftsmith.serve.speculator import Speculator, speculator
+from draftsmith.serve.speculator import Speculator, is_trained_since, speculator
 from draftsmith.target.info import TargetInfo, describe_target
 from draftsmith.target.prepare import prepare_target
 
@@ -304,9 +303,7 @@ def _rendered(recipe: Recipe, renderer: TurnRenderer, name: str, prompts: Sequen
 
 def _require_converted(run_dir: Path) -> None:
     """Raises UserError: the run was trained again after its drafter was made. What training predicted and trained on is then another drafter's."""
-    converted, trained = stage.read(run_dir / "vllm"), stage.read(run_dir / "checkpoint")
-    made_from = converted["figures"].get("checkpoint_sha256") if converted else None
-    if made_from and trained and made_from != checkpoint_sha256(run_dir / "checkpoint"):
+    if is_trained_since(run_dir):
         raise UserError(
             f"The drafter in {run_dir / 'vllm'} was not made from the checkpoint in {run_dir / 'checkpoint'}, which is newer. Run "
             "`draftsmith convert` with this recipe, and then `draftsmith evaluate`."

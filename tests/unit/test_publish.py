@@ -31,6 +31,7 @@ from draftsmith.run import stage
 from draftsmith.run.atomic_io import sha256_of, write_bytes, write_json
 from draftsmith.run.errors import DraftsmithError, UserError
 from draftsmith.run.weights import in_memory
+from draftsmith.serve import server
 from draftsmith.serve.evaluation import evaluate as evaluation
 from draftsmith.serve.evaluation.report import render
 from draftsmith.target.hub import local_directory
@@ -353,7 +354,7 @@ def test_the_card_says_that_there_were_other_stores(run_dir: Path) -> None:
     assert "/a/store" not in card
 
 
-def test_a_drafter_of_an_earlier_checkpoint_is_not_evaluated(run_dir: Path) -> None:
+def test_a_drafter_of_an_earlier_checkpoint_is_not_evaluated(run_dir: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """Its figures would stand beside what the newer one predicts."""
     record = stage.read(run_dir / "checkpoint")
     assert record is not None
@@ -364,7 +365,12 @@ def test_a_drafter_of_an_earlier_checkpoint_is_not_evaluated(run_dir: Path) -> N
         UserError, match=r"was not made from the checkpoint in .*, which is newer\. Run `draftsmith convert`"
     ):
         evaluation.run_evaluate(recipe, run_dir)
+    server.served_method(recipe, run_dir, 1)  # which measures nothing, and goes on
+    assert "The run was trained again since the drafter in" in capsys.readouterr().err
     run_convert(recipe, run_dir)
+    capsys.readouterr()
+    server.served_method(recipe, run_dir, 1)
+    assert "trained again" not in capsys.readouterr().err
     with pytest.raises(UserError) as refused:  # for its target, which is not there
         evaluation.run_evaluate(recipe, run_dir)
     assert "newer" not in str(refused.value)
