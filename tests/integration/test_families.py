@@ -14,6 +14,7 @@ import torch
 from transformers import AutoTokenizer
 
 from draftsmith.config.loading import load_recipe
+from draftsmith.config.recipe import Recipe
 from draftsmith.convert.convert import run_convert
 from draftsmith.extract.extract import run_extract
 from draftsmith.run.errors import DraftsmithError
@@ -98,18 +99,7 @@ def test_a_family_goes_the_whole_way(tiny: TinyFamily, tmp_path: Path) -> None:
     check_facts(tiny.save(target), target)
     kind = "medusa" if tiny.name in WITH_MEDUSA else "eagle3"
     drafter = {"kind": "medusa"} if kind == "medusa" else {"draft_vocab_size": 128}
-    recipe = load_recipe(
-        write_recipe(
-            tmp_path,
-            target,
-            PROMPTS[:-1],
-            PROMPTS[-1:],
-            engine={"max_model_len": 256, "kv_cache_gib": 0.25},
-            extract={"max_tokens": 48, "max_num_seqs": 8, "layer_ids": [LAYERS, 1, 2]},
-            train={"drafter": drafter, "epochs": 4, "tokens_per_step": 128, "ttt_steps": 2},
-            evaluate={"k": [1, 2, 3], "acceptance_k": 3},
-        )
-    )
+    recipe = recipe_of(tmp_path, target, drafter=drafter, ttt_steps=2)
     if tiny.name in NOT_HERE:
         with pytest.raises(DraftsmithError, match=NOT_HERE[tiny.name][0]):
             run_extract(recipe, tmp_path / "run", training_follows=True)
@@ -163,18 +153,7 @@ def test_a_block_drafter_of_a_target_whose_embedding_is_scaled(tmp_path: Path) -
         "block_size": K + 1,
         "layer_ids": [1, 2, LAYERS],
     }
-    recipe = load_recipe(
-        write_recipe(
-            tmp_path,
-            target,
-            PROMPTS[:-1],
-            PROMPTS[-1:],
-            engine={"max_model_len": 256, "kv_cache_gib": 0.25},
-            extract={"max_tokens": 48, "max_num_seqs": 8, "layer_ids": [LAYERS, 1, 2]},
-            train={"drafter": drafter, "epochs": 4, "tokens_per_step": 128},
-            evaluate={"k": [1, 2, 3], "acceptance_k": 3},
-        )
-    )
+    recipe = recipe_of(tmp_path, target, drafter=drafter)
     run_extract(recipe, tmp_path / "run", training_follows=True)
     run_train(recipe, tmp_path / "run")
     run_convert(recipe, tmp_path / "run")
@@ -187,6 +166,21 @@ def test_a_block_drafter_of_a_target_whose_embedding_is_scaled(tmp_path: Path) -
     trained.embedding /= trained.embedding.shape[1] ** 0.5
     with pytest.raises(DraftsmithError, match="other draft tokens than the drafter's module"):
         compare_proposals(served, trained, target)
+
+
+def recipe_of(folder: Path, target: Path, **train: Any) -> Recipe:
+    """From a few prompts to a drafter, in a second or two."""
+    path = write_recipe(
+        folder,
+        target,
+        PROMPTS[:-1],
+        PROMPTS[-1:],
+        engine={"max_model_len": 256, "kv_cache_gib": 0.25},
+        extract={"max_tokens": 48, "max_num_seqs": 8, "layer_ids": [LAYERS, 1, 2]},
+        train={"epochs": 4, "tokens_per_step": 128} | train,
+        evaluate={"k": [1, 2, 3], "acceptance_k": 3},
+    )
+    return load_recipe(path)
 
 
 def check_states(store: Store, target: Path) -> float:
