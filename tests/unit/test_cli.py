@@ -10,6 +10,7 @@ import yaml
 from typer.testing import CliRunner
 
 from draftsmith.cli import app, main
+from draftsmith.cli.common import home_expanded
 from draftsmith.run import stage
 from draftsmith.run.errors import UserError
 from draftsmith.serve.evaluation import evaluate
@@ -172,6 +173,11 @@ def test_files_that_cannot_be_written_are_one_paragraph(
         main()
     assert ended.value.code == 1
     assert f"error: {said}" in capsys.readouterr().err
+
+
+def test_a_user_that_does_not_exist_is_a_folder_that_does_not() -> None:
+    assert home_expanded("~nosuchuser/x") == Path("~nosuchuser/x")
+    assert home_expanded("~/x") == Path.home() / "x"
 
 
 def test_other_errors_of_the_system_are_not_hidden(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -819,17 +819,16 @@ def test_an_evaluation_is_not_continued_on_another_machine(
     def dying(*_: Any, **__: Any) -> Any:
         raise KeyboardInterrupt
 
-    whole = measure = speed.run_load
+    measure = speed.run_load
     monkeypatch.setattr(speed, "run_load", dying)
     with pytest.raises(KeyboardInterrupt):
         run_evaluate(*run)
     there = json.loads((run[1] / "eval" / "partial.json").read_text())
     assert there["step_costs"]
-    monkeypatch.setattr(speed, "run_load", whole)
+    monkeypatch.setattr(speed, "run_load", measure)
     here = partial.measured_on()
     monkeypatch.setattr(partial, "measured_on", lambda: here | {"processor": "another"})
     Engine.started.clear()
     run_evaluate(*run)
     assert "was measured with another processor; beginning anew" in capsys.readouterr().err
     assert [config.name for config in Engine.started][:2] == ["baseline-float32", "drafter-float32"]
-    assert speed.run_load is measure
