@@ -4,8 +4,10 @@ A stage's output is finished if its `stage.json` has the same digest of inputs. 
 continued or made again.
 """
 
+import fcntl
 import importlib.metadata
 import json
+import os
 import shutil
 import subprocess
 import time
@@ -21,7 +23,10 @@ from draftsmith.run.progress import console
 
 MARKER = "stage.json"
 OWNER = ".draftsmith"
-"""An empty file that marks a directory as Draftsmith's from the start, so that no other directory is ever written into."""
+"""An empty file that marks a directory as Draftsmith's from the start, so that no other directory is ever written into. Locked while a
+process writes there."""
+_locked: dict[Path, int] = {}
+"""Open `OWNER` files of the directories that this process writes."""
 
 
 def read(directory: Path) -> dict[str, Any] | None:
@@ -43,7 +48,8 @@ def read(directory: Path) -> dict[str, Any] | None:
 
 def claim(directory: Path, *, fresh: bool) -> None:
     """Create `directory` and mark it as Draftsmith's and unfinished, before anything is written into it. `fresh` deletes what an
-    earlier run left there. Raises UserError: it holds files and was not made by Draftsmith, or it is a link to a folder that is not there or,
+    earlier run left there. Other processes are kept out until `StageRun.finish` or this one's end, where the file system has locks. Raises
+    UserError: another process is writing there, it holds files and was not made by Draftsmith, or it is a link to a folder that is not there or,
     with `fresh`, holds something."""
     if directory.is_symlink() and not directory.exists():
         raise UserError(
@@ -63,11 +69,41 @@ def claim(directory: Path, *, fresh: bool) -> None:
             f"{directory} is a link to {directory.readlink()}, which holds an earlier result, and nothing is deleted through a link. Remove the "
             "link, or empty that folder, and run this again."
         )
-    if fresh and directory.is_dir() and not directory.is_symlink():
-        shutil.rmtree(directory)
     directory.mkdir(parents=True, exist_ok=True)
     (directory / OWNER).touch()
+    _lock(directory)
     (directory / MARKER).unlink(missing_ok=True)
+    if fresh and not directory.is_symlink():
+        for path in directory.iterdir():
+            if path.is_dir() and not path.is_symlink():
+                shutil.rmtree(path)
+            elif path.name != OWNER:
+                path.unlink()
+
+
+def _lock(directory: Path) -> None:
+    """Keep other processes from claiming `directory`. Raises UserError: one has."""
+    path = directory.resolve()
+    if path in _locked:
+        return
+    owner = os.open(path / OWNER, os.O_RDWR)
+    try:
+        fcntl.flock(owner, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        os.close(owner)
+        raise UserError(
+            f"Another process is writing {directory}. Wait for it or stop it, or choose another run with `-s name=OTHER`."
+        ) from None
+    except OSError:  # no locks, as on Lustre without `flock`; only a store insists on them
+        os.close(owner)
+        return
+    _locked[path] = owner
+
+
+def _unlock(directory: Path) -> None:
+    """Let other processes claim `directory`."""
+    if (owner := _locked.pop(directory.resolve(), None)) is not None:
+        os.close(owner)
 
 
 def installed_version(package: str) -> str | None:
@@ -162,6 +198,7 @@ class StageRun:
             "git_commit": git_commit(),
         }
         write_json(self.directory / MARKER, record)
+        _unlock(self.directory)
         return figures
 
 

@@ -1,6 +1,8 @@
 """Stage directories: finished, unfinished, and those that are not Draftsmith's."""
 
+import errno
 import subprocess
+import sys
 import time
 
 import pytest
@@ -55,6 +57,31 @@ def test_claiming_unfinishes_and_keeps_or_clears(tmp_path):
     assert (directory / "shard").exists()
     stage.claim(directory, fresh=True)
     assert not (directory / "shard").exists()
+
+
+def test_another_process_is_kept_out_until_the_stage_has_finished(tmp_path):
+    run = StageRun("evaluate", tmp_path / "eval")
+    run.claim(fresh=True)
+    (run.directory / "partial.json").write_text("{}")
+    run.claim(fresh=False)  # as a stage that failed and is tried again
+    claim = "import sys; from pathlib import Path; from draftsmith.run import stage; stage.claim(Path(sys.argv[1]), fresh=True)"
+    command = [sys.executable, "-c", claim, run.directory]
+    second = subprocess.run(command, capture_output=True, text=True, check=False)
+    assert f"Another process is writing {run.directory}. Wait for it" in second.stderr
+    assert (run.directory / "partial.json").exists()
+    run.finish("abc", {}, recipe={})
+    subprocess.run(command, check=True)
+    assert [path.name for path in run.directory.iterdir()] == [stage.OWNER]
+
+
+def test_a_file_system_without_locks_will_do(tmp_path, monkeypatch):
+    def no_locks(*_):
+        raise OSError(errno.ENOSYS, "Function not implemented")
+
+    monkeypatch.setattr(stage.fcntl, "flock", no_locks)
+    run = StageRun("evaluate", tmp_path / "eval")
+    run.claim(fresh=True)
+    assert run.finish("abc", {}, recipe={}) == {}
 
 
 def test_a_file_that_changed_unfinishes_where_that_is_asked(tmp_path, capsys):
