@@ -13,7 +13,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
-from typing import Any, Literal
+from typing import Any, Literal, NamedTuple
 
 import torch
 from torch import nn
@@ -47,9 +47,9 @@ def row_chunks(rows: int, vocab: int, device: str) -> Iterator[slice]:
     return (slice(start, min(start + size, rows)) for start in range(0, rows, size))
 
 
-@dataclass
-class ChainLossOutput:
-    """Loss of a batch, and the drafter's top-1 accuracy."""
+class ChainLossOutput(NamedTuple):
+    """Loss of a batch, and the drafter's top-1 accuracy. A tuple: FSDP2 reduces gradients from a hook on the tensors that a module returns,
+    and before torch 2.12 it finds none in a dataclass."""
 
     loss: torch.Tensor
     """Scalar: sum over chain steps of decay^k times the weighted mean over rows."""
@@ -449,7 +449,7 @@ class _HeadLoss(torch.autograd.Function):
                 for k, used in enumerate(head_of):
                     x, weight, head, d_head = normed[k][rows], weights[k, rows, None], heads[used], d_heads[used]
                     logits = _logits(x, head, log_weights)
-                    right[k, rows] = logits.gather(1, labels[:, None])[:, 0] == logits[:, :kept].amax(-1)
+                    right[k, rows] = _is_largest(logits[:, :kept], labels, rounded=dtype == torch.bfloat16)
                     if p is None:
                         each, d_logits = _token_cross_entropy(logits, labels)
                     elif isinstance(loss, _Mixture):
@@ -488,6 +488,14 @@ class _HeadLoss(torch.autograd.Function):
 def capped(logits: torch.Tensor, soft_cap: float | None) -> torch.Tensor:
     """Logits under a target's soft cap; None for none."""
     return logits if soft_cap is None else soft_cap * (logits / soft_cap).tanh()
+
+
+def _is_largest(logits: torch.Tensor, labels: torch.Tensor, *, rounded: bool) -> torch.Tensor:
+    """Whether each row's first largest logit is its label's: bool [N]. `rounded` to bfloat16, several often share the largest; otherwise they
+    do not, and on CPUs a maximum costs a twentieth of its index."""
+    if rounded:
+        return logits.argmax(-1) == labels
+    return logits.gather(1, labels[:, None])[:, 0] == logits.amax(-1)
 
 
 def _logits(

@@ -164,7 +164,7 @@ def run_train(recipe: Recipe, run_dir: Path) -> dict[str, Any]:
         sections = recipe.model_dump(mode="json", include={"seed", "target", "train"})
         this_stage.finish(inputs, figures, recipe=sections)
         (directory / SNAPSHOT).unlink(missing_ok=True)
-        remove_epochs(directory, keep=progress.epochs[len(progress.epochs) - recipe.train.keep_last_epochs :])
+        remove_epochs(directory, keep=progress.epochs[max(0, len(progress.epochs) - recipe.train.keep_last_epochs) :])
     [figures] = broadcast_object_list([figures])
     accelerator.end_training()
     return figures
@@ -283,7 +283,7 @@ def _few_sequences(run: Run) -> str | None:
 
 def _step(run: Run, number: int, micro_batches: list[MicroBatch], signals: list[int]) -> StepResult:
     """One optimizer step, with all processes. Takes out the `signals` received since the last step.
-    Raises DraftsmithError: the loss or the gradient is not finite."""
+    Raises DraftsmithError: the loss or the gradient is not finite, or there is no gradient."""
     options, accelerator, loss = run.recipe.train, run.accelerator, run.loss
     device, steps = accelerator.device, loss.ttt_steps
     # The step's means are over all processes: sums of the loss's divisors and of the row weights by chain step, and tokens.
@@ -312,6 +312,12 @@ def _step(run: Run, number: int, micro_batches: list[MicroBatch], signals: list[
         losses.append(local_loss.detach())
         if not micro_batch.idle:
             correct += output.matches[0] * batch.loss_weights[:, 0].sum()
+    groups = [group["params"] for optimizer in run.optimizers for group in optimizer.param_groups]
+    if all(parameter.grad is None for group in groups for parameter in group):
+        raise DraftsmithError(
+            f"No gradient has reached the drafter in step {number + 1}: nothing would be learned. torch {torch.__version__} and this way of "
+            "training do not fit together; with several GPUs, `train.fsdp: false` is another."
+        )
     norm = accelerator.clip_grad_norm_(loss.drafter.parameters(), options.max_grad_norm)
     norm = norm.full_tensor() if isinstance(norm, DTensor) else norm
 
@@ -349,6 +355,6 @@ def _require_finite(run: Run, number: int, losses: list[float], norm: float) -> 
     samples = ", ".join(str(store.sample_id(row)) for row in rows)
     raise DraftsmithError(
         f"{what} in step {number + 1} (epoch {epoch + 1}), on these samples of {store.directory}: {samples}. Training "
-        "stopped; the last snapshot is from before and is kept. Lower the learning rates (train.lr, train.muon_lr), or look "
-        "at these samples; the same command continues from the snapshot."
+        "stopped. Look at these samples, or lower the learning rates (train.lr, train.muon_lr), with which training starts again. The same "
+        "recipe continues from the last snapshot, which is from before, and comes to this step again."
     )

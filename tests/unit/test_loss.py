@@ -9,6 +9,7 @@ import torch
 from accelerate.state import AcceleratorState
 from accelerate.utils import DynamoBackend
 from torch.nn import functional as F
+from torch.utils._pytree import tree_leaves
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_flatten
 
@@ -357,6 +358,24 @@ def test_a_gpus_chunks_make_the_same_loss(precision: str, monkeypatch: pytest.Mo
     tolerance = 1e-5 if precision == "float32" else 2e-2
     for found, expected in zip(*outcomes, strict=True):
         assert (found - expected).norm() <= tolerance * expected.norm()
+
+
+def test_torch_finds_the_loss_in_what_is_returned() -> None:
+    """FSDP2 reduces gradients from a hook on the tensors there, which before torch 2.12 it looks for by this alone."""
+    found = make_loss()(make_batch())
+    assert any(leaf is found.loss for leaf in tree_leaves(found))
+
+
+def test_equal_logits_in_bfloat16_make_one_token_right() -> None:
+    logits = torch.tensor([[1.0, 3.0, 3.0], [3.0, 1.0, 3.0], [1.0, 2.0, 3.0]])
+    labels = torch.tensor([2, 0, 2])
+    assert loss_module._is_largest(logits, labels, rounded=True).tolist() == [False, True, True]
+    assert loss_module._is_largest(logits[2:], labels[2:], rounded=False).tolist() == [True]
+    batch = make_batch().to_dtype(torch.float32)
+    loss = make_loss().float()
+    loss.drafter.lm_head.weight.data[:] = 0.25  # all draft tokens are as likely in every row
+    with torch.autocast("cpu", torch.bfloat16):
+        assert loss(batch).matches.max() < 0.5
 
 
 @pytest.mark.parametrize("name", ["cross_entropy", "kl", "total_variation"])

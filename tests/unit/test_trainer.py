@@ -68,6 +68,19 @@ def test_a_gradient_that_is_not_finite_stops(folder: Path) -> None:
         train(folder, run_dir(folder, "inf"), **{**EAGLE3, "lr": 1e30, "muon_lr": 1e30})
 
 
+def test_training_without_a_gradient_stops(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As with FSDP2 where torch finds no tensor in what a module returns."""
+    monkeypatch.setattr(trainer.Accelerator, "backward", lambda *_: None)
+    with pytest.raises(DraftsmithError, match="No gradient has reached the drafter in step 1"):
+        train(folder, run_dir(folder, "no-gradient"), **EAGLE3)
+
+
+def test_more_epochs_are_kept_than_there_are(folder: Path) -> None:
+    directory = run_dir(folder, "kept")
+    train(folder, directory, keep_last_epochs=5, **EAGLE3)
+    assert sorted(path.name for path in (directory / "checkpoint").glob("epoch-*")) == ["epoch-1", "epoch-2", "epoch-3"]
+
+
 def test_the_best_epoch_is_published_and_the_last_are_kept(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     lengths = iter([1.2, 1.5, 1.3] * 2)
     monkeypatch.setattr(epochs, "predict_acceptance", lambda *_, k, add_up: {1: 1.9, k: next(lengths)})
