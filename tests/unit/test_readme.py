@@ -92,6 +92,24 @@ def test_targets_files_and_keys_exist(document: Path) -> None:
         assert name in fields or key in RENAMED, key
 
 
+def anchors(page: Path) -> set[str]:
+    """Of the page's headings, those that are the same on GitHub and on the site: a heading with dashes or signs between words has two."""
+    text = re.sub(r"^```.*?^```", "", page.read_text(), flags=re.M | re.S)
+    found = set()
+    for heading in re.findall(r"^#+ (.+)$", text, flags=re.M):
+        plain = re.sub(r"[^\w\s-]", "", re.sub(r"\[([^]]*)\]\([^)]*\)", r"\1", heading)).strip().lower()
+        of_github, of_the_site = plain.replace(" ", "-"), re.sub(r"[-\s]+", "-", plain)
+        if of_github == of_the_site:
+            found.add(of_github)
+    return found
+
+
+@pytest.mark.parametrize("document", [*PAGES, LOG, ROOT / "CHANGELOG.md"], ids=lambda path: path.name)
+def test_anchors_exist(document: Path) -> None:
+    for link, anchor in re.findall(r"\]\(([^)#:]*)#([^)]+)\)", document.read_text()):
+        assert anchor in anchors(document.parent / link if link else document), f"{link}#{anchor}"
+
+
 @pytest.mark.parametrize("document", PAGES, ids=lambda path: path.name)
 def test_recipes_are_valid(document: Path) -> None:
     """A block is a recipe, or a part of one."""
