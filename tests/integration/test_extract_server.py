@@ -41,7 +41,7 @@ class Server:
     url: str
     model: str
     commands: list[str]
-    """The document's code blocks, for this target and port: start, ask, read."""
+    """Those of the document's code blocks that run here, for this target and port: start, ask, read."""
     process: subprocess.Popen[bytes]
 
     @property
@@ -64,11 +64,12 @@ class Server:
 
 
 def commands(target: Path, port: int) -> list[str]:
-    """The document's code blocks with this target and port in place of its own."""
-    blocks = re.findall(r"```(?:bash|python)\n(.*?)```", _DOCUMENT.read_text(), re.DOTALL)
-    assert len(blocks) == 3
+    """The document's code blocks with this target and port in place of its own; without the one for GPUs, which
+    `tests/unit/test_extraction_arguments.py` parses."""
+    start, _, ask, read = re.findall(r"```(?:bash|python)\n(.*?)```", _DOCUMENT.read_text(), re.DOTALL)
     return [
-        block.replace("HuggingFaceTB/SmolLM2-135M-Instruct", str(target)).replace("8000", str(port)) for block in blocks
+        block.replace("HuggingFaceTB/SmolLM2-135M-Instruct", str(target)).replace("8000", str(port))
+        for block in (start, ask, read)
     ]
 
 

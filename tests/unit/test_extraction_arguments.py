@@ -1,5 +1,7 @@
 """What extraction asks of vLLM on a CPU and on a GPU, and that vLLM takes it."""
 
+import re
+import shlex
 from pathlib import Path
 from typing import Any
 
@@ -90,3 +92,26 @@ def test_a_gpu_s_engine_has_vllm_s_scheduler_and_full_graphs(asked: Any, monkeyp
         vllm_num_speculative_tokens=config.num_speculative_tokens,
     )
     assert lookup == [0] * 49, "at no load a draft is checked"
+
+
+@pytest.mark.parametrize("on_gpu", [False, True])
+def test_the_server_of_the_documents_is_started_with_the_same(on_gpu: bool, asked: Any) -> None:
+    """Its command for this device, by vLLM's own parser."""
+    pytest.importorskip("vllm")
+    from vllm.engine.arg_utils import EngineArgs
+    from vllm.utils.argparse_utils import FlexibleArgumentParser
+
+    page = (Path(__file__).parents[2] / "docs" / "extraction-server.md").read_text()
+    commands = re.findall(r"^python -m vllm\.entrypoints\.openai\.api_server (.*?)^```", page, flags=re.M | re.S)
+    assert len(commands) == 2, "for CPUs, for GPUs"
+    arguments = shlex.split(commands[on_gpu].replace("\\\n", "").replace("--port 8000", ""))
+    typed = vars(EngineArgs.add_cli_args(FlexibleArgumentParser()).parse_args(arguments))
+    expected = asked(on_gpu, max_num_seqs=256)
+    for name in ("scheduler_cls", "async_scheduling", "enforce_eager", "enable_prefix_caching"):
+        assert typed[name] == expected.get(name, getattr(EngineArgs, name)), name
+    assert typed["max_num_seqs"] == (256 if on_gpu else None)
+    for config in (typed["speculative_config"], expected["speculative_config"]):
+        layer_ids = config.pop("draft_model_config")["hf_config"]["eagle_aux_hidden_state_layer_ids"]
+        assert len(layer_ids) > 1
+    assert typed["speculative_config"] == expected["speculative_config"]
+    assert typed["kv_transfer_config"].kv_connector_module_path == "draftsmith.extract.connector"
