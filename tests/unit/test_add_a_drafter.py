@@ -6,6 +6,8 @@ import subprocess
 import sys
 from pathlib import Path
 
+from draftsmith.drafters.base import Drafter
+
 ROOT = Path(__file__).parents[2]
 GUIDE = ROOT / "docs" / "add-a-drafter.md"
 BLOCK = re.compile(r'^```\w+ title="(\S+?)(?: \((before|replaces) (.+?)\))?"\n(.*?)^```$', flags=re.M | re.S)
@@ -50,3 +52,10 @@ def test_the_guide_makes_a_kind_that_learns(tmp_path: Path) -> None:
             assert Path(done.stdout.strip()).is_relative_to(tmp_path), "the copy is what runs, not the repository"
         else:
             assert "2 passed" in done.stdout
+
+
+def test_the_guide_names_all_that_a_kind_may_define() -> None:
+    finished = {"on_meta", "shapes"}  # not for kinds to define
+    parts = {name for name in vars(Drafter).keys() | Drafter.__annotations__.keys() if not name.startswith("_")}
+    named = set(re.findall(r"\w+", GUIDE.read_text()))
+    assert not parts - finished - named
