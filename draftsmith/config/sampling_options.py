@@ -26,7 +26,7 @@ def require_room(min_tokens: int, max_tokens: int) -> None:
 
 
 class SamplingOptions(Section):
-    """How `draftsmith generate` samples: vLLM's sampling parameters, with vLLM's names and, but for `max_tokens`, its defaults."""
+    """How `draftsmith generate` samples: vLLM's sampling parameters, with vLLM's names and, but for `max_tokens` and `seed`, its defaults."""
 
     n: int = Field(1, ge=1, le=16384)
     """Answers per prompt, each with a seed of its own."""
