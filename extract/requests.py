@@ -24,6 +24,7 @@ from draftsmith.data.overlap import PromptsFile
 from draftsmith.data.prompts import split
 from draftsmith.data.rows import name_of
 from draftsmith.run.errors import UserError
+from draftsmith.store.format import nth_sample
 from draftsmith.target.pretrained import tokenizer_of
 
 
@@ -211,7 +212,7 @@ def tokenized(
     else:
         return [
             ExtractRequest(
-                sample_id=_nth_sample(conversation.sample_id, sample),
+                sample_id=nth_sample(conversation.sample_id, sample),
                 held_out=held_out,
                 prompt_token_ids=ids,
                 max_tokens=answer_tokens,
@@ -242,10 +243,3 @@ def _with_images(
         return images.prompt(opening)
     except UserError as error:
         raise UserError(f"{row}. {error}") from None
-
-
-def _nth_sample(sample_id: int, number: int) -> int:
-    """The id of a conversation's answer `number`: 63 bits; the conversation's own id for the first."""
-    if number == 0:
-        return sample_id
-    return int.from_bytes(hashlib.sha256(f"{sample_id}/{number}".encode()).digest()[:8], "big") >> 1

@@ -11,7 +11,7 @@ what follows an accepted token is only known where the text contains it. See `pr
 """
 
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import pairwise
 
 import torch
@@ -22,6 +22,8 @@ from draftsmith.config.sampling import Sampling
 from draftsmith.drafters.base import ChainStep, Drafter
 from draftsmith.drafters.batch import Batch
 from draftsmith.train.loss import capped, row_chunks
+
+_ROWS_AT_ONCE = 4096  # of a batch to draft from, where all draft tokens of a row are in memory together
 
 
 def predict_acceptance(
@@ -55,7 +57,7 @@ def count_accepted(drafter: Drafter, batches: Iterable[Batch], *, k: int) -> dic
             right = torch.stack(
                 [
                     (_draft_tokens(drafter, step) == batch.next_tokens[rows, j + 1]) & (step.loss_weights > 0)
-                    for j, step in enumerate(drafter.chain(batch, steps=steps))
+                    for j, step in enumerate(_chain(drafter, batch, steps=steps))
                 ],
                 dim=1,
             )
@@ -121,7 +123,7 @@ def predict_sampled_acceptance(
         states = norm(batch.last_states)
         for steps, lengths in _chains(drafter, k):
             rows = batch.loss_weights[:, :steps].sum(1).nonzero()[:, 0]
-            chain = list(drafter.chain(batch, steps=steps))
+            chain = list(_chain(drafter, batch, steps=steps))
             accept = states.new_zeros(2, len(rows), steps)  # of greedy and of sampled drafts
             right = torch.zeros(
                 len(rows), steps, dtype=torch.bool, device=states.device
@@ -191,6 +193,22 @@ def _chains(drafter: Drafter, k: int) -> list[tuple[int, Iterable[int]]]:
     if drafter.depends_on_k:
         return [(length, [length]) for length in range(1, k + 1)]
     return [(k, range(1, k + 1))]
+
+
+def _chain(drafter: Drafter, batch: Batch, *, steps: int) -> Iterable[ChainStep]:
+    """`drafter.chain`, from some rows at a time where drafts do not depend on each other: a block drafter holds K rows or more for each."""
+    weights = batch.loss_weights
+    rows = weights[:, :steps].sum(1).nonzero()[:, 0]
+    if not drafter.drafts_at_once or len(rows) <= _ROWS_AT_ONCE:
+        return drafter.chain(batch, steps=steps)
+    parts = []
+    for some in rows.split(_ROWS_AT_ONCE):
+        of_some = torch.zeros_like(weights).index_copy_(0, some, weights[some])
+        parts.append([*drafter.chain(replace(batch, loss_weights=of_some), steps=steps)])
+    return [
+        ChainStep(torch.cat([one.normed for one in step]), step[0].head, torch.cat([one.loss_weights for one in step]))
+        for step in zip(*parts, strict=True)
+    ]
 
 
 def evaluated(drafter: Drafter, batches: Iterable[Batch]) -> Iterator[Batch]:

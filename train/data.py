@@ -3,6 +3,7 @@
 import math
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
+from pathlib import Path
 from typing import NamedTuple, TypeVar
 
 import torch
@@ -17,6 +18,11 @@ from draftsmith.train.packing import balance_tokens, pack, pack_epoch, pack_in_o
 
 Item = TypeVar("Item")
 Loaded = TypeVar("Loaded")
+
+
+def store_dirs(recipe: Recipe, run_dir: Path) -> list[Path]:
+    """The stores that a run is trained on, its own first."""
+    return [run_dir / "store", *(Path(folder.path) for folder in recipe.train.extra_stores)]
 
 
 class ScheduledStep(NamedTuple):

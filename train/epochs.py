@@ -13,11 +13,15 @@ from draftsmith.drafters.checkpoint import Checkpoint
 from draftsmith.drafters.norm import FinalNorm
 from draftsmith.engine.speculation import target_arguments
 from draftsmith.run.weights import in_memory
+from draftsmith.target.info import TargetInfo
 from draftsmith.target.tensors import load_target_tensors
 from draftsmith.train import distributed
 from draftsmith.train.acceptance import predict_acceptance, predict_sampled_acceptance, predicted_speedup
+from draftsmith.train.data import TrainingData
 from draftsmith.train.setup import Run
 
+PREDICTIONS = ("predicted_speedup", "predicted_at_temperature")
+"""Figures that `requested_predictions` makes."""
 Figures = dict[str, Any]
 """Of an epoch: `epoch` (from 1), `loss` (its mean), `predicted` ({K: acceptance length}, empty without held-out text)."""
 
@@ -85,28 +89,32 @@ def remove_epochs(directory: Path, *, keep: list[Figures]) -> None:
             shutil.rmtree(folder)
 
 
-def requested_predictions(run: Run, published: Figures) -> Figures:
-    """Figures of the published epoch that the recipe asks for: acceptance at a temperature, and the speedup that step costs
-    imply."""
-    options = run.recipe.train
+def requested_predictions(data: TrainingData, target: TargetInfo, folder: Path, predicted: dict[str, float]) -> Figures:
+    """Figures of a drafter that the recipe asks for: acceptance at a temperature, and the speedup that step costs imply.
+
+    Args:
+        folder: where its weights are.
+        predicted: its acceptance length by K, as in an epoch's figures.
+    """
+    options = data.recipe.train
     figures: Figures = {}
-    lengths = {int(k): length for k, length in published["predicted"].items()}
+    lengths = {int(k): length for k, length in predicted.items()}
     if options.step_costs:
         figures["predicted_speedup"] = _rounded(predicted_speedup(lengths, options.step_costs))
     wanted = options.predicted_sampling
     if wanted is not None and lengths:
-        device = run.accelerator.device
-        tensors = load_target_tensors(run.target.path, trust_remote_code=run.target.trust_remote_code)
-        saved = Checkpoint.load(epoch_folder(run.directory, published))
+        device = data.accelerator.device
+        tensors = load_target_tensors(target.path, trust_remote_code=target.trust_remote_code)
+        saved = Checkpoint.load(folder)
         found = predict_sampled_acceptance(
             saved.drafter(tensors).to(device),
-            replace(run.data, state_scales=()).held_out(steps=max(lengths)),  # saved weights read states as they are
+            replace(data, state_scales=()).held_out(steps=max(lengths)),  # saved weights read states as they are
             k=max(lengths),
             sampling=wanted,
-            norm=FinalNorm.of(tensors, run.target.facts.norm_eps).to(device),
+            norm=FinalNorm.of(tensors, target.facts.norm_eps).to(device),
             head=tensors.lm_head.float().to(device),
             soft_cap=tensors.logit_soft_cap,
-            own_text=run.data.store.identity.sampled_with == wanted,
+            own_text=data.store.identity.wrote_with(wanted),
         )
         figures["predicted_at_temperature"] = {
             **wanted.record(),

@@ -13,12 +13,14 @@ from draftsmith.drafters.checkpoint import Checkpoint
 from draftsmith.drafters.norm import FinalNorm
 from draftsmith.run.cuda import require_usable_gpus
 from draftsmith.run.errors import UserError
-from draftsmith.run.progress import Bar
+from draftsmith.run.progress import Bar, console
+from draftsmith.store.format import MANIFEST
 from draftsmith.store.reader import Store
 from draftsmith.target.info import TargetInfo, describe_target
 from draftsmith.target.prepare import prepare_target
 from draftsmith.target.tensors import TargetTensors, load_target_tensors
 from draftsmith.train.acceptance import predict_acceptance, predict_sampled_acceptance
+from draftsmith.train.data import store_dirs
 from draftsmith.train.packing import pack_in_order
 
 
@@ -60,13 +62,13 @@ def predict(recipe: Recipe, run_dir: Path, *, store_dir: Path | None = None) -> 
                 norm=FinalNorm.of(tensors, run.target.facts.norm_eps).to(run.device),
                 head=tensors.lm_head.float().to(run.device),
                 soft_cap=tensors.logit_soft_cap,
-                own_text=run.text == sampling,
+                own_text=run.own_text,
             )
             lengths = found.greedy_drafts
     return {
         "sampling": sampling.record(),
         "text_sampling": None if run.text is None else run.text.record(),
-        "own_text": run.text == sampling,
+        "own_text": run.own_text,
         "sequences": len(run.rows),
         "predicted_acceptance_length": {str(k): round(length, 4) for k, length in lengths.items()},
     }
@@ -84,10 +86,29 @@ class RunToPredict:
     rows: list[int]
     text: Sampling | None
     """How the target sampled it; None if it did not write it."""
+    own_text: bool
+    """Whether the target wrote it with the recipe's sampling parameters and no others."""
     columns: list[int]
     """Of the store's states, those that the drafter reads; and the target's last."""
     last_column: int
     device: torch.device
+
+
+def _not_trained_on(store: Store, recipe: Recipe, run_dir: Path) -> list[int]:
+    """Rows of `store` to predict on. Another store may hold out what the run was trained on: those are left out, and counted on screen."""
+    rows = store.rows_to_predict()
+    own = [folder for folder in store_dirs(recipe, run_dir) if (folder / MANIFEST).exists()]
+    if not own or store.directory.resolve() == own[0].resolve():
+        return rows
+    trained = Store(*own)
+    seen = {trained.sample_id(row) for row in trained.rows(held_out=False)}
+    kept = [row for row in rows if store.sample_id(row) not in seen]
+    if len(kept) < len(rows):
+        console.print(
+            f"predict: {len(rows) - len(kept)} of {len(rows)} held-out sequences of {store.directory} are left out: the drafter was trained on "
+            "their conversations"
+        )
+    return kept
 
 
 def open_run(recipe: Recipe, run_dir: Path, store_dir: Path | None) -> RunToPredict:
@@ -102,7 +123,7 @@ def open_run(recipe: Recipe, run_dir: Path, store_dir: Path | None) -> RunToPred
         store.directory,
         way_out="Name a store of this recipe's target.",
     )
-    text, rows = store.identity.sampled_with, store.rows_to_predict()
+    text, rows = store.identity.sampled_with, _not_trained_on(store, recipe, run_dir)
     if not rows:
         raise UserError(f"The store at {store.directory} holds no text out, and acceptance is predicted on such text.")
     if sampling.greedy and text is not None and not text.greedy:
@@ -121,4 +142,5 @@ def open_run(recipe: Recipe, run_dir: Path, store_dir: Path | None) -> RunToPred
             "target's head reads. Extract with `extract.layer_ids` that contain them."
         )
     columns, last = [layers.index(layer) for layer in wanted], layers.index(target.num_hidden_layers)
-    return RunToPredict(saved.kind, drafter, target, tensors, store, rows, text, columns, last, device)
+    own_text = store.identity.wrote_with(sampling)
+    return RunToPredict(saved.kind, drafter, target, tensors, store, rows, text, own_text, columns, last, device)

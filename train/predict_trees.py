@@ -50,7 +50,7 @@ def predict_trees(
         store_dir: see `predict`.
 
     Returns:
-        `checkpoint`, the SHA-256 of its weights; `drafter`, its kind; `own_text`, whether the target wrote the text, greedily;
+        `checkpoint`, the SHA-256 of its weights; `drafter`, its kind; `own_text`, whether the target wrote the text, greedily and without penalties;
         `sequences`; `depth`; `top_k`, None for the best of all trees; `chains` by K and `trees` by draft tokens, as text, each with
         `acceptance_length`, its 95% `interval` over sequences, `drafts`, and `step_cost`, the time of the target's forward pass over the
         draft tokens and one more in units of that over one; `best`, what has most tokens per cost (`shape`: chain or tree, and `tokens`),
@@ -99,7 +99,7 @@ def predict_trees(
     ways = [("chain", k, one) for k, one in chains.items()] + [("tree", size, one) for size, one in trees.items()]
     best = max(ways, key=lambda way: way[2]["acceptance_length"] / way[2]["step_cost"]) if costs else None
     result = {
-        "checkpoint": sha256_of(run_dir / "checkpoint" / WEIGHTS), "drafter": run.kind, "own_text": run.text is not None,
+        "checkpoint": sha256_of(run_dir / "checkpoint" / WEIGHTS), "drafter": run.kind, "own_text": run.own_text,
         "sequences": len(rows), "depth": shape.depth, "top_k": shape.top_k, "chains": chains, "trees": trees,
         "best": None if best is None else {"shape": best[0], "tokens": int(best[1])}, "step": step,
     }  # fmt: skip

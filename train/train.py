@@ -22,6 +22,7 @@ from torch.distributed.tensor import DTensor
 
 from draftsmith.config.loading import digest
 from draftsmith.config.recipe import Recipe
+from draftsmith.config.training import TrainConfig
 from draftsmith.drafters.checkpoint import Checkpoint
 from draftsmith.run import stage
 from draftsmith.run.atomic_io import write_json
@@ -31,12 +32,13 @@ from draftsmith.run.process import disable_malloc_trim
 from draftsmith.run.progress import Bar, console
 from draftsmith.store.reader import Store
 from draftsmith.target.hub import is_snapshot
-from draftsmith.target.info import describe_target
+from draftsmith.target.info import TargetInfo, describe_target
 from draftsmith.target.prepare import prepare_target
 from draftsmith.target.shards import missing_shards
 from draftsmith.train import distributed
-from draftsmith.train.data import MicroBatch, step_seed
+from draftsmith.train.data import MicroBatch, TrainingData, step_seed, store_dirs
 from draftsmith.train.epochs import (
+    PREDICTIONS,
     best_epoch,
     draft_vocabulary_coverage,
     epoch_folder,
@@ -50,7 +52,7 @@ from draftsmith.train.packing import balance_tokens
 from draftsmith.train.setup import Run, make_accelerator, set_up
 from draftsmith.train.signals import on_signal, without_saving
 from draftsmith.train.snapshot import SNAPSHOT, read_snapshot, write_snapshot
-from draftsmith.train.tracking import start_tracker
+from draftsmith.train.tracking import RUN_ID, tracking
 
 LOSSES = "losses.json"
 """Beside the finished checkpoint: the loss of every step."""
@@ -60,25 +62,29 @@ LOSSES = "losses.json"
 
 
 def finished_training(recipe: Recipe, run_dir: Path) -> dict[str, Any] | None:
-    """The figures of a checkpoint that is up to date; None where there is something to train. Prints nothing.
+    """The figures of a checkpoint that is up to date; None where there is something to train or to predict. Prints nothing.
     Raises UserError: no finished store."""
     inputs, record = _inputs(recipe, run_dir), stage.read(_stage(run_dir).directory)
-    done: dict[str, Any] | None = record["figures"] if record and record["inputs"] == inputs else None
+    if record is None or record["inputs"] != inputs or not _is_predicted(recipe.train, record):
+        return None
+    done: dict[str, Any] = record["figures"]
     return done
+
+
+def _is_predicted(options: TrainConfig, record: dict[str, Any]) -> bool:
+    """Whether a finished checkpoint's figures have the predictions that are asked for (`TrainConfig.predictions`)."""
+    there = TrainConfig().predictions() | record["recipe"]["train"]
+    return all(there[name] == value for name, value in options.predictions().items())
 
 
 def _stage(run_dir: Path) -> stage.StageRun:
     return stage.StageRun("train", run_dir / "checkpoint")
 
 
-def _store_dirs(recipe: Recipe, run_dir: Path) -> list[Path]:
-    return [run_dir / "store", *(Path(folder.path) for folder in recipe.train.extra_stores)]
-
-
 def _inputs(recipe: Recipe, run_dir: Path) -> str:
     """Digest of all that the checkpoint depends on."""
     stored = []
-    for store_dir in _store_dirs(recipe, run_dir):
+    for store_dir in store_dirs(recipe, run_dir):
         record = stage.read(store_dir)
         if record is None:
             raise UserError(
@@ -102,7 +108,8 @@ def run_train(recipe: Recipe, run_dir: Path) -> dict[str, Any]:
     """
     this_stage, inputs = _stage(run_dir), _inputs(recipe, run_dir)
     directory = this_stage.directory
-    if (done := this_stage.finished(inputs)) is not None:
+    done = this_stage.finished(inputs)
+    if done is not None and finished_training(recipe, run_dir) is not None:
         return done
     require_usable_gpus()
     disable_malloc_trim()
@@ -120,7 +127,7 @@ def run_train(recipe: Recipe, run_dir: Path) -> dict[str, Any]:
             "are needed to tell whether it is the same target: copy the rest, or name the target by its Hub id, of which training downloads "
             "only the shards that it reads."
         )
-    store = Store(*_store_dirs(recipe, run_dir))
+    store = Store(*store_dirs(recipe, run_dir))
     store.identity.require_fields(
         {
             "target_revision": target.revision,
@@ -131,16 +138,19 @@ def run_train(recipe: Recipe, run_dir: Path) -> dict[str, Any]:
         store.directory,
         way_out=way_out,
     )
+    if done is not None:
+        return _predicted_anew(this_stage, done, recipe, accelerator, target, store)
     snapshot = read_snapshot(directory, inputs)
     set_seed(recipe.seed)
     with _explain_full_memory(recipe, accelerator):
         run = set_up(recipe, accelerator, target, store, snapshot, directory=directory, inputs=inputs)
     if accelerator.is_main_process:  # only now: a recipe that does not fit must not cost a checkpoint
+        if snapshot is None and (why := _why_again(recipe, directory)):
+            console.print(f"train: {why}; training starts from the beginning", highlight=False, soft_wrap=True)
         this_stage.claim(fresh=snapshot is None)
     accelerator.wait_for_everyone()
     del snapshot
-    start_tracker(recipe, accelerator, run_dir)
-    with _explain_full_memory(recipe, accelerator):
+    with tracking(recipe, accelerator, run_dir, directory), _explain_full_memory(recipe, accelerator):
         _fit(run)
 
     progress = run.progress
@@ -158,13 +168,47 @@ def run_train(recipe: Recipe, run_dir: Path) -> dict[str, Any]:
         "parameters_trained": sum(p.numel() for p in run.loss.drafter.parameters() if p.requires_grad),
     }
     if accelerator.is_main_process:
-        figures |= requested_predictions(run, published)
+        figures |= requested_predictions(run.data, target, epoch_folder(directory, published), published["predicted"])
         replace(Checkpoint.load(epoch_folder(directory, published)), training=figures).save(directory)
         write_json(directory / LOSSES, progress.losses)
         sections = recipe.model_dump(mode="json", include={"seed", "target", "train"})
         this_stage.finish(inputs, figures, recipe=sections)
-        (directory / SNAPSHOT).unlink(missing_ok=True)
+        for file in (SNAPSHOT, RUN_ID):
+            (directory / file).unlink(missing_ok=True)
         remove_epochs(directory, keep=progress.epochs[max(0, len(progress.epochs) - recipe.train.keep_last_epochs) :])
+    [figures] = broadcast_object_list([figures])
+    accelerator.end_training()
+    return figures
+
+
+def _why_again(recipe: Recipe, directory: Path) -> str | None:
+    """What the checkpoint's folder has that does not fit the recipe; None if it has nothing."""
+    if (record := stage.read(directory)) is not None:
+        there, now = record["recipe"]["train"], recipe.train.model_dump(mode="json")
+        names = [f"train.{name}" for name, value in now.items() if there.get(name) != value]
+        return f"the drafter in {directory} is of another {' and '.join(names) or 'store or seed'}"
+    if (directory / SNAPSHOT).exists():
+        return f"the snapshot in {directory} is of another recipe or store"
+    return None
+
+
+def _predicted_anew(
+    this_stage: stage.StageRun,
+    figures: dict[str, Any],
+    recipe: Recipe,
+    accelerator: Accelerator,
+    target: TargetInfo,
+    store: Store,
+) -> dict[str, Any]:
+    """Figures of a finished drafter with the predictions that the recipe asks for now (`TrainConfig.predictions`), which are recorded."""
+    if accelerator.is_main_process:
+        saved, layers = Checkpoint.load(this_stage.directory), store.identity.layer_ids
+        columns = [layers.index(layer) for layer in saved.drafter_config().layer_ids]
+        data = TrainingData(recipe, accelerator, store, columns, layers.index(target.num_hidden_layers), ttt_steps=1)
+        figures = {name: value for name, value in figures.items() if name not in PREDICTIONS}
+        figures |= requested_predictions(data, target, this_stage.directory, figures["predicted_acceptance_length"])
+        replace(saved, training=figures).save_record(this_stage.directory)
+        this_stage.amend(figures, recipe=recipe.model_dump(mode="json", include={"seed", "target", "train"}))
     [figures] = broadcast_object_list([figures])
     accelerator.end_training()
     return figures

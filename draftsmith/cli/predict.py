@@ -147,7 +147,9 @@ def _trained(drafter: Path, overrides: list[str] | None) -> tuple[Recipe, Path]:
             f"{drafter} is neither the folder of a run with a trained drafter nor its `checkpoint`. To predict for a drafter from elsewhere, "
             "name a recipe, whose target and run are used: draftsmith predict RECIPE --store STORE."
         )
-    return validated({"name": run_dir.resolve().name, **record["recipe"]}, overrides, path=run_dir / "recipe"), run_dir
+    # Nothing is served: the default numbers of draft tokens, which the drafter may not have, need not be checked.
+    sections = {"name": run_dir.resolve().name, **record["recipe"], "evaluate": {"k": [1], "acceptance_k": 1}}
+    return validated(sections, overrides, path=run_dir / "recipe"), run_dir
 
 
 def _sizes(said: str) -> list[int]:

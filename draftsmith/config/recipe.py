@@ -35,7 +35,7 @@ class Recipe(Section):
 
     name: str = Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]*$")
     """The run's folder is `runs/NAME`."""
-    seed: int = 0
+    seed: int = Field(0, ge=0, lt=2**32)
     """Seed of training, of sampled responses, and of the prompts that timing and tuning draw."""
     target: TargetConfig
     engine: EngineConfig = EngineConfig()

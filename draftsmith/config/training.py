@@ -118,6 +118,12 @@ class TrainConfig(Section):
             return None
         return Sampling(self.predict_temperature, self.predict_top_p, self.predict_top_k)
 
+    def predictions(self) -> dict[str, Any]:
+        """The options that say what else is predicted of the finished drafter."""
+        return self.model_dump(
+            mode="json", include={"predict_temperature", "predict_top_p", "predict_top_k", "step_costs"}
+        )
+
     def inputs(self) -> dict[str, Any]:
         """The options that affect the outcome. Changing the others, which say how work is divided, saved and logged, does not
         prevent a run from resuming. Keys have the names that they had at first, so renaming one repeats no finished training."""
@@ -125,9 +131,10 @@ class TrainConfig(Section):
             "gradient_accumulation_steps", "fsdp", "activation_checkpointing", "save_every_steps", "keep_last_epochs", "tracker",
         }  # fmt: skip
         found = self.model_dump(mode="json", exclude=without_effect)
-        for name in ("predict_top_p", "predict_top_k"):
-            if found[name] == type(self).model_fields[name].default:
-                del found[name]  # digests of runs without them are those of before there were any
+        # A finished drafter is kept when other predictions of it are asked for. The digest is as if none were.
+        for name in self.predictions():
+            found[name] = None
+        del found["predict_top_p"], found["predict_top_k"]  # which came later
         if found["drafter"].get("train_mask_embedding"):  # likewise
             del found["drafter"]["train_mask_embedding"]
         return {_FIRST_NAMES.get(key, key): value for key, value in found.items()}

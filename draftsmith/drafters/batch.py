@@ -41,7 +41,9 @@ class Batch:
         """The batch for a drafter that reads each state divided by its scale, one a layer id (`Drafter.scales_states`); none: as it is."""
         if not scales:
             return self
-        return replace(self, hidden_states=self.hidden_states / self.hidden_states.new_tensor(scales)[:, None])
+        # In float16 a quotient can be too large.
+        states = self.hidden_states.to(torch.promote_types(self.hidden_states.dtype, torch.float32))
+        return replace(self, hidden_states=states / states.new_tensor(scales)[:, None])
 
     def to(self, device: torch.device) -> Batch:
         """The same batch on another device."""

@@ -93,6 +93,10 @@ class Checkpoint:
         """Write both files atomically, the record last."""
         tensors = {"draft_token_ids": Weight.of(self.draft_token_ids), **self.weights}
         write_safetensors(directory / WEIGHTS, tensors, metadata=None)
+        self.save_record(directory)
+
+    def save_record(self, directory: Path) -> None:
+        """Write the record alone, beside its weights."""
         fields = {"kind": self.kind, "config": self.config, "target": self.target, "training": self.training}
         write_json(directory / RECORD, {"format_version": FORMAT_VERSION, **fields})
 

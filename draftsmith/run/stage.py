@@ -11,6 +11,7 @@ import os
 import shutil
 import subprocess
 import time
+import weakref
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -48,7 +49,7 @@ def read(directory: Path) -> dict[str, Any] | None:
 
 def claim(directory: Path, *, fresh: bool) -> None:
     """Create `directory` and mark it as Draftsmith's and unfinished, before anything is written into it. `fresh` deletes what an
-    earlier run left there. Other processes are kept out until `StageRun.finish` or this one's end, where the file system has locks. Raises
+    earlier run left there. Other processes are kept out until `StageRun.finish` or the end of this one, where the file system has locks. Raises
     UserError: another process is writing there, it holds files and was not made by Draftsmith, or it is a link to a folder that is not there or,
     with `fresh`, holds something."""
     if directory.is_symlink() and not directory.exists():
@@ -172,8 +173,9 @@ class StageRun:
         return figures
 
     def claim(self, *, fresh: bool) -> None:
-        """See `claim`."""
+        """See `claim`. Other processes are let in again when this object is gone, as after an error."""
         claim(self.directory, fresh=fresh)
+        weakref.finalize(self, _unlock, self.directory)
 
     def finish(
         self, inputs: str, figures: dict[str, Any], *, recipe: dict[str, Any], files: Sequence[str] = ()
@@ -200,6 +202,13 @@ class StageRun:
         write_json(self.directory / MARKER, record)
         _unlock(self.directory)
         return figures
+
+    def amend(self, figures: dict[str, Any], *, recipe: dict[str, Any]) -> None:
+        """Replace the figures and sections in the record of a finished stage: other things are said of what was made, and when and with what
+        stays as it is."""
+        record = read(self.directory)
+        assert record is not None
+        write_json(self.directory / MARKER, record | {"figures": figures, "recipe": recipe})
 
 
 def _changed(directory: Path, hashes: Mapping[str, str]) -> Path | None:

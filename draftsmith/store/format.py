@@ -35,6 +35,7 @@ from several processes and machines, under names of their own, and count once th
 
 from __future__ import annotations
 
+import hashlib
 import json
 import re
 from collections.abc import Iterable
@@ -111,6 +112,13 @@ def _flat(fields: dict[str, Any]) -> dict[str, Any]:
     return found | {f"{name}.{key}": value for name, values in inner.items() for key, value in values.items()}
 
 
+def nth_sample(sample_id: int, number: int) -> int:
+    """The id of a conversation's answer `number`: 63 bits; the conversation's own id for the first."""
+    if number == 0:
+        return sample_id
+    return int.from_bytes(hashlib.sha256(f"{sample_id}/{number}".encode()).digest()[:8], "big") >> 1
+
+
 @dataclass(frozen=True)
 class StoreIdentity:
     """What a store was made from. Stores of equal identity can be mixed."""
@@ -133,6 +141,11 @@ class StoreIdentity:
     def sampled_with(self) -> Sampling | None:
         """How the target sampled the responses; None if it wrote none of them here."""
         return Sampling.of(self.sampling) if self.sampling.get("mode") == "generate" else None
+
+    def wrote_with(self, sampling: Sampling) -> bool:
+        """Whether the target wrote the responses with these parameters and no others that change what is drawn, as penalties do."""
+        others = {"min_tokens", "bad_words", "presence_penalty", "frequency_penalty", "repetition_penalty"}
+        return self.sampled_with == sampling and not others & self.sampling.keys()
 
     def recorded(self) -> dict[str, Any]:
         """JSON values by name; without engine options if there are none, as when stores did not have them."""

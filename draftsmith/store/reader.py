@@ -14,7 +14,7 @@ import xxhash
 from draftsmith.run.errors import UserError
 from draftsmith.run.safetensors_io import DTYPES, parse_header
 from draftsmith.store.codec import checksum_of, decode
-from draftsmith.store.format import CorruptStore, Sequence, Shard, StoreIdentity, counts_of, read_manifest
+from draftsmith.store.format import CorruptStore, Sequence, Shard, StoreIdentity, counts_of, nth_sample, read_manifest
 
 # Python's `mmap.madvise` would keep each file open.
 _MADVISE = ctypes.CDLL(None).madvise
@@ -68,6 +68,13 @@ class Store:
                 for entry in shard.entries(len(self._shards) - 1):
                     first = entries.get(entry.sample_id, entry)
                     entries[entry.sample_id] = first._replace(held_out=True) if entry.held_out else first
+        if (
+            more
+        ):  # a held-out conversation has one answer, and may have several in another store, where it is trained on
+            held_out = [one.sample_id for one in entries.values() if one.held_out]
+            for sample_id in held_out:
+                for number in range(1, self.identity.sampling.get("samples", 1)):
+                    entries.pop(nth_sample(sample_id, number), None)
         self._index = sorted(entries.values())
         self.counts = counts_of(shard.about for shard in self._shards)  # as in the manifest, summed over stores
 

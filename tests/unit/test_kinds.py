@@ -11,10 +11,12 @@ from draftsmith.convert.convert import run_convert
 from draftsmith.convert.inspection import inspect
 from draftsmith.drafters import drafter_class
 from draftsmith.drafters.checkpoint import Checkpoint
+from draftsmith.drafters.init import blocks
 from draftsmith.engine.speculation import speculative_config
 from draftsmith.run.errors import UserError
 from draftsmith.store.reader import Store
 from draftsmith.target.tensors import load_target_tensors
+from draftsmith.train import acceptance
 from draftsmith.train.acceptance import predict_acceptance
 from draftsmith.train.packing import pack
 from draftsmith.train.train import run_train
@@ -76,7 +78,9 @@ def test_every_kind_is_here() -> None:
 
 
 @pytest.mark.parametrize("name", CASES)
-def test_golden_losses(folder: Path, name: str, request: pytest.FixtureRequest) -> None:
+def test_golden_losses(
+    folder: Path, name: str, request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Train and convert, and check the result; the golden losses are for the untied target."""
     options, golden = CASES[name]
     run_dir = folder / name
@@ -104,6 +108,8 @@ def test_golden_losses(folder: Path, name: str, request: pytest.FixtureRequest) 
     assert predicted == pytest.approx(
         {int(key): v for key, v in figures["predicted_acceptance_length"].items()}, abs=1e-4
     )
+    monkeypatch.setattr(acceptance, "_ROWS_AT_ONCE", 7)
+    assert predict_acceptance(drafter, [held_out], k=k) == predicted
 
     run_convert(recipe, run_dir)
     served = json.loads((run_dir / "vllm" / "config.json").read_text())
@@ -122,6 +128,19 @@ def test_golden_losses(folder: Path, name: str, request: pytest.FixtureRequest) 
     assert f'"method": "{serving.method}"' in card
     assert ("Install `draftsmith` in vLLM's environment" in card) == serving.needs_plugin
     assert ("--hf-overrides" in card) == (serving.method == "medusa")  # for targets with nested configs
+
+
+@pytest.mark.parametrize("name", ["dflash", "dspark"])
+def test_a_start_from_some_rows_at_a_time_is_the_same(folder: Path, name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    first = []
+    for at_once in (4096, 9):
+        monkeypatch.setattr(blocks, "_ROWS_AT_ONCE", at_once)
+        run_dir = folder / f"{name}-{at_once}"
+        run_dir.mkdir()
+        (run_dir / "store").symlink_to(folder / "run" / "store")
+        run_train(make_recipe(folder, **{**CASES[name][0], "epochs": 0.1}), run_dir)
+        first.append(json.loads((run_dir / "checkpoint" / "losses.json").read_text())[0])
+    assert first[0] == pytest.approx(first[1], rel=0.01)
 
 
 def test_medusa_drafts_at_most_one_token_per_head(folder: Path) -> None:

@@ -9,9 +9,8 @@ import torch
 from accelerate.state import AcceleratorState
 from accelerate.utils import DynamoBackend
 from torch.nn import functional as F
-from torch.utils._pytree import tree_leaves
 from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_flatten
+from torch.utils._pytree import tree_flatten, tree_leaves
 
 from draftsmith.drafters.base import Drafter
 from draftsmith.drafters.batch import Batch

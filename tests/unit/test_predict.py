@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -101,6 +102,29 @@ def test_text_of_another_store(run: tuple[Recipe, Path], tmp_path: Path) -> None
         predict(recipe, tmp_path)
 
 
+def test_text_that_was_trained_on_is_left_out(
+    run: tuple[Recipe, Path], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Another store holds out other conversations."""
+    recipe, run_dir = run
+    store = Store(run_dir / "store")
+    held_out, trained = store.rows(held_out=True), store.rows(held_out=False)
+    (tmp_path / "other").mkdir()
+    with StoreWriter(tmp_path / "other", store.identity, shard_tokens=100) as writer:
+        for row in [held_out[0], *trained[:3]]:
+            writer.append(replace(store[row], held_out=True))
+        writer.close()
+    assert predict(recipe, run_dir, store_dir=tmp_path / "other")["sequences"] == 1
+    assert "3 of 4 held-out sequences" in " ".join(capsys.readouterr().err.split())
+
+
+def test_text_written_with_penalties_is_no_plain_text_of_the_target(run: tuple[Recipe, Path], tmp_path: Path) -> None:
+    recipe, run_dir = run
+    asked, penalized = asking(recipe, temperature=0.7), {"repetition_penalty": 1.1}
+    found = predict(asked, run_dir, store_dir=sampled_copy(run_dir / "store", tmp_path / "penalized", **penalized))
+    assert not found["own_text"]
+
+
 def test_the_command(run: tuple[Recipe, Path]) -> None:
     recipe, run_dir = run
     (run_dir.parent / "recipe.yaml").write_text(yaml.safe_dump(recipe.model_dump(mode="json", exclude_none=True)))
@@ -121,6 +145,15 @@ def test_the_command(run: tuple[Recipe, Path]) -> None:
     assert "An estimate" in said.stdout
     as_json = json.loads(CliRunner().invoke(app, [*command, "--json"]).stdout)
     assert as_json["predicted_acceptance_length"] == figures(run_dir)["predicted_at_temperature"]["greedy_drafts"]
+
+
+def test_the_command_for_a_drafter_of_few_draft_tokens(tmp_path: Path) -> None:
+    """Fewer than evaluation asks for by default."""
+    run_dir = make_run(tmp_path)
+    run_train(make_recipe(tmp_path, drafter={"kind": "medusa", "num_heads": 2}, epochs=0.1), run_dir)
+    said = CliRunner().invoke(app, ["predict", str(run_dir / "store"), str(run_dir), "--json"])
+    assert said.exit_code == 0, said.output
+    assert [*json.loads(said.stdout)["predicted_acceptance_length"]] == ["1", "2"]
 
 
 def test_trees(run: tuple[Recipe, Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -157,6 +157,8 @@ def test_an_unknown_key_with_nothing_near_lists_what_is_known(tmp_path):
             "or set `acceptance_alpha: null` in the drafter's options",
         ),
         ("train.step_costs", {0: 1.1}, "`train.step_costs.0"),
+        ("seed", -1, "`seed`"),
+        ("seed", 2**32, "`seed`"),
         ("target.gguf", {"path": "x.gguf"}, "set exactly one of"),
         ("extract.prompts", {"path": "a", "package": "b==1"}, "set exactly one of"),
         ("extract.prompts", {}, "set one of `path`, `package` and `dataset`"),

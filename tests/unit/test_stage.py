@@ -71,6 +71,11 @@ def test_another_process_is_kept_out_until_the_stage_has_finished(tmp_path):
     assert (run.directory / "partial.json").exists()
     run.finish("abc", {}, recipe={})
     subprocess.run(command, check=True)
+    failed = StageRun("evaluate", tmp_path / "eval")
+    failed.claim(fresh=True)
+    assert subprocess.run(command, stderr=subprocess.DEVNULL, check=False).returncode
+    del failed
+    subprocess.run(command, check=True)
     assert [path.name for path in run.directory.iterdir()] == [stage.OWNER]
 
 

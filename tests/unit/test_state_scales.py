@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 import torch
 
+from draftsmith.drafters.batch import Batch
 from draftsmith.train.predict import predict
 from tests.unit.tiny_run import make_recipe, make_run
 from tests.unit.training_runs import at_step, losses_of, run_dir, train, weights_of
@@ -86,3 +87,11 @@ def test_norms_need_no_scales(larger: Path, monkeypatch: pytest.MonkeyPatch) -> 
     monkeypatch.setattr("draftsmith.train.setup._state_scales", lambda data: pytest.fail("measured"))
     options = {**options_of("eagle3"), "drafter": {"kind": "eagle3", "draft_vocab_size": 60}}
     assert train(larger, run_dir(larger, "normed"), **options)["published_epoch"]
+
+
+def test_states_in_float16_do_not_overflow() -> None:
+    """A first token's states are often large, and the scale is that of the others."""
+    states = torch.full((1, 2, 4), 8000.0, dtype=torch.float16)
+    one = torch.zeros(1, 1)
+    batch = Batch(states, one.long(), one, one.long()[0], one.long()[0])
+    assert batch.divided([0.0625, 2.0]).hidden_states[0, :, 0].tolist() == [128_000, 4000]

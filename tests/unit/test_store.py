@@ -31,7 +31,7 @@ from draftsmith.serve.answers_file import AnswersFile
 from draftsmith.store import reader as store_reader
 from draftsmith.store import writer as store_writer
 from draftsmith.store.codec import Form, channel_exponents, encode_states
-from draftsmith.store.format import CorruptStore, EncodedSequence, Sequence, StoreIdentity
+from draftsmith.store.format import CorruptStore, EncodedSequence, Sequence, StoreIdentity, nth_sample
 from draftsmith.store.reader import Store
 from draftsmith.store.writer import StoreWriter, most_bytes, require_free_space
 from tests.soak import kill_cases
@@ -197,6 +197,24 @@ def test_a_store_for_something_else_is_refused(tmp_path: Path, change: dict, sai
     StoreWriter(tmp_path / "b", identity(**change), shard_tokens=10).close()
     with pytest.raises(UserError, match="Only stores of one identity mix"):
         Store(tmp_path / "a", tmp_path / "b")
+
+
+def test_other_samples_of_what_one_store_holds_out_are_not_trained_on(tmp_path: Path) -> None:
+    """A held-out conversation has one answer, and other answers to it have other ids."""
+    sampling = {"mode": "generate", "temperature": 0.7, "samples": 3}
+    for name, held_out, numbers in (("a", True, [0]), ("b", False, [0, 1, 2])):
+        (tmp_path / name).mkdir()
+        writer = open_writer(tmp_path / name, sampling=sampling)
+        for conversation in (11, 12):
+            apart = held_out and conversation == 11
+            for number in [0] if apart else numbers:
+                sample_id = nth_sample(conversation, number)
+                writer.append(make_sequence(sample_id, 3, 3, last_has_state=False, held_out=apart))
+        writer.close()
+    store = Store(tmp_path / "a", tmp_path / "b")
+    assert [store.sample_id(row) for row in store.rows(held_out=True)] == [11]
+    trained = {store.sample_id(row) for row in store.rows(held_out=False)}
+    assert trained == {nth_sample(12, number) for number in range(3)}
 
 
 def test_exact_and_8_bit_states_do_not_mix(tmp_path: Path) -> None:

@@ -7,6 +7,8 @@ from typing import Any
 import pytest
 
 from draftsmith.convert.convert import run_convert
+from draftsmith.drafters.checkpoint import WEIGHTS
+from draftsmith.run import stage
 from draftsmith.store.format import Sequence
 from draftsmith.store.reader import Store
 from draftsmith.train import data, packing
@@ -59,6 +61,40 @@ def test_without_held_out_text_figures_are_json(tmp_path: Path) -> None:
     written = [*directory.rglob("*.json")]
     assert {path.name for path in written} >= {"stage.json", "draft.json"}
     assert not [path for path in written if "NaN" in path.read_text()]
+
+
+def test_other_predictions_of_a_finished_drafter_train_nothing(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    make_run(tmp_path)
+    directory, asked = run_dir(tmp_path, "asked"), {"predict_temperature": 0.7, "step_costs": {1: 1.1, 2: 1.3}}
+    plain = train(tmp_path, directory, **EAGLE3)
+    made = (directory / "checkpoint" / WEIGHTS).stat()
+    before = stage.read(directory / "checkpoint")
+    assert before is not None
+    figures = train(tmp_path, directory, **EAGLE3, **asked)
+    after = stage.read(directory / "checkpoint")
+    assert after is not None
+    assert figures == after["figures"]
+    assert figures.keys() - plain.keys() == {"predicted_speedup", "predicted_at_temperature"}
+    assert {name: figures[name] for name in plain} == plain
+    assert [after[name] for name in ("finished_at", "wall_seconds")] == [
+        before[name] for name in ("finished_at", "wall_seconds")
+    ]
+    assert trainer.finished_training(make_recipe(tmp_path, **EAGLE3, **asked), directory) == figures
+    together = train(tmp_path, run_dir(tmp_path, "together"), **EAGLE3, **asked)
+    for name in ("predicted_speedup", "predicted_at_temperature"):
+        assert figures[name] == together[name]
+    assert trainer.finished_training(make_recipe(tmp_path, **EAGLE3), directory) is None
+    assert train(tmp_path, directory, **EAGLE3) == plain
+    assert "from the beginning" not in capsys.readouterr().err
+    assert (directory / "checkpoint" / WEIGHTS).stat() == made
+    train(tmp_path, directory, **{**EAGLE3, "epochs": 1, "lr": 1e-3})
+    said = " ".join(capsys.readouterr().err.split())
+    assert (
+        f"the drafter in {directory / 'checkpoint'} is of another train.epochs and train.lr; training starts from"
+        in said
+    )
 
 
 def with_watched_reading(rank: int, folder: Path, directory: Path, port: int, options: dict[str, Any]) -> None:

@@ -16,8 +16,10 @@ import torch
 from draftsmith.drafters.eagle3 import Eagle3Drafter
 from draftsmith.run import stage
 from draftsmith.run.errors import DraftsmithError, Stopped, UserError
+from draftsmith.train import tracking
 from draftsmith.train import train as trainer
 from draftsmith.train.snapshot import SNAPSHOT
+from draftsmith.train.tracking import RUN_ID
 from tests.soak import kill_cases
 from tests.unit.training_runs import (
     EAGLE3,
@@ -163,6 +165,35 @@ def test_a_request_to_save_changes_nothing_where_there_is_nothing_to_save(folder
         stop = (0, 0, signal.SIGUSR1, moment)
         assert ended(start(folder, directory, processes=1, stop=stop, **EAGLE3)) == [0], moment
         assert losses_of(directory) == losses_of(whole)
+
+
+def test_a_resumed_training_goes_on_in_its_run_of_wandb(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    wandb = pytest.importorskip("wandb")
+    monkeypatch.setenv("WANDB_MODE", "offline")
+    directory, options = run_dir(folder, "tracked"), {**EAGLE3, "tracker": "wandb"}
+    with monkeypatch.context() as patch:
+        at_step(4, lambda: pytest.fail("stopped"), patch)
+        with pytest.raises(pytest.fail.Exception, match="stopped"):
+            train(folder, directory, **options)
+    assert wandb.run is None, "it was told that the run has ended"
+    train(folder, directory, **options)
+    runs = [path.name.rsplit("-", 1)[-1] for path in (directory / "wandb").glob("offline-run-*")]
+    assert len(runs) == 2
+    assert len(set(runs)) == 1
+    assert not (directory / "checkpoint" / RUN_ID).exists()
+
+
+@pytest.mark.parametrize(("server", "logged_in"), [(None, False), ("https://wandb.example.com:8080", True)])
+def test_an_account_on_a_server_of_one_s_own(
+    server: str | None, logged_in: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("HOME", str(tmp_path))
+    monkeypatch.delenv("WANDB_BASE_URL", raising=False)
+    (tmp_path / ".netrc").write_text("machine wandb.example.com login user password key")
+    (tmp_path / ".netrc").chmod(0o600)
+    if server is not None:
+        monkeypatch.setenv("WANDB_BASE_URL", server)
+    assert tracking._logged_in_to_wandb() is logged_in
 
 
 FULL = """

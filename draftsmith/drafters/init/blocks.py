@@ -46,6 +46,7 @@ if TYPE_CHECKING:
     from draftsmith.drafters.attention import Attention
     from draftsmith.drafters.dflash import DFlashConfig, DFlashDrafter
 
+_ROWS_AT_ONCE = 4096  # for each of which a block has rows of its own in memory
 ANCHORS_TO_FIT = 32_768
 """Blocks to fit on. An eighth of 16,384, with outputs fitted to what they happen to hold, cost a quarter of the first draft tokens that
 were right (docs/log.md)."""
@@ -175,12 +176,12 @@ def flop_of_fit_tokens(config: DFlashConfig, fitting: CostOfPass, *, rank: int) 
 
 
 def positions_of_blocks(batches: Iterable[Batch], most: int) -> Iterator[tuple[Batch, torch.Tensor]]:
-    """Each batch with some of its rows to draft from, about `most` in all."""
+    """Each batch with rows to draft from, some at a time, about `most` in all."""
     count = 0
     for batch in batches:
         rows = (batch.loss_weights[:-1, 0] > 0).nonzero()[:, 0]
-        if len(rows):
-            yield batch, rows
+        for some in rows.split(_ROWS_AT_ONCE) if len(rows) else ():
+            yield batch, some
         count += len(rows)
         if count >= most:
             break
@@ -221,8 +222,9 @@ def _constant(drafter: DFlashDrafter, attention: Attention, batches: Iterable[Ba
             drafter.block(batch, rows, steps)
         context, of_blocks = seen
         by_row = of_blocks.unflatten(0, (-1, rows_of_block))
+        drafted_from = int((batch.loss_weights[:-1, 0] > 0).sum())
         for x, weight in (
-            (context, 1.0),
+            (context, len(rows) / drafted_from),  # it is here once for some rows at a time
             (by_row[:, 0], 1.0),
             (by_row[:, 1:].flatten(0, 1), 1 / max(rows_of_block - 1, 1)),
         ):
