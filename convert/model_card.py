@@ -203,7 +203,9 @@ def _serving(
         timed = next(iter(results["suites"].values()))["throughput"]
         faster = timed["configurations"][timed["fastest_speculative"]]["dtype"]
         if faster != dtype:
-            notes.append(f"`--dtype {faster}` was faster there than {dtype}.")
+            notes.append(
+                f"`--dtype {faster}` had more tokens per second there than {dtype}, measured one after the other."
+            )
     notes.append(
         "On a CPU, vLLM 0.32 draws from the wrong distribution when speculating at temperature > 0 (greedy decoding is correct); "
         "with `draftsmith` installed, its plugin fixes that."

@@ -226,7 +226,8 @@ class Throughput(TypedDict):
     """The one over which `fastest_speculative` gains least, as they ran side by side: the baseline of its own dtype, or the best by tokens
     per second of those in other dtypes."""
     fastest_speculative: str
-    """The configuration of the run's drafter with the most; other methods are not among them."""
+    """The configuration of the run's drafter with the most tokens per second, measured one after the other and minutes apart, not side by
+    side; other methods are not among them."""
     speedup_over_fastest_baseline: Ratio
     """The latter over the former; as they ran side by side once more, if their dtypes differ. Sums of tokens per second, measured minutes
     apart, can be in another order where the machine drifts."""
