@@ -11,7 +11,7 @@ from draftsmith.config.sampling import Sampling
 from draftsmith.config.section import Section
 from draftsmith.config.sources import Prompts
 
-RESULTS_VERSION = 17
+RESULTS_VERSION = 18
 """`schema_version` of `results.json`: counted up when results or report change, so that evaluations of before run again."""
 
 

@@ -8,25 +8,31 @@ their number (Bonferroni), half for acceptance and half for speed.
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, NotRequired
 
+import numpy as np
 from typing_extensions import TypedDict
 
 from draftsmith.config.evaluation import RESULTS_VERSION
 from draftsmith.config.sampling import Sampling
 from draftsmith.data.results_in_words import is_drafters
-from draftsmith.data.turns import TURN
 from draftsmith.run.errors import UserError
 from draftsmith.serve.evaluation.configurations import baseline_again_drafter
 from draftsmith.serve.evaluation.schema import AtStart
-from draftsmith.serve.evaluation.statistics import Starts, bootstrap, gain, shared_ratios
+from draftsmith.serve.evaluation.statistics import (
+    FEWEST,
+    Starts,
+    conversations,
+    gain,
+    interval_over_conversations,
+    shared_ratios,
+)
 from draftsmith.serve.evaluation.throughput import paired
 
 _LEVEL = 0.05
-_FEWEST = 5
-"""Conversations that a bootstrap needs."""
+_FEW = f"fewer than {FEWEST} conversations in common"
 
 
 class Comparison(TypedDict):
@@ -40,8 +46,8 @@ class Comparison(TypedDict):
     interval: list[float]
     """Confidence interval of B's figure minus A's, at a level divided by the number of comparisons."""
     verdict: str
-    """`better`, `worse`, `same` if the interval contains zero, or `untested`: of speeds, if A or B has a single engine start, or they
-    were measured on other machines or with answers of other lengths."""
+    """`better`, `worse`, `same` if the interval contains zero, or `untested`: on too few conversations; of speeds, also if A or B has a
+    single engine start, or they were measured on other machines or with answers of other lengths."""
     why: NotRequired[str]
     """Of `untested`."""
 
@@ -93,8 +99,12 @@ def compare(a: Mapping[str, Any], b: Mapping[str, Any]) -> list[Comparison]:
         one, other = a["suites"][name], b["suites"][name]
         for k in (k for k in one["at_k"] if k in other["at_k"]):
             both = _paired(one["at_k"][k]["by_prompt"], other["at_k"][k]["by_prompt"])
-            if _conversations(both) >= _FEWEST and _counts(both):
-                acceptance.append((name, f"acceptance length, K = {k}", both))
+            figure = f"acceptance length, K = {k}"
+            if conversations(prompt for prompt, values in both.items() if values[0] and values[2]) >= FEWEST:
+                acceptance.append((name, figure, both))
+            else:
+                before, after = (of["at_k"][k]["acceptance_length"] for of in (one, other))
+                found.append(_untested(name, figure, before, after, f"{_FEW} have drafts"))
         speeds.append((name, "speedup", one["throughput"], other["throughput"]))
         if Sampling.of(a["sampling"]).greedy:  # sampled answers are not compared with the baseline's one by one
             right = [_is_right(of["suites"][name], [of["load"][n] for n in loads.get(name, ())]) for of in (a, b)]
@@ -103,19 +113,24 @@ def compare(a: Mapping[str, Any], b: Mapping[str, Any]) -> list[Comparison]:
     if first in shared and all(sampled):
         found.append(_compared_answers(first, *("wrong" not in verdicts for verdicts in sampled)))
     speeds += [(first, f"speedup, {n} at once", a["load"][n], b["load"][n]) for n in loads.get(first, ())]
-    speeds = [one for one in speeds if _conversations(_speed_prompts(*one[2:])) >= _FEWEST]
-    if not acceptance and not speeds:
+    enough = []
+    for name, figure, one, other in speeds:
+        if conversations(_speed_prompts(one, other)) >= FEWEST:
+            enough.append((name, figure, one, other))
+        else:
+            found.append(_untested(name, figure, one["speedup"]["value"], other["speedup"]["value"], _FEW))
+    if not acceptance and not enough:
         raise UserError(
-            f"The two evaluations have no suite with the same prompts in common (at least {_FEWEST}), so there is nothing to compare. "
+            f"The two evaluations have no suite with the same prompts in common (at least {FEWEST}), so there is nothing to compare. "
             "Evaluate both on the same suites."
         )
     for name, figure, both in acceptance:
         level = _LEVEL / 2 / len(acceptance)
-        interval = bootstrap(both, lambda sums: _acceptance_gain(sums)[0], level=level, otherwise=0.0)
-        _, before, after = _acceptance_gain([sum(column) for column in zip(*both.values(), strict=True)])
-        found.append(_compared(name, figure, before, after, interval))
-    for name, figure, one, other in speeds:
-        found.append(_compared_speeds(name, figure, one, other, alike=alike, level=_LEVEL / 2 / len(speeds)))
+        interval = interval_over_conversations(both, _acceptance_gain, level=level)
+        drafts, accepted, drafts_b, accepted_b = (sum(column) for column in zip(*both.values(), strict=True))
+        found.append(_compared(name, figure, 1 + accepted / drafts, 1 + accepted_b / drafts_b, interval))
+    for name, figure, one, other in enough:
+        found.append(_compared_speeds(name, figure, one, other, alike=alike, level=_LEVEL / 2 / len(enough)))
     return found
 
 
@@ -132,6 +147,12 @@ def _compared(suite: str, figure: str, before: float, after: float, interval: li
     return {"suite": suite, "figure": figure, "a": before, "b": after, "interval": interval, "verdict": verdict}
 
 
+def _untested(suite: str, figure: str, before: float, after: float, why: str) -> Comparison:
+    return {
+        "suite": suite, "figure": figure, "a": before, "b": after, "interval": [after - before] * 2, "verdict": "untested", "why": why,
+    }  # fmt: skip
+
+
 def _compared_speeds(
     suite: str, figure: str, a: Mapping[str, Any], b: Mapping[str, Any], *, alike: bool, level: float
 ) -> Comparison:
@@ -145,10 +166,7 @@ def _compared_speeds(
     elif min(a["engine_starts"], b["engine_starts"]) < 2:
         why = "a single engine start says nothing of others (evaluate.engine_starts)"
     if why:
-        return {
-            "suite": suite, "figure": figure, "a": before, "b": after, "interval": [after - before] * 2, "verdict": "untested",
-            "why": why,
-        }  # fmt: skip
+        return _untested(suite, figure, before, after, why)
     (drafter_a, noise_a), (drafter_b, noise_b) = _over_baseline(a), _over_baseline(b)
     interval = gain(drafter_a, drafter_b, noise_a=noise_a, noise_b=noise_b, level=level)
     before, after = shared_ratios(drafter_a, drafter_b)  # the recorded ones are of all prompts of each
@@ -180,10 +198,6 @@ def _speed_prompts(a: Mapping[str, Any], b: Mapping[str, Any]) -> set[str]:
     return set.intersection(*prompts)
 
 
-def _conversations(prompts: Iterable[str]) -> int:
-    return len({prompt.partition(TURN)[0] for prompt in prompts})
-
-
 def _is_right(suite: Mapping[str, Any], loads: Sequence[Mapping[str, Any]]) -> bool:
     """Whether rounding explains every difference between the drafter's answers and the baseline's, on a suite and in loads of its prompts."""
     judged = [at_k["fidelity"] for at_k in suite["at_k"].values()]
@@ -193,20 +207,15 @@ def _is_right(suite: Mapping[str, Any], loads: Sequence[Mapping[str, Any]]) -> b
     return all(one["verdict"] != "wrong" for one in judged)
 
 
-def _counts(both: Mapping[str, Sequence[float]]) -> bool:
-    """Whether both have drafts (or seconds): answers of a single token have none."""
-    return all(sum(column) > 0 for column in list(zip(*both.values(), strict=True))[::2])
-
-
 def _paired(one: Mapping[str, Sequence[float]], other: Mapping[str, Sequence[float]]) -> dict[str, list[float]]:
     """Columns of A and then of B, by prompt that both have."""
     return {prompt: [*values, *other[prompt]] for prompt, values in one.items() if prompt in other}
 
 
-def _acceptance_gain(sums: Sequence[Any]) -> tuple[Any, Any, Any]:
-    drafts, accepted, drafts_b, accepted_b = sums
-    before, after = 1 + accepted / drafts, 1 + accepted_b / drafts_b
-    return after - before, before, after
+def _acceptance_gain(sums: np.ndarray) -> np.ndarray:
+    """From [..., 4] sums: drafts and accepted tokens of A, then of B."""
+    found: np.ndarray = sums[..., 3] / sums[..., 2] - sums[..., 1] / sums[..., 0]
+    return found
 
 
 def read_results(place: Path, *, output: str = "eval") -> dict[str, Any]:

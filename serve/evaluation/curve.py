@@ -10,8 +10,9 @@ import numpy as np
 from typing_extensions import TypedDict
 
 from draftsmith.serve.evaluation.schema import AcceptanceByPrompt, CurvePoint
-from draftsmith.serve.evaluation.statistics import conversation_sums, resampled
+from draftsmith.serve.evaluation.statistics import conversation_sums, error_over_conversations, half_width
 
+_SAMPLES = 2000
 _SAMPLES_SEED = 1
 SURE = 0.95
 """Share of samples in which the chosen K must be the fastest; below that the choice is a toss-up."""
@@ -25,7 +26,9 @@ class StepCost(TypedDict):
     measured: float
     """As measured: the mean over engine starts of each start's median over prompts."""
     error: float
-    """Standard error of `measured`: of the medians and between starts."""
+    """Standard error of `measured`: of the medians or between starts, the larger one."""
+    degrees: float
+    """Its degrees of freedom, of whichever decides: engine starts less one, or ratios less one of each start."""
     drafting: float | None
     """The part of `measured` that is drafting; None if it was not timed."""
 
@@ -46,12 +49,14 @@ def step_cost_curve(
         # Variance of a median of n values with standard deviation s: (1.2533 s)² / n.
         within = [1.2533**2 * statistics.variance(one[k]) / len(one[k]) if len(one[k]) > 1 else 0.0 for one in starts]
         between = statistics.variance(medians) if len(starts) > 1 else 0.0
-        error = math.sqrt(max(between, statistics.fmean(within)) / len(starts))
+        by_starts = between > statistics.fmean(within)
+        error = math.sqrt((between if by_starts else statistics.fmean(within)) / len(starts))
         drafts = [statistics.median(one[k]) for one in drafting if one.get(k)]
         found[k] = {
             "cost": 0.0,
             "measured": statistics.fmean(medians),
             "error": error,
+            "degrees": len(starts) - 1 if by_starts else max(1, sum(len(one[k]) - 1 for one in starts)),
             "drafting": statistics.fmean(drafts) if drafts else None,
         }
     for k, cost in zip(ks, non_decreasing([found[k]["measured"] for k in ks]), strict=True):
@@ -82,30 +87,38 @@ def speedup_curve(
     """
     ks = sorted(costs)
     sums = {k: conversation_sums([by_prompt[k]])[0] for k in ks}
-    lengths = {k: _length(sums[k].sum(axis=0)) for k in ks}
-    weights = resampled(len(sums[ks[0]]))
+    lengths = {k: float(_length(sums[k].sum(axis=0))) for k in ks}
     draw = np.random.default_rng(_SAMPLES_SEED)
-    noise = draw.standard_normal((len(weights), len(ks)))
+    conversations = len(sums[ks[0]])
+    weights = draw.multinomial(conversations, np.full(conversations, 1 / conversations), size=_SAMPLES)
+    # A spread estimated from a few engine starts may be too small by chance: Student's t.
+    noise = draw.standard_t([costs[k]["degrees"] for k in ks], (_SAMPLES, len(ks)))
     # A cost that had to be moved to be possible was wrong by at least that, whatever the spread of its own measurements.
     errors = [math.hypot(costs[k]["error"], costs[k]["measured"] - costs[k]["cost"]) for k in ks]
     means = np.array([costs[k]["cost"] for k in ks])
     drawn_costs = means * np.exp(noise * errors / means)  # never below 0
-    sampled = np.stack([_length((weights @ sums[k]).T) for k in ks], axis=1) / drawn_costs  # [samples, K]
+    sampled = np.stack([_length(weights @ sums[k]) for k in ks], axis=1) / drawn_costs  # [samples, K]
     among = [ks.index(k) for k in choices]
     fastest = np.array(among)[np.argmax(sampled[:, among], axis=1)]
-    return {
-        k: {
-            "acceptance_length": float(lengths[k]),
-            "step_cost": costs[k]["cost"],
-            "step_cost_measured": costs[k]["measured"],
-            "step_cost_error": costs[k]["error"],
-            "drafting": costs[k]["drafting"],
-            "speedup": float(lengths[k]) / costs[k]["cost"],
-            "speedup_interval": [float(end) for end in np.quantile(sampled[:, place], [0.025, 0.975])],
+    found: dict[int, CurvePoint] = {}
+    for place, k in enumerate(ks):
+        cost, degrees = costs[k], costs[k]["degrees"]
+        of_length = error_over_conversations(sums[k], lambda sums: np.log(_length(sums)))
+        times = math.exp(half_width([of_length, (errors[place] / cost["cost"], degrees)]))
+        of_cost = half_width([(cost["error"], degrees)])
+        speedup = lengths[k] / cost["cost"]
+        found[k] = {
+            "acceptance_length": lengths[k],
+            "step_cost": cost["cost"],
+            "step_cost_measured": cost["measured"],
+            "step_cost_error": cost["error"],
+            "step_cost_interval": [cost["measured"] - of_cost, cost["measured"] + of_cost],
+            "drafting": cost["drafting"],
+            "speedup": speedup,
+            "speedup_interval": [speedup / times, speedup * times],
             "fastest_share": float(np.mean(fastest == place)),
         }
-        for place, k in enumerate(ks)
-    }
+    return found
 
 
 def is_beaten(
@@ -136,9 +149,8 @@ def is_beaten(
 
 
 def _length(sums: np.ndarray) -> np.ndarray:
-    """Acceptance length from drafts and accepted tokens; 1 if there are no drafts."""
-    drafts, accepted = sums
-    found: np.ndarray = 1 + accepted / np.maximum(drafts, 1)
+    """Acceptance length from [..., 2] drafts and accepted tokens; 1 if there are no drafts."""
+    found: np.ndarray = 1 + sums[..., 1] / np.maximum(sums[..., 0], 1)
     return found
 
 

@@ -16,6 +16,7 @@ from draftsmith.serve.evaluation.configurations import (
     not_tuned_to_speculate,
 )
 from draftsmith.serve.evaluation.schema import AtRate, Measured, Ratio, Results, SuiteAtK, Throughput
+from draftsmith.serve.evaluation.statistics import FEWEST
 
 _STYLE = """
 :root { color-scheme: light dark; --ink: #1d2430; --soft: #5d6878; --line: #d7dce3; --page: #ffffff; --panel: #f5f7fa;
@@ -125,8 +126,8 @@ Its fastest configuration here by tokens per second, measured one after the othe
 {_suite_table(results)}
 <p class="soft">Acceptance length: tokens per step of the target, 1 + accepted / drafts; for other methods, steps without a draft
 count too. Accepted by position: share of all drafts whose first, second, ... token was accepted. Tokens per second include prompt
-processing. Intervals: how far a figure would move with other prompts of the same kind (bootstrap over conversations) and, for
-speeds, with other engine starts ({starts} here); they do not cover other machines. Median of starts: of the ratios of single
+processing. Intervals: how far a figure would move with other prompts of the same kind (Student's t over conversations; acceptance has
+none where fewer than {FEWEST} have drafts) and, for speeds, with other engine starts ({starts} here); they do not cover other machines. Median of starts: of the ratios of single
 engine starts. Noise: a second baseline engine over the first.</p>
 <h2>Configurations</h2>
 {_configurations(results)}
@@ -197,6 +198,7 @@ def _categories(results: Results) -> str:
             name,
             category,
             str(found["prompts"]),
+            str(found["conversations"]),
             f"{found['acceptance_length']:.3f}",
             _interval(found["acceptance_length_interval"]),
         ]
@@ -205,7 +207,7 @@ def _categories(results: Results) -> str:
     ]
     if not rows:
         return ""
-    headings = ("suite", "category", "prompts", "acceptance length", "95% interval")
+    headings = ("suite", "category", "prompts", "conversations", "acceptance length", "95% interval")
     return f"<h2>By category</h2>\n{_table(headings, rows)}"
 
 
@@ -409,8 +411,8 @@ def _ratio(of: Ratio | None) -> list[str]:
     return [f"{of['value']:.3f}", _interval(of["interval"]), f"{of['median']:.3f}"] if of else [""] * 3
 
 
-def _interval(ends: Sequence[float]) -> str:
-    return f"{ends[0]:.3f} to {ends[1]:.3f}"
+def _interval(ends: Sequence[float] | None) -> str:
+    return "-" if ends is None else f"{ends[0]:.3f} to {ends[1]:.3f}"
 
 
 def _curve_table(results: Results) -> str:

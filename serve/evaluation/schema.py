@@ -24,7 +24,7 @@ class Ratio(TypedDict):
     value: float
     """Total over total, of all engine starts together."""
     interval: Interval
-    """From `statistics.ratio`; over prompts alone if there was one start."""
+    """From `statistics.ratio`; over prompts alone if there was one start, over starts alone if there was one conversation."""
     by_start: list[float]
     """The ratio in each engine start."""
     median: float
@@ -55,8 +55,11 @@ class Category(TypedDict):
     """Prompts of a suite in one category of their data set, at the chosen K."""
 
     prompts: int
+    conversations: int
+    """Those whose turns the prompts are."""
     acceptance_length: float
-    acceptance_length_interval: Interval
+    acceptance_length_interval: Interval | None
+    """None if fewer than 5 conversations have drafts."""
 
 
 class CurvePoint(TypedDict):
@@ -71,6 +74,8 @@ class CurvePoint(TypedDict):
     """The same before that."""
     step_cost_error: float
     """Standard error of `step_cost_measured`."""
+    step_cost_interval: Interval
+    """Of `step_cost_measured`, by Student's t: three engine starts tell their spread only roughly."""
     drafting: NotRequired[float | None]
     """Seconds of a step spent on the next draft over those of a baseline step. What is left of `step_cost_measured` beyond 1 is the
     check of the draft tokens. None where drafts cannot be timed; not in results of earlier versions."""
@@ -280,7 +285,8 @@ class AcceptanceByPrompt(Acceptance):
 class SuiteAtK(AcceptanceByPrompt):
     """One suite at one K, in the batches in which the baseline answered."""
 
-    acceptance_length_interval: Interval
+    acceptance_length_interval: Interval | None
+    """None if fewer than 5 conversations have drafts."""
     prompts_identical: int | None
     """Prompts whose answer equals the baseline's, token for token. None for sampled answers."""
     fidelity: Fidelity
@@ -341,7 +347,8 @@ class SuiteAcceptance(Acceptance):
     """Digest of the first turns' tokens: evaluations with equal ones can be compared."""
     max_tokens: int
     """Longest response in batches; timed responses have `evaluate.timing_tokens`."""
-    acceptance_length_interval: Interval
+    acceptance_length_interval: Interval | None
+    """As in `SuiteAtK`."""
     categories: dict[str, Category]
     """Empty if the data set has none."""
     identical_to_baseline: bool | None

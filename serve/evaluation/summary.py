@@ -103,7 +103,7 @@ def print_table(results: Results) -> None:
         drafting = "" if (draft := point.get("drafting")) is None else f", {draft:.2f} of it drafting"
         console.print(
             f"K = {k}: acceptance length {point['acceptance_length']:.3f}{said}; step cost {point['step_cost']:.2f} "
-            f"(+-{1.96 * point['step_cost_error']:.2f}) x baseline{drafting}; estimated speedup {point['speedup']:.2f}{faster}",
+            f"(+-{_half(point['step_cost_interval']):.2f}) x baseline{drafting}; estimated speedup {point['speedup']:.2f}{faster}",
             highlight=False,
         )
 
@@ -150,5 +150,9 @@ def _ends(ratio: Ratio) -> str:
     return f"{ratio['interval'][0]:.2f} to {ratio['interval'][1]:.2f}"
 
 
-def _plus_minus(value: float, interval: Interval) -> str:
-    return f"{value:.2f} +-{(interval[1] - interval[0]) / 2:.2f}"
+def _plus_minus(value: float, interval: Interval | None) -> str:
+    return f"{value:.2f}" if interval is None else f"{value:.2f} +-{_half(interval):.2f}"
+
+
+def _half(interval: Interval) -> float:
+    return (interval[1] - interval[0]) / 2

@@ -12,7 +12,7 @@ from typer.testing import CliRunner
 from draftsmith.cli import app
 from draftsmith.run.errors import UserError
 from draftsmith.serve.evaluation.compare import compare, read_results
-from draftsmith.serve.evaluation.statistics import acceptance_interval, bootstrap, categories
+from draftsmith.serve.evaluation.statistics import acceptance_interval, categories
 from tests.unit.test_serve import _results
 
 PROMPTS = 40
@@ -26,38 +26,49 @@ def _counts(rate: float, seed: int, prompts: int = PROMPTS) -> dict[str, list[in
     return {f"p{n}": [int(drafts[n]), int(drafts[n] * max(0.0, rate + ease[n]))] for n in range(prompts)}
 
 
-def test_intervals_have_their_nominal_coverage() -> None:
+@pytest.mark.parametrize(("prompts", "least"), [(5, 365), (8, 368), (PROMPTS, 371)])
+def test_intervals_have_their_nominal_coverage(prompts: int, least: int) -> None:
     truth = 1 + sum(a for _, a in _counts(0.6, 999, 20_000).values()) / sum(
         d for d, _ in _counts(0.6, 999, 20_000).values()
     )
     inside = 0
-    for seed in range(200):
-        low, high = acceptance_interval(_counts(0.6, seed))
-        inside += low <= truth <= high
-    assert 180 <= inside <= 199  # 190 expected; a bootstrap of 40 is a little narrow
+    for seed in range(400):
+        interval = acceptance_interval(_counts(0.6, seed, prompts))
+        assert interval
+        inside += interval[0] <= truth <= interval[1]
+    assert least <= inside <= 390  # 380 expected, standard deviation 4.4
 
 
 def test_turns_of_a_conversation_are_drawn_together() -> None:
     apart = {f"p{n}": [10.0, 10.0 * (n % 2)] for n in range(40)}
     together = {f"p{n // 2}" + ("/turn-2" if n % 2 else ""): values for n, values in enumerate(apart.values())}
-    low, high = acceptance_interval(together)
-    assert low == high == 1.5  # each conversation has one of both
-    low, high = acceptance_interval(apart)
-    assert low < 1.45 < 1.55 < high
+    assert acceptance_interval(together) == pytest.approx([1.5, 1.5])  # each conversation has one of both
+    interval = acceptance_interval(apart)
+    assert interval
+    assert interval[0] < 1.45 < 1.55 < interval[1]
 
 
-def test_intervals_of_nothing_and_of_one() -> None:
-    assert acceptance_interval({"p": [0, 0]}) == [1.0, 1.0]
-    low, high = bootstrap({"a": [1.0], "b": [3.0]}, lambda sums: sums[0], level=0.5)
-    assert 2.0 <= low <= high <= 6.0
+def test_few_conversations_have_no_interval() -> None:
+    counts = {f"p{n}": [10, n] for n in range(4)}
+    without_drafts = {f"q{n}": [0, 0] for n in range(9)}
+    turns = {f"p{n}/turn-2": [10, n] for n in range(4)}
+    assert acceptance_interval(counts | without_drafts | turns) is None
+    five = counts | {"p4": [10, 4]}
+    interval = acceptance_interval(five)
+    assert interval
+    assert acceptance_interval(five | without_drafts) == pytest.approx(interval)
+    assert acceptance_interval({f"p{n}": [10, 1 if n == 0 else 0] for n in range(5)}) == [
+        1.0,
+        pytest.approx(1.077, abs=0.001),
+    ]
 
 
 def test_categories_hold_their_own_prompts() -> None:
-    counts = {"a": [10, 5], "b": [10, 0], "c": [0, 0], "d": [10, 10]}
-    found = categories(counts, {"a": "math", "b": "math", "c": "empty"})
-    assert {name: (one["prompts"], one["acceptance_length"]) for name, one in found.items()} == {
-        "math": (2, 1.25),
-        "empty": (1, 1.0),
+    counts = {"a": [10, 5], "b": [5, 0], "b/turn-2": [5, 0], "c": [0, 0], "d": [10, 10]}
+    found = categories(counts, {"a": "math", "b": "math", "b/turn-2": "math", "c": "empty"})
+    assert {name: (one["prompts"], one["conversations"], one["acceptance_length"]) for name, one in found.items()} == {
+        "math": (3, 2, 1.25),
+        "empty": (1, 1, 1.0),
     }
 
 
@@ -113,6 +124,37 @@ def test_the_same_drafter_is_seldom_worse_and_a_slowdown_is_found() -> None:
         found += any(one["verdict"] == "worse" for one in compare(a, slow))
     assert alarms <= 3  # 1 expected: the level is for both directions
     assert found >= 32
+
+
+@pytest.mark.parametrize("prompts", [5, 10])
+def test_few_prompts_raise_no_more_alarms(prompts: int) -> None:
+    """Two drafters of the same acceptance that differ on single prompts."""
+    draw, a, b = np.random.default_rng(3), _evaluation(0.6, starts=1), _evaluation(0.6, starts=1)
+    for suite in (*a["suites"].values(), *b["suites"].values()):
+        suite["at_k"] = {"2": suite["at_k"]["2"]}
+    verdicts = []
+    for _ in range(1000):
+        for one in (a, b):
+            for suite in one["suites"].values():
+                suite["at_k"]["2"]["by_prompt"] = {f"p{n}": [40, 24 + draw.normal(0.0, 4.0)] for n in range(prompts)}
+        verdicts += [one["verdict"] for one in compare(a, b) if one["figure"] == "acceptance length, K = 2"]
+    assert len(verdicts) == 2000, "two suites, each at a level of 0.0125"
+    assert sum(verdict != "same" for verdict in verdicts) <= 40  # 25 expected, standard deviation 4.9
+
+
+def test_too_few_prompts_with_drafts_are_untested() -> None:
+    a, b = _evaluation(0.6), _evaluation(0.6)
+    at_k = b["suites"]["held_out"]["at_k"]["3"]
+    at_k["by_prompt"] = {
+        prompt: counts if n < 4 else [0, 0] for n, (prompt, counts) in enumerate(at_k["by_prompt"].items())
+    }
+    for at_start in (at_start for one in b["load"]["4"]["configurations"].values() for at_start in one["starts"]):
+        at_start["by_prompt"] = dict(list(at_start["by_prompt"].items())[:4])
+    found = {one["figure"]: one for one in compare(a, b)}
+    untested = {figure for figure, one in found.items() if one["verdict"] == "untested"}
+    assert untested == {"acceptance length, K = 3", "speedup, 4 at once"}
+    assert found["acceptance length, K = 3"]["why"] == "fewer than 5 conversations in common have drafts"
+    assert found["speedup, 4 at once"]["why"] == "fewer than 5 conversations in common"
 
 
 def test_engines_that_differ_more_raise_no_more_alarms() -> None:

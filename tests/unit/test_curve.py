@@ -101,6 +101,32 @@ def test_one_start_has_the_error_of_its_medians_alone() -> None:
     assert (cost["cost"], cost["error"]) == (1.3, 0)
 
 
+@pytest.mark.parametrize("starts", [3, 5])
+def test_intervals_of_costs_and_speedups_have_their_nominal_coverage(starts: int) -> None:
+    """Engines that differ from start to start by more than prompts do: the spread of three is known roughly."""
+    draw = np.random.default_rng(4)
+    inside = [0, 0]
+    for _ in range(400):
+        ratios = 1.2 * np.exp(draw.normal(0.0, 0.04, (starts, 1)) + draw.normal(0.0, 0.01, (starts, 12)))
+        costs = step_cost_curve([{1: list(map(float, one))} for one in ratios])
+        by_prompt = {1: {f"p{n}": [100, 60 + draw.normal(0.0, 3.0)] for n in range(12)}}
+        (point,) = speedup_curve(costs, by_prompt, (1,)).values()
+        for place, (name, truth) in enumerate((("step_cost_interval", 1.2), ("speedup_interval", 1.6 / 1.2))):
+            low, high = point[name]  # type: ignore[literal-required]
+            inside[place] += low <= truth <= high
+    assert 366 <= min(inside) <= max(inside) <= 394  # 380 expected, standard deviation 4.4
+
+
+def test_a_choice_by_three_starts_is_less_sure_than_its_spread_says() -> None:
+    """Two K whose costs are three standard errors apart: a normal distribution is sure of it."""
+    costs = step_cost_curve(_starts([[1.20, 1.245], [1.22, 1.255], [1.24, 1.265]], 0.001))
+    assert {cost["degrees"] for cost in costs.values()} == {2}
+    by_prompt = {k: {f"p{n}": [100, 60] for n in range(45)} for k in (1, 2)}
+    curve = speedup_curve(costs, by_prompt, (1, 2))
+    assert fastest(curve) == 1
+    assert rivals(curve, 1) == [2]
+
+
 def test_drafting_is_the_mean_of_the_medians_of_the_starts_that_have_it() -> None:
     costs = step_cost_curve(
         [{1: [1.2], 2: [1.5]}, {1: [1.3], 2: [1.7]}, {1: [1.3], 2: [1.6]}],
@@ -112,7 +138,7 @@ def test_drafting_is_the_mean_of_the_medians_of_the_starts_that_have_it() -> Non
 
 def _point(speedup: float) -> CurvePoint:
     return {
-        "acceptance_length": 1.5, "step_cost": 1.5 / speedup, "step_cost_measured": 1.5 / speedup, "step_cost_error": 0.0,
+        "acceptance_length": 1.5, "step_cost": 1.5 / speedup, "step_cost_measured": 1.5 / speedup, "step_cost_error": 0.0, "step_cost_interval": [1.5 / speedup] * 2,
         "speedup": speedup, "speedup_interval": [speedup, speedup], "fastest_share": 0.0,
     }  # fmt: skip
 

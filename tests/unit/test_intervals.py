@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from draftsmith.serve.evaluation.statistics import between_starts, gain, ratio
+from draftsmith.serve.evaluation.statistics import between_starts, gain, ratio, student_t
 from draftsmith.serve.evaluation.suites import stratified
 
 ENGINE_NOISE = 0.04
@@ -51,16 +51,32 @@ def measured(
 
 
 @pytest.mark.parametrize("starts", [2, 3, 5])
-def test_intervals_have_their_nominal_coverage(starts: int) -> None:
+@pytest.mark.parametrize("prompts", [5, 16])
+@pytest.mark.parametrize("noise", [0.002, ENGINE_NOISE])
+def test_intervals_have_their_nominal_coverage(starts: int, prompts: int, noise: float) -> None:
+    """Whether the spread of prompts or that of engine starts decides."""
     draw = np.random.default_rng(7)
-    inside = [0, 0]
-    for _ in range(300):
-        own, noise = measured(draw, 1.4, starts=starts)
-        for place, known in enumerate((None, noise)):
-            low, high = ratio(own, noise=known)["interval"]
-            inside[place] += low <= 1.4 <= high
-    # 285 expected of 300 (standard deviation 3.8); a bootstrap of 16 prompts is a little narrow.
-    assert min(inside) >= 270
+    inside = 0
+    for _ in range(500):
+        own, alike = measured(draw, 1.4, starts=starts, prompts=prompts, noise=noise)
+        low, high = ratio(own, noise=alike)["interval"]
+        inside += low <= 1.4 <= high
+    assert 463 <= inside <= 490  # 475 expected, standard deviation 4.9
+
+
+def test_quantiles_of_student_t_are_those_of_tables() -> None:
+    table = {(0.975, 1): 12.7062, (0.975, 2): 4.3027, (0.995, 4): 4.6041, (0.95, 30): 1.6973, (0.975, 1e9): 1.9600}
+    assert {of: student_t(*of) for of in table} == pytest.approx(table, rel=1e-4)
+    assert student_t(0.999375, 2) == pytest.approx(28.258, rel=1e-4)  # of t = (2p - 1) / sqrt(2p (1 - p))
+    assert student_t(0.5, 3) == 0
+
+
+def test_the_spread_of_three_starts_alone_is_by_student_t() -> None:
+    """Conversations agree, and both ends are as far away."""
+    logs = np.array([-0.03, 0.01, 0.02])
+    found = ratio([{f"p{n}": [10.0, 1.0, 10.0, float(np.exp(-one))] for n in range(5)} for one in logs])
+    half = 4.30265 * logs.std(ddof=1) / 3**0.5
+    assert np.log(np.array(found["interval"]) / found["value"]) == pytest.approx([-half, half], rel=1e-4)
 
 
 def test_prompts_alone_would_be_overconfident() -> None:

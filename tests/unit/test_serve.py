@@ -76,7 +76,7 @@ def test_per_position_shares_add_up_to_the_acceptance_length(drafts: int, shares
 
 def _point(speedup: float) -> schema.CurvePoint:
     return {
-        "acceptance_length": 1.5, "step_cost": 1.5 / speedup, "step_cost_measured": 1.5 / speedup, "step_cost_error": 0.01,
+        "acceptance_length": 1.5, "step_cost": 1.5 / speedup, "step_cost_measured": 1.5 / speedup, "step_cost_error": 0.01, "step_cost_interval": [1.5 / speedup - 0.04, 1.5 / speedup + 0.04],
         "speedup": speedup, "speedup_interval": [speedup - 0.1, speedup + 0.1], "fastest_share": 0.5,
     }  # fmt: skip
 
@@ -153,7 +153,12 @@ def _results(target: str = "a target") -> schema.Results:
         "throughput": _throughput(1, rates),
         "acceptance_length_interval": [1.65, 1.75],
         "categories": {
-            "writing": {"prompts": 3, "acceptance_length": 1.625, "acceptance_length_interval": [1.5, 1.75]}
+            "writing": {
+                "prompts": 6,
+                "conversations": 5,
+                "acceptance_length": 1.625,
+                "acceptance_length_interval": [1.5, 1.75],
+            }
         },
         "methods": {
             "lookup": {
@@ -278,8 +283,25 @@ def test_report_shows_every_speedup_with_its_interval_and_median() -> None:
             "K = 2, float32": speedup,
             "lookup, float32": lookup,
         }
+    assert "Its fastest configuration here by tokens per second, measured one after the other (K = 2, float32)" in html
     for median in ("1.296", "1.137"):
         assert re.search(rf"median of\sstarts {median}", html)
+
+
+def test_few_conversations_are_shown_without_an_interval(monkeypatch: pytest.MonkeyPatch) -> None:
+    results = _results()
+    suite = copy.deepcopy(results["suites"]["held_out"])
+    results["suites"] = {"held_out": suite}
+    suite["categories"]["writing"] |= {"conversations": 4, "acceptance_length_interval": None}
+    suite["at_k"]["3"]["acceptance_length_interval"] = None
+    html = report.render(results)
+    assert "<th>prompts</th><th>conversations</th><th>acceptance length</th>" in html
+    assert "<td>writing</td><td>6</td><td>4</td><td>1.625</td><td>-</td>" in html
+    screen = io.StringIO()
+    monkeypatch.setattr(summary, "console", Console(file=screen, width=80))
+    summary.print_table(results)
+    assert ["3", "1.90", "5/5"] in [line.split() for line in screen.getvalue().splitlines()]
+    assert "(+-0.04) x baseline" in screen.getvalue()
 
 
 def test_report_says_that_another_method_was_faster() -> None:
