@@ -121,6 +121,9 @@ def _start(
                 memory_share=place.memory_share,
             )
             command.append("--no-enable-prefix-caching")  # the same prompts at every rate must cost the same
+            # Answers are sampled as the recipe says: what a request does not name would come from the target's generation_config.json, as a
+            # repetition penalty. Its end-of-text tokens count all the same.
+            command += ["--generation-config", "vllm", "--override-generation-config", "{}"]
             log = ends.enter_context((log_dir / f"server-{name}.log").open("w", encoding="utf-8", buffering=1))
             url = f"http://127.0.0.1:{port}"
             servers[name] = VllmServer(

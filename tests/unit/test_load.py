@@ -41,6 +41,7 @@ def asked(monkeypatch: pytest.MonkeyPatch) -> list[tuple[str, str]]:
         def __init__(self, command: list[str], *, api_key: str, gpus: tuple[str, ...], **rest: Any) -> None:
             assert "--no-enable-prefix-caching" in command
             option = dict(itertools.pairwise(command))
+            assert (option["--generation-config"], option["--override-generation-config"]) == ("vllm", "{}")
             places.append((gpus, option.get("--gpu-memory-utilization", option.get("--kv-cache-memory-bytes"))))
             keys.add(api_key)
             self.url = "speculative" if "--speculative-config" in command else "baseline"
