@@ -42,7 +42,7 @@ from draftsmith.data.results_in_words import changed_answers
 from draftsmith.data.turns import TurnRenderer
 from draftsmith.engine.environment import resolved
 from draftsmith.engine.options import check_options
-from draftsmith.engine.speculation import check_graph_sizes, model_content
+from draftsmith.engine.speculation import model_content
 from draftsmith.run import stage
 from draftsmith.run.atomic_io import write_bytes, write_json
 from draftsmith.run.errors import DraftsmithError, UserError
@@ -53,9 +53,10 @@ from draftsmith.serve.evaluation.configurations import Configuration, baseline_a
 from draftsmith.serve.evaluation.curve import predicted_speedup, rivals
 from draftsmith.serve.evaluation.engine import say_options
 from draftsmith.serve.evaluation.leakage import overlap
-from draftsmith.serve.evaluation.load import at_request_rates
+from draftsmith.serve.evaluation.load import at_request_rates, check_servers
 from draftsmith.serve.evaluation.machine import describe_engines, describe_machine
 from draftsmith.serve.evaluation.partial import MeasuredSuite, PartialResults
+from draftsmith.serve.evaluation.quality import require_programs_run
 from draftsmith.serve.evaluation.report import render
 from draftsmith.serve.evaluation.sampled_fidelity import measure_sampled_fidelity
 from draftsmith.serve.evaluation.schema import MethodAtSuite, Results, Suite, Throughput, Variant
@@ -155,8 +156,12 @@ def run_evaluate(recipe: Recipe, run_dir: Path) -> Results:
     renderer = turn_renderer(target, recipe.engine.max_model_len)
     suites = [_rendered(recipe, renderer, name, items) for name, items in prompts.items()]
     load_k = _load_k(recipe, k_by_load, partial)
-    # It refuses what cannot run, while earlier figures are still there.
+    # What cannot run is refused while earlier figures are still there, and before hours of measuring.
     variants = Variants(recipe, target, speculates_with, suites, output, load_k.values())
+    if recipe.evaluate.request_rates:
+        check_servers(recipe, target, [variants.speculative_config(k) for k in (0, *recipe.evaluate.k)])
+    if any(suite.score == "unit_tests" for suite in suites):
+        require_programs_run()
     run.claim(fresh=unfinished is None)
     say_options("evaluate", recipe.engine)
     found = evaluate(
@@ -347,7 +352,6 @@ def _measure_rates(
     """Two servers at every request rate, with prompts of the suite, drawn by category."""
     speculative = variants.speculative_config(k)
     assert speculative is not None
-    check_graph_sizes(recipe.engine.options | recipe.serve.vllm_args, k)
     wanted = recipe.evaluate.request_prompts
     asked = [renderer.renderer.prompt_text(turn.conversation) for turn in draw(suite.prompts, wanted, seed=recipe.seed)]
     if len(asked) < wanted:

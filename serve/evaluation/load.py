@@ -13,7 +13,7 @@ import socket
 import subprocess
 import sys
 import threading
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from contextlib import ExitStack
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -24,6 +24,7 @@ from draftsmith.config.sampling import Sampling
 from draftsmith.engine.environment import float32_environment, is_cpu
 from draftsmith.engine.flags import flag_name
 from draftsmith.engine.platform import platform_plugins
+from draftsmith.engine.speculation import check_graph_sizes
 from draftsmith.run.errors import DraftsmithError
 from draftsmith.run.progress import Bar
 from draftsmith.serve.evaluation.lineup import Placement
@@ -100,30 +101,12 @@ def _start(
     ends: ExitStack,
 ) -> dict[str, VllmServer]:
     """Both servers, ready; `ends` ends them."""
-    own = {
-        name: value
-        for name, value in recipe.serve.vllm_args.items()
-        if not flag_name(name).startswith(("ssl", "served"))
-    }
-    without_tls = recipe.model_copy(update={"serve": recipe.serve.model_copy(update={"vllm_args": own})})
     servers: dict[str, VllmServer] = {}
     with Bar("start servers", total=2, unit="servers") as bar:
         for (name, config), port, place in zip(
             {"baseline": None, "speculative": speculative}.items(), _free_ports(2), placement.places(), strict=True
         ):
-            command = server_command(
-                without_tls,
-                target.path,
-                config,
-                name=target.name,
-                host="127.0.0.1",
-                port=port,
-                memory_share=place.memory_share,
-            )
-            command.append("--no-enable-prefix-caching")  # the same prompts at every rate must cost the same
-            # Answers are sampled as the recipe says: what a request does not name would come from the target's generation_config.json, as a
-            # repetition penalty. Its end-of-text tokens count all the same.
-            command += ["--generation-config", "vllm", "--override-generation-config", "{}"]
+            command = _command(recipe, target, config, port=port, memory_share=place.memory_share)
             log = ends.enter_context((log_dir / f"server-{name}.log").open("w", encoding="utf-8", buffering=1))
             url = f"http://127.0.0.1:{port}"
             servers[name] = VllmServer(
@@ -142,6 +125,47 @@ def _start(
             server.wait_ready(threading.Event())
             bar.update(number)
     return servers
+
+
+def check_servers(recipe: Recipe, target: TargetInfo, speculative: Iterable[dict[str, Any] | None]) -> None:
+    """Check what can be known before the servers start, which is after hours of other measurements.
+
+    Args:
+        recipe: as for `at_request_rates`.
+        speculative: vLLM's `speculative_config` of each server that may be measured; None for the baseline.
+
+    Raises:
+        UserError: an option is set elsewhere, or a size of CUDA graphs does not fit a number of speculative tokens.
+    """
+    for config in speculative:
+        tokens = config["num_speculative_tokens"] if config else 0
+        check_graph_sizes(recipe.engine.options | recipe.serve.vllm_args, tokens)
+        _command(recipe, target, config, port=0, memory_share=1.0)
+
+
+def _command(
+    recipe: Recipe, target: TargetInfo, speculative: dict[str, Any] | None, *, port: int, memory_share: float
+) -> list[str]:
+    """A server's command line."""
+    own = {
+        name: value
+        for name, value in recipe.serve.vllm_args.items()
+        if not flag_name(name).startswith(("ssl", "served"))
+    }
+    without_tls = recipe.model_copy(update={"serve": recipe.serve.model_copy(update={"vllm_args": own})})
+    command = server_command(
+        without_tls,
+        target.path,
+        speculative,
+        name=target.name,
+        host="127.0.0.1",
+        port=port,
+        memory_share=memory_share,
+    )
+    command.append("--no-enable-prefix-caching")  # the same prompts at every rate must cost the same
+    # Answers are sampled as the recipe says: what a request does not name would come from the target's generation_config.json, as a repetition
+    # penalty. Its end-of-text tokens count all the same.
+    return [*command, "--generation-config", "vllm", "--override-generation-config", "{}"]
 
 
 def _client(

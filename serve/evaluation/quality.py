@@ -53,13 +53,18 @@ def unit_tests(answer: str, reference: dict[str, Any]) -> bool:
     Raises:
         DraftsmithError: not even an empty program runs under these limits.
     """
+    require_programs_run()
+    prompt, test, name = (str(reference[key]) for key in ("prompt", "test", "entry_point"))
+    return _program_runs(f"{_with_function(answer, prompt, name)}\n{test}\ncheck({name})\n")
+
+
+def require_programs_run() -> None:
+    """Raises DraftsmithError: not even an empty program runs under the limits of `unit_tests`."""
     if not _program_runs(""):
         raise DraftsmithError(
             f"The answers' code cannot be run: an empty program in {sys.executable} fails under limits of {_MEMORY >> 30} GiB, "
             f"{_SECONDS} s and 1 MiB of files. Leave `score: unit_tests` out."
         )
-    prompt, test, name = (str(reference[key]) for key in ("prompt", "test", "entry_point"))
-    return _program_runs(f"{_with_function(answer, prompt, name)}\n{test}\ncheck({name})\n")
 
 
 def _with_function(answer: str, prompt: str, name: str) -> str:

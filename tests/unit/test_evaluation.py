@@ -18,7 +18,7 @@ from draftsmith.config.methods import AnyMethod
 from draftsmith.data.turns import TurnRenderer
 from draftsmith.run import stage
 from draftsmith.run.atomic_io import write_json
-from draftsmith.run.errors import UserError
+from draftsmith.run.errors import DraftsmithError, UserError
 from draftsmith.serve.evaluation import acceptance, compare, configurations, evaluate, lineup, partial, speed
 from draftsmith.serve.evaluation.configurations import baseline_again_drafter
 from draftsmith.serve.evaluation.engine import EngineSpec
@@ -799,6 +799,52 @@ def test_an_evaluation_that_cannot_run_leaves_the_earlier_one(run: tuple[recipe.
         with pytest.raises(UserError):
             run_evaluate(loaded.model_copy(update={"evaluate": options}), run_dir)
         assert {path: path.read_bytes() for path in (run_dir / "eval").iterdir()} == before
+
+
+@pytest.mark.parametrize(
+    ("vllm_args", "reason"),
+    [
+        ({"port": 1}, r"`serve\.vllm_args\.port` is set elsewhere: with --port"),
+        ({"max-model-len": 1}, r"`serve\.vllm_args\.max-model-len` is set elsewhere"),
+        (
+            {"compilation_config": {"cudagraph_mode": "FULL", "cudagraph_capture_sizes": [12]}},
+            r"12, not a multiple of 5",
+        ),
+    ],
+)
+def test_what_only_the_last_phase_needs_is_checked_first(
+    vllm_args: dict[str, Any], reason: str, run: tuple[recipe.Recipe, Path]
+) -> None:
+    """Another recipe would be another evaluation, and begin anew. The sizes fit the K that is chosen, but any of them could have been."""
+    loaded, run_dir = run
+    changes = {
+        "evaluate": loaded.evaluate.model_copy(update={"k": (1, 2, 4), "request_rates": (0.5,)}),
+        "serve": loaded.serve.model_copy(update={"vllm_args": vllm_args}),
+    }
+    with pytest.raises(UserError, match=reason):
+        run_evaluate(loaded.model_copy(update=changes), run_dir)
+    assert not Engine.started
+    assert not (run_dir / "eval").exists()
+
+
+def test_whether_answers_can_be_scored_is_known_first(
+    run: tuple[recipe.Recipe, Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    loaded, run_dir = run
+    source = run_dir.parent / "functions.jsonl"
+    row = {"task_id": "f/0", "prompt": "def f():\n", "test": "def check(f): ...", "entry_point": "f"}
+    source.write_text(json.dumps(row))
+    suites = {
+        "functions": SuiteConfig.model_validate(
+            {"prompts": {"path": str(source)}, "score": "unit_tests", "max_tokens": 9}
+        )
+    }
+    monkeypatch.setattr("draftsmith.serve.evaluation.quality._LIMITS", "raise SystemExit(1)\n")
+    with pytest.raises(DraftsmithError, match="code cannot be run"):
+        run_evaluate(
+            loaded.model_copy(update={"evaluate": loaded.evaluate.model_copy(update={"suites": suites})}), run_dir
+        )
+    assert not Engine.started
 
 
 def test_another_first_suite_is_another_evaluation(run: tuple[recipe.Recipe, Path]) -> None:
