@@ -124,8 +124,11 @@ class VllmServer:
         assert self._process.stdout is not None
         for line in self._process.stdout:
             text = line.decode(errors="replace")
-            show(text)
             self._said.append(text.rstrip())
+            with suppress(
+                OSError, ValueError
+            ):  # nobody reads it any more, or the disk is full: unread, the pipe would stop the server
+                show(text)
 
 
 def server_command(

@@ -9,6 +9,7 @@ import re
 import shlex
 import socket
 import subprocess
+import sys
 import threading
 import time
 from html.parser import HTMLParser
@@ -595,6 +596,28 @@ def test_server_command_and_curl_quote_what_they_are_given() -> None:
     assert json.loads(command[command.index("--speculative-config") + 1]) == {"method": "eagle3"}
     body = json.loads(shlex.split(server.curl_command("http://x", "it's"))[-1])
     assert body["model"] == "it's"
+
+
+@pytest.mark.parametrize("error", [BrokenPipeError(), ValueError("I/O operation on closed file")])
+def test_a_server_goes_on_if_its_log_cannot_be_shown(error: Exception) -> None:
+    """It writes more than a pipe holds, as with `draftsmith serve ... | head`."""
+
+    def show(line: str) -> None:
+        raise error
+
+    program = "import sys; print('x\\n' * 100_000); sys.exit('ValueError: the reason')"
+    running = vllm_server.VllmServer(
+        [sys.executable, "-c", program], engine=recipe.EngineConfig(), url="http://127.0.0.1:1", show=show
+    )
+    stop = threading.Event()
+    stuck = threading.Timer(60, stop.set)
+    stuck.start()
+    try:
+        with pytest.raises(DraftsmithError, match="ended by itself with status 1: ValueError: the reason"):
+            running.wait_stopped(stop)
+    finally:
+        stuck.cancel()
+        running.end()
 
 
 # --- engine host ---
