@@ -25,7 +25,7 @@ from draftsmith.data.turns import Turn, TurnRenderer
 from draftsmith.engine import environment
 from draftsmith.engine.options import check_options, say_overruled
 from draftsmith.engine.process import EngineProcess
-from draftsmith.engine.speculation import method_config, target_arguments
+from draftsmith.engine.speculation import method_config, target_arguments, usable_options
 from draftsmith.run.errors import UserError
 from draftsmith.run.progress import Bar, console
 from draftsmith.serve.answers_file import KEY, AnswersFile
@@ -104,7 +104,7 @@ def engine_arguments(recipe: Recipe, target: TargetInfo, speculative: dict[str, 
     Args:
         speculative: vLLM's `speculative_config`; None for no speculation.
     """
-    arguments = recipe.engine.options | {
+    arguments = usable_options(recipe.engine.options, speculative) | {
         "model": str(target.path), "trust_remote_code": target.trust_remote_code, "dtype": recipe.target.dtype,
         "max_model_len": recipe.engine.max_model_len, "enforce_eager": environment.resolved(recipe.engine).enforce_eager,
         "tensor_parallel_size": recipe.engine.tensor_parallel_size, "max_num_seqs": recipe.extract.max_num_seqs,

@@ -21,7 +21,7 @@ from typing import Any
 from draftsmith.config.recipe import EngineConfig, Recipe
 from draftsmith.engine import environment
 from draftsmith.engine.flags import as_flags, flag_name
-from draftsmith.engine.speculation import target_arguments
+from draftsmith.engine.speculation import target_arguments, usable_options
 from draftsmith.run.errors import DraftsmithError, UserError
 from draftsmith.run.progress import console
 
@@ -159,9 +159,9 @@ def server_command(
     ]  # fmt: skip
     if speculative is not None:
         command += ["--speculative-config", json.dumps(speculative)]
-    own = {key: value for key, value in recipe.serve.vllm_args.items() if flag_name(key) != _NAMES}
+    options, own = (usable_options(section, speculative) for section in (recipe.engine.options, recipe.serve.vllm_args))
+    own = {key: value for key, value in own.items() if flag_name(key) != _NAMES}
     named = next((key for key in own if flag_name(key) == "hf-overrides"), "")
-    options = recipe.engine.options
     if isinstance(own.get(named), dict):
         options = options | {"hf_overrides": options.get("hf_overrides", {}) | own[named]}
     arguments = environment.memory_arguments(recipe.engine, share=memory_share) | target_arguments(
@@ -176,7 +176,7 @@ def server_command(
         command.append("--trust-remote-code")
     replaced = {flag_name(key) for key in own}
     given = {flag_name(key) for key in arguments}
-    shared = {key: value for key, value in recipe.engine.options.items() if flag_name(key) not in replaced | given}
+    shared = {key: value for key, value in options.items() if flag_name(key) not in replaced | given}
     return command + _flags(shared) + _flags(own)
 
 

@@ -14,6 +14,7 @@ from typing import Any
 from draftsmith.config.drafters import KINDS, MASK_OF_P_EAGLE, ServingSpec, kind_of_architecture, method_of, methods_of
 from draftsmith.config.methods import DraftModel, Method, ModelMethod, Mtp, NoSpeculation, Suffix, TrainedDrafter
 from draftsmith.engine import environment
+from draftsmith.engine.flags import flag_name
 from draftsmith.run import stage
 from draftsmith.run.atomic_io import sha256_of
 from draftsmith.run.errors import UserError
@@ -33,6 +34,8 @@ _MTP_UNCOUNTED = {"mimo_v2", "nemotron_h", "longcat_flash", "step3p5", "dots3"}
 _MASK_TOKENS = ("mask_token_id", "dspark_noise_token_id", "pard_token", "ptd_token_id")
 """Where vLLM looks for the token in the place of P-EAGLE's unknown draft tokens (vllm/v1/spec_decode/llm_base_proposer.py)."""
 _FIXED_K = {"suffix", *(method_of(kind) for kind, options in KINDS.items() if options.serving.fixed_k)}
+_SYNCHRONOUS = {"ngram", "suffix", "medusa"}
+"""Methods that vLLM does not schedule asynchronously."""
 DEPENDING_ON_K = {method_of(kind) for kind, options in KINDS.items() if options.serving.depends_on_k}
 """Methods of recipes whose draft tokens can depend on how many are drafted."""
 
@@ -283,6 +286,21 @@ def target_arguments(
     if config is whole:
         return {}
     return {"hf_overrides": {**options.get("hf_overrides", {}), "vocab_size": config.vocab_size}}
+
+
+def usable_options(options: Mapping[str, Any], speculative: Mapping[str, Any] | None) -> dict[str, Any]:
+    """Options of vLLM's engine or server without `async_scheduling: true` where vLLM would refuse to start with it, as `VllmConfig` does
+    (vllm/config/vllm.py), and says so: a recipe's options are of all its methods. vLLM itself then chooses synchronous scheduling."""
+    if speculative is None:
+        return dict(options)
+    method = speculative.get("method")
+    why = f"`{method}`" if method in _SYNCHRONOUS else None
+    if why is None and speculative.get("disable_padded_drafter_batch"):
+        why = "`disable_padded_drafter_batch`"
+    refused = [] if why is None else [key for key in options if flag_name(key) == "async-scheduling" and options[key]]
+    for key in refused:
+        _say(f"speculation: {key} is left out: vLLM schedules engines with {why} synchronously")
+    return {key: value for key, value in options.items() if key not in refused}
 
 
 def drafter_files(drafter_dir: Path) -> list[str]:

@@ -17,7 +17,7 @@ from draftsmith.config.sampling import GREEDY, Sampling
 from draftsmith.engine import environment
 from draftsmith.engine.options import say_overruled
 from draftsmith.engine.process import EngineProcess
-from draftsmith.engine.speculation import target_arguments
+from draftsmith.engine.speculation import target_arguments, usable_options
 from draftsmith.run.errors import DraftsmithError
 from draftsmith.serve.evaluation.engine_child import LIKELIEST
 from draftsmith.serve.evaluation.engine_child import child as _child
@@ -72,7 +72,7 @@ class EngineSpec:
         """Keyword arguments of `vllm.LLM`. The baseline differs from speculative engines only in `speculative_config`, and in the graphs that
         this asks for."""
         eager = environment.resolved(self.engine).enforce_eager
-        arguments = self.engine.options | {
+        arguments = usable_options(self.engine.options, self.speculative) | {
             "model": self.target,
             "trust_remote_code": self.trust_remote_code,
             "dtype": self.dtype,

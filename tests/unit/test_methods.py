@@ -2,6 +2,7 @@
 
 import json
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -9,9 +10,13 @@ from pydantic import TypeAdapter, ValidationError
 
 from draftsmith.config.loading import load_recipe
 from draftsmith.config.methods import AnyMethod, Method
+from draftsmith.config.recipe import Recipe
 from draftsmith.engine import speculation
-from draftsmith.engine.speculation import check_graph_sizes, method_config, target_arguments
+from draftsmith.engine.speculation import check_graph_sizes, method_config, target_arguments, usable_options
 from draftsmith.run.errors import UserError
+from draftsmith.serve.evaluation.engine import EngineSpec
+from draftsmith.serve.generate import engine_arguments
+from draftsmith.serve.vllm_server import server_command
 from draftsmith.target.info import TargetInfo, describe_target
 from tests.seeing import LLAMA, save_llava_processor
 from tests.unit.tiny_run import make_run
@@ -174,6 +179,40 @@ def test_arguments_for_the_target(tmp_path: Path) -> None:
         expected = {"hf_overrides": {"use_cache": False, "vocab_size": size}} if method == "medusa" else {}
         assert target_arguments(tmp_path / "nested", {"method": method}, options=options) == expected
     assert target_arguments(tmp_path / "nested", None) == {}
+
+
+@pytest.mark.parametrize(
+    ("speculative", "kept"),
+    [
+        (None, True),
+        ({"method": "eagle3"}, True),
+        ({"method": "draft_model", "disable_padded_drafter_batch": False}, True),
+        ({"method": "ngram"}, False),
+        ({"method": "suffix"}, False),
+        ({"method": "medusa"}, False),
+        ({"method": "eagle3", "disable_padded_drafter_batch": True}, False),
+    ],
+)
+def test_asynchronous_scheduling_is_left_out_where_vllm_refuses_it(
+    speculative: dict[str, Any] | None, kept: bool, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """In measured engines, in generation's and in servers; and that is said once."""
+    speculation._say.cache_clear()
+    speculative = speculative and {"num_speculative_tokens": 2} | speculative
+    options = {"async_scheduling": True, "block_size": 32}
+    sections = {"engine": {"options": options}, "serve": {"vllm_args": {"async-scheduling": True}}}
+    recipe = Recipe.model_validate({"name": "r", "target": {"model": "a/b"}, **sections})
+    spec = EngineSpec(name="e", target="t", dtype="float32", engine=recipe.engine, speculative=speculative)
+    target = SimpleNamespace(path=Path("t"), trust_remote_code=False)
+    for arguments in (spec.arguments(), engine_arguments(recipe, target, speculative)):  # type: ignore[arg-type]
+        assert arguments.get("async_scheduling") == (True if kept else None)
+        assert arguments["block_size"] == 32
+    command = server_command(recipe, Path("t"), speculative, name="n", host="h", port=1)
+    assert ("--async-scheduling" in command) == kept
+    said = capsys.readouterr().err
+    assert said.count("async_scheduling is left out: vLLM schedules engines with") == (not kept)
+    # What is not asked for is no matter.
+    assert usable_options({"async_scheduling": False}, speculative) == {"async_scheduling": False}
 
 
 def test_sizes_of_cuda_graphs() -> None:
