@@ -47,6 +47,7 @@ from draftsmith.target.info import describe_target
 from draftsmith.target.prepare import prepare_target
 
 _VERSION = 10
+_FILE = "tune.json"
 
 ByBatch = dict[str, dict[str, float]]
 """By number of sequences at once, then by K; both as strings."""
@@ -131,7 +132,7 @@ def run_tune(recipe: Recipe, run_dir: Path, *, verify: bool = False) -> Tuned:
         return cast("Tuned", figures)
     # It refuses what cannot run, while earlier figures are still there.
     engines = TuneEngines(recipe, target, speculates_with, every, output)
-    run.claim(fresh=True)
+    run.claim(fresh=True, keep=(_FILE, stage.MARKER))  # the earlier schedule serves until there is another
     say_options("tune", recipe.engine)
     with closing(engines.lineup):
         costs, shares = measure_steps(engines, prompts, recipe)
@@ -172,8 +173,8 @@ def run_tune(recipe: Recipe, run_dir: Path, *, verify: bool = False) -> Tuned:
         "machine": describe_machine(),
         "engine": describe_engines(recipe.engine, engines.lineup.peak),
     }
-    write_json(output / "tune.json", found)
-    run.finish(inputs, dict(found), recipe=sections, files=("tune.json",))
+    write_json(output / _FILE, found)
+    run.finish(inputs, dict(found), recipe=sections, files=(_FILE,))
     print_tuned(found)
     return found
 

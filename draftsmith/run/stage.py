@@ -12,7 +12,7 @@ import shutil
 import subprocess
 import time
 import weakref
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -47,9 +47,10 @@ def read(directory: Path) -> dict[str, Any] | None:
     return record
 
 
-def claim(directory: Path, *, fresh: bool) -> None:
+def claim(directory: Path, *, fresh: bool, keep: Collection[str] = ()) -> None:
     """Create `directory` and mark it as Draftsmith's and unfinished, before anything is written into it. `fresh` deletes what an
-    earlier run left there. Other processes are kept out until `StageRun.finish` or the end of this one, where the file system has locks. Raises
+    earlier run left there, but for files that `keep` names; with `MARKER` among them the earlier result counts until `StageRun.finish`. Other
+    processes are kept out until `StageRun.finish` or the end of this one, where the file system has locks. Raises
     UserError: another process is writing there, it holds files and was not made by Draftsmith, or it is a link to a folder that is not there or,
     with `fresh`, holds something."""
     if directory.is_symlink() and not directory.exists():
@@ -73,12 +74,13 @@ def claim(directory: Path, *, fresh: bool) -> None:
     directory.mkdir(parents=True, exist_ok=True)
     (directory / OWNER).touch()
     _lock(directory)
-    (directory / MARKER).unlink(missing_ok=True)
+    if MARKER not in keep:
+        (directory / MARKER).unlink(missing_ok=True)
     if fresh and not directory.is_symlink():
         for path in directory.iterdir():
             if path.is_dir() and not path.is_symlink():
                 shutil.rmtree(path)
-            elif path.name != OWNER:
+            elif path.name not in (OWNER, *keep):
                 path.unlink()
 
 
@@ -172,9 +174,9 @@ class StageRun:
         figures: dict[str, Any] = record["figures"]
         return figures
 
-    def claim(self, *, fresh: bool) -> None:
+    def claim(self, *, fresh: bool, keep: Collection[str] = ()) -> None:
         """See `claim`. Other processes are let in again when this object is gone, as after an error."""
-        claim(self.directory, fresh=fresh)
+        claim(self.directory, fresh=fresh, keep=keep)
         weakref.finalize(self, _unlock, self.directory)
 
     def finish(

@@ -416,3 +416,29 @@ def test_verified_figures_are_kept_by_a_plain_rerun(run: tuple[recipe.Recipe, Pa
     Engine.started.clear()
     assert run_tune(*run) == verified
     assert not Engine.started
+
+
+def test_a_tuning_that_fails_leaves_the_earlier_one(
+    run: tuple[recipe.Recipe, Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    loaded, run_dir = run
+    before = run_tune(loaded, run_dir)
+    folder = run_dir / "tune"
+    (folder / "engine-k3.log").touch()
+    kept = {name: (folder / name).read_bytes() for name in ("tune.json", stage.MARKER)}
+
+    def dies(*_: Any, **__: Any) -> Any:
+        raise KeyboardInterrupt
+
+    changed = loaded.model_copy(update={"tune": loaded.tune.model_copy(update={"k": (1,)})})
+    with monkeypatch.context() as patch:
+        patch.setattr(Engine, "generate", dies)
+        with pytest.raises(KeyboardInterrupt):
+            run_tune(changed, run_dir)
+    assert {path.name: path.read_bytes() for path in folder.iterdir() if path.name != stage.OWNER} == kept
+    assert schedule_of(run_dir, "tune") == before["schedule"] == [[1, 4, 2], [5, 32, 0]]
+    assert run_tune(loaded, run_dir) == before
+    # Of what was asked for nothing is there; and once it is, it alone counts.
+    assert run_tune(changed, run_dir)["schedule"] == [[1, 4, 1], [5, 32, 0]]
+    assert schedule_of(run_dir, "tune") == [[1, 4, 1], [5, 32, 0]]
+    assert schedule_of(run_dir, "tune", {"config.json": "of another"}) is None
