@@ -11,7 +11,7 @@ from draftsmith.config.methods import TrainedDrafter
 from draftsmith.config.recipe import Recipe
 from draftsmith.data.turns import Turn
 from draftsmith.engine.memory import cache_bytes, matrix_weights, weight_bytes
-from draftsmith.engine.speculation import longest_draft, serving_spec
+from draftsmith.engine.speculation import drafter_split, longest_draft, serving_spec
 from draftsmith.engine.step_cost import EngineStep, decoding_seconds, target_sizes
 from draftsmith.run.errors import UserError
 from draftsmith.run.progress import console
@@ -56,7 +56,7 @@ def roofline(
 
     def drafting(batch: int, k: int) -> float:
         return sum(
-            decoding_seconds(hardware, flop=2 * batch * multiplied, bytes_read=read)
+            decoding_seconds(hardware, flop=2 * batch * multiplied, bytes_read=read, devices=drafter.devices)
             for read, multiplied in drafter.passes(k)
         )
 
@@ -94,6 +94,8 @@ class _Drafter:
     """See `ServingSpec.reads_one_position`."""
     adds_rows: bool = False
     """The single pass has the rows of the target's step and one more for each draft token after the first."""
+    devices: int = 1
+    """GPUs that it is split over."""
 
     def passes(self, k: int) -> list[tuple[int, int]]:
         """The forward passes of a draft of K tokens: bytes that each reads, and weights times the rows that they multiply, for each sequence."""
@@ -127,7 +129,9 @@ def _drafter(recipe: Recipe, target: TargetInfo, speculator: Speculator) -> _Dra
     if spec is None:  # a whole model, whose head may be its embedding
         head, parallel = weights(_HEAD), bool(config.get("parallel_drafting"))
         head = head if head.read else weights(_EMBEDDING)
-        return _Drafter(weights(but=(*_HEAD, *_EMBEDDING)), head, in_parallel=parallel, adds_rows=parallel)
+        devices = drafter_split(config, recipe.engine.tensor_parallel_size)
+        layers = weights(but=(*_HEAD, *_EMBEDDING))
+        return _Drafter(layers, head, in_parallel=parallel, adds_rows=parallel, devices=devices)
     if spec.weights_per_token:
         whole, count = weights(but=spec.rows_read), longest_draft(directory) or 1
         return _Drafter(_Weights(whole.read // count, whole.multiplied // count), one_position=True)

@@ -71,6 +71,7 @@ def engine_memory(
     engine: EngineConfig,
     extracts: bool = False,
     sequences: int | None = None,
+    drafter_split: int = 1,
 ) -> EngineMemory:
     """Estimate one engine's memory on GPUs.
 
@@ -79,10 +80,11 @@ def engine_memory(
         target_bytes: of the target's weights, as they are served.
         drafter_bytes: of the drafter's weights; 0 for the baseline and for methods without a drafter.
         tokens: in the KV cache: concurrent sequences times their length.
-        engine: how the target is split over GPUs. Each holds the whole drafter.
+        engine: how the target is split over GPUs.
         extracts: whether vLLM caches one layer more (`kv_values`).
         sequences: that `tokens` are of: in a layer with a sliding window each then holds no more than that and a step. None: as if there
             were no such layers.
+        drafter_split: GPUs that the drafter is split over; with 1 each holds all of it (`speculation.drafter_split`).
     """
     number = BYTES[dtype]
     # The drafter has keys and values too, about as many in proportion to its size as the target.
@@ -90,7 +92,7 @@ def engine_memory(
     cached = cache_bytes(engine, dtype)
     return EngineMemory(
         target=math.ceil(target_bytes / engine.tensor_parallel_size),
-        drafter=drafter_bytes,
+        drafter=math.ceil(drafter_bytes / drafter_split),
         kv_cache=math.ceil(_cached_share(config, tokens, sequences, extracts=extracts) * tokens * kv * cached),
         working=_FIXED + math.ceil(_step_bytes(config, _STEP_TOKENS, number) / engine.tensor_parallel_size),
     )

@@ -148,6 +148,11 @@ def _check_split(method: ModelMethod, tensor_parallel_size: int) -> None:
         )
 
 
+def drafter_split(speculative: Mapping[str, Any], tensor_parallel_size: int) -> int:
+    """GPUs that vLLM splits a drafter over: as the target, unless the `speculative_config` says otherwise, as `method_config` does of trained ones."""
+    return int(speculative.get("draft_tensor_parallel_size", tensor_parallel_size))
+
+
 def _override(config: dict[str, Any], key: str, value: Any, why: str) -> None:
     """Set a key of the configuration, and say so where the recipe gave it another value."""
     if (given := config.get(key, value)) != value:

@@ -20,7 +20,7 @@ from draftsmith.engine.environment import Gpu
 from draftsmith.engine.fit import require_two_engines
 from draftsmith.engine.memory import GIB, EngineMemory, engine_memory, side_by_side, weight_bytes
 from draftsmith.engine.quantization import require_drafter_dtype, require_quantization
-from draftsmith.engine.speculation import drafts_fixed_k, has_8_bit_weights
+from draftsmith.engine.speculation import drafter_split, drafts_fixed_k, has_8_bit_weights
 from draftsmith.run.errors import UserError
 from draftsmith.run.progress import Bar
 from draftsmith.serve.evaluation.engine import EngineHost, EngineSpec, SharedEngine, start_engines
@@ -99,7 +99,6 @@ def find_placement(
         for one in speculative:
             if one and _has_quantized_weights(one):
                 require_drafter_dtype(dtype, drafter=f"in {one['model']}")
-    drafters = {dtype: max(_drafter_bytes(one, dtype) for one in speculative) for dtype in dtypes}
     quantization = engine.options.get("quantization")
     targets = {dtype: weight_bytes(target.path, dtype, quantization) for dtype in dtypes}
     found = environment.gpus()
@@ -110,7 +109,7 @@ def find_placement(
                 target.config,
                 target=target.name,
                 target_bytes=targets[dtype],
-                drafter_bytes=drafters[dtype],
+                drafter_bytes=max(_drafter_bytes(one, dtype) for one in speculative),
                 dtype=dtype,
             )
         return Placement()
@@ -120,12 +119,14 @@ def find_placement(
             engine_memory(
                 target.config,
                 target_bytes=targets[dtype],
-                drafter_bytes=drafters[dtype],
+                drafter_bytes=_drafter_bytes(one, dtype),
                 dtype=dtype,
                 tokens=max(tokens, engine.max_model_len),
                 engine=engine,
+                drafter_split=drafter_split(one or {}, engine.tensor_parallel_size),
             )
             for dtype in dtypes
+            for one in speculative
         ]
 
     try:

@@ -9,6 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 from pydantic import TypeAdapter
+from transformers import AutoConfig
 
 from draftsmith.config import recipe
 from draftsmith.config.methods import AnyMethod, Method
@@ -18,8 +19,9 @@ from draftsmith.engine.memory import GIB, EngineMemory
 from draftsmith.engine.speculation import drafts_fixed_k
 from draftsmith.run.errors import UserError
 from draftsmith.serve.evaluation import engine as engine_module
+from draftsmith.serve.evaluation import lineup
 from draftsmith.serve.evaluation.engine import EngineSpec
-from draftsmith.serve.evaluation.lineup import Lineup, Placement, groups, place, serves_every_k
+from draftsmith.serve.evaluation.lineup import Lineup, Placement, find_placement, groups, place, serves_every_k
 
 
 def gpus(count: int, gib: float = 79) -> list[Gpu]:
@@ -48,6 +50,38 @@ def test_each_variant_is_beside_its_baseline_and_two_engines_are_up(others: list
         assert len({dtype for _, dtype in group}) == 1
         assert len({specs[key].name for key in group}) == 2
     assert len(found) == len({specs[key].name for key in specs if key[0]}), "what shares an engine is asked together"
+
+
+@pytest.mark.parametrize(
+    ("speculative", "gib"),
+    [
+        ({"method": "draft_model"}, 4),
+        ({"method": "eagle3", "draft_tensor_parallel_size": 1}, 8),
+        ({"method": "eagle3", "draft_tensor_parallel_size": 2}, 4),
+    ],
+)
+def test_each_gpu_holds_its_part_of_a_draft_model(
+    speculative: dict[str, Any], gib: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """vLLM splits it as the target; trained drafters are whole on each, unless the recipe says otherwise."""
+    needs: list[EngineMemory] = []
+    monkeypatch.setattr(environment, "gpus", lambda: gpus(4))
+    monkeypatch.setattr(lineup, "weight_bytes", lambda *_: 8 * GIB)
+    monkeypatch.setattr(lineup, "place", lambda engine, found, of, **_: needs.extend(of))
+    config = AutoConfig.for_model("llama", num_hidden_layers=2)
+    target: Any = SimpleNamespace(name="t", path=Path("t"), config=config)
+    find_placement(
+        recipe.EngineConfig(tensor_parallel_size=2),
+        target,
+        [None, speculative | {"model": "d", "num_speculative_tokens": 1}],
+        dtypes=["bfloat16"],
+        tokens=1,
+        at_least=1,
+        smaller="a key",
+    )
+    assert [need.drafter for need in needs] == [0, gib * GIB]
+    # Its keys and values are as many as the target's, of which each GPU has half.
+    assert needs[1].kv_cache == 2 * needs[0].kv_cache
 
 
 @pytest.mark.parametrize(

@@ -184,6 +184,11 @@ def test_the_roofline_of_a_method(run: tuple[Recipe, Path]) -> None:
     assert speedups[0] is not None
     assert speedups[1] is not None
     assert speedups[0][1][2] > 1.5 * speedups[1][1][2]
+    # Over two GPUs both take half as long.
+    split = itself.model_copy(update={"engine": itself.engine.model_copy(update={"tensor_parallel_size": 2})})
+    assert roofline(split, target, speculator(split, run_dir), turns, {2: 2.5}) == {
+        batch: pytest.approx(by_k) for batch, by_k in speedups[1].items()
+    }
 
 
 # ---- prompts ----
