@@ -6,6 +6,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 
+from draftsmith.config.methods import Suffix
 from draftsmith.config.recipe import Recipe
 from draftsmith.data.turns import Turn
 from draftsmith.engine.speculation import DEPENDING_ON_K, drafts_fixed_k
@@ -52,6 +53,7 @@ class TuneEngines:
         self._recipe, self._target, self._speculator = recipe, target, speculator
         self.fixed_k = drafts_fixed_k(speculator.method)
         self.depends_on_k = speculator.method.method in DEPENDING_ON_K
+        self.draws_on_earlier_answers = isinstance(speculator.method, Suffix)
         options, self._most = recipe.tune, max(recipe.tune.concurrency)
         assert options.k is not None  # `Speculator.measured`
         self.ks = sorted({*options.k})
@@ -194,7 +196,8 @@ def measure_speedups(
         in_flight: {k: [] for k in keys} for in_flight in sorted(options.concurrency)
     }
     for number in range(options.engine_starts):
-        if number:  # the first goes on with the engines that step costs were measured with
+        # The first goes on with the engines that step costs were measured with, unless it would draft from answers that the others do not have.
+        if number or engines.draws_on_earlier_answers:
             engines.lineup.restart(number)
         for group in engines.turns([0, *keys], ranges):
             for k in [k for k in group if k != 0]:

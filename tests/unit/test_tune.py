@@ -2,6 +2,7 @@
 
 import itertools
 import json
+import shutil
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
@@ -191,6 +192,27 @@ def test_an_engine_for_every_k_gives_the_ratios_of_one_for_each(
         assert found[key] == whole[key]  # type: ignore[literal-required]
     for key in ("measured", "schedule_measured"):
         assert json.dumps(found[key], sort_keys=True) == json.dumps(whole[key], sort_keys=True)  # type: ignore[literal-required]
+
+
+def test_no_engine_start_has_more_answers_to_draft_from_than_another(
+    run: tuple[recipe.Recipe, Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Suffix decoding drafts from earlier answers, those of step costs and acceptance too. What is timed begins without any."""
+    monkeypatch.setattr("draftsmith.engine.speculation.find_spec", lambda name: object())
+    loaded, run_dir = run
+    shutil.rmtree(run_dir / "vllm")
+    method = TypeAdapter(AnyMethod).validate_python({"method": "suffix", "num_speculative_tokens": 2})
+    changes = {
+        "extract": loaded.extract.model_copy(update={"prompts": None}),
+        "serve": loaded.serve.model_copy(update={"method": method}),
+        "tune": loaded.tune.model_copy(update={"engine_starts": 2}),
+    }
+    run_tune(loaded.model_copy(update=changes), run_dir, verify=True)
+    started = [config.name for config in Engine.started]
+    assert started[:2] == ["baseline", "k2"]
+    once = (len(started) - 2) // 2
+    assert sorted(started[2:]) == sorted(started[2 : 2 + once] * 2)
+    assert {"baseline", "baseline-again", "k2"} <= set(started[2 : 2 + once])
 
 
 class BlocksAgree(Engine):
