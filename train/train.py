@@ -208,7 +208,7 @@ def _predicted_anew(
         figures = {name: value for name, value in figures.items() if name not in PREDICTIONS}
         figures |= requested_predictions(data, target, this_stage.directory, figures["predicted_acceptance_length"])
         replace(saved, training=figures).save_record(this_stage.directory)
-        this_stage.amend(figures, recipe=recipe.model_dump(mode="json", include={"seed", "target", "train"}))
+        this_stage.revise(figures, recipe=recipe.model_dump(mode="json", include={"seed", "target", "train"}))
     [figures] = broadcast_object_list([figures])
     accelerator.end_training()
     return figures

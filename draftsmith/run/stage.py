@@ -205,12 +205,18 @@ class StageRun:
         _unlock(self.directory)
         return figures
 
-    def amend(self, figures: dict[str, Any], *, recipe: dict[str, Any]) -> None:
-        """Replace the figures and sections in the record of a finished stage: other things are said of what was made, and when and with what
-        stays as it is."""
+    def revise(self, figures: dict[str, Any], *, recipe: dict[str, Any] | None = None, files: Sequence[str] = ()) -> None:
+        """Give a finished stage other figures and files. Its record keeps when and with which versions they were made.
+
+        Args:
+            recipe: as for `finish`; None for the sections that it has.
+            figures, files: as for `finish`.
+        """
         record = read(self.directory)
         assert record is not None
-        write_json(self.directory / MARKER, record | {"figures": figures, "recipe": recipe})
+        hashes = {name: sha256_of(self.directory / name) for name in files}
+        sections = record["recipe"] if recipe is None else recipe
+        write_json(self.directory / MARKER, record | {"figures": figures, "recipe": sections, "files": hashes})
 
 
 def _changed(directory: Path, hashes: Mapping[str, str]) -> Path | None:

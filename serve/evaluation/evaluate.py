@@ -70,6 +70,8 @@ from draftsmith.serve.speculator import Speculator, is_trained_since, speculator
 from draftsmith.target.info import TargetInfo, describe_target
 from draftsmith.target.prepare import prepare_target
 
+_FILES = ("results.json", "report.html")
+
 
 class WrongAnswersError(DraftsmithError):
     """Speculative answers differ from the target's own by more than rounding explains. The command line exits with status 4."""
@@ -147,7 +149,8 @@ def run_evaluate(recipe: Recipe, run_dir: Path) -> Results:
             if tuned:  # what is to be said changes, but nothing that was measured
                 for n, k in tuned.items():
                     earlier["load"][n]["tuned_k"] = k
-                _write(earlier, run, inputs, sections)
+                _write(earlier, output)
+                run.revise(dict(earlier), files=_FILES)
             return _shown(earlier, output)
         console.print("evaluate: but draftsmith tune has chosen another K for a load since; measuring again")
 
@@ -179,7 +182,8 @@ def run_evaluate(recipe: Recipe, run_dir: Path) -> Results:
     if speculates_with.own:
         _add_overlap(found, recipe, run_dir, prompts)
 
-    _write(found, run, inputs, sections)
+    _write(found, output)
+    run.finish(inputs, dict(found), recipe=sections, files=_FILES)
     partial.path.unlink(missing_ok=True)
     return _shown(found, output)
 
@@ -368,10 +372,10 @@ def _measure_rates(
     )
 
 
-def _write(found: Results, run: StageRun, inputs: str, sections: dict[str, Any]) -> None:
-    write_json(run.directory / "results.json", found)
-    write_bytes(run.directory / "report.html", render(found).encode())
-    run.finish(inputs, dict(found), recipe=sections, files=("results.json", "report.html"))
+def _write(found: Results, output: Path) -> None:
+    results, report = _FILES
+    write_json(output / results, found)
+    write_bytes(output / report, render(found).encode())
 
 
 def _load(in_flight: str, measured: Throughput, partial: PartialResults) -> Throughput:

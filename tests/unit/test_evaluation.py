@@ -134,7 +134,21 @@ def test_loads_are_measured_as_tuning_chose(
     assert run_evaluate(loaded, run_dir) == found
     record["figures"]["schedule"] = [[1, 2, 2], [3, 4, 1], [5, 32, 2]]
     (run_dir / "tune" / "stage.json").write_text(json.dumps(record))
+    measured = stage.read(run_dir / "eval")
+    assert measured is not None
+    then = {
+        "finished_at": "2020-01-01T00:00:00Z",
+        "wall_seconds": 7200.0,
+        "versions": {"vllm": "0.1"},
+        "git_commit": "c",
+    }
+    write_json(run_dir / "eval" / stage.MARKER, measured | then)
     assert run_evaluate(loaded, run_dir)["load"]["8"]["tuned_k"] == 2
+    revised = stage.read(run_dir / "eval")
+    assert revised is not None
+    assert then.items() <= revised.items(), "nothing was measured"
+    assert revised["figures"] == json.loads((run_dir / "eval" / "results.json").read_text())
+    assert stage.StageRun("evaluate", run_dir / "eval").finished(revised["inputs"], check_files=True)
     assert said not in (run_dir / "eval" / "report.html").read_text()
     assert len(Engine.started) == count
 
