@@ -223,6 +223,8 @@ def evaluate(
         by_suite = {suite.name: suite_load(suite.name, partial, best) for suite in suites}
         by_load = {n: concurrent_load(int(n), partial, k) for n, k in partial.load_k.items()}
         measure_speeds(lineup, variants, [*by_suite.values(), *by_load.values()], recipe, partial)
+        partial.peak_engines = max(partial.peak_engines, lineup.peak)
+        partial.save()
     if options.request_rates:
         _measure_rates(variants, best, suites[0], renderer, recipe, target, log_dir, partial)
     return {
@@ -248,7 +250,7 @@ def evaluate(
         "dtype": recipe.target.dtype,
         "versions": stage.versions(),
         "machine": describe_machine(),
-        "engine": describe_engines(recipe.engine, lineup.peak),
+        "engine": describe_engines(recipe.engine, partial.peak_engines),
     }
 
 

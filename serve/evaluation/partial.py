@@ -69,6 +69,8 @@ class PartialResults:
     """By load, then configuration."""
     differences: dict[str, dict[str, list[Difference]]] = field(default_factory=dict)
     """The first few, likewise."""
+    peak_engines: int = 0
+    """Most engines that were up at a time."""
     rates: dict[str, Rate] = field(default_factory=dict)
     sampled_fidelity: dict[str, SampledFidelity] = field(default_factory=dict)
     measured_on: dict[str, Any] = field(default_factory=lambda: measured_on())

@@ -371,6 +371,25 @@ def test_a_killed_evaluation_resumes(run: tuple[recipe.Recipe, Path], monkeypatc
     assert asked[count:] == ["questions", "talks"]
 
 
+def test_an_evaluation_with_only_rates_left_knows_how_many_engines_were_up(
+    run: tuple[recipe.Recipe, Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    loaded, run_dir = run
+    options = {"request_rates": (0.5,), "only": ("questions",), "methods": {}, "engine_starts": 1}
+    loaded = loaded.model_copy(update={"evaluate": loaded.evaluate.model_copy(update=options)})
+
+    def dying(*_: Any, **__: Any) -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(evaluate, "at_request_rates", dying)
+    with pytest.raises(KeyboardInterrupt):
+        run_evaluate(loaded, run_dir)
+    monkeypatch.setattr(evaluate, "at_request_rates", lambda *_, **__: None)
+    Engine.started.clear()
+    assert run_evaluate(loaded, run_dir)["engine"]["peak_engines"] == 2
+    assert not Engine.started
+
+
 def _in_float32(loaded: recipe.Recipe) -> recipe.Recipe:
     return loaded.model_copy(update={"evaluate": loaded.evaluate.model_copy(update={"dtypes": ("float32",)})})
 
