@@ -7,7 +7,7 @@ from collections.abc import Callable, Mapping, Sequence
 from html import escape
 
 from draftsmith.config.sampling import Sampling
-from draftsmith.data.results_in_words import faster_methods, not_trained_on, trained_on
+from draftsmith.data.results_in_words import changed_answers, faster_methods, not_trained_on, trained_on
 from draftsmith.serve.evaluation.charts import bar_chart, line_chart
 from draftsmith.serve.evaluation.configurations import (
     Configuration,
@@ -62,6 +62,7 @@ def render(results: Results) -> str:
     curve = results["k_curve"]
     first_name, first = next(iter(results["suites"].items()))
     identity = _identity(results)
+    changed = [f"With speculation the text changes: {line}." for line in changed_answers(results, methods=True)]
     speedup, fastest = first["throughput"]["speedup"], first["throughput"]["speedup_over_fastest_baseline"]
     starts = results["engine_starts"]
     over = f"prompts and {starts} engine starts" if starts > 1 else "prompts (one engine start)"
@@ -116,7 +117,7 @@ starts {speedup["median"]:.3f}).
 Its fastest configuration here by tokens per second, measured one after the other ({escape(first["throughput"]["fastest_speculative"])}), is
 <strong>{fastest["value"]:.2f}&times;</strong> as fast as the fastest baseline ({escape(first["throughput"]["fastest_baseline"])};
 {_interval(fastest["interval"])}; median of starts {fastest["median"]:.3f}). {identity}</p>
-{"".join(f"<p><strong>{escape(line)}</strong></p>" for line in [*faster_methods(results), *trained_on(results)])}
+{"".join(f"<p><strong>{escape(line)}</strong></p>" for line in [*changed, *faster_methods(results), *trained_on(results)])}
 {"".join(f'<p class="soft">{escape(line)}</p>' for line in not_trained_on(results))}
 <h2>Charts</h2>
 <div class="charts">
@@ -238,8 +239,8 @@ def _identity(results: Results) -> str:
     sampling = Sampling.of(results["sampling"])
     if sampling.greedy:
         if all(suite["identical_to_baseline"] for suite in results["suites"].values()):
-            return "In batches every answer is identical to the baseline's, token for token." + _as_timed(results)
-        return _differing(results) + _as_timed(results)
+            return "In batches every answer is identical to the baseline's, token for token."
+        return _differing(results)
     lines = [f"Answers are sampled ({escape(str(sampling))})."]
     for name, one in results["sampled_fidelity"].items():
         p = f"p = {one['continuations_p_value']:.2g} by continuations, {one['drafts_p_value']:.2g} by drafted tokens"
@@ -269,20 +270,6 @@ def _differing(results: Results) -> str:
         f"{differing} answers differ from the baseline's ({escape(suites)}), each where the target itself was undecided, and no more often "
         "than the baseline differs from itself in another batch shape; results.json lists the first differences."
     )
-
-
-def _as_timed(results: Results) -> str:
-    """What only timed answers show: an engine drafts otherwise with other requests in flight."""
-    loads = [*(suite["throughput"] for suite in results["suites"].values()), *results["load"].values()]
-    wrong = {
-        f"{name} with {at['in_flight']} in flight"
-        for at in loads
-        for name, one in at["fidelity"].items()
-        if one["verdict"] == "wrong"
-    }
-    if not wrong:
-        return ""
-    return f" <strong>As it is timed, the text changes: {escape('; '.join(sorted(wrong)))}.</strong> results.json lists the first differences."
 
 
 def _toss_up(results: Results) -> str:

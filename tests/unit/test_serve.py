@@ -335,6 +335,19 @@ def test_report_shows_differing_answers() -> None:
         assert said in html
 
 
+def test_report_shows_that_another_method_changes_answers() -> None:
+    found = _results()
+    found["suites"] = {"held_out": copy.deepcopy(found["suites"]["held_out"])}
+    assert "the text changes" not in report.render(found)
+    found["suites"]["held_out"]["methods"]["lookup"]["fidelity"] = _fidelity("wrong") | {
+        "differing": 2,
+        "mismatches": 1,
+    }
+    html = report.render(found)
+    assert "<strong>With speculation the text changes: held_out, lookup: 2 of 5 answers differ, 1 of them" in html
+    assert html.count("the text changes") == 1
+
+
 def test_the_table_fits_into_80_columns(monkeypatch: pytest.MonkeyPatch) -> None:
     screen = io.StringIO()
     monkeypatch.setattr(summary, "console", Console(file=screen, width=80))
