@@ -85,7 +85,8 @@ class EvaluateConfig(Section):
     """Requests per second at which vLLM's load generator sends the first suite's prompts to two servers, baseline and speculative, for
     latency and throughput; answers have `timing_tokens` tokens."""
     request_prompts: int = Field(32, ge=1)
-    """Requests at every rate: as many of these prompts, drawn by category with the recipe's seed."""
+    """Requests at every rate: as many of these prompts, drawn by category with the recipe's seed. With 100 and more the results have 99th
+    percentiles too."""
     examples: int = Field(3, ge=0)
     """Answers that the report shows token by token."""
     methods: dict[str, AnyMethod] = Field(default_factory=dict)

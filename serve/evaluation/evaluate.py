@@ -368,6 +368,7 @@ def _measure_rates(
         speculative,
         asked,
         log_dir,
+        suite=suite.name,
         placement=variants.placement,
         partial=partial,
         add_special_tokens=renderer.renderer.plain,

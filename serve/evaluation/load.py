@@ -36,6 +36,8 @@ from draftsmith.target.info import TargetInfo
 
 _WARM_UPS = 8
 """Requests before any is timed."""
+_FEWEST_FOR_P99 = 100
+"""Requests; of fewer the 99th percentile is the slowest one, or between that and the next."""
 
 
 def at_request_rates(
@@ -45,6 +47,7 @@ def at_request_rates(
     prompts: Sequence[str],
     log_dir: Path,
     *,
+    suite: str,
     placement: Placement,
     partial: PartialResults,
     add_special_tokens: bool = False,
@@ -57,6 +60,7 @@ def at_request_rates(
         speculative: vLLM's `speculative_config` of one of the servers.
         prompts: as texts, in the target's chat template if it has one; as many requests are sent at every rate.
         log_dir: folder for the servers' logs.
+        suite: the name of the prompts' suite, for the results.
         placement: the machine's room for both.
         add_special_tokens: whether the server adds the tokenizer's special tokens, which a chat template writes itself.
 
@@ -87,7 +91,13 @@ def at_request_rates(
                     )
                     at[name] = _ask(client, key, rate, len(prompts), folder / "result.json", log_dir)
                     bar.update(number * len(servers) + len(at))
-                partial.rates[f"{rate:g}"] = {"baseline": at["baseline"], "speculative": at["speculative"]}
+                partial.rates[f"{rate:g}"] = {
+                    "suite": suite,
+                    "requests": len(prompts),
+                    "num_speculative_tokens": speculative["num_speculative_tokens"],
+                    "baseline": at["baseline"],
+                    "speculative": at["speculative"],
+                }
                 partial.save()
 
 
@@ -227,13 +237,14 @@ def _ask(command: Sequence[str], key: str, rate: float, count: int, result: Path
             f"vLLM's load generator {what} at {rate:g} requests per second; see {log_dir / 'load-client.log'} and the servers' "
             "logs beside it."
         )
+    p99 = count >= _FEWEST_FOR_P99
     return {
         "requests_per_second": said["request_throughput"],
         "tokens_per_second": said["output_throughput"],
         "first_token_seconds": said["median_ttft_ms"] / 1000,
-        "first_token_seconds_p99": said["p99_ttft_ms"] / 1000,
+        "first_token_seconds_p99": said["p99_ttft_ms"] / 1000 if p99 else None,
         "seconds_per_token": said["median_tpot_ms"] / 1000,
-        "seconds_per_token_p99": said["p99_tpot_ms"] / 1000,
+        "seconds_per_token_p99": said["p99_tpot_ms"] / 1000 if p99 else None,
     }
 
 

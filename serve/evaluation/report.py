@@ -358,20 +358,29 @@ def _rates(results: Results) -> str:
             },
         ),
     )
-    figures: tuple[Callable[[AtRate], float], ...] = (
-        lambda at: at["tokens_per_second"],
-        lambda at: at["first_token_seconds"],
-        lambda at: at["first_token_seconds_p99"],
-        lambda at: at["seconds_per_token"],
-        lambda at: at["seconds_per_token_p99"],
-    )
+    every: dict[str, Callable[[AtRate], float | None]] = {
+        "tok/s": lambda at: at["tokens_per_second"],
+        "first token, s": lambda at: at["first_token_seconds"],
+        "first token p99, s": lambda at: at["first_token_seconds_p99"],
+        "s/token": lambda at: at["seconds_per_token"],
+        "s/token p99": lambda at: at["seconds_per_token_p99"],
+    }
+    one = next(iter(rates.values()))
+    figures = {name: figure for name, figure in every.items() if figure(one["baseline"]) is not None}
     rows = [
-        [rate, *(f"{figure(one):.3f}" for figure in figures for one in (at["baseline"], at["speculative"]))]
+        [
+            rate,
+            *(f"{figure(server):.3f}" for figure in figures.values() for server in (at["baseline"], at["speculative"])),
+        ]
         for rate, at in rates.items()
     ]
-    names = ("tok/s", "first token, s", "first token p99, s", "s/token", "s/token p99")
-    headings = ("requests/s", *(f"{variant} {name}" for name in names for variant in ("baseline", "spec.")))
-    return f'<h2>By request rate</h2>\n<div class="charts">{chart}</div>\n{_table(headings, rows)}'
+    headings = ("requests/s", *(f"{variant} {name}" for name in figures for variant in ("baseline", "spec.")))
+    return (
+        f'<h2>By request rate</h2>\n<p class="soft">One run for each rate and server: {one["requests"]} requests of {escape(one["suite"])} at '
+        f"random times, the same for both servers; K = {one['num_speculative_tokens']}. Times are medians over requests"
+        f"{'; p99: the 99th percentile' if len(figures) == len(every) else ''}.</p>\n"
+        f'<div class="charts">{chart}</div>\n{_table(headings, rows)}'
+    )
 
 
 def _examples(results: Results) -> str:

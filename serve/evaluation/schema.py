@@ -259,15 +259,23 @@ class AtRate(TypedDict):
     tokens_per_second: float
     first_token_seconds: float
     """Median over requests, queueing included."""
-    first_token_seconds_p99: float
+    first_token_seconds_p99: float | None
+    """None with fewer than 100 requests, of which it would be the slowest."""
     seconds_per_token: float
     """Median over requests, after the first token."""
-    seconds_per_token_p99: float
+    seconds_per_token_p99: float | None
+    """Likewise."""
 
 
 class Rate(TypedDict):
-    """One request rate: both servers get the same requests at the same moments."""
+    """One request rate: both servers get the same requests at the same moments, in one run each."""
 
+    suite: str
+    """Whose prompts they are."""
+    requests: int
+    """Counted ones, of each server."""
+    num_speculative_tokens: int
+    """Of the speculative server."""
     baseline: AtRate
     speculative: AtRate
 

@@ -260,9 +260,11 @@ def test_rates_with_real_servers(tmp_path: Path) -> None:
     found = run_evaluate(recipe.model_copy(update={"evaluate": options}), tmp_path / "runs" / "tiny")
     assert set(found["rates"]) == {"4", "50"}
     for rate in found["rates"].values():
+        assert (rate["suite"], rate["requests"]) == ("other", 3)
         for at_rate in (rate["baseline"], rate["speculative"]):
-            assert at_rate["seconds_per_token"] <= at_rate["seconds_per_token_p99"]
-            assert 0 < at_rate["first_token_seconds"] <= at_rate["first_token_seconds_p99"]
+            assert at_rate["seconds_per_token"] > 0
+            assert at_rate["first_token_seconds"] > 0
+            assert at_rate["first_token_seconds_p99"] is None, "of three requests"
             assert at_rate["tokens_per_second"] == pytest.approx(12 * at_rate["requests_per_second"], rel=0.5)
     assert found["rates"]["4"]["baseline"]["requests_per_second"] <= 4
     assert "By request rate" in (tmp_path / "runs" / "tiny" / "eval" / "report.html").read_text()

@@ -58,10 +58,10 @@ def asked(monkeypatch: pytest.MonkeyPatch) -> list[tuple[str, str]]:
         assert {rest["env"]["OPENAI_API_KEY"]} == keys
         option = dict(itertools.pairwise(command))
         rows = [json.loads(line) for line in Path(option["--dataset-path"]).read_text().splitlines()]
-        assert [row["prompt"] for row in rows] == ["one\u2028", "two"]
+        assert [row["prompt"] for row in rows][:2] == ["one\u2028", "two"]
         calls.append((option["--base-url"], option["--request-rate"]))
         failed = option["--request-rate"] == "3.0"
-        result = _SAID | {"completed": 1} if failed else _SAID
+        result = _SAID | {"completed": len(rows) - failed}
         (Path(option["--result-dir"]) / option["--result-filename"]).write_text(json.dumps(result))
         return SimpleNamespace(returncode=0)
 
@@ -71,7 +71,12 @@ def asked(monkeypatch: pytest.MonkeyPatch) -> list[tuple[str, str]]:
 
 
 def ask(
-    folder: Path, *rates: float, known: Any = (), kept: Any = None, placement: Placement | None = None
+    folder: Path,
+    *rates: float,
+    known: Any = (),
+    kept: Any = None,
+    placement: Placement | None = None,
+    prompts: tuple[str, ...] = ("one\u2028", "two"),
 ) -> dict[str, Any]:
     recipe, _ = make_recipe_and_run(folder)
     options = recipe.evaluate.model_copy(update={"request_rates": rates})
@@ -84,9 +89,10 @@ def ask(
     load.at_request_rates(
         recipe.model_copy(update={"evaluate": options}),
         target,
-        {"method": "eagle3"},
-        ["one\u2028", "two"],
+        {"method": "eagle3", "num_speculative_tokens": 3},
+        prompts,
         folder,
+        suite="questions",
         placement=placement or Placement(),
         partial=partial,
     )
@@ -126,7 +132,17 @@ def test_servers_alternate(asked: list[tuple[str, str]], tmp_path: Path) -> None
     assert {name for name, what in asked[4:] if what == "ended"} == {"baseline", "speculative"}
     assert set(found) == {"0.5", "1"}
     assert found["0.5"]["baseline"]["seconds_per_token"] == 0.08
-    assert found["1"]["speculative"]["first_token_seconds_p99"] == 0.9
+
+
+@pytest.mark.parametrize(("count", "p99"), [(99, (None, None)), (100, (0.9, 0.095))])
+def test_what_was_measured_is_recorded_and_a_99th_percentile_of_100_requests_alone(
+    count: int, p99: Any, asked: list[tuple[str, str]], tmp_path: Path
+) -> None:
+    prompts = ("one\u2028", "two", *(str(number) for number in range(2, count)))
+    rate = ask(tmp_path, 0.5, prompts=prompts)["0.5"]
+    assert (rate["suite"], rate["requests"], rate["num_speculative_tokens"]) == ("questions", count, 3)
+    for server in ("baseline", "speculative"):
+        assert (rate[server]["first_token_seconds_p99"], rate[server]["seconds_per_token_p99"]) == p99
 
 
 def test_known_rates_are_not_measured_again(asked: list[tuple[str, str]], tmp_path: Path) -> None:

@@ -193,7 +193,15 @@ def _results(target: str = "a target") -> schema.Results:
         "predicted_acceptance_length": {"2": 1.678, "3": 1.9},
         "predicted_speedup": {"2": 1.456, "3": 1.2},
         "load": {"4": _throughput(4, rates | {"K = 2, float32": 44.0})},
-        "rates": {"0.5": {"baseline": at_rate, "speculative": at_rate | {"seconds_per_token": 0.0625}}},
+        "rates": {
+            "0.5": {
+                "suite": "held_out",
+                "requests": 100,
+                "num_speculative_tokens": 2,
+                "baseline": at_rate,
+                "speculative": at_rate | {"seconds_per_token": 0.0625},
+            }
+        },
         "examples": [
             {"prompt": "p1", "question": "Why <now>?", "tokens": [["It", 0], [" is", 1], [" <late>", 2], [".", 0]]}
         ],
@@ -314,6 +322,22 @@ def test_report_says_that_another_method_was_faster() -> None:
         "<strong>held_out: another method was faster than this one&#x27;s 1.29 (1.21 to 1.37): lookup 1.50 (1.40 to 1.60), over the same "
         "baseline.</strong>" in report.render(results)
     )
+
+
+def test_report_says_what_was_measured_at_request_rates() -> None:
+    found = _results()
+    html = report.render(found)
+    assert "One run for each rate and server: 100 requests of held_out at random times" in html
+    assert "K = 2. Times are medians over requests; p99: the 99th percentile." in html
+    assert html.count("p99, s</th>") == html.count("s/token p99</th>") == 2
+    of_few = found["rates"]["0.5"]
+    of_few["requests"] = 32
+    for at in (of_few["baseline"], of_few["speculative"]):
+        at["first_token_seconds_p99"] = None
+        at["seconds_per_token_p99"] = None
+    html = report.render(found)
+    assert "p99" not in html
+    assert "<td>0.5</td><td>20.000</td><td>20.000</td><td>0.250</td><td>0.250</td><td>0.080</td><td>0.062</td>" in html
 
 
 def test_report_escapes_what_it_did_not_write() -> None:
