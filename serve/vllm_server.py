@@ -125,9 +125,8 @@ class VllmServer:
         for line in self._process.stdout:
             text = line.decode(errors="replace")
             self._said.append(text.rstrip())
-            with suppress(
-                OSError, ValueError
-            ):  # nobody reads it any more, or the disk is full: unread, the pipe would stop the server
+            # Where nobody reads it any more, or the disk is full: the pipe must be read all the same, or the server stops.
+            with suppress(OSError, ValueError):
                 show(text)
 
 

@@ -205,7 +205,9 @@ class StageRun:
         _unlock(self.directory)
         return figures
 
-    def revise(self, figures: dict[str, Any], *, recipe: dict[str, Any] | None = None, files: Sequence[str] = ()) -> None:
+    def revise(
+        self, figures: dict[str, Any], *, recipe: dict[str, Any] | None = None, files: Sequence[str] = ()
+    ) -> None:
         """Give a finished stage other figures and files. Its record keeps when and with which versions they were made.
 
         Args:
