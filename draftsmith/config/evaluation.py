@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Annotated, Any, Literal
 
-from pydantic import Field, model_validator
+from pydantic import AfterValidator, Field, model_validator
 
 from draftsmith.config.methods import AnyMethod
 from draftsmith.config.sampling import Sampling
@@ -13,6 +13,19 @@ from draftsmith.config.sources import Prompts
 
 RESULTS_VERSION = 18
 """`schema_version` of `results.json`: counted up when results or report change, so that evaluations of before run again."""
+
+
+_TAKEN = ("store", "checkpoint", "vllm", "generate")
+
+
+def _is_free(folder: str) -> str:
+    if folder in _TAKEN:
+        raise ValueError(f"the run's `{folder}` holds something else; choose another name, such as `eval-{folder}`")
+    return folder
+
+
+OutputFolder = Annotated[str, Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]*$"), AfterValidator(_is_free)]
+"""A folder's name inside the run, which is not one that another command writes: what is in it is deleted for new results."""
 
 
 class SuiteConfig(Section):
@@ -93,7 +106,7 @@ class EvaluateConfig(Section):
     """Other methods, measured on every suite as the run's drafter is. Two engines are up at a time, whatever is compared."""
     methods_under_load: bool = False
     """Time these methods at each `concurrency` too, not only with one request in flight."""
-    output: str = "eval"
+    output: OutputFolder = "eval"
     """Folder of the results inside the run."""
 
     @property
@@ -127,7 +140,7 @@ class TuneConfig(Section):
     """Longest answer for acceptance and wall-clock speed, in tokens."""
     engine_starts: int = Field(1, ge=1)
     """With `--verify`: how often engines are started, as in `evaluate.engine_starts`."""
-    output: str = "tune"
+    output: OutputFolder = "tune"
     """Folder of the results inside the run."""
 
 

@@ -102,6 +102,14 @@ class Recipe(Section):
             raise ValueError(f"`tune.suite` names `{self.tune.suite}`, which is not a suite; suites: {known}")
         return self
 
+    @model_validator(mode="after")
+    def _a_folder_for_each(self) -> Recipe:
+        if self.evaluate.output == self.tune.output:
+            raise ValueError(
+                f"`evaluate.output` and `tune.output` are both `{self.tune.output}`, and each would delete what the other wrote"
+            )
+        return self
+
     @field_validator("evaluate")
     @classmethod
     def _suites_exist(cls, value: EvaluateConfig) -> EvaluateConfig:

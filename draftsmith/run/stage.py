@@ -175,7 +175,14 @@ class StageRun:
         return figures
 
     def claim(self, *, fresh: bool, keep: Collection[str] = ()) -> None:
-        """See `claim`. Other processes are let in again when this object is gone, as after an error."""
+        """See `claim`. Other processes are let in again when this object is gone, as after an error. Raises UserError also if `fresh` would
+        delete what another stage finished."""
+        record = read(self.directory) if fresh else None
+        if record is not None and (other := record.get("stage")) != self.stage:
+            raise UserError(
+                f"{self.directory} holds what the stage `{other}` finished, which `{self.stage}` would delete. Move it away, or choose another "
+                "folder for one of them."
+            )
         claim(self.directory, fresh=fresh, keep=keep)
         weakref.finalize(self, _unlock, self.directory)
 

@@ -59,6 +59,19 @@ def test_claiming_unfinishes_and_keeps_or_clears(tmp_path):
     assert not (directory / "shard").exists()
 
 
+def test_nothing_of_another_stage_is_deleted(tmp_path):
+    directory = tmp_path / "store"
+    stage.claim(directory, fresh=False)
+    (directory / "shard").write_text("x")
+    finish(directory)
+    with pytest.raises(UserError, match="holds what the stage `extract` finished, which `evaluate` would delete"):
+        StageRun("evaluate", directory).claim(fresh=True)
+    assert (directory / "shard").exists()
+    assert stage.read(directory) is not None
+    StageRun("extract", directory).claim(fresh=True)
+    assert not (directory / "shard").exists()
+
+
 def test_another_process_is_kept_out_until_the_stage_has_finished(tmp_path):
     run = StageRun("evaluate", tmp_path / "eval")
     run.claim(fresh=True)
