@@ -141,7 +141,11 @@ def read(
 ) -> Checkpoint:
     """Read the checkpoint in `directory`; formats that leave out some of it need the drafter's `target`, whose tensors `shared` loads if it is
     given.
-    Raises UserError: the checkpoint is damaged, or its config is incomplete."""
+
+    Raises:
+        UserError: its config is incomplete, or it cannot be converted.
+        CorruptCheckpoint: it is damaged.
+    """
     try:
         if found.format == NATIVE:
             return Checkpoint.load(directory).check()
@@ -153,7 +157,7 @@ def read(
         shared = shared or _shared_by(target)
         return FORMATS[found.format].read(directory, found.kind, target=named, known=known, shared=shared)
     except UserError as error:
-        raise UserError(f"{directory}, read as {found.format} ({found.kind}): {error}") from None
+        raise type(error)(f"{directory}, read as {found.format} ({found.kind}): {error}") from None
 
 
 def convert_checkpoint(

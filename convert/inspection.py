@@ -1,20 +1,20 @@
 """`draftsmith inspect`: identify a directory, verify it, and describe what a store holds."""
 
 import time
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors import SafetensorError, safe_open
 
 from draftsmith.config.drafters import KINDS, kind_of_architecture
-from draftsmith.convert.convert import recognize
+from draftsmith.convert.convert import read, recognize
 from draftsmith.drafters.checkpoint import RECORD, WEIGHTS, Checkpoint, CorruptCheckpoint
 from draftsmith.drafters.layout import EXTRA, look_up
 from draftsmith.run import stage
 from draftsmith.run.atomic_io import read_json
 from draftsmith.run.errors import UserError
-from draftsmith.run.weights import open_weights, weight_files
+from draftsmith.run.weights import Weight, open_weights, weight_files
 from draftsmith.store.format import MANIFEST, CorruptStore
 from draftsmith.store.reader import Store
 from draftsmith.target.hub import is_snapshot
@@ -28,19 +28,30 @@ def inspect(directory: Path, *, stats: bool = False) -> dict[str, Any]:
 
     Returns `kind` (`store`, `checkpoint`, `vllm`, or `drafter` of another format or damaged), `path`, `finished` (whether
     its stage finished), `good`, `about` (what it holds), `damage` if not good (`file`, byte range `start : end` if known,
-    `message`, `places`: how many), and with `stats`, for a store, the result of `store_stats`. Raises UserError: it is none
-    of these, or its format is of another version.
+    `message`, `places`: how many), and with `stats`, for a store, the result of `store_stats`. A good drafter from elsewhere may have
+    `not_compared`: why its tensors were not compared with its config.
+
+    Raises:
+        UserError: it is none of these, or its format or kind is of another version.
+        PermissionError: a file may not be read.
     """
-    finished = is_snapshot(directory) or stage.read(directory) is not None  # a commit on the Hub is complete
+    record = stage.read(directory)
+    finished = is_snapshot(directory) or record is not None  # a commit on the Hub is complete
     report = {"path": str(directory), "finished": finished} if directory.is_dir() else {}
     if (directory / MANIFEST).is_file():
         return report | {"kind": "store"} | _inspect_store(directory, stats=stats)
     if stats:
         raise UserError(f"`--stats` is for stores, and {directory} is not one: it has no {MANIFEST}.")
     if (directory / RECORD).is_file():
-        return report | {"kind": "checkpoint"} | _inspect_checkpoint(directory)
-    if (directory / "config.json").is_file() and weight_files(directory):
-        return report | _inspect_drafter(directory)
+        report |= {"kind": "checkpoint"} | _inspect_checkpoint(directory)
+    elif (directory / "config.json").is_file() and weight_files(directory):
+        report |= _inspect_drafter(directory)
+    if "kind" in report:
+        if report["good"] and (changed := stage.changed_file(directory, record or {})) is not None:
+            report |= _damaged_drafter(
+                directory, f"{changed.name} is not as {stage.MARKER} records it. Run its stage again."
+            )
+        return report
     outputs = [name for name in ("store", "checkpoint", "vllm") if (directory / name).is_dir()]
     hint = f" It is a run: inspect {' or '.join(str(directory / name) for name in outputs)}." if outputs else ""
     raise UserError(
@@ -78,29 +89,20 @@ def _damage(damage: CorruptStore, *, places: int) -> dict[str, Any]:
 
 
 def _inspect_checkpoint(directory: Path) -> dict[str, Any]:
-    """Verify that the safetensors file opens, has the length that its header says, and holds only finite values."""
-    weights = directory / WEIGHTS
+    """Verify that it loads: the safetensors file is whole, its tensors are those of the config, and their values finite."""
     try:
-        with safe_open(weights, framework="pt") as file:
-            for name in file.keys():  # noqa: SIM118 (not a mapping)
-                _check_finite(name, file.get_tensor(name))
-        return {"good": True, "about": _about_checkpoint(directory)}
-    except (SafetensorError, OSError, ValueError, KeyError, TypeError, AttributeError, CorruptCheckpoint) as error:
-        message = (
-            f"{directory} is damaged: {weights.name} or its description cannot be used ({error}). Run its stage again."
-        )
-        return {"good": False, "about": {}, "damage": {"file": str(weights), "message": message, "places": 1}}
-
-
-def _check_finite(name: str, values: torch.Tensor) -> None:
-    wide = values.float() if values.itemsize == 1 else values  # isfinite does not support 8-bit floats
-    if values.is_floating_point() and not torch.isfinite(wide).all():
-        raise ValueError(f"the tensor {name} has values that are not finite")
-
-
-def _about_checkpoint(directory: Path) -> dict[str, Any]:
-    found = Checkpoint.load(directory)
-    return {
+        if not (directory / WEIGHTS).is_file():
+            raise CorruptCheckpoint("it is missing")
+        found = Checkpoint.load(directory).check()
+        _check_finite(found.weights)
+    except CorruptCheckpoint as error:
+        message = f"{directory} is damaged: {WEIGHTS} or its description cannot be used ({error}). Run its stage again."
+        return {
+            "good": False,
+            "about": {},
+            "damage": {"file": str(directory / WEIGHTS), "message": message, "places": 1},
+        }
+    about = {
         "drafter": found.kind,
         "target": found.target["name"],
         "target_revision": found.target["revision"],
@@ -108,10 +110,21 @@ def _about_checkpoint(directory: Path) -> dict[str, Any]:
         "parameters": sum(weight.count for weight in found.weights.values()),
         "predicted_acceptance_length": found.training.get("predicted_acceptance_length"),
     }
+    return {"good": True, "about": about}
+
+
+def _check_finite(weights: Mapping[str, Weight]) -> None:
+    """Raises CorruptCheckpoint: a tensor has values that are not finite."""
+    for name, weight in weights.items():
+        for values in weight.parts() if weight.dtype.is_floating_point else ():
+            wide = values.float() if values.itemsize == 1 else values  # isfinite does not support 8-bit floats
+            if not torch.isfinite(wide).all():
+                raise CorruptCheckpoint(f"the tensor {name} has values that are not finite")
 
 
 def _inspect_drafter(directory: Path) -> dict[str, Any]:
-    """Verify a drafter of any format: that its files open, are whole and hold only finite values. Raises UserError: it is no drafter."""
+    """Verify a drafter of any format: that its files open, are whole and hold only finite values, and that it can be read as conversion
+    reads it, unless it is of a kind or form that only vLLM knows, or leaves a part to its target. Raises UserError: it is no drafter."""
     try:
         record, weights = read_json(directory / "config.json"), open_weights(directory)
     except UserError as error:
@@ -130,19 +143,25 @@ def _inspect_drafter(directory: Path) -> dict[str, Any]:
     for name in made_as.serving.further_files if made_as else ():
         if not (directory / name).is_file():
             return report | _damaged_drafter(directory, f"{name} is missing. Run its stage again.")
+    not_compared = "its format is not one of `draftsmith convert --list`."
     try:
-        for name, weight in weights.items():
-            for part in weight.parts():
-                _check_finite(name, part)
-    except ValueError as error:
-        return report | _damaged_drafter(directory, f"{error}. Get it again, or run its stage again.")
+        _check_finite(weights)
+        if found is not None:
+            read(directory, found)
+            not_compared = ""
+    except CorruptCheckpoint as error:
+        return report | _damaged_drafter(directory, f"{str(error).rstrip('.')}. Get it again, or run its stage again.")
+    except UserError as error:
+        if made_as:
+            return report | _damaged_drafter(directory, str(error))
+        not_compared = str(error)
     about = {
         **({} if found is None else {"drafter": found.kind, "format": found.format}),
         "architectures": named,
         "draft_vocab_size": record.get("draft_vocab_size"),
         "bytes": sum(path.stat().st_size for path in weight_files(directory)),
     }
-    return report | {"good": True, "about": about}
+    return report | {"good": True, "about": about} | ({"not_compared": not_compared} if not_compared else {})
 
 
 def _damaged_drafter(directory: Path, why: str) -> dict[str, Any]:

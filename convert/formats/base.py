@@ -11,7 +11,7 @@ from draftsmith.convert.formats import blocks
 from draftsmith.convert.quantize import SCHEMES, dequantized, quantized
 from draftsmith.convert.vocabulary import MAPS, from_tensors, to_tensors
 from draftsmith.drafters import drafter_class
-from draftsmith.drafters.checkpoint import EMBEDDING, UNKNOWN_TARGET, Checkpoint
+from draftsmith.drafters.checkpoint import EMBEDDING, UNKNOWN_TARGET, Checkpoint, CorruptCheckpoint
 from draftsmith.drafters.dflash import MASK_FILE, DFlashConfig, read_mask
 from draftsmith.drafters.layout import EXTRA, Layout, Rows, Source, look_up, put
 from draftsmith.run.atomic_io import read_json, write_bytes, write_json
@@ -66,7 +66,9 @@ class Format:
             known: from the target: fields that the format leaves out.
             shared: the target's tensors, of which the format may leave some out; None if the target was not named.
 
-        Raises UserError: a part is missing, unknown or contradictory.
+        Raises:
+            UserError: a part is unknown, or left to a target that was not named, or computes what the kind's module does not.
+            CorruptCheckpoint: tensors are missing, or contradict the config.
         """
         layout = self.layouts[kind]
         record, weights = dequantized(read_json(directory / "config.json"), open_weights(directory))
@@ -140,7 +142,7 @@ class Format:
         left_out = self.layouts[kind].shared.keys()
         if missing := sorted(shapes.keys() - found.keys() - left_out):
             stored_as = {name: stored for stored, name in reversed(names.items())}
-            raise UserError(
+            raise CorruptCheckpoint(
                 f"The checkpoint lacks {listed([stored_as[name] for name in missing])}. It is incomplete or of another "
                 "format; nothing was made up in their place."
             )

@@ -52,9 +52,15 @@ def _print_report(report: dict[str, Any]) -> None:
         places = report["damage"]["places"]
         print(("" if places == 1 else f"{places} places are damaged. The first: ") + report["damage"]["message"])
         return
-    print(
-        "intact: every checksum matches" if report["kind"] == "store" else "intact: it loads and all values are finite"
-    )
+    if report["kind"] == "store":
+        print("intact: every checksum matches")
+    elif "not_compared" in report:
+        print(
+            "all values are finite; its tensors were not compared with its config, which `draftsmith convert` does not take as it is: "
+            f"{report['not_compared']}"
+        )
+    else:
+        print("intact: it loads and all values are finite")
     if "stats" in report:
         _print_stats(report["stats"])
 

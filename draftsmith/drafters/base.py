@@ -41,7 +41,11 @@ class DrafterConfig:
 
     @classmethod
     def from_dict(cls, fields: Mapping[str, Any]) -> Self:
-        return cls(**{**fields, "layer_ids": tuple(fields["layer_ids"])})
+        """Raises TypeError, ValueError, KeyError: a field is missing, unknown, or in part of the wrong type."""
+        layer_ids = fields["layer_ids"]
+        if not isinstance(layer_ids, list | tuple) or not all(type(layer) is int for layer in layer_ids):
+            raise ValueError(f"`layer_ids` is {str(layer_ids)[:80]!r}, where a list of whole numbers should be")
+        return cls(**{**fields, "layer_ids": tuple(layer_ids)})
 
 
 @dataclass(frozen=True)

@@ -113,11 +113,16 @@ class Checkpoint:
 
     def drafter_config(self) -> DrafterConfig:
         """`config` as an object of the kind's config class.
-        Raises UserError: its fields are not those of the kind's config."""
+
+        Raises:
+            UserError: this version has no such kind.
+            CorruptCheckpoint: the fields are not those of the kind's config.
+        """
+        kind = drafter_class(self.kind)
         try:
-            return drafter_class(self.kind).config_class.from_dict(self.config)
-        except (TypeError, KeyError) as error:
-            raise UserError(f"The config is not that of a drafter of the kind {self.kind}: {error}.") from None
+            return kind.config_class.from_dict(self.config)
+        except (TypeError, ValueError, KeyError) as error:
+            raise CorruptCheckpoint(f"The config is not that of a drafter of the kind {self.kind}: {error}.") from None
 
     def drafter(self, target: TargetTensors) -> Drafter:
         """The module in float32, for evaluation, with its own embedding if it has one instead of the target's."""
@@ -129,10 +134,19 @@ class Checkpoint:
         return drafter.float().eval()
 
     def check(self) -> Checkpoint:
-        """Return the checkpoint itself if its parts agree. Raises UserError: listing tensors that are missing, unknown
-        or of the wrong shape or dtype, or what else disagrees."""
+        """Return the checkpoint itself if its parts agree.
+
+        Raises:
+            UserError: this version has no such kind.
+            CorruptCheckpoint: listing tensors that are missing, unknown or of the wrong shape or dtype, or what else disagrees.
+        """
         kind, config = drafter_class(self.kind), self.drafter_config()
-        expected = kind.shapes(config)
+        try:
+            expected = kind.shapes(config)
+        except Exception as error:  # what a wrong value breaks depends on the kind's module
+            raise CorruptCheckpoint(
+                f"No drafter of the kind {self.kind} can be made of the config ({error}). The checkpoint is damaged."
+            ) from None
         if kind.has_embedding and EMBEDDING in self.weights:
             expected = {**expected, EMBEDDING: (config.vocab_size, config.hidden_size)}
         found = {name: weight.shape for name, weight in self.weights.items()}
@@ -145,13 +159,15 @@ class Checkpoint:
             if found[name] != expected[name]:
                 problems.append(f"{name} is {list(found[name])}, and the config says {list(expected[name])}")
         if problems:
-            raise UserError(
+            raise CorruptCheckpoint(
                 f"The tensors are not those of the config: {'; '.join(problems[:6])}. The checkpoint is damaged, or of "
                 "another kind than detected."
             )
         integers = sorted(name for name, weight in self.weights.items() if not weight.dtype.is_floating_point)
         if integers:
-            raise UserError(f"{listed(integers)} must be floating point, not {self.weights[integers[0]].dtype}.")
+            raise CorruptCheckpoint(
+                f"{listed(integers)} must be floating point, not {self.weights[integers[0]].dtype}."
+            )
         predicted = self.training.get("predicted_acceptance_length") or {}
         if (
             not UNKNOWN_TARGET.keys() <= self.target.keys()
@@ -159,13 +175,17 @@ class Checkpoint:
             or not isinstance(self.target.get("hf_overrides", {}), dict)
             or not (isinstance(predicted, dict) and all(isinstance(value, int | float) for value in predicted.values()))
         ):
-            raise UserError("The checkpoint's record of its target or its training is malformed. It is damaged.")
+            raise CorruptCheckpoint(
+                "The checkpoint's record of its target or its training is malformed. It is damaged."
+            )
         ids = self.draft_token_ids
         if len(ids) != config.draft_vocab_size or ids.dtype != torch.int64:
-            raise UserError(
+            raise CorruptCheckpoint(
                 f"The draft vocabulary has {len(ids)} tokens, and the config says {config.draft_vocab_size}. The checkpoint "
                 "is damaged."
             )
         if len(ids) and not (ids[0] >= 0 and ids[-1] < config.vocab_size and bool((ids[1:] > ids[:-1]).all())):
-            raise UserError("The draft vocabulary is not an ascending list of the target's token ids. It is damaged.")
+            raise CorruptCheckpoint(
+                "The draft vocabulary is not an ascending list of the target's token ids. It is damaged."
+            )
         return self

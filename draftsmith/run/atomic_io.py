@@ -17,11 +17,18 @@ _NO_SPACE = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)  # error numbers of a full
 
 
 def read_json(path: Path) -> dict[str, Any]:
-    """Read a file that holds a JSON object. Raises UserError: the file is missing or holds something else."""
+    """Read a file that holds a JSON object.
+
+    Raises:
+        UserError: the file is missing or holds something else.
+        PermissionError: it may not be read.
+    """
     try:
         record = json.loads(path.read_bytes())
     except FileNotFoundError:
         raise UserError(f"There is no {path.name} in {path.parent}.") from None
+    except PermissionError:
+        raise
     except (OSError, ValueError, RecursionError) as error:
         raise UserError(f"{path} is not JSON ({error}). Get it again.") from None
     if not isinstance(record, dict):

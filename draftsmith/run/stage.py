@@ -165,7 +165,7 @@ class StageRun:
         record = read(self.directory)
         if record is None or record["inputs"] != inputs:
             return None
-        if check_files and (changed := _changed(self.directory, record.get("files") or {})) is not None:
+        if check_files and (changed := changed_file(self.directory, record)) is not None:
             console.print(
                 f"{self.stage}: {changed} is not as it was written and is made again", highlight=False, soft_wrap=True
             )
@@ -228,7 +228,7 @@ class StageRun:
         write_json(self.directory / MARKER, record | {"figures": figures, "recipe": sections, "files": hashes})
 
 
-def _changed(directory: Path, hashes: Mapping[str, str]) -> Path | None:
-    """A file that is missing, or has another SHA-256 than its record says; None if there is none."""
-    paths = ((directory / name, expected) for name, expected in hashes.items())
+def changed_file(directory: Path, record: Mapping[str, Any]) -> Path | None:
+    """A file that is missing, or has another SHA-256 than the directory's `stage.json` says; None if there is none."""
+    paths = ((directory / name, expected) for name, expected in (record.get("files") or {}).items())
     return next((path for path, expected in paths if not path.is_file() or sha256_of(path) != expected), None)

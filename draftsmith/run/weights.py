@@ -157,8 +157,11 @@ def _open_shards(index: Path, opened: Callable[[Path], dict[str, Weight]]) -> di
 
 def open_safetensors(path: Path) -> dict[str, Weight]:
     try:
+        header = read_header(path)
         with safe_open(path, framework="pt"):  # checks sizes, types, and that tensors fill the file without overlap
-            header = read_header(path)
+            pass
+    except PermissionError:  # the file may be whole
+        raise
     except (SafetensorError, ValueError, OSError) as error:
         raise UserError(f"{path} is not a whole safetensors file ({error}). Get it again.") from None
     weights = {}
@@ -199,6 +202,8 @@ def open_pickle(path: Path) -> dict[str, Weight]:
             if "mmap" not in str(error):
                 raise
             record = torch.load(path, map_location="cpu", weights_only=True)  # written by torch before 1.6
+    except PermissionError:
+        raise
     except pickle.UnpicklingError:
         raise UserError(
             f"{path} holds more than tensors, and unpickling it could run its author's code, so it was not read. If you trust it, "

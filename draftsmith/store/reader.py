@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ctypes
 import mmap
+import os
 from collections.abc import Iterator
 from pathlib import Path
 from typing import NamedTuple
@@ -172,7 +173,8 @@ class OpenShard:
         self.about, self.path = about, directory / about.file
         if not self.path.is_file():
             raise CorruptStore(self.path, 0, about.bytes, "the file is not there")
-        size = self.path.stat().st_size
+        with self.path.open("rb") as file:  # where it may not be read, torch names neither the file nor the reason
+            size = os.fstat(file.fileno()).st_size
         if size != about.bytes:
             start, end = sorted((size, about.bytes))
             raise CorruptStore(self.path, start, end, f"the file has {size} bytes instead of {about.bytes}")

@@ -1,8 +1,12 @@
 """`draftsmith inspect`: its report and its exit status."""
 
+import errno
 import json
+import re
 import sys
+from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -10,12 +14,12 @@ from safetensors.torch import load_file, save_file
 from typer.testing import CliRunner
 
 from draftsmith.cli import app
+from draftsmith.convert.convert import convert_checkpoint
 from draftsmith.convert.formats import FORMATS
 from draftsmith.convert.inspection import inspect, store_stats, write_plot
 from draftsmith.drafters.checkpoint import Checkpoint
 from draftsmith.run import stage
 from draftsmith.run.errors import UserError
-from draftsmith.run.weights import in_memory
 from draftsmith.store.format import Sequence
 from draftsmith.store.reader import Store
 from draftsmith.target.tensors import TargetTensors, load_target_tensors
@@ -79,19 +83,16 @@ def test_other_directories(tmp_path: Path) -> None:
 
 
 def test_checkpoint_and_drafter(tmp_path: Path) -> None:
-    checkpoint = Checkpoint(
-        kind="eagle3",
-        config={},
-        target={"name": "tiny", "revision": "r", "config_hash": "c"},
-        draft_token_ids=torch.arange(5),
-        weights=in_memory({"fc.weight": torch.ones(2, 3)}),
-        training={},
-    )
+    target = {"name": "tiny", "revision": "r", "config_hash": "c"}
+    checkpoint = replace(make_checkpoint(*PUBLISHED["medusa"]), target=target)
     checkpoint.save(tmp_path)
     report = inspect(tmp_path)
     assert report["kind"] == "checkpoint"
     assert report["good"]
-    assert (report["about"]["target"], report["about"]["parameters"]) == ("tiny", 6)
+    assert (report["about"]["target"], report["about"]["parameters"]) == (
+        "tiny",
+        sum(weight.count for weight in checkpoint.weights.values()),
+    )
     drafter = tmp_path / "vllm"
     drafter.mkdir()
     weights = (tmp_path / "draft.safetensors").read_bytes()
@@ -101,6 +102,7 @@ def test_checkpoint_and_drafter(tmp_path: Path) -> None:
     status, said = run(str(drafter))
     assert status == 0
     assert "is a drafter for vLLM\n" in said
+    assert "does not take as it is: its format is not one of" in said
     record = (tmp_path / "draft.json").read_text()
     for damaged in (record[:-5], record.replace('"kind"', '"sort"')):
         (tmp_path / "draft.json").write_text(damaged)
@@ -119,6 +121,91 @@ def test_checkpoint_and_drafter(tmp_path: Path) -> None:
         status, said = run(str(folder))
         assert status == 1
         assert message in said
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"hidden_size": 48}, "and the config says"),
+        ({"hidden_size": "wide"}, "No drafter of the kind medusa can be made of the config"),
+        ({"layer_ids": "abc"}, "`layer_ids` is 'abc', where a list of whole numbers should be"),
+        ({"num_heads": 3}, "missing: "),
+        ({"gears": 5}, "The config is not that of a drafter of the kind medusa"),
+    ],
+)
+def test_a_checkpoint_that_cannot_be_used_is_damaged(change: dict[str, Any], message: str, tmp_path: Path) -> None:
+    checkpoint = make_checkpoint(*PUBLISHED["medusa"])
+    checkpoint.save(tmp_path)
+    assert inspect(tmp_path)["good"]
+    replace(checkpoint, config=checkpoint.config | change).save_record(tmp_path)
+    report = inspect(tmp_path)
+    assert not report["good"]
+    assert message in report["damage"]["message"]
+    with pytest.raises(UserError, match=re.escape(message)):  # as conversion says it, without a traceback
+        convert_checkpoint(tmp_path, tmp_path / "out", to="vllm")
+
+
+def test_a_checkpoint_of_a_later_version_s_kind_is_not_called_damaged(tmp_path: Path) -> None:
+    checkpoint = make_checkpoint(*PUBLISHED["medusa"])
+    checkpoint.save(tmp_path)
+    replace(checkpoint, kind="eagle9").save_record(tmp_path)
+    with pytest.raises(UserError, match="knows no drafter of the kind `eagle9`"):
+        inspect(tmp_path)
+
+
+def test_a_drafter_whose_tensors_are_not_those_of_its_config_is_damaged(tmp_path: Path) -> None:
+    FORMATS["vllm"].write(make_checkpoint(*PUBLISHED["medusa"]), tmp_path)
+    assert inspect(tmp_path)["good"]
+    record = json.loads((tmp_path / "config.json").read_text())
+    for change, message in (({"hidden_size": 48}, "and the config says"), ({"num_heads": 3}, "The checkpoint lacks")):
+        (tmp_path / "config.json").write_text(json.dumps(record | change))
+        report = inspect(tmp_path)
+        assert not report["good"]
+        assert message in report["damage"]["message"]
+    stated = {name: value for name, value in record["draftsmith"].items() if name != "kind"}
+    # One from elsewhere that conversion does not take may be served all the same.
+    (tmp_path / "config.json").write_text(json.dumps(record | {"draftsmith": stated, "gears": 5}))
+    report = inspect(tmp_path)
+    assert report["good"]
+    assert "unknown fields" in report["not_compared"]
+    assert (
+        "its tensors were not compared with its config, which `draftsmith convert` does not take"
+        in run(str(tmp_path))[1]
+    )
+
+
+def test_a_file_that_changed_since_its_stage_is_damage(tmp_path: Path) -> None:
+    FORMATS["vllm"].write(make_checkpoint(*PUBLISHED["medusa"]), tmp_path)
+    files = ("config.json", "model.safetensors")
+    stage.StageRun("convert", tmp_path).finish("x", {}, recipe={}, files=files)
+    assert inspect(tmp_path)["good"]
+    path = tmp_path / "model.safetensors"
+    tensors = load_file(path)
+    save_file({name: value * 2 if value.is_floating_point() else value for name, value in tensors.items()}, path)
+    report = inspect(tmp_path)
+    assert not report["good"]
+    assert "model.safetensors is not as stage.json records it" in report["damage"]["message"]
+
+
+@pytest.mark.parametrize("name", ["config.json", "model.safetensors", "shard-00000.safetensors"])
+def test_a_file_that_may_not_be_read_is_not_called_damaged(
+    name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    if name.startswith("shard"):
+        filled(tmp_path).close()
+    else:
+        FORMATS["vllm"].write(make_checkpoint(*PUBLISHED["medusa"]), tmp_path)
+    assert inspect(tmp_path)["good"]
+    opened = Path.open
+
+    def denied(path: Path, *arguments: Any, **options: Any) -> Any:  # tests may run as root, who may read everything
+        if path.name == name:
+            raise PermissionError(errno.EACCES, "Permission denied", str(path))
+        return opened(path, *arguments, **options)
+
+    monkeypatch.setattr(Path, "open", denied)
+    with pytest.raises(PermissionError, match=name):
+        inspect(tmp_path)
 
 
 @pytest.fixture(scope="module")
