@@ -87,13 +87,23 @@ def tokenizer_of(directory: Path, *, trust_remote_code: bool = False) -> Any:
         trust_remote_code: as for `config_of`.
 
     Raises:
-        UserError: the target's own code would have to run, or failed.
-        OSError, ValueError, KeyError: there is no readable tokenizer.
+        UserError: there is no readable tokenizer, or the target's own code would have to run, or failed.
+        PermissionError: a file may not be read.
     """
     from transformers import AutoTokenizer
 
-    with _own_code("tokenizer", directory, trust_remote_code):
-        return AutoTokenizer.from_pretrained(directory, trust_remote_code=trust_remote_code, **_WITH_TEMPLATE)
+    try:
+        with _own_code("tokenizer", directory, trust_remote_code):
+            return AutoTokenizer.from_pretrained(directory, trust_remote_code=trust_remote_code, **_WITH_TEMPLATE)
+    except (UserError, PermissionError):
+        raise
+    except Exception as error:  # the library for tokenizer.json raises plain ones, transformers many kinds
+        files = ", ".join(sorted(path.name for path in directory.glob("tokenizer*"))) or "none is there"
+        why = " ".join(str(error).split())[:300]
+        raise UserError(
+            f"The tokenizer of the target in {directory} cannot be read ({type(error).__name__}: {why}). Its files ({files}) are damaged or "
+            "incomplete: download or save them again."
+        ) from error
 
 
 def processor_of(directory: Path, *, trust_remote_code: bool = False) -> Any:
@@ -137,11 +147,15 @@ def processor_of(directory: Path, *, trust_remote_code: bool = False) -> Any:
 def model_of(
     directory: Path, dtype: torch.dtype, *, trust_remote_code: bool = False, attention: str | None = None
 ) -> Any:
-    """The causal language model, for inference on the CPU; with what sees images, where the target has that. Other arguments and
-    errors as for `tokenizer_of`.
+    """The causal language model, for inference on the CPU; with what sees images, where the target has that.
 
     Args:
+        trust_remote_code: as for `config_of`.
         attention: transformers' `attn_implementation`; None for its choice.
+
+    Raises:
+        UserError: the target's own code would have to run, or failed.
+        OSError, ValueError, KeyError: there is no readable model.
     """
     from transformers import AutoModelForCausalLM, AutoModelForImageTextToText
     from transformers.models.auto.modeling_auto import (

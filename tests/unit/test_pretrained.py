@@ -33,6 +33,7 @@ from draftsmith.target.tensors import load_target_tensors
 from tests.families import FAMILIES, change_config
 from tests.seeing import save_llava_processor
 from tests.unit.test_target import HIDDEN, LAYERS, VOCAB, save_model
+from tests.unit.tiny_run import make_run
 
 CODE = {
     "configuration_own.py": """
@@ -250,6 +251,17 @@ def test_an_unreadable_config_stays_an_error_of_its_own(tmp_path: Path) -> None:
     shutil.rmtree(folder)
     with pytest.raises(UserError, match=r"There is no config\.json"):
         describe_target(folder)
+
+
+@pytest.mark.parametrize("text", ["{", "[]", "{}", '{"added_tokens": [], "model": 3}'])
+def test_a_damaged_tokenizer_is_named(tmp_path: Path, text: str) -> None:
+    make_run(tmp_path)
+    folder = tmp_path / "target"
+    (folder / "tokenizer.json").write_text(text)
+    with pytest.raises(
+        UserError, match=r"Its files \(tokenizer\.json\) are damaged or incomplete: download or save them again"
+    ):
+        tokenizer_of(folder)
 
 
 @pytest.mark.parametrize("kind", ["mistral", "mistral3"])
