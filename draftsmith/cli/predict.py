@@ -53,6 +53,7 @@ def predict(
         int | None,
         typer.Option(
             min=1,
+            max=1024,
             help="Levels of a tree. Default: 5; parallel drafters: all.",
             show_default=False,
             rich_help_panel=_TREES,
@@ -62,6 +63,7 @@ def predict(
         int,
         typer.Option(
             min=1,
+            max=1024,
             help="Nodes extended on each level, and children of each. Parallel drafters have no such limit.",
             rich_help_panel=_TREES,
         ),

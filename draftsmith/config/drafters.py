@@ -14,6 +14,10 @@ from pydantic import BeforeValidator, Field, model_validator
 from draftsmith.config.section import LayerIds, Section
 
 
+MOST = 1000
+"""Most layers, heads and draft tokens of a drafter, of which none has nearly as many: a number with a digit too many is refused at once."""
+
+
 @dataclass(frozen=True)
 class ServingSpec:
     """How vLLM serves a kind of drafter."""
@@ -120,7 +124,7 @@ class EagleOptions(DrafterOptions):
     )
 
     kind: Literal["eagle"] = "eagle"
-    num_layers: int = Field(1, ge=1)
+    num_layers: int = Field(1, ge=1, le=MOST)
     """Decoder layers in the drafter."""
     draft_vocab_size: None = None
     """Only null: EAGLE drafts with the target's own head, over its whole vocabulary."""
@@ -137,7 +141,7 @@ class FusingOptions(DrafterOptions):
 
     layer_ids: LayerIds | None = None
     """Layer ids of the hidden states that `fc` fuses, a subset of the store's, in any order. Absent: all of the store's."""
-    num_layers: int = Field(1, ge=1)
+    num_layers: int = Field(1, ge=1, le=MOST)
     """Decoder layers in the drafter."""
     draft_vocab_size: int | None = Field(8192, ge=16)
     """Size of the draft vocabulary: the most frequent tokens of the store's responses. null: the target's whole vocabulary."""
@@ -189,9 +193,9 @@ class PEagleOptions(FusingOptions):
     )
 
     kind: Literal["p_eagle"] = "p_eagle"
-    num_layers: int = Field(4, ge=1)
+    num_layers: int = Field(4, ge=1, le=MOST)
     """Decoder layers in the drafter."""
-    num_depths: int = Field(8, ge=2)
+    num_depths: int = Field(8, ge=2, le=MOST)
     """Draft tokens that are trained, which is the largest K, regardless of `ttt_steps`."""
     down_sample_ratio: float = Field(0.7, gt=0, le=1)
     """Train the d-th draft token after the first on this share, to the power of d, of the positions, drawn anew in every step. Each draft
@@ -225,11 +229,11 @@ class BlockOptions(DrafterOptions):
 
     layer_ids: LayerIds | None = None
     """Layer ids of the hidden states that `fc` fuses, a subset of the store's, in any order. Absent: all of the store's."""
-    num_layers: int = Field(2, ge=1)
+    num_layers: int = Field(2, ge=1, le=MOST)
     """Decoder layers in the drafter."""
     draft_vocab_size: int | None = Field(8192, ge=16)
     """Size of the draft vocabulary: the most frequent tokens of the store's responses. null: the target's whole vocabulary."""
-    block_size: int = Field(8, ge=2)
+    block_size: int = Field(8, ge=2, le=MOST)
     """Rows of a block: the last known token and the draft tokens. The largest K is one less, regardless of `ttt_steps`. Published drafters
     have 16, and little data takes fewer: each position is then trained more often."""
     causal: bool = False
@@ -372,9 +376,9 @@ class MedusaOptions(DrafterOptions):
     )
 
     kind: Literal["medusa"] = "medusa"
-    num_heads: int = Field(4, ge=1)
+    num_heads: int = Field(4, ge=1, le=MOST)
     """Number of heads, which is the largest K. All are trained, regardless of `ttt_steps`."""
-    num_layers: int = Field(1, ge=1)
+    num_layers: int = Field(1, ge=1, le=MOST)
     """Residual blocks per head."""
     bias: bool = False
     """Whether the blocks have biases, as in the original implementation."""
@@ -406,7 +410,7 @@ class MlpOptions(DrafterOptions):
     )
 
     kind: Literal["mlp_speculator"] = "mlp_speculator"
-    n_predict: int = Field(3, ge=1)
+    n_predict: int = Field(3, ge=1, le=MOST)
     """Largest K. All steps are trained, regardless of `ttt_steps`."""
     inner_size: int | None = Field(None, ge=1)
     """Width of its state. Absent: the target's hidden size."""

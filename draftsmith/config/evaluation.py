@@ -8,6 +8,7 @@ from pydantic import AfterValidator, Field, model_validator
 
 from draftsmith.config.methods import AnyMethod
 from draftsmith.config.sampling import Sampling
+from draftsmith.config.sampling_options import Temperature
 from draftsmith.config.section import Section
 from draftsmith.config.sources import Prompts
 
@@ -58,7 +59,7 @@ class EvaluateConfig(Section):
     k: tuple[Annotated[int, Field(ge=1)], ...] = Field((1, 2, 3, 4), min_length=1)
     """Numbers of speculative tokens to try on the first suite; the one with the highest estimated speedup is served. With one engine
     start, those are left out that cannot be the fastest, by step costs and acceptance at smaller K."""
-    temperature: float = Field(0.0, ge=0)
+    temperature: Temperature = 0.0
     """Sampling temperature of all answers that are measured, of `draftsmith tune` too; 0 is greedy. Above 0 answers are drawn anew by
     each engine, so they are not compared token for token: see `fidelity`."""
     top_p: float = Field(1.0, gt=0, le=1)

@@ -6,7 +6,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import Field, model_validator
 
-from draftsmith.config.sampling_options import WITHOUT_SPECULATION, Penalty, TokenId, Word, require_room
+from draftsmith.config.sampling_options import WITHOUT_SPECULATION, Penalty, Temperature, TokenId, Word, require_room
 from draftsmith.config.section import LayerIds, Section
 from draftsmith.config.sources import Prompts
 from draftsmith.run.errors import UserError
@@ -36,7 +36,7 @@ class ExtractConfig(Section):
     held_out_max_tokens: int | None = Field(None, ge=1)
     """Longest response to a held-out prompt, in tokens. Absent: `max_tokens`. The evaluation of `held_out` uses it too, so that
     predicted and measured acceptance length refer to the same text."""
-    temperature: float = Field(0.0, ge=0, le=2)
+    temperature: Temperature = 0.0
     """Sampling temperature; 0 is greedy. Sampled responses are reproducible: every prompt has its own seed."""
     top_p: float = Field(1.0, gt=0, le=1)
     """Sample from the most likely tokens whose probabilities add up to this."""
@@ -54,7 +54,7 @@ class ExtractConfig(Section):
     """Lower the logits of tokens that the response has already by this."""
     frequency_penalty: Penalty = 0.0
     """The same times how often the response has them."""
-    repetition_penalty: float = Field(1.0, gt=0, allow_inf_nan=False)
+    repetition_penalty: float = Field(1.0, gt=0)
     """Divide positive logits, and multiply negative ones, of tokens that the prompt or the response has by this."""
     samples: int = Field(1, ge=1)
     """Responses per training prompt, each with its own seed. More than one needs a temperature; held-out prompts get one."""

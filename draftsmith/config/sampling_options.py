@@ -5,10 +5,20 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Annotated, Any
 
-from pydantic import Field, field_validator, model_validator
+from pydantic import AfterValidator, Field, field_validator, model_validator
 
 from draftsmith.config.section import Section
 
+_LEAST_TEMPERATURE = 0.01  # vLLM takes this for any smaller one above 0 (`_MAX_TEMP` in vllm/sampling_params.py)
+
+
+def _as_vllm_takes_it(temperature: float) -> float:
+    if 0 < temperature < _LEAST_TEMPERATURE:
+        raise ValueError(f"vLLM would sample at {_LEAST_TEMPERATURE:g} instead, its least temperature; 0 is greedy")
+    return temperature
+
+
+Temperature = Annotated[float, Field(ge=0, le=2), AfterValidator(_as_vllm_takes_it)]
 Penalty = Annotated[float, Field(ge=-2, le=2)]
 TokenId = Annotated[int, Field(ge=0)]
 Word = Annotated[str, Field(min_length=1)]
@@ -34,7 +44,7 @@ class SamplingOptions(Section):
     """Longest answer, in tokens; shorter where `engine.max_model_len` ends it."""
     min_tokens: int = Field(0, ge=0)
     """Tokens before an end token or one of `stop_token_ids` may be generated."""
-    temperature: float = Field(1.0, ge=0, le=2)
+    temperature: Temperature = 1.0
     """0 is greedy."""
     top_p: float = Field(1.0, gt=0, le=1)
     """Sample from the most likely tokens whose probabilities add up to this."""
@@ -48,7 +58,7 @@ class SamplingOptions(Section):
     """Lower the logits of tokens that the answer has already by this."""
     frequency_penalty: Penalty = 0.0
     """The same times how often the answer has them."""
-    repetition_penalty: float = Field(1.0, gt=0, allow_inf_nan=False)
+    repetition_penalty: float = Field(1.0, gt=0)
     """Divide positive logits, and multiply negative ones, of tokens that the prompt or the answer has by this."""
     stop: tuple[Word, ...] = ()
     """Strings that end an answer."""

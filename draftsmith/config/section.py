@@ -7,9 +7,9 @@ from pydantic import AfterValidator, BaseModel, ConfigDict, ValidationInfo
 
 
 class Section(BaseModel):
-    """A section of a recipe: immutable, without unknown keys."""
+    """A section of a recipe: immutable, without unknown keys, and with finite numbers."""
 
-    model_config = ConfigDict(extra="forbid", frozen=True)
+    model_config = ConfigDict(extra="forbid", frozen=True, allow_inf_nan=False)
 
 
 def _absolute(path: str, info: ValidationInfo) -> str:

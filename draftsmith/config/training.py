@@ -6,7 +6,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import Field, model_validator
 
-from draftsmith.config.drafters import AnyDrafterOptions, BlockOptions, DSparkOptions, Eagle3Options, EagleOptions
+from draftsmith.config.drafters import MOST, AnyDrafterOptions, BlockOptions, DSparkOptions, Eagle3Options, EagleOptions
 from draftsmith.config.sampling import Sampling
 from draftsmith.config.section import LocalPath, Section
 
@@ -29,7 +29,7 @@ class TrainConfig(Section):
 
     drafter: AnyDrafterOptions = Eagle3Options()
     """The drafter's `kind` and the options of that kind. The default kind is `eagle3`."""
-    epochs: float = Field(3, gt=0)
+    epochs: float = Field(3, gt=0, le=10_000)
     """Passes over the training part of the store."""
     tokens_per_step: int = Field(2048, ge=16)
     """Packed tokens per optimizer step, over all processes and micro-batches, so that a run has the same steps on any number of
@@ -45,7 +45,7 @@ class TrainConfig(Section):
     bfloat16 on GPUs, where it has ten times the rate of float32, and float32 on CPUs. `stage.json` records the choice."""
     activation_checkpointing: bool = False
     """Recompute the widest layers in the backward pass instead of keeping their activations: less memory, more time."""
-    ttt_steps: int = Field(3, ge=1)
+    ttt_steps: int = Field(3, ge=1, le=MOST)
     """Steps of training-time test: draft steps that are trained per position."""
     ttt_loss_decay: float = Field(0.8, gt=0, le=1)
     """The loss of draft step k is weighted by ttt_loss_decay**k; not where a drafter has an `acceptance_alpha`."""

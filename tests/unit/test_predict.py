@@ -353,3 +353,10 @@ def test_packed_weights_give_the_same_logits(dtype: torch.dtype) -> None:
             found = model(input_ids=tokens).logits
         assert replaced() == 0
     torch.testing.assert_close(found, expected, rtol=1e-5, atol=1e-6)
+
+
+def test_sizes_that_no_tree_has_are_refused_at_once(tmp_path: Path) -> None:
+    for option in ("--tree-depth", "--tree-top-k"):
+        done = CliRunner().invoke(app, ["predict", str(tmp_path / "recipe.yaml"), "--tree", "4", option, "1000000"])
+        assert done.exit_code == 2
+        assert "is not in the range 1<=x<=1024" in done.output
