@@ -13,7 +13,6 @@ from pydantic import BeforeValidator, Field, model_validator
 
 from draftsmith.config.section import LayerIds, Section
 
-
 MOST = 1000
 """Most layers, heads and draft tokens of a drafter, of which none has nearly as many: a number with a digit too many is refused at once."""
 

@@ -3,6 +3,7 @@
 import difflib
 import hashlib
 import json
+import re
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, get_args, get_origin
@@ -37,6 +38,8 @@ RENAMED = {
     "plan.hardware.train_utilisation": "plan.hardware.train_utilization",
 }
 """Keys of earlier versions and their new names."""
+_INTERNAL = re.compile(r"\[key\]|[a-z-]+\[.*\]|constrained-\w+", re.DOTALL)
+"""What pydantic puts into a location beside keys: that a mapping's key is meant, and which member of a union."""
 _NO_METHODS = {
     "extract_hidden_states": "that is what `draftsmith extract RECIPE` does; the layers are `extract.layer_ids`",
 }
@@ -147,7 +150,9 @@ def _apply_override(data: dict[str, Any], override: str) -> None:
 def _explain(error: ValidationError, path: Path) -> str:
     """Describe a schema error in one paragraph: its first problems, each with the nearest known key."""
     problems = []
-    for item in error.errors()[:4]:
+    # Of a choice of a section or a name, a section is wrong only in itself.
+    items = [item for item in error.errors() if not (_is_literal(item["loc"]) and isinstance(item["input"], dict))]
+    for item in items[:4]:
         location, _ = _place(item["loc"])
         where = ".".join(location) or "the recipe"
         if (new := RENAMED.get(where)) is not None:
@@ -170,6 +175,8 @@ def _explain(error: ValidationError, path: Path) -> str:
             problems.append(
                 f"`{where}` must be left out here. To replace the whole section: `-s '{section}={{kind: ...}}'`"
             )
+        elif item["type"] == "model_type":
+            problems.append(f"`{where}` must be a section (got {item['input']!r:.80})")
         elif item["type"] == "missing":
             problems.append(f"`{where}` is missing")
         else:
@@ -204,12 +211,18 @@ def _hint(given: str, what: str, known: Sequence[str]) -> str:
     return f"did you mean `{near[0]}`?" if near else f"{what}: {', '.join(sorted(known))}"
 
 
+def _is_literal(location: Sequence[str | int]) -> bool:
+    return bool(location) and str(location[-1]).startswith("literal[")
+
+
 def _place(location: Sequence[str | int]) -> tuple[list[str], list[str]]:
-    """Return a location as in the recipe, without pydantic's tags of union members, and the known keys at it."""
+    """Return a location as in the recipe, without pydantic's names and tags of union members, and the known keys at it."""
     path: list[str] = []
     models: list[type[BaseModel]] = [Recipe]
     is_key = False  # whether the part is a key of a mapping, not of a section
     for part in map(str, location):
+        if not is_key and _INTERNAL.fullmatch(part):
+            continue
         tagged = [model for model in models if part in _tags(model)]
         if tagged and not is_key:
             models = tagged
