@@ -13,6 +13,7 @@ import yaml
 from typer.core import TyperCommand
 
 from draftsmith.config.older_forms import GONE, OLDER, WHOLE, todays_method
+from draftsmith.config.sampling_options import SamplingOptions
 from draftsmith.run.errors import UserError
 
 SpeculativeConfig = Annotated[
@@ -32,7 +33,8 @@ _ELSEWHERE = {
     "tensor-parallel-size": "engine.tensor_parallel_size", "gpu-memory-utilization": "engine.gpu_memory_utilization",
     "enforce-eager": "engine.enforce_eager",
 }  # fmt: skip
-"""vLLM's options and the recipe's keys for them. All others are keys of `serve.vllm_args` or `engine.options`."""
+"""vLLM's options and the recipe's keys for them. Parameters of sampling are in `sampling` or in requests, and all others are keys of
+`serve.vllm_args` or `engine.options`."""
 _FOR_EVERY_ENGINE = {
     "quantization", "kv-cache-dtype", "enable-expert-parallel", "distributed-executor-backend", "async-scheduling", "hf-overrides",
     "load-format", "config-format", "tokenizer-mode",
@@ -51,9 +53,7 @@ class VllmCommand(TyperCommand):
         own = {option for parameter in self.params for option in (*parameter.opts, *parameter.secondary_opts)}
         foreign = dict(_foreign_options(args, own | {"--help"}))
         if foreign:
-            raise UserError(
-                what_to_type(foreign, others="serve.vllm_args" if self.name == "serve" else "engine.options")
-            )
+            raise UserError(what_to_type(foreign, serves=self.name == "serve"))
         return super().parse_args(ctx, args)
 
 
@@ -74,15 +74,16 @@ def with_speculative_config(overrides: list[str] | None, speculative_config: str
     return [*(overrides or []), f"serve.method={json.dumps(_with_method(value))}"]
 
 
-def what_to_type(foreign: dict[str, str], *, others: str) -> str:
+def what_to_type(foreign: dict[str, str], *, serves: bool) -> str:
     """What to type here instead of some of vLLM's options.
 
     Args:
         foreign: names, without dashes before them, and values, as typed.
-        others: the section for those without a key of their own.
+        serves: whether the command is `serve`, and not `generate`.
     """
+    others = "serve.vllm_args" if serves else "engine.options"
     speculation: dict[str, Any] = {}
-    settings, gone = [], []
+    settings, gone, of_requests = [], [], []
     for name, value in foreign.items():
         plain = name.replace("-", "_")
         part = plain.removeprefix(f"{WHOLE}.")
@@ -92,22 +93,31 @@ def what_to_type(foreign: dict[str, str], *, others: str) -> str:
             speculation[plain] = value if plain == WHOLE else _value(value)
         elif plain in GONE:
             gone.append(f"--{name}")
+        elif serves and plain in SamplingOptions.model_fields and plain != "seed":
+            of_requests.append(f"--{name}")
         else:
             if plain.startswith("no_") and value == "true":
                 name, plain, value = name[3:], plain[3:], "false"
             option = name.replace("_", "-")
-            key = _ELSEWHERE.get(option, f"{'engine.options' if option in _FOR_EVERY_ENGINE else others}.{plain}")
+            section = "engine.options" if option in _FOR_EVERY_ENGINE else others
+            if not serves and plain in SamplingOptions.model_fields:
+                section = "sampling"
+            key = _ELSEWHERE.get(option, f"{section}.{plain}")
             settings.append(f"-s {shlex.quote(f'{key}={value}')}")
     if {OLDER.get(name) for name in speculation} == {"num_speculative_tokens"}:
         settings.append(f"-k {shlex.quote(str(next(iter(speculation.values()))))}")
     elif speculation:
         settings.append(f"-s {shlex.quote(f'serve.method={json.dumps(todays_method(speculation))}')}")
     named = ", ".join(f"--{name}" for name in foreign)
+    if len(of_requests) == len(foreign):
+        return f"{named}: each request to the server says how it is sampled, as in its field `{of_requests[0][2:].replace('-', '_')}`; leave it out here."
     text = f"{named}: options of vLLM are keys of the recipe here"
     if settings:
         text += f"; on the command line, type `{' '.join(settings)}`"
     if gone:
         text += f"; leave out {', '.join(gone)}, which vLLM no longer has"
+    if of_requests:
+        text += f"; leave out {', '.join(of_requests)}, which each request to the server says"
     return f"{text}."
 
 

@@ -323,6 +323,17 @@ def test_vllm_s_options_are_translated(tmp_path: Path) -> None:
     assert """'serve.method={"method": "ngram", "num_speculative_tokens": 3}'""" in dotted
 
 
+def test_sampling_is_the_recipe_s_in_generate_and_a_request_s_in_serve() -> None:
+    said = error_of("generate", "r", "p", "--out", "o", "--temperature", "0.3", "--top-p=0.9", "--max_tokens", "8")
+    assert "`-s sampling.temperature=0.3 -s sampling.top_p=0.9 -s sampling.max_tokens=8`" in said
+    said = error_of("serve", "r", "--temperature", "0.3")
+    assert said.endswith(
+        "each request to the server says how it is sampled, as in its field `temperature`; leave it out here."
+    )
+    said = error_of("serve", "r", "--top-k", "4", "--max-num-seqs", "8")
+    assert "`-s serve.vllm_args.max_num_seqs=8`; leave out --top-k, which each request to the server says" in said
+
+
 def test_a_number_of_tokens_alone_is_k(tmp_path: Path) -> None:
     """No method is known that it could be a key of."""
     assert error_of("serve", "r", "--num-speculative-tokens", "4").endswith("on the command line, type `-k 4`.")
