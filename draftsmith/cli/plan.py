@@ -26,6 +26,7 @@ from draftsmith.engine.step_cost import target_sizes
 from draftsmith.run.atomic_io import read_json
 from draftsmith.run.errors import UserError
 from draftsmith.target.downloads import fetch
+from draftsmith.target.family import size_of
 from draftsmith.target.info import TargetInfo
 from draftsmith.target.layer_ids import check_layer_ids, default_layer_ids
 from draftsmith.target.prepare import read_config, target_name
@@ -90,9 +91,13 @@ def config_of_target(recipe: Recipe, assumed: Assumptions) -> PretrainedConfig:
         fields = read_json(path)
         config: PretrainedConfig = AutoConfig.for_model(fields.pop("model_type"), **fields)
     except Exception as error:  # what a wrong value breaks depends on the config's class
-        raise UserError(f"`plan.target_config`: {path} is not the config.json of a model: {error}.") from None
+        raise UserError(
+            f"`plan.target_config`: {path} is not the config.json of a model: {str(error).rstrip('.')}."
+        ) from None
     config = language_config(config)
     config.name_or_path = target_name(recipe.target)  # for messages
+    for name in ("hidden_size", "num_hidden_layers", "vocab_size"):
+        size_of(config, name)  # raises where it is none
     return config
 
 

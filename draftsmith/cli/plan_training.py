@@ -14,6 +14,7 @@ from draftsmith.convert.quantize import SCHEMES, quantized_bytes
 from draftsmith.drafters.base import Drafter
 from draftsmith.engine.memory import BYTES, GIB
 from draftsmith.run import stage
+from draftsmith.run.errors import UserError
 from draftsmith.train.loss import rows_at_once
 
 _FLOAT32_ON_GPU = 1 / 16
@@ -115,11 +116,16 @@ def plan_train(recipe: Recipe, assumed: Assumptions, drafter: Drafter, *, layers
 
 def _of_other_stores(recipe: Recipe) -> tuple[float, float]:
     """Tokens, and those of answers, in the training parts of `train.extra_stores`: what they record, with all conversations as long as each
-    other. Those that are not there count as nothing (`plan.py` says so)."""
+    other. Those that are not there count as nothing (`plan.py` says so). Raises UserError: one is no store."""
     tokens = answers = 0.0
     for folder in recipe.train.extra_stores:
         if (record := stage.read(Path(folder.path))) is not None:
             figures = record["figures"]
+            if "held_out_sequences" not in figures:
+                raise UserError(
+                    f"`train.extra_stores` names {folder.path}, which is not a store: it holds what the stage `{record.get('stage')}` made. "
+                    "Name the folder `store` of a run."
+                )
             training = 1 - figures["held_out_sequences"] / max(1, figures["sequences"])
             tokens += training * figures["tokens"]
             answers += training * figures["response_tokens"]

@@ -65,16 +65,17 @@ def target_sizes(
         trust_remote_code: whether the target's own code may run.
 
     Raises:
-        UserError: transformers has no such model, or none without the target's own code.
+        UserError: transformers has no such model, or none without the target's own code, or a value of the config makes no sense.
     """
     from transformers import AutoModelForCausalLM
 
     try:
         with torch.device("meta"):
             model = AutoModelForCausalLM.from_config(config, trust_remote_code=trust_remote_code)
-    except ValueError as error:
+    except Exception as error:  # what a wrong value breaks depends on the model's class
+        why = " ".join(str(error).split())[:200]
         raise UserError(
-            f"transformers cannot count the parameters of a model of the type `{config.model_type}`: {str(error).splitlines()[0][:200]}"
+            f"transformers cannot count the parameters of a model of the type `{config.model_type}`: {why or type(error).__name__}"
         ) from error
     table, head = model.get_input_embeddings().weight, model.get_output_embeddings()
     head = table if head is None else head.weight

@@ -9,7 +9,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Literal
 
 from draftsmith.config.recipe import TargetConfig
-from draftsmith.run.atomic_io import sha256_of
+from draftsmith.config.sources import FileSource
+from draftsmith.run.atomic_io import read_json, sha256_of
 from draftsmith.run.errors import UserError
 from draftsmith.run.progress import console
 from draftsmith.target.downloads import cache_dir, fetch
@@ -39,25 +40,46 @@ def prepare_target(target: TargetConfig, *, weights: Weights = "all") -> Path:
         UserError: the directory, model, revision or file does not exist or cannot be read; of all weights, a shard is missing.
     """
     if target.gguf is not None:
-        gguf = fetch(target.gguf)
+        gguf = _fetch_gguf(target.gguf)
         return _prepare_gguf(gguf, sha256=target.gguf.sha256 or sha256_of(gguf), dtype=target.dtype)
     assert target.model is not None  # the recipe's check
     if Path(target.model).is_absolute():  # recipes resolve ./, ~ and / to absolute paths; anything else is a Hub id
         path = Path(target.model)
-        if not (path / "config.json").is_file():
-            if path.is_file():
-                raise UserError(
-                    f"The target {path} is a file. A GGUF file is `target: {{ gguf: {{ path: {path.name} }} }}`."
-                )
-            what = "has no config.json" if path.is_dir() else "does not exist"
-            raise UserError(
-                f"The target {path} {what}. `target.model` takes a Hugging Face model directory (config.json, "
-                "safetensors, tokenizer), its path relative to the recipe, or a Hub id such as owner/name."
-            )
+        _require_config(path)
     else:
         path = _from_hub(target, weights)
     if weights == "all":
         require_all_shards(path)
+    return path
+
+
+def _require_config(path: Path) -> None:
+    """
+    Raises:
+        UserError: the target's directory does not exist, or has no config.json.
+    """
+    if (path / "config.json").is_file():
+        return
+    if path.is_file():
+        raise UserError(f"The target {path} is a file. A GGUF file is `target: {{ gguf: {{ path: {path.name} }} }}`.")
+    what = "has no config.json" if path.is_dir() else "does not exist"
+    raise UserError(
+        f"The target {path} {what}. `target.model` takes a Hugging Face model directory (config.json, "
+        "safetensors, tokenizer), its path relative to the recipe, or a Hub id such as owner/name."
+    )
+
+
+def _fetch_gguf(source: FileSource) -> Path:
+    """
+    Raises:
+        UserError: as `fetch`, or it is no GGUF file.
+    """
+    path = fetch(source)
+    with path.open("rb") as file:
+        if file.read(4) != b"GGUF":
+            raise UserError(
+                f"{path} is not a GGUF file, which begins with these four letters. Download it again, or name another in `target.gguf`."
+            )
     return path
 
 
@@ -139,10 +161,13 @@ def read_config(target: TargetConfig) -> PretrainedConfig:
     """
     where: str | Path = target.model or ""
     if target.gguf is not None:
-        where = _prepared_gguf(target.gguf.sha256 or sha256_of(fetch(target.gguf)), target.dtype)
+        where = _prepared_gguf(target.gguf.sha256 or sha256_of(_fetch_gguf(target.gguf)), target.dtype)
     try:
         if isinstance(where, Path) and not where.is_dir():
             raise UserError("The GGUF file has not been prepared here yet.")
+        if Path(where).is_absolute():
+            _require_config(Path(where))
+            read_json(Path(where) / "config.json")  # says of another file what it is; transformers does not
         return language_config(config_of(where, revision=target.revision, trust_remote_code=target.trust_remote_code))
     except UserError as error:
         raise UserError(

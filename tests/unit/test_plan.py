@@ -159,6 +159,9 @@ def test_stores_of_other_runs_are_trained_on_too(tmp_path: Path) -> None:
     (tmp_path / "store").mkdir()
     run = StageRun("extract", tmp_path / "store", started=0)
     run.claim(fresh=True)
+    run.finish("inputs", {"parameters": 5}, recipe={})
+    with pytest.raises(UserError, match=r"is not a store: it holds what the stage `extract` made"):
+        plan_train(both, assumed, drafter, layers=3)
     run.finish("inputs", figures, recipe={})
     planned = plan_train(both, assumed, drafter, layers=3)
     assert planned.tokens - alone.tokens == round(8100 * recipe.train.epochs)
@@ -636,6 +639,41 @@ def _planned_config(kind: str, fields: dict[str, Any], *overrides: str) -> dict[
         }  # fmt: skip
         (Path(folder) / "recipe.yaml").write_text(json.dumps(recipe))
         return make_plan(load_recipe(Path(folder) / "recipe.yaml", overrides))["stages"]
+
+
+@pytest.mark.parametrize(
+    ("fields", "message"),
+    [
+        ({"hidden_size": -64}, "`hidden_size` is '-64' in the config of the target"),
+        ({"num_hidden_layers": 0}, "`num_hidden_layers` is '0'"),
+        ({"intermediate_size": -3}, "transformers cannot count the parameters of a model of the type `llama`: "),
+        ({"num_hidden_layers": "two"}, "is not the config.json of a model: "),
+    ],
+)
+def test_a_config_that_makes_no_sense_is_no_traceback(fields: dict[str, Any], message: str) -> None:
+    with pytest.raises(UserError) as caught:
+        _planned_config("llama", fields)
+    assert message in str(caught.value)
+    assert ".." not in str(caught.value)
+
+
+def test_a_target_that_is_not_there_or_not_one_is_said(tmp_path: Path) -> None:
+    recipe = {
+        "name": "x", "target": {"model": "./nope"}, "extract": {"prompts": {"path": "x.jsonl"}},
+        "plan": {"prompt_tokens": 10, "response_tokens": 20, "conversations": 9},
+    }  # fmt: skip
+    path = tmp_path / "recipe.yaml"
+    path.write_text(json.dumps(recipe))
+    with pytest.raises(UserError, match=f"The target {tmp_path}/nope does not exist"):
+        make_plan(load_recipe(path))
+    (tmp_path / "nope").mkdir()
+    (tmp_path / "nope" / "config.json").write_text("[]")
+    with pytest.raises(UserError, match=r"nope/config\.json holds a list, but should hold an object"):
+        make_plan(load_recipe(path))
+    (tmp_path / "model.gguf").write_text("to be downloaded")
+    path.write_text(json.dumps(recipe | {"target": {"gguf": {"path": "model.gguf"}}}))
+    with pytest.raises(UserError, match=r"model\.gguf is not a GGUF file"):
+        make_plan(load_recipe(path))
 
 
 def test_what_a_plan_needs_to_be_told(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
