@@ -213,6 +213,8 @@ def convert_checkpoint(
         tensors = shared()
     if vocabulary is not None:
         assert store is not None
+        if vocabulary > (most := checkpoint.config["vocab_size"]):
+            raise UserError(f"--vocab {vocabulary} is more than the target's vocabulary, which has {most} tokens.")
         counts = Store(store).token_counts(checkpoint.config["vocab_size"])
         ids = choose_draft_vocabulary(counts, vocabulary)
         checkpoint = with_vocabulary(checkpoint, ids, None if tensors is None else tensors.lm_head)

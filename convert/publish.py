@@ -4,6 +4,7 @@ Measured figures on the card come from a finished, unchanged evaluation of exact
 none are published.
 """
 
+import re
 import warnings
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
@@ -27,6 +28,7 @@ TAG = "draftsmith"
 """Tag of the card that marks a repository as published by Draftsmith, which may then replace its files."""
 _IN_EVERY_REPO = {".gitattributes", "README.md"}
 _LICENSE = ("license", "license_name", "license_link")
+_BRANCH = re.compile(r"[A-Za-z0-9_][\w-]*([./][\w-]+)*", re.ASCII)
 
 
 def publish(
@@ -61,6 +63,10 @@ def publish(
     _check_id(repo, "--repo")
     if base_model is not None:
         _check_id(base_model, "--base-model")
+    if revision is not None and not _BRANCH.fullmatch(revision):
+        raise UserError(
+            f"`--revision {revision}` is not a branch's name: letters, digits, `-`, `_`, and between them `.` and `/`, as in `v2` or `eagle3/v2.1`."
+        )
     drafter = directory / "vllm" if (directory / "vllm").is_dir() else directory
     run_dir = drafter.resolve().parent
     checkpoint, train, quantized = checkpoint_of(drafter, run_dir / "checkpoint")

@@ -12,6 +12,7 @@ from accelerate import Accelerator
 from draftsmith.config.recipe import Recipe
 from draftsmith.drafters import drafter_class
 from draftsmith.drafters.batch import Batch
+from draftsmith.run.errors import UserError
 from draftsmith.run.prefetch import prefetched
 from draftsmith.store.reader import Store
 from draftsmith.train.packing import balance_tokens, pack, pack_epoch, pack_in_order
@@ -21,8 +22,13 @@ Loaded = TypeVar("Loaded")
 
 
 def store_dirs(recipe: Recipe, run_dir: Path) -> list[Path]:
-    """The stores that a run is trained on, its own first."""
-    return [run_dir / "store", *(Path(folder.path) for folder in recipe.train.extra_stores)]
+    """The stores that a run is trained on, its own first. Raises UserError: its own is named among the others."""
+    own, others = run_dir / "store", [Path(folder.path) for folder in recipe.train.extra_stores]
+    if own.resolve() in [other.resolve() for other in others]:
+        raise UserError(
+            f"`train.extra_stores` names {own}, the run's own store, on which it is trained anyway. Leave it out."
+        )
+    return [own, *others]
 
 
 class ScheduledStep(NamedTuple):

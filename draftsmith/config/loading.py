@@ -101,6 +101,8 @@ def _read_yaml(text: str) -> Any:
         return _copied(yaml.safe_load(text))
     except ValueError as error:  # PyYAML's own, as of a date with a thirteenth month
         raise _NotYaml(str(error)) from None
+    except (AttributeError, LookupError, TypeError):  # likewise, as of `!!timestamp 3`
+        raise _NotYaml("a value is not of the type that its tag (`!!`) says") from None
     except RecursionError:
         raise _NotYaml("an alias is inside of what it repeats") from None
 

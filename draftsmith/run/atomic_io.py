@@ -85,8 +85,10 @@ def no_locks(folder: Path, error: OSError) -> str:
 def require_new(folder: Path) -> None:
     """
     Raises:
-        UserError: it exists, and is not an empty folder.
+        UserError: it exists, and is not an empty folder, or would lie in a file.
     """
+    if file := next((parent for parent in folder.parents if parent.is_file()), None):
+        raise UserError(f"{folder} cannot be a folder, since {file} is a file. Name another folder with --out.")
     if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
         raise UserError(f"{folder} already exists. Move it away, or name another folder with --out.")
 

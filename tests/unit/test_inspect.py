@@ -307,6 +307,10 @@ def test_plot(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     assert "<svg" in (tmp_path / "stats.svg").read_text()
     with pytest.raises(UserError, match=r"Name a \.png"):
         write_plot(stats, tmp_path / "stats.nonsense")
+    for path in (tmp_path / "store", tmp_path / "stats"):
+        with pytest.raises(UserError, match=r"Name a \.png"):
+            write_plot(stats, path)
+        assert not path.with_suffix(".png").exists()
 
 
 def test_plot_without_matplotlib(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:

@@ -376,6 +376,13 @@ def test_a_drafter_of_an_earlier_checkpoint_is_not_evaluated(run_dir: Path, caps
     assert "newer" not in str(refused.value)
 
 
+def test_a_dry_run_refuses_what_can_be_no_branch(run_dir: Path) -> None:
+    assert publish(run_dir, REPO, evaluation=None, dry_run=True, revision="eagle3/v2.1")["revision"] == "eagle3/v2.1"
+    for name in ("", "a b", "a..b", "/a", "a/", "-a", "a~1", "a:b"):
+        with pytest.raises(UserError, match="is not a branch's name"):
+            publish(run_dir, REPO, evaluation=None, dry_run=True, revision=name)
+
+
 def test_card_without_measurement(run_dir: Path) -> None:
     done = publish(run_dir, REPO, evaluation=None, dry_run=True)
     assert set(done["files"]) == {"README.md", "config.json", "model.safetensors"}

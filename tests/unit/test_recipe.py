@@ -360,6 +360,8 @@ def test_an_override_reaches_the_place_that_it_names_alone(tmp_path):
     ("text", "message"),
     [
         ("name: 2026-31-01\ntarget: {model: a/b}", "not valid YAML: month must be in"),
+        ("name: !!timestamp 3\ntarget: {model: a/b}", "not valid YAML: a value is not of the type that its tag"),
+        ("name: !!bool x\ntarget: {model: a/b}", "not valid YAML: a value is not of the type that its tag"),
         ("name: r\ntarget: &t {model: a/b, more: *t}", "an alias is inside of what it repeats"),
         ("name: r\ntarget: {model: ~nosuchuser/x}", "`target.model`: "),
     ],

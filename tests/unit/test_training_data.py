@@ -7,10 +7,23 @@ from types import SimpleNamespace
 import pytest
 import torch
 
+from draftsmith.run.errors import UserError
 from draftsmith.store.reader import Store
 from draftsmith.store.writer import StoreWriter
-from draftsmith.train.data import TrainingData
+from draftsmith.train.data import TrainingData, store_dirs
 from tests.unit.tiny_run import make_recipe, make_run
+
+
+def test_the_run_s_own_store_is_not_among_the_others(tmp_path: Path) -> None:
+    recipe = make_recipe(
+        tmp_path, drafter={"kind": "eagle3"}, extra_stores=[{"path": str(tmp_path / "other" / ".." / "store")}]
+    )
+    with pytest.raises(UserError, match="the run's own store"):
+        store_dirs(recipe, tmp_path)
+    assert store_dirs(recipe, tmp_path / "another") == [
+        tmp_path / "another" / "store",
+        tmp_path / "other" / ".." / "store",
+    ]
 
 
 @pytest.mark.parametrize("device", ["cpu", "cuda"])
