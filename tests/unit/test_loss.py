@@ -214,6 +214,27 @@ def test_a_subset_estimates_the_whole(name: str) -> None:
     assert 0.9 < gradients[1].norm() / gradients[0].norm() < 1.1
 
 
+def test_a_subset_is_of_the_tokens_that_are_likely_under_the_soft_cap() -> None:
+    """Some tokens are likely in one row each, far above others that are likely in all rows. Under a low cap both are as likely where they
+    are, so those of all rows matter more."""
+    batch = make_batch()
+    batch = replace(batch, last_states=torch.eye(HIDDEN).double()[torch.arange(len(batch.positions)) % HIDDEN])
+    for soft_cap in (1.0, None):
+        loss = make_wide_loss(teacher_soft_cap=soft_cap)
+        loss.teacher_norm = torch.nn.Identity()
+        loss.drafter.lm_head.weight.data.zero_()  # to the drafter all are as likely
+        true = set(loss._align(batch).labels.tolist())
+        tokens = [token for token in range(MANY) if token not in true]
+        everywhere, once = tokens[:20], tokens[20 : 20 + HIDDEN]
+        loss.teacher_head.zero_()
+        loss.teacher_head[everywhere] = 90
+        loss.teacher_head[once, torch.arange(HIDDEN)] = 100
+        loss.loss_vocab_size = (len(true) + 20) * 6 // 5
+        subset = subset_of(loss, batch)
+        assert subset.kept == len(true) + 20
+        assert (set(subset.columns[: subset.kept].tolist()) == true | {*everywhere}) == (soft_cap is not None)
+
+
 def test_tokens_that_only_the_drafter_finds_likely_are_pushed_down() -> None:
     """A drafter that gives most of its probability to tokens that the teacher all but rules out."""
     batch = make_batch()
