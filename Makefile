@@ -62,7 +62,7 @@ lint: venv-dev  ## Style, formatting, and which module may import which
 	$(BIN)/python scripts/import_circles.py
 
 typecheck: venv-dev  ## mypy
-	$(BIN)/mypy -p draftsmith
+	$(BIN)/mypy -p draftsmith -p tests.gpu
 
 docs: venv-dev  ## The documentation site, into build/docs; fails on a broken link
 	$(BIN)/python scripts/reference_pages.py docs/reference

@@ -28,7 +28,8 @@ def attention(cpu: bool) -> dict[str, str]:
     """
     device = device_of(cpu)
     heads, kv_heads, size, rows, length, prompt = _ON_CPU if cpu else _ON_GPU
-    sequences, left = [], rows
+    sequences: list[Sequence] = []
+    left = rows
     while left > 0:
         some = min(length, left)
         answered = torch.arange(some + 1) >= min(prompt, some // 2)

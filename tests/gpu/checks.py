@@ -64,6 +64,7 @@ CHECKS = [
     Check("a", "p-eagle-8b", "the same of P-EAGLE", "training_step.p_eagle", 560),
     Check("a", "long-8b", "the same of DSpark on 16k tokens in two documents", "training_step.long", 560),
     Check("b", "imports", "vLLM and what it needs load, for the platform that torch sees", "with_vllm.imports"),
+    Check("b", "doctor", "what `draftsmith doctor` finds", "with_vllm.doctor"),
     Check(
         "b",
         "states",

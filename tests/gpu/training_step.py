@@ -291,7 +291,8 @@ def make_batch(drafter: Any, rows: int, length: int, prompt: int, steps: int, se
     """Random states on the host, as in training."""
     config = drafter.config
     generator = torch.Generator().manual_seed(seed)
-    sequences, left = [], rows
+    sequences: list[Sequence] = []
+    left = rows
     while left > 0:
         size = min(length, left)
         ids = torch.randint(0, config.draft_vocab_size, (size + 1,), generator=generator)

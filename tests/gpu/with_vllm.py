@@ -304,7 +304,7 @@ def two_gpus(cpu: bool) -> dict[str, str]:
         few = ["-s", "extract.prompts.limit=60", "-s", "extract.held_out.limit=8", "-s", "target.dtype=float32"]
         _draftsmith("extract", DEMO, "--runs", str(RUNS / name), *few, *options)
         store = Store(RUNS / name / "demo" / "store")
-        answers[name] = {sequence.id: sequence.token_ids.tolist() for sequence in store}
+        answers[name] = {sequence.sample_id: sequence.token_ids.tolist() for sequence in store}
     same = {name: sum(answers["one"].get(key) == ids for key, ids in found.items()) for name, found in answers.items()}
     # Sums over two GPUs are in another order: a near-tie may fall the other way.
     assert all(count >= 0.9 * len(answers["one"]) for count in same.values()), same

@@ -1,5 +1,7 @@
 """`scripts/gpu_check.sh`: what it says of checks that pass, fail, crash, hang or cannot run, and its own checks on a CPU."""
 
+import importlib
+import inspect
 import json
 import os
 import subprocess
@@ -9,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.gpu.__main__ import Outcome, print_table, run_check
+from tests.gpu.__main__ import Outcome, print_table, run_check, run_here
 from tests.gpu.checks import CHECKS, Check
 
 SCRIPT = Path("scripts/gpu_check.sh")
@@ -32,6 +34,37 @@ def test_a_check_comes_out(tmp_path: Path, program: str, result: str, why: str) 
     assert (found.result, found.why.startswith(why)) == (result, True)
     assert found.figures == ({"tests": "3 passed"} if result == "pass" else {})
     assert (tmp_path / "a-some.log").exists()
+
+
+@pytest.mark.parametrize(
+    ("missing", "cannot_run"), [("nowhere", True), ("draftsmith.nowhere", False), ("tests.nowhere", False)]
+)
+def test_only_what_others_make_can_be_missing(
+    missing: str, cannot_run: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A module that the repository itself lacks is a fault of a check."""
+    monkeypatch.setattr(Check, "run", lambda *_: importlib.import_module(missing))
+    check = Check("a", "some", "some check", "nowhere.nothing")
+    if cannot_run:
+        assert run_here(check, cpu=True) == 77
+    else:
+        with pytest.raises(ModuleNotFoundError):
+            run_here(check, cpu=True)
+
+
+def test_every_check_is_a_function_and_every_function_a_check() -> None:
+    for module in ("attention", "torch_alone", "training_step", "with_vllm"):
+        names = {check.function.partition(".")[2] for check in CHECKS if check.function.partition(".")[0] == module}
+        made = importlib.import_module(f"tests.gpu.{module}")
+        checks = {
+            name
+            for name, function in inspect.getmembers(made, inspect.isfunction)
+            if function.__module__ == made.__name__
+            and not name.startswith("_")
+            and [*inspect.signature(function).parameters] == ["cpu"]
+            and function.__annotations__["return"] == "dict[str, str]"
+        }
+        assert names == checks
 
 
 def test_the_table(capsys: pytest.CaptureFixture[str]) -> None:
