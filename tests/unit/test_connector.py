@@ -207,7 +207,8 @@ def test_who_finds_no_room_waits_for_it() -> None:
     waiting = threading.Thread(target=lambda: found.append(ring.take(3 * 256)))
     waiting.start()
     second.give_back()
-    assert not found, "the first is still in the way"
+    waiting.join(0.1)
+    assert waiting.is_alive(), "the first is still in the way"
     first.give_back()
     waiting.join(30)
     assert found[0].start == 0

@@ -116,8 +116,9 @@ def test_round_trip(
     with warnings.catch_warnings():
         warnings.simplefilter("error")  # mapped bytes that cannot be written to would make torch warn
         for found, expected in zip(store, sorted(written, key=lambda s: s.sample_id), strict=True):
-            if exact or dtype == "float32":
-                same(found, expected, states=exact)
+            if not exact and dtype != "float32":  # the bound is float32's: their rounding comes on top
+                found = replace(found, hidden_states=expected.hidden_states)
+            same(found, expected, states=exact)
     assert list(store.corruptions()) == []
     assert sorted(store.rows(held_out=True) + store.rows(held_out=False)) == list(range(len(written)))
     expected_counts = torch.zeros(50, dtype=torch.int64)
