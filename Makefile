@@ -45,7 +45,7 @@ suffix: venv-dev  ## Build the package that suffix decoding needs (a minute)
 
 soak: suffix  ## The tests that take longer: writers killed 200 times and trainings too, a machine of a Ray cluster killed, servers started wrongly or with hundreds of clients, every method served and sampled, every family of targets, and `test-v2`
 	DRAFTSMITH_SOAK=1 DRAFTSMITH_KILL_CASES=100 $(BIN)/python -m pytest tests/unit/test_store.py tests/unit/test_trainer_processes.py tests/unit/test_trainer_resumes.py -k "killed or timeout"
-	DRAFTSMITH_SOAK=1 $(BIN)/python -m pytest --numprocesses 2 --dist loadfile --no-loadscope-reorder tests/integration/test_block_formats_in_vllm.py tests/integration/test_extract_on_ray.py tests/integration/test_extract_server.py tests/integration/test_kinds.py tests/integration/test_served.py tests/integration/test_server.py tests/integration/test_lossless.py tests/integration/test_fidelity.py tests/integration/test_forms.py tests/integration/test_families.py tests/integration/test_tensor_parallel.py tests/integration/test_windows_in_vllm.py
+	DRAFTSMITH_SOAK=1 $(BIN)/python -m pytest --numprocesses 2 --dist loadfile --no-loadscope-reorder tests/unit/test_suffix.py tests/integration/test_block_formats_in_vllm.py tests/integration/test_extract_on_ray.py tests/integration/test_extract_server.py tests/integration/test_kinds.py tests/integration/test_served.py tests/integration/test_server.py tests/integration/test_lossless.py tests/integration/test_fidelity.py tests/integration/test_forms.py tests/integration/test_families.py tests/integration/test_tensor_parallel.py tests/integration/test_windows_in_vllm.py
 	@sed -n '/families: written/,/end of families/p' docs/supported.md
 	$(MAKE) test-v2
 

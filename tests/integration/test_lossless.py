@@ -47,8 +47,8 @@ FRESH_SEEDS = 3
 """Draws of as many answers each, of which nobody chose the seeds."""
 FINDS = 1.2
 """A bias that the answers of every drafter suffice to find with power 0.95."""
-PLANTED = (1.02, 1.1, 1.2) if SOAKING else (1.05,)
-"""How much too often the planted bugs accept draft tokens."""
+PLANTED = (1.02, 1.1, 1.2) if SOAKING else (1.08,)
+"""How much too often the planted bugs accept draft tokens; the largest is more than either test must find."""
 K = 3
 DRAFTERS = {kind: {"kind": kind} for kind in KINDS} | {
     "dspark-anchor": {"kind": "dspark", "sample_from_anchor": True},  # the plugin gives its blocks other rows
@@ -278,6 +278,7 @@ def test_what_an_evaluation_would_say(methods: Methods, drawn: dict[str, Answers
     for bias in PLANTED:
         print(f"planted {bias}: {found[f'planted {bias}']}")
         assert bias < detectable or found[f"planted {bias}"]["verdict"] == "wrong"
+    assert max(PLANTED) > detectable, "no planted bug was looked for"
 
 
 def lengths(per_part: list[float]) -> tuple[float, float]:

@@ -134,6 +134,19 @@ DSPARK = {name: value for name, value in EAGLE3.items() if name not in ("norm_be
 }  # fmt: skip
 
 
+HOLDERS = {
+    "eagle": ["vllm", "eagle"],
+    "eagle3": ["vllm", "eagle3", "specforge", "speculators"],
+    "p_eagle": ["vllm", "speculators"],
+    "dflash": ["vllm"],
+    "dspark": ["vllm", "speculators"],
+    "medusa": ["medusa", "vllm"],
+    "mlp_speculator": ["vllm", "ibm"],
+}
+"""The formats that hold the drafters of `test_every_format_is_recognized`; further ones of block drafters are in
+`test_formats_of_blocks.py`."""
+
+
 def holders(found: Checkpoint) -> list[str]:
     """The formats that can hold the checkpoint."""
     names = []
@@ -196,7 +209,8 @@ def test_every_format_is_recognized(kind: str, tmp_path: Path) -> None:
                            "scale_input": True},
     }  # fmt: skip
     found = make_checkpoint(kind, configs[kind], torch.float32, 0)
-    for name in holders(found):
+    assert holders(found) == HOLDERS[kind]
+    for name in HOLDERS[kind]:
         (tmp_path / name).mkdir()
         FORMATS[name].write(found, tmp_path / name)
         told = recognize(tmp_path / name)

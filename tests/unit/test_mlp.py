@@ -1,6 +1,8 @@
 """MLP speculator: steps against the paper's formulas, initialization, and the published layout."""
 
 from dataclasses import replace
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
@@ -98,8 +100,25 @@ def test_autoregressive_steps_read_draft_tokens() -> None:
 @pytest.mark.parametrize("inner_size", [HIDDEN, 8, 20])
 def test_initialization_is_better_than_chance(inner_size: int) -> None:
     """On a text in which every token follows from the last state, the untrained drafter is far better than a random one."""
+    assert untrained_share(inner_size) > 4 / VOCAB, "chance is 1 / VOCAB"
+
+
+def test_a_narrow_start_keeps_the_directions_that_tell_tokens_apart(monkeypatch: pytest.MonkeyPatch) -> None:
+    """And not those in which the head varies least."""
+    scales = torch.logspace(-1.5, 0, HIDDEN, dtype=torch.float64)
+    kept, eigh = untrained_share(8, scales), torch.linalg.eigh
+
+    def ascending(matrix: torch.Tensor) -> Any:
+        return SimpleNamespace(eigenvectors=eigh(matrix).eigenvectors.flip(1))
+
+    monkeypatch.setattr(torch.linalg, "eigh", ascending)
+    assert kept > 2 * untrained_share(8, scales)
+
+
+def untrained_share(inner_size: int, scales: torch.Tensor | float = 1.0) -> float:
+    """Share of draft tokens that an untrained drafter has right there. `scales`: of the head's columns."""
     generator = torch.Generator().manual_seed(0)
-    head = torch.randn(VOCAB, HIDDEN, generator=generator, dtype=torch.float64)
+    head = torch.randn(VOCAB, HIDDEN, generator=generator, dtype=torch.float64) * scales
     turn = torch.linalg.qr(torch.randn(HIDDEN, HIDDEN, generator=generator, dtype=torch.float64)).Q
     states = [torch.randn(HIDDEN, generator=generator, dtype=torch.float64)]
     for _ in range(119):
@@ -116,8 +135,7 @@ def test_initialization_is_better_than_chance(inner_size: int) -> None:
     with torch.no_grad():
         (step,) = drafter.chain(batch, steps=1)
     draft_tokens = (step.normed @ step.head.T).argmax(-1)
-    right = (draft_tokens == batch.next_tokens[: len(draft_tokens), 1]).double().mean()
-    assert right > 4 / VOCAB, "chance is 1 / VOCAB"
+    return float((draft_tokens == batch.next_tokens[: len(draft_tokens), 1]).double().mean())
 
 
 def test_published_layout_and_closed_conversion() -> None:

@@ -63,9 +63,16 @@ def test_a_loss_that_is_not_finite_stops_with_its_samples(folder: Path, monkeypa
     assert all(value.isfinite().all() for value in snapshot["drafter"].values())
 
 
-def test_a_gradient_that_is_not_finite_stops(folder: Path) -> None:
+def test_a_gradient_that_is_not_finite_stops(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The loss is finite."""
+    monkeypatch.setattr(trainer.Accelerator, "clip_grad_norm_", lambda *_: torch.tensor(math.inf))
+    with pytest.raises(DraftsmithError, match=r"The gradient's norm is inf in step 1 \(epoch 1"):
+        train(folder, run_dir(folder, "inf"), **EAGLE3)
+
+
+def test_learning_rates_that_are_far_too_high_stop(folder: Path) -> None:
     with pytest.raises(DraftsmithError, match=r"(The gradient's norm|The loss) is (nan|inf) in step \d+ \(epoch"):
-        train(folder, run_dir(folder, "inf"), **{**EAGLE3, "lr": 1e30, "muon_lr": 1e30})
+        train(folder, run_dir(folder, "high"), **{**EAGLE3, "lr": 1e30, "muon_lr": 1e30})
 
 
 def test_training_without_a_gradient_stops(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
