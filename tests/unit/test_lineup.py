@@ -66,6 +66,7 @@ def test_each_gpu_holds_its_part_of_a_draft_model(
     """vLLM splits it as the target; trained drafters are whole on each, unless the recipe says otherwise."""
     needs: list[EngineMemory] = []
     monkeypatch.setattr(environment, "gpus", lambda: gpus(4))
+    monkeypatch.setattr(environment, "_cores", lambda: range(4))
     monkeypatch.setattr(lineup, "weight_bytes", lambda *_: 8 * GIB)
     monkeypatch.setattr(lineup, "place", lambda engine, found, of, **_: needs.extend(of))
     config = AutoConfig.for_model("llama", num_hidden_layers=2)

@@ -16,6 +16,7 @@ from typing import Any
 import pytest
 import torch
 from huggingface_hub import ModelCard
+from safetensors.torch import load_file, save_file
 from typer.testing import CliRunner
 
 from draftsmith.cli import app, stages
@@ -589,9 +590,13 @@ def test_what_is_refused(run_dir: Path, hub: Hub, tmp_path: Path) -> None:
     refused("Another version of Draftsmith wrote")
     refused("There is no finished evaluation in .*eval-other", evaluation="eval-other")
     weights = run_dir / "vllm" / "model.safetensors"
-    data = bytearray(weights.read_bytes())
-    data[-1] ^= 1
-    weights.write_bytes(data)
+    data, tensors = weights.read_bytes(), load_file(weights)
+    save_file(tensors | {"fc.weight": tensors["fc.weight"] + 1}, weights)
+    refused("is not as stage.json records it", ways_out=False)
+    save_file(tensors | {"fc.weight": tensors["fc.weight"] + 1}, weights)
+    record = stage.read(run_dir / "vllm")
+    assert record is not None
+    stage.StageRun("convert", run_dir / "vllm").revise(record["figures"], files=[*record["files"]])
     refused("measured a different drafter")
     weights.write_bytes(data[:-1])
     refused("is damaged", ways_out=False)
