@@ -69,11 +69,9 @@ class Store:
                 for entry in shard.entries(len(self._shards) - 1):
                     first = entries.get(entry.sample_id, entry)
                     entries[entry.sample_id] = first._replace(held_out=True) if entry.held_out else first
-        if (
-            more
-        ):  # a held-out conversation has one answer, and may have several in another store, where it is trained on
-            held_out = [one.sample_id for one in entries.values() if one.held_out]
-            for sample_id in held_out:
+        if more:
+            # A held-out conversation has one answer, and in another store, where it is trained on, it may have several.
+            for sample_id in [one.sample_id for one in entries.values() if one.held_out]:
                 for number in range(1, self.identity.sampling.get("samples", 1)):
                     entries.pop(nth_sample(sample_id, number), None)
         self._index = sorted(entries.values())
