@@ -103,7 +103,8 @@ def target_fields() -> tuple[Entry, ...]:
 class Rope:
     """RoPE's settings, in either spelling: `rope_parameters`, or the older `rope_theta` with `rope_scaling`.
 
-    Both are read; the one that the format's other readers know is written.
+    Both are read; the one that the format's other readers know is written. Two types have older names, `su` and, with its sections,
+    `mrope`, which are replaced as in vLLM (`patch_legacy_rope_type` in vllm/transformers_utils/config.py).
     """
 
     prefix: str = ""
@@ -126,6 +127,17 @@ class Rope:
         base = next(value for value in (stated.pop("rope_theta", None), theta, 10000.0) if value is not None)
         if not isinstance(kind, str) or type(base) not in (int, float) or not 0 < base < 1e15:
             raise UserError(f"RoPE's settings in the config make no sense: type {kind!r}, theta {base!r}.")
+        if kind == "su":
+            kind = "longrope"
+        elif kind == "mrope" and "mrope_section" in stated:
+            kind = "default"
+        if kind != "default":
+            from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS  # takes seconds
+
+            if kind not in ROPE_INIT_FUNCTIONS:
+                raise UserError(
+                    f"The config's type of RoPE is {kind[:80]!r}; only default, {', '.join(ROPE_INIT_FUNCTIONS)} are implemented."
+                )
         return {"rope_type": kind, "rope_theta": float(base), **stated}
 
     def write(self, record: dict[str, Any], value: dict[str, Any]) -> None:

@@ -365,6 +365,32 @@ def test_ropes_old_and_new(tmp_path: Path) -> None:
     assert read(tmp_path, recognize(tmp_path)).config["rope_parameters"] == ROPES[1]
 
 
+LONGROPE = {"short_factor": [1.0] * 4, "long_factor": [2.0] * 4, "original_max_position_embeddings": 64}
+
+
+@pytest.mark.parametrize(
+    ("older", "name", "settings"),
+    [("mrope", "default", {"mrope_section": [1, 1, 2]}), ("su", "longrope", LONGROPE)],
+)
+def test_older_names_of_rope_types(older: str, name: str, settings: dict[str, Any], tmp_path: Path) -> None:
+    """As in SpecForge's config for Qwen2.5-VL."""
+    FORMATS["specforge"].write(make_checkpoint("eagle3", EAGLE3, torch.float32, 3), tmp_path)
+    record = json.loads((tmp_path / "config.json").read_text())
+    for key in ("type", "rope_type"):
+        (tmp_path / "config.json").write_text(json.dumps(record | {"rope_scaling": {key: older, **settings}}))
+        found = read(tmp_path, recognize(tmp_path)).config["rope_parameters"]
+        assert found == {"rope_type": name, "rope_theta": 10000.0, **settings}
+
+
+@pytest.mark.parametrize("scaling", [{"type": "spiral", "factor": 2.0}, {"rope_type": "mrope"}])
+def test_an_unknown_type_of_rope_is_named(scaling: dict[str, Any], tmp_path: Path) -> None:
+    FORMATS["specforge"].write(make_checkpoint("eagle3", EAGLE3, torch.float32, 3), tmp_path)
+    record = json.loads((tmp_path / "config.json").read_text())
+    (tmp_path / "config.json").write_text(json.dumps(record | {"rope_scaling": scaling}))
+    with pytest.raises(UserError, match=r"type of RoPE is '(spiral|mrope)'; only default, linear, "):
+        read(tmp_path, recognize(tmp_path))
+
+
 @pytest.mark.parametrize("key", ["eagle_aux_hidden_state_layer_ids", "layer_ids"])
 def test_layer_ids_of_the_config_come_before_the_target_s(key: str, tmp_path: Path) -> None:
     """Wherever vLLM looks for them; only without any, or with an empty list, those that are usual for the target are taken."""
