@@ -14,7 +14,7 @@ if TYPE_CHECKING:
     from draftsmith.convert.convert import Found
     from draftsmith.target.info import TargetInfo
 
-_VERSION = 2
+_VERSION = 3
 """Counted up when conversions change, so that copies of before are made anew."""
 
 

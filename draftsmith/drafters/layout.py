@@ -121,7 +121,18 @@ class Rope:
         for path, value, wanted in zip(self.paths, (new, theta, scaling), types, strict=True):
             if value is not None and (not isinstance(value, wanted) or isinstance(value, bool)):
                 raise UserError(f"`{path}` is {str(value)[:80]!r} in the config.")
-        stated = dict(new or scaling or {})
+        readings = [self._normalized(stated, theta) for stated in (new, scaling) if stated]
+        if len(readings) == 2 and readings[0] != readings[1]:
+            raise UserError(
+                f"The config has RoPE's settings twice, and they differ: `{self.paths[0]}` is {str(new)[:200]}, and `{self.paths[2]}` "
+                f"{str(scaling)[:200]}, of which transformers and vLLM take the latter. Remove the one that the drafter was not trained with."
+            )
+        return readings[0] if readings else self._normalized({}, theta)
+
+    @staticmethod
+    def _normalized(section: Mapping[str, Any], theta: float | None) -> dict[str, Any]:
+        """`rope_parameters` from a section of either spelling and the `rope_theta` beside it."""
+        stated = dict(section)
         kind = stated.pop("rope_type", None) or stated.pop("type", None) or "default"
         stated.pop("type", None)
         base = next(value for value in (stated.pop("rope_theta", None), theta, 10000.0) if value is not None)

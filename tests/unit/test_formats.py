@@ -365,6 +365,26 @@ def test_ropes_old_and_new(tmp_path: Path) -> None:
     assert read(tmp_path, recognize(tmp_path)).config["rope_parameters"] == ROPES[1]
 
 
+@pytest.mark.parametrize("name", ["vllm", "specforge"])
+def test_rope_in_both_spellings(name: str, tmp_path: Path) -> None:
+    """transformers and vLLM take the older one then, and without its `rope_theta`, the one at the top level."""
+    FORMATS[name].write(make_checkpoint("eagle3", EAGLE3, torch.float32, 3), tmp_path)
+    record = json.loads((tmp_path / "config.json").read_text())
+
+    def rope(new: dict[str, Any], old: dict[str, Any], theta: float | None) -> dict[str, Any]:
+        stated = {"rope_parameters": new, "rope_scaling": old, "rope_theta": theta}
+        (tmp_path / "config.json").write_text(json.dumps(record | stated))
+        found: dict[str, Any] = read(tmp_path, recognize(tmp_path)).config["rope_parameters"]
+        return found
+
+    scaling = {name: value for name, value in ROPES[1].items() if name not in ("rope_type", "rope_theta")}
+    assert rope(ROPES[1], scaling | {"type": "llama3"}, 500000.0) == ROPES[1]
+    assert rope(ROPES[1], {}, None) == ROPES[1]
+    for new, theta in (({"rope_type": "default", "rope_theta": 500000.0}, 500000.0), (ROPES[1], None)):
+        with pytest.raises(UserError, match=r"RoPE's settings twice.*`rope_scaling` \{.*take the latter"):
+            rope(new, scaling | {"type": "llama3"}, theta)
+
+
 LONGROPE = {"short_factor": [1.0] * 4, "long_factor": [2.0] * 4, "original_max_position_embeddings": 64}
 
 
