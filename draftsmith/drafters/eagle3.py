@@ -73,6 +73,15 @@ class Eagle3Config(DecoderConfig):
 IDS_IN_SECTION = ("eagle_config.eagle_aux_hidden_state_layer_ids", "eagle_config.layer_ids")
 """Where else vLLM looks for the layer ids: its first model runner at the first alone, its second at the second alone."""
 
+_MODELOPT_IRRELEVANT = frozenset(
+    f"eagle_config.{name}"
+    for name in (
+        "next_layer_regular", "parallel_draft_heads_num_layers", "parallel_draft_step", "use_input_layernorm_in_first_layer",
+        "use_last_layernorm", "use_mtp_layernorm",
+    )
+)  # fmt: skip
+"""What NVIDIA's ModelOpt also writes into that section. vLLM reads none of it: values that change the module come with other tensors."""
+
 
 def ids_unsaid(source: Source, config: dict[str, Any]) -> NoReturn:
     """`Entry.default` of `layer_ids`, where neither the config nor a target says them. Raises UserError."""
@@ -97,10 +106,20 @@ class _LayersOfQwen3(Entry):
         put(record, self.path, "qwen3" if value else "llama")
 
 
+@dataclass(frozen=True)
+class _SectionFirst(Entry):
+    """A field that is looked up in `eagle_config` before the top level, where it is written."""
+
+    @property
+    def paths(self) -> tuple[str, ...]:
+        return (f"eagle_config.{self.path}", self.path)
+
+
 def eagle3_layout(
     *,
     ids: Entry,
     flags: Collection[str],
+    flags_in_section: Collection[str] = (),
     any_layers: bool = False,
     several_layers: bool = True,
     false_left_out: bool = False,
@@ -119,6 +138,7 @@ def eagle3_layout(
     Args:
         ids: where `layer_ids` are.
         flags: those of `FLAGS` for which the format has keys.
+        flags_in_section: those that are looked up in `eagle_config` first.
         any_layers: the format has Qwen3's layers besides Llama's, and sliding windows.
         several_layers: the format has names for several layers.
         false_left_out: keys of flags that are false are not written.
@@ -134,7 +154,8 @@ def eagle3_layout(
 
     def flag(name: str, default: Any = False) -> Entry:
         key = name if name in flags else f"{EXTRA}.{name}"
-        return Entry(name, bool, key, default=default, left_out=False if false_left_out else None)
+        entry = _SectionFirst if name in flags_in_section else Entry
+        return entry(name, bool, key, default=default, left_out=False if false_left_out else None)
 
     layers = (Window(prefix), _LayersOfQwen3("qk_norm", bool, f"{prefix}model_type")) if any_layers else ()
     plain = LLAMA_FIXED_BUT_WINDOW if any_layers else LLAMA_FIXED
@@ -174,6 +195,7 @@ _VLLM = eagle3_layout(
         other_keys=IDS_IN_SECTION,
     ),
     flags=FLAGS,
+    flags_in_section=("norm_before_fc",),
     any_layers=True,
     # vLLM's second model runner compares the head's `weight` with the target's (vllm/v1/worker/gpu/spec_decode/eagle/utils.py): packed
     # integers have none, and 8-bit floats compare with nothing. Integers that are not packed just differ.
@@ -182,11 +204,10 @@ _VLLM = eagle3_layout(
         "architectures": lambda config: [_architecture(config)],
         "tie_word_embeddings": lambda _: False,
         "num_aux_hidden_states": lambda config: len(config.layer_ids),
-        "eagle_config": lambda config: {
-            "use_aux_hidden_state": True,
-            "eagle_aux_hidden_state_layer_ids": list(config.layer_ids),
-        },
+        IDS_IN_SECTION[0]: lambda config: list(config.layer_ids),
     },
+    fixed={"eagle_config.use_aux_hidden_state": True},
+    irrelevant=_MODELOPT_IRRELEVANT,
 )
 """For vLLM's `Eagle3LlamaForCausalLM` (vllm/model_executor/models/llama_eagle3.py) and, with `qk_norm`, `Eagle3Qwen3ForCausalLM`
 (qwen3_eagle3.py). The module already uses their tensor names."""

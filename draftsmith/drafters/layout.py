@@ -375,8 +375,8 @@ def _unknown(record: Mapping[str, Any], known: set[str], prefix: str) -> set[str
         path = prefix + str(name)
         if path in known:
             continue
-        if isinstance(value, Mapping) and any(other.startswith(f"{path}.") for other in known):
-            found |= _unknown(value, known, f"{path}.")
+        if isinstance(value, Mapping | None) and any(other.startswith(f"{path}.") for other in known):
+            found |= _unknown(value or {}, known, f"{path}.")
         else:
             found.add(path)
     return found

@@ -436,6 +436,37 @@ def test_layer_ids_of_the_config_come_before_the_target_s(key: str, tmp_path: Pa
         layer_ids(None, 7)
 
 
+@pytest.mark.parametrize("kind", ["eagle3", "p_eagle"])
+def test_the_section_of_eagle_is_checked(kind: str, tmp_path: Path) -> None:
+    """vLLM reads three of its fields; those of ModelOpt change nothing, and others might."""
+    config = EAGLE3 | ({"num_depths": 5, "mask_token_id": 3} if kind == "p_eagle" else {})
+
+    def norm_before_fc(stored: bool, section: Any, **top: Any) -> bool:
+        found = make_checkpoint(kind, config | {"norm_before_fc": stored}, torch.float32, 3)
+        FORMATS["vllm"].write(found, tmp_path)
+        record = json.loads((tmp_path / "config.json").read_text())
+        del record["norm_before_fc"]
+        (tmp_path / "config.json").write_text(json.dumps(record | {"eagle_config": section} | top))
+        again = FORMATS["vllm"].read(tmp_path, kind, target=UNKNOWN_TARGET, known={})
+        return bool(again.config["norm_before_fc"])
+
+    assert norm_before_fc(True, {"norm_before_fc": True})
+    assert norm_before_fc(True, {"norm_before_fc": True}, norm_before_fc=False)
+    assert norm_before_fc(True, {}, norm_before_fc=True)
+    assert not norm_before_fc(False, None)
+    assert not norm_before_fc(False, {
+        "eagle_aux_hidden_state_layer_ids": [], "use_aux_hidden_state": True, "use_input_layernorm_in_first_layer": True,
+        "use_last_layernorm": True, "use_mtp_layernorm": False, "next_layer_regular": True, "parallel_draft_step": 1,
+        "parallel_draft_heads_num_layers": None,
+    })  # fmt: skip
+    with pytest.raises(UserError, match=r"`eagle_config\.use_aux_hidden_state` is 'False' in the config; only True"):
+        norm_before_fc(False, {"use_aux_hidden_state": False})
+    with pytest.raises(UserError, match=r"unknown fields.* eagle_config\.anything"):
+        norm_before_fc(False, {"anything": 1})
+    with pytest.raises(UserError, match=r"unknown fields.* eagle_config\."):
+        norm_before_fc(False, [])
+
+
 def test_an_empty_list_of_layers_says_nothing(tmp_path: Path) -> None:
     FORMATS["specforge"].write(make_checkpoint("eagle3", EAGLE3, torch.float32, 3), tmp_path)
     record = json.loads((tmp_path / "config.json").read_text())
