@@ -30,7 +30,7 @@ FORMAT = Format(
                 Entry("layer_ids", tuple, "target_layer_ids", shift=-1),
                 Entry("draft_vocab_size", int, default=lambda _, config: config["vocab_size"]),
                 Entry("block_size", int),
-                Entry("mask_token_id", int),
+                Entry("mask_token_id", int, least=0),
                 Entry("causal", bool, default=False),
                 Entry("markov_rank", int),
                 Entry("sample_from_anchor", bool, default=True),

@@ -96,7 +96,7 @@ _P_EAGLE = replace(
             for each in _EAGLE3.fields
         ),
         _Proposed("num_depths", int, _METHODS),
-        Entry("mask_token_id", int),
+        Entry("mask_token_id", int, least=0),
     ),
     fixed={**_EAGLE3.fixed, "speculators_model_type": "peagle"},
     derived=_derived("peagle", "PEagleSpeculator", tokens=None),
@@ -144,7 +144,7 @@ def _blocks_layout(
             Entry("layer_ids", tuple, "aux_hidden_state_layer_ids"),
             Entry("draft_vocab_size", int),
             Entry("block_size", int),
-            Entry("mask_token_id", int),
+            Entry("mask_token_id", int, least=0),
             _Causal("causal", bool, "sliding_window_non_causal"),
             *more,
         ),

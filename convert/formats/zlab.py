@@ -49,7 +49,7 @@ FORMAT = Format(
                 Entry("layer_ids", tuple, "dflash_config.target_layer_ids", default=_usual_ids, shift=-1),
                 Entry("draft_vocab_size", int, default=lambda _, config: config["vocab_size"]),
                 Entry("block_size", int),
-                Entry("mask_token_id", int, "dflash_config.mask_token_id"),
+                Entry("mask_token_id", int, "dflash_config.mask_token_id", least=0),
                 Entry("causal", bool, "dflash_config.causal", default=False),
             ),
             names=same_names,

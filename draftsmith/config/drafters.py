@@ -203,7 +203,7 @@ class PEagleOptions(FusingOptions):
     `down_sample_ratio_min` holds, and smaller ones beyond it."""
     down_sample_ratio_min: float = Field(0.2, gt=0, le=1)
     """Smallest such share."""
-    mask_token_id: int | None = Field(None, ge=1)
+    mask_token_id: int | None = Field(None, ge=0)
     """Token whose embedding stands for the draft tokens that are not known yet; it may occur in texts. Absent: the vocabulary's last."""
     norm_output: Literal[False] = False
     """Only false: no draft step reads the output of another."""
@@ -252,7 +252,7 @@ class BlockOptions(DrafterOptions):
     intermediate_size: int | None = Field(None, ge=1)
     """Width of the MLP. Absent: the target's; for mixture-of-experts targets, the total width of a token's active experts, within two to
     four times the hidden size."""
-    mask_token_id: int | None = Field(None, ge=1)
+    mask_token_id: int | None = Field(None, ge=0)
     """Token that stands for the draft tokens that are not known yet, best one that texts do not have: to the drafter it is always that.
     Absent: the vocabulary's last."""
 
@@ -335,7 +335,7 @@ class DSparkOptions(BlockOptions):
     supervised_prefix: bool = False
     """Train a block only up to its first draft token that is not learned, of a prompt or outside the draft vocabulary, as published. Otherwise
     also on those after it, which a server never reaches."""
-    mask_token_id: int | None = Field(None, ge=1)
+    mask_token_id: int | None = Field(None, ge=0)
     """Token whose embedding stands for the draft tokens that are not known yet; it may occur in texts. Absent: the vocabulary's last."""
 
     @property

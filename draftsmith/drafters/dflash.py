@@ -146,7 +146,7 @@ _VLLM = Layout(
         Entry("layer_ids", tuple, "eagle_aux_hidden_state_layer_ids", default=_ids_of_outputs),
         Entry("draft_vocab_size", int, default=lambda _, config: config["vocab_size"]),
         Entry("block_size", int),
-        Entry("mask_token_id", int, "dflash_config.mask_token_id"),
+        Entry("mask_token_id", int, "dflash_config.mask_token_id", least=0),
         # vLLM's own default, by the type of each layer.
         Entry("causal", bool, "dflash_config.causal", default=lambda _, config: config["sliding_window"] is not None),
     ),

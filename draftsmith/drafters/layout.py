@@ -49,6 +49,8 @@ class Entry:
     """Dotted paths that are looked up where the key is absent, in this order; they are not written."""
     left_out: Any = None
     """A value that is not written, as None is not: to the format's readers an absent key means it, and the key may mean more."""
+    least: int = 1
+    """The smallest value of a whole number: 0 for token ids, which begin with it."""
 
     @property
     def path(self) -> str:
@@ -79,8 +81,9 @@ class Entry:
         right = isinstance(numbers, list | tuple) and all(
             isinstance(one, wanted) and (self.type is bool or not isinstance(one, bool)) for one in numbers
         )
-        if not right or (self.type is int and not 0 < value < 1 << 31):
-            said = {tuple: "a list of whole numbers", int: "a whole number above 0"}.get(self.type, self.type.__name__)
+        if not right or (self.type is int and not self.least <= value < 1 << 31):
+            number = f"a whole number from {self.least} on"
+            said = {tuple: "a list of whole numbers", int: number}.get(self.type, self.type.__name__)
             raise UserError(f"`{path}` is {str(value)[:80]!r} in the config, where {said} should be.")
         if self.type is tuple:
             return tuple(one - self.shift for one in value)

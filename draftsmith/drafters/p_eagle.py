@@ -79,7 +79,7 @@ class PEagleDrafter(Eagle3Drafter):
             *Eagle3Drafter.vllm_layout.fields,
             Entry("num_depths", int, default=_depth_unsaid),
             # vLLM looks at all three, in this order.
-            Entry("mask_token_id", int, other_keys=("pard_token", "ptd_token_id")),
+            Entry("mask_token_id", int, other_keys=("pard_token", "ptd_token_id"), least=0),
         ),
         # vLLM 0.32 gives `fc` the mask as a vector, which its 8-bit kernels for CPUs refuse.
         eight_bits=EightBits(but=("fc",)),

@@ -29,6 +29,7 @@ from draftsmith.convert.verify import compare
 from draftsmith.convert.vocabulary import from_tensors, to_tensors, with_vocabulary
 from draftsmith.drafters import drafter_class
 from draftsmith.drafters.checkpoint import EMBEDDING, UNKNOWN_TARGET, Checkpoint
+from draftsmith.drafters.layout import Entry, Source
 from draftsmith.run.errors import DraftsmithError, UserError
 from draftsmith.run.weights import Weight, in_memory, open_weights, write_safetensors
 
@@ -78,11 +79,11 @@ def checkpoints(draw: st.DrawFn) -> Checkpoint:
         norm = "none" if plain else draw(st.sampled_from(["fc_norm", "norm_before_fc", "none"]))
         config |= {name: norm == name for name in ("fc_norm", "norm_before_fc")}
         if kind == "p_eagle":
-            config |= {"num_depths": draw(st.integers(2, 8)), "mask_token_id": draw(st.integers(1, VOCAB - 1))}
+            config |= {"num_depths": draw(st.integers(2, 8)), "mask_token_id": draw(st.integers(0, VOCAB - 1))}
     elif kind in ("dflash", "dspark"):
         config = layers(draw) | {
             "layer_ids": draw(st.sampled_from([[2, 5, 8], [0, 2]])), "draft_vocab_size": draw(st.sampled_from([VOCAB, 7])),
-            "block_size": draw(st.integers(2, 16)), "mask_token_id": draw(st.integers(1, VOCAB - 1)), "causal": draw(flag),
+            "block_size": draw(st.integers(2, 16)), "mask_token_id": draw(st.integers(0, VOCAB - 1)), "causal": draw(flag),
             "sliding_window": draw(window),
         }  # fmt: skip
         if kind == "dspark":
@@ -465,6 +466,24 @@ def test_the_section_of_eagle_is_checked(kind: str, tmp_path: Path) -> None:
         norm_before_fc(False, {"anything": 1})
     with pytest.raises(UserError, match=r"unknown fields.* eagle_config\."):
         norm_before_fc(False, [])
+
+
+def test_the_first_token_may_be_the_mask() -> None:
+    of_mask = [
+        each
+        for name in FORMATS
+        for layout in FORMATS[name].layouts.values()
+        for each in layout.fields
+        if isinstance(each, Entry) and each.field == "mask_token_id"
+    ]
+    assert len(of_mask) >= 8
+    for entry in of_mask:
+        record: dict[str, Any] = {}
+        entry.write(record, 0)
+        assert entry.read(Source(record, {}), {}) == 0
+        entry.write(record, -1)
+        with pytest.raises(UserError, match=r"mask_token_id` is '-1' in the config, where a whole number from 0 on"):
+            entry.read(Source(record, {}), {})
 
 
 def test_an_empty_list_of_layers_says_nothing(tmp_path: Path) -> None:

@@ -248,6 +248,7 @@ def test_a_wrong_value_is_named(tmp_path, key, value, message):
         {"ttt_loss_decay": 0.9, "drafter": {"kind": "eagle"}},
         {"train_lm_head": True, "drafter": {"kind": "dflash"}},
         {"ttt_loss_decay": 0.9, "drafter": {"kind": "dflash", "acceptance_alpha": None}},
+        *({"drafter": {"kind": kind, "mask_token_id": 0}} for kind in ("p_eagle", "dflash", "dspark")),
     ],
 )
 def test_options_that_do_something_are_taken(tmp_path, train):
