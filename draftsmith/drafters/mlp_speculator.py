@@ -29,7 +29,7 @@ from draftsmith.drafters.base import ChainStep, Drafter, DrafterConfig, InitCost
 from draftsmith.drafters.batch import Batch
 from draftsmith.drafters.decoder import LLAMA_IRRELEVANT
 from draftsmith.drafters.init import least_squares
-from draftsmith.drafters.layout import EXTRA, Entry, Layout, same_names, target_fields
+from draftsmith.drafters.layout import EXTRA, Entry, Layout, Source, same_names, target_fields
 from draftsmith.drafters.norm import FinalNorm
 from draftsmith.target.info import TargetInfo
 from draftsmith.target.tensors import TargetTensors
@@ -62,12 +62,20 @@ def _published_names(config: MlpConfig, tensors: tuple[str, ...]) -> dict[str, s
     return names
 
 
+@dataclass(frozen=True)
+class _InnerSize(Entry):
+    """The inner size: without the key, or with 0, the hidden size, as in vLLM (vllm/transformers_utils/configs/mlp_speculator.py)."""
+
+    def read(self, source: Source, config: dict[str, Any]) -> Any:
+        return super().read(source, config) or config["hidden_size"]
+
+
 PUBLISHED = Layout(
     fields=(
         Entry("hidden_size", int, "emb_dim"),
         Entry("vocab_size", int),
         Entry("draft_vocab_size", int, f"{EXTRA}.draft_vocab_size", default=lambda _, config: config["vocab_size"]),
-        Entry("inner_size", int, "inner_dim", default=lambda _, config: config["hidden_size"]),
+        _InnerSize("inner_size", int, "inner_dim", default=0, least=0),
         Entry("n_predict", int),
         Entry("tie_weights", bool, default=False),
         Entry("scale_input", bool, default=False),

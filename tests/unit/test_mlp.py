@@ -8,7 +8,8 @@ import pytest
 import torch
 
 from draftsmith.drafters.checkpoint import Checkpoint
-from draftsmith.drafters.mlp_speculator import MlpConfig, MlpDrafter, MlpOptions
+from draftsmith.drafters.layout import Source
+from draftsmith.drafters.mlp_speculator import PUBLISHED, MlpConfig, MlpDrafter, MlpOptions
 from draftsmith.drafters.norm import FinalNorm
 from draftsmith.run.errors import DraftsmithError
 from draftsmith.run.weights import in_memory
@@ -154,3 +155,10 @@ def test_published_layout_and_closed_conversion() -> None:
         to_vllm(
             replace(checkpoint, weights=in_memory(tensors | {"proj.2.weight": torch.ones(10, 10)})), "float32", "ibm"
         )
+
+
+@pytest.mark.parametrize("change", [{"inner_dim": 0}, {"inner_dim": None}, {"inner_dim": HIDDEN}])
+def test_without_an_inner_size_it_is_the_hidden_size(change: dict) -> None:
+    drafter = make_drafter()
+    record = PUBLISHED.write(drafter.config) | change
+    assert PUBLISHED.read(Source(record, {}))["inner_size"] == HIDDEN
