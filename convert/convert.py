@@ -7,6 +7,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import torch
+
 from draftsmith.config.loading import digest
 from draftsmith.config.recipe import Recipe
 from draftsmith.convert.fc_bias import folded, needs_folding
@@ -188,7 +190,7 @@ def convert_checkpoint(
             own, and returns figures.
 
     Raises:
-        UserError: `source` cannot be read, `to` cannot hold it, or `out` exists.
+        UserError: `source` cannot be read, `to` cannot hold it, `store` is of another target, or `out` exists.
         DraftsmithError: a comparison failed.
     """
     started = time.time()
@@ -215,8 +217,7 @@ def convert_checkpoint(
         assert store is not None
         if vocabulary > (most := checkpoint.config["vocab_size"]):
             raise UserError(f"--vocab {vocabulary} is more than the target's vocabulary, which has {most} tokens.")
-        counts = Store(store).token_counts(checkpoint.config["vocab_size"])
-        ids = choose_draft_vocabulary(counts, vocabulary)
+        ids = choose_draft_vocabulary(_token_counts(store, checkpoint), vocabulary)
         checkpoint = with_vocabulary(checkpoint, ids, None if tensors is None else tensors.lm_head)
     with new_folder(out) as temporary:
         run = StageRun("convert", temporary, started)
@@ -268,6 +269,20 @@ def convert_checkpoint(
         f"{figures['bytes'] / 1e6:.1f} MB"
     )
     return figures
+
+
+def _token_counts(store: Path, checkpoint: Checkpoint) -> torch.Tensor:
+    """`Store.token_counts` of a store of the drafter's target: int64 [vocab]. Raises UserError: it is of another target."""
+    found, size = Store(store), checkpoint.config["vocab_size"]
+    theirs, ours = found.identity.target_config_hash, checkpoint.target["config_hash"]
+    counts = found.token_counts(size)
+    if (ours and theirs and ours != theirs) or len(counts) > size:
+        raise UserError(
+            f"The store at {store} is of another target than the drafter: of {found.identity.target} with the config {theirs[:16]} and tokens up "
+            f"to {len(counts) - 1}, where the drafter is for {checkpoint.target['name'] or 'a target'} with the config "
+            f"{(ours or 'unknown')[:16]} and {size} tokens. Name a store of the drafter's target with --store."
+        )
+    return counts
 
 
 def window_as_trained(kind: str) -> bool:

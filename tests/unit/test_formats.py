@@ -8,6 +8,7 @@ import pickle
 import random
 import shutil
 import struct
+import tempfile
 from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import replace
@@ -23,7 +24,7 @@ from typer.testing import CliRunner
 
 from draftsmith.cli import app
 from draftsmith.config.drafters import KINDS
-from draftsmith.convert.convert import convert_checkpoint, read, recognize
+from draftsmith.convert.convert import NATIVE, convert_checkpoint, read, recognize
 from draftsmith.convert.formats import FORMATS
 from draftsmith.convert.verify import compare
 from draftsmith.convert.vocabulary import from_tensors, to_tensors, with_vocabulary
@@ -32,6 +33,9 @@ from draftsmith.drafters.checkpoint import EMBEDDING, UNKNOWN_TARGET, Checkpoint
 from draftsmith.drafters.layout import Entry, Source
 from draftsmith.run.errors import DraftsmithError, UserError
 from draftsmith.run.weights import Weight, in_memory, open_weights, write_safetensors
+from draftsmith.store.format import Sequence
+from draftsmith.store.writer import StoreWriter
+from tests.unit.test_exchange import IDENTITY
 
 VOCAB = 40
 TARGET = {"name": "owner/target", "revision": "abc", "config_hash": "0" * 64}
@@ -333,6 +337,31 @@ def test_another_vocabulary() -> None:
         with_vocabulary(cut, old, None)
     with pytest.raises(UserError, match="another target"):
         with_vocabulary(cut, old, target_head[:, :8])
+
+
+def test_another_vocabulary_s_store_is_of_the_same_target(tmp_path: Path) -> None:
+    """By the config, or, where the drafter's target is unknown, by the tokens that its vocabulary has."""
+    for name, target in (("known", TARGET), ("unknown", UNKNOWN_TARGET)):
+        found = make_checkpoint("eagle3", EAGLE3 | {"draft_vocab_size": VOCAB}, torch.float32, 3)
+        (tmp_path / name).mkdir()
+        replace(found, target=dict(target)).save(tmp_path / name)
+
+    def convert(drafter: str, tokens: list[int], **changes: str) -> list[int]:
+        store = Path(tempfile.mkdtemp(dir=tmp_path))
+        out = store.with_name(f"{store.name}-out")
+        with StoreWriter(store, replace(IDENTITY, **changes), shard_tokens=100) as writer:
+            ids, mask = torch.tensor(tokens, dtype=torch.int32), torch.ones(len(tokens), dtype=torch.bool)
+            writer.append(Sequence(0, False, ids, mask, torch.ones(len(tokens), 2, 4)))
+            writer.close()
+        convert_checkpoint(tmp_path / drafter, out, to=NATIVE, vocabulary=2, store=store)
+        return Checkpoint.load(out).draft_token_ids.tolist()
+
+    assert convert("known", [5, 5, 9], target_config_hash=TARGET["config_hash"]) == [5, 9]
+    assert convert("unknown", [5, 5, VOCAB - 1], target_config_hash="1" * 64) == [5, VOCAB - 1]
+    with pytest.raises(UserError, match=r"of another target.*of tiny with the config 1111.*owner/target .*--store"):
+        convert("known", [5, 5, 9], target_config_hash="1" * 64)
+    with pytest.raises(UserError, match=rf"of another target.*tokens up to {VOCAB}, where .* {VOCAB} tokens"):
+        convert("unknown", [5, 5, VOCAB], target_config_hash="1" * 64)
 
 
 def test_another_vocabulary_of_a_markov_head() -> None:
