@@ -143,6 +143,7 @@ def _prepare_gguf(gguf: Path, *, sha256: str, dtype: str) -> Path:
             ) from error
         model.save_pretrained(temporary)
         tokenizer.save_pretrained(temporary)
+        temporary.chmod(0o755)  # others may share the cache, and mkdtemp's is its owner's alone
         try:
             temporary.rename(prepared)
         except OSError:

@@ -2,6 +2,7 @@
 
 import json
 import shutil
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -213,6 +214,19 @@ def test_gguf_without_its_package_names_the_extra(tmp_path, monkeypatch):
     monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
     with pytest.raises(UserError, match=r"pip install -e '\.\[demo\]'"):
         prepare_target(TargetConfig(gguf=FileSource(path=str(tmp_path / "model.gguf"))))
+
+
+def test_others_may_read_a_prepared_gguf(tmp_path, monkeypatch):
+    (tmp_path / "model.gguf").write_bytes(b"GGUF")
+    monkeypatch.setenv("DRAFTSMITH_CACHE", str(tmp_path / "cache"))
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: name)
+    saved = SimpleNamespace(save_pretrained=lambda folder: (folder / "saved").touch())
+    for name in ("AutoModelForCausalLM", "AutoTokenizer"):
+        monkeypatch.setattr(transformers, name, SimpleNamespace(from_pretrained=lambda *_, **__: saved))
+    monkeypatch.setattr(transformers, "GgufConfig", lambda **_: None, raising=False)
+    prepared = prepare_target(TargetConfig(gguf=FileSource(path=str(tmp_path / "model.gguf"))))
+    assert (prepared / "saved").is_file()
+    assert prepared.stat().st_mode & 0o777 == 0o755
 
 
 def test_names_for_people():
