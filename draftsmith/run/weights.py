@@ -70,10 +70,22 @@ class Weight:
         return whole.view(self.shape)
 
     def to(self, dtype: torch.dtype) -> Weight:
-        """Convert floating-point elements to another dtype; others stay as they are."""
+        """Convert floating-point elements to another dtype; others stay as they are. Reading the result raises UserError: a finite
+        element would be infinite."""
         if dtype == self.dtype or not self.dtype.is_floating_point:
             return self
-        return Weight(self.shape, dtype, lambda: (part.to(dtype) for part in self.parts()))
+
+        def parts() -> Iterator[torch.Tensor]:
+            for part in self.parts():
+                converted = part.to(dtype)
+                if (converted.isinf() & part.isfinite()).any():
+                    raise UserError(
+                        f"A weight is too large for {str(dtype).removeprefix('torch.')}, whose largest number is {torch.finfo(dtype).max:g}, and "
+                        "would be infinite. Choose bfloat16 or float32."
+                    )
+                yield converted
+
+        return Weight(self.shape, dtype, parts)
 
     def rows(self, index: torch.Tensor, others: torch.Tensor | None = None) -> Weight:
         """Select rows `index` (int64) of the first dimension; for a negative index, the row of `others` at its position."""

@@ -256,6 +256,18 @@ def test_bytes_are_the_librarys(tmp_path: Path) -> None:
     assert (tmp_path / "y.safetensors").read_bytes() == (tmp_path / "model.safetensors").read_bytes()
 
 
+@pytest.mark.parametrize("most", [70000.0, -1e30])
+def test_weights_too_large_for_float16_are_refused(most: float, tmp_path: Path) -> None:
+    """bfloat16 holds them; what was not finite before stays as it was."""
+    large = Weight.of(torch.tensor([1.0, most]))
+    with pytest.raises(UserError, match=r"too large for float16.*bfloat16"):
+        write_safetensors(tmp_path / "model.safetensors", {"w": large.to(torch.float16)})
+    assert list(tmp_path.iterdir()) == []
+    assert large.to(torch.bfloat16).tensor().isfinite().all()
+    infinite = torch.tensor([65504.0, float("inf"), float("-inf")])
+    assert torch.equal(Weight.of(infinite).to(torch.float16).tensor(), infinite.half())
+
+
 def test_pickles_and_shards(tmp_path: Path) -> None:
     tensors = {"a": torch.randn(30, 4), "b": torch.randn(7).bfloat16(), "view": torch.randn(9, 8)[:, 2:5]}
     torch.save(tensors, tmp_path / "pytorch_model.bin")
