@@ -73,6 +73,13 @@ def from_tensors(
     return ids[order], None if torch.equal(order, torch.arange(size)) else order
 
 
+def reads_as_offsets(d2t: torch.Tensor, t2d: torch.Tensor | None, *, vocabulary: int) -> bool:
+    """Whether the map `d2t` (int [V]) gives distinct tokens of the target as offsets, which is how vLLM reads it, those of the mask `t2d`."""
+    ids = (d2t.long() + torch.arange(len(d2t))).sort().values
+    inside = len(ids) == 0 or bool(ids[0] >= 0 and ids[-1] < vocabulary and (ids[1:] > ids[:-1]).all())
+    return inside and (t2d is None or torch.equal(ids, t2d.nonzero()[:, 0]))
+
+
 def with_vocabulary(checkpoint: Checkpoint, ids: torch.Tensor, target_head: torch.Tensor | None) -> Checkpoint:
     """Change the draft vocabulary to `ids` (int64 [V] ascending target ids). Rows of the head for new tokens come from the target's
     head [vocab, H], which is needed only for them; rows of a Markov head are 0 for them. The others keep theirs.

@@ -97,11 +97,26 @@ def _is_loaded_by_vllm(source: Path, found: Found) -> bool:
     name = found.format
     if name not in FORMATS or not FORMATS[name].complete_for_vllm(read_json(source / "config.json"), found.kind):
         return False
+    if not _has_offsets(source):
+        return False
     if name == "vllm":
         return True  # or serving says what is missing
     where = FORMATS[name].loaded_by_vllm
     one_file = (source / "model.safetensors").is_file()  # serving takes no other
     return one_file and (where == "everywhere" or (where == "on GPUs" and not environment.is_cpu()))
+
+
+def _has_offsets(source: Path) -> bool:
+    """Whether the draft vocabulary is stored as vLLM reads it, if it is stored: some trainers write ids in the place of offsets."""
+    from draftsmith.convert.vocabulary import reads_as_offsets
+    from draftsmith.run.atomic_io import read_json
+    from draftsmith.run.weights import open_weights
+
+    weights, vocabulary = open_weights(source), read_json(source / "config.json").get("vocab_size")
+    if "d2t" not in weights or not isinstance(vocabulary, int):
+        return True
+    mask = weights["t2d"].tensor() if "t2d" in weights else None
+    return reads_as_offsets(weights["d2t"].tensor().flatten(), mask, vocabulary=vocabulary)
 
 
 def _check_config(source: Path, found: Found) -> None:

@@ -205,6 +205,30 @@ def test_what_vllm_loads_is_left_alone(target: TargetInfo, tmp_path: Path, cache
     assert not cache.exists()
 
 
+@pytest.mark.parametrize("masked", [True, False])
+def test_a_vocabulary_of_ids_is_converted_to_offsets(
+    masked: bool, target: TargetInfo, tmp_path: Path, cache: Path
+) -> None:
+    """vLLM adds the draft tokens' own numbers to whatever it finds, and would propose other tokens."""
+    kind, config = PUBLISHED["specforge"]
+    found = make_checkpoint(kind, config)
+    folder = tmp_path / "theirs"
+    folder.mkdir()
+    FORMATS["vllm"].write(found, folder)
+    recipe = recipe_for(target, str(folder), kind)
+    tensors = load_file(folder / "model.safetensors")
+    if not masked:
+        del tensors["t2d"]
+        save_file(tensors, folder / "model.safetensors")
+    assert for_serving(recipe) == recipe
+    save_file(tensors | {"d2t": found.draft_token_ids}, folder / "model.safetensors")
+    method = for_serving(recipe).serve.method
+    assert isinstance(method, TrainedDrafter)
+    (copy,) = cache.iterdir()
+    assert method.model == str(copy)
+    assert torch.equal(load_file(copy / "model.safetensors")["d2t"], tensors["d2t"])
+
+
 @pytest.mark.parametrize("key", ["eagle_aux_hidden_state_layer_ids", "layer_ids"])
 def test_layers_that_one_of_vllm_s_runners_does_not_read_are_written(
     key: str, target: TargetInfo, tmp_path: Path, cache: Path
