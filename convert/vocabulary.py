@@ -111,7 +111,13 @@ def with_vocabulary(checkpoint: Checkpoint, ids: torch.Tensor, target_head: torc
             new_rows = target_head[ids] if name == "lm_head.weight" else torch.zeros(len(ids), *old_rows.shape[1:])
         weights[name] = old_rows.rows(index, new_rows)
     config = checkpoint.config | {"draft_vocab_size": len(ids)}
-    return replace(checkpoint, config=config, draft_token_ids=ids, weights=weights).check()
+    # Predictions and coverage are of the old vocabulary.
+    training = {
+        name: figure
+        for name, figure in checkpoint.training.items()
+        if not name.startswith("predicted_") and name != "draft_vocabulary_coverage"
+    }
+    return replace(checkpoint, config=config, draft_token_ids=ids, weights=weights, training=training).check()
 
 
 def to_tensors(draft_token_ids: torch.Tensor, *, vocabulary: int) -> dict[str, Weight]:

@@ -26,6 +26,7 @@ from draftsmith.cli import app
 from draftsmith.config.drafters import KINDS
 from draftsmith.convert.convert import NATIVE, convert_checkpoint, read, recognize
 from draftsmith.convert.formats import FORMATS
+from draftsmith.convert.model_card import render
 from draftsmith.convert.verify import compare
 from draftsmith.convert.vocabulary import from_tensors, to_tensors, with_vocabulary
 from draftsmith.drafters import drafter_class
@@ -349,6 +350,21 @@ def test_another_vocabulary() -> None:
         with_vocabulary(cut, old, None)
     with pytest.raises(UserError, match="another target"):
         with_vocabulary(cut, old, target_head[:, :8])
+
+
+def test_another_vocabulary_has_no_predictions() -> None:
+    """Those were of the old one."""
+    found = make_checkpoint("eagle3", EAGLE3, torch.float32, 3)
+    lengths = {"1": 1.8, "3": 2.9}
+    training = {
+        "predicted_acceptance_length": lengths, "predicted_at_temperature": {"temperature": 1.0, "greedy_drafts": lengths},
+        "predicted_speedup": lengths, "draft_vocabulary_coverage": 0.97,
+    }  # fmt: skip
+    found = replace(found, training=found.training | training)
+    cut = with_vocabulary(found, found.draft_token_ids[:3], None)
+    assert cut.training == {"steps": 3}
+    assert "Predicted acceptance length" in render(found)
+    assert "Predicted acceptance length" not in render(cut)
 
 
 def test_another_vocabulary_s_store_is_of_the_same_target(tmp_path: Path) -> None:
