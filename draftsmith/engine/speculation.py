@@ -294,18 +294,24 @@ def target_arguments(
 
 
 def usable_options(options: Mapping[str, Any], speculative: Mapping[str, Any] | None) -> dict[str, Any]:
-    """Options of vLLM's engine or server without `async_scheduling: true` where vLLM would refuse to start with it, as `VllmConfig` does
-    (vllm/config/vllm.py), and says so: a recipe's options are of all its methods. vLLM itself then chooses synchronous scheduling."""
+    """Options of vLLM's engine or server without those with which it would refuse to start, as `VllmConfig` does (vllm/config/vllm.py), and
+    says so: a recipe's options are of all its methods. These are `async_scheduling: true` with some methods, where vLLM itself then chooses
+    synchronous scheduling, and `per_request_spec_decode_metrics` without speculation."""
     if speculative is None:
-        return dict(options)
-    method = speculative.get("method")
-    why = f"`{method}`" if method in _SYNCHRONOUS else None
-    if why is None and speculative.get("disable_padded_drafter_batch"):
-        why = "`disable_padded_drafter_batch`"
-    refused = [] if why is None else [key for key in options if flag_name(key) == "async-scheduling" and options[key]]
-    for key in refused:
-        _say(f"speculation: {key} is left out: vLLM schedules engines with {why} synchronously")
-    return {key: value for key, value in options.items() if key not in refused}
+        refused, why = "per-request-spec-decode-metrics", "vLLM takes it only where it speculates"
+    else:
+        refused, synchronous = "async-scheduling", None
+        if (method := speculative.get("method")) in _SYNCHRONOUS:
+            synchronous = f"`{method}`"
+        elif speculative.get("disable_padded_drafter_batch"):
+            synchronous = "`disable_padded_drafter_batch`"
+        if synchronous is None:
+            return dict(options)
+        why = f"vLLM schedules engines with {synchronous} synchronously"
+    left_out = [key for key, value in options.items() if flag_name(key) == refused and value]
+    for key in left_out:
+        _say(f"speculation: {key} is left out: {why}")
+    return {key: value for key, value in options.items() if key not in left_out}
 
 
 def drafter_files(drafter_dir: Path) -> list[str]:

@@ -215,6 +215,25 @@ def test_asynchronous_scheduling_is_left_out_where_vllm_refuses_it(
     assert usable_options({"async_scheduling": False}, speculative) == {"async_scheduling": False}
 
 
+def test_figures_of_speculation_are_left_out_without_it(capsys: pytest.CaptureFixture[str]) -> None:
+    """Under both spellings, in every engine and server that does not speculate: vLLM starts none with them."""
+    speculation._say.cache_clear()
+    own = {"per-request-spec-decode-metrics": "summary", "block_size": 32}
+    sections = {"engine": {"options": {"per_request_spec_decode_metrics": "summary"}}, "serve": {"vllm_args": own}}
+    recipe = Recipe.model_validate({"name": "r", "target": {"model": "a/b"}, **sections})
+    target: Any = SimpleNamespace(path=Path("t"), trust_remote_code=False)
+    for speculative in (None, {"method": "ngram", "num_speculative_tokens": 2}):
+        spec = EngineSpec(name="e", target="t", dtype="float32", engine=recipe.engine, speculative=speculative)
+        found: list[Any] = [spec.arguments(), engine_arguments(recipe, target, speculative)]
+        assert ["per_request_spec_decode_metrics" in arguments for arguments in found] == [speculative is not None] * 2
+        command = server_command(recipe, Path("t"), speculative, name="n", host="h", port=1)
+        assert ("--per-request-spec-decode-metrics" in command) == (speculative is not None)
+        assert "--block-size" in command
+    said = capsys.readouterr().err
+    for key in ("per_request_spec_decode_metrics", "per-request-spec-decode-metrics"):
+        assert said.count(f"{key} is left out: vLLM takes it only where it speculates") == 1
+
+
 def test_sizes_of_cuda_graphs() -> None:
     full = {"cudagraph_mode": "FULL_DECODE_ONLY"}
     check_graph_sizes({"cudagraph-capture-sizes": [4, 8], "compilation_config": full}, 3)
