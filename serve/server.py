@@ -61,7 +61,7 @@ def serve(
         method, target, own_drafter=run_dir / "vllm", tensor_parallel_size=recipe.engine.tensor_parallel_size
     )
     options = recipe.engine.options | recipe.serve.vllm_args
-    check_graph_sizes(options, speculative["num_speculative_tokens"] if speculative else 0)
+    check_graph_sizes(options, speculative)
     name = (served_names(recipe) or [target.name])[0]
     command = server_command(recipe, target.path, speculative, name=name, host=host, port=port)
     url = _url(recipe, host, port)

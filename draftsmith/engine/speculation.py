@@ -214,20 +214,30 @@ def _layer_ids(config: Mapping[str, Any]) -> list[int]:
     return list(config.get(name) or (config.get("eagle_config") or {}).get(name) or [layer + 1 for layer in outputs])
 
 
-def check_graph_sizes(options: Mapping[str, Any], k: int) -> None:
-    """Check that the user's sizes for full CUDA graphs are usable with speculation. Raises UserError: one is not a
-    multiple of K + 1, the rows of a decoding sequence in a step: no step would ever have that size."""
+def check_graph_sizes(options: Mapping[str, Any], speculative: Mapping[str, Any] | None) -> None:
+    """Check that the user's sizes for full CUDA graphs are usable with a `speculative_config`; None for no speculation. Raises UserError: one is
+    not a multiple of K + 1, the rows of a decoding sequence in a step, for any K that is drafted: no step would ever have that size."""
     named = {key.replace("-", "_"): value for key, value in options.items()}
     compilation = named.get("compilation_config")
     given = compilation if isinstance(compilation, Mapping) else {}
     if not str(given.get("cudagraph_mode", "")).upper().startswith("FULL"):
         return  # piecewise graphs also serve mixed steps, of any size
     sizes = given.get("cudagraph_capture_sizes") or named.get("cudagraph_capture_sizes") or ()
-    if wrong := [size for size in sizes if size % (k + 1)]:
+    rows = sorted(rows_per_step(speculative))
+    if wrong := [size for size in sizes if all(size % each for each in rows)]:
+        tokens, multiples = (" or ".join(map(str, numbers)) for numbers in ([each - 1 for each in rows], rows))
         raise UserError(
-            f"cudagraph_capture_sizes has {', '.join(map(str, wrong))}, not a multiple of {k + 1}: with {k} speculative tokens every "
-            f"decoding sequence has {k + 1} rows in a step. Give n * {k + 1}, or leave the sizes to vLLM."
+            f"cudagraph_capture_sizes has {', '.join(map(str, wrong))}, not a multiple of {multiples}: with {tokens} speculative tokens every "
+            f"decoding sequence has {multiples} rows in a step. Give multiples, or leave the sizes to vLLM."
         )
+
+
+def rows_per_step(speculative: Mapping[str, Any] | None) -> set[int]:
+    """Rows of a decoding sequence in a step, 1 + K, for every K that a `speculative_config` drafts; None for no speculation."""
+    if speculative is None:
+        return {1}
+    schedule = speculative.get("num_speculative_tokens_per_batch_size")
+    return {1 + k for _, _, k in schedule} if schedule else {1 + speculative["num_speculative_tokens"]}
 
 
 def speculative_config(drafter_dir: Path, k: int) -> dict[str, Any]:

@@ -17,7 +17,7 @@ from draftsmith.config.sampling import GREEDY, Sampling
 from draftsmith.engine import environment
 from draftsmith.engine.options import say_overruled
 from draftsmith.engine.process import EngineProcess
-from draftsmith.engine.speculation import target_arguments, usable_options
+from draftsmith.engine.speculation import rows_per_step, target_arguments, usable_options
 from draftsmith.run.errors import DraftsmithError
 from draftsmith.serve.evaluation.engine_child import LIKELIEST
 from draftsmith.serve.evaluation.engine_child import child as _child
@@ -95,14 +95,8 @@ class EngineSpec:
             arguments["speculative_config"] = self.speculative
             arguments["per_request_spec_decode_metrics"] = "detailed"
         if not eager and not environment.is_cpu() and not _SIZES_OF_GRAPHS & arguments.keys():
-            arguments["cudagraph_capture_sizes"] = graph_sizes(self.max_num_seqs, self._tokens_per_step())
+            arguments["cudagraph_capture_sizes"] = graph_sizes(self.max_num_seqs, rows_per_step(self.speculative))
         return arguments
-
-    def _tokens_per_step(self) -> set[int]:
-        """Of a decoding sequence."""
-        speculative = self.speculative or {"num_speculative_tokens": 0}
-        schedule = speculative.get("num_speculative_tokens_per_batch_size")
-        return {1 + k for _, _, k in schedule} if schedule else {1 + speculative["num_speculative_tokens"]}
 
 
 def graph_sizes(max_num_seqs: int, tokens_per_step: Iterable[int]) -> list[int]:

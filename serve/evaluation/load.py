@@ -148,8 +148,7 @@ def check_servers(recipe: Recipe, target: TargetInfo, speculative: Iterable[dict
         UserError: an option is set elsewhere, or a size of CUDA graphs does not fit a number of speculative tokens.
     """
     for config in speculative:
-        tokens = config["num_speculative_tokens"] if config else 0
-        check_graph_sizes(recipe.engine.options | recipe.serve.vllm_args, tokens)
+        check_graph_sizes(recipe.engine.options | recipe.serve.vllm_args, config)
         _command(recipe, target, config, port=0, memory_share=1.0)
 
 

@@ -236,15 +236,22 @@ def test_figures_of_speculation_are_left_out_without_it(capsys: pytest.CaptureFi
 
 def test_sizes_of_cuda_graphs() -> None:
     full = {"cudagraph_mode": "FULL_DECODE_ONLY"}
-    check_graph_sizes({"cudagraph-capture-sizes": [4, 8], "compilation_config": full}, 3)
-    check_graph_sizes({}, 3)
-    check_graph_sizes({"cudagraph_capture_sizes": [6]}, 3)  # not full graphs
+    three = {"num_speculative_tokens": 3}
+    check_graph_sizes({"cudagraph-capture-sizes": [4, 8], "compilation_config": full}, three)
+    check_graph_sizes({}, three)
+    check_graph_sizes({"cudagraph_capture_sizes": [6]}, three)  # not full graphs
     for options in (
         {"compilation_config": full | {"cudagraph_capture_sizes": [4, 6]}},
         {"cudagraph-capture-sizes": [4, 6], "compilation-config": full},
     ):
         with pytest.raises(UserError, match="6, not a multiple of 4"):
-            check_graph_sizes(options, 3)
+            check_graph_sizes(options, three)
+        check_graph_sizes(options, None)
+        # vLLM has graphs for every K of a schedule.
+        check_graph_sizes(options, three | {"num_speculative_tokens_per_batch_size": [[1, 4, 3], [5, 8, 1]]})
+        check_graph_sizes(options, three | {"num_speculative_tokens_per_batch_size": [[1, 4, 3], [5, 8, 0]]})
+        with pytest.raises(UserError, match="has 6, not a multiple of 4 or 5: with 3 or 4 speculative tokens"):
+            check_graph_sizes(options, {"num_speculative_tokens_per_batch_size": [[1, 4, 4], [5, 8, 3]]} | three)
 
 
 def test_the_recipe_for_ascend_is_what_vllm_takes() -> None:
@@ -254,10 +261,11 @@ def test_the_recipe_for_ascend_is_what_vllm_takes() -> None:
     assert method is not None
     assert method.num_speculative_tokens == 3
     options = recipe.engine.options | recipe.serve.vllm_args
-    check_graph_sizes(options, 3)
+    check_graph_sizes(options, {"num_speculative_tokens": 3})
+    two = {"num_speculative_tokens": 2}
     with pytest.raises(UserError, match="not a multiple of 3"):
-        check_graph_sizes(options, 2)
-    check_graph_sizes(recipe.engine.options, 2)  # evaluation's engines of other K: vLLM chooses sizes
+        check_graph_sizes(options, two)
+    check_graph_sizes(recipe.engine.options, two)  # evaluation's engines of other K: vLLM chooses sizes
     assert recipe.engine.options["async_scheduling"] is True
     assert recipe.evaluate.methods["suffix"].keys()["num_speculative_tokens"] == 15
     assert recipe.evaluate.methods["ngram"].keys()["prompt_lookup_max"] == 4

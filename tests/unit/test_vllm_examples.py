@@ -269,9 +269,9 @@ def command(name: str, **expected: Any) -> Check:
 def graph_sizes(row: Row, world: World) -> None:
     recipe = recipe_of(row, world)
     full = {"compilation_config": {"cudagraph_mode": "FULL"}} | recipe.serve.vllm_args
-    check_graph_sizes(full, 4)
+    check_graph_sizes(full, {"num_speculative_tokens": 4})
     with pytest.raises(UserError, match="not a multiple of 4"):
-        check_graph_sizes(full, 3)
+        check_graph_sizes(full, {"num_speculative_tokens": 3})
     serves("--cudagraph-capture-sizes", "5", "10", "15", "20")(row, world)
 
 
