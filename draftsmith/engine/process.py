@@ -2,13 +2,15 @@
 
 One engine is one process, because a process can hold one set of vLLM counters, and because an engine that dies must not take
 the program with it. The child talks only to its parent. What it prints goes to a log file, whose last lines are shown if it
-fails. It ends with its parent, however the parent ends.
+fails. It ends with its parent, however the parent ends. It leads a session of its own, whose processes end with it: vLLM's workers for
+tensor parallelism notice that their engine is gone only once they have loaded the model (vllm/v1/executor/multiproc_executor.py).
 """
 
 import atexit
 import multiprocessing
 import multiprocessing.context
 import os
+import signal
 import sys
 import traceback
 from collections.abc import Callable
@@ -62,7 +64,7 @@ class EngineProcess:
         advice: str = "",
     ) -> None:
         self._name, self._log, self._advice = name, log, advice
-        self._ready = False
+        self._ready = self._closed = False
         log.parent.mkdir(parents=True, exist_ok=True)
         log.write_text("")
         self.pipe, childs_end = multiprocessing.Pipe()
@@ -88,6 +90,9 @@ class EngineProcess:
         Raises EngineFailed: the child reported an error or ended; it is closed then."""
         try:
             message = self.pipe.recv()
+        except KeyboardInterrupt:
+            self._signal_all(signal.SIGINT)  # which the terminal does not send to other sessions
+            raise
         except (EOFError, OSError):
             self.process.join(_SECONDS_TO_CLOSE)
             self.close()
@@ -105,13 +110,23 @@ class EngineProcess:
         return message
 
     def close(self) -> None:
-        """End the process: it leaves when its pipe ends, and is killed if it does not. Safe to call twice."""
-        atexit.unregister(self.close)
+        """End the process: it leaves when its pipe ends, and is killed if it does not, with what it has started and left. Safe to call
+        twice."""
+        if self._closed:
+            return  # its id may be another process's by now
         self.pipe.close()
         self.process.join(_SECONDS_TO_CLOSE if self._ready else 0)  # an engine that is still loading does not listen
-        if self.process.is_alive():
-            self.process.kill()
-            self.process.join()
+        self._signal_all(signal.SIGKILL)
+        self._closed = True
+        self.process.kill()  # it has no session yet if it has only just been started
+        self.process.join()
+        atexit.unregister(self.close)
+
+    def _signal_all(self, number: int) -> None:
+        """Send a signal to the process and all that it has started."""
+        assert self.process.pid is not None
+        with suppress(ProcessLookupError, PermissionError):  # on macOS a group of ended processes is not permitted
+            os.killpg(self.process.pid, number)
 
     def _failed(self, reason: str, when: str) -> EngineFailed:
         tail = log_tail(self._log)
@@ -170,6 +185,7 @@ def _run(
     os.environ.update(values)
     if cores is not None:
         os.sched_setaffinity(0, cores)
+    os.setsid()
     end_with_parent()
     descriptor = os.open(log, os.O_WRONLY | os.O_CREAT | os.O_APPEND)
     for stream in (1, 2):

@@ -3,6 +3,7 @@
 import ctypes
 import multiprocessing
 import os
+import signal
 import sys
 import threading
 from contextlib import suppress
@@ -40,12 +41,14 @@ def lower_priority() -> None:
 
 
 def end_with_parent() -> None:
-    """Have this child process exit as soon as its parent is gone, whatever it is doing."""
+    """Have this child process exit as soon as its parent is gone, whatever it is doing; with its process group, if it leads one."""
     parent = multiprocessing.parent_process()
     assert parent is not None
 
     def watch() -> None:
         parent.join()
+        if os.getpgrp() == os.getpid():
+            os.killpg(0, signal.SIGKILL)
         os._exit(1)
 
     threading.Thread(target=watch, daemon=True).start()
