@@ -7,10 +7,12 @@ context; the module computes the same chains from transformers' hidden states.
 
 import json
 import os
+import signal
 import subprocess
 import sys
 import tempfile
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -85,7 +87,7 @@ def record(
             speculation.serving_spec(path).speculative | {"model": str(path), "method": method} for path, method in drafters
         ],
         "max_tokens": max_tokens, "longest": max(len(ids) for ids in prompts) + max_tokens + 32,
-        "trust_remote_code": trust_remote_code, "prompts": [list(ids) for ids in prompts],
+        "trust_remote_code": trust_remote_code, "parent": os.getpid(), "prompts": [list(ids) for ids in prompts],
         "stock": not any(
             asks(path) for path, _ in drafters for asks in (speculation.needs_plugin, speculation.reads_embeddings, speculation.needs_mend)
         ),
@@ -100,8 +102,14 @@ def record(
         variables = os.environ | environment.vllm_environment(EngineConfig()) | environment.float32_environment(dtype)
         command = [sys.executable, str(recorder), str(asked), str(answered)]
         with log.open("w") as file:
-            done = subprocess.run(command, env=variables, stdout=file, stderr=file, check=False)
-        if done.returncode != 0:
+            process = subprocess.Popen(command, env=variables, stdout=file, stderr=file, start_new_session=True)
+            try:
+                status = process.wait()
+            finally:
+                with suppress(ProcessLookupError):
+                    os.killpg(process.pid, signal.SIGKILL)  # with its fork
+                process.wait()
+        if status != 0:
             raise DraftsmithError(
                 f"vLLM could not serve {' or '.join(str(path) for path, _ in drafters)} with the target in {target_dir}. The "
                 f"last lines of its log:\n{log_tail(log)}"

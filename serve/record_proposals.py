@@ -2,15 +2,18 @@
 
 Run as a program: record_proposals.py JOB.json OUT.json. JOB has `target`, `dtype`, `drafters` (of each, vLLM's `speculative_config` without K), `k`,
 `max_tokens`, `longest` (tokens of the longest prompt with its answer), `prompts` (lists of token ids), `arguments` (further ones of
-`vllm.LLM`), `trust_remote_code` and `stock`: if true, `draftsmith` cannot be imported in this process, so a drafter that loads here loads where
-Draftsmith is not installed.
+`vllm.LLM`), `trust_remote_code`, `parent` (the id of the process to end with) and `stock`: if true, `draftsmith` cannot be imported in this process, so
+a drafter that loads here loads where Draftsmith is not installed. This process must lead its process group, which ends as a whole.
 
 Importing vLLM takes longer than starting an engine: it is imported once, and each drafter runs in a fork of the process.
 """
 
 import json
 import os
+import signal
 import sys
+import threading
+import time
 from typing import Any
 
 
@@ -18,6 +21,7 @@ def main() -> None:
     job_path, out = sys.argv[1:]
     with open(job_path) as file:
         job = json.load(file)
+    threading.Thread(target=end_with, args=(job["parent"],), daemon=True).start()
     plugins = os.environ.get("VLLM_PLUGINS", "draftsmith")  # those of another platform included
     if job["stock"]:
         sys.modules["draftsmith"] = None  # type: ignore[assignment]
@@ -52,6 +56,13 @@ def main() -> None:
             found.append(json.load(file))
     with open(out, "w") as file:
         json.dump(found, file)
+
+
+def end_with(parent: int) -> None:
+    """End this process's group, and so the fork, once `parent` has ended; as `server_process` does, which is part of `draftsmith`."""
+    while os.getppid() == parent:
+        time.sleep(0.5)
+    os.killpg(0, signal.SIGKILL)
 
 
 def record(job: dict[str, Any], drafter: dict[str, Any]) -> dict[str, Any]:

@@ -1,5 +1,6 @@
-"""An engine ends with all processes that it has started. The engine here is a fork without vLLM; a shell is its worker."""
+"""An engine ends with all processes that it has started, and with the program. Engines here are forks without vLLM; a shell is their worker."""
 
+import json
 import multiprocessing
 import os
 import select
@@ -17,6 +18,7 @@ import pytest
 from draftsmith.config.recipe import EngineConfig
 from draftsmith.engine import process
 from draftsmith.engine.process import EngineFailed, EngineProcess
+from draftsmith.serve.proposals import record
 
 FORK = multiprocessing.get_context("fork")
 
@@ -56,7 +58,7 @@ def worker_ends(fifo: Path) -> Iterator[None]:
     """What runs here must end the worker, which is up."""
     with fifo.open("rb", buffering=0) as reading:  # waits for the worker
         yield
-        assert select.select([reading], [], [], 60)[0], "the worker outlives its engine"
+        assert select.select([reading], [], [], 30)[0], "the worker outlives its engine"
         assert reading.read(1) == b""
 
 
@@ -118,6 +120,30 @@ def test_a_worker_ends_with_the_program(fifo: Path, does: str, number: int) -> N
                 engine.send("go on")
         except KeyboardInterrupt:
             engine.close()
+
+    parent = FORK.Process(target=program)
+    parent.start()
+    with worker_ends(fifo):
+        assert parent.pid is not None
+        os.kill(parent.pid, number)
+    parent.join()
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGKILL])
+def test_a_recorded_engine_ends_with_the_program(
+    fifo: Path, tmp_path: Path, number: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """`convert --verify`, whose engine is a fork of another program. In the place of vLLM's, it holds the FIFO open."""
+    (tmp_path / "vllm.py").write_text(
+        "import time\nSamplingParams = None\n"
+        f"class LLM:\n    def __init__(self, **_):\n        with open({str(fifo)!r}, 'w'):\n            time.sleep(120)\n"
+    )
+    monkeypatch.setenv("PYTHONPATH", str(tmp_path))
+    (tmp_path / "config.json").write_text(json.dumps({"architectures": ["LlamaForCausalLMEagle3"]}))
+
+    def program() -> None:
+        signal.signal(signal.SIGINT, signal.default_int_handler)
+        record([(tmp_path, "eagle3")], tmp_path / "target", [[1]], k=1, max_tokens=1)
 
     parent = FORK.Process(target=program)
     parent.start()

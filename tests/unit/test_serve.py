@@ -478,11 +478,13 @@ def test_engines_and_recorders_are_started_with_it(tmp_path: Path, monkeypatch: 
     assert started == ["ieee", "ieee", None, None]
     (tmp_path / "config.json").write_text(json.dumps({"architectures": ["LlamaForCausalLMEagle3"]}))
     asked = []
-    monkeypatch.setattr(
-        subprocess,
-        "run",
-        lambda *_, env, **__: asked.append(env.get("TRITON_F32_DEFAULT")) or SimpleNamespace(returncode=1),
-    )
+    start = subprocess.Popen
+
+    def fails(_: object, *, env: dict[str, str], **options: Any) -> subprocess.Popen[bytes]:
+        asked.append(env.get("TRITON_F32_DEFAULT"))
+        return start(["false"], **options)
+
+    monkeypatch.setattr(subprocess, "Popen", fails)
     for dtype in ("float32", "bfloat16"):
         with pytest.raises(DraftsmithError, match="could not serve"):
             proposals.record([(tmp_path, "eagle3")], tmp_path / "none", [[1]], k=1, max_tokens=1, dtype=dtype)
