@@ -132,16 +132,17 @@ def _drafter(recipe: Recipe, target: TargetInfo, speculator: Speculator) -> _Dra
         devices = drafter_split(config, recipe.engine.tensor_parallel_size)
         layers = weights(but=(*_HEAD, *_EMBEDDING))
         return _Drafter(layers, head, in_parallel=parallel, adds_rows=parallel, devices=devices)
+    devices = 1 if spec.whole_on_each_gpu else recipe.engine.tensor_parallel_size
     if spec.weights_per_token:
         whole, count = weights(but=spec.rows_read), longest_draft(directory) or 1
-        return _Drafter(_Weights(whole.read // count, whole.multiplied // count), one_position=True)
+        return _Drafter(_Weights(whole.read // count, whole.multiplied // count), one_position=True, devices=devices)
     if spec.reads_one_position:
-        return _Drafter(weights(but=spec.rows_read), in_parallel=spec.single_pass, one_position=True)
+        return _Drafter(weights(but=spec.rows_read), in_parallel=spec.single_pass, one_position=True, devices=devices)
     head = weights(_HEAD)
     if spec.shares_embedding and not head.read:
-        # vLLM gives it the target's head, of which each GPU reads its part.
+        # vLLM gives it the target's head.
         number = getattr(torch, recipe.target.dtype).itemsize
-        size = target.vocab_size * target.hidden_size // recipe.engine.tensor_parallel_size
+        size = target.vocab_size * target.hidden_size
         head = _Weights(size * number, size)
     return _Drafter(
         weights(but=(*_HEAD, *spec.rows_read, *spec.read_per_token)),
@@ -149,4 +150,5 @@ def _drafter(recipe: Recipe, target: TargetInfo, speculator: Speculator) -> _Dra
         weights(spec.read_per_token),
         in_parallel=spec.single_pass,
         adds_rows=spec.parallel_drafting,
+        devices=devices,
     )

@@ -12,6 +12,7 @@ from draftsmith.engine import environment
 from draftsmith.engine.fit import require_extraction, require_two_engines
 from draftsmith.engine.memory import BYTES, engine_memory, weight_bytes
 from draftsmith.engine.quantization import require_drafter_dtype, require_quantization
+from draftsmith.engine.speculation import require_divisible_heads
 from draftsmith.engine.step_cost import target_sizes
 from draftsmith.run import stage
 from draftsmith.run.errors import UserError
@@ -92,6 +93,10 @@ def check_fits(
 
     environment.require_parallelism(recipe.engine, config)
     drafter = drafter_on_meta(recipe, config, layer_ids)
+    split = 1
+    if not recipe.train.drafter.serving.whole_on_each_gpu:
+        split = recipe.engine.tensor_parallel_size
+        require_divisible_heads(drafter.config, split, drafter="of `train.drafter`")
     parameters = sum(math.prod(shape) for shape in drafter.shapes(drafter.config).values())
     gpus = environment.gpus()
     for timed in dict.fromkeys([dtype, *timed_dtypes(recipe, config)]):
@@ -112,6 +117,7 @@ def check_fits(
             tokens=recipe.engine.max_model_len,
             engine=recipe.engine,
             sequences=1,
+            drafter_split=split,
         )
         place(recipe.engine, gpus, [need], target=name, smaller="evaluate.concurrency")
 

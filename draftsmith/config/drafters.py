@@ -68,6 +68,8 @@ class ServingSpec:
     """vLLM can take its linear layers with 8-bit weights."""
     further_files: tuple[str, ...] = ()
     """Files that vLLM reads beside `config.json` and `model.safetensors`, each with a tensor of the file's name."""
+    whole_on_each_gpu: bool = False
+    """vLLM does not split it over the GPUs of its target, or not all of it: of Medusa the heads alone, and these are counted as whole too."""
     runner_v2: bool = True
     """Whether vLLM's model runner V2 serves it, or only V1."""
 
@@ -364,6 +366,7 @@ class MedusaOptions(DrafterOptions):
 
     serving: ClassVar = ServingSpec(
         method="medusa",
+        whole_on_each_gpu=True,
         architecture="MedusaModel",
         fixed_k=True,
         needs_vocab_size=True,
@@ -399,6 +402,7 @@ class MlpOptions(DrafterOptions):
 
     serving: ClassVar = ServingSpec(
         method="eagle",  # our plugin replaces its proposer
+        whole_on_each_gpu=True,
         architecture="EagleMLPSpeculatorModel",
         needs_plugin=True,
         reads_one_position=True,

@@ -121,7 +121,7 @@ class ModelMethod(Method):
     """What methods share whose draft tokens come from a model."""
 
     draft_tensor_parallel_size: int | None = Field(None, ge=1)
-    """GPUs that the drafter is split over: 1, or as many as the target. Absent: 1 for trained drafters, else as the target."""
+    """GPUs that the drafter is split over: as many as the target; 1 for Medusa and MLP speculators, for which it is the default."""
     disable_padded_drafter_batch: bool | None = None
     """Draft for sequences of different lengths without padding them to one length, which not every attention kernel can. Absent: vLLM's
     default, which is to pad."""

@@ -166,7 +166,7 @@ def require_full_attention(config: PretrainedConfig, *, target: str) -> None:
         )
 
 
-def _divides_heads(split: int, config: PretrainedConfig) -> bool:
+def divides_heads(split: int, config: Any) -> bool:
     """Whether vLLM can give each of `split` processes its heads: as many queries', and key/value heads or copies of one."""
     heads, shared = config.num_attention_heads, getattr(config, "num_key_value_heads", None)
     if heads % split:
@@ -185,9 +185,9 @@ def require_parallelism(engine: EngineConfig, config: PretrainedConfig) -> None:
         UserError: it cannot.
     """
     split = engine.tensor_parallel_size
-    if split > 1 and not _divides_heads(split, config):
+    if split > 1 and not divides_heads(split, config):
         heads, shared = config.num_attention_heads, getattr(config, "num_key_value_heads", None)
-        fitting = ", ".join(str(size) for size in range(1, heads + 1) if _divides_heads(size, config))
+        fitting = ", ".join(str(size) for size in range(1, heads + 1) if divides_heads(size, config))
         more = (
             f" and {shared} key/value heads, which it must divide or be a multiple of"
             if shared not in (None, heads)

@@ -9,6 +9,7 @@ from collections.abc import Collection, Mapping
 from functools import cache
 from importlib.util import find_spec
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 from draftsmith.config.drafters import KINDS, MASK_OF_P_EAGLE, ServingSpec, kind_of_architecture, method_of, methods_of
@@ -113,8 +114,17 @@ def method_config(
         if "parallel_drafting" in found:
             _override(config, "parallel_drafting", True, "the drafter was trained to draft so")
         config |= found
-        if tensor_parallel_size > 1:
-            config.setdefault("draft_tensor_parallel_size", 1)
+        if tensor_parallel_size > 1 and serving_spec(directory).whole_on_each_gpu:
+            config.setdefault(
+                "draft_tensor_parallel_size", 1
+            )  # else vLLM checks heads in its config, of which it has none
+        else:
+            require_divisible_heads(
+                SimpleNamespace(**_config(directory)), tensor_parallel_size, drafter=f"in {directory}"
+            )
+            if "draft_tensor_parallel_size" in config:
+                why = "vLLM's layers are split as the target's whatever it says"
+                _override(config, "draft_tensor_parallel_size", tensor_parallel_size, why)
     schedule = method.num_speculative_tokens_per_batch_size
     if schedule and drafts_fixed_k(method) and len({k for _, _, k in schedule}) > 1:
         raise UserError(
@@ -149,8 +159,23 @@ def _check_split(method: ModelMethod, tensor_parallel_size: int) -> None:
 
 
 def drafter_split(speculative: Mapping[str, Any], tensor_parallel_size: int) -> int:
-    """GPUs that vLLM splits a drafter over: as the target, unless the `speculative_config` says otherwise, as `method_config` does of trained ones."""
+    """GPUs that vLLM splits a drafter over: as the target, unless a `speculative_config` of `method_config` says otherwise."""
     return int(speculative.get("draft_tensor_parallel_size", tensor_parallel_size))
+
+
+def require_divisible_heads(config: Any, tensor_parallel_size: int, *, drafter: str) -> None:
+    """Check that vLLM can give each GPU its part of a drafter's heads. Raises UserError: it cannot, and would fail after loading the target.
+
+    Args:
+        config: the drafter's, with `num_attention_heads` and `num_key_value_heads` if it has any.
+        drafter: which one it is, as in `in FOLDER`.
+    """
+    if hasattr(config, "num_attention_heads") and not environment.divides_heads(tensor_parallel_size, config):
+        shared = getattr(config, "num_key_value_heads", None)
+        raise UserError(
+            f"engine.tensor_parallel_size is {tensor_parallel_size}, and vLLM splits the drafter {drafter} as the target: its {config.num_attention_heads} "
+            f"attention heads{'' if shared is None else f' and {shared} key/value heads'} cannot be divided so. Choose another size, or another drafter."
+        )
 
 
 def _override(config: dict[str, Any], key: str, value: Any, why: str) -> None:

@@ -56,14 +56,14 @@ def test_each_variant_is_beside_its_baseline_and_two_engines_are_up(others: list
     ("speculative", "gib"),
     [
         ({"method": "draft_model"}, 4),
-        ({"method": "eagle3", "draft_tensor_parallel_size": 1}, 8),
+        ({"method": "eagle", "draft_tensor_parallel_size": 1}, 8),
         ({"method": "eagle3", "draft_tensor_parallel_size": 2}, 4),
     ],
 )
 def test_each_gpu_holds_its_part_of_a_draft_model(
     speculative: dict[str, Any], gib: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """vLLM splits it as the target; trained drafters are whole on each, unless the recipe says otherwise."""
+    """vLLM splits it as the target, unless it is whole on each, as an MLP speculator."""
     needs: list[EngineMemory] = []
     monkeypatch.setattr(environment, "gpus", lambda: gpus(4))
     monkeypatch.setattr(environment, "_cores", lambda: range(4))

@@ -117,7 +117,7 @@ def test_drafters_fit_the_target_and_the_method(target: TargetInfo, tmp_path: Pa
         "model": str(own),
         "num_speculative_tokens": 3,
     }
-    assert _config(target, {"method": "eagle3"}, own, tensor_parallel_size=2)["draft_tensor_parallel_size"] == 1
+    assert "draft_tensor_parallel_size" not in _config(target, {"method": "eagle3"}, own, tensor_parallel_size=2)
     other = _drafter(tmp_path / "other", target)
     assert _config(target, {"method": "eagle3", "model": str(other), "num_speculative_tokens": 2}, own)["model"] == str(
         other
@@ -165,6 +165,19 @@ def test_drafters_fit_the_target_and_the_method(target: TargetInfo, tmp_path: Pa
         by_load = {"method": drafter.name, "num_speculative_tokens_per_batch_size": [[1, 4, 2], [5, 8, 0]]}
         with pytest.raises(UserError, match=f"vLLM's `{drafter.name}` drafts the same number of tokens at every load"):
             _config(target, by_load, drafter)
+
+
+def test_a_drafter_s_heads_are_divided_as_the_target_s(target: TargetInfo, tmp_path: Path) -> None:
+    """But for drafters without heads, which are whole on each GPU."""
+    own = _drafter(tmp_path / "own", target, num_attention_heads=56, num_key_value_heads=8)
+    assert _config(target, {"method": "eagle3"}, own, tensor_parallel_size=8)
+    for split in (16, 5):
+        with pytest.raises(
+            UserError, match=rf"is {split}, .* splits the drafter in .*own as the target: its 56 att.* and 8 key"
+        ):
+            _config(target, {"method": "eagle3"}, own, tensor_parallel_size=split)
+    medusa = _drafter(tmp_path / "medusa", target, architectures=["MedusaModel"], num_heads=2, num_attention_heads=1)
+    assert _config(target, {"method": "medusa"}, medusa, tensor_parallel_size=2)["draft_tensor_parallel_size"] == 1
 
 
 def test_arguments_for_the_target(tmp_path: Path) -> None:

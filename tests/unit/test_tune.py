@@ -24,7 +24,7 @@ from draftsmith.run import stage
 from draftsmith.run.errors import UserError
 from draftsmith.serve import server
 from draftsmith.serve.evaluation import lineup
-from draftsmith.serve.roofline import roofline
+from draftsmith.serve.roofline import _drafter, roofline
 from draftsmith.serve.schedule import k_at, make_schedule, schedule_of
 from draftsmith.serve.speculator import speculator
 from draftsmith.serve.tune import Tuned, run_tune
@@ -464,3 +464,15 @@ def test_a_tuning_that_fails_leaves_the_earlier_one(
     assert run_tune(changed, run_dir)["schedule"] == [[1, 4, 1], [5, 32, 0]]
     assert schedule_of(run_dir, "tune") == [[1, 4, 1], [5, 32, 0]]
     assert schedule_of(run_dir, "tune", {"config.json": "of another"}) is None
+
+
+@pytest.mark.parametrize(("kind", "devices"), [("eagle3", 2), ("eagle", 2), ("medusa", 1), ("mlp_speculator", 1)])
+def test_roofline_of_a_drafter_on_two_gpus(kind: str, devices: int, run: tuple[recipe.Recipe, Path]) -> None:
+    """vLLM splits a drafter's layers as the target's, but neither Medusa's blocks nor an MLP speculator."""
+    loaded, run_dir = run
+    config = {"architectures": [KINDS[kind].serving.architecture], "draftsmith": {"kind": kind}}
+    (run_dir / "vllm" / "config.json").write_text(json.dumps(config))
+    split = loaded.model_copy(update={"engine": loaded.engine.model_copy(update={"tensor_parallel_size": 2})})
+    about = describe_target(run_dir.parent / "target")
+    assert _drafter(split, about, speculator(split, run_dir)).devices == devices
+    assert _drafter(loaded, about, speculator(loaded, run_dir)).devices == 1

@@ -103,8 +103,10 @@ def test_the_drafter_is_split_as_vllm_can(target: TargetInfo, tmp_path: Path) ->
     own = make_drafter(tmp_path / "own", target)
     method = {"method": "eagle3", "draft_tensor_parallel_size": 4}
     assert config_of(target, method, own, tensor_parallel_size=4)["draft_tensor_parallel_size"] == 4
-    assert config_of(target, {"method": "eagle3"}, own, tensor_parallel_size=4)["draft_tensor_parallel_size"] == 1
-    assert config_of(target, method | {"draft_tensor_parallel_size": 1}, own)["draft_tensor_parallel_size"] == 1
+    assert "draft_tensor_parallel_size" not in config_of(target, {"method": "eagle3"}, own, tensor_parallel_size=4)
+    whole_on_each = method | {"draft_tensor_parallel_size": 1}  # which vLLM does not make of it
+    assert config_of(target, whole_on_each, own, tensor_parallel_size=4)["draft_tensor_parallel_size"] == 4
+    assert config_of(target, whole_on_each, own)["draft_tensor_parallel_size"] == 1
     with pytest.raises(UserError, match=r"is 4, and vLLM splits the model of `eagle3` over 1 or 2 GPUs"):
         config_of(target, method, own, tensor_parallel_size=2)
     whole = make_drafter(tmp_path / "whole", target)
