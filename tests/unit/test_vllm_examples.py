@@ -134,7 +134,8 @@ def serves(*flags: str) -> Check:
     """Flags of vLLM's server, one after another."""
 
     def check(row: Row, world: World) -> None:
-        command = server_command(recipe_of(row, world), world.target.path, None, name="n", host="h", port=1)
+        speculative = {"method": "ngram", "num_speculative_tokens": 2}
+        command = server_command(recipe_of(row, world), world.target.path, speculative, name="n", host="h", port=1)
         assert any(tuple(command[at : at + len(flags)]) == flags for at in range(len(command))), command
 
     return check
