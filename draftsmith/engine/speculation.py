@@ -115,9 +115,8 @@ def method_config(
             _override(config, "parallel_drafting", True, "the drafter was trained to draft so")
         config |= found
         if tensor_parallel_size > 1 and serving_spec(directory).whole_on_each_gpu:
-            config.setdefault(
-                "draft_tensor_parallel_size", 1
-            )  # else vLLM checks heads in its config, of which it has none
+            # Else vLLM checks heads in its config, of which it has none.
+            config.setdefault("draft_tensor_parallel_size", 1)
         else:
             require_divisible_heads(
                 SimpleNamespace(**_config(directory)), tensor_parallel_size, drafter=f"in {directory}"
