@@ -20,7 +20,7 @@ class FileSource(Section):
     file: str | None = None
     """With `package`: path of the file inside the package."""
     sha256: str | None = Field(None, pattern=r"^[0-9a-f]{64}$")
-    """SHA-256 that the file must have, in lower-case hex. Required with `package`."""
+    """SHA-256 that the file must have, in lower-case hex. Required with `package`; not for a folder."""
 
     @model_validator(mode="after")
     def _one_origin(self) -> FileSource:
@@ -30,6 +30,8 @@ class FileSource(Section):
     def _check_origin(self) -> None:
         if (self.path is None) == (self.package is None):
             raise ValueError("set exactly one of `path` and `package`")
+        if self.path is not None and self.file is not None:
+            raise ValueError("`file` goes with `package`; `path` names a local file by itself")
         if self.package is not None:
             if not re.fullmatch(r"[A-Za-z0-9][\w.-]*==[A-Za-z0-9][\w.+!-]*", self.package):
                 raise ValueError("`package` must pin a version, such as `name==1.2.3`")
@@ -68,8 +70,17 @@ class Prompts(FileSource):
 
     def _check_origin(self) -> None:
         if self.dataset is None:
-            if self.config is not None or self.revision is not None:
-                raise ValueError("`config` and `revision` go with `dataset`")
+            unused = self.model_dump(
+                include={"config", "split", "revision", "streaming"},
+                exclude_unset=True,
+                exclude_none=True,
+                exclude_defaults="dataset"
+                in self.model_fields_set,  # as null: a section as `model_dump` writes it has every key
+            )
+            for name in unused:
+                raise ValueError(
+                    f"`{name}` goes with `dataset`; of a local data set, name in `path` the file or folder that has what you want"
+                )
             if self.path is None and self.package is None:
                 raise ValueError("set one of `path`, `package` and `dataset`")
             super()._check_origin()

@@ -56,6 +56,10 @@ def read_rows(source: Prompts) -> Iterator[tuple[str, Any]]:
     if folder is None or not folder.is_dir():
         yield from _file_rows(fetch(source))
         return
+    if source.sha256 is not None:
+        raise UserError(
+            f"{folder} is a folder, and `sha256` is that of a file. Leave it out, or name one file in `path`."
+        )
     files = sorted(path for path in folder.rglob("*") if path.name.endswith(_SUFFIXES) and not _is_metadata(path))
     if not files:
         raise UserError(f"The folder {folder} has no data files ({', '.join(_SUFFIXES)}).")

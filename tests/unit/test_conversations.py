@@ -180,6 +180,12 @@ def test_a_folder_without_data_is_a_clear_error(tmp_path):
         read(tmp_path)
 
 
+def test_a_folder_has_no_checksum(tmp_path):
+    write(tmp_path / "rows.jsonl", [{"prompt": "Why?"}])
+    with pytest.raises(UserError, match="`sha256` is that of a file"):
+        read(tmp_path, sha256="0" * 64)
+
+
 def test_long_arrays_come_in_pieces(tmp_path):
     """Rows of many sizes, so that reads end in the middle of words, escapes and characters of several bytes."""
     rng = random.Random(3)
@@ -424,10 +430,15 @@ def test_a_hub_data_set_is_streamed(monkeypatch):
     ("options", "said"),
     [
         ({"dataset": "owner/name", "path": "x"}, "does not go with"),
-        ({"path": "x", "revision": "abc"}, "go with `dataset`"),
+        ({"path": "x", "revision": "abc"}, "goes with `dataset`"),
         ({"dataset": "/a/b/c"}, "Hub id"),
     ],
 )
 def test_sources_that_cannot_be(options, said):
     with pytest.raises(ValueError, match=said):
         Prompts(**options)
+
+
+def test_a_source_as_it_was_written_out_is_read_again():
+    source = Prompts(path="x")
+    assert Prompts.model_validate(source.model_dump()) == source

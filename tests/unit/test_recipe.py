@@ -217,6 +217,10 @@ def test_an_unknown_key_with_nothing_near_lists_what_is_known(tmp_path):
         ("extract.prompts", {"package": "--pre==1", "file": "f", "sha256": "0" * 64}, "pin a version"),
         ("extract.prompts", {"package": "b==1", "file": "f"}, "sha256"),
         ("extract.prompts", {"package": "b==1", "file": "f", "sha256": "abc"}, "sha256"),
+        ("extract.prompts", {"path": "a", "file": "f"}, "`file` goes with `package`"),
+        ("extract.prompts", {"path": "a", "split": "train"}, "`split` goes with `dataset`"),
+        ("extract.prompts", {"path": "a", "streaming": False}, "`streaming` goes with `dataset`"),
+        ("extract.prompts", {"path": "a", "revision": "main"}, "`revision` goes with `dataset`"),
         ("evaluate.only", ["mt"], "not a suite; suites: held_out"),
         (
             "plan",
