@@ -296,6 +296,8 @@ class Renderer:
 
     def _without_template(self, conversation: Conversation) -> list[int]:
         if conversation.token_ids is not None:
+            if not conversation.token_ids:  # `Conversation.opening` of one
+                raise Unrenderable("`loss_mask` leaves no prompt before the answer")
             if max(conversation.token_ids) >= len(self._tokenizer):
                 raise Unrenderable("a token id is not in the target's vocabulary")
             return conversation.token_ids

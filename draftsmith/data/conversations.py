@@ -69,6 +69,12 @@ class Conversation:
         return next((text_of(m["content"]) for m in self.messages if m["role"] == "user"), "")
 
     @property
+    def _prompt_ids(self) -> list[int]:
+        """`token_ids` before the first that `loss_mask` marks: the masked tokens are the answer."""
+        ids, mask = self.token_ids or [], self.loss_mask or []
+        return ids[: mask.index(True)] if True in mask else ids
+
+    @property
     def asked(self) -> list[str]:
         """The user's messages, `text` first; or the text."""
         return [text_of(m["content"]) for m in self.messages if m["role"] == "user"] or [self.text]
@@ -97,8 +103,11 @@ class Conversation:
     def opening(self) -> tuple[Conversation, list[list[dict[str, Any]]]]:
         """The conversation up to its first user turn, and what to add after each answer (`user_turns`).
 
-        A conversation without a user turn, a text or tokens is returned whole.
+        Tokens are returned up to the answer that `loss_mask` marks. A conversation without a user turn, a text or tokens without a mask is
+        returned whole.
         """
+        if self.token_ids is not None:
+            return replace(self, token_ids=self._prompt_ids, loss_mask=None), []
         first, *later = self.user_turns() or [self.messages]
         return replace(self, messages=first), later
 

@@ -76,6 +76,20 @@ def test_requests_are_what_fits(mode: str):
     assert first == ({} if mode == "generate" else {"no token to train on": "line 4"})
 
 
+def test_the_answer_in_tokens_is_not_asked():
+    """`turns: all` reads rows whole, and the target answers what is before the row's own answer."""
+    tokenizer = make_tokenizer(GEMMA, ["<bos>", "<start_of_turn>", "<end_of_turn>"], "<bos>", "<end_of_turn>")
+    conversations = [
+        Conversation("masked", token_ids=[5, 6, 7, 8], loss_mask=[False, False, True, False], where="line 1"),
+        Conversation("plain", token_ids=[5, 6], where="line 2"),
+        Conversation("answer", token_ids=[5, 6], loss_mask=[True, True], where="line 3"),
+    ]
+    rejected = RejectedRows()
+    found = requests_for(recipe("generate", turns="all"), tokenizer, conversations, rejected)
+    assert [(one.prompt_token_ids, one.loss_mask) for one in found] == [([5, 6], None), ([5, 6], None)]
+    assert rejected.figures() == {"`loss_mask` leaves no prompt before the answer": {"rows": 1, "first": "line 3"}}
+
+
 def test_the_mask_goes_into_the_store():
     def stored(request: ExtractRequest, response: list[int]):
         saved = torch.tensor([*request.prompt_token_ids, *response[:-1]], dtype=torch.int32)
