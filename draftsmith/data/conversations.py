@@ -17,6 +17,7 @@ import json
 import re
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
+from itertools import takewhile
 from pathlib import Path
 from typing import Any
 
@@ -61,12 +62,17 @@ class Conversation:
 
     @property
     def text(self) -> str:
-        """The opening of the conversation: the first user message (no system message), or the text."""
+        """The opening of the conversation: the first user message (no system message), or the text. Of tokens, and of messages without a
+        user's, what is before the first answer; all if nothing is."""
         if self.document is not None:
             return self.document
         if self.token_ids is not None:
-            return " ".join(map(str, self.token_ids))
-        return next((text_of(m["content"]) for m in self.messages if m["role"] == "user"), "")
+            return " ".join(map(str, self._prompt_ids or self.token_ids))
+        for message in self.messages:
+            if message["role"] == "user":
+                return text_of(message["content"])
+        before = list(takewhile(lambda message: message["role"] != "assistant", self.messages)) or self.messages
+        return "\n".join(text_of(message["content"]) for message in before)
 
     @property
     def _prompt_ids(self) -> list[int]:

@@ -370,6 +370,37 @@ def test_the_same_question_about_another_document_is_another_prompt(tmp_path):
         list(split(apart, whole=False, rejected=RejectedRows()))
 
 
+def without_user(prompt: int, answer: int) -> dict:
+    told = {"role": "system", "content": f"Write about topic {prompt}."}
+    return {"messages": [told, {"role": "assistant", "content": f"Number {answer} says."}]}
+
+
+def answered_tokens(prompt: int, answer: int) -> dict:
+    return {"input_ids": [7, prompt, 8, answer], "loss_mask": [0, 0, 0, 1]}
+
+
+@pytest.mark.parametrize("row", [without_user, answered_tokens])
+def test_answers_to_one_prompt_are_on_one_side_without_a_user_message(tmp_path, row):
+    rows = [row(prompt, answer) for prompt in range(40) for answer in range(10)]
+    path = write(tmp_path / "rows.jsonl", rows)
+    extract = ExtractConfig(prompts=Prompts(path=str(path)), mode="prefill", held_out_fraction=0.2)
+    rejected = RejectedRows()
+    found = list(split(extract, whole=True, rejected=rejected))
+    kept, held_out = ({c.text for c, held in found if held == part} for part in (False, True))
+    assert not kept & held_out
+    assert held_out
+    assert len(kept | held_out) == 40
+    assert (len(found), len(rejected)) == (400, 0)
+
+
+def test_conversations_that_begin_with_their_answer_are_told_apart(tmp_path):
+    rows = [{"messages": [{"role": "assistant", "content": f"Number {i}."}]} for i in range(3)]
+    rows += [{"input_ids": [5, i], "loss_mask": [1, 1]} for i in range(3)]
+    for format, part in (("jsonl", rows[:3]), ("tokens", rows[3:])):
+        found, _ = read(write(tmp_path / "rows.jsonl", part), format=format)
+        assert len({conversation.text for conversation in found}) == 3
+
+
 def test_the_split_counts_what_it_leaves_out(tmp_path):
     turns = [(f"Question {i % 90}", f"Answer {i}") for i in [*range(95), *range(5)]]
     rows = [{"prompt": question, "response": answer} for question, answer in turns]
