@@ -15,6 +15,7 @@ from __future__ import annotations
 import hashlib
 import json
 import re
+from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from itertools import takewhile
@@ -31,6 +32,8 @@ _SAME_ROLE = {
     "function": "tool", "observation": "tool", "function_response": "tool",
 }  # fmt: skip
 _MAX_REASONS = 50
+_ROWS_APART = 16
+"""Of 16 pieces of one ShareGPT conversation some adjoin: of all 8,088 later pieces in the published file, each adjoins the one before."""
 
 
 @dataclass(frozen=True)
@@ -143,7 +146,8 @@ class Pieces:
     The number of a piece is that of its first turn. So a row is a later piece if an earlier row is `ID_0`, no row of that id begins before
     the one before it ends, and the second does not follow a question with another. Rows of an id that breaks this once are numbered
     ones from then on. In rows that are shuffled, all but `ID_0` are pieces until two of an id overlap: kept, pieces of one conversation
-    could be trained on and held out.
+    could be trained on and held out. In any order, an id of which many rows have been seen, and none that begins where another ends, is
+    that of numbered rows, such as a sample of them.
 
     Args:
         in_order: the rows are in the order of the source.
@@ -155,6 +159,10 @@ class Pieces:
         """By id: the turn with which its last piece ends, and whether a question may follow; None where rows are numbered."""
         self._spans: dict[int, list[tuple[int, int]]] = {}
         """By id, in shuffled rows that are not known to be numbered: first turn and end of each."""
+        self._later: Counter[int] = Counter()
+        """By id: rows after `ID_0`, or all of them in shuffled rows."""
+        self._adjoining: set[int] = set()
+        """Ids of which a row begins where another ends."""
 
     def is_later(self, id: str, turns: list[Any]) -> bool:
         """Whether the row is a later piece. To be called for every row, in order.
@@ -177,6 +185,8 @@ class Pieces:
             fits = start >= last[0] - 1
         else:
             fits = first == "user" and start >= last[0] and last[1]
+        if last is not None and start > 0:
+            fits = fits and not self._are_apart(base, adjoins=start in (last[0], last[0] - 1))
         answered = (len(turns) - (first == "system")) % 2 == (first == "assistant")
         self._last[base] = (start + len(turns), answered or start > 0) if fits else None
         return fits and start > 0
@@ -185,12 +195,21 @@ class Pieces:
         if base in self._last:  # numbered
             return False
         spans = self._spans.setdefault(base, [])
-        if any(start < other_end and other_start < end for other_start, other_end in spans):
+        adjoins = any(start == other_end or end == other_start for other_start, other_end in spans)
+        overlaps = any(start < other_end and other_start < end for other_start, other_end in spans)
+        if overlaps or self._are_apart(base, adjoins=adjoins):
             self._last[base] = None
             del self._spans[base]
             return False
         spans.append((start, end))
         return True
+
+    def _are_apart(self, base: int, *, adjoins: bool) -> bool:
+        """Count a row of an id; whether too many were seen without one that adjoins another."""
+        self._later[base] += 1
+        if adjoins:
+            self._adjoining.add(base)
+        return self._later[base] >= _ROWS_APART and base not in self._adjoining
 
 
 class Skip(Exception):

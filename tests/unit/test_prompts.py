@@ -2,6 +2,7 @@
 
 import gzip
 import json
+import random
 from pathlib import Path
 
 import pytest
@@ -110,6 +111,26 @@ def test_pieces_in_shuffled_rows():
     assert later("identity_3", "Who?", "I.")
     assert not later("identity_4", "Who are you?", "I.")
     assert not later("identity_40", "Who are you then?", "I.")
+
+
+@pytest.mark.parametrize("in_order", [True, False])
+def test_a_sample_of_numbered_sharegpt_rows(in_order):
+    """Rows with gaps, of which no two overlap. A few are taken for pieces before that shows."""
+    numbers = list(range(0, 3000, 3))
+    if not in_order:
+        random.Random(0).shuffle(numbers)
+    pieces = Pieces(in_order=in_order)
+    turns = sharegpt("", "Who?", "I.")["conversations"]
+    later = [pieces.is_later(f"q_{number}", turns) for number in numbers]
+    assert sum(later) < 16
+    assert not any(later[16:])
+
+
+def test_long_conversations_with_gaps_are_pieces():
+    pieces = Pieces(in_order=True)
+    starts = [0, 2, *range(6, 200, 4)]  # one that adjoins is enough
+    later = [pieces.is_later(f"a_{start}", sharegpt("", "So?", "Yes.")["conversations"]) for start in starts]
+    assert later == [False] + [True] * (len(starts) - 1)
 
 
 def test_pieces_of_a_conversation_are_left_out_wherever_they_begin(tmp_path):
