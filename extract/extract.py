@@ -23,6 +23,7 @@ from draftsmith.data.chat_template import Renderer
 from draftsmith.data.conversations import RejectedRows
 from draftsmith.data.images import text_of
 from draftsmith.data.overlap import TRAINING_PROMPTS, PromptsFile
+from draftsmith.data.prompts import split
 from draftsmith.drafters import layer_ids_to_read
 from draftsmith.engine.environment import is_cpu, resolved, states_arguments
 from draftsmith.engine.fit import require_extraction
@@ -38,7 +39,7 @@ from draftsmith.run import cuda, stage
 from draftsmith.run.errors import UserError
 from draftsmith.run.progress import Bar, console
 from draftsmith.run.stage import StageRun
-from draftsmith.store.format import StoreIdentity, read_manifest
+from draftsmith.store.format import StoreIdentity, nth_sample, read_manifest
 from draftsmith.store.reader import Store
 from draftsmith.store.writer import StoreWriter, most_bytes, require_free_space
 from draftsmith.target.family import uses_mrope
@@ -192,11 +193,25 @@ def run_extract(
     if left_out:  # another store than the recipe's whole one, to everything that is made of it
         figures |= {"finished_early_from": inputs, "prompts_left_out": left_out}
         inputs = digest([inputs, answered])
+        prompts = _trained_on(recipe, run_dir, set(answered))
     sections = recipe.model_dump(mode="json", include={"seed", "target", "engine", "extract"})
     if options.machines is None:  # others' machines decide for themselves
         sections["engine"] = resolved(recipe.engine).model_dump(mode="json")
     prompts.publish(directory)
     return run.finish(inputs, figures, recipe=sections, files=(TRAINING_PROMPTS,))
+
+
+def _trained_on(recipe: Recipe, folder: Path, answered: set[int]) -> PromptsFile:
+    """The training prompts of a store that holds only the samples `answered`."""
+    options, prompts = recipe.extract, PromptsFile(folder)
+    conversations = split(
+        options, whole=options.reads_whole, rejected=RejectedRows(), apart_from=recipe.evaluate.suites
+    )
+    for conversation, held_out in conversations:
+        samples = {nth_sample(conversation.sample_id, sample) for sample in range(options.samples)}
+        if not held_out and not samples.isdisjoint(answered):
+            prompts.add(conversation.asked)
+    return prompts
 
 
 def _check_images(target: TargetInfo, engine_options: dict[str, Any]) -> None:

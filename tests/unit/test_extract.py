@@ -305,6 +305,10 @@ def test_an_extraction_is_finished_early(
     store = Store(tmp_path / "run" / "store")
     assert (len(store.rows(held_out=False)), len(store.rows(held_out=True))) == (2, 1)
     assert (found["sequences"], found["prompts_left_out"]) == (3, 2)
+    asked = [numbers_of(f"question {i}").whole for i in range(2)]
+    assert [texts[0].whole for texts in read_prompts_file(tmp_path / "run" / "store")] == asked, (
+        "no others are trained on"
+    )
     capsys.readouterr()
     assert run_extract(given, tmp_path / "run") == run_extract(given, tmp_path / "run", finish=True) == found
     assert capsys.readouterr().err.count("2 prompts were left out with --finish") == 2
