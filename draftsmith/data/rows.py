@@ -9,6 +9,7 @@ and the Hub go through `datasets`. Local files need no network.
 
 from __future__ import annotations
 
+import glob
 import gzip
 import json
 import re
@@ -172,7 +173,7 @@ def _table_rows(kind: str, path: Path) -> Iterator[tuple[str, Any]]:
     from datasets import load_dataset
 
     try:
-        rows = load_dataset(kind, data_files=str(path), split="train", streaming=True)
+        rows = load_dataset(kind, data_files=glob.escape(str(path)), split="train", streaming=True)
         for number, row in enumerate(rows, 1):
             yield f"row {number}", without_nulls(row)
     except UserError:

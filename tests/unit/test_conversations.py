@@ -180,6 +180,13 @@ def test_a_folder_without_data_is_a_clear_error(tmp_path):
         read(tmp_path)
 
 
+def test_a_table_whose_name_has_glob_characters(tmp_path):
+    folder = tmp_path / "data [v1]"
+    folder.mkdir()
+    as_file("parquet", folder, [{"prompt": "Why?"}]).rename(folder / "part[1]*.parquet")
+    assert [c.text for c in read(folder)[0]] == ["Why?"]
+
+
 def test_a_folder_has_no_checksum(tmp_path):
     write(tmp_path / "rows.jsonl", [{"prompt": "Why?"}])
     with pytest.raises(UserError, match="`sha256` is that of a file"):
