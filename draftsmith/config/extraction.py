@@ -42,7 +42,7 @@ class ExtractConfig(Section):
     """Sample from the most likely tokens whose probabilities add up to this."""
     top_k: int | None = Field(None, ge=1)
     """Sample from this many most likely tokens. Absent: from all."""
-    stop: tuple[str, ...] = ()
+    stop: tuple[Word, ...] = ()
     """Strings that end a response, in addition to the target's end tokens."""
     stop_token_ids: tuple[TokenId, ...] = ()
     """Tokens that end a response, in addition to the target's end tokens."""

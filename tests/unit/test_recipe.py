@@ -192,6 +192,7 @@ def test_an_unknown_key_with_nothing_near_lists_what_is_known(tmp_path):
         ("extract.repetition_penalty", float("inf"), "`extract.repetition_penalty`: Input should be a finite number"),
         ("evaluate.temperature", 2.1, "`evaluate.temperature`: Input should be less than or equal to 2"),
         ("evaluate.temperature", 0.001, "`evaluate.temperature`: vLLM would sample at 0.01 instead"),
+        ("extract.stop", [""], "`extract.stop.0`"),
         ("extract.temperature", 1e-9, "`extract.temperature`: vLLM would sample at 0.01 instead"),
         ("sampling.temperature", 0.005, "`sampling.temperature`: vLLM would sample at 0.01 instead"),
         ("train.ttt_steps", 10**11, "`train.ttt_steps`"),
