@@ -304,7 +304,11 @@ def parse(
     try:
         if format == "sharegpt" and pieces is not None and pieces.is_later(_id(row, fallback_id), _turns(row)):
             raise Skip("a later piece of a conversation that was cut into pieces")
+        if format == "jsonl" and "messages" not in row and row.get("history"):
+            raise Skip("its `history` is not read: write the turns as `messages`")
         found = _PARSERS[format](row, fallback_id, whole)
+        if row.get("system") and format in ("jsonl", "sharegpt") and found["messages"][0]["role"] != "system":
+            found["messages"].insert(0, *_say("system", _text(row["system"])))
         if found["messages"]:
             found.setdefault("tools", _tools(row))
         # Tokenizers reject unpaired surrogates.
@@ -469,8 +473,11 @@ def _message(message: Any) -> dict[str, Any]:
     if not calls and not isinstance(kept["content"], list):
         _not_empty(kept["content"], "`content`")
     if role == "assistant":
-        if message.get("reasoning_content"):
-            kept["reasoning_content"] = _text(message["reasoning_content"])
+        reasoning = next(
+            (message[key] for key in ("reasoning_content", "reasoning", "thinking") if message.get(key)), None
+        )
+        if reasoning:
+            kept["reasoning_content"] = _text(reasoning)
         if calls:
             kept["tool_calls"] = [_tool_call(call) for call in calls]
     return kept

@@ -108,6 +108,20 @@ def test_text_and_tokens(tmp_path):
     assert len({c.sample_id for c in (text, masked, plain)}) == 3
 
 
+def test_a_system_prompt_history_and_reasoning_beside_the_messages(tmp_path):
+    told = {"system": "Be brief."}
+    reasons_too = [*ASKED, {"role": "assistant", "content": "So.", "thinking": "Hm."}]
+    rows = [{"prompt": "Why?", **told}, {"messages": CHAT, "system": "Other."}, {"messages": reasons_too},
+            {"instruction": "And?", "history": [["Why?", "So."]]}]  # fmt: skip
+    found, rejected = read(write(tmp_path / "a.jsonl", rows))
+    assert [c.messages[0]["content"] for c in found] == ["Be brief.", "Be brief.", "Why?"]
+    assert found[0].messages[1:] == ASKED
+    assert found[2].messages[1]["reasoning_content"] == "Hm."
+    assert list(reasons(rejected)) == ["its `history` is not read: write the turns as `messages`"]
+    (shared,), _ = read(write(tmp_path / "b.jsonl", [{"conversations": SHAREGPT[1:], **told}]))
+    assert shared.messages == CHAT
+
+
 def test_the_turns_to_answer():
     def turns(*roles: str) -> list[list[str]]:
         messages = [{"role": role, "content": role} for role in roles]
