@@ -70,12 +70,13 @@ class Prompts(FileSource):
 
     def _check_origin(self) -> None:
         if self.dataset is None:
+            # A section as `model_dump` writes it has every key, `dataset` as null among them.
+            dumped = "dataset" in self.model_fields_set
             unused = self.model_dump(
                 include={"config", "split", "revision", "streaming"},
                 exclude_unset=True,
                 exclude_none=True,
-                exclude_defaults="dataset"
-                in self.model_fields_set,  # as null: a section as `model_dump` writes it has every key
+                exclude_defaults=dumped,
             )
             for name in unused:
                 raise ValueError(
