@@ -70,8 +70,8 @@ class Prompts(FileSource):
 
     def _check_origin(self) -> None:
         if self.dataset is None:
-            # A section as `model_dump` writes it has every key, `dataset` as null among them.
-            dumped = "dataset" in self.model_fields_set
+            # A section as `model_dump` writes it has every key, whether it was given or not.
+            dumped = {"split", "streaming"} <= self.model_fields_set
             unused = self.model_dump(
                 include={"config", "split", "revision", "streaming"},
                 exclude_unset=True,
