@@ -19,7 +19,7 @@ from draftsmith.config.recipe import EngineConfig
 from draftsmith.engine.platform import Device, current_platform, plugins_to_load
 from draftsmith.run.errors import UserError
 from draftsmith.run.process import malloc_environment
-from draftsmith.target.family import FAMILIES, has_experts, target_facts
+from draftsmith.target.family import FAMILIES, has_experts, layer_configs, target_facts
 
 if TYPE_CHECKING:
     from transformers import PretrainedConfig
@@ -166,12 +166,12 @@ def require_full_attention(config: PretrainedConfig, *, target: str) -> None:
         )
 
 
-def divides_heads(split: int, config: Any) -> bool:
-    """Whether vLLM can give each of `split` processes its heads: as many queries', and key/value heads or copies of one."""
-    heads, shared = config.num_attention_heads, getattr(config, "num_key_value_heads", None)
+def divides_heads(split: int, layer: Any) -> bool:
+    """Whether vLLM can give each of `split` processes its heads of a layer: as many queries', and key/value heads or copies of one."""
+    heads, shared = layer.num_attention_heads, getattr(layer, "num_key_value_heads", None)
     if heads % split:
         return False
-    return shared is None or bool(getattr(config, "kv_lora_rank", None)) or shared % split == 0 or split % shared == 0
+    return shared is None or bool(getattr(layer, "kv_lora_rank", None)) or shared % split == 0 or split % shared == 0
 
 
 def require_parallelism(engine: EngineConfig, config: PretrainedConfig) -> None:
@@ -184,10 +184,13 @@ def require_parallelism(engine: EngineConfig, config: PretrainedConfig) -> None:
     Raises:
         UserError: it cannot.
     """
-    split = engine.tensor_parallel_size
-    if split > 1 and not divides_heads(split, config):
-        heads, shared = config.num_attention_heads, getattr(config, "num_key_value_heads", None)
-        fitting = ", ".join(str(size) for size in range(1, heads + 1) if divides_heads(size, config))
+    split, layers = engine.tensor_parallel_size, layer_configs(config)
+    undivided = [layer for layer in layers if split > 1 and not divides_heads(split, layer)]
+    if undivided:
+        heads, shared = undivided[0].num_attention_heads, getattr(undivided[0], "num_key_value_heads", None)
+        fitting = ", ".join(
+            str(size) for size in range(1, heads + 1) if all(divides_heads(size, layer) for layer in layers)
+        )
         more = (
             f" and {shared} key/value heads, which it must divide or be a multiple of"
             if shared not in (None, heads)

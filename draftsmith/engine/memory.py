@@ -17,6 +17,7 @@ from draftsmith.config.recipe import EngineConfig
 from draftsmith.run.errors import UserError
 from draftsmith.run.safetensors_io import read_header
 from draftsmith.run.weights import open_pickle
+from draftsmith.target.family import dense_width, head_size, layer_configs
 from draftsmith.target.quantization import weight_bits
 from draftsmith.target.shards import shards
 
@@ -171,8 +172,7 @@ def copy_buffer_bytes(step_bytes: int, step_tokens: int) -> int:
 
 def _step_bytes(config: PretrainedConfig, tokens: int, number: int) -> int:
     """Activations of a step in a layer: states and residuals, queries, keys and values, and the MLP's two halves and their product."""
-    intermediate = getattr(config, "intermediate_size", None) or 4 * config.hidden_size
-    return tokens * (6 * int(config.hidden_size) + 3 * int(intermediate)) * number
+    return tokens * (6 * int(config.hidden_size) + 3 * dense_width(config)) * number
 
 
 def kv_values(config: PretrainedConfig, *, extracts: bool = False) -> int:
@@ -184,12 +184,8 @@ def kv_values(config: PretrainedConfig, *, extracts: bool = False) -> int:
     Args:
         extracts: count the layer whose block table extraction uses for hidden states, and whose cache stays empty (`serve/plugin`).
     """
-    layers = int(config.num_hidden_layers) + extracts
-    if getattr(config, "kv_lora_rank", None):
-        return layers * int(config.kv_lora_rank + config.qk_rope_head_dim)
-    heads = config.num_attention_heads
-    head_dim = getattr(config, "head_dim", None) or config.hidden_size // heads
-    return layers * 2 * int((getattr(config, "num_key_value_heads", None) or heads) * head_dim)
+    layers = layer_configs(config)
+    return int(sum(map(_values_of_layer, layers + layers[:extracts])))
 
 
 def kv_values_on_each(config: PretrainedConfig, engine: EngineConfig, *, extracts: bool = False) -> float:
@@ -197,10 +193,16 @@ def kv_values_on_each(config: PretrainedConfig, engine: EngineConfig, *, extract
 
     Tensor-parallel ranks divide the heads, of which each has one at least. A compressed vector is whole on every rank.
     """
-    if getattr(config, "kv_lora_rank", None):
-        return kv_values(config, extracts=extracts)
-    heads = getattr(config, "num_key_value_heads", None) or config.num_attention_heads
-    return kv_values(config, extracts=extracts) / min(engine.tensor_parallel_size, int(heads))
+    layers = layer_configs(config)
+    return sum(_values_of_layer(layer, engine.tensor_parallel_size) for layer in layers + layers[:extracts])
+
+
+def _values_of_layer(layer: PretrainedConfig, split: int = 1) -> float:
+    """Values per token that one of `split` processes caches of a layer."""
+    if getattr(layer, "kv_lora_rank", None):
+        return int(layer.kv_lora_rank + layer.qk_rope_head_dim)
+    heads = int(getattr(layer, "num_key_value_heads", None) or layer.num_attention_heads)
+    return 2 * heads * head_size(layer) / min(split, heads)
 
 
 def weight_bytes(

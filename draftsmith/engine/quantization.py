@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 from draftsmith.config.recipe import EngineConfig
 from draftsmith.engine import environment
 from draftsmith.run.errors import UserError
+from draftsmith.target.family import head_size, layer_configs
 from draftsmith.target.quantization import stated_quantization
 
 if TYPE_CHECKING:
@@ -113,13 +114,9 @@ def _require_cache(engine: EngineConfig, config: PretrainedConfig) -> None:
         )
     if not asked.startswith("fp8"):
         return
-    head_dim = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
-    if head_dim % 32 or not (_has_amx() or _has_avx512()):
-        why = (
-            f"heads that are a multiple of 32 wide, not {head_dim}"
-            if head_dim % 32
-            else "a processor with AVX-512 or AMX"
-        )
+    odd = [size for size in map(head_size, layer_configs(config)) if size % 32]
+    if odd or not (_has_amx() or _has_avx512()):
+        why = f"heads that are a multiple of 32 wide, not {odd[0]}" if odd else "a processor with AVX-512 or AMX"
         raise UserError(
             f"`engine.options.kv_cache_dtype: {asked}`: on a CPU, vLLM needs {why} for it. Leave it out here."
         )

@@ -14,6 +14,7 @@ import torch
 from draftsmith.config.hardware import Hardware
 from draftsmith.engine.memory import kv_values
 from draftsmith.run.errors import UserError
+from draftsmith.target.family import head_size, layer_configs
 from draftsmith.target.quantization import weight_bits
 
 if TYPE_CHECKING:
@@ -88,12 +89,10 @@ def target_sizes(
         elif parameter.ndim == 3 and sent_to:  # [experts, out, in]
             experts += parameter.numel()
             routed += parameter.numel() * sent_to // len(parameter)
-    heads = config.num_attention_heads
-    head_dim = getattr(config, "head_dim", None) or config.hidden_size // heads
     return TargetSizes(
         parameters=sum(parameter.numel() for parameter in model.parameters()),
         multiplied=matrices + routed,
-        attention_width=config.num_hidden_layers * heads * head_dim,
+        attention_width=sum(layer.num_attention_heads * head_size(layer) for layer in layer_configs(config)),
         kv_values=kv_values(config),
         quantized=sum(
             parameter.numel()

@@ -218,11 +218,9 @@ def _mlp_width(config: PretrainedConfig) -> int:
     With experts, that of all that a token goes through, as in Automodel (active experts times their width, and shared ones),
     but two to four times the hidden size. A config's `intermediate_size` may be that of one expert, such as half the hidden size.
     """
-    hidden = size_of(config, "hidden_size")
-    dense = _get(config, "intermediate_size") or _get(config, "ffn_dim")
-    dense = max(dense) if isinstance(dense, list | tuple) and dense else dense  # one for each layer
+    hidden, dense = size_of(config, "hidden_size"), dense_width(config)
     if not has_experts(config):
-        return dense if isinstance(dense, int) and dense > 0 else 4 * hidden
+        return dense
     of_one = _get(config, "moe_intermediate_size") or dense
     if not isinstance(of_one, int) or of_one < 1:
         return 4 * hidden
@@ -301,6 +299,25 @@ def _unlike_llama(config: PretrainedConfig) -> str | None:
 
 
 # ---- numbers of a config ----
+
+
+def layer_configs(config: PretrainedConfig) -> list[PretrainedConfig]:
+    """The config of each layer; the whole model's unless numbers differ between layers, as the head size does in Gemma 4."""
+    if getattr(config, "is_heterogeneous", False):
+        return list(config.per_layer_config)
+    return [config] * int(config.num_hidden_layers)
+
+
+def head_size(layer: PretrainedConfig) -> int:
+    """Numbers of a head in one of `layer_configs`."""
+    return int(getattr(layer, "head_dim", None) or layer.hidden_size // layer.num_attention_heads)
+
+
+def dense_width(config: PretrainedConfig) -> int:
+    """Width of the widest MLP without experts; four times the hidden size where the config has none."""
+    dense = _get(config, "intermediate_size") or _get(config, "ffn_dim")
+    dense = max(dense) if isinstance(dense, list | tuple) and dense else dense  # one for each layer
+    return dense if isinstance(dense, int) and dense > 0 else 4 * int(config.hidden_size)
 
 
 def _get(config: PretrainedConfig, key: str) -> Any:

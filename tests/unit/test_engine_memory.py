@@ -28,6 +28,7 @@ from draftsmith.engine.memory import (
     state_bytes,
     weight_bytes,
 )
+from draftsmith.engine.step_cost import target_sizes
 from draftsmith.run.errors import UserError
 from draftsmith.serve.evaluation.lineup import Placement, place
 
@@ -230,3 +231,30 @@ def test_layers_with_a_window_hold_no_more_than_that() -> None:
     mixed = AutoConfig.for_model("qwen3_next", num_hidden_layers=4)
     assert attending_layers(mixed) == (1, 0)
     assert attending_layers(config("llama-3.1-8b")) == (32, 0)
+
+
+def test_layers_of_different_sizes() -> None:
+    """Gemma 4: the heads of its full-attention layers are wider and fewer. Gemma 3n: a width for each layer's MLP."""
+    kinds = ["sliding_attention", "full_attention"]
+    gemma = AutoConfig.for_model(
+        "gemma4_text",
+        num_hidden_layers=4,
+        layer_types=2 * kinds,
+        num_attention_heads=8,
+        num_key_value_heads=4,
+        head_dim=64,
+        num_global_key_value_heads=2,
+        global_head_dim=128,
+        attention_k_eq_v=True,
+        sliding_window=512,
+    )
+    assert kv_values(gemma) == 2 * 2 * (4 * 64 + 2 * 128)
+    assert kv_values_on_each(gemma, split(4)) == 2 * 2 * (64 + 128), "one head at least"
+    assert target_sizes(gemma).attention_width == 2 * 8 * (64 + 128)
+    about: dict[str, Any] = {"target_bytes": 1, "drafter_bytes": 0, "dtype": "bfloat16", "engine": EngineConfig()}
+    assert engine_memory(gemma, **about, tokens=1000).kv_cache == 1000 * 2 * kv_values(gemma)
+
+    gemma = AutoConfig.for_model(
+        "gemma3n_text", hidden_size=64, intermediate_size=[128, 256], num_hidden_layers=2, layer_types=kinds
+    )
+    assert engine_memory(gemma, **about, tokens=1).working == 2 * GIB + 16384 * (6 * 64 + 3 * 256) * 2

@@ -96,6 +96,15 @@ def test_key_value_heads_are_divided_or_copied() -> None:
         require_parallelism(split(size), grouped)
     latent = AutoConfig.for_model("deepseek_v3", num_attention_heads=6, num_key_value_heads=4, kv_lora_rank=8)
     require_parallelism(split(3), latent)
+    of_some_layers = AutoConfig.for_model(
+        "gemma4_text",
+        attention_k_eq_v=True,
+        num_attention_heads=6,
+        num_key_value_heads=3,
+        num_global_key_value_heads=2,
+    )
+    with pytest.raises(UserError, match=r"6 attention heads.* and 2 key/value heads, .*: use one of 1, 6\."):
+        require_parallelism(split(3), of_some_layers)
 
 
 @pytest.mark.usefixtures("_six_cores")

@@ -80,6 +80,14 @@ def test_what_it_does_not_run_is_refused(stated: dict[str, Any] | None, given: d
     assert "\n" not in str(refused.value)
 
 
+def test_heads_may_differ_between_layers() -> None:
+    engine = EngineConfig(options={"kv_cache_dtype": "fp8"})
+    right, wrong = (AutoConfig.for_model("gemma4_text", head_dim=32, global_head_dim=size) for size in (64, 16))
+    require_quantization(engine, right, target="owner/target", dtype="bfloat16")
+    with pytest.raises(UserError, match="heads that are a multiple of 32 wide, not 16"):
+        require_quantization(engine, wrong, target="owner/target", dtype="bfloat16")
+
+
 def test_processors_differ(processor: Any) -> None:
     processor(amx=True, avx512=True)
     require(FP8 | {"weight_block_size": [128, 128]})
