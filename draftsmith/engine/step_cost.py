@@ -14,7 +14,7 @@ import torch
 from draftsmith.config.hardware import Hardware
 from draftsmith.engine.memory import kv_values
 from draftsmith.run.errors import UserError
-from draftsmith.target.family import head_size, layer_configs
+from draftsmith.target.family import active_experts, head_size, layer_configs
 from draftsmith.target.quantization import weight_bits
 
 if TYPE_CHECKING:
@@ -81,7 +81,7 @@ def target_sizes(
     table, head = model.get_input_embeddings().weight, model.get_output_embeddings()
     head = table if head is None else head.weight
     bits = weight_bits(config, quantization)
-    sent_to = getattr(config, "num_experts_per_tok", None)
+    sent_to = active_experts(config)
     matrices = experts = routed = 0
     for parameter in model.parameters():
         if parameter.ndim == 2 and (parameter is not table or config.tie_word_embeddings):

@@ -212,6 +212,12 @@ def has_experts(config: PretrainedConfig) -> bool:
     return isinstance(experts, int) and experts > 1
 
 
+def active_experts(config: PretrainedConfig) -> int | None:
+    """Experts that a token is routed to; the most of a layer where that differs (Hunyuan). None without experts."""
+    active = _first(config, _ACTIVE_EXPERTS)
+    return max(active) if isinstance(active, list | tuple) else active
+
+
 def _mlp_width(config: PretrainedConfig) -> int:
     """Width of a new drafter's MLP: the target's.
 
@@ -225,7 +231,7 @@ def _mlp_width(config: PretrainedConfig) -> int:
     if not isinstance(of_one, int) or of_one < 1:
         return 4 * hidden
     shared = _first(config, _SHARED_WIDTH) or of_one * (_first(config, _SHARED_EXPERTS) or 0)
-    return min(max((_first(config, _ACTIVE_EXPERTS) or 1) * of_one + shared, 2 * hidden), 4 * hidden)
+    return min(max((active_experts(config) or 1) * of_one + shared, 2 * hidden), 4 * hidden)
 
 
 def _rope(config: PretrainedConfig) -> dict[str, Any]:

@@ -302,6 +302,7 @@ def test_rope_of_each_kind_of_layer() -> None:
         ("qwen3_5_moe_text", {}, 8 * 512 + 512),
         ("deepseek_v3", {}, 8 * 2048 + 2048),
         ("mixtral", {}, 4 * 4096),  # two experts are 7 times the hidden size
+        ("hunyuan_v1_moe", {"hidden_size": 64, "intermediate_size": 48, "num_experts": 8, "moe_topk": [2, 4]}, 4 * 48),
         ("gemma4_text", {"hidden_size": 2816, "num_experts": 128, "top_k_experts": 8, "moe_intermediate_size": 704}, 2 * 2816),
         ("opt", {"ffn_dim": 512}, 512),
     ],

@@ -123,6 +123,19 @@ def test_targets_have_the_parameters_they_are_known_for() -> None:
     assert sizes("llama-3.1-8b").weights_read(64) == llama.multiplied
 
 
+@pytest.mark.parametrize(
+    ("kind", "fields"),
+    [
+        ("hunyuan_v1_moe", {"head_dim": 8, "intermediate_size": 16, "num_experts": 8, "moe_topk": [2, 2]}),
+        ("gemma4_text", {"enable_moe_block": True, "num_experts": 8, "moe_intermediate_size": 16, "top_k_experts": 2}),
+    ],
+)
+def test_experts_by_each_familys_name_for_those_that_a_token_goes_to(kind: str, fields: dict[str, Any]) -> None:
+    sizes = target_sizes(AutoConfig.for_model(kind, hidden_size=32, num_hidden_layers=2, vocab_size=64, **fields))
+    assert sizes.experts == 2 * 8 * 3 * 32 * 16
+    assert sizes.routed_experts == sizes.experts // 4
+
+
 def test_engine_arithmetic() -> None:
     sizes = TargetSizes(parameters=1100, multiplied=1000, attention_width=10, kv_values=4)
     assert flop_of_text(sizes, first=0, last=100) == 100 * 2000 + 4 * 10 * (100 * 100 / 2)
