@@ -27,7 +27,7 @@ class TargetSizes:
 
     parameters: int
     multiplied: int
-    """Weights that each token is multiplied by: all matrices but the embedding table; of experts, those it is routed to."""
+    """Weights that each token is multiplied by: all matrices but embedding tables; of experts, those it is routed to."""
     attention_width: int
     """Query heads times head size, summed over layers."""
     kv_values: int
@@ -80,11 +80,15 @@ def target_sizes(
         ) from error
     table, head = model.get_input_embeddings().weight, model.get_output_embeddings()
     head = table if head is None else head.weight
+    # Gemma 3n and 4 have a table for their layers too. A lookup reads a row of a table, and multiplies nothing.
+    tables = {id(table)} | {id(one.weight) for one in model.modules() if isinstance(one, torch.nn.Embedding)}
+    if config.tie_word_embeddings:  # it is the head
+        tables.remove(id(table))
     bits = weight_bits(config, quantization)
     sent_to = active_experts(config)
     matrices = experts = routed = 0
     for parameter in model.parameters():
-        if parameter.ndim == 2 and (parameter is not table or config.tie_word_embeddings):
+        if parameter.ndim == 2 and id(parameter) not in tables:
             matrices += parameter.numel()
         elif parameter.ndim == 3 and sent_to:  # [experts, out, in]
             experts += parameter.numel()
@@ -97,7 +101,7 @@ def target_sizes(
         quantized=sum(
             parameter.numel()
             for parameter in model.parameters()
-            if bits and parameter.ndim > 1 and parameter is not table and parameter is not head
+            if bits and parameter.ndim > 1 and parameter is not head and id(parameter) not in tables
         ),
         bits=bits or 0,
         experts=experts,

@@ -123,6 +123,17 @@ def test_targets_have_the_parameters_they_are_known_for() -> None:
     assert sizes("llama-3.1-8b").weights_read(64) == llama.multiplied
 
 
+def test_a_lookup_multiplies_nothing() -> None:
+    """Gemma 3n has a table for each layer beside the one that is its head too."""
+    fields = {"hidden_size": 32, "intermediate_size": 16, "num_hidden_layers": 2, "num_kv_shared_layers": 0}
+    small, large = (
+        target_sizes(AutoConfig.for_model("gemma3n_text", **fields, vocab_size_per_layer_input=rows))
+        for rows in (100, 300)
+    )
+    assert large.parameters - small.parameters == 200 * 2 * 256
+    assert large.multiplied == small.multiplied
+
+
 @pytest.mark.parametrize(
     ("kind", "fields"),
     [
