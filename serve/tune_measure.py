@@ -58,14 +58,14 @@ class TuneEngines:
         assert options.k is not None  # `Speculator.measured`
         self.ks = sorted({*options.k})
         self._one_for_every_k = serves_every_k(speculator.method, recipe.engine)
-        tokens = self._most * (max(len(turn.token_ids) for turn in prompts) + max(options.tokens, _COST_TOKENS))
+        longest = max(len(turn.token_ids) for turn in prompts) + max(options.tokens, _COST_TOKENS)
         placement = find_placement(
             recipe.engine,
             target,
             [self.spec(k).speculative for k in (0, *self.ks)],
             dtypes=[recipe.target.dtype],
-            tokens=tokens,
-            at_least=tokens,
+            room=(self._most, longest),
+            at_least=(self._most, longest),
             smaller="tune.concurrency",
         )
         self.lineup: Lineup[int] = Lineup(placement, engine_starter(log_dir))

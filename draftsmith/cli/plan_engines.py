@@ -228,15 +228,15 @@ def plan_evaluate(
             processes=recipe.engine.tensor_parallel_size,
         )
     else:
+        sequences = max(options.acceptance_batch_size, *options.concurrency, 1)
         need = engine_memory(
             config,
             target_bytes=sizes.weight_bytes(number),
             drafter_bytes=of_drafter,
             dtype=recipe.target.dtype,
-            tokens=max(
-                recipe.engine.max_model_len, max(options.acceptance_batch_size, *options.concurrency, 1) * length
-            ),
+            tokens=max(recipe.engine.max_model_len, sequences * length),
             engine=recipe.engine,
+            sequences=sequences,
         )
     engines, gpus = 2, devices
     if hardware and hardware.memory_gib:

@@ -30,6 +30,9 @@ _CACHED = {"fp8": 1.0, "bfloat16": 2.0, "float16": 2.0}
 """Bytes of a key's or value's number in the types of `engine.options.kv_cache_dtype`, by how their names begin."""
 _FLOATS = ("F32", "F16", "BF16", "F64")
 """Types, by their safetensors names, that vLLM casts to the engine's dtype as it loads."""
+_WITHOUT_ATTENTION = ("linear_attention", "mamba", "conv", "mlp", "moe")
+_IN_WINDOWS = ("sliding_attention", "chunked_attention", "hybrid_sliding")
+"""Kinds of layers, by transformers' names, that cache no keys and values, and that need those of a window only."""
 _FIXED = 2 * GIB  # CUDA's context, workspaces of kernels and NCCL, and captured CUDA graphs: a guess, not measured
 _ON_CPU = GIB // 2  # what an engine's process takes on a CPU beside weights, KV cache and activations
 _CPU_STEP_TOKENS = 4096  # tokens of a prefill step on a CPU: vLLM's default for `LLM`
@@ -70,8 +73,8 @@ def engine_memory(
     dtype: str,
     tokens: int,
     engine: EngineConfig,
+    sequences: int,
     extracts: bool = False,
-    sequences: int | None = None,
     drafter_split: int = 1,
 ) -> EngineMemory:
     """Estimate one engine's memory on GPUs.
@@ -82,39 +85,40 @@ def engine_memory(
         drafter_bytes: of the drafter's weights; 0 for the baseline and for methods without a drafter.
         tokens: in the KV cache: concurrent sequences times their length.
         engine: how the target is split over GPUs.
+        sequences: that `tokens` are of: in a layer with a sliding window each holds no more than that and a prefill step
+            (vllm/v1/kv_cache_interface.py, `SlidingWindowSpec`).
         extracts: whether vLLM caches one layer more (`kv_values`).
-        sequences: that `tokens` are of: in a layer with a sliding window each then holds no more than that and a step. None: as if there
-            were no such layers.
         drafter_split: GPUs that the drafter is split over; with 1 each holds all of it (`speculation.drafter_split`).
     """
-    number = BYTES[dtype]
+    number, split = BYTES[dtype], engine.tensor_parallel_size
+    kv = tokens * kv_values_on_each(config, engine, extracts=extracts)
+    for layer in attending_layers(config)[1]:
+        window = int(getattr(layer, "sliding_window", None) or tokens)
+        kv -= max(0, tokens - sequences * (window + _STEP_TOKENS)) * _values_of_layer(layer, split)
     # The drafter has keys and values too, about as many in proportion to its size as the target.
-    kv = kv_values_on_each(config, engine, extracts=extracts) * (1 + drafter_bytes / max(1, target_bytes))
-    cached = cache_bytes(engine, dtype)
+    kv *= 1 + drafter_bytes / max(1, target_bytes)
     return EngineMemory(
-        target=math.ceil(target_bytes / engine.tensor_parallel_size),
+        target=math.ceil(target_bytes / split),
         drafter=math.ceil(drafter_bytes / drafter_split),
-        kv_cache=math.ceil(_cached_share(config, tokens, sequences, extracts=extracts) * tokens * kv * cached),
-        working=_FIXED + math.ceil(_step_bytes(config, _STEP_TOKENS, number) / engine.tensor_parallel_size),
+        kv_cache=math.ceil(kv * cache_bytes(engine, dtype)),
+        working=_FIXED + math.ceil(_step_bytes(config, _STEP_TOKENS, number) / split),
     )
 
 
-def _cached_share(config: PretrainedConfig, tokens: int, sequences: int | None, *, extracts: bool) -> float:
-    """Part of the KV cache of all layers that vLLM needs for `tokens`: all of the layers with full attention, none of those with linear attention,
-    and of those with a window what that and a prefill step hold (vllm/v1/kv_cache_interface.py, `SlidingWindowSpec`)."""
-    if sequences is None:
-        return 1.0
-    full, windowed = attending_layers(config)
-    window = int(getattr(config, "sliding_window", None) or tokens)
-    held = min(1.0, sequences * (window + _STEP_TOKENS) / max(1, tokens))
-    return (full + extracts + windowed * held) / (int(config.num_hidden_layers) + extracts)
+def attending_layers(
+    config: PretrainedConfig, *, extracts: bool = False
+) -> tuple[list[PretrainedConfig], list[PretrainedConfig]]:
+    """Configs of a target's layers with attention to all tokens before, and to those in a window. There may be others, without keys and values.
 
-
-def attending_layers(config: PretrainedConfig) -> tuple[int, int]:
-    """A target's layers with attention to all tokens before, and to those in a window. There may be others, without keys and values."""
-    kinds = getattr(config, "layer_types", None) or ["full_attention"] * int(config.num_hidden_layers)
-    windowed = sum(kind in ("sliding_attention", "chunked_attention") for kind in kinds)
-    return sum(kind == "full_attention" for kind in kinds), windowed
+    Args:
+        extracts: with the layer that extraction adds (`kv_values`), which is like the first that attends.
+    """
+    layers = layer_configs(config)
+    kinds = getattr(config, "layer_types", None) or ["full_attention"] * len(layers)
+    of_kinds = list(zip(kinds, layers, strict=False))
+    full = [layer for kind, layer in of_kinds if kind not in (*_WITHOUT_ATTENTION, *_IN_WINDOWS)]
+    windowed = [layer for kind, layer in of_kinds if kind in _IN_WINDOWS]
+    return (full + (full or windowed or layers)[:1] if extracts else full), windowed
 
 
 def cpu_engine_memory(
@@ -154,9 +158,8 @@ def state_bytes(
         kv_cache_bytes: memory of the KV cache, which limits the tokens.
         tokens: of the longest sequences that the recipe lets run at once, which limit them too.
     """
-    full, _ = attending_layers(config)  # others need less the longer a sequence is
-    of_layer = kv_values(config) / int(config.num_hidden_layers)
-    fitting = kv_cache_bytes / ((full + 1) * of_layer * cache_bytes(engine, dtype))
+    full, _ = attending_layers(config, extracts=True)  # others need less the longer a sequence is
+    fitting = kv_cache_bytes / (sum(map(_values_of_layer, full)) * cache_bytes(engine, dtype))
     return math.ceil(min(tokens, fitting) * layers * config.hidden_size * BYTES[dtype])
 
 
@@ -176,7 +179,7 @@ def _step_bytes(config: PretrainedConfig, tokens: int, number: int) -> int:
 
 
 def kv_values(config: PretrainedConfig, *, extracts: bool = False) -> int:
-    """Values per token in the KV cache, summed over layers: keys and values, heads times head size.
+    """Values per token in the KV cache, summed over layers with attention: keys and values, heads times head size.
 
     With multi-head latent attention (DeepSeek's), one compressed vector and one rotated key. Layers with a sliding window are counted
     as if they had none.
@@ -184,8 +187,8 @@ def kv_values(config: PretrainedConfig, *, extracts: bool = False) -> int:
     Args:
         extracts: count the layer whose block table extraction uses for hidden states, and whose cache stays empty (`serve/plugin`).
     """
-    layers = layer_configs(config)
-    return int(sum(map(_values_of_layer, layers + layers[:extracts])))
+    full, windowed = attending_layers(config, extracts=extracts)
+    return int(sum(map(_values_of_layer, full + windowed)))
 
 
 def kv_values_on_each(config: PretrainedConfig, engine: EngineConfig, *, extracts: bool = False) -> float:
@@ -193,8 +196,8 @@ def kv_values_on_each(config: PretrainedConfig, engine: EngineConfig, *, extract
 
     Tensor-parallel ranks divide the heads, of which each has one at least. A compressed vector is whole on every rank.
     """
-    layers = layer_configs(config)
-    return sum(_values_of_layer(layer, engine.tensor_parallel_size) for layer in layers + layers[:extracts])
+    full, windowed = attending_layers(config, extracts=extracts)
+    return sum(_values_of_layer(layer, engine.tensor_parallel_size) for layer in full + windowed)
 
 
 def _values_of_layer(layer: PretrainedConfig, split: int = 1) -> float:

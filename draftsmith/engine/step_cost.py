@@ -12,9 +12,9 @@ from typing import TYPE_CHECKING
 import torch
 
 from draftsmith.config.hardware import Hardware
-from draftsmith.engine.memory import kv_values
+from draftsmith.engine.memory import attending_layers, kv_values
 from draftsmith.run.errors import UserError
-from draftsmith.target.family import active_experts, head_size, layer_configs
+from draftsmith.target.family import active_experts, head_size
 from draftsmith.target.quantization import weight_bits
 
 if TYPE_CHECKING:
@@ -29,7 +29,7 @@ class TargetSizes:
     multiplied: int
     """Weights that each token is multiplied by: all matrices but embedding tables; of experts, those it is routed to."""
     attention_width: int
-    """Query heads times head size, summed over layers."""
+    """Query heads times head size, summed over layers with attention."""
     kv_values: int
     """Values per token in the KV cache (`memory.kv_values`)."""
     quantized: int = 0
@@ -93,10 +93,11 @@ def target_sizes(
         elif parameter.ndim == 3 and sent_to:  # [experts, out, in]
             experts += parameter.numel()
             routed += parameter.numel() * sent_to // len(parameter)
+    full, windowed = attending_layers(config)
     return TargetSizes(
         parameters=sum(parameter.numel() for parameter in model.parameters()),
         multiplied=matrices + routed,
-        attention_width=sum(layer.num_attention_heads * head_size(layer) for layer in layer_configs(config)),
+        attention_width=sum(layer.num_attention_heads * head_size(layer) for layer in full + windowed),
         kv_values=kv_values(config),
         quantized=sum(
             parameter.numel()

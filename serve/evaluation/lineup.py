@@ -75,8 +75,8 @@ def find_placement(
     speculative: Sequence[Mapping[str, Any] | None],
     *,
     dtypes: Sequence[str],
-    tokens: int,
-    at_least: int,
+    room: tuple[int, int],
+    at_least: tuple[int, int],
     smaller: str,
 ) -> Placement:
     """The room for the baseline of a target and one other engine.
@@ -86,8 +86,8 @@ def find_placement(
         target: what all of them serve.
         speculative: vLLM's `speculative_config` of each engine; None for the baseline.
         dtypes: what they compute in.
-        tokens: room that each gets in its KV cache, on a GPU.
-        at_least: room that each must have if two do not fit otherwise; in a larger batch some answers then wait for others.
+        room: sequences that each is to hold in its KV cache at once, on a GPU, and the tokens of each of them.
+        at_least: the same for what each must hold if two do not fit otherwise; in a larger batch some answers then wait for others.
         smaller: the recipe's key that lowers it, for the error.
 
     Raises:
@@ -114,15 +114,16 @@ def find_placement(
             )
         return Placement()
 
-    def needs(tokens: int) -> list[EngineMemory]:
+    def needs(sequences: int, length: int) -> list[EngineMemory]:
         return [
             engine_memory(
                 target.config,
                 target_bytes=targets[dtype],
                 drafter_bytes=_drafter_bytes(one, dtype),
                 dtype=dtype,
-                tokens=max(tokens, engine.max_model_len),
+                tokens=max(sequences * length, engine.max_model_len),
                 engine=engine,
+                sequences=sequences,
                 drafter_split=drafter_split(one or {}, engine.tensor_parallel_size),
             )
             for dtype in dtypes
@@ -130,9 +131,9 @@ def find_placement(
         ]
 
     try:
-        return place(engine, found, needs(tokens), target=target.name, smaller=smaller)
+        return place(engine, found, needs(*room), target=target.name, smaller=smaller)
     except UserError:
-        return place(engine, found, needs(at_least), target=target.name, smaller=smaller)
+        return place(engine, found, needs(*at_least), target=target.name, smaller=smaller)
 
 
 def place(

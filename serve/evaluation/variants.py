@@ -56,8 +56,8 @@ class Variants:
             target,
             [self.speculative_config(one) for one in every],
             dtypes=sorted({one.dtype for one in configurations(recipe, self.ks[-1])}),
-            tokens=max(options.acceptance_batch_size, in_flight) * longest,
-            at_least=in_flight * (longest + options.timing_tokens),
+            room=(self._max_num_seqs, longest),
+            at_least=(in_flight, longest + options.timing_tokens),
             smaller="evaluate.concurrency",
         )
         self._start = engine_starter(log_dir, warm_up=suites[0].prompts[0].token_ids)

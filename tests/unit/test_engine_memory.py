@@ -50,7 +50,7 @@ def test_an_engine_by_hand() -> None:
     llama = config("llama-3.1-8b")
     assert kv_values(llama) == 32 * 2 * 8 * 128
     need = engine_memory(
-        llama, target_bytes=16 * 10**9, drafter_bytes=10**9, dtype="bfloat16", tokens=1000, engine=split(2)
+        llama, target_bytes=16 * 10**9, drafter_bytes=10**9, dtype="bfloat16", tokens=1000, engine=split(2), sequences=1
     )
     assert need.target == 8 * 10**9
     assert need.drafter == 10**9, "every GPU has the whole drafter"
@@ -65,7 +65,14 @@ def test_an_engine_by_hand() -> None:
     assert kv_values_on_each(llama, split(32)) == 32 * 2 * 128
     assert kv_values_on_each(latent, split(8)) == 2 * 576
     need = engine_memory(
-        llama, target_bytes=16 * 10**9, drafter_bytes=0, dtype="bfloat16", tokens=1000, engine=split(4), extracts=True
+        llama,
+        target_bytes=16 * 10**9,
+        drafter_bytes=0,
+        dtype="bfloat16",
+        tokens=1000,
+        engine=split(4),
+        sequences=1,
+        extracts=True,
     )
     assert need.target == 4 * 10**9
     assert need.kv_cache == 1000 * 33 * 2 * 2 * 128 * 2
@@ -86,7 +93,9 @@ def test_a_cache_in_8_bits_takes_a_byte_for_each_number() -> None:
         "too much rather than too little"
     )
     caches = [
-        engine_memory(llama, target_bytes=1, drafter_bytes=0, dtype="bfloat16", tokens=1000, engine=engine).kv_cache
+        engine_memory(
+            llama, target_bytes=1, drafter_bytes=0, dtype="bfloat16", tokens=1000, engine=engine, sequences=1
+        ).kv_cache
         for engine in engines
     ]
     assert [size / caches[-1] for size in caches] == [2, 2, 2, 1, 1]
@@ -154,6 +163,7 @@ def test_a_whole_run_of_an_8b_target_fits_80_gb_gpus(which: str) -> None:
         dtype="bfloat16",
         tokens=1,
         engine=split(1),
+        sequences=1,
     )
     token = 2 * kv_values(target, extracts=True)
     room = (stages["extract"]["memory_limit"] - need.total) // token
@@ -173,6 +183,7 @@ def test_an_8b_target_and_small_gpus() -> None:
             dtype="bfloat16",
             tokens=4096,
             engine=split(gpus_each),
+            sequences=1,
         )
         engine = split(gpus_each)
         gpus = [Gpu(str(number), int(gib * GIB)) for number in range(count)]
@@ -215,22 +226,44 @@ def test_layers_with_a_window_hold_no_more_than_that() -> None:
         layer_types=kinds,
         sliding_window=1024,
     )
-    assert attending_layers(gemma) == (8, 40)
     about: dict[str, Any] = {
         "target_bytes": 1, "drafter_bytes": 0, "dtype": "bfloat16", "tokens": 131072, "engine": EngineConfig(), "extracts": True,
     }  # fmt: skip
-    whole = engine_memory(gemma, **about).kv_cache
-    assert whole == 131072 * 49 * 2 * 8 * 256 * 2
     in_windows = engine_memory(gemma, **about, sequences=1).kv_cache
-    assert in_windows == pytest.approx((131072 * 9 + (1024 + 16384) * 40) * 2 * 8 * 256 * 2, abs=2)
-    short = about | {"tokens": 1000}
-    assert engine_memory(gemma, **short, sequences=1).kv_cache == engine_memory(gemma, **short).kv_cache
+    assert in_windows == (131072 * 9 + (1024 + 16384) * 40) * 2 * 8 * 256 * 2
+    short = engine_memory(gemma, **about | {"tokens": 1000}, sequences=1).kv_cache
+    assert (
+        short == engine_memory(gemma, **about, sequences=1000).kv_cache * 1000 // 131072 == 1000 * 49 * 2 * 8 * 256 * 2
+    )
     # And more sequences, whose states wait in ordinary memory, fit into a cache.
     states = state_bytes(gemma, layers=4, dtype="bfloat16", engine=EngineConfig(), kv_cache_bytes=GIB, tokens=10**9)
     assert states == math.ceil(GIB / (9 * 2 * 8 * 256 * 2) * 4 * 3840 * 2)
-    mixed = AutoConfig.for_model("qwen3_next", num_hidden_layers=4)
-    assert attending_layers(mixed) == (1, 0)
-    assert attending_layers(config("llama-3.1-8b")) == (32, 0)
+
+
+@pytest.mark.parametrize(
+    ("kind", "fields", "attending"),
+    [
+        ("llama", {"num_hidden_layers": 4}, 4),
+        ("qwen3_next", {"num_hidden_layers": 4}, 1),
+        ("nemotron_h", {}, 1),  # of one layer each: linear attention, experts, attention, MLP
+        ("falcon_h1", {"num_hidden_layers": 4, "head_dim": 128}, 4),  # attention and linear attention in each
+        ("gemma3_text", {"num_hidden_layers": 4}, 4),  # in a window
+    ],
+)
+def test_layers_without_attention_cache_nothing(kind: str, fields: dict[str, Any], attending: int) -> None:
+    target = AutoConfig.for_model(kind, **fields)
+    full, windowed = attending_layers(target)
+    assert len(full + windowed) == attending
+    of_one = 2 * target.num_key_value_heads * target.head_dim
+    assert kv_values(target) == attending * of_one
+    assert kv_values(target, extracts=True) == (attending + 1) * of_one
+    about: dict[str, Any] = {"target_bytes": 1, "drafter_bytes": 0, "dtype": "bfloat16", "engine": EngineConfig()}
+    assert engine_memory(target, **about, tokens=100, sequences=1).kv_cache == 100 * 2 * attending * of_one
+    assert target_sizes(target).attention_width == attending * target.num_attention_heads * target.head_dim
+
+
+def test_attention_to_the_tokens_that_an_index_finds_caches_all() -> None:
+    assert kv_values(AutoConfig.for_model("deepseek_v32", num_hidden_layers=4)) == 4 * (512 + 64)
 
 
 def test_layers_of_different_sizes() -> None:
@@ -252,9 +285,9 @@ def test_layers_of_different_sizes() -> None:
     assert kv_values_on_each(gemma, split(4)) == 2 * 2 * (64 + 128), "one head at least"
     assert target_sizes(gemma).attention_width == 2 * 8 * (64 + 128)
     about: dict[str, Any] = {"target_bytes": 1, "drafter_bytes": 0, "dtype": "bfloat16", "engine": EngineConfig()}
-    assert engine_memory(gemma, **about, tokens=1000).kv_cache == 1000 * 2 * kv_values(gemma)
+    assert engine_memory(gemma, **about, tokens=1000, sequences=1).kv_cache == 1000 * 2 * kv_values(gemma)
 
     gemma = AutoConfig.for_model(
         "gemma3n_text", hidden_size=64, intermediate_size=[128, 256], num_hidden_layers=2, layer_types=kinds
     )
-    assert engine_memory(gemma, **about, tokens=1).working == 2 * GIB + 16384 * (6 * 64 + 3 * 256) * 2
+    assert engine_memory(gemma, **about, tokens=1, sequences=1).working == 2 * GIB + 16384 * (6 * 64 + 3 * 256) * 2

@@ -76,13 +76,31 @@ def test_each_gpu_holds_its_part_of_a_draft_model(
         target,
         [None, speculative | {"model": "d", "num_speculative_tokens": 1}],
         dtypes=["bfloat16"],
-        tokens=1,
-        at_least=1,
+        room=(1, 1),
+        at_least=(1, 1),
         smaller="a key",
     )
     assert [need.drafter for need in needs] == [0, gib * GIB]
     # Its keys and values are as many as the target's, of which each GPU has half.
     assert needs[1].kv_cache == 2 * needs[0].kv_cache
+
+
+def test_placing_counts_no_more_than_a_window(monkeypatch: pytest.MonkeyPatch) -> None:
+    needs: list[EngineMemory] = []
+    monkeypatch.setattr(environment, "gpus", lambda: gpus(1))
+    monkeypatch.setattr(lineup, "weight_bytes", lambda *_: 8 * GIB)
+    monkeypatch.setattr(lineup, "place", lambda engine, found, of, **_: needs.extend(of))
+    config = AutoConfig.for_model(
+        "gemma3_text", num_hidden_layers=2, layer_types=["sliding_attention", "full_attention"]
+    )
+    target: Any = SimpleNamespace(name="t", path=Path("t"), config=config)
+    room = (2, 1 << 20)
+    find_placement(
+        recipe.EngineConfig(), target, [None], dtypes=["bfloat16"], room=room, at_least=room, smaller="a key"
+    )
+    # In the layer with a window, that and a prefill step of each sequence.
+    tokens = 2 * ((1 << 20) + config.sliding_window + 16384)
+    assert needs[0].kv_cache == tokens * 2 * config.num_key_value_heads * config.head_dim * 2
 
 
 @pytest.mark.parametrize(

@@ -21,6 +21,7 @@ from transformers import AutoConfig
 
 from draftsmith.cli import app
 from draftsmith.cli.plan import config_of_target, drafter_on_meta, make_plan
+from draftsmith.cli.plan_engines import plan_evaluate
 from draftsmith.cli.plan_report import report, summary
 from draftsmith.cli.plan_stage import conversation_counts
 from draftsmith.cli.plan_training import flop_of_muon, flop_of_row, kept_by_row, plan_train
@@ -121,6 +122,20 @@ def test_targets_have_the_parameters_they_are_known_for() -> None:
     steps = [EngineStep(found, 2, devices=1, sequences=1, context=0, tokens=tokens).bytes_read() for tokens in (1, 4)]
     assert steps[1] > 1.2 * steps[0]
     assert sizes("llama-3.1-8b").weights_read(64) == llama.multiplied
+
+
+def test_evaluation_needs_no_more_than_a_window() -> None:
+    drafter, _ = _tiny("eagle3")
+    recipe, assumed = _recipe("eagle3"), Assumptions(prompt_tokens=1 << 20, response_tokens=20, conversations=50)
+    engine = recipe.engine.model_copy(update={"max_model_len": 1 << 20})
+    recipe = recipe.model_copy(update={"engine": engine})
+    fields: dict[str, Any] = {"hidden_size": 32, "num_hidden_layers": 2, "vocab_size": 64}
+    planned = []
+    for kinds in (["full_attention"] * 2, ["sliding_attention", "full_attention"]):
+        config = AutoConfig.for_model("gemma3_text", layer_types=kinds, **fields)
+        stage = plan_evaluate(recipe, assumed, target_sizes(config), drafter, config)
+        planned.append(stage.memory_bytes["KV caches"])
+    assert planned[1] == pytest.approx(planned[0] / 2, rel=0.05)
 
 
 def test_a_lookup_multiplies_nothing() -> None:
