@@ -64,7 +64,7 @@ def conversation_counts(recipe: Recipe, assumed: Assumptions) -> tuple[int, int]
     """Number of sequences in the training part and in the held-out part.
 
     Raises:
-        UserError: neither `extract.prompts.limit` nor `plan.conversations` sets the number of prompts.
+        UserError: neither `extract.prompts.limit` nor `plan.conversations` sets the number of prompts, or all of them are held out.
     """
     options = recipe.extract
     known = [number for number in (assumed.conversations, options.training_prompts.limit) if number is not None]
@@ -78,6 +78,11 @@ def conversation_counts(recipe: Recipe, assumed: Assumptions) -> tuple[int, int]
     training = prompts - held_out
     if options.held_out is not None:
         training, held_out = prompts, prompt_count(options.held_out, assumed)
+    if not training:
+        raise UserError(
+            f"`extract.held_out_fraction: {options.held_out_fraction:g}` of {counted(prompts, 'prompt')} leaves none to train on. Lower it, or "
+            "use more prompts (`plan.conversations`, `extract.prompts.limit`)."
+        )
     return training * options.samples, held_out
 
 

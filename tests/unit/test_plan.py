@@ -732,6 +732,8 @@ def test_what_a_plan_needs_to_be_told(tmp_path: Path, capsys: pytest.CaptureFixt
     assert planned.plan is not None
     assert conversation_counts(planned, planned.plan) == (950, 50)
     assert conversation_counts(load_recipe(path, [*lengths, "extract.prompts.limit=100"]), planned.plan) == (95, 5)
+    with pytest.raises(UserError, match=r"`extract\.held_out_fraction: 0\.9` of 3 prompts leaves none to train on"):
+        make_plan(load_recipe(path, [*lengths, "extract.prompts.limit=3", "extract.held_out_fraction=0.9"]))
     (tmp_path / "rows.jsonl").write_text('{"prompt": "?"}\n' * 7)
     for source, rows in (
         ("rows.jsonl", 7),
