@@ -32,7 +32,7 @@ from draftsmith.engine.options import check_options, say_overruled
 from draftsmith.engine.platform import current_platform
 from draftsmith.extract.handoff_folder import handoff_folder
 from draftsmith.extract.job import engine_arguments, engine_job, handoff_bytes, sequences_in_a_step, store_identity
-from draftsmith.extract.requests import ExtractRequest, Requests, requests_of
+from draftsmith.extract.requests import ExtractRequest, Requests, requests_of, require_prompts
 from draftsmith.extract.sequences import checked
 from draftsmith.extract.worker import run_engines
 from draftsmith.run import cuda, stage
@@ -73,6 +73,7 @@ def run_extract(
     check_options(recipe.engine)
     run = StageRun("extract", run_dir / "store")
     options, directory = recipe.extract, run.directory
+    require_prompts(recipe)
     weights: Weights = "all" if options.machines is None else "none"  # the machines download them
     target = describe_target(prepare_target(recipe.target, weights=weights), recipe.target)
     if (unknown := unknown_token({"stop_token_ids": options.stop_token_ids}, target.vocab_size)) is not None:

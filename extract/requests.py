@@ -21,7 +21,7 @@ from draftsmith.data.conversations import Conversation, RejectedRows
 from draftsmith.data.image_renderer import ImageRenderer
 from draftsmith.data.images import Part, image_parts
 from draftsmith.data.overlap import PromptsFile
-from draftsmith.data.prompts import split
+from draftsmith.data.prompts import read_conversations, split, whole_suite
 from draftsmith.data.rows import name_of
 from draftsmith.run.errors import UserError
 from draftsmith.store.format import nth_sample
@@ -117,6 +117,22 @@ def _from_line(line: bytes) -> ExtractRequest:
     if "conversation" in fields:
         fields["conversation"] = Conversation(id=str(fields["sample_id"]), **fields["conversation"])
     return ExtractRequest(**fields | {name: tuple(fields.get(name, ())) for name in ("later", "images")})
+
+
+def require_prompts(recipe: Recipe) -> None:
+    """Read the first usable row of each local file or folder of prompts that extraction takes: before a target is downloaded.
+
+    Raises:
+        UserError: the recipe has no prompts; a file or folder is missing, unreadable, or has no usable row.
+    """
+    options = recipe.extract
+    for source in (options.training_prompts, options.held_out):
+        if source is not None and source.path is not None:
+            source = source.model_copy(update={"limit": None})  # all rows are counted first to draw some
+            next(read_conversations(source, whole=options.reads_whole, rejected=RejectedRows()))
+    for suite in recipe.evaluate.suites.values():
+        if suite.prompts != "held_out" and suite.prompts.path is not None:
+            next(whole_suite(suite))
 
 
 def requests_of(

@@ -102,7 +102,9 @@ def _all_stages(recipe: Recipe, run_dir: Path) -> dict[str, Any]:
             "`draftsmith run` without a launcher; `accelerate launch` is for `draftsmith train`."
         )
     from draftsmith.cli.fit import check_run_fits
+    from draftsmith.extract.requests import require_prompts
 
+    require_prompts(recipe)
     check_run_fits(recipe, run_dir)
     return {name: stage(recipe, run_dir) for name, stage in STAGES.items()}
 

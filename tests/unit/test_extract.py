@@ -13,7 +13,9 @@ import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from transformers import LlamaConfig
+from typer.testing import CliRunner
 
+from draftsmith.cli import app
 from draftsmith.config.recipe import Recipe
 from draftsmith.data.chat_template import Renderer
 from draftsmith.data.conversations import Conversation, RejectedRows
@@ -186,6 +188,35 @@ def of_prompts(folder: Path, rows: list[str], **options: Any) -> Recipe:
     }
     values = {"name": "r", "target": {"model": str(target), "dtype": "float32"}, "extract": extract | options}
     return Recipe.model_validate(values)
+
+
+@pytest.mark.parametrize("place", ["prompts", "held_out", "suite"])
+@pytest.mark.parametrize(
+    ("text", "message"), [(None, "others.jsonl does not exist"), ('{"ask": "?"}\n', "its keys match no known format")]
+)
+def test_prompts_are_read_before_a_target_is_downloaded(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, place: str, text: str | None, message: str
+) -> None:
+    def refuse(*_: Any, **__: Any) -> None:
+        raise AssertionError("the target must not be fetched yet")
+
+    monkeypatch.setattr("draftsmith.extract.extract.prepare_target", refuse)
+    monkeypatch.setattr("draftsmith.cli.fit.check_run_fits", refuse)
+    (tmp_path / "prompts.jsonl").write_text('{"prompt": "?"}\n')
+    others = {"path": str(tmp_path / "others.jsonl"), "limit": 1}
+    if text is not None:
+        (tmp_path / "others.jsonl").write_text(text)
+    extract = {"prompts": {"path": str(tmp_path / "prompts.jsonl")}}
+    values: dict[str, Any] = {"name": "r", "target": {"model": "a/b"}, "extract": extract}
+    if place == "suite":
+        values["evaluate"] = {"suites": {"mine": {"prompts": others}}}
+    else:
+        values["extract"] = extract | {place: others}
+    (tmp_path / "recipe.yaml").write_text(json.dumps(values))
+    for command in ("extract", "run"):
+        refused = CliRunner().invoke(app, [command, str(tmp_path / "recipe.yaml"), "--runs", str(tmp_path / "runs")])
+        assert isinstance(refused.exception, UserError)
+        assert message in str(refused.exception)
 
 
 def some(
