@@ -165,13 +165,15 @@ def read_config(target: TargetConfig) -> PretrainedConfig:
         where = _prepared_gguf(target.gguf.sha256 or sha256_of(_fetch_gguf(target.gguf)), target.dtype)
     try:
         if isinstance(where, Path) and not where.is_dir():
-            raise UserError("The GGUF file has not been prepared here yet.")
+            raise UserError(
+                "The GGUF file has not been prepared here yet: run `draftsmith extract` once, which begins with that."
+            )
         if Path(where).is_absolute():
             _require_config(Path(where))
             read_json(Path(where) / "config.json")  # says of another file what it is; transformers does not
         return language_config(config_of(where, revision=target.revision, trust_remote_code=target.trust_remote_code))
     except UserError as error:
         raise UserError(
-            f"The config of the target {target_name(target)} is not available here: {str(error).rstrip('.')}. Put a copy of its "
+            f"The config of the target {target_name(target)} is not available here: {str(error).rstrip('.')}. Or put a copy of the model's "
             "config.json beside the recipe and name it: `plan: { target_config: { path: config.json } }`."
         ) from None

@@ -713,6 +713,9 @@ def test_a_target_that_is_not_there_or_not_one_is_said(tmp_path: Path) -> None:
     path.write_text(json.dumps(recipe | {"target": {"gguf": {"path": "model.gguf"}}}))
     with pytest.raises(UserError, match=r"model\.gguf is not a GGUF file"):
         make_plan(load_recipe(path))
+    (tmp_path / "model.gguf").write_bytes(b"GGUF")
+    with pytest.raises(UserError, match=r"has not been prepared here yet: run `draftsmith extract` once"):
+        make_plan(load_recipe(path))
 
 
 def test_what_a_plan_needs_to_be_told(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
