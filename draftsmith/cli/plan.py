@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from draftsmith.cli.plan_engines import plan_evaluate, plan_extract
+from draftsmith.cli.plan_stage import planned_prompts
 from draftsmith.cli.plan_training import plan_convert, plan_train
 from draftsmith.config.hardware import Assumptions
 from draftsmith.config.recipe import Recipe
@@ -76,7 +77,7 @@ def make_plan(recipe: Recipe) -> dict[str, Any]:
         "stages": {name: asdict(stage) for name, stage in stages.items()},
         "total_hours": None if assumed.hardware is None else sum(hour for hour in hours if hour is not None),
         "target": {"name": target_name(recipe.target), "parameters": sizes.parameters},
-        "assumptions": assumed.model_dump(mode="json"),
+        "assumptions": assumed.model_dump(mode="json") | {"conversations": planned_prompts(recipe, assumed)},
     }
 
 

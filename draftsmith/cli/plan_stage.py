@@ -60,25 +60,34 @@ def hours_of(hardware: Hardware | None, seconds: dict[str, float], *, beside: st
     return together / 3600
 
 
-def conversation_counts(recipe: Recipe, assumed: Assumptions) -> tuple[int, int]:
-    """Number of sequences in the training part and in the held-out part.
+def planned_prompts(recipe: Recipe, assumed: Assumptions) -> int:
+    """Number of training and held-out prompts of `extract.prompts`: as many as assumed, but no more than its source can have.
 
     Raises:
-        UserError: neither `extract.prompts.limit` nor `plan.conversations` sets the number of prompts, or all of them are held out.
+        UserError: neither the source nor `plan.conversations` says how many there are.
     """
-    options = recipe.extract
-    known = [number for number in (assumed.conversations, options.training_prompts.limit) if number is not None]
-    if not known:
+    known = [assumed.conversations, rows_at_most(recipe.extract.training_prompts)]
+    if known == [None, None]:
         raise UserError(
             "The number of prompts is unknown before they are read: set `plan.conversations`, or limit it with "
             "`extract.prompts.limit`."
         )
-    prompts = min(known)
-    held_out = round(prompts * options.held_out_fraction)
+    return min(number for number in known if number is not None)
+
+
+def conversation_counts(recipe: Recipe, assumed: Assumptions) -> tuple[int, int]:
+    """Number of sequences in the training part and in the held-out part.
+
+    Raises:
+        UserError: as `planned_prompts`, or all prompts are held out.
+    """
+    options, prompts = recipe.extract, planned_prompts(recipe, assumed)
+    # At least one: extraction refuses to hold out none.
+    held_out = max(1, round(prompts * options.held_out_fraction)) if options.held_out_fraction else 0
     training = prompts - held_out
     if options.held_out is not None:
         training, held_out = prompts, prompt_count(options.held_out, assumed)
-    if not training:
+    if training < 1:
         raise UserError(
             f"`extract.held_out_fraction: {options.held_out_fraction:g}` of {counted(prompts, 'prompt')} leaves none to train on. Lower it, or "
             "use more prompts (`plan.conversations`, `extract.prompts.limit`)."
@@ -87,12 +96,18 @@ def conversation_counts(recipe: Recipe, assumed: Assumptions) -> tuple[int, int]
 
 
 def prompt_count(source: Prompts, assumed: Assumptions) -> int:
-    """Prompts for evaluation: the rows of a local file of JSON lines, no more than the limit; what is assumed if neither is known."""
+    """Prompts for evaluation: what is assumed if the source does not say how many."""
+    rows = rows_at_most(source)
+    return assumed.suite_prompts if rows is None else rows
+
+
+def rows_at_most(source: Prompts) -> int | None:
+    """The rows of a local file of JSON lines, no more than the limit; None if neither is known."""
     known = [source.limit] if source.limit else []
     if source.path and source.path.endswith(".jsonl") and Path(source.path).is_file():
         with open(source.path, "rb") as file:
             known.append(sum(not line.isspace() for line in file))
-    return min(known, default=assumed.suite_prompts)
+    return min(known, default=None)
 
 
 def counted(count: int, what: str) -> str:

@@ -86,7 +86,8 @@ class Assumptions(Section):
     response_tokens: float = Field(ge=1)
     """Mean length of these responses, all turns of a conversation together, in tokens."""
     conversations: int | None = Field(None, ge=1)
-    """Number of prompts, if `extract.prompts.limit` does not set it."""
+    """Number of prompts, but no more than `extract.prompts.limit` and the rows of a local file of JSON lines. Absent: as many as these
+    say."""
     suite_prompts: int = Field(100, ge=1)
     """Number of prompts of an evaluation suite, or held out, if neither a `limit` nor a local file of JSON lines says it."""
     machines: int = Field(1, ge=1)

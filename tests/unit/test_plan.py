@@ -746,6 +746,8 @@ def test_what_a_plan_needs_to_be_told(tmp_path: Path, capsys: pytest.CaptureFixt
     ):
         held_out = f"extract.held_out={{path: {tmp_path}/{source}}}"
         assert conversation_counts(load_recipe(path, [*lengths, held_out]), planned.plan) == (1000, rows)
+    prompts = f"extract.prompts={{path: {tmp_path}/rows.jsonl}}"
+    assert conversation_counts(load_recipe(path, [*lengths, prompts]), planned.plan) == (6, 1)
     with pytest.raises(SystemExit) as done:
         app(["run", str(path), "--plan", *(part for line in lengths for part in ("-s", line))])
     assert done.value.code == 0
@@ -754,6 +756,8 @@ def test_what_a_plan_needs_to_be_told(tmp_path: Path, capsys: pytest.CaptureFixt
     assert "hours" not in printed
     assert "prompt tokens: 10" in printed
     assert not (tmp_path / "runs").exists()
+    lengths.append("extract.prompts.limit=400")
     with pytest.raises(SystemExit):
         app(["run", str(path), "--plan", "--json", *(part for line in lengths for part in ("-s", line))])
-    assert json.loads(capsys.readouterr().out)["stages"]["extract"]["more"]["conversations"] == 1000
+    as_json = json.loads(capsys.readouterr().out)
+    assert as_json["stages"]["extract"]["more"]["conversations"] == as_json["assumptions"]["conversations"] == 400
