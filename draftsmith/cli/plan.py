@@ -44,8 +44,8 @@ def make_plan(recipe: Recipe) -> dict[str, Any]:
         JSON values: `run`, `stages` (a `StagePlan` by name), `total_hours`, `target`, `assumptions`.
 
     Raises:
-        UserError: the recipe lacks assumptions, the target's config cannot be read, or vLLM has not the engine options or hands out
-            no states.
+        UserError: the recipe lacks assumptions or contradicts them, the target's config cannot be read, or vLLM has not the engine options
+            or hands out no states.
     """
     assumed = recipe.plan
     if assumed is None:
@@ -54,6 +54,7 @@ def make_plan(recipe: Recipe) -> dict[str, Any]:
             "recipe, and `plan.hardware` for hours. The recipes that come with Draftsmith have both."
         )
     check_options(recipe.engine)
+    check_lengths(recipe, assumed)
     config = config_of_target(recipe, assumed)
     if recipe.extract.backend == "vllm":
         states_arguments(config, recipe.engine.options)  # raises where vLLM hands out no states
@@ -79,6 +80,27 @@ def make_plan(recipe: Recipe) -> dict[str, Any]:
         "target": {"name": target_name(recipe.target), "parameters": sizes.parameters},
         "assumptions": assumed.model_dump(mode="json") | {"conversations": planned_prompts(recipe, assumed)},
     }
+
+
+def check_lengths(recipe: Recipe, assumed: Assumptions) -> None:
+    """
+    Raises:
+        UserError: conversations with the mean lengths are none that extraction would make, or it would leave them out.
+    """
+    options, room = recipe.extract, recipe.engine.max_model_len
+    prompt, response, key = assumed.prompt_tokens, assumed.response_tokens, "plan.response_tokens"
+    if options.mode == "generate" and options.turns == "first":
+        if response > options.max_tokens:
+            raise UserError(
+                f"`plan.response_tokens: {response:g}` is more than `extract.max_tokens: {options.max_tokens}`, the longest response. Lower "
+                "the first, or raise the second."
+            )
+        response, key = options.max_tokens, "extract.max_tokens"  # a prompt is used if it leaves room for the longest
+    if prompt + response > room:
+        raise UserError(
+            f"`plan.prompt_tokens: {prompt:g}` and `{key}: {response:g}` are together more than `engine.max_model_len: {room}`: extraction "
+            "would leave such prompts out. Raise engine.max_model_len, or lower the others."
+        )
 
 
 def config_of_target(recipe: Recipe, assumed: Assumptions) -> PretrainedConfig:

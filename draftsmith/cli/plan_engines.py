@@ -20,6 +20,7 @@ from draftsmith.engine.memory import (
     side_by_side,
 )
 from draftsmith.engine.step_cost import EngineStep, TargetSizes, flop_of_text
+from draftsmith.run.errors import UserError
 from draftsmith.store.format import StoreIdentity
 from draftsmith.store.writer import most_bytes
 
@@ -163,11 +164,16 @@ def plan_evaluate(
     Counted are all responses of the first suite at every K, of the others at two, and with every other method; then timing at
     concurrency 1 and at each `concurrency`. For `request_rates`, only the time until the last request is sent counts. Suites
     with `turns: all` count two turns per conversation, as in MT-Bench.
+
+    Raises:
+        UserError: there is no suite, or one has no prompts.
     """
     options, hardware, number = recipe.evaluate, assumed.hardware, BYTES[recipe.target.dtype]
     ks = sorted({*options.k, options.acceptance_k})
     of_drafter = number * sum(math.prod(shape) for shape in drafter.shapes(drafter.config).values())
     names = list(options.only or options.suites)
+    if not names:
+        raise UserError("There is no suite to evaluate: `evaluate.suites` is empty.")
     devices, cached = _engine_devices(recipe, hardware), cache_bytes(recipe.engine, recipe.target.dtype)
     tokens, flop, answering, answer_tokens = 0, 0.0, 0.0, options.timing_tokens
 
@@ -198,6 +204,11 @@ def plan_evaluate(
             prompts = conversation_counts(recipe, assumed)[1]
         else:
             prompts = prompt_count(suite.prompts, assumed)
+        if not prompts:
+            hold_out = " or raise `extract.held_out_fraction`" if suite.prompts == "held_out" else ""
+            raise UserError(
+                f"The suite `{name}` has no prompts. Give `evaluate.suites.{name}.prompts` another source{hold_out}."
+            )
         if suite.turns == "all":
             prompts *= 2
         longest = suite.max_tokens or recipe.extract.response_tokens(held_out=True)

@@ -226,7 +226,7 @@ def test_a_run_of_64_gib_is_refused_before_extraction(
     refused = run("-s", "extract.prompts.limit=2", "-s", "target.dtype=bfloat16")
     assert "KV cache" in str(refused.exception)
     assert "target 10.0" in str(refused.exception)
-    refused = run("--plan", "-s", "plan.conversations=10")
+    refused = run("--plan", "-s", "plan.conversations=10", "-s", "extract.max_tokens=64")
     assert refused.exception is None
     assert "this machine:" not in refused.output, "by the config the target is tiny"
 
@@ -236,7 +236,7 @@ def test_a_plan_says_what_does_not_fit(available: Any, tmp_path: Path) -> None:
     path = tmp_path / "recipe.yaml"
     path.write_text(yaml.safe_dump(recipe.model_dump(mode="json", exclude_none=True)))
     available(20)
-    options = ["run", str(path), "--plan", "-s", "plan.conversations=10"]
+    options = ["run", str(path), "--plan", "-s", "plan.conversations=10", "-s", "extract.max_tokens=64"]
     said = CliRunner().invoke(app, [*options, "-s", "engine.kv_cache_gib=64"])
     assert said.exit_code == 0
     assert "this machine: Extraction from target does not fit into this machine's memory" in said.output

@@ -617,6 +617,22 @@ def test_a_plan_checks_engine_options_as_a_run_does() -> None:
         _planned_config("opt", {"ffn_dim": 48, "word_embed_proj_dim": 32})
 
 
+@pytest.mark.parametrize(
+    ("overrides", "message"),
+    [
+        (["engine.max_model_len=256"], "`plan.prompt_tokens: 10` and `extract.max_tokens: 256` are together more than `engine.max_"),
+        (["extract.mode=prefill", "plan.response_tokens=9000"], "`plan.response_tokens: 9000` are together more than `engine.max_"),
+        (["plan.response_tokens=9000"], "`plan.response_tokens: 9000` is more than `extract.max_tokens: 256`, the longest"),
+        (["evaluate.suites={}"], "`evaluate.suites` is empty"),
+        (["evaluate.suites={mine: {prompts: held_out}}", "extract.held_out_fraction=0"], "The suite `mine` has no prompts."),
+    ],
+)  # fmt: skip
+def test_what_a_run_would_refuse_has_no_plan(overrides: list[str], message: str) -> None:
+    with pytest.raises(UserError) as refused:
+        _planned_config("llama", {}, *overrides)
+    assert message in str(refused.value)
+
+
 QUANTIZED: dict[str, tuple[dict[str, Any], float]] = {
     "GPTQ": ({"quant_method": "gptq", "bits": 4, "group_size": 128}, 4.125),
     "AWQ": ({"quant_method": "awq", "w_bit": 4, "q_group_size": 64}, 4.25),
