@@ -21,7 +21,7 @@ from draftsmith.config.hardware import Assumptions
 from draftsmith.config.recipe import Recipe
 from draftsmith.drafters import drafter_class, layer_ids_to_read
 from draftsmith.drafters.base import Drafter
-from draftsmith.engine.environment import states_arguments
+from draftsmith.engine.environment import require_divided_heads, states_arguments
 from draftsmith.engine.options import check_options
 from draftsmith.engine.step_cost import target_sizes
 from draftsmith.run.atomic_io import read_json
@@ -44,8 +44,8 @@ def make_plan(recipe: Recipe) -> dict[str, Any]:
         JSON values: `run`, `stages` (a `StagePlan` by name), `total_hours`, `target`, `assumptions`.
 
     Raises:
-        UserError: the recipe lacks assumptions or contradicts them, the target's config cannot be read, or vLLM has not the engine options
-            or hands out no states.
+        UserError: the recipe lacks assumptions or contradicts them, the target's config cannot be read, or vLLM has not the engine options,
+            cannot divide the target as asked, or hands out no states.
     """
     assumed = recipe.plan
     if assumed is None:
@@ -56,6 +56,7 @@ def make_plan(recipe: Recipe) -> dict[str, Any]:
     check_options(recipe.engine)
     check_lengths(recipe, assumed)
     config = config_of_target(recipe, assumed)
+    require_divided_heads(recipe.engine.tensor_parallel_size, config)
     if recipe.extract.backend == "vllm":
         states_arguments(config, recipe.engine.options)  # raises where vLLM hands out no states
     sizes = target_sizes(

@@ -174,17 +174,12 @@ def divides_heads(split: int, layer: Any) -> bool:
     return shared is None or bool(getattr(layer, "kv_lora_rank", None)) or shared % split == 0 or split % shared == 0
 
 
-def require_parallelism(engine: EngineConfig, config: PretrainedConfig) -> None:
-    """Check that vLLM can divide a target as the recipe asks, on a machine like this one.
-
-    Args:
-        engine: how the recipe runs vLLM.
-        config: of the target's language model.
-
-    Raises:
-        UserError: it cannot.
+def require_divided_heads(split: int, config: PretrainedConfig) -> None:
     """
-    split, layers = engine.tensor_parallel_size, layer_configs(config)
+    Raises:
+        UserError: vLLM cannot divide the attention heads of a target with this config among `split` processes.
+    """
+    layers = layer_configs(config)
     undivided = [layer for layer in layers if split > 1 and not divides_heads(split, layer)]
     if undivided:
         heads, shared = undivided[0].num_attention_heads, getattr(undivided[0], "num_key_value_heads", None)
@@ -200,6 +195,20 @@ def require_parallelism(engine: EngineConfig, config: PretrainedConfig) -> None:
             f"engine.tensor_parallel_size is {split}, and the target has {heads} attention heads, which must divide by it{more}: use one "
             f"of {fitting}."
         )
+
+
+def require_parallelism(engine: EngineConfig, config: PretrainedConfig) -> None:
+    """Check that vLLM can divide a target as the recipe asks, on a machine like this one.
+
+    Args:
+        engine: how the recipe runs vLLM.
+        config: of the target's language model.
+
+    Raises:
+        UserError: it cannot.
+    """
+    split = engine.tensor_parallel_size
+    require_divided_heads(split, config)
     if not is_cpu():
         if not engine.on_ray and split > (visible := len(gpus())):
             raise UserError(

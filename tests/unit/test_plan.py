@@ -625,6 +625,7 @@ def test_a_plan_checks_engine_options_as_a_run_does() -> None:
         (["plan.response_tokens=9000"], "`plan.response_tokens: 9000` is more than `extract.max_tokens: 256`, the longest"),
         (["evaluate.suites={}"], "`evaluate.suites` is empty"),
         (["evaluate.suites={mine: {prompts: held_out}}", "extract.held_out_fraction=0"], "The suite `mine` has no prompts."),
+        (["engine.tensor_parallel_size=3"], "4 attention heads, which must divide by it: use one of 1, 2, 4"),
     ],
 )  # fmt: skip
 def test_what_a_run_would_refuse_has_no_plan(overrides: list[str], message: str) -> None:
