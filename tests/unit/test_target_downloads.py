@@ -6,6 +6,7 @@ import shutil
 from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
+from unittest import mock
 
 import pytest
 import torch
@@ -223,7 +224,10 @@ def test_extraction(tmp_path: Path, hub: Hub, monkeypatch: pytest.MonkeyPatch, m
         "name": "run", "target": {"model": "you/large"},
         "extract": {"prompts": {"path": str(tmp_path / "prompts.jsonl")}, "machines": machines},
     })  # fmt: skip
-    with pytest.raises(UserError, match=r"prompts\.jsonl"):  # there is no such file
+    (tmp_path / "prompts.jsonl").write_text('{"prompt": "a"}')
+    stop = mock.Mock(side_effect=RuntimeError("all is downloaded"))
+    monkeypatch.setattr("draftsmith.extract.extract.describe_target", stop)
+    with pytest.raises(RuntimeError, match="all is downloaded"):
         run_extract(recipe, tmp_path / "run")
     assert weights(downloads(hub)) == (every if machines is None else set())
 
