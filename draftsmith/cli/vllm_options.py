@@ -9,7 +9,6 @@ from collections.abc import Iterator, Sequence
 from typing import Annotated, Any
 
 import typer
-import yaml
 from typer.core import TyperCommand
 
 from draftsmith.config.older_forms import GONE, OLDER, WHOLE, todays_method
@@ -142,4 +141,8 @@ def _foreign_options(words: Sequence[str], own: set[str]) -> Iterator[tuple[str,
 
 
 def _value(text: str) -> Any:
-    return yaml.safe_load(text)
+    """As vLLM reads the keys of `--speculative-config.KEY`: JSON, or the text itself, such as a model's name."""
+    try:
+        return json.loads(text)
+    except ValueError:
+        return text

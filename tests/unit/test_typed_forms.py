@@ -325,6 +325,19 @@ def test_vllm_s_options_are_translated(tmp_path: Path) -> None:
     assert """'serve.method={"method": "ngram", "num_speculative_tokens": 3}'""" in dotted
 
 
+@pytest.mark.parametrize(
+    ("model", "method"),
+    [
+        ("[ngram]", {"method": "ngram", "num_speculative_tokens": 5}),  # a list in YAML
+        ("@x: [", {"method": "draft_model", "model": "@x: [", "num_speculative_tokens": 5}),  # no YAML
+        ("2024-01-01", {"method": "draft_model", "model": "2024-01-01", "num_speculative_tokens": 5}),  # a date in YAML
+    ],
+)
+def test_a_model_s_name_is_taken_as_typed(model: str, method: dict[str, Any]) -> None:
+    said = error_of("serve", "r.yaml", "--speculative-model", model, "--num-speculative-tokens", "5")
+    assert f"'serve.method={json.dumps(method)}'" in said
+
+
 def test_sampling_is_the_recipe_s_in_generate_and_a_request_s_in_serve() -> None:
     said = error_of("generate", "r", "p", "--out", "o", "--temperature", "0.3", "--top-p=0.9", "--max_tokens", "8")
     assert "`-s sampling.temperature=0.3 -s sampling.top_p=0.9 -s sampling.max_tokens=8`" in said
