@@ -14,7 +14,7 @@ _Out = Annotated[Path, typer.Option(metavar="DIR", help="Folder to write; must n
 
 
 def export(
-    store: Annotated[str, typer.Argument(help="A store: a folder, or OWNER/NAME[@REVISION] on the Hub.")],
+    store: Annotated[str, typer.Argument(help="A store: a folder, or OWNER/NAME\\[@REVISION] on the Hub.")],
     to: Annotated[str, typer.Option(metavar="LAYOUT", help="`files` or `speculators`.", show_default=False)],
     out: _Out,
     as_json: AsJson = False,

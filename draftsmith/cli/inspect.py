@@ -13,7 +13,7 @@ def inspect(
         str,
         typer.Argument(
             metavar="DIR",
-            help="A store, a checkpoint or a drafter of any format: a folder, or OWNER/NAME[@REVISION] on the Hub.",
+            help="A store, a checkpoint or a drafter of any format: a folder, or OWNER/NAME\\[@REVISION] on the Hub.",
             show_default=False,
         ),
     ],

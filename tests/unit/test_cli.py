@@ -6,7 +6,9 @@ import sys
 from pathlib import Path
 
 import pytest
+import typer
 import yaml
+from rich.text import Text
 from typer.testing import CliRunner
 
 from draftsmith.cli import app, main
@@ -123,6 +125,17 @@ for command in "", *commands:
     assert done.returncode == 0, done.stderr
     assert done.stdout.count("Usage") == 14
     assert run("version").stdout.strip() == "0.1.0"
+
+
+def test_help_shows_every_bracket() -> None:
+    commands = typer.main.get_command(app).commands  # type: ignore[attr-defined]
+    for command in commands.values():
+        for of in (command, *command.params):
+            written = of.help or ""
+            # Rich takes brackets that are not escaped for markup, and shows nothing of them.
+            assert Text.from_markup(written).plain == written.replace(r"\[", "["), (command.name, of.name)
+    done = CliRunner().invoke(app, ["export", "--help"], env={"COLUMNS": "200"})
+    assert "OWNER/NAME[@REVISION] on the Hub" in done.output
 
 
 def test_changed_answers_have_an_exit_status_of_their_own(
