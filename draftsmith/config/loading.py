@@ -50,6 +50,8 @@ def load_recipe(path: str | Path, overrides: list[str] | None = None) -> Recipe:
     """Read a recipe from a YAML file, apply overrides (`section.key=value`, values being YAML) and validate it.
     Raises UserError: the file is missing, is not YAML, or does not match the schema."""
     path = Path(path)
+    if path.is_dir():
+        raise UserError(f"{path} is a folder, not a recipe. Name the recipe's YAML file; see the ones in recipes/.")
     if not path.is_file():
         near = difflib.get_close_matches(path.name, [p.name for p in path.parent.glob("*.yaml")], n=1)
         hint = f" Did you mean {path.parent / near[0]}?" if near else ""

@@ -268,6 +268,9 @@ def test_missing_section_missing_file_and_broken_yaml(tmp_path):
     assert load_recipe(write(tmp_path, {"name": "x", "target": {"model": "a/b"}})).extract.prompts is None
     with pytest.raises(UserError, match=r"Did you mean .*recipe\.yaml\?"):
         load_recipe(tmp_path / "recipes.yaml")
+    (tmp_path / "folder.yaml").mkdir()
+    with pytest.raises(UserError, match=r"folder\.yaml is a folder"):
+        load_recipe(tmp_path / "folder.yaml")
     (tmp_path / "broken.yaml").write_text("name: [")
     with pytest.raises(UserError, match="not valid YAML"):
         load_recipe(tmp_path / "broken.yaml")
