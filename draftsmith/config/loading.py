@@ -5,6 +5,7 @@ import hashlib
 import json
 import re
 from collections.abc import Sequence
+from datetime import date
 from pathlib import Path
 from typing import Any, get_args, get_origin
 
@@ -141,12 +142,15 @@ def _apply_override(data: dict[str, Any], override: str) -> None:
         raise UserError(f"`-s {override}`: the value is not valid YAML.") from None
     *parents, leaf = key.split(".")
     node = data
-    for parent in parents:
+    for depth, parent in enumerate(parents, 1):
         if node.get(parent) is None:  # not there, or a section without keys
             node[parent] = {}
         child = node[parent]
         if not isinstance(child, dict):
-            raise UserError(f"`-s {override}`: `{parent}` is a single value in this recipe, not a section.")
+            text = f"`-s {override}`: `{parent}` is a single value in this recipe, not a section."
+            if parents[:depth] == ["plan", "hardware"]:
+                text += f" Name the preset beside the key: `-s 'plan.hardware={{preset: {child}, {leaf}: {value}}}'`."
+            raise UserError(text)
         node = child
     node[leaf] = value
 
@@ -179,8 +183,16 @@ def _explain(error: ValidationError, path: Path) -> str:
             problems.append(
                 f"`{where}` must be left out here. To replace the whole section: `-s '{section}={{kind: ...}}'`"
             )
-        elif item["type"] == "model_type":
+        elif item["type"] in ("model_type", "dict_type"):
             problems.append(f"`{where}` must be a section (got {item['input']!r:.80})")
+        elif item["type"] == "model_attributes_type":  # of the methods alone
+            problems.append(f"`{where}` must be a section, as in `{{ method: ngram }}` (got {item['input']!r:.80})")
+        elif item["type"] == "tuple_type" and isinstance(item["input"], str | int | float):
+            problems.append(f"`{where}` must be a list, as in `-s '{where}=[{item['input']}]'`")
+        elif item["type"] == "string_type" and isinstance(item["input"], int | float | date):
+            problems.append(
+                f"`{where}` must be text (got {item['input']!s:.80}): put it in quotes, as in `-s '{where}=\"...\"'`"
+            )
         elif item["type"] == "missing":
             problems.append(f"`{where}` is missing")
         else:

@@ -296,6 +296,12 @@ def test_overrides_reach_every_depth_and_are_yaml(tmp_path):
         ("train.epochs=[", "not valid YAML"),
         ("name.first=x", "is a single value"),
         ("train.epoch=2", "did you mean `epochs`"),
+        ("evaluate.k=3", "`evaluate.k` must be a list, as in `-s 'evaluate.k=[3]'`."),
+        ("evaluate.only=held_out", "`evaluate.only` must be a list, as in `-s 'evaluate.only=[held_out]'`."),
+        ("serve.method=ngram", "`serve.method` must be a section, as in `{ method: ngram }` (got 'ngram')"),
+        ("engine.options=fp8", "`engine.options` must be a section (got 'fp8')"),
+        ("name=2024", "`name` must be text (got 2024): put it in quotes, as in `-s 'name=\"...\"'`"),
+        ("target.revision=2024-01-01", "`target.revision` must be text (got 2024-01-01): put it in quotes"),
     ],
 )
 def test_a_wrong_override_is_refused(tmp_path, override, message):
@@ -316,6 +322,15 @@ def test_paths_are_relative_to_the_recipe_and_hub_ids_are_left_alone(tmp_path):
     assert load_recipe(write(tmp_path, with_key("serve.vllm_args", free))).serve.vllm_args == free
     local = load_recipe(write(tmp_path, with_key("target.model", "./model")))
     assert local.target.model == str(tmp_path.resolve() / "model")
+
+
+def test_a_key_beside_a_preset_s_name_is_told_the_section(tmp_path):
+    path = write(tmp_path, MINIMAL | {"plan": {"prompt_tokens": 1, "response_tokens": 1, "hardware": "h100-80gb"}})
+    with pytest.raises(UserError) as caught:
+        load_recipe(path, ["plan.hardware.count=8"])
+    (override,) = re.findall("-s '(.*)'", str(caught.value))
+    assert override == "plan.hardware={preset: h100-80gb, count: 8}"
+    assert load_recipe(path, [override]).plan.hardware.count == 8
 
 
 def test_hardware_by_the_name_of_a_preset(tmp_path):
