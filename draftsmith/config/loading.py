@@ -209,9 +209,12 @@ def _place_for(location: Sequence[str], known: Sequence[str]) -> str:
         return _hint(name, "known keys", known)
     if plain in KEYS_FOR_VLLM:
         return f"vLLM's argument is {KEYS_FOR_VLLM[plain]} here"
-    if section != ["target"] and not difflib.get_close_matches(name, known, n=1, cutoff=0.5):
-        return f"{_hint(name, 'known keys', known)}; vLLM's arguments of engines go into `engine.options`"
-    return _hint(name, "known keys", known)
+    hint = _hint(name, "known keys", known)
+    near = difflib.get_close_matches(name, known, n=1, cutoff=0.5)
+    # In `engine` also where a key is near: one of vLLM's may be spelled like it, as `kv_cache_dtype` and `kv_cache_gib`.
+    if section == ["engine"] or not (section or near):
+        return f"vLLM's arguments of engines go into `engine.options`; {hint}"
+    return hint
 
 
 def _guess(section: Any) -> str:

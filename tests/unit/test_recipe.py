@@ -92,6 +92,12 @@ def test_an_unknown_key_names_the_nearest_known_one(tmp_path, key, suggestion):
     assert caught.value.exit_status == 2
 
 
+@pytest.mark.parametrize("key", ["engine.kv_cache_dtype", "engine.zzz", "zzz"])  # the first is near `kv_cache_gib`
+def test_an_unknown_key_of_engines_may_be_vllm_s(tmp_path, key):
+    with pytest.raises(UserError, match=r"vLLM's arguments of engines go into `engine\.options`"):
+        load_recipe(write(tmp_path, with_key(key, 1)))
+
+
 @pytest.mark.parametrize(("old", "new"), RENAMED.items())
 def test_a_key_of_an_earlier_version_names_the_new_one(tmp_path, old, new):
     hardware = {
