@@ -251,7 +251,7 @@ def detect(row: Any) -> str | None:
         return "jsonl"
     if "conversations" in row or "conversation" in row:
         return "sharegpt"
-    if "turns" in row:
+    if isinstance(row.get("turns"), list):  # elsewhere often their number
         return "mt_bench"
     if "task_id" in row and "entry_point" in row:
         return "humaneval"

@@ -157,6 +157,11 @@ def test_mt_bench_takes_first_turns(tmp_path):
     assert (only.id, only.text) == ("81", "One")
 
 
+def test_a_number_of_turns_is_no_mt_bench(tmp_path):
+    rows = [{"prompt": "why", "turns": 2}, {"prompt": "how"}]
+    assert texts(write(tmp_path / "p.jsonl", rows)) == ["why", "how"]
+
+
 def test_humaneval_asks_for_the_function(tmp_path):
     row = {"task_id": "HumanEval/0", "prompt": "\ndef f(x):\n    pass\n", "entry_point": "f", "test": ""}
     path = tmp_path / "h.jsonl.gz"
