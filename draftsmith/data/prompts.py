@@ -17,7 +17,7 @@ from draftsmith.config.sources import Prompts
 from draftsmith.data.conversations import EXPECTED, Conversation, Pieces, RejectedRows, Skip, detect, parse
 from draftsmith.data.images import text_of
 from draftsmith.data.overlap import Known, numbers_of
-from draftsmith.data.rows import Unreadable, name_of, read_rows
+from draftsmith.data.rows import READABLE, Unreadable, name_of, read_rows
 from draftsmith.run.errors import UserError
 
 Prompt = Conversation
@@ -179,12 +179,13 @@ def _usable(source: Prompts, whole: bool, rejected: RejectedRows | None) -> Iter
     ids: set[int] = set()
     uses: Counter[int] = Counter()
     pieces = Pieces(in_order=source.dataset is None or source.limit is None)  # otherwise the Hub's rows are shuffled
-    rows = parsed = usable = 0
+    rows = readable = parsed = usable = 0
     for where, row in read_rows(source):
         rows += 1
         try:
             if isinstance(row, Unreadable):
                 raise ValueError(row.reason)
+            readable += 1
             format = format or detect(row)
             if format is None and isinstance(row, dict):
                 raise ValueError("its keys match no known format")
@@ -232,7 +233,7 @@ def _usable(source: Prompts, whole: bool, rejected: RejectedRows | None) -> Iter
         why = "; ".join(rejected.lines()[:3])
         raise UserError(
             f"{name_of(source)} has no prompts that match `format` and `max_chars`. Rejected: {why}. "
-            f"{EXPECTED[format or 'jsonl']}"
+            f"{EXPECTED[format or 'jsonl'] if readable else READABLE}"
         )
 
 
@@ -257,7 +258,8 @@ def _folder(source: Prompts) -> Path | None:
 def _bad_row(source: Prompts, where: str, row: object, format: str, error: ValueError) -> str:
     if isinstance(row, dict):
         return f"{name_of(source)}, {where}: not a row of the format `{format}`: {error}. {EXPECTED[format]}"
-    return f"{name_of(source)}, {where}: {error}."
+    wanted = f" {READABLE}" if isinstance(row, Unreadable) else ""
+    return f"{name_of(source)}, {where}: {error}.{wanted}"
 
 
 def _distinct(source: Prompts, whole: bool, rejected: RejectedRows) -> Iterator[Conversation]:

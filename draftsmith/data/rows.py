@@ -85,10 +85,10 @@ def _file_rows(path: Path) -> Iterator[tuple[str, Any]]:
         with gzip.open(path) if head[:2] == b"\x1f\x8b" else path.open("rb") as text:
             yield from _json_rows(path, cast("IO[bytes]", text))
     except (OSError, EOFError, zlib.error) as error:
-        raise UserError(f"Cannot read {path}: {error}. {_WANTED}") from None
+        raise UserError(f"Cannot read {path}: {error}. {READABLE}") from None
 
 
-_WANTED = "Data is UTF-8 JSON lines or one JSON array (either may be gzipped), Parquet or Arrow."
+READABLE = "Data is UTF-8 JSON lines or one JSON array (either may be gzipped), Parquet or Arrow."
 
 
 # ---- JSON ----
@@ -97,7 +97,7 @@ _WANTED = "Data is UTF-8 JSON lines or one JSON array (either may be gzipped), P
 def _json_rows(path: Path, file: IO[bytes]) -> Iterator[tuple[str, Any]]:
     start = file.read(_CHUNK)
     if b"\0" in start[:16] or start[:2] in (b"\xff\xfe", b"\xfe\xff"):
-        raise UserError(f"Cannot read {path}: it is not UTF-8 text. {_WANTED}")
+        raise UserError(f"Cannot read {path}: it is not UTF-8 text. {READABLE}")
     file.seek(0)
     if start.startswith(b"\xef\xbb\xbf"):  # a byte order mark, as Windows programs write it
         file.seek(3)
@@ -179,7 +179,7 @@ def _table_rows(kind: str, path: Path) -> Iterator[tuple[str, Any]]:
     except UserError:
         raise
     except Exception as error:  # pyarrow and datasets raise many kinds
-        raise UserError(f"Cannot read {path} as {kind.capitalize()}: {_first_line(error)}. {_WANTED}") from None
+        raise UserError(f"Cannot read {path} as {kind.capitalize()}: {_first_line(error)}. {READABLE}") from None
 
 
 def _hub_rows(source: Prompts) -> Iterator[tuple[str, Any]]:

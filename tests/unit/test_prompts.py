@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from draftsmith.config.recipe import ExtractConfig
 from draftsmith.config.sources import Prompts
 from draftsmith.data.conversations import Pieces, RejectedRows
-from draftsmith.data.prompts import Prompt, load_prompts, split, training_and_held_out
+from draftsmith.data.prompts import Prompt, load_prompts, read_conversations, split, training_and_held_out
 from draftsmith.run.errors import UserError
 
 SHIPPED = Path(__file__).parents[2] / "recipes" / "prompts"
@@ -208,6 +208,14 @@ def test_nothing_to_ask_is_an_error(tmp_path):
     path.write_bytes(b"\xff\xfe")
     with pytest.raises(UserError, match="Cannot read"):
         load_prompts(Prompts(path=str(path)))
+
+
+def test_a_file_of_another_kind_is_told_the_readable_ones(tmp_path):
+    path = tmp_path / "p.csv"
+    path.write_text("prompt\nwhy\nhow\n")
+    for rejected in (None, RejectedRows()):  # of a suite, and of extraction
+        with pytest.raises(UserError, match=r"not JSON .* Data is UTF-8 JSON lines .*, Parquet or Arrow\."):
+            list(read_conversations(Prompts(path=str(path)), whole=False, rejected=rejected))
 
 
 # ---- drawing ----
