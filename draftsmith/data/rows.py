@@ -171,8 +171,11 @@ def _array_rows(file: IO[bytes]) -> Iterator[tuple[str, Any]]:
 
 def _table_rows(kind: str, path: Path) -> Iterator[tuple[str, Any]]:
     from datasets import load_dataset
+    from pyarrow.parquet import read_metadata
 
     try:
+        if kind == "parquet" and not read_metadata(path).num_rows:  # an error in `datasets`
+            return
         rows = load_dataset(kind, data_files=glob.escape(str(path)), split="train", streaming=True)
         for number, row in enumerate(rows, 1):
             yield f"row {number}", without_nulls(row)

@@ -5,6 +5,8 @@ import json
 import random
 from pathlib import Path
 
+import pyarrow as pa
+import pyarrow.parquet as pq
 import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
@@ -202,6 +204,9 @@ def test_nothing_to_ask_is_an_error(tmp_path):
     path.write_text("\n")
     with pytest.raises(UserError, match="is empty"):
         load_prompts(Prompts(path=str(path)))
+    pq.write_table(pa.table({"prompt": pa.array([], pa.string())}), tmp_path / "p.parquet")
+    with pytest.raises(UserError, match="is empty"):
+        load_prompts(Prompts(path=str(tmp_path / "p.parquet")))
     write(path, [{"prompt": "too long"}])
     with pytest.raises(UserError, match="max_chars"):
         load_prompts(Prompts(path=str(path), max_chars=3))
