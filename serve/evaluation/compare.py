@@ -20,7 +20,7 @@ from draftsmith.config.sampling import Sampling
 from draftsmith.data.results_in_words import is_drafters
 from draftsmith.run.errors import UserError
 from draftsmith.serve.evaluation.configurations import baseline_again_drafter
-from draftsmith.serve.evaluation.schema import AtStart
+from draftsmith.serve.evaluation.schema import AtStart, Results
 from draftsmith.serve.evaluation.statistics import (
     FEWEST,
     Starts,
@@ -242,4 +242,6 @@ def read_results(place: Path, *, output: str = "eval") -> dict[str, Any]:
         raise UserError(
             f"{path} was written by another version of Draftsmith and cannot be compared. Run `draftsmith evaluate` again with its recipe."
         )
+    if not (results["suites"] and Results.__required_keys__ <= results.keys()):
+        raise UserError(f"{path} is not the results of an evaluation: it lacks suites or other keys.")
     return dict(results)

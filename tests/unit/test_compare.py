@@ -10,6 +10,7 @@ import pytest
 from typer.testing import CliRunner
 
 from draftsmith.cli import app
+from draftsmith.config.evaluation import RESULTS_VERSION
 from draftsmith.run.errors import UserError
 from draftsmith.serve.evaluation.compare import compare, read_results
 from draftsmith.serve.evaluation.statistics import acceptance_interval, categories
@@ -273,6 +274,10 @@ def test_the_command_exits_with_3_if_worse(tmp_path: Path) -> None:
 
     with pytest.raises(UserError, match="no evaluation in"):
         read_results(tmp_path / "nothing")
+    for made in ({"schema_version": RESULTS_VERSION, "suites": {}}, identical | {"suites": {}}):
+        (tmp_path / "made.json").write_text(json.dumps(made))
+        with pytest.raises(UserError, match="not the results of an evaluation"):
+            read_results(tmp_path / "made.json")
     (tmp_path / "b" / "eval" / "results.json").write_text('{"suites": {"s": {}}}')
     with pytest.raises(UserError, match=r"another version of Draftsmith.*Run `draftsmith evaluate` again"):
         read_results(tmp_path / "b")
