@@ -232,11 +232,13 @@ def _coverage(training: torch.Tensor, held_out: torch.Tensor) -> list[dict[str, 
 
 def write_plot(stats: dict[str, Any], path: Path) -> None:
     """Plot lengths and coverage to a file, whose suffix selects the format.
-    Raises UserError: matplotlib is missing, or cannot write the file."""
+    Raises UserError: the folder or matplotlib is missing, or matplotlib cannot write the file."""
     if path.is_dir() or not path.suffix:  # matplotlib would write another file, PATH.png
         raise UserError(
             f"The plot cannot be written to {path}: it has no suffix that says a format, or is a folder. Name a .png, .svg or .pdf file."
         )
+    if not path.parent.is_dir():
+        raise UserError(f"The plot cannot be written to {path}: there is no folder {path.parent}.")
     try:
         from matplotlib.figure import Figure
     except ImportError:

@@ -307,6 +307,8 @@ def test_plot(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     assert "<svg" in (tmp_path / "stats.svg").read_text()
     with pytest.raises(UserError, match=r"Name a \.png"):
         write_plot(stats, tmp_path / "stats.nonsense")
+    with pytest.raises(UserError, match=r"there is no folder .*nowhere"):
+        write_plot(stats, tmp_path / "nowhere" / "stats.png")
     for path in (tmp_path / "store", tmp_path / "stats"):
         with pytest.raises(UserError, match=r"Name a \.png"):
             write_plot(stats, path)
