@@ -51,7 +51,7 @@ def make_plan(recipe: Recipe) -> dict[str, Any]:
     if assumed is None:
         raise UserError(
             "A plan needs the mean lengths of texts: add `plan: { prompt_tokens: 100, response_tokens: 200 }` with your own to the "
-            "recipe, and `plan.hardware` for hours. The recipes that come with Draftsmith have both."
+            "recipe, and `plan.hardware` for hours. Most recipes that come with Draftsmith have both."
         )
     check_options(recipe.engine)
     check_lengths(recipe, assumed)
