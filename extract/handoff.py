@@ -17,6 +17,7 @@ import mmap
 import os
 from collections import deque
 from collections.abc import Iterable
+from contextlib import suppress
 from pathlib import Path
 from typing import IO
 
@@ -105,13 +106,13 @@ class HandoffWriter:
                 path = self._written.popleft()
             except IndexError:  # another thread took it
                 return
-            try:
+            # Asked first: a file that is taken after a rename failed would be in nobody's hands.
+            if path.exists():  # not taken yet, and neither are those after it
+                self._written.appendleft(path)
+                return
+            with suppress(FileNotFoundError):  # it was large, and is deleted
                 path.with_suffix(_READ).rename(temporary)
                 return
-            except FileNotFoundError:
-                if path.exists():  # not taken yet, and neither are those after it
-                    self._written.appendleft(path)
-                    return
 
 
 class FileLocks:

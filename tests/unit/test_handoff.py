@@ -96,6 +96,30 @@ def test_large_files_are_deleted(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
     same(states, encoded(5))
 
 
+def test_a_file_that_is_taken_in_the_middle_of_a_write_is_reused(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    writer = HandoffWriter(tmp_path, reuse_files=True)
+    writer.write("a.safetensors", [1], encoded(1))
+    rename = Path.rename
+
+    def taken_late(path: Path, to: Path) -> Path:
+        try:
+            return rename(path, to)
+        except FileNotFoundError:
+            take_handoff_file(tmp_path / "a.safetensors")
+            raise
+
+    with monkeypatch.context() as patch:
+        patch.setattr(Path, "rename", taken_late)
+        writer.write("b.safetensors", [2], encoded(1))
+    for path in tmp_path.glob("*.safetensors"):
+        take_handoff_file(path)
+    writer.write("c.safetensors", [3], encoded(1))
+    writer.write("d.safetensors", [4], encoded(1))
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["c.safetensors", "d.safetensors"]
+
+
 def test_a_step_that_finishes_hundreds_leaves_no_more_files_than_that(tmp_path: Path) -> None:
     writer = HandoffWriter(tmp_path, reuse_files=True)
     for step in range(4):
