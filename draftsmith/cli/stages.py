@@ -103,8 +103,10 @@ def _all_stages(recipe: Recipe, run_dir: Path) -> dict[str, Any]:
         )
     from draftsmith.cli.fit import check_run_fits
     from draftsmith.extract.requests import require_prompts
+    from draftsmith.run.stage import read
 
-    require_prompts(recipe)
+    if read(run_dir / "store") is None:  # or extraction says what it needs
+        require_prompts(recipe)
     check_run_fits(recipe, run_dir)
     return {name: stage(recipe, run_dir) for name, stage in STAGES.items()}
 

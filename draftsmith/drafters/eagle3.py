@@ -73,12 +73,9 @@ class Eagle3Config(DecoderConfig):
 IDS_IN_SECTION = ("eagle_config.eagle_aux_hidden_state_layer_ids", "eagle_config.layer_ids")
 """Where else vLLM looks for the layer ids: its first model runner at the first alone, its second at the second alone."""
 
-_MODELOPT_IRRELEVANT = frozenset(
-    f"eagle_config.{name}"
-    for name in (
-        "next_layer_regular", "parallel_draft_heads_num_layers", "parallel_draft_step", "use_input_layernorm_in_first_layer",
-        "use_last_layernorm", "use_mtp_layernorm",
-    )
+_MODELOPT_KEYS = (
+    "next_layer_regular", "parallel_draft_heads_num_layers", "parallel_draft_step", "use_input_layernorm_in_first_layer",
+    "use_last_layernorm", "use_mtp_layernorm",
 )  # fmt: skip
 """What NVIDIA's ModelOpt also writes into that section. vLLM reads none of it: values that change the module come with other tensors."""
 
@@ -207,7 +204,7 @@ _VLLM = eagle3_layout(
         IDS_IN_SECTION[0]: lambda config: list(config.layer_ids),
     },
     fixed={"eagle_config.use_aux_hidden_state": True},
-    irrelevant=_MODELOPT_IRRELEVANT,
+    irrelevant=frozenset(f"eagle_config.{name}" for name in _MODELOPT_KEYS),
 )
 """For vLLM's `Eagle3LlamaForCausalLM` (vllm/model_executor/models/llama_eagle3.py) and, with `qk_norm`, `Eagle3Qwen3ForCausalLM`
 (qwen3_eagle3.py). The module already uses their tensor names."""

@@ -512,11 +512,12 @@ def test_the_section_of_eagle_is_checked(kind: str, tmp_path: Path) -> None:
     assert norm_before_fc(True, {"norm_before_fc": True}, norm_before_fc=False)
     assert norm_before_fc(True, {}, norm_before_fc=True)
     assert not norm_before_fc(False, None)
-    assert not norm_before_fc(False, {
+    of_modelopt = {
         "eagle_aux_hidden_state_layer_ids": [], "use_aux_hidden_state": True, "use_input_layernorm_in_first_layer": True,
         "use_last_layernorm": True, "use_mtp_layernorm": False, "next_layer_regular": True, "parallel_draft_step": 1,
         "parallel_draft_heads_num_layers": None,
-    })  # fmt: skip
+    }  # fmt: skip
+    assert not norm_before_fc(False, of_modelopt)
     with pytest.raises(UserError, match=r"`eagle_config\.use_aux_hidden_state` is 'False' in the config; only True"):
         norm_before_fc(False, {"use_aux_hidden_state": False})
     with pytest.raises(UserError, match=r"unknown fields.* eagle_config\.anything"):
