@@ -12,7 +12,7 @@ from draftsmith.engine import environment
 from draftsmith.engine.fit import require_extraction, require_two_engines
 from draftsmith.engine.memory import BYTES, engine_memory, weight_bytes
 from draftsmith.engine.quantization import require_drafter_dtype, require_quantization
-from draftsmith.engine.speculation import require_divisible_heads
+from draftsmith.engine.speculation import require_drafter_split
 from draftsmith.engine.step_cost import target_sizes
 from draftsmith.run import stage
 from draftsmith.run.errors import UserError
@@ -96,7 +96,7 @@ def check_fits(
     split = 1
     if not recipe.train.drafter.serving.whole_on_each_gpu:
         split = recipe.engine.tensor_parallel_size
-        require_divisible_heads(drafter.config, split, drafter="of `train.drafter`")
+        require_drafter_split(drafter.config, split, drafter="of `train.drafter`")
     parameters = sum(math.prod(shape) for shape in drafter.shapes(drafter.config).values())
     gpus = environment.gpus()
     for timed in dict.fromkeys([dtype, *timed_dtypes(recipe, config)]):

@@ -118,7 +118,7 @@ def method_config(
             # Else vLLM checks heads in its config, of which it has none.
             config.setdefault("draft_tensor_parallel_size", 1)
         else:
-            require_divisible_heads(
+            require_drafter_split(
                 SimpleNamespace(**_config(directory)), tensor_parallel_size, drafter=f"in {directory}"
             )
             if "draft_tensor_parallel_size" in config:
@@ -162,7 +162,7 @@ def drafter_split(speculative: Mapping[str, Any], tensor_parallel_size: int) -> 
     return int(speculative.get("draft_tensor_parallel_size", tensor_parallel_size))
 
 
-def require_divisible_heads(config: Any, tensor_parallel_size: int, *, drafter: str) -> None:
+def require_drafter_split(config: Any, tensor_parallel_size: int, *, drafter: str) -> None:
     """Check that vLLM can give each GPU its part of a drafter's heads. Raises UserError: it cannot, and would fail after loading the target.
 
     Args:

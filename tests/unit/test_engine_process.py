@@ -7,7 +7,7 @@ import select
 import signal
 import subprocess
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from multiprocessing.connection import Connection
 from pathlib import Path
@@ -106,6 +106,16 @@ def test_ctrl_c_reaches_an_engine_that_is_waited_for(fifo: Path) -> None:
             engine.receive()
 
 
+def worker_ends_with(program: Callable[[], None], fifo: Path, number: int) -> None:
+    """Run `program` in a process, send it a signal once the worker is there, and wait for both to end."""
+    parent = FORK.Process(target=program)
+    parent.start()
+    with worker_ends(fifo):
+        assert parent.pid is not None
+        os.kill(parent.pid, number)
+    parent.join()
+
+
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGKILL])
 @pytest.mark.parametrize("does", ["load", "work"])
 def test_a_worker_ends_with_the_program(fifo: Path, does: str, number: int) -> None:
@@ -121,12 +131,7 @@ def test_a_worker_ends_with_the_program(fifo: Path, does: str, number: int) -> N
         except KeyboardInterrupt:
             engine.close()
 
-    parent = FORK.Process(target=program)
-    parent.start()
-    with worker_ends(fifo):
-        assert parent.pid is not None
-        os.kill(parent.pid, number)
-    parent.join()
+    worker_ends_with(program, fifo, number)
 
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGKILL])
@@ -145,9 +150,4 @@ def test_a_recorded_engine_ends_with_the_program(
         signal.signal(signal.SIGINT, signal.default_int_handler)
         record([(tmp_path, "eagle3")], tmp_path / "target", [[1]], k=1, max_tokens=1)
 
-    parent = FORK.Process(target=program)
-    parent.start()
-    with worker_ends(fifo):
-        assert parent.pid is not None
-        os.kill(parent.pid, number)
-    parent.join()
+    worker_ends_with(program, fifo, number)
