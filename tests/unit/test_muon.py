@@ -12,7 +12,7 @@ from torch.nn import functional as F
 from draftsmith.drafters.eagle3 import Eagle3Drafter
 from draftsmith.store.format import Sequence
 from draftsmith.train.loss import ChainLoss
-from draftsmith.train.muon import Muon, orthogonalize
+from draftsmith.train.muon import Muon, _symmetric_product, bands, orthogonalize
 from draftsmith.train.optimizers import make_optimizers
 from draftsmith.train.packing import pack
 from tests.unit.test_eagle3 import make_drafter
@@ -71,6 +71,22 @@ def test_a_wide_spectrum(shape: tuple[int, int], dtype: torch.dtype) -> None:
     (found,) = orthogonalize([matrix], dtype)
     assert found.dtype == torch.float32
     assert_orthogonalized(found, matrix, alike=ALIKE if dtype == torch.bfloat16 else 0.99999)
+
+
+@pytest.mark.parametrize("size", [0, 1, 128, 255, 256, 300, 576])
+def test_a_symmetric_product_is_computed_by_halves(size: int) -> None:
+    """Below 256 rows it is one product; above, what is left of a band is copied."""
+    generator = torch.Generator().manual_seed(size)
+    x = torch.randn(2, size, 40, generator=generator, dtype=torch.float64)
+    gram, whole = _symmetric_product(x, x.mT), x @ x.mT
+    torch.testing.assert_close(gram, whole)
+    for band in bands(size, "cpu"):
+        assert torch.equal(gram[:, band.stop :, band], gram[:, band, band.stop :].mT)
+    found = _symmetric_product(gram, gram, plus=gram, beta=-2.0, alpha=3.0)
+    torch.testing.assert_close(found, -2 * whole + 3 * whole @ whole)
+    computed = sum((band.stop - band.start) * (size - band.start) for band in bands(size, "cpu"))
+    assert computed <= size**2 * (0.63 if size >= 512 else 1)
+    assert bands(size, "cuda") == [slice(0, size)]
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
