@@ -33,6 +33,8 @@ ROWS_ASKED = 256
 """Rows of a batch whose teacher distributions choose the subset of the draft vocabulary that its loss is taken over, and as many
 whose drafter distributions do."""
 _DRAWN = 6  # one in so many tokens of the subset is drawn at random
+_SPARSE = 0.9
+"""A step that is trained for less than this share of the rows is computed for those alone; for few others, that costs more than it saves."""
 
 
 def rows_at_once(vocab: int, device: str) -> int:
@@ -132,6 +134,9 @@ class ChainLoss(nn.Module):
             states = self.teacher_norm(batch.last_states[alignment.rows])
             decay = self.ttt_loss_decay ** torch.arange(self.ttt_steps, device=divisors.device).double()
             weights = (alignment.weights * (decay / divisors.clamp(min=1))[:, None]).to(_sum_dtype(states.dtype))
+            trained = [
+                rows if len(rows) < _SPARSE * weights.shape[1] else None for rows in _rows_with_a_weight(weights)
+            ]
 
         normed: list[torch.Tensor] = []  # [N, H] each: the rows of every step line up with the teacher's
         heads: list[torch.Tensor] = []
@@ -150,7 +155,7 @@ class ChainLoss(nn.Module):
         if self.terms.targets == "distribution":
             targets = replace(targets, states=states, head=teacher_head, soft_cap=self.teacher_soft_cap)
         total, right, _ = _HeadLoss.apply(
-            self.loss, targets, weights * self.terms.token_weight, head_of, 0, *normed, *heads
+            self.loss, targets, weights * self.terms.token_weight, trained, head_of, 0, *normed, *heads
         )
         if self.terms.feature_weight:
             for each, weight in zip(normed, weights, strict=True):
@@ -206,9 +211,13 @@ class ChainLoss(nn.Module):
             return None
         mass = states.new_zeros(vocab, dtype=_sum_dtype(states.dtype))
         asked = [(states[:: math.ceil(len(states) / ROWS_ASKED) or 1], self.teacher_head, self.teacher_soft_cap)]
-        for x, head, weights in zip(normed, heads, alignment.weights, strict=True):
-            there = weights.nonzero()[:, 0]
-            asked.append((x[there[:: math.ceil(len(there) * len(normed) / ROWS_ASKED) or 1]], head, None))
+        for head in {id(head): head for head in heads}.values():  # one product for all steps with the same
+            some = []
+            for x, used, weights in zip(normed, heads, alignment.weights, strict=True):
+                if used is head:
+                    there = weights.nonzero()[:, 0]
+                    some.append(x[there[:: math.ceil(len(there) * len(normed) / ROWS_ASKED) or 1]])
+            asked.append((torch.cat(some), head, None))
         for x, head, soft_cap in asked:
             for rows in row_chunks(len(x), vocab, x.device.type):
                 mass += capped(F.linear(x[rows], head), soft_cap).softmax(-1, dtype=mass.dtype).sum(0)
@@ -277,7 +286,9 @@ class BlockLoss(ChainLoss):
             weights = weights * _acceptance_weights(likely, tokens.place, rows=rows, steps=steps, alpha=alpha)
         weights = weights.to(_sum_dtype(states.dtype))
         scaled = weights if isinstance(loss, _Mixture) else weights * terms.token_weight
-        total, right, overlap = _HeadLoss.apply(loss, targets, scaled[None], [0], chain[0].frozen_columns, normed, head)
+        total, right, overlap = _HeadLoss.apply(
+            loss, targets, scaled[None], [None], [0], chain[0].frozen_columns, normed, head
+        )
         if terms.confidence_weight:
             said = torch.stack([step.confidence for step in chain if step.confidence is not None], dim=1).flatten()
             said = said.index_select(0, tokens.place).to(weights.dtype)
@@ -403,6 +414,7 @@ class _HeadLoss(torch.autograd.Function):
         loss: LossName | _Mixture,
         targets: _LossTargets,
         weights: torch.Tensor,
+        trained: list[torch.Tensor | None],
         head_of: list[int],
         frozen: int,
         *tensors: torch.Tensor,
@@ -411,11 +423,13 @@ class _HeadLoss(torch.autograd.Function):
             loss: see `ChainLoss`; a mixture needs the target's distribution.
             targets: for N rows.
             weights: [K, N].
+            trained: of each step, on the CPU: int64 ascending, the rows that it is computed for, which have all of its weight; None for all.
             head_of: index of the head that each step uses.
             frozen: the first columns of the heads, so many, whose gradient is left 0: it would be the largest product of all, and unused.
             tensors: `normed` [N, H] of each step, then the heads [V, H]. Products are in autocast's dtype where it is on.
 
-        Returns the sum; bool [K, N]: whether a row's largest logit is its label's; and [K, N], for a mixture only: 1 - sum |p - q| / 2.
+        Returns the sum; bool [K, N]: whether a row's largest logit is its label's, false where it was left out; and [K, N], for a mixture only:
+        1 - sum |p - q| / 2.
         """
         steps, device = len(weights), weights.device.type
         dtype = torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else tensors[0].dtype
@@ -424,30 +438,37 @@ class _HeadLoss(torch.autograd.Function):
         teacher = None
         if targets.states is not None and targets.head is not None:
             teacher = targets.states.to(dtype), targets.head.to(dtype)
-        d_normed = [torch.empty_like(x) for x in tensors[:steps]]
+        d_normed = [torch.zeros_like(x) for x in tensors[:steps]]
         d_heads = [
             torch.zeros_like(head, dtype=_sum_dtype(dtype)) if trained else None
-            for head, trained in zip(heads, ctx.needs_input_grad[5 + steps :], strict=True)
+            for head, trained in zip(heads, ctx.needs_input_grad[6 + steps :], strict=True)
         ]
         log_weights, kept = None, len(heads[0])
         if targets.subset is not None:
             log_weights, kept = targets.subset.log_weights.to(dtype), targets.subset.kept
         total = weights.new_zeros((), dtype=_sum_dtype(dtype))
-        right = torch.empty_like(weights, dtype=torch.bool)
+        right = torch.zeros_like(weights, dtype=torch.bool)
         overlap = torch.zeros_like(weights)
         with torch.autocast(device, enabled=False):
-            for rows in row_chunks(weights.shape[1], len(heads[0]), device):
-                labels = targets.labels[rows]
-                taught = _logits(teacher[0][rows], teacher[1], log_weights, targets.soft_cap) if teacher else None
-                p = None if taught is None else taught.softmax(-1)
-                constant: torch.Tensor | float = 0.0  # in what is trained
-                if loss == "kl" and taught is not None and p is not None:
-                    constant = _cross_entropy(taught, p, p)  # the log weights are in both, and cancel
-                elif _against_distribution(loss) and p is not None and log_weights is not None:
-                    constant = -(p @ log_weights.to(p.dtype))  # log q of a token is without its log weight
+            for chunk in row_chunks(weights.shape[1], len(heads[0]), device):
+                ends = torch.tensor([chunk.start, chunk.stop])
+                taught = _logits(teacher[0][chunk], teacher[1], log_weights, targets.soft_cap) if teacher else None
+                all_p = None if taught is None else taught.softmax(-1)
+                constants = weights.new_zeros(weights[0, chunk].shape)  # in what is trained
+                if loss == "kl" and taught is not None and all_p is not None:
+                    constants = _cross_entropy(taught, all_p, all_p)  # the log weights are in both, and cancel
+                elif _against_distribution(loss) and all_p is not None and log_weights is not None:
+                    constants = -(all_p @ log_weights.to(all_p.dtype))  # log q of a token is without its log weight
                 del taught  # nothing is as large as the logits of a chunk: free them as early as possible
                 for k, used in enumerate(head_of):
+                    rows: slice | torch.Tensor = chunk
+                    p, constant = all_p, constants
+                    if (some := trained[k]) is not None:
+                        rows = some[slice(*torch.searchsorted(some, ends).tolist())].to(weights.device)
+                        constant = constants[rows - chunk.start]
+                        p = None if all_p is None else all_p[rows - chunk.start]
                     x, weight, head, d_head = normed[k][rows], weights[k, rows, None], heads[used], d_heads[used]
+                    labels = targets.labels[rows]
                     logits = _logits(x, head, log_weights)
                     right[k, rows] = _is_largest(logits[:, :kept], labels, rounded=dtype == torch.bfloat16)
                     if p is None:
@@ -467,14 +488,14 @@ class _HeadLoss(torch.autograd.Function):
                         d_logits -= p
                     total += (each * weight[:, 0]).sum()
                     d_logits = d_logits.to(dtype)
-                    d_normed[k][rows] = (d_logits @ head) * weight
+                    d_normed[k][rows] = ((d_logits @ head) * weight).to(d_normed[k].dtype)
                     if d_head is not None:
                         weighted = (x[:, frozen:] * weight).to(dtype)
                         if dtype == d_head.dtype:
                             d_head[:, frozen:].addmm_(d_logits.T, weighted)
                         else:
                             d_head[:, frozen:] += d_logits.T @ weighted
-                    del logits, d_logits
+                    del logits, d_logits, p
         ctx.gradients = [*d_normed, *d_heads]
         ctx.mark_non_differentiable(right, overlap)
         return total, right, overlap
@@ -482,7 +503,12 @@ class _HeadLoss(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *grads: torch.Tensor) -> Any:
         gradients, ctx.gradients = ctx.gradients, None  # scaled in place: valid for one backward pass
-        return None, None, None, None, None, *(g if g is None else g.mul_(grads[0]) for g in gradients)
+        return None, None, None, None, None, None, *(g if g is None else g.mul_(grads[0]) for g in gradients)
+
+
+def _rows_with_a_weight(weights: torch.Tensor) -> list[torch.Tensor]:
+    """Of each step, by `weights` [K, N]: int64 ascending, on the CPU. A device is waited for once."""
+    return [step.nonzero()[:, 0] for step in (weights != 0).cpu()]
 
 
 def capped(logits: torch.Tensor, soft_cap: float | None) -> torch.Tensor:

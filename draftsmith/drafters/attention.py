@@ -76,13 +76,13 @@ class Attention(nn.Module):
 
 
 def _rotate(x: torch.Tensor, rope: CosSin) -> torch.Tensor:
-    """RoPE on [rows, heads, C]; where it turns part of each head, the rest stays."""
+    """RoPE on [rows, heads, C], where one row may stand for all; where it turns part of each head, the rest stays."""
     from transformers.models.llama.modeling_llama import rotate_half
 
     cos, sin = rope
     turned, rest = x.split([cos.shape[-1], x.shape[-1] - cos.shape[-1]], dim=-1)
     turned = turned * cos[:, None] + rotate_half(turned) * sin[:, None]
-    return torch.cat([turned, rest], dim=-1) if rest.shape[-1] else turned
+    return torch.cat([turned, rest.expand(len(turned), -1, -1)], dim=-1) if rest.shape[-1] else turned
 
 
 def context_of(

@@ -13,7 +13,7 @@ V draft vocabulary.
 from __future__ import annotations
 
 from abc import abstractmethod
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any, ClassVar
 
@@ -258,36 +258,29 @@ class DecoderDrafter(Drafter):
     def chain(self, batch: Batch, *, steps: int, autoregressive: bool = False) -> Iterator[ChainStep]:
         queries = batch.loss_weights[:, :steps].sum(1).nonzero()[:, 0]
         predicted = self._visible(batch, queries)
-        fewer_from = self._fewer_by_step(batch, queries, steps)
-        # The rows in the chain: of the batch, and among the queries.
-        running, place = queries, torch.arange(len(queries), device=queries.device)
+        later = self._later_rows(batch, queries, predicted, steps)
         masks = self.mask_inputs() if steps > 1 else None
         own: list[list[KeysValues]] = [[] for _ in self.layers]  # per layer: one pair per later step, packed
         read, state, context = self._first_step(batch, queries, predicted)
-        for k in range(steps):
-            normed = read
-            if len(running) < len(queries):
-                normed = read.new_zeros(len(queries), read.shape[1]).index_copy(0, place, read)
-            yield ChainStep(normed, self.head(), batch.loss_weights[queries, k])
-            if k + 1 == steps:
-                return
-            if (fewer := fewer_from.get(k + 1)) is not None:
-                running, place, predicted = fewer.rows, fewer.place, fewer.visible
-                read, state = read.index_select(0, fewer.kept), state.index_select(0, fewer.kept)
-                own = [
-                    [(_select(keys, fewer.kept), _select(values, fewer.kept)) for keys, values in pairs]
-                    for pairs in own
-                ]
-            if self.window_moves and self.config.sliding_window is not None:
-                predicted = self._visible(batch, running, step=k + 1)
-            positions = batch.positions[running] + k + 1
+        yield ChainStep(read, self.head(), batch.loss_weights[queries, 0])
+        # Where no step reads what the one before gives, several are computed at once, with at most twice the rows of the first.
+        for group in _together(later, rows=0 if masks is None else 2 * len(queries)):
             if masks is not None:
                 embeds, state = masks
-            elif autoregressive:
-                embeds = F.embedding(self.draft_token_ids[F.linear(read, self.head()).argmax(-1)], self.embedding)
             else:
-                embeds = F.embedding(batch.next_tokens[running, k + 1], self.embedding)
-            read, state = self._later_step(embeds, state, positions, context, own, predicted)
+                (first, *_) = group
+                if first.kept is not None:
+                    read, state = read.index_select(0, first.kept), state.index_select(0, first.kept)
+                if autoregressive:
+                    embeds = F.embedding(self.draft_token_ids[F.linear(read, self.head()).argmax(-1)], self.embedding)
+                else:
+                    embeds = F.embedding(batch.next_tokens[first.rows, first.number], self.embedding)
+            read, state = self._later_steps(embeds, state, group, context, own)
+            for step, part in zip(group, read.split([len(step.rows) for step in group]), strict=True):
+                normed = part
+                if len(part) < len(queries):
+                    normed = part.new_zeros(len(queries), part.shape[1]).index_copy(0, step.place, part)
+                yield ChainStep(normed, self.head(), batch.loss_weights[queries, step.number])
 
     def branches(self, batch: Batch, rows: torch.Tensor, *, steps: int) -> Branches:
         return _Branches(self, batch, rows)
@@ -318,36 +311,47 @@ class DecoderDrafter(Drafter):
             state = _rest_of_layer(layer, residual, mixed)
         return (*self.outputs(state), context)
 
-    def _later_step(
+    def _later_steps(
         self,
         embeds: torch.Tensor,
         state: torch.Tensor,
-        positions: torch.Tensor,
+        steps: list[_LaterRows],
         context: list[KeysValues],
         own: list[list[KeysValues]],
-        visible: Context,
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """`outputs` of a step after the first for the rows of `visible`, at their `positions`; adds to `own`, which has a list per layer with
-        the keys and values [rows, M, C] of each later step so far."""
-        rope = self._rope(positions, state)
+        """`outputs` of steps after the first, one after the other in one tensor; adds to `own`, which has a list per layer with the keys and
+        values [rows, M, C] of each later step so far. Several steps have the same `embeds` and `state` [1, H]."""
+        counts = [len(step.rows) for step in steps]
+        rope = self._rope(torch.cat([step.positions for step in steps]), state)
         for index, layer in enumerate(self.decoder_layers()):
             x, residual = self.inputs(layer, index, embeds, state)
-            own[index].append(layer.self_attn.keys_values(x, rope))
-            mixed = attend(layer.self_attn.queries(x, rope), context[index], own[index], visible)
-            state = _rest_of_layer(layer, residual, mixed)
+            keys, values = (_split(each, counts) for each in layer.self_attn.keys_values(x, rope))
+            queries = layer.self_attn.queries(x, rope).split(counts)
+            mixed = []
+            for number, step in enumerate(steps):
+                if step.kept is not None:
+                    own[index] = [(_select(k, step.kept), _select(v, step.kept)) for k, v in own[index]]
+                own[index].append((keys[number], values[number]))
+                mixed.append(attend(queries[number], context[index], own[index], step.visible))
+            state = _rest_of_layer(layer, residual, torch.cat(mixed))
         return self.outputs(state)
 
-    def _fewer_by_step(self, batch: Batch, queries: torch.Tensor, steps: int) -> dict[int, _FewerRows]:
-        """The steps from which on clearly fewer rows have a prediction left: at ends of texts, and where later steps are not trained."""
+    def _later_rows(self, batch: Batch, queries: torch.Tensor, visible: Context, steps: int) -> list[_LaterRows]:
+        """The rows of each step after the first: all queries, or clearly fewer from where they have no prediction left: at ends of texts, and
+        where later steps are not trained."""
         # All at once and beforehand, since a device waits where its results decide on sizes.
         needed = batch.loss_weights[queries, :steps].flip(1).cumsum(1).flip(1).gt(0).cpu()
-        found, place = {}, torch.arange(len(queries))
+        found, rows, among = [], queries, torch.arange(len(queries))
+        place = among.to(queries.device)
+        moves = self.window_moves and self.config.sliding_window is not None
         for k in range(1, steps):
-            kept = needed[place, k].nonzero()[:, 0]
-            if len(kept) < _WORTH_RUNNING * len(place):
-                place = place[kept]
-                rows = queries[place.to(queries.device)]
-                found[k] = _FewerRows(kept.to(rows.device), place.to(rows.device), rows, self._visible(batch, rows))
+            left, kept = needed[among, k].nonzero()[:, 0], None
+            if len(left) < _WORTH_RUNNING * len(among):
+                among, kept = among[left], left.to(rows.device)
+                place, rows = place[kept], rows[kept]
+            if moves or kept is not None:
+                visible = self._visible(batch, rows, step=k)
+            found.append(_LaterRows(k, batch.positions[rows] + k, kept, place, rows, visible))
         return found
 
     def _visible(self, batch: Batch, rows: torch.Tensor, *, step: int = 0) -> Context:
@@ -390,24 +394,47 @@ class _Branches(Branches):
         else:
             self._own = [[(keys[parents], values[parents]) for keys, values in pairs] for pairs in self._own]
             embeds, positions = F.embedding(tokens, drafter.embedding), batch.positions[self._rows] + depth
-            read, self._state = drafter._later_step(
-                embeds, self._state[parents], positions, self._context, self._own, visible
-            )
+            every = torch.arange(len(tokens), device=tokens.device)
+            step = _LaterRows(depth, positions, None, every, self._rows, visible)
+            read, self._state = drafter._later_steps(embeds, self._state[parents], [step], self._context, self._own)
         self._depth += 1
         return Proposals(read, drafter.head(), torch.arange(len(tokens), device=tokens.device))
 
 
 @dataclass
-class _FewerRows:
-    """The rows of a chain from some step on."""
+class _LaterRows:
+    """The rows of a chain in a step after the first."""
 
-    kept: torch.Tensor
-    """int64, among the rows until then."""
+    number: int
+    """Of the step, from 1."""
+    positions: torch.Tensor
+    """int64, that they predict from."""
+    kept: torch.Tensor | None
+    """int64, among the rows of the step before; None for all."""
     place: torch.Tensor
     """int64, among the queries."""
     rows: torch.Tensor
     """int64, of the batch."""
     visible: Context
+
+
+def _together(steps: list[_LaterRows], *, rows: int) -> list[list[_LaterRows]]:
+    """Consecutive steps, as many as have so many rows in all; at least one."""
+    groups: list[list[_LaterRows]] = []
+    total = 0
+    for step in steps:
+        total += len(step.rows)
+        if groups and total <= rows:
+            groups[-1].append(step)
+        else:
+            groups.append([step])
+            total = len(step.rows)
+    return groups
+
+
+def _split(x: torch.Tensor, counts: list[int]) -> Sequence[torch.Tensor]:
+    """The rows of each step; a single row stands for all."""
+    return [x] * len(counts) if len(x) == 1 else x.split(counts)
 
 
 def _select(x: torch.Tensor, rows: torch.Tensor) -> torch.Tensor:

@@ -7,7 +7,8 @@ m in place of the target's states,
     f = fc([fc_norm_1(m^1), ..., fc_norm_n(m^n)])
 
 at RoPE position p+d, and predicts x_{p+2+d}. It attends to the real positions <= p and to the slots 1..d of its own draft, in every
-layer. What is served as one forward pass over K rows is trained slot by slot, which is the same: a slot reads no later one.
+layer. What is served as one forward pass over K rows is trained with the context computed once for all drafts, which is the same: a slot reads
+no later one.
 
 Training drops draft tokens at random, the later the more ("conditional drop-out of depths"): slot d is trained for the rows that
 remain of those that slot d-1 was trained for.

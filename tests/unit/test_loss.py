@@ -93,7 +93,12 @@ def plain_loss(loss: ChainLoss, batch: Batch, divisors: torch.Tensor | None) -> 
 
 @pytest.mark.parametrize("name", ["cross_entropy", "kl", "total_variation"])
 @pytest.mark.parametrize("trained", [True, False])
-def test_loss_and_gradients_equal_plain_autograd(name: str, trained: bool, small_chunks: None) -> None:
+@pytest.mark.parametrize("left_out", [True, False])
+def test_loss_and_gradients_equal_plain_autograd(
+    name: str, trained: bool, left_out: bool, small_chunks: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """With and without the rows that a step is not trained for."""
+    monkeypatch.setattr(loss_module, "_SPARSE", float(left_out))
     batch = make_batch()
     loss = make_loss(loss=name)
     loss.drafter.lm_head.requires_grad_(trained)

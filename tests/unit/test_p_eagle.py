@@ -4,6 +4,7 @@ import json
 import math
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -224,6 +225,62 @@ def test_dropped_draft_tokens_change_no_other() -> None:
     skipped = (some == 0).all(-1)
     assert not (skipped & counted).any()
     assert skipped.sum() > 0.5 * (~counted).sum()
+
+
+@pytest.mark.parametrize("window", [None, 5])
+def test_draft_tokens_at_once_are_those_one_by_one(window: int | None, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Outputs, and the gradients of all weights, of rows that become fewer."""
+    drafter = make_drafter(sliding_window=window)
+    batch = pack([make_sequence(40, 10, 1), make_sequence(30, 4, 2)], steps=DEPTHS)
+    options = PEagleOptions(num_depths=DEPTHS, down_sample_ratio=0.5, down_sample_ratio_min=0.2)
+    weights = PEagleDrafter.trained_rows(options, batch.loss_weights, torch.Generator().manual_seed(0))
+    thinned, groups, outcomes = replace(batch, loss_weights=weights), [], []
+    together = decoder._together
+    for share in (0, 1):
+
+        def grouped(steps: list[Any], rows: int, share: int = share) -> list[list[Any]]:
+            groups.append(together(steps, rows=share * rows))
+            return groups[-1]
+
+        monkeypatch.setattr(decoder, "_together", grouped)
+        drafter.zero_grad()
+        found = torch.stack([step.normed for step in drafter.chain(thinned, steps=DEPTHS)])
+        found.sin().sum().backward()
+        outcomes.append([found.detach(), *(p.grad for p in drafter.parameters() if p.grad is not None)])
+    assert [len(each) for each in groups] == [DEPTHS - 1, 1]
+    assert len(outcomes[0]) > 10
+    for found, expected in zip(*outcomes, strict=True):
+        torch.testing.assert_close(found, expected, rtol=1e-9, atol=1e-9)
+
+
+def test_steps_that_are_taken_at_once_have_so_many_rows_at_most() -> None:
+    def sizes(rows: list[int], most: int) -> list[list[int]]:
+        steps = [SimpleNamespace(rows=torch.zeros(count)) for count in rows]
+        return [[len(step.rows) for step in group] for group in decoder._together(steps, rows=most)]
+
+    assert sizes([7, 5, 3, 2], 20) == [[7, 5, 3, 2]]
+    assert sizes([7, 7, 7, 7, 7], 14) == [[7, 7], [7, 7], [7]]
+    assert sizes([7, 5, 3], 0) == [[7], [5], [3]]
+    assert sizes([], 5) == []
+
+
+def test_with_rope_on_part_of_each_head(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What does not turn of the masks' keys and queries is one row for all; alone, a draft token has that row for itself."""
+    rope = {"rope_type": "default", "rope_theta": 10000.0, "partial_rotary_factor": 2 / 3}
+    drafter = make_drafter(rope_parameters=rope)
+    assert 2 * len(drafter.inverse_frequencies()) < HEAD_DIM
+    batch = pack([make_sequence(20, 5, 1)], steps=DEPTHS)
+    rows = batch.loss_weights.any(1).nonzero()[:, 0]
+    found = torch.stack([step.normed for step in drafter.chain(batch, steps=DEPTHS)])
+    together = decoder._together
+    monkeypatch.setattr(decoder, "_together", lambda steps, rows: together(steps, rows=0))
+    for place in (0, 3, len(rows) - DEPTHS):
+        weights = torch.zeros_like(batch.loss_weights)
+        weights[rows[place]] = 1
+        alone = drafter.chain(replace(batch, loss_weights=weights), steps=DEPTHS)
+        torch.testing.assert_close(
+            found[:, place], torch.stack([step.normed[0] for step in alone]), rtol=1e-9, atol=1e-9
+        )
 
 
 def test_what_is_drawn_differs_by_step_and_not_by_process(tmp_path: Path) -> None:
