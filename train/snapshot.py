@@ -21,6 +21,7 @@ def write_snapshot(run: Run) -> None:
     main = run.accelerator.is_main_process
     state = {
         "inputs": run.inputs,
+        "precision": run.recipe.train.precision,
         "progress": vars(run.progress),
         "drafter": distributed.gather(run.loss.drafter.state_dict(), keep=main),
         "optimizers": [distributed.gather_optimizer(optimizer, keep=main) for optimizer in run.optimizers],

@@ -26,7 +26,7 @@ from draftsmith.config.training import TrainConfig
 from draftsmith.drafters.checkpoint import Checkpoint
 from draftsmith.run import stage
 from draftsmith.run.atomic_io import write_json
-from draftsmith.run.cuda import require_usable_gpus
+from draftsmith.run.cuda import native_bfloat16, require_usable_gpus
 from draftsmith.run.errors import DraftsmithError, Stopped, UserError
 from draftsmith.run.process import disable_malloc_trim
 from draftsmith.run.progress import Bar, console
@@ -116,8 +116,6 @@ def run_train(recipe: Recipe, run_dir: Path) -> dict[str, Any]:
     # NVIDIA's containers make float32 products TF32, which the least squares of the initialization and Muon's Gram matrices cannot do with.
     torch.set_float32_matmul_precision("highest")
     accelerator = make_accelerator(recipe, run_dir)
-    precision = recipe.train.precision_on(accelerator.device.type)
-    recipe = recipe.model_copy(update={"train": recipe.train.model_copy(update={"precision": precision})})
     with accelerator.local_main_process_first():  # one process downloads or prepares it
         target = describe_target(prepare_target(recipe.target, weights="shared"), recipe.target)
     way_out = "Extract for this recipe's target, or choose another run with `-s name=OTHER`."
@@ -140,12 +138,13 @@ def run_train(recipe: Recipe, run_dir: Path) -> dict[str, Any]:
     )
     if done is not None:
         return _predicted_anew(this_stage, done, recipe, accelerator, target, store)
-    snapshot = read_snapshot(directory, inputs)
+    snapshot, asked = read_snapshot(directory, inputs), recipe
+    recipe = _in_precision(recipe, None if snapshot is None else snapshot.get("precision"), accelerator)
     set_seed(recipe.seed)
     with _explain_full_memory(recipe, accelerator):
         run = set_up(recipe, accelerator, target, store, snapshot, directory=directory, inputs=inputs)
     if accelerator.is_main_process:  # only now: a recipe that does not fit must not cost a checkpoint
-        if snapshot is None and (why := _why_again(recipe, directory)):
+        if snapshot is None and (why := _why_again(asked, directory)):
             console.print(f"train: {why}; training starts from the beginning", highlight=False, soft_wrap=True)
         this_stage.claim(fresh=snapshot is None)
     accelerator.wait_for_everyone()
@@ -181,10 +180,21 @@ def run_train(recipe: Recipe, run_dir: Path) -> dict[str, Any]:
     return figures
 
 
+def _in_precision(recipe: Recipe, before: str | None, accelerator: Accelerator) -> Recipe:
+    """The recipe with the precision that it leaves open: that of the interrupted training (`before`), which may have been on other hardware,
+    or else the same for all processes."""
+    native = torch.tensor([native_bfloat16(accelerator.device.type)], device=accelerator.device)
+    every = bool(accelerator.gather(native.int()).all())
+    precision = before or recipe.train.precision_on(native_bfloat16=every)
+    return recipe.model_copy(update={"train": recipe.train.model_copy(update={"precision": precision})})
+
+
 def _why_again(recipe: Recipe, directory: Path) -> str | None:
     """What the checkpoint's folder has that does not fit the recipe; None if it has nothing."""
     if (record := stage.read(directory)) is not None:
         there, now = record["recipe"]["train"], recipe.train.model_dump(mode="json")
+        if recipe.train.precision is None:  # the record has what was used
+            del now["precision"]
         names = [f"train.{name}" for name, value in now.items() if there.get(name) != value]
         return f"the drafter in {directory} is of another {' and '.join(names) or 'store or seed'}"
     if (directory / SNAPSHOT).exists():
@@ -208,7 +218,11 @@ def _predicted_anew(
         figures = {name: value for name, value in figures.items() if name not in PREDICTIONS}
         figures |= requested_predictions(data, target, this_stage.directory, figures["predicted_acceptance_length"])
         replace(saved, training=figures).save_record(this_stage.directory)
-        this_stage.revise(figures, recipe=recipe.model_dump(mode="json", include={"seed", "target", "train"}))
+        record = stage.read(this_stage.directory)
+        assert record is not None
+        sections = recipe.model_dump(mode="json", include={"seed", "target", "train"})
+        sections["train"]["precision"] = record["recipe"]["train"]["precision"]
+        this_stage.revise(figures, recipe=sections)
     [figures] = broadcast_object_list([figures])
     accelerator.end_training()
     return figures

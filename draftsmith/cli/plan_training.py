@@ -16,9 +16,12 @@ from draftsmith.engine.memory import BYTES, GIB
 from draftsmith.run import stage
 from draftsmith.run.errors import UserError
 from draftsmith.train.loss import rows_at_once
+from draftsmith.train.muon import bands
 
 _FLOAT32_ON_GPU = 1 / 16
 """A GPU's rate in float32 relative to half precision: 19.5 of 312 TFLOP/s on an A100, 67 of 989 on an H100."""
+_FLOAT32_ON_CPU = 1 / 2
+"""The same of a CPU with arithmetic for bfloat16: 0.2 of 0.42 TFLOP/s with AVX512-BF16 (docs/log.md)."""
 
 
 def plan_train(recipe: Recipe, assumed: Assumptions, drafter: Drafter, *, layers: int) -> StagePlan:
@@ -32,7 +35,7 @@ def plan_train(recipe: Recipe, assumed: Assumptions, drafter: Drafter, *, layers
     options, hardware = recipe.train, assumed.hardware
     steps = drafter.max_draft_tokens or options.ttt_steps
     device = "cuda" if hardware and hardware.memory_gib else "cpu"
-    precision = options.precision_on(device)
+    precision = options.precision_on(native_bfloat16=hardware is not None and hardware.native_bfloat16)
     training, _ = conversation_counts(recipe, assumed)
     length = assumed.prompt_tokens + assumed.response_tokens
     others, answered_by_others = _of_other_stores(recipe)
@@ -50,7 +53,7 @@ def plan_train(recipe: Recipe, assumed: Assumptions, drafter: Drafter, *, layers
 
     flop = answered * of_trained(lambda steps: flop_of_row(recipe, drafter, steps, predicts=True))
     flop += (tokens - answered) * of_trained(lambda steps: flop_of_row(recipe, drafter, steps, predicts=False))
-    muon = optimizer_steps * sum(flop_of_muon(rows, columns, precision) for rows, columns in by_muon)
+    muon = optimizer_steps * sum(flop_of_muon(rows, columns, precision, device) for rows, columns in by_muon)
     shared = sum(value.numel() for value in drafter.buffers() if value.is_floating_point())
     own = sum(value.numel() for value in drafter.parameters())
     muons = sum(rows * columns for rows, columns in by_muon)
@@ -58,14 +61,15 @@ def plan_train(recipe: Recipe, assumed: Assumptions, drafter: Drafter, *, layers
     seconds: dict[str, float] = {}
     if hardware:
         rate = hardware.matmul_tflops * 1e12 * hardware.train_utilization
+        in_float32 = _FLOAT32_ON_GPU if hardware.memory_gib else _FLOAT32_ON_CPU if hardware.native_bfloat16 else 1
+        products = rate * (in_float32 if precision == "float32" else 1)
         row_bytes = layers * drafter.config.hidden_size * BYTES[recipe.target.dtype]
         plain_bytes = tokens * row_bytes
-        slower = _FLOAT32_ON_GPU if hardware.memory_gib else 1
         seconds = {
-            "forward and backward passes": flop / (rate * hardware.count),
-            "Muon": muon / rate,  # repeated by every process
+            "forward and backward passes": flop / (products * hardware.count),
+            "Muon": muon / products,  # repeated by every process
             # On one process, while the others wait.
-            "initialization": start.flop / (rate * slower)
+            "initialization": start.flop / (rate * in_float32)
             + start.rows_read * row_bytes / (hardware.load_mb_per_second * 1e6),
             "reading the store": plain_bytes / (hardware.load_mb_per_second * 1e6 * hardware.count),
         }
@@ -180,12 +184,16 @@ def flop_of_row(recipe: Recipe, drafter: Drafter, steps: int, *, predicts: bool)
     return flop
 
 
-def flop_of_muon(rows: int, columns: int, precision: Literal["float32", "bfloat16"]) -> float:
+def flop_of_muon(rows: int, columns: int, precision: Literal["float32", "bfloat16"], device: str) -> float:
     """FLOP of one step of Muon on a matrix, with five iterations (`train/muon.py`). In float32 they work on the Gram matrix: 17
-    products of its size, and two with the long side. In bfloat16 they work on the matrix: one and two per iteration."""
+    products of its size, and two with the long side, all but the last of them symmetric, of which a CPU computes a part. In bfloat16 they
+    work on the matrix: one and two per iteration."""
     short, long = sorted((rows, columns))
-    of_gram, of_matrix = (17, 2) if precision == "float32" else (5, 10)
-    return of_gram * 2 * short**3 + of_matrix * 2 * short * short * long
+    of_gram, of_matrix = 2.0 * short**3, 2.0 * short * short * long
+    if precision == "bfloat16":
+        return 5 * of_gram + 10 * of_matrix
+    computed = sum((band.stop - band.start) * (short - band.start) for band in bands(short, device)) / short**2
+    return computed * (17 * of_gram + of_matrix) + of_matrix
 
 
 def kept_by_row(drafter: Drafter, steps: int, *, layers: int, number: int) -> float:

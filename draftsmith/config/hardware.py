@@ -15,11 +15,11 @@ PRESETS: dict[str, dict[str, Any]] = {
         "load_mb_per_second": 640, "prefill_utilization": 0.75, "decode_utilization": 0.5, "train_utilization": 0.7,
         "start_seconds": 25, "later_start_seconds": 3,
     },
-    # The same with bfloat16 arithmetic, as measured by recipes/smollm2-eagle3.yaml beside other work; training is in float32.
+    # The same with bfloat16 arithmetic, as measured by recipes/smollm2-eagle3.yaml beside other work.
     "cpu-2-cores-bf16": {
         "device": "machine with two CPU cores", "matmul_tflops": 0.7, "memory_gb_per_second": 18, "store_mb_per_second": 270,
-        "load_mb_per_second": 640, "prefill_utilization": 0.75, "decode_utilization": 0.35, "train_utilization": 0.25,
-        "start_seconds": 25, "later_start_seconds": 3,
+        "load_mb_per_second": 640, "prefill_utilization": 0.75, "decode_utilization": 0.35, "train_utilization": 0.42,
+        "start_seconds": 25, "later_start_seconds": 3, "bfloat16": True,
     },
     # An H100 SXM by NVIDIA's figures. Training reached 0.29 to 0.41 on an H200, which computes alike; the other utilizations are guesses,
     # the store's rates those of one CPU core (docs/log.md).
@@ -47,8 +47,10 @@ class Hardware(Section):
     memory_gib: float | None = Field(None, gt=0)
     """Memory of a device in GiB. Absent: a CPU, on which engines have `engine.kv_cache_gib`, and reading and writing the
     store uses the same cores as the rest."""
+    bfloat16: bool | None = None
+    """Whether it has arithmetic for bfloat16, in which training then computes. Absent: a GPU has."""
     matmul_tflops: float = Field(gt=0)
-    """Rate of matrix products per device in the target's dtype, in 10^12 FLOP/s."""
+    """Rate of matrix products per device, in 10^12 FLOP/s: in half precision, or in float32 on a CPU without arithmetic for bfloat16."""
     memory_gb_per_second: float = Field(gt=0)
     """Memory bandwidth of a device, in 10^9 bytes/s."""
     store_mb_per_second: float = Field(gt=0)
@@ -65,6 +67,11 @@ class Hardware(Section):
     """Time until an engine is ready (importing vLLM, loading, compiling, warming up), in seconds."""
     later_start_seconds: float | None = Field(None, ge=0)
     """The same for a stage's engines after its first, which on CPUs find vLLM imported. Absent: `start_seconds`."""
+
+    @property
+    def native_bfloat16(self) -> bool:
+        """`bfloat16`, or what is usual."""
+        return self.memory_gib is not None if self.bfloat16 is None else self.bfloat16
 
     @model_validator(mode="before")
     @classmethod

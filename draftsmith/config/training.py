@@ -42,7 +42,8 @@ class TrainConfig(Section):
     (DDP)."""
     precision: Literal["float32", "bfloat16"] | None = None
     """Data type of matrix products (autocast) and of Muon; weights, gradients and optimizer states are always float32. Absent:
-    bfloat16 on GPUs, where it has ten times the rate of float32, and float32 on CPUs. `stage.json` records the choice."""
+    bfloat16 where the hardware has arithmetic for it (`draftsmith doctor` says so), at twice the rate of float32 on CPUs and at ten times on
+    GPUs, and float32 elsewhere. `stage.json` records the choice."""
     activation_checkpointing: bool = False
     """Recompute the widest layers in the backward pass instead of keeping their activations: less memory, more time."""
     ttt_steps: int = Field(3, ge=1, le=MOST)
@@ -107,9 +108,9 @@ class TrainConfig(Section):
     tracker: Literal["wandb", "tensorboard", "trackio"] | None = None
     """Tracker to log to, through accelerate. Without an account wandb runs offline."""
 
-    def precision_on(self, device: str) -> Literal["float32", "bfloat16"]:
-        """`precision`, or its default on a device type of torch."""
-        return self.precision or ("bfloat16" if device == "cuda" else "float32")
+    def precision_on(self, *, native_bfloat16: bool) -> Literal["float32", "bfloat16"]:
+        """`precision`, or its default on hardware with or without arithmetic for bfloat16."""
+        return self.precision or ("bfloat16" if native_bfloat16 else "float32")
 
     @property
     def predicted_sampling(self) -> Sampling | None:

@@ -19,8 +19,6 @@ class RMSNorm(nn.RMSNorm):
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         if x.device.type != "cpu":
             return _fused(x, self.weight, self.eps)
-        if x.dtype != self.weight.dtype:
-            return super().forward(x)
         normed: torch.Tensor = _RMSNorm.apply(x, self.weight, self.eps)
         return normed
 
@@ -31,26 +29,27 @@ def _fused(x: torch.Tensor, weight: torch.Tensor, eps: float | None) -> torch.Te
 
 
 class _RMSNorm(torch.autograd.Function):
-    """y = w x / r for r = sqrt(mean(x^2) + eps): dx = (w g - u mean(w g u)) / r and dw = sum(g u), with u = x / r."""
+    """y = w x / r for r = sqrt(mean(x^2) + eps): dx = (w g - u mean(w g u)) / r and dw = sum(g u), with u = x / r. In the wider of
+    the two dtypes; under autocast `x` is narrower than the weight, and so are y and dx, as of the fused kernel."""
 
     @staticmethod
     def forward(ctx: Any, x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
-        scale = x.pow(2).mean(-1, keepdim=True).add_(eps).rsqrt_()
+        wide = x.to(torch.promote_types(x.dtype, weight.dtype))
+        scale = wide.pow(2).mean(-1, keepdim=True).add_(eps).rsqrt_()
         ctx.save_for_backward(x, weight, scale)
-        return (x * scale).mul_(weight)
+        return (wide * scale).mul_(weight).to(x.dtype)
 
     @staticmethod
     def backward(ctx: Any, *grads: torch.Tensor) -> tuple[torch.Tensor | None, torch.Tensor | None, None]:
         x, weight, scale = ctx.saved_tensors
-        (grad,) = grads
-        unit = x * scale
+        grad, unit = grads[0].to(scale.dtype), x * scale
         d_x = d_weight = None
         if ctx.needs_input_grad[1]:
-            d_weight = (grad * unit).flatten(0, -2).sum(0)
+            d_weight = (grad * unit).flatten(0, -2).sum(0).to(weight.dtype)
         if ctx.needs_input_grad[0]:
             weighted = grad * weight
             along = torch.linalg.vecdot(weighted, unit).div_(x.shape[-1])[..., None]
-            d_x = weighted.sub_(unit.mul_(along)).mul_(scale)
+            d_x = weighted.sub_(unit.mul_(along)).mul_(scale).to(x.dtype)
         return d_x, d_weight, None
 
 

@@ -55,9 +55,12 @@ def hidden() -> bool:
     return os.environ.get("CUDA_VISIBLE_DEVICES", "unset").strip() in ("", "-1")
 
 
-def native_bfloat16() -> bool:
-    """Whether the GPUs, or the processor if there are none, have bfloat16 arithmetic instead of emulating it."""
-    if torch.cuda.is_available():
+def native_bfloat16(device: str | None = None) -> bool:
+    """Whether a type of `device`, by torch's name, is known to have bfloat16 arithmetic instead of emulating it; None for the GPUs, or the
+    processor if there are none."""
+    if device not in (None, "cpu", "cuda"):
+        return False
+    if device != "cpu" and torch.cuda.is_available():
         return torch.cuda.is_bf16_supported(including_emulation=False)
     capabilities = torch.cpu.get_capabilities() if hasattr(torch.cpu, "get_capabilities") else {}
     return any(capabilities.get(name) for name in ("avx512_bf16", "amx_bf16", "avx_ne_convert", "bf16"))

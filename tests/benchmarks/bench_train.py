@@ -8,9 +8,14 @@ documents, of which 30% are prompt, as in ShareGPT, and count as in `recipes/lea
 - The limit is the rate of one plain matrix product. Our useful operations are counted from the formulas, for the rows that
   the loss needs: two for each weight a row meets forward, twice that backward, none for the gradient of a frozen head; the
   head and the teacher over the part of the draft vocabulary that the loss is taken over, both over all of it for the rows
-  that choose the part; and the products of Muon's iteration on Gram matrices. Attention, norms and softmax are not counted.
+  that choose the part; and the products of Muon's iteration (in float32 on Gram matrices, of which
+  half is computed). Attention, norms and softmax are not counted.
 - A direct implementation (`reference_eagle3.py`) with AdamW, and speculators' model with its own optimizer (`peer_driver.py`), do what they
   do for all rows.
+
+Where the processor has arithmetic for bfloat16, in which a recipe then trains by default, all are measured once more in it: ours with
+autocast and with Muon in it, the direct implementation with autocast, speculators' as its own trainer does, and the plain product. These
+figures have `bfloat16` in their names.
 
 `training_step_p_eagle`, `training_step_dflash`, `training_step_dspark`: the same for the drafters of `recipes/smollm2-KIND.yaml`,
 against speculators' of the same size, which draws as many blocks and the same shares of later draft tokens. Useful operations are
@@ -28,7 +33,7 @@ import time
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 from unittest import mock
 
 import torch
@@ -42,6 +47,7 @@ from draftsmith.drafters.base import Drafter
 from draftsmith.drafters.batch import Batch
 from draftsmith.drafters.eagle3 import Eagle3Config, Eagle3Drafter
 from draftsmith.drafters.norm import FinalNorm
+from draftsmith.run.cuda import native_bfloat16
 from draftsmith.run.process import disable_malloc_trim
 from draftsmith.store.format import Sequence
 from draftsmith.target.info import TargetInfo
@@ -72,110 +78,89 @@ ROUNDS, ROWS, DOCUMENTS, PROMPT = 12, 1024, 5, 61
 MATMUL = (1024, 1536, 1536)
 PRODUCTS = 20
 """Matrix products between two looks at the clock."""
+Precision = Literal["float32", "bfloat16"]
 
 
 def training_step() -> dict[str, Figure]:
-    """`train.tokens_per_second`, `train.matmul_fraction`, `train.reference_ratio` and `train.peer_ratio`."""
+    """`train.tokens_per_second`, `train.matmul_fraction`, `train.reference_ratio` and `train.peer_ratio`, and these of `train.bfloat16`."""
+    return {name: found for precision in _precisions() for name, found in _eagle3_step_in(precision).items()}
+
+
+def _eagle3_step_in(precision: Precision) -> dict[str, Figure]:
     torch.manual_seed(0)
     target = bench_learn.learn_target()
     layers = target.num_hidden_layers
     saved = (2, layers // 2, layers - 3, layers)
     sequences = _sequences(len(saved))
-    ours, operations = _ours(sequences)
-    rows, inner, columns = MATMUL
-    a, b = torch.randn(rows, inner), torch.randn(inner, columns)
-
-    def products() -> None:
-        for _ in range(PRODUCTS):
-            a @ b
-
-    reference = _reference(sequences)
+    ours, operations = _ours(sequences, precision)
+    reference = _reference(sequences, precision)
     with (
         tempfile.TemporaryDirectory() as folder,
-        stepping(hand_over(target, saved, torch.arange(DRAFT)), sequences, Path(folder)) as peer,
+        stepping(hand_over(target, saved, torch.arange(DRAFT)), sequences, Path(folder), precision) as peer,
     ):
-        takers: dict[str, Callable[[], float]] = {
-            "products": lambda: _seconds(products),
-            "ours": lambda: _seconds(ours),
-            "reference": lambda: _seconds(reference),
-            "peer": peer,
-        }
-        times = _in_turns(takers)
-    possible = [PRODUCTS * 2 * rows * inner * columns / seconds for seconds in times["products"]]
-    fractions = [operations / seconds / most for seconds, most in zip(times["ours"], possible, strict=True)]
-    tokens = {name: [ROWS / one for one in seconds] for name, seconds in times.items()}
-
-    def ratio(name: str, against: str, bar: float) -> Figure:
-        runs = [mine / theirs for mine, theirs in zip(tokens["ours"], tokens[name], strict=True)]
-        rate = statistics.median(tokens[name])
-        return figure(runs, "ratio", f"{against}: {rate:.0f} tokens/s", direction="higher", bar=bar)
-
-    rate = statistics.median(possible) / 1e9
-    return {
-        "train.tokens_per_second": figure(tokens["ours"], "tokens/s", "nothing; noisy machine", direction="higher"),
-        "train.matmul_fraction": figure(
-            fractions, "ratio", f"one {list(MATMUL)} product: {rate:.0f} GFLOP/s", direction="higher", bar=0.70
-        ),
-        "train.reference_ratio": ratio("reference", "a direct implementation's step", 1.5),
-        "train.peer_ratio": ratio("peer", "speculators' model and optimizer, Muon in float32", 1.5),
-    }
+        times = _in_turns(
+            {"ours": lambda: _seconds(ours), "reference": lambda: _seconds(reference), "peer": peer}, precision
+        )
+    prefix = "train" if precision == "float32" else "train.bfloat16"
+    figures = _figures(prefix, times, operations, fraction_bar=0.70)
+    runs = [theirs / mine for mine, theirs in zip(times["ours"], times["reference"], strict=True)]
+    rate = ROWS / statistics.median(times["reference"])
+    figures[f"{prefix}.reference_ratio"] = figure(
+        runs, "ratio", f"a direct implementation's step: {rate:.0f} tokens/s", direction="higher", bar=1.5
+    )
+    return figures
 
 
 def training_step_p_eagle() -> dict[str, Figure]:
-    """`train.p_eagle.tokens_per_second`, `.matmul_fraction` and `.peer_ratio`."""
+    """`train.p_eagle.tokens_per_second`, `.matmul_fraction` and `.peer_ratio`, and these of `train.p_eagle.bfloat16`."""
     return _step_of("p_eagle")
 
 
 def training_step_dflash() -> dict[str, Figure]:
-    """`train.dflash.tokens_per_second`, `.matmul_fraction` and `.peer_ratio`."""
+    """`train.dflash.tokens_per_second`, `.matmul_fraction` and `.peer_ratio`, and these of `train.dflash.bfloat16`."""
     return _step_of("dflash")
 
 
 def training_step_dspark() -> dict[str, Figure]:
-    """`train.dspark.tokens_per_second`, `.matmul_fraction` and `.peer_ratio`."""
+    """`train.dspark.tokens_per_second`, `.matmul_fraction` and `.peer_ratio`, and these of `train.dspark.bfloat16`."""
     return _step_of("dspark")
 
 
+def _precisions() -> tuple[Precision, ...]:
+    return ("float32", "bfloat16") if native_bfloat16("cpu") else ("float32",)
+
+
 def _step_of(kind: str) -> dict[str, Figure]:
+    return {name: found for precision in _precisions() for name, found in _step_in(kind, precision).items()}
+
+
+def _step_in(kind: str, precision: Precision) -> dict[str, Figure]:
     torch.manual_seed(0)
     recipe, target = bench_learn.learn_recipe(kind), bench_learn.learn_target()
+    recipe = recipe.model_copy(update={"train": recipe.train.model_copy(update={"precision": precision})})
     layers = target.num_hidden_layers
     saved = (2, layers // 2, layers - 3, layers)
     vocabulary = torch.arange(recipe.train.drafter.draft_vocab_size or target.vocab_size)
     sequences = _sequences(len(saved))
     ours, operations = step_of_kind(recipe, target, sequences, vocabulary)
+    handed = hand_over(target, saved, vocabulary, options=recipe.train.drafter)
+    with tempfile.TemporaryDirectory() as folder, stepping(handed, sequences, Path(folder), precision) as peer:
+        times = _in_turns({"ours": lambda: _seconds(ours), "peer": peer}, precision)
+    prefix = f"train.{kind}" if precision == "float32" else f"train.{kind}.bfloat16"
+    return _figures(prefix, times, operations, fraction_bar=0.65)
+
+
+def _in_turns(takers: dict[str, Callable[[], float]], precision: Precision) -> dict[str, list[float]]:
+    """Seconds of each taker, and of `products` in this precision, in `ROUNDS` rounds, in which they take turns."""
     rows, inner, columns = MATMUL
-    a, b = torch.randn(rows, inner), torch.randn(inner, columns)
+    dtype = torch.bfloat16 if precision == "bfloat16" else torch.float32
+    a, b = torch.randn(rows, inner).to(dtype), torch.randn(inner, columns).to(dtype)
 
     def products() -> None:
         for _ in range(PRODUCTS):
             a @ b
 
-    handed = hand_over(target, saved, vocabulary, options=recipe.train.drafter)
-    with tempfile.TemporaryDirectory() as folder, stepping(handed, sequences, Path(folder)) as peer:
-        takers: dict[str, Callable[[], float]] = {
-            "products": lambda: _seconds(products), "ours": lambda: _seconds(ours), "peer": peer,
-        }  # fmt: skip
-        times = _in_turns(takers)
-    possible = [PRODUCTS * 2 * rows * inner * columns / seconds for seconds in times["products"]]
-    fractions = [operations / seconds / most for seconds, most in zip(times["ours"], possible, strict=True)]
-    ratios = [theirs / mine for mine, theirs in zip(times["ours"], times["peer"], strict=True)]
-    rate, peers = statistics.median(possible) / 1e9, ROWS / statistics.median(times["peer"])
-    return {
-        f"train.{kind}.tokens_per_second": figure(
-            [ROWS / one for one in times["ours"]], "tokens/s", "nothing; noisy machine", direction="higher"
-        ),
-        f"train.{kind}.matmul_fraction": figure(
-            fractions, "ratio", f"one {list(MATMUL)} product: {rate:.0f} GFLOP/s", direction="higher", bar=0.65
-        ),
-        f"train.{kind}.peer_ratio": figure(
-            ratios, "ratio", f"speculators' model and optimizer, Muon in float32: {peers:.0f} tokens/s", direction="higher", bar=1.5
-        ),
-    }  # fmt: skip
-
-
-def _in_turns(takers: dict[str, Callable[[], float]]) -> dict[str, list[float]]:
-    """Seconds of each taker in `ROUNDS` rounds, in which they take turns."""
+    takers = {"products": lambda: _seconds(products), **takers}
     for take in takers.values():  # first calls allocate and choose kernels
         take()
     times: dict[str, list[float]] = {name: [] for name in takers}
@@ -183,6 +168,29 @@ def _in_turns(takers: dict[str, Callable[[], float]]) -> dict[str, list[float]]:
         for name in takers if turn % 2 == 0 else reversed(takers):
             times[name].append(takers[name]())
     return times
+
+
+def _figures(
+    prefix: str, times: dict[str, list[float]], operations: float, *, fraction_bar: float
+) -> dict[str, Figure]:
+    """Of ours, against plain products and the peer."""
+    rows, inner, columns = MATMUL
+    possible = [PRODUCTS * 2 * rows * inner * columns / seconds for seconds in times["products"]]
+    fractions = [operations / seconds / most for seconds, most in zip(times["ours"], possible, strict=True)]
+    ratios = [theirs / mine for mine, theirs in zip(times["ours"], times["peer"], strict=True)]
+    rate, peers = statistics.median(possible) / 1e9, ROWS / statistics.median(times["peer"])
+    muon = "bfloat16, as its trainer does" if prefix.endswith("bfloat16") else "Muon in float32"
+    return {
+        f"{prefix}.tokens_per_second": figure(
+            [ROWS / one for one in times["ours"]], "tokens/s", "nothing; noisy machine", direction="higher"
+        ),
+        f"{prefix}.matmul_fraction": figure(
+            fractions, "ratio", f"one {list(MATMUL)} product: {rate:.0f} GFLOP/s", direction="higher", bar=fraction_bar
+        ),
+        f"{prefix}.peer_ratio": figure(
+            ratios, "ratio", f"speculators' model and optimizer, {muon}: {peers:.0f} tokens/s", direction="higher", bar=1.5
+        ),
+    }  # fmt: skip
 
 
 def time_to_peer() -> dict[str, Figure]:
@@ -259,10 +267,10 @@ def _sequences(states: int) -> list[Sequence]:
     return sequences
 
 
-def _ours(sequences: list[Sequence]) -> tuple[Callable[[], None], float]:
+def _ours(sequences: list[Sequence], precision: Precision) -> tuple[Callable[[], None], float]:
     """The trainer's step on these sequences, and the operations that it needs."""
     disable_malloc_trim()
-    recipe = load_recipe(bench_learn.RECIPES / "learn.yaml")
+    recipe = load_recipe(bench_learn.RECIPES / "learn.yaml", [f"train.precision={precision}"])
     options = recipe.train
     config = Eagle3Config(
         layer_ids=tuple(range(FUSED)),
@@ -299,7 +307,7 @@ def _ours(sequences: list[Sequence]) -> tuple[Callable[[], None], float]:
     assert not options.train_lm_head  # else the head's own gradient would count too
     operations = useful_operations(batch, loss_vocabulary=options.loss_vocab_size or DRAFT)
     if options.optimizer == "muon":
-        operations += muon_operations()
+        operations += sum(flop_of_muon(*shape, precision, "cpu") for shape in trained_parameters(recipe, drafter)[1])
     return _optimizer_step(loss, batch, options), operations
 
 
@@ -340,7 +348,9 @@ def _optimizer_step(loss: ChainLoss, batch: Batch, options: TrainConfig) -> Call
     optimizers = make_optimizers(options, drafter)
 
     def step() -> None:
-        loss(batch).loss.backward()
+        with torch.autocast("cpu", torch.bfloat16, enabled=options.precision == "bfloat16"):
+            total = loss(batch).loss
+        total.backward()
         torch.nn.utils.clip_grad_norm_(drafter.parameters(), options.max_grad_norm)
         for optimizer in optimizers:
             optimizer.step()
@@ -387,7 +397,10 @@ def operations_of_kind(recipe: Recipe, drafter: Drafter, batch: Batch) -> float:
         own = steps + 1 if in_blocks else k
         total += 12 * heads * layers * float((batch.positions[at] + 1 + own).sum())
     if options.optimizer == "muon":
-        total += sum(flop_of_muon(*shape, "float32") for shape in trained_parameters(recipe, drafter)[1])
+        total += sum(
+            flop_of_muon(*shape, options.precision or "float32", "cpu")
+            for shape in trained_parameters(recipe, drafter)[1]
+        )
     return total
 
 
@@ -400,7 +413,7 @@ def taught_rows(weights: torch.Tensor) -> int:
     return int(taught.sum())
 
 
-def _reference(sequences: list[Sequence]) -> Callable[[], None]:
+def _reference(sequences: list[Sequence], precision: Precision) -> Callable[[], None]:
     drafter = ReferenceEagle3(torch.randn(VOCAB, HIDDEN) * 0.05, torch.arange(DRAFT))
     optimizer = torch.optim.AdamW(drafter.parameters(), lr=1e-3, betas=(0.9, 0.95), weight_decay=0.0)
     ids = torch.cat([one.token_ids[:-1].long() for one in sequences])
@@ -409,7 +422,9 @@ def _reference(sequences: list[Sequence]) -> Callable[[], None]:
 
     def step() -> None:
         optimizer.zero_grad()
-        drafter.loss(ids, states, documents).backward()
+        with torch.autocast("cpu", torch.bfloat16, enabled=precision == "bfloat16"):
+            total = drafter.loss(ids, states, documents)
+        total.backward()
         torch.nn.utils.clip_grad_norm_(drafter.parameters(), 1.0)
         optimizer.step()
 
@@ -443,19 +458,3 @@ def useful_operations(batch: Batch, *, loss_vocabulary: int) -> float:
     visible = sum((batch.positions[batch.loss_weights.sum(1) > 0] + 1 + step).sum().item() for step in range(STEPS))
     attention = 12 * HEADS * HEAD_DIM * visible
     return drafter + head + teacher + attention
-
-
-def muon_operations() -> float:
-    """Of Muon's five iterations for all matrices, on the shorter side's Gram matrix (see `orthogonalize`)."""
-    queries, keys = HEADS * HEAD_DIM, KV_HEADS * HEAD_DIM
-    matrices = [
-        (HIDDEN, FUSED * HIDDEN), (queries, 2 * HIDDEN), (keys, 2 * HIDDEN), (keys, 2 * HIDDEN), (HIDDEN, queries),
-        (INNER, HIDDEN), (INNER, HIDDEN), (HIDDEN, INNER),
-    ]  # fmt: skip
-    total = 0.0
-    for shape in matrices:
-        short, long = min(shape), max(shape)
-        # The Gram matrix, and the product of all polynomials applied to the matrix; between them each of five iterations
-        # squares the Gram matrix, four multiply the polynomials, and four take the Gram matrix on, in two products.
-        total += 2 * (2 * short * short * long) + (5 + 4 + 2 * 4) * 2 * short**3
-    return total

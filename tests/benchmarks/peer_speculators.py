@@ -4,7 +4,7 @@ It has our drafter's size (layers, draft tokens, rank, blocks per text), which i
 default, among them its own loss, weights of draft tokens, and, for DSpark, the anchor's row and the confidence head.
 
 It trains as its own trainer does, under autocast to bfloat16, where the processor multiplies that. Its steps beside ours (`stepping`) are in
-float32, as ours are.
+the precision of ours.
 
 It runs in an environment of its own (`runs/bench/peer-env`, made once) and in a process of its own (`peer_driver.py`, which
 says what of it is speculators' and what a CPU made necessary). Its weights come back into our module, so that acceptance is
@@ -22,7 +22,7 @@ from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from safetensors.torch import load_file, save_file
@@ -251,10 +251,13 @@ def train_peer(
 
 
 @contextmanager
-def stepping(handed: Handed, sequences: Iterable[Sequence], folder: Path) -> Iterator[Any]:
-    """A peer that waits beside us: each call takes one optimizer step on these sequences and returns its seconds."""
-    python = environment()
-    _write(folder, handed, sequences, _job(handed, 1))
+def stepping(
+    handed: Handed, sequences: Iterable[Sequence], folder: Path, precision: Literal["float32", "bfloat16"]
+) -> Iterator[Any]:
+    """A peer that waits beside us: each call takes one optimizer step on these sequences and returns its seconds. In bfloat16 its Muon
+    computes in that too, as torch's own does."""
+    python, bfloat16 = environment(), precision == "bfloat16"
+    _write(folder, handed, sequences, _job(handed, 1, bfloat16=bfloat16) | {"muon_float32": not bfloat16})
     command = [python, DRIVER, folder, "steps"]
     with (folder / "log").open("w") as log:
         process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=log, text=True)

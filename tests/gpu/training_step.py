@@ -148,7 +148,7 @@ def _step(
 
     flop = flop_of_batch(recipe, drafter, batch)
     trained, matrices = trained_parameters(recipe, drafter)
-    flop += sum(flop_of_muon(*shape, "bfloat16" if narrow else "float32") for shape in matrices)
+    flop += sum(flop_of_muon(*shape, "bfloat16" if narrow else "float32", device.type) for shape in matrices)
     rate = matmul_rate(device)
     planned = sum(plan_train(recipe, assumed, drafter, layers=len(drafter.config.layer_ids)).memory_bytes.values())
     return {

@@ -185,6 +185,21 @@ def test_engine_arithmetic() -> None:
     assert step.seconds(reads) == pytest.approx(step.bytes_read() / (2 * 1e3) / 0.5)
 
 
+@pytest.mark.parametrize(("hardware", "slower"), [("cpu-2-cores-bf16", 2), ("h100-80gb", 16), ("cpu-2-cores", 1)])
+def test_products_in_float32_are_slower_on_hardware_with_bfloat16(hardware: str, slower: float) -> None:
+    drafter, _ = _tiny("eagle3")
+    assumed = Assumptions(prompt_tokens=10, response_tokens=20, conversations=50, hardware=hardware)
+    passes = []
+    for precision in (None, "bfloat16", "float32"):
+        recipe = _recipe("eagle3")
+        recipe = recipe.model_copy(update={"train": recipe.train.model_copy(update={"precision": precision})})
+        plan = plan_train(recipe, assumed, drafter, layers=3)
+        passes.append(plan.seconds["forward and backward passes"])
+    left_open, narrow, wide = passes
+    assert wide == pytest.approx(slower * narrow)
+    assert left_open == min(passes)
+
+
 def test_stores_of_other_runs_are_trained_on_too(tmp_path: Path) -> None:
     drafter, _ = _tiny("eagle3")
     recipe = _recipe("eagle3")
@@ -208,11 +223,15 @@ def test_stores_of_other_runs_are_trained_on_too(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("precision", ["float32", "bfloat16"])
-@pytest.mark.parametrize("shape", [(24, 40), (40, 24)])
+@pytest.mark.parametrize("shape", [(24, 40), (40, 24), (300, 520), (576, 576)])
 def test_muon(shape: tuple[int, int], precision: Literal["float32", "bfloat16"]) -> None:
     with FlopCounterMode(display=False) as counter:
         orthogonalize([torch.randn(shape)], getattr(torch, precision))
-    assert counter.get_total_flops() == flop_of_muon(*shape, precision)
+    assert counter.get_total_flops() == pytest.approx(flop_of_muon(*shape, precision, "cpu"))
+    whole, long = flop_of_muon(*shape, "float32", "cuda"), max(shape)
+    assert whole == 17 * 2 * min(shape) ** 3 + 2 * 2 * min(shape) ** 2 * long, (
+        "a GPU computes all of a symmetric product"
+    )
 
 
 Shape = Several[int]
@@ -255,8 +274,8 @@ def test_products_are_those_that_the_module_does(kind: str) -> None:
     found = sum(flop for op, flop in counter.get_flop_counts()["Global"].items() if "bmm" not in str(op))
     shapes, passes = drafter.shapes(drafter.config), drafter.matmul_counts(drafter.config, 3)
     uses = {name: rows * often + (len(batch.positions) - rows) * seldom for name, (seldom, often) in passes.items()}
-    if kind == "p_eagle":  # and once for all rows, what the masks of each later step read
-        uses = {name: times + {"fc.weight": 1}.get(name, 2 * (name in OF_MASKS)) for name, times in uses.items()}
+    if kind == "p_eagle":  # and once for all rows and both later steps, what the masks read
+        uses = {name: times + (name in ("fc.weight", *OF_MASKS)) for name, times in uses.items()}
     assert found == sum(2 * shapes[name][0] * shapes[name][1] * times for name, times in uses.items())
     assert len(steps) == 3
     shared = {buffer.untyped_storage().data_ptr() for buffer in drafter.buffers()}

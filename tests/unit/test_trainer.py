@@ -140,32 +140,49 @@ def test_recomputed_activations_are_the_same(folder: Path, whole: Path) -> None:
         assert losses_of(directory) == losses_of(same)
 
 
-def test_precision_depends_on_the_device_unless_the_recipe_sets_it(folder: Path, whole: Path) -> None:
-    options = make_recipe(folder).train
-    assert options.precision is None
-    assert (options.precision_on("cuda"), options.precision_on("cpu")) == ("bfloat16", "float32")
-    said = make_recipe(folder, precision="float32").train
-    assert said.precision_on("cuda") == "float32"
-    record = stage.read(whole / "checkpoint")
-    assert record is not None
-    assert record["recipe"]["train"]["precision"] == "float32", (
-        "the precision that was used, not that the recipe left it open"
-    )
-
-
-def test_a_device_that_prefers_bfloat16_trains_in_it(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """As on a GPU; the checkpoint is then up to date on any device."""
-    directory = run_dir(folder, "prefers")
-    monkeypatch.setattr(type(make_recipe(folder).train), "precision_on", lambda options, device: "bfloat16")
-    train(folder, directory, **EAGLE3)
-    found = run_dir(folder, "asked")
-    train(folder, found, precision="bfloat16", **EAGLE3)
-    assert losses_of(directory) == losses_of(found)
-    monkeypatch.undo()
+@pytest.mark.parametrize(("native", "precision"), [(True, "bfloat16"), (False, "float32")])
+def test_hardware_decides_the_precision_that_a_recipe_leaves_open(
+    folder: Path, monkeypatch: pytest.MonkeyPatch, native: bool, precision: str
+) -> None:
+    """The checkpoint is then up to date on any hardware."""
+    monkeypatch.setattr(trainer, "native_bfloat16", lambda device: native and device == "cpu")
+    directory, left_open = run_dir(folder, f"open-{precision}"), {"precision": None, **EAGLE3}
+    train(folder, directory, **left_open)
+    asked = run_dir(folder, f"asked-{precision}")
+    train(folder, asked, precision=precision, **EAGLE3)
+    assert losses_of(directory) == losses_of(asked)
+    monkeypatch.setattr(trainer, "native_bfloat16", lambda device: not native)
     record = stage.read(directory / "checkpoint")
     assert record is not None
-    assert record["recipe"]["train"]["precision"] == "bfloat16"
-    assert trainer.finished_training(make_recipe(folder, **EAGLE3), directory) == record["figures"]
+    assert record["recipe"]["train"]["precision"] == precision, (
+        "the precision that was used, not that the recipe left it open"
+    )
+    assert trainer.finished_training(make_recipe(folder, **left_open), directory) == record["figures"]
+
+
+@pytest.mark.parametrize(("others", "precision"), [(True, "bfloat16"), (False, "float32")])
+def test_all_processes_have_one_precision(
+    folder: Path, monkeypatch: pytest.MonkeyPatch, others: bool, precision: str
+) -> None:
+    """With one each their optimizers would make different weights. The other processes' answers are made up."""
+    monkeypatch.setattr(trainer, "native_bfloat16", lambda device: True)
+    together = SimpleNamespace(
+        device=torch.device("cpu"), gather=lambda mine: torch.cat([mine, torch.full_like(mine, others)])
+    )
+    recipe = trainer._in_precision(make_recipe(folder, precision=None), None, together)
+    assert recipe.train.precision == precision
+
+
+def test_a_changed_recipe_is_not_told_of_a_precision_that_it_leaves_open(
+    folder: Path, whole: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(trainer, "native_bfloat16", lambda device: False)
+    directory = run_dir(folder, "left-open")
+    train(folder, directory, precision=None, **EAGLE3)
+    monkeypatch.setattr(trainer, "native_bfloat16", lambda device: True)
+    train(folder, directory, precision=None, **EAGLE3 | {"lr": 2e-3})
+    said = " ".join(capsys.readouterr().err.split())
+    assert "is of another train.lr; training starts" in said
 
 
 def test_bfloat16_products_on_float32_weights(folder: Path, whole: Path) -> None:

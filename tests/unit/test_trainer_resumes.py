@@ -134,6 +134,22 @@ def test_signals_save(folder: Path, whole: Path, monkeypatch: pytest.MonkeyPatch
     assert losses_of(directory) == losses_of(whole)
 
 
+def test_goes_on_in_the_precision_that_it_began_in(folder: Path, whole: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """On another processor, where the recipe leaves it open."""
+    directory, options = run_dir(folder, "moved"), {"precision": None, "save_every_steps": 4, **EAGLE3}
+    with monkeypatch.context() as patch:
+        patch.setattr(trainer, "native_bfloat16", lambda device: False)
+        at_step(5, killed, patch)
+        with pytest.raises(Killed):
+            train(folder, directory, **options)
+    monkeypatch.setattr(trainer, "native_bfloat16", lambda device: True)
+    train(folder, directory, **options)
+    assert losses_of(directory) == losses_of(whole)
+    record = stage.read(directory / "checkpoint")
+    assert record is not None
+    assert record["recipe"]["train"]["precision"] == "float32"
+
+
 @pytest.mark.parametrize(("writing", "expected"), [(1, [3, 4, 7, 8, 11, 12]), (7, [3, 4, 8, 12])])
 def test_snapshots_by_the_clock(
     writing: float, expected: list[int], folder: Path, monkeypatch: pytest.MonkeyPatch

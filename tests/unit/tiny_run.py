@@ -79,8 +79,9 @@ def make_run(
 
 
 def make_recipe(folder: Path, **train: object) -> Recipe:
-    """Twenty steps of training on that store."""
+    """Twenty steps of training on that store, on every processor in float32."""
     options = {
+        "precision": "float32",
         "epochs": 5,
         "tokens_per_step": 70,
         "ttt_steps": 3,
