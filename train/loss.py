@@ -10,6 +10,7 @@ that the loss is taken over.
 
 from __future__ import annotations
 
+import functools
 import math
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
@@ -373,9 +374,11 @@ def _label_probabilities(normed: torch.Tensor, head: torch.Tensor, targets: _Los
     """The drafter's probability of each row's label [N], from the head's inputs [N, H]."""
     # The loss computes these logits once more: the weight of a draft token depends on all tokens of its row.
     device = normed.device.type
-    if torch.is_autocast_enabled(device):
-        normed, head = (x.to(torch.get_autocast_dtype(device)) for x in (normed, head))
-    log_weights = None if targets.subset is None else targets.subset.log_weights.to(normed.dtype)
+    dtype = _logit_inputs(
+        torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else normed.dtype, device
+    )
+    normed, head = normed.to(dtype), head.to(dtype)
+    log_weights = None if targets.subset is None else targets.subset.log_weights.to(_sum_dtype(dtype))
     found = normed.new_empty(len(normed), dtype=_sum_dtype(normed.dtype))
     for rows in row_chunks(len(normed), len(head), device):
         logits = _logits(normed[rows], head, log_weights)
@@ -435,9 +438,11 @@ class _HeadLoss(torch.autograd.Function):
         dtype = torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else tensors[0].dtype
         # Cast once here, instead of by autocast in every chunk.
         normed, heads = ([x.detach().to(dtype) for x in each] for each in (tensors[:steps], tensors[steps:]))
+        reads = _logit_inputs(dtype, device)
+        read_heads = [head.detach().to(reads) for head in tensors[steps:]]
         teacher = None
         if targets.states is not None and targets.head is not None:
-            teacher = targets.states.to(dtype), targets.head.to(dtype)
+            teacher = targets.states.to(reads), targets.head.to(reads)
         d_normed = [torch.zeros_like(x) for x in tensors[:steps]]
         d_heads = [
             torch.zeros_like(head, dtype=_sum_dtype(dtype)) if trained else None
@@ -445,7 +450,7 @@ class _HeadLoss(torch.autograd.Function):
         ]
         log_weights, kept = None, len(heads[0])
         if targets.subset is not None:
-            log_weights, kept = targets.subset.log_weights.to(dtype), targets.subset.kept
+            log_weights, kept = targets.subset.log_weights.to(_sum_dtype(dtype)), targets.subset.kept
         total = weights.new_zeros((), dtype=_sum_dtype(dtype))
         right = torch.zeros_like(weights, dtype=torch.bool)
         overlap = torch.zeros_like(weights)
@@ -469,8 +474,9 @@ class _HeadLoss(torch.autograd.Function):
                         p = None if all_p is None else all_p[rows - chunk.start]
                     x, weight, head, d_head = normed[k][rows], weights[k, rows, None], heads[used], d_heads[used]
                     labels = targets.labels[rows]
-                    logits = _logits(x, head, log_weights)
-                    right[k, rows] = _is_largest(logits[:, :kept], labels, rounded=dtype == torch.bfloat16)
+                    logits = _logits(x.to(reads), read_heads[used], log_weights)
+                    largest = logits[:, :kept].amax(-1)  # on CPUs a twentieth of what its index takes
+                    right[k, rows] = logits.gather(1, labels[:, None])[:, 0] == largest
                     if p is None:
                         each, d_logits = _token_cross_entropy(logits, labels)
                     elif isinstance(loss, _Mixture):
@@ -516,24 +522,34 @@ def capped(logits: torch.Tensor, soft_cap: float | None) -> torch.Tensor:
     return logits if soft_cap is None else soft_cap * (logits / soft_cap).tanh()
 
 
-def _is_largest(logits: torch.Tensor, labels: torch.Tensor, *, rounded: bool) -> torch.Tensor:
-    """Whether each row's first largest logit is its label's: bool [N]. `rounded` to bfloat16, several often share the largest; otherwise they
-    do not, and on CPUs a maximum costs a twentieth of its index."""
-    if rounded:
-        return logits.argmax(-1) == labels
-    return logits.gather(1, labels[:, None])[:, 0] == logits.amax(-1)
-
-
 def _logits(
     x: torch.Tensor, head: torch.Tensor, log_weights: torch.Tensor | None, soft_cap: float | None = None
 ) -> torch.Tensor:
-    """[R, V], in float32 at least."""
-    if soft_cap is None:
-        logits = F.linear(x, head, log_weights)
-        return logits.to(_sum_dtype(logits.dtype))
-    logits = F.linear(x, head)
-    logits = capped(logits.to(_sum_dtype(logits.dtype)), soft_cap)
-    return logits if log_weights is None else logits + log_weights
+    """[R, V], in float32 at least, of a pair in `_logit_inputs`; `log_weights` [V] in that dtype."""
+    if x.dtype != (wide := _sum_dtype(x.dtype)):
+        logits = torch.mm(x, head.T, out_dtype=wide)
+    elif soft_cap is None:
+        return F.linear(x, head, log_weights)
+    else:
+        logits = F.linear(x, head)
+    logits = capped(logits, soft_cap)
+    return logits if log_weights is None else logits.add_(log_weights)
+
+
+def _logit_inputs(dtype: torch.dtype, device: str) -> torch.dtype:
+    """What logits are computed from where products are in `dtype`: that, or float32 where the device would round its results to bfloat16.
+    Logits of 20 would be off by 0.06, and so would all probabilities: 0.02 less is accepted after an epoch (docs/log.md)."""
+    return dtype if dtype == _sum_dtype(dtype) or _keeps_sums(dtype, device) else _sum_dtype(dtype)
+
+
+@functools.cache
+def _keeps_sums(dtype: torch.dtype, device: str) -> bool:
+    """Whether products in `dtype` on a type of device can return their sums in float32: on NVIDIA's GPUs, and not on CPUs."""
+    one = torch.ones(16, 16, dtype=dtype, device=device)
+    try:
+        return bool((torch.mm(one, one, out_dtype=torch.float32) == 16).all())
+    except (RuntimeError, NotImplementedError, TypeError):
+        return False
 
 
 def _sum_dtype(dtype: torch.dtype) -> torch.dtype:

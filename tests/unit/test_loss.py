@@ -391,18 +391,6 @@ def test_torch_finds_the_loss_in_what_is_returned() -> None:
     assert any(leaf is found.loss for leaf in tree_leaves(found))
 
 
-def test_equal_logits_in_bfloat16_make_one_token_right() -> None:
-    logits = torch.tensor([[1.0, 3.0, 3.0], [3.0, 1.0, 3.0], [1.0, 2.0, 3.0]])
-    labels = torch.tensor([2, 0, 2])
-    assert loss_module._is_largest(logits, labels, rounded=True).tolist() == [False, True, True]
-    assert loss_module._is_largest(logits[2:], labels[2:], rounded=False).tolist() == [True]
-    batch = make_batch().to_dtype(torch.float32)
-    loss = make_loss().float()
-    loss.drafter.lm_head.weight.data[:] = 0.25  # all draft tokens are as likely in every row
-    with torch.autocast("cpu", torch.bfloat16):
-        assert loss(batch).matches.max() < 0.5
-
-
 @pytest.mark.parametrize("name", ["cross_entropy", "kl", "total_variation"])
 def test_a_subset_in_bfloat16(name: str) -> None:
     """Products as in training on a GPU, with the log weights of the drawn tokens."""
@@ -421,3 +409,43 @@ def test_a_subset_in_bfloat16(name: str) -> None:
     (exact, wanted), (rough, found) = outcomes
     assert 0 < (rough - exact).abs() < 0.02 * exact
     assert F.cosine_similarity(found.flatten(), wanted.flatten(), dim=0) > 0.98
+
+
+def head_loss(patch: pytest.MonkeyPatch, *, autocast: bool, keeps_sums: bool) -> list[torch.Tensor]:
+    """The loss and its gradients for logits of about 20, whose inputs bfloat16 does not round."""
+    generator = torch.Generator().manual_seed(0)
+    states, normed, head = (torch.randn(*shape, generator=generator) for shape in ((30, 24), (30, 24), (200, 24)))
+    states, normed, head = (each.bfloat16().float() for each in (states, normed, 4 * head))
+    normed.requires_grad_()
+    head.requires_grad_()
+    subset = loss_module._VocabularySubset(torch.arange(200), 150, torch.linspace(0, 2, 200).bfloat16().float())
+    targets = loss_module._LossTargets(torch.arange(30), subset, states, head.detach())
+    with patch.context() as patched, torch.autocast("cpu", torch.bfloat16, enabled=autocast):
+        patched.setattr(loss_module, "_keeps_sums", lambda dtype, device: keeps_sums)
+        if keeps_sums:  # no CPU does; so by hand
+
+            def mm(x: torch.Tensor, y: torch.Tensor, *, out_dtype: torch.dtype) -> torch.Tensor:
+                return x.to(out_dtype) @ y.to(out_dtype)
+
+            patched.setattr(loss_module.torch, "mm", mm)
+        total, _, _ = loss_module._HeadLoss.apply(
+            "cross_entropy", targets, torch.ones(1, 30), [None], [0], 0, normed, head
+        )
+    total.backward()
+    return [total.detach(), normed.grad, head.grad]
+
+
+@pytest.mark.parametrize("keeps_sums", [True, False])
+def test_logits_in_bfloat16_are_not_rounded(keeps_sums: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Their inputs are; the sums are float32's, on GPUs by a product that returns them and elsewhere by a product in float32."""
+    exact, *wanted = head_loss(monkeypatch, autocast=False, keeps_sums=False)
+    found, *gradients = head_loss(monkeypatch, autocast=True, keeps_sums=keeps_sums)
+    assert abs(found - exact) < 1e-6 * exact
+    for one, other in zip(gradients, wanted, strict=True):
+        assert 0 < (one - other).norm() < 0.01 * other.norm(), "of rounded inputs"
+
+
+def test_a_cpu_rounds_products_in_bfloat16() -> None:
+    assert not loss_module._keeps_sums(torch.bfloat16, "cpu")
+    assert loss_module._logit_inputs(torch.bfloat16, "cpu") == torch.float32
+    assert loss_module._logit_inputs(torch.float64, "cpu") == torch.float64
