@@ -538,7 +538,7 @@ def _logits(
 
 def _logit_inputs(dtype: torch.dtype, device: str) -> torch.dtype:
     """What logits are computed from where products are in `dtype`: that, or float32 where the device would round its results to bfloat16.
-    Logits of 20 would be off by 0.06, and so would all probabilities: 0.02 less is accepted after an epoch (docs/log.md)."""
+    Logits of 20 would be off by up to 0.06, in drafter and target each (docs/log.md has what that cost)."""
     return dtype if dtype == _sum_dtype(dtype) or _keeps_sums(dtype, device) else _sum_dtype(dtype)
 
 
