@@ -380,9 +380,10 @@ def _label_probabilities(normed: torch.Tensor, head: torch.Tensor, targets: _Los
     normed, head = normed.to(dtype), head.to(dtype)
     log_weights = None if targets.subset is None else targets.subset.log_weights.to(_sum_dtype(dtype))
     found = normed.new_empty(len(normed), dtype=_sum_dtype(normed.dtype))
-    for rows in row_chunks(len(normed), len(head), device):
-        logits = _logits(normed[rows], head, log_weights)
-        found[rows] = (logits.gather(1, targets.labels[rows, None])[:, 0] - logits.logsumexp(-1)).exp()
+    with torch.autocast(device, enabled=False):
+        for rows in row_chunks(len(normed), len(head), device):
+            logits = _logits(normed[rows], head, log_weights)
+            found[rows] = (logits.gather(1, targets.labels[rows, None])[:, 0] - logits.logsumexp(-1)).exp()
     return found
 
 

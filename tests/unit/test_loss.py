@@ -412,7 +412,7 @@ def test_a_subset_in_bfloat16(name: str) -> None:
 
 
 def head_loss(patch: pytest.MonkeyPatch, *, autocast: bool, keeps_sums: bool) -> list[torch.Tensor]:
-    """The loss and its gradients for logits of about 20, whose inputs bfloat16 does not round."""
+    """The loss, the probabilities of the labels, and the loss's gradients for logits of about 20, whose inputs bfloat16 does not round."""
     generator = torch.Generator().manual_seed(0)
     states, normed, head = (torch.randn(*shape, generator=generator) for shape in ((30, 24), (30, 24), (200, 24)))
     states, normed, head = (each.bfloat16().float() for each in (states, normed, 4 * head))
@@ -431,16 +431,18 @@ def head_loss(patch: pytest.MonkeyPatch, *, autocast: bool, keeps_sums: bool) ->
         total, _, _ = loss_module._HeadLoss.apply(
             "cross_entropy", targets, torch.ones(1, 30), [None], [0], 0, normed, head
         )
+        likely = loss_module._label_probabilities(normed, head, targets)
     total.backward()
-    return [total.detach(), normed.grad, head.grad]
+    return [total.detach(), likely, normed.grad, head.grad]
 
 
 @pytest.mark.parametrize("keeps_sums", [True, False])
 def test_logits_in_bfloat16_are_not_rounded(keeps_sums: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     """Their inputs are; the sums are float32's, on GPUs by a product that returns them and elsewhere by a product in float32."""
-    exact, *wanted = head_loss(monkeypatch, autocast=False, keeps_sums=False)
-    found, *gradients = head_loss(monkeypatch, autocast=True, keeps_sums=keeps_sums)
+    exact, probable, *wanted = head_loss(monkeypatch, autocast=False, keeps_sums=False)
+    found, likely, *gradients = head_loss(monkeypatch, autocast=True, keeps_sums=keeps_sums)
     assert abs(found - exact) < 1e-6 * exact
+    torch.testing.assert_close(likely, probable, rtol=1e-5, atol=0)
     for one, other in zip(gradients, wanted, strict=True):
         assert 0 < (one - other).norm() < 0.01 * other.norm(), "of rounded inputs"
 
