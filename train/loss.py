@@ -446,8 +446,8 @@ class _HeadLoss(torch.autograd.Function):
             teacher = targets.states.to(reads), targets.head.to(reads)
         d_normed = [torch.zeros_like(x) for x in tensors[:steps]]
         d_heads = [
-            torch.zeros_like(head, dtype=_sum_dtype(dtype)) if trained else None
-            for head, trained in zip(heads, ctx.needs_input_grad[6 + steps :], strict=True)
+            torch.zeros_like(head, dtype=_sum_dtype(dtype)) if learns else None
+            for head, learns in zip(heads, ctx.needs_input_grad[6 + steps :], strict=True)
         ]
         log_weights, kept = None, len(heads[0])
         if targets.subset is not None:
