@@ -55,11 +55,13 @@ bench: venv-dev  ## Measure; writes runs/bench/results.json, fails where a bar i
 dry-run-cuda:  ## Which versions an install for GPUs would take, by uv and by pip; fails where there are none
 	PYTHON="$(PYTHON)" scripts/bootstrap.sh cuda,demo --dry-run
 
-lint: venv-dev  ## Style, formatting, and which module may import which
+# The documents' tests are here too: who changed a heading alone runs no others.
+lint: venv-dev  ## Style, formatting, which module may import which, and whether documents name what exists
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/lint-imports
 	$(BIN)/python scripts/import_circles.py
+	$(BIN)/python -m pytest --quiet --no-header tests/unit/test_readme.py tests/unit/test_style.py
 
 typecheck: venv-dev  ## mypy
 	$(BIN)/mypy -p draftsmith -p tests.gpu
