@@ -164,7 +164,7 @@ def run_train(recipe: Recipe, run_dir: Path) -> dict[str, Any]:
         "predicted_acceptance_length": published["predicted"],
         "text_sampling": None if (sampled := store.identity.sampled_with) is None else sampled.record(),
         "draft_vocabulary_coverage": draft_vocabulary_coverage(run),
-        "parameters_trained": sum(p.numel() for p in run.loss.drafter.parameters() if p.requires_grad),
+        "parameters_trained": _parameters_trained(run),
     }
     if accelerator.is_main_process:
         figures |= requested_predictions(run.data, target, epoch_folder(directory, published), published["predicted"])
@@ -268,6 +268,8 @@ def _fit(run: Run) -> None:
     """Train what is left of the schedule. Keeps `run.progress` up to date; every epoch leaves its folder in `run.directory`."""
     options, accelerator, progress, schedule = run.recipe.train, run.accelerator, run.progress, run.schedule
     main = accelerator.is_main_process
+    if main:
+        console.print(f"train: {_what_is_trained(run)}", highlight=False, soft_wrap=True)
     if progress.step and main:
         console.print(f"train: continuing {run.directory} at step {progress.step}")
     if main and (warning := _few_sequences(run)):
@@ -321,6 +323,18 @@ def _fit(run: Run) -> None:
                     f"Stopped by SIGTERM after step {progress.step} of {len(schedule)}, which is saved in {run.directory}. Run "
                     "the same command again to continue."
                 )
+
+
+def _parameters_trained(run: Run) -> int:
+    return sum(p.numel() for p in run.loss.drafter.parameters() if p.requires_grad)
+
+
+def _what_is_trained(run: Run) -> str:
+    """What a run's speed depends on, and the recipe may leave to the machine."""
+    tokens = sum(run.data.store.length(row) for step in run.schedule for row in step.rows)
+    processes, device = run.accelerator.num_processes, run.accelerator.device.type
+    where = device if processes == 1 else f"{processes} processes on {device}"
+    return f"{_parameters_trained(run) / 1e6:.2f} M parameters, {tokens:,} tokens, in {run.recipe.train.precision} on {where}"
 
 
 def _few_sequences(run: Run) -> str | None:

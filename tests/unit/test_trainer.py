@@ -1,6 +1,7 @@
 """The trainer's options: each does what its docstring says, on one process."""
 
 import math
+import re
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -183,6 +184,7 @@ def test_a_changed_recipe_is_not_told_of_a_precision_that_it_leaves_open(
     train(folder, directory, precision=None, **EAGLE3 | {"lr": 2e-3})
     said = " ".join(capsys.readouterr().err.split())
     assert "is of another train.lr; training starts" in said
+    assert re.findall(r"tokens, in (float32|bfloat16) on cpu", said) == ["float32", "bfloat16"]
 
 
 def test_bfloat16_products_on_float32_weights(folder: Path, whole: Path) -> None:
