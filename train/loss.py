@@ -440,7 +440,7 @@ class _HeadLoss(torch.autograd.Function):
         # Cast once here, instead of by autocast in every chunk.
         normed, heads = ([x.detach().to(dtype) for x in each] for each in (tensors[:steps], tensors[steps:]))
         reads = _logit_inputs(dtype, device)
-        read_heads = [head.detach().to(reads) for head in tensors[steps:]]
+        read_heads = heads if reads == dtype else [head.detach().to(reads) for head in tensors[steps:]]
         teacher = None
         if targets.states is not None and targets.head is not None:
             teacher = targets.states.to(reads), targets.head.to(reads)
@@ -455,6 +455,7 @@ class _HeadLoss(torch.autograd.Function):
         total = weights.new_zeros((), dtype=_sum_dtype(dtype))
         right = torch.zeros_like(weights, dtype=torch.bool)
         overlap = torch.zeros_like(weights)
+        on_device = {k: some.to(weights.device) for k, some in enumerate(trained) if some is not None}
         with torch.autocast(device, enabled=False):
             for chunk in row_chunks(weights.shape[1], len(heads[0]), device):
                 ends = torch.tensor([chunk.start, chunk.stop])
@@ -470,7 +471,9 @@ class _HeadLoss(torch.autograd.Function):
                     rows: slice | torch.Tensor = chunk
                     p, constant = all_p, constants
                     if (some := trained[k]) is not None:
-                        rows = some[slice(*torch.searchsorted(some, ends).tolist())].to(weights.device)
+                        rows = on_device[k][slice(*torch.searchsorted(some, ends).tolist())]
+                        if not len(rows):
+                            continue
                         constant = constants[rows - chunk.start]
                         p = None if all_p is None else all_p[rows - chunk.start]
                     x, weight, head, d_head = normed[k][rows], weights[k, rows, None], heads[used], d_heads[used]

@@ -56,7 +56,8 @@ def _by_matrix(wide: list[torch.Tensor]) -> Iterable[torch.Tensor]:
 def _by_gram_matrix(wide: list[torch.Tensor]) -> Iterable[torch.Tensor]:
     """Each iteration is X <- P X for P = aI + bG + cG^2. P commutes with G, so G <- P G P, and the product of all P is
     applied to X once, at the end: only two products involve the long side. All that is multiplied between them is a polynomial in the
-    first G, so every product is symmetric."""
+    first G, so every product is symmetric. What rounding makes of the null space is not, and copying halves spreads it: of a matrix of rank 1
+    the result is off by 2% of its size (0.05% with whole products; 120% by `_by_matrix` in bfloat16), of one with a spectrum of 1/i by 0.04%."""
     a, b, c = _COEFFICIENTS
     # The small matrices on both sides of X are scaled, not X itself.
     scale = 1 / (torch.stack([x.norm() for x in wide]) + 1e-7)[:, None, None]

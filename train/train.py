@@ -139,7 +139,7 @@ def run_train(recipe: Recipe, run_dir: Path) -> dict[str, Any]:
     if done is not None:
         return _predicted_anew(this_stage, done, recipe, accelerator, target, store)
     snapshot, asked = read_snapshot(directory, inputs), recipe
-    recipe = _in_precision(recipe, None if snapshot is None else snapshot.get("precision"), accelerator)
+    recipe = _in_precision(recipe, snapshot, accelerator)
     set_seed(recipe.seed)
     with _explain_full_memory(recipe, accelerator):
         run = set_up(recipe, accelerator, target, store, snapshot, directory=directory, inputs=inputs)
@@ -180,12 +180,15 @@ def run_train(recipe: Recipe, run_dir: Path) -> dict[str, Any]:
     return figures
 
 
-def _in_precision(recipe: Recipe, before: str | None, accelerator: Accelerator) -> Recipe:
-    """The recipe with the precision that it leaves open: that of the interrupted training (`before`), which may have been on other hardware,
-    or else the same for all processes."""
+def _in_precision(recipe: Recipe, snapshot: dict[str, Any] | None, accelerator: Accelerator) -> Recipe:
+    """The recipe with the precision that it leaves open: that of the interrupted training, which may have been on other hardware, or else the
+    same for all processes."""
+    before = None
+    if snapshot is not None:  # one of 0.1.0 does not have it: then it went by the type of device alone
+        before = snapshot.get("precision", "bfloat16" if accelerator.device.type == "cuda" else "float32")
     native = torch.tensor([native_bfloat16(accelerator.device.type)], device=accelerator.device)
     every = bool(accelerator.gather(native.int()).all())
-    precision = before or recipe.train.precision_on(native_bfloat16=every)
+    precision = recipe.train.precision or before or recipe.train.precision_on(native_bfloat16=every)
     return recipe.model_copy(update={"train": recipe.train.model_copy(update={"precision": precision})})
 
 

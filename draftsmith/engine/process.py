@@ -75,10 +75,16 @@ class EngineProcess:
         self.process: BaseProcess = context.Process(  # type: ignore[attr-defined]
             target=_run, args=(values, cores, childs_end, child, arguments, str(log)), name=f"engine-{name}"
         )
-        with mock.patch.dict(os.environ, values):
-            self.process.start()
-        childs_end.close()
-        atexit.register(self.close)
+        try:
+            with mock.patch.dict(os.environ, values):
+                self.process.start()
+            childs_end.close()
+            atexit.register(self.close)
+        except BaseException:
+            # Ctrl-C: the caller has nothing to close yet, and the program would wait for the process before it ends.
+            if self.process.pid is not None:
+                self.close()
+            raise
 
     def send(self, message: Any) -> None:
         """Send a message to the child. If it has ended, the next `receive` raises."""

@@ -9,6 +9,7 @@ import subprocess
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from io import FileIO
 from multiprocessing.connection import Connection
 from pathlib import Path
 from unittest import mock
@@ -106,6 +107,22 @@ def test_ctrl_c_reaches_an_engine_that_is_waited_for(fifo: Path) -> None:
             engine.receive()
 
 
+def test_an_engine_that_is_interrupted_as_it_starts_ends(fifo: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Nobody has it yet who could close it, and multiprocessing waits for it when the program ends."""
+    up: list[FileIO] = []
+
+    def interrupted(_: Callable[[], None]) -> None:
+        up.append(fifo.open("rb", buffering=0))
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(process.atexit, "register", interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        start(fifo, "load")
+    with up[0] as reading:
+        assert select.select([reading], [], [], 30)[0]
+    assert not multiprocessing.active_children()
+
+
 def worker_ends_with(program: Callable[[], None], fifo: Path, number: int) -> None:
     """Run `program` in a process, send it a signal once the worker is there, and wait for both to end."""
     parent = FORK.Process(target=program)
@@ -123,13 +140,15 @@ def test_a_worker_ends_with_the_program(fifo: Path, does: str, number: int) -> N
 
     def program() -> None:
         signal.signal(signal.SIGINT, signal.default_int_handler)
-        engine = start(fifo, does)
+        engine = None
         try:
+            engine = start(fifo, does)
             while True:
                 engine.receive()
                 engine.send("go on")
         except KeyboardInterrupt:
-            engine.close()
+            if engine is not None:
+                engine.close()
 
     worker_ends_with(program, fifo, number)
 

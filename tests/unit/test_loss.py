@@ -42,6 +42,19 @@ class LargestTensor(TorchDispatchMode):
         return result
 
 
+class Casts(TorchDispatchMode):
+    """Shapes of the tensors that are copied to another dtype."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.shapes: list[tuple[int, ...]] = []
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):  # type: ignore[no-untyped-def]
+        if func is torch.ops.aten._to_copy.default:
+            self.shapes.append(tuple(args[0].shape))
+        return func(*args, **kwargs or {})
+
+
 def make_loss(drafter: Drafter | None = None, **options: object) -> ChainLoss:
     drafter = drafter or make_drafter()
     torch.manual_seed(3)
@@ -425,6 +438,7 @@ def head_loss(patch: pytest.MonkeyPatch, *, autocast: bool, keeps_sums: bool) ->
         if keeps_sums:  # no CPU does; so by hand
 
             def mm(x: torch.Tensor, y: torch.Tensor, *, out_dtype: torch.dtype) -> torch.Tensor:
+                assert x.dtype == y.dtype, "CUDA refuses others"
                 return x.to(out_dtype) @ y.to(out_dtype)
 
             patched.setattr(loss_module.torch, "mm", mm)
@@ -445,6 +459,19 @@ def test_logits_in_bfloat16_are_not_rounded(keeps_sums: bool, monkeypatch: pytes
     torch.testing.assert_close(likely, probable, rtol=1e-5, atol=0)
     for one, other in zip(gradients, wanted, strict=True):
         assert 0 < (one - other).norm() < 0.01 * other.norm(), "of rounded inputs"
+
+
+def test_a_head_is_cast_once_where_products_return_float32s_sums(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A copy of a GPU's head takes a gigabyte where the vocabulary is large."""
+    with torch.autocast("cpu", torch.bfloat16), Casts() as casts, monkeypatch.context() as patch:
+        patch.setattr(loss_module, "_keeps_sums", lambda dtype, device: True)
+        patch.setattr(loss_module, "_logits", lambda x, head, *rest: F.linear(x, head).float())
+        head = torch.randn(200, 24)
+        targets = loss_module._LossTargets(torch.arange(30), None)
+        loss_module._HeadLoss.apply(
+            "cross_entropy", targets, torch.ones(1, 30), [None], [0], 0, torch.randn(30, 24), head
+        )
+    assert casts.shapes.count((200, 24)) == 1
 
 
 def test_a_cpu_rounds_products_in_bfloat16() -> None:

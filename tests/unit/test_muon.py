@@ -73,6 +73,16 @@ def test_a_wide_spectrum(shape: tuple[int, int], dtype: torch.dtype) -> None:
     assert_orthogonalized(found, matrix, alike=ALIKE if dtype == torch.bfloat16 else 0.99999)
 
 
+@pytest.mark.parametrize("rank", [1, 4])
+def test_a_low_rank_in_float32(rank: int) -> None:
+    """Where products are computed by halves, rounding errors of the null space come into the result."""
+    matrix = with_spectrum((576, 1024), lambda i: (i <= rank).double())
+    (found,) = orthogonalize([matrix], torch.float32)
+    exact = jordan(matrix)
+    assert len(bands(576, "cpu")) > 1
+    assert (found - exact).norm() <= 0.03 * exact.norm()
+
+
 @pytest.mark.parametrize("size", [0, 1, 128, 255, 256, 300, 576])
 def test_a_symmetric_product_is_computed_by_halves(size: int) -> None:
     """Below 256 rows it is one product; above, what is left of a band is copied."""

@@ -134,14 +134,21 @@ def test_signals_save(folder: Path, whole: Path, monkeypatch: pytest.MonkeyPatch
     assert losses_of(directory) == losses_of(whole)
 
 
-def test_goes_on_in_the_precision_that_it_began_in(folder: Path, whole: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """On another processor, where the recipe leaves it open."""
+@pytest.mark.parametrize("recorded", [True, False])
+def test_goes_on_in_the_precision_that_it_began_in(
+    recorded: bool, folder: Path, whole: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """On another processor, where the recipe leaves it open; and from a snapshot of 0.1.0, which does not record it."""
     directory, options = run_dir(folder, "moved"), {"precision": None, "save_every_steps": 4, **EAGLE3}
     with monkeypatch.context() as patch:
         patch.setattr(trainer, "native_bfloat16", lambda device: False)
         at_step(5, killed, patch)
         with pytest.raises(Killed):
             train(folder, directory, **options)
+    if not recorded:
+        snapshot = torch.load(directory / "checkpoint" / SNAPSHOT, weights_only=True)
+        del snapshot["precision"]
+        torch.save(snapshot, directory / "checkpoint" / SNAPSHOT)
     monkeypatch.setattr(trainer, "native_bfloat16", lambda device: True)
     train(folder, directory, **options)
     assert losses_of(directory) == losses_of(whole)
