@@ -25,7 +25,7 @@ from torch.multiprocessing import ProcessExitedException, ProcessRaisedException
 from draftsmith.config.recipe import Recipe
 from draftsmith.run.cuda import require_usable_gpus
 from draftsmith.run.errors import DraftsmithError, Stopped, UserError
-from draftsmith.run.process import end_with_parent
+from draftsmith.run.process import end_at_once, end_with_parent
 from draftsmith.run.progress import console
 from draftsmith.train.signals import on_signal, without_saving
 from draftsmith.train.train import finished_training, run_train
@@ -97,10 +97,7 @@ def _process(rank: int, count: int, port: int, recipe: Recipe, run_dir: Path, er
         status = error.exit_status
     if count == 1:
         sys.exit(status)
-    sys.stdout.flush()
-    sys.stderr.flush()
-    # A normal exit would wait for other processes, which may be gone, and gloo's threads sometimes abort it.
-    os._exit(status)
+    end_at_once(status)
 
 
 def _pass_on(processes: Sequence[BaseProcess], number: int) -> None:

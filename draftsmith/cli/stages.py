@@ -1,7 +1,6 @@
 """Commands that run stages of a recipe: `run`, `extract`, `train`, `tune`, `serve`."""
 
 import functools
-import os
 from collections.abc import Callable
 from pathlib import Path
 from typing import Annotated, Any
@@ -14,6 +13,7 @@ from draftsmith.cli.vllm_options import SpeculativeConfig, with_speculative_conf
 from draftsmith.config.loading import load_recipe
 from draftsmith.config.recipe import Recipe
 from draftsmith.run.errors import UserError
+from draftsmith.run.process import end_at_once, launched_together
 
 Stage = Callable[[Recipe, Path], dict[str, Any]]
 """Takes a recipe and `RUNS/NAME`; returns the figures of `stage.json`."""
@@ -96,7 +96,7 @@ def run_stage(stage: Stage, recipe_path: Path, overrides: list[str] | None, runs
 
 
 def _all_stages(recipe: Recipe, run_dir: Path) -> dict[str, Any]:
-    if int(os.environ.get("WORLD_SIZE", "1")) > 1:
+    if launched_together():
         raise UserError(
             "A launcher started several processes of `draftsmith run`, which starts one training process per GPU itself. Start "
             "`draftsmith run` without a launcher; `accelerate launch` is for `draftsmith train`."
@@ -167,6 +167,8 @@ def train(
 ) -> None:
     """Store to RUNS/NAME/checkpoint: train the drafter and predict its acceptance length on held-out text."""
     run_stage(train_in_this_process, recipe, overrides, runs, as_json)
+    if launched_together():
+        end_at_once(0)
 
 
 def tune(

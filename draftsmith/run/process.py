@@ -1,4 +1,4 @@
-"""How a process uses its machine: freed memory, thread priorities, and ending with its parent."""
+"""How a process uses its machine, freed memory and thread priorities; and how it ends."""
 
 import ctypes
 import multiprocessing
@@ -7,6 +7,7 @@ import signal
 import sys
 import threading
 from contextlib import suppress
+from typing import NoReturn
 
 _MMAP_THRESHOLD, _TRIM_THRESHOLD = 32 << 20, 2**31 - 1
 """Bytes, both at their maximum: glibc's allocator then keeps freed memory for the next tensors. By default it returns large
@@ -52,3 +53,17 @@ def end_with_parent() -> None:
         os._exit(1)
 
     threading.Thread(target=watch, daemon=True).start()
+
+
+def launched_together() -> bool:
+    """Whether a launcher such as `accelerate launch` started this process with others, to train together."""
+    return int(os.environ.get("WORLD_SIZE", "1")) > 1
+
+
+def end_at_once(status: int) -> NoReturn:
+    """End this process, which has trained together with others, without taking down the interpreter. That would wait for other processes,
+    which may be gone; and a thread of Gloo that lets go of a tensor only then aborts the process, after all is done (torch 2.11 and 2.13: the
+    destructor of a finished broadcast asks for the interpreter's lock)."""
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(status)
