@@ -61,7 +61,7 @@ lint: venv-dev  ## Style, formatting, which module may import which, and whether
 	$(BIN)/ruff format --check .
 	$(BIN)/lint-imports
 	$(BIN)/python scripts/import_circles.py
-	$(BIN)/python -m pytest --quiet --no-header tests/unit/test_readme.py tests/unit/test_style.py
+	$(BIN)/python -m pytest --quiet --no-header tests/unit/test_readme.py tests/unit/test_docs.py tests/unit/test_style.py
 
 typecheck: venv-dev  ## mypy
 	$(BIN)/mypy -p draftsmith -p tests.gpu
