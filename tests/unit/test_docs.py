@@ -102,7 +102,9 @@ def test_environment_variables_are_documented() -> None:
     read = r"(?:environ(?:\.get\(|\[|\.setdefault\()|envvar=)\"([A-Z][A-Z0-9_]+)\""
     names = {name for path in files for name in re.findall(read, path.read_text())}
     ours = {name for path in files for name in re.findall(r"\bDRAFTSMITH_[A-Z_]+\b", path.read_text())}
-    internal = {name for name in names if name.startswith(("PYTEST_", "VLLM_AS_ON_GPUS")) or name in ("PATH", "PYTHONPATH")}
+    internal = {
+        name for name in names if name.startswith(("PYTEST_", "VLLM_AS_ON_GPUS")) or name in ("PATH", "PYTHONPATH")
+    }
     undocumented = {name for name in (names | ours) - internal if f"`{name}`" not in page}
     assert not undocumented
 
