@@ -219,7 +219,8 @@ class HiddenStatesConnector(KVConnectorBase_V1, SupportsHMA):
     def bind_connector_metadata(self, connector_metadata: KVConnectorMetadata) -> None:
         super().bind_connector_metadata(connector_metadata)
         if self._pool is not None and isinstance(connector_metadata, _Metadata) and connector_metadata.dropped:
-            self._pool.release(connector_metadata.dropped)  # before this step gives the blocks to others
+            keeper = self._pool if self._copier is None else self._copier
+            keeper.release(connector_metadata.dropped)  # before this step gives the blocks to others
 
     def take(self, slots: torch.Tensor, states: torch.Tensor) -> None:
         """Keep a step's states. Our vLLM plugin calls it.

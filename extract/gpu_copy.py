@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import threading
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import Any
@@ -124,6 +124,15 @@ class GpuCopier:
         copied = self._cuda.Event(blocking=True)
         copied.record()
         self.last = self._thread.submit(self._put, self.last, copied, region, slots_here, states_here)
+
+    def release(self, block_ids: Sequence[int]) -> None:
+        """Forget the states of some blocks, once all steps so far are in the pool: they may be on their way to these blocks."""
+        self.last = self._thread.submit(self._release, self.last, block_ids)
+
+    def _release(self, before: Future[None] | None, block_ids: Sequence[int]) -> None:
+        if before is not None:
+            before.result()
+        self._pool.release(block_ids)
 
     def _put(
         self, before: Future[None] | None, copied: Any, region: Region, slots: torch.Tensor, states: torch.Tensor

@@ -5,7 +5,6 @@ those of `accelerate launch` on one machine do. torch's elastic launcher, which 
 seconds after a signal; this one waits for a process that is saving.
 """
 
-import functools
 import json
 import logging
 import os
@@ -13,6 +12,7 @@ import signal
 import sys
 import tempfile
 from collections.abc import Sequence
+from contextlib import suppress
 from multiprocessing.process import BaseProcess
 from pathlib import Path
 from typing import Any
@@ -56,12 +56,18 @@ def train_in_processes(recipe: Recipe, run_dir: Path) -> dict[str, Any]:
         shared = {"OMP_NUM_THREADS": max(1, torch.get_num_threads() // count)}
     # It warns of each process that it ends after an error.
     logging.getLogger("torch.multiprocessing.spawn").setLevel(logging.ERROR)
+    received: list[int] = []
+
+    def handle(number: int) -> None:
+        received.append(number)
+        _pass_on(context.processes, number)
+
     with tempfile.TemporaryDirectory() as folder:
         errors = Path(folder)
         with patch_environment(**shared), without_saving():
             context = start_processes(_process, (count, port, recipe, run_dir, errors), count, join=False, daemon=True)
         try:
-            with on_signal(functools.partial(_pass_on, context.processes)):
+            with on_signal(handle):
                 while not context.join():
                     pass
         except KeyboardInterrupt:
@@ -74,6 +80,8 @@ def train_in_processes(recipe: Recipe, run_dir: Path) -> dict[str, Any]:
         raise DraftsmithError(
             f"Training ended without a checkpoint at {run_dir / 'checkpoint'}. Run the same command again to continue."
         )
+    if signal.SIGTERM in received:  # after the last step, where training only finishes
+        raise Stopped("Stopped by SIGTERM; training is finished. Run the same command again to go on.")
     return done
 
 
@@ -104,7 +112,8 @@ def _pass_on(processes: Sequence[BaseProcess], number: int) -> None:
     """Send the signal to the processes that are running."""
     for process in processes:
         if process.is_alive() and process.pid is not None:
-            os.kill(process.pid, number)
+            with suppress(ProcessLookupError):  # it may have ended, and its status be just being read
+                os.kill(process.pid, number)
 
 
 def _end(processes: Sequence[BaseProcess]) -> None:

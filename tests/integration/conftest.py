@@ -120,7 +120,7 @@ def train_drafters(
                 [prompt],
                 ["Name three rivers."],
                 extract={"backend": "transformers", "max_tokens": 32, "temperature": temperature, "samples": 64},
-                train={"drafter": options, "epochs": 2, "tokens_per_step": 256, "ttt_steps": 2},
+                train={"drafter": options, "epochs": 2, "tokens_per_step": 256, "ttt_steps": 2, "precision": "float32"},
                 evaluate={"k": [1, 2, 3], "acceptance_k": 3},
             )
         )

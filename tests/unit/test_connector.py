@@ -120,6 +120,20 @@ def test_states_of_interleaved_requests(form: Any, gpu: bool, tmp_path: Path) ->
         assert not worker._copier._ring._taken
 
 
+def test_a_dropped_block_is_released_after_what_is_on_its_way_to_it(tmp_path: Path) -> None:
+    """Else states of the request that was dropped stay, and pass for the next one's."""
+    worker, arrived = states_connector(tmp_path, gpu=True), threading.Event()
+    late = mock.Mock(synchronize=lambda: arrived.wait(60))
+    with mock.patch.object(worker.cuda, "Event", return_value=late):
+        step(worker, [], [], ([2], range(4), some_states(4)))
+    worker.bind_connector_metadata(connector._Metadata([], [2]))
+    arrived.set()
+    worker._copier.last.result()
+    assert not worker._pool._known.any()
+    assert (worker._pool._places < 0).all()
+    assert sorted(worker._pool._free) == list(range(BLOCKS))
+
+
 @pytest.mark.parametrize("gpu", [False, True])
 def test_wrong_states_end_the_engine(gpu: bool, tmp_path: Path) -> None:
     """Not finite; and never handed over, where another request's would be in their place."""

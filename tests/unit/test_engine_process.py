@@ -6,6 +6,7 @@ import os
 import select
 import signal
 import subprocess
+import sys
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -121,6 +122,13 @@ def test_an_engine_that_is_interrupted_as_it_starts_ends(fifo: Path, monkeypatch
     with up[0] as reading:
         assert select.select([reading], [], [], 30)[0]
     assert not multiprocessing.active_children()
+
+
+def test_engines_can_be_started_where_importing_vllm_fails(tmp_path: Path) -> None:
+    """They import it themselves then, and say why they cannot; the process that they are forked from must be there."""
+    (tmp_path / "vllm.py").write_text("raise RuntimeError('operator torchvision::nms does not exist')")
+    command = [sys.executable, "-c", "import draftsmith.engine.preload"]
+    subprocess.run(command, env=os.environ | {"PYTHONPATH": str(tmp_path)}, check=True, timeout=300)
 
 
 def worker_ends_with(program: Callable[[], None], fifo: Path, number: int) -> None:

@@ -17,7 +17,7 @@ import torch
 from torch.multiprocessing import ProcessRaisedException
 
 from draftsmith.cli import main, stages
-from draftsmith.run.errors import UserError
+from draftsmith.run.errors import Stopped, UserError
 from draftsmith.train import launch
 from draftsmith.train.launch import process_count, train_in_processes
 from draftsmith.train.train import LOSSES
@@ -154,6 +154,44 @@ def test_a_childs_error_is_one_paragraph(folder: Path, processes: int) -> None:
     assert said.count("error:") == 1
     assert "Traceback" not in said
     assert not (folder / f"{name}.evaluated").exists()
+
+
+def finish_slowly(folder: Path, name: str) -> None:
+    """`command`, where training's process says when it has made the last step, and takes its time after it."""
+    launch._process = slow_to_finish
+    command(folder, name, EAGLE3)
+
+
+def slow_to_finish(*arguments: Any) -> None:
+    from draftsmith.train import train as trainer
+
+    finish_epoch = trainer.finish_epoch
+
+    def slow(run: Any, *rest: Any) -> Any:
+        if run.progress.step == len(run.schedule):
+            run.directory.with_name("last-step").touch()
+            time.sleep(3)
+        return finish_epoch(run, *rest)
+
+    trainer.finish_epoch = slow
+    launch_process(*arguments)
+
+
+launch_process = launch._process
+
+
+def test_sigterm_after_the_last_step_stops_before_the_next_stage(folder: Path) -> None:
+    directory = run_dir(folder, "late")
+    parent = SERVER.Process(target=finish_slowly, args=(folder, "late"))
+    parent.start()
+    wait_for((directory / "last-step").exists)
+    os.kill(parent.pid, signal.SIGTERM)
+    parent.join(120)
+    parent.kill()  # does nothing if it has ended
+    assert parent.exitcode == Stopped.exit_status
+    assert "training is finished. Run the same command again" in printed(folder, "late")
+    assert (directory / "checkpoint" / "stage.json").exists()
+    assert not (folder / "late.evaluated").exists()
 
 
 def fail_in_training(folder: Path, name: str) -> None:

@@ -579,7 +579,7 @@ def test_prefetching_keeps_the_order(items: int, ahead: int) -> None:
     for number, found in enumerate(prefetched(load, range(items), ahead=ahead)):
         assert found == number * number
         assert len(started) <= number + ahead + 1, "no further ahead than was asked"
-    assert started == list(range(items))
+    assert sorted(started) == list(range(items))  # two threads begin in any order
 
 
 def test_prefetching_hands_on_errors_and_stops(tmp_path: Path) -> None:
