@@ -7,9 +7,10 @@ import fcntl
 import json
 import os
 from collections.abc import Sequence
+from contextlib import suppress
 from pathlib import Path
 from types import TracebackType
-from typing import Any
+from typing import Any, BinaryIO
 
 from draftsmith.run.atomic_io import new_file, no_locks
 from draftsmith.run.errors import UserError
@@ -37,17 +38,7 @@ class AnswersFile:
             )
         self._path, self._keys = path, keys
         path.parent.mkdir(parents=True, exist_ok=True)
-        self._file = path.open("a+b")
-        try:
-            fcntl.flock(self._file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
-            self._file.close()
-            raise UserError(
-                f"Another process is writing {path}. Wait for it, or name another file with --out."
-            ) from None
-        except OSError as error:
-            self._file.close()
-            raise UserError(f"{no_locks(path.parent, error)} (`--out`).") from None
+        self._file = _open_alone(path)
         self._places: dict[str, tuple[int, int]] = {}  # by key: start and length of its line
         try:
             self._read()
@@ -109,6 +100,27 @@ class AnswersFile:
             self._places[key] = (start, len(line))
             start += len(line)
         self._file.truncate(start)
+
+
+def _open_alone(path: Path) -> BinaryIO:
+    """The file, open and locked. Raises UserError: another process has it locked, or its file system has no locks."""
+    while True:
+        file = path.open("a+b")
+        try:
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            file.close()
+            raise UserError(
+                f"Another process is writing {path}. Wait for it, or name another file with --out."
+            ) from None
+        except OSError as error:
+            file.close()
+            raise UserError(f"{no_locks(path.parent, error)} (`--out`).") from None
+        # Before it was locked, the process that had it may have put another in its place (`AnswersFile.order`), or somebody removed it.
+        with suppress(FileNotFoundError):
+            if os.path.samestat(os.fstat(file.fileno()), path.stat()):
+                return file
+        file.close()
 
 
 _OTHER_FILE = "Name another file with --out, or move this one away."

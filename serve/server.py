@@ -4,7 +4,6 @@ import json
 import shlex
 import signal
 import sys
-import threading
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -68,8 +67,12 @@ def serve(
     require_free(host, port)
     console.print(f"serve: {name}, {description(speculative)}", highlight=False, soft_wrap=True)
 
-    stop = threading.Event()
-    previous = {number: signal.signal(number, lambda *_: stop.set()) for number in (signal.SIGINT, signal.SIGTERM)}
+    # A list, whose append needs no lock: an Event's is held for a moment by the wait that the handler interrupts.
+    received: list[int] = []
+    previous = {
+        number: signal.signal(number, lambda number, _: received.append(number))
+        for number in (signal.SIGINT, signal.SIGTERM)
+    }
     server = VllmServer(
         command,
         engine=recipe.engine,
@@ -79,10 +82,10 @@ def serve(
         variables=float32_environment(recipe.target.dtype),
     )
     try:
-        if server.wait_ready(stop):
+        if server.wait_ready(lambda: received):
             example = curl_command(url, name, with_key=api_key is not None)
             console.print(f"serve: ready. Try\n\n{example}\n", highlight=False, soft_wrap=True)
-            server.wait_stopped(stop)
+            server.wait_stopped(lambda: received)
         return 0
     finally:
         server.end()

@@ -10,6 +10,7 @@ import ssl
 import subprocess
 import sys
 import threading
+import time
 import urllib.request
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
@@ -87,13 +88,13 @@ class VllmServer:
         self._echo = threading.Thread(target=self._read, args=(show,), daemon=True)
         self._echo.start()
 
-    def wait_ready(self, stop: threading.Event) -> bool:
-        """Block until it answers; False if `stop` is set before. Raises DraftsmithError: it ended by itself."""
-        return self._wait(stop, lambda: _healthy(self.url))
+    def wait_ready(self, stopped: Callable[[], object] = lambda: False) -> bool:
+        """Block until it answers; False if `stopped` is true before. Raises DraftsmithError: it ended by itself."""
+        return self._wait(stopped, lambda: _healthy(self.url))
 
-    def wait_stopped(self, stop: threading.Event) -> None:
-        """Block until `stop` is set. Raises DraftsmithError: it ended by itself."""
-        self._wait(stop, lambda: False)
+    def wait_stopped(self, stopped: Callable[[], object]) -> None:
+        """Block until `stopped` is true. Raises DraftsmithError: it ended by itself."""
+        self._wait(stopped, lambda: False)
 
     def end(self) -> None:
         """Stop the server, then kill whatever it started that is left."""
@@ -108,8 +109,8 @@ class VllmServer:
         self._process.wait()
         self._echo.join(_SECONDS_TO_STOP)  # for its last output
 
-    def _wait(self, stop: threading.Event, done: Callable[[], bool]) -> bool:
-        while not stop.is_set():
+    def _wait(self, stopped: Callable[[], object], done: Callable[[], bool]) -> bool:
+        while not stopped():
             if self._process.poll() is not None:
                 self._echo.join(_SECONDS_TO_STOP)
                 raise DraftsmithError(
@@ -117,7 +118,7 @@ class VllmServer:
                 )
             if done():
                 return True
-            stop.wait(_POLL_SECONDS)
+            time.sleep(_POLL_SECONDS)
         return False
 
     def _read(self, show: Callable[[str], object]) -> None:

@@ -12,7 +12,6 @@ import secrets
 import socket
 import subprocess
 import sys
-import threading
 from collections.abc import Iterable, Sequence
 from contextlib import ExitStack
 from pathlib import Path
@@ -130,9 +129,9 @@ def _start(
             )
             ends.callback(servers[name].end)
             if not is_cpu():  # on a GPU each measures the free memory as it starts
-                servers[name].wait_ready(threading.Event())
+                servers[name].wait_ready()
         for number, server in enumerate(servers.values(), start=1):
-            server.wait_ready(threading.Event())
+            server.wait_ready()
             bar.update(number)
     return servers
 

@@ -1,6 +1,7 @@
 """`draftsmith generate` without vLLM's engine: rows, keys, continuing, what is refused; and that vLLM takes its parameters."""
 
 import dataclasses
+import fcntl
 import json
 import multiprocessing
 import os
@@ -263,6 +264,25 @@ def test_one_process_writes(tmp_path: Path) -> None:
     with AnswersFile(tmp_path / "a.jsonl", ["k"]), pytest.raises(UserError, match="Another process is writing"):
         AnswersFile(tmp_path / "a.jsonl", ["k"])
     AnswersFile(tmp_path / "a.jsonl", ["k"]).close()
+
+
+def test_a_file_that_was_replaced_before_it_was_locked(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """One process puts its answers into order and ends while another has the file open and not yet locked."""
+    path, keys, flock = tmp_path / "a.jsonl", ["k", "l"], fcntl.flock
+    first = AnswersFile(path, keys)
+    for key in reversed(keys):
+        first.append({"key": key})
+
+    def end_the_other(file: Any, how: int) -> None:
+        monkeypatch.setattr(fcntl, "flock", flock)
+        first.order()
+        first.close()
+        flock(file, how)
+
+    monkeypatch.setattr(fcntl, "flock", end_the_other)
+    with AnswersFile(path, [*keys, "m"]) as second:
+        second.append({"key": "m"})
+    assert [json.loads(line)["key"] for line in path.read_text().splitlines()] == ["k", "l", "m"]
 
 
 # ---- parameters ----

@@ -47,7 +47,7 @@ def asked(monkeypatch: pytest.MonkeyPatch) -> list[tuple[str, str]]:
             self.url = "speculative" if "--speculative-config" in command else "baseline"
             starts.append(f"start {self.url}")
 
-        def wait_ready(self, stop: object) -> bool:
+        def wait_ready(self) -> bool:
             starts.append(f"wait for {self.url}")
             return True
 
