@@ -549,9 +549,11 @@ def _logit_inputs(dtype: torch.dtype, device: str) -> torch.dtype:
 @functools.cache
 def _keeps_sums(dtype: torch.dtype, device: str) -> bool:
     """Whether products in `dtype` on a type of device can return their sums in float32: on NVIDIA's GPUs, and not on CPUs."""
-    one = torch.ones(16, 16, dtype=dtype, device=device)
+    x = torch.ones(16, 4096, dtype=dtype, device=device)
+    y = x.T.clone()
+    y[0] = 2  # sums of 4097, which neither bfloat16 nor float16 has
     try:
-        return bool((torch.mm(one, one, out_dtype=torch.float32) == 16).all())
+        return bool((torch.mm(x, y, out_dtype=torch.float32) == 4097).all())
     except (RuntimeError, NotImplementedError, TypeError):
         return False
 

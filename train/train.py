@@ -82,7 +82,7 @@ def _stage(run_dir: Path) -> stage.StageRun:
 
 
 def _inputs(recipe: Recipe, run_dir: Path) -> str:
-    """Digest of all that the checkpoint depends on."""
+    """Digest of all that the checkpoint depends on; a finished one's own where only that one of the two recipes names the precision."""
     stored = []
     for store_dir in store_dirs(recipe, run_dir):
         record = stage.read(store_dir)
@@ -91,7 +91,14 @@ def _inputs(recipe: Recipe, run_dir: Path) -> str:
                 f"There is no finished store at {store_dir}. Run `draftsmith extract` with its recipe first."
             )
         stored.append(record["inputs"])
-    return digest([stored, recipe.seed, recipe.train.inputs()])
+    options = recipe.train.inputs()
+    finished = stage.read(_stage(run_dir).directory)
+    if finished is not None and finished.get("stage") == "train":
+        used = finished["recipe"]["train"].get("precision")
+        for named in (None, used) if options["precision"] in (None, used) else ():
+            if finished["inputs"] == (same := digest([stored, recipe.seed, options | {"precision": named}])):
+                return same
+    return digest([stored, recipe.seed, options])
 
 
 @without_saving()

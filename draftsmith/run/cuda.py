@@ -63,7 +63,7 @@ def native_bfloat16(device: str | None = None) -> bool:
     if device != "cpu" and torch.cuda.is_available():
         return torch.cuda.is_bf16_supported(including_emulation=False)
     capabilities = torch.cpu.get_capabilities() if hasattr(torch.cpu, "get_capabilities") else {}
-    return any(capabilities.get(name) for name in ("avx512_bf16", "amx_bf16", "avx_ne_convert", "bf16"))
+    return any(capabilities.get(name) for name in ("avx512_bf16", "amx_bf16", "bf16"))  # AVX-NE-CONVERT only converts
 
 
 def instead_of_emulated_bfloat16() -> str | None:

@@ -306,7 +306,11 @@ def test_cores(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_bfloat16(monkeypatch: pytest.MonkeyPatch) -> None:
     without_gpus(monkeypatch)
-    for capabilities, native in (({"avx512_bf16": True}, True), ({"avx2": True}, False), ({"bf16": True}, True)):
+    for capabilities, native in (
+        ({"avx512_bf16": True}, True),
+        ({"avx2": True, "avx_ne_convert": True}, False),
+        ({"bf16": True}, True),
+    ):
         monkeypatch.setattr(torch.cpu, "get_capabilities", lambda found=capabilities: found, raising=False)
         assert checks.bfloat16().figures == {"native": native}
     with_gpus(monkeypatch)

@@ -474,7 +474,21 @@ def test_a_head_is_cast_once_where_products_return_float32s_sums(monkeypatch: py
     assert casts.shapes.count((200, 24)) == 1
 
 
-def test_a_cpu_rounds_products_in_bfloat16() -> None:
+def test_a_cpu_rounds_products_in_bfloat16(monkeypatch: pytest.MonkeyPatch) -> None:
     assert not loss_module._keeps_sums(torch.bfloat16, "cpu")
     assert loss_module._logit_inputs(torch.bfloat16, "cpu") == torch.float32
     assert loss_module._logit_inputs(torch.float64, "cpu") == torch.float64
+    # Devices that return float32: of rounded sums, or of sums.
+    mm = torch.mm
+    for dtype, sums in ((torch.bfloat16, False), (torch.float16, False), (torch.bfloat16, True)):
+        loss_module._keeps_sums.cache_clear()
+        between = torch.float32 if sums else dtype
+
+        def product(
+            x: torch.Tensor, y: torch.Tensor, *, out_dtype: torch.dtype, between: torch.dtype = between
+        ) -> torch.Tensor:
+            return mm(x.to(between), y.to(between)).to(out_dtype)
+
+        monkeypatch.setattr(torch, "mm", product)
+        assert loss_module._keeps_sums(dtype, "cpu") == sums
+    loss_module._keeps_sums.cache_clear()

@@ -158,7 +158,12 @@ def test_hardware_decides_the_precision_that_a_recipe_leaves_open(
     assert record["recipe"]["train"]["precision"] == precision, (
         "the precision that was used, not that the recipe left it open"
     )
-    assert trainer.finished_training(make_recipe(folder, **left_open), directory) == record["figures"]
+    for named in (None, precision):  # the asked one's recipe named it
+        for done in (directory, asked):
+            assert trainer.finished_training(make_recipe(folder, **left_open | {"precision": named}), done)
+    other = "float32" if native else "bfloat16"
+    for done in (directory, asked):
+        assert trainer.finished_training(make_recipe(folder, **left_open | {"precision": other}), done) is None
 
 
 @pytest.mark.parametrize(("others", "precision"), [(True, "bfloat16"), (False, "float32")])
