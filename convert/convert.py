@@ -237,7 +237,7 @@ def convert_checkpoint(
                 )
             algorithm = FORMATS[to].sglang_algorithm
             trees = trees_of(source) if algorithm and vocabulary is None else None
-            card = render(checkpoint, quantized=quantize, trees=trees, sglang_algorithm=algorithm)
+            card = render(checkpoint, form=to, quantized=quantize, trees=trees, sglang_algorithm=algorithm)
             write_bytes(temporary / "README.md", card.encode())
         verified: dict[str, Any] | None = None
         if verify:

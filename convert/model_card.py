@@ -33,6 +33,7 @@ def render(
     drafter: Checkpoint,
     target: TargetConfig | None = None,
     *,
+    form: str = "vllm",
     quantized: str | None = None,
     repo: str | None = None,
     revision: str | None = None,
@@ -49,6 +50,7 @@ def render(
 
     Args:
         target: the recipe's section, if there is a recipe.
+        form: the format of its files, one of `FORMATS`.
         quantized: the scheme of its weights, one of `quantize.SCHEMES`; None for floating point.
         repo: where the card is published; None for a card beside a drafter.
         revision: the branch, if not `main`.
@@ -80,7 +82,7 @@ def render(
         f"# Drafter ({drafter.kind}) for {name}",
         f"This model drafts tokens for {name} in vLLM's speculative decoding. The target verifies every draft token and still "
         f"determines the output, but yields several tokens per step.{_headline(results)} It works with this target only. Made with Draftsmith.",
-        _serving(drafter, target, repo, revision, base_model, evaluate),
+        _serving(drafter, target, repo, revision, base_model, evaluate, form),
         _measured(evaluate, evaluation) if evaluate else _predicted(drafter),
         _trees(trees, sglang_algorithm, drafter=repo or "THIS_DIRECTORY", target=base_model or "TARGET")
         if trees and sglang_algorithm
@@ -142,6 +144,7 @@ def _serving(
     revision: str | None,
     base_model: str | None,
     evaluate: Mapping[str, Any] | None,
+    form: str,
 ) -> str:
     results = evaluate["figures"] if evaluate else None
     engine = evaluate["recipe"]["engine"] if evaluate else {}
@@ -181,7 +184,15 @@ def _serving(
             f"If the target's config describes several models, as of targets that see images, add `--hf-overrides '{size}'`: vLLM 0.32 looks for "
             "the vocabulary's size at the top of the config."
         )
-    if other := KINDS[drafter.kind].serving.method_on_cpus:
+    elsewhere = "`draftsmith convert THIS_DIRECTORY --to vllm --out OUT` makes the form that it loads."
+    if drafter.kind == "p_eagle" and form != "vllm" and drafter.config.get("fc_norm"):
+        notes.append(
+            f"vLLM 0.32 passes over `fc_norm` in P-EAGLE's config of this form, and does not load it: {elsewhere}"
+        )
+    other = KINDS[drafter.kind].serving.method_on_cpus
+    if other and form != "vllm":
+        notes.append(f"On a CPU, vLLM 0.32 does not serve it in this form: {elsewhere}")
+    elif other:
         notes.append(
             f'On a CPU, vLLM 0.32 serves it with `draftsmith` installed, whose plugin serves it as `"method": "{other}"`.'
         )

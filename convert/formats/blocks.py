@@ -54,8 +54,11 @@ def needs_no_draft_from_anchor(path: str) -> Callable[[Source], str | None]:
     return reason
 
 
-def needs_vanilla_markov_head(source: Source) -> str | None:
-    """Refuses the Markov heads that vLLM does not know either."""
+def needs_markov_head(source: Source) -> str | None:
+    """Refuses the Markov heads that vLLM does not know either, and none, as DeepSpec's DFlash is written."""
+    rank = look_up(source.record, "markov_rank")
+    if rank == 0 and type(rank) is int:
+        return "it has no Markov head (`markov_rank: 0`): DFlash whose blocks draft from the last known token's row, which is not implemented"
     found = look_up(source.record, "markov_head_type")
     if found in (None, "vanilla"):
         return None

@@ -57,7 +57,7 @@ FORMAT = Format(
                 "sliding_window": (None,),
             },
             whole_vocabulary=True,
-            refused=(blocks.needs_full_attention, blocks.needs_vanilla_markov_head),
+            refused=(blocks.needs_full_attention, blocks.needs_markov_head),
             needs_embedding=True,
         )
     },

@@ -52,6 +52,7 @@ def _derived(
 _IRRELEVANT = frozenset({
     "auto_map", "dtype", "embed_requires_grad", "has_no_defaults_at_init", "speculators_version", "tie_word_embeddings",
     "torch_dtype", "transformers_version",
+    "down_sample_ratio", "down_sample_ratio_min", "max_anchors",  # how it was trained, in files of before 0.7
 })  # fmt: skip
 
 _EAGLE3 = replace(
@@ -70,14 +71,22 @@ _EAGLE3 = replace(
 )
 
 
+def _proposed(record: Mapping[str, Any]) -> Any:
+    """The tokens of the first proposal method; None if it does not say."""
+    methods = look_up(record, _METHODS)
+    first = methods[0] if isinstance(methods, list) and methods else None
+    return first.get("speculative_tokens") if isinstance(first, Mapping) else None
+
+
 @dataclass(frozen=True)
 class _Proposed(Entry):
-    """The tokens of the first proposal method."""
+    """The tokens of the first proposal method, or the key of files of before 0.7."""
 
     def read(self, source: Source, config: dict[str, Any]) -> Any:
-        methods = look_up(source.record, self.path)
-        first = methods[0] if isinstance(methods, list) and methods else None
-        tokens = first.get("speculative_tokens") if isinstance(first, Mapping) else None
+        older = next((value for path in self.other_keys if (value := look_up(source.record, path)) is not None), None)
+        if older is not None:
+            return self._checked(older, self.field)
+        tokens = _proposed(source.record)
         if type(tokens) is not int or not 0 < tokens < 1 << 31:
             raise UserError(
                 f"The config does not say how many tokens the drafter proposes (`{self.path}[0].speculative_tokens`)."
@@ -95,7 +104,7 @@ _P_EAGLE = replace(
             replace(each, default=False) if isinstance(each, Entry) and each.field == "norm_before_residual" else each
             for each in _EAGLE3.fields
         ),
-        _Proposed("num_depths", int, _METHODS),
+        _Proposed("num_depths", int, _METHODS, other_keys=("num_depths",)),
         Entry("mask_token_id", int, least=0),
     ),
     fixed={**_EAGLE3.fixed, "speculators_model_type": "peagle"},
@@ -115,6 +124,12 @@ class _Causal(Entry):
 
     def write(self, record: dict[str, Any], value: bool) -> None:
         put(record, self.path, not value)
+
+
+def _all_rows_draft(source: Source, config: dict[str, Any]) -> bool:
+    """Whether the anchor's row of a DSpark drafts too where the config does not say. Before July 2026 speculators' did not, and had no key for
+    it; vLLM takes such files so too (`update_dspark`). The key's later default is that it does, and the proposal's tokens tell the two apart."""
+    return bool(_proposed(source.record) == config["block_size"])
 
 
 def _cannot_express(config: Any) -> str | None:
@@ -185,12 +200,12 @@ _DSPARK = _blocks_layout(
     "DSparkSpeculator",
     more=(
         Entry("markov_rank", int),
-        Entry("sample_from_anchor", bool, default=True),
+        Entry("sample_from_anchor", bool, default=_all_rows_draft),
         Entry("enable_confidence_head", bool, default=True),
         Entry("confidence_head_with_markov", bool, default=True),
     ),
     fixed={"markov_head_type": "vanilla"},
-    refused=(blocks.needs_vanilla_markov_head,),
+    refused=(blocks.needs_markov_head,),
 )
 
 FORMAT = Format(

@@ -48,7 +48,8 @@ FORMAT = Format(
                 *layer_fields(old_rope=True),
                 Entry("layer_ids", tuple, "dflash_config.target_layer_ids", default=_usual_ids, shift=-1),
                 Entry("draft_vocab_size", int, default=lambda _, config: config["vocab_size"]),
-                Entry("block_size", int),
+                # Files of Qwen3.5 and later have it in the section.
+                Entry("block_size", int, other_keys=("dflash_config.block_size",)),
                 Entry("mask_token_id", int, "dflash_config.mask_token_id", least=0),
                 Entry("causal", bool, "dflash_config.causal", default=False),
             ),

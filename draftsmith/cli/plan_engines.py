@@ -248,6 +248,7 @@ def plan_evaluate(
             tokens=max(recipe.engine.max_model_len, sequences * length),
             engine=recipe.engine,
             sequences=sequences,
+            drafter_split=1 if recipe.train.drafter.serving.whole_on_each_gpu else recipe.engine.tensor_parallel_size,
         )
     engines, gpus = 2, devices
     if hardware and hardware.memory_gib:

@@ -134,6 +134,10 @@ class ModelMethod(Method):
         return {name: value for name, value in fields.items() if name not in own or value is not None}
 
 
+_ALWAYS_PADDED = {"draft_model", "p_eagle", "dflash", "dspark"}
+"""vLLM's proposer refuses unpadded batches for them after the target has loaded (vllm/v1/spec_decode/llm_base_proposer.py)."""
+
+
 class ParallelMethod(ModelMethod):
     """The same, of models that can also draft all tokens at once."""
 
@@ -142,9 +146,9 @@ class ParallelMethod(ModelMethod):
 
     @model_validator(mode="after")
     def _padded_where_vllm_needs_it(self) -> ParallelMethod:
-        if self.disable_padded_drafter_batch and (self.parallel_drafting or self.method == "draft_model"):
+        if self.disable_padded_drafter_batch and (self.parallel_drafting or self.method in _ALWAYS_PADDED):
             raise ValueError(
-                "`disable_padded_drafter_batch` does not go with `parallel_drafting` or `method: draft_model`: vLLM pads their batches always"
+                f"`disable_padded_drafter_batch` does not go with `parallel_drafting` or `method: {self.method}`: vLLM pads their batches always"
             )
         return self
 

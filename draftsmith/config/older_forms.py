@@ -22,6 +22,9 @@ _SECTIONS = ((), ("serve",), ("serve", "vllm_args"), ("engine",), ("engine", "op
 _NAMED = (
     ("mlp_speculator", r"accelerator|mlp.?speculator"),
     ("medusa", r"medusa"),
+    ("dspark", r"dspark"),
+    ("dflash", r"dflash"),
+    ("p_eagle", r"(?<![a-z])p[-_]?eagle"),
     ("eagle3", r"eagle-?3"),
     ("eagle", r"eagle"),
 )

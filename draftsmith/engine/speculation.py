@@ -111,6 +111,10 @@ def method_config(
                 f"speculation: {directory} does not say how many draft tokens it was trained for "
                 f"(`{serving_spec(directory).k_field}`); it drafts {found['num_speculative_tokens']}"
             )
+        by_plugin = found["method"] == serving_spec(directory).method_on_cpus
+        if by_plugin and config.get("draft_sample_method", "greedy") != "greedy":
+            why = "on CPUs the plugin drafts the likeliest tokens with this kind"
+            _override(config, "draft_sample_method", "greedy", why)
         if "parallel_drafting" in found:
             _override(config, "parallel_drafting", True, "the drafter was trained to draft so")
         config |= found
@@ -194,7 +198,10 @@ def longest_draft(drafter_dir: Path) -> int | None:
     """The most tokens that the drafter was trained to draft; None for any number."""
     spec = serving_spec(drafter_dir)
     config = _config(drafter_dir)
-    said = None if spec.k_field is None else config.get(spec.k_field)
+    if spec.k_field is None:
+        return None
+    # Some of z-lab's files have it in the section of their other keys.
+    said = config.get(spec.k_field) or (config.get("dflash_config") or {}).get(spec.k_field)
     if said is None:
         return None
     # vLLM takes an absent `sample_from_anchor` for true.

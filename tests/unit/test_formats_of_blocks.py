@@ -21,7 +21,7 @@ from draftsmith.convert.convert import convert_checkpoint, leaves_tensors_out, r
 from draftsmith.convert.formats import FORMATS
 from draftsmith.drafters.checkpoint import EMBEDDING, Checkpoint
 from draftsmith.engine import environment
-from draftsmith.engine.speculation import check_target, method_config, speculative_config
+from draftsmith.engine.speculation import check_target, longest_draft, method_config, speculative_config
 from draftsmith.run.errors import DraftsmithError, UserError
 from draftsmith.run.weights import Weight
 from draftsmith.target.info import TargetInfo, describe_target
@@ -437,7 +437,7 @@ def _of_dspark(**fields: Any) -> dict[str, Any]:
     ("record", "why"),
     [
         (_of_dspark(markov_head_type="gated"), "markov_head_type: gated"),
-        (_of_dspark(markov_rank=0), r"`markov_rank` is '0'"),
+        (_of_dspark(markov_rank=0), "no Markov head .*draft from the last known token's row"),
         (SPECULATORS | {"sample_from_anchor": True}, "row of the last known token"),
         (
             SPECULATORS | {"transformer_layer_config": LAYERS_OF_QWEN3 | {"layer_types": ["sliding_attention"] * 2}},
@@ -478,8 +478,8 @@ def test_what_is_not_implemented(
 
 def test_a_confidence_head_is_not_dropped(target: TargetInfo, tensors: TargetTensors, tmp_path: Path) -> None:
     made = sharing("dspark", tensors)
-    keys = ("sample_from_anchor", "enable_confidence_head", "confidence_head_with_markov")
-    for number, record in enumerate([_of_dspark(), _of_dspark(**dict.fromkeys(keys))]):  # by default all are true
+    keys = ("enable_confidence_head", "confidence_head_with_markov")
+    for number, record in enumerate([_of_dspark(), _of_dspark(**dict.fromkeys(keys))]):  # by default both are true
         folder = own_files(tmp_path / str(number), record, made, "lm_head.weight")
         checkpoint = read(folder, recognize(folder), target)
         assert checkpoint.config == made.config
@@ -489,6 +489,73 @@ def test_a_confidence_head_is_not_dropped(target: TargetInfo, tensors: TargetTen
     (folder / "config.json").write_text(json.dumps(_of_dspark(enable_confidence_head=False)))
     with pytest.raises(UserError, match="confidence_head"):
         read(folder, recognize(folder), target)
+
+
+def _proposing(record: dict[str, Any], tokens: int) -> dict[str, Any]:
+    section = SPECULATORS["speculators_config"] | {
+        "proposal_methods": [{"proposal_type": "greedy", "speculative_tokens": tokens}]
+    }
+    return record | {"speculators_config": section}
+
+
+@pytest.mark.parametrize(("proposed", "all_rows"), [(5, True), (4, False), (3, False)])
+def test_a_dspark_of_speculators_from_before_the_key(
+    proposed: int, all_rows: bool, target: TargetInfo, tensors: TargetTensors, tmp_path: Path
+) -> None:
+    """Its anchor's row drafted nothing, as vLLM takes it. The key's default in speculators became true later."""
+    made = sharing("dspark", tensors)
+    record = _proposing(_of_dspark(sample_from_anchor=None, max_anchors=512), proposed)
+    folder = own_files(tmp_path / "theirs", record, made, "lm_head.weight")
+    assert read(folder, recognize(folder), target).config["sample_from_anchor"] is all_rows
+    convert_checkpoint(folder, tmp_path / "vllm", to="vllm", target=target)
+    assert longest_draft(tmp_path / "vllm") == (5 if all_rows else 4)
+
+
+def test_what_speculators_wrote_before_0_7(target: TargetInfo, tensors: TargetTensors, tmp_path: Path) -> None:
+    """How a drafter was trained was in its config: of DFlash `max_anchors`, of P-EAGLE three keys, one of which decides K."""
+    made = sharing("dflash", tensors)
+    folder = own_files(
+        tmp_path / "dflash", SPECULATORS | {"max_anchors": 256}, made, "lm_head.weight", "mask_embedding"
+    )
+    assert read(folder, recognize(folder), target).config == made.config
+    (folder := tmp_path / "p_eagle").mkdir()
+    FORMATS["speculators"].write(made := make_checkpoint("p_eagle", CONFIGS["p_eagle"]), folder)
+    record = json.loads((folder / "config.json").read_text())
+    older = {"num_depths": 4, "down_sample_ratio": 0.7, "down_sample_ratio_min": 0.2}
+    (folder / "config.json").write_text(json.dumps(_proposing(record, 2) | older))
+    assert read(folder, recognize(folder)).config == made.config
+    (folder / "config.json").write_text(json.dumps(record | older | {"num_depths": "4"}))
+    with pytest.raises(UserError, match="`num_depths` is '4'"):
+        read(folder, recognize(folder))
+
+
+def test_a_block_s_size_in_the_section(target: TargetInfo, tensors: TargetTensors, tmp_path: Path) -> None:
+    """z-lab's files for Qwen3.5 and later."""
+    made = sharing("dflash", tensors)
+    record = ZLAB | {"dflash_config": ZLAB["dflash_config"] | {"block_size": 5}}
+    del record["block_size"]
+    folder = own_files(tmp_path / "theirs", record, made, "lm_head.weight", "mask_embedding")
+    assert read(folder, recognize(folder), target).config == made.config
+    assert longest_draft(folder) == 4
+    with pytest.raises(UserError, match="at most 4 tokens, and 5 were requested"):
+        speculative_config(folder, 5)
+
+
+def test_the_card_says_where_vllm_serves_a_form(target: TargetInfo, tensors: TargetTensors, tmp_path: Path) -> None:
+    for kind, form, said in (
+        ("dspark", "vllm", 'whose plugin serves it as `"method": "dflash"`'),
+        ("dspark", "speculators", "On a CPU, vLLM 0.32 does not serve it in this form"),
+        ("dspark", "deepspec", "On a CPU, vLLM 0.32 does not serve it in this form"),
+        ("p_eagle", "speculators", "passes over `fc_norm`"),
+        ("p_eagle", "vllm", ""),
+    ):
+        source = tmp_path / f"{kind}-{form}"
+        source.mkdir()
+        FORMATS["vllm"].write(make_checkpoint(kind, CONFIGS[kind]), source)
+        convert_checkpoint(source, tmp_path / f"{kind}-to-{form}", to=form, target=target)
+        card = (tmp_path / f"{kind}-to-{form}" / "README.md").read_text()
+        assert said in card
+        assert ("--to vllm" in card) is (form != "vllm")
 
 
 Damage = Callable[[dict[str, Any], random.Random], None]
@@ -577,6 +644,19 @@ def test_what_vllm_serves_as_it_is(
     (deepspec / "config.json").write_text(json.dumps(record))
     with pytest.raises(UserError, match=f"reads the target's layers .*{LAYERS + 1}"):
         check_target(deepspec, target)
+
+
+@pytest.mark.parametrize("cpu", [True, False])
+def test_draft_tokens_that_the_plugin_does_not_draw(
+    cpu: bool, target: TargetInfo, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(environment, "is_cpu", lambda: cpu)
+    FORMATS["vllm"].write(make_checkpoint("dspark", CONFIGS["dspark"]), tmp_path)
+    asked = TrainedDrafter(method="dspark", options={"draft_sample_method": "probabilistic"})
+    config = method_config(asked, target, own_drafter=tmp_path)
+    assert config is not None
+    assert config["draft_sample_method"] == ("greedy" if cpu else "probabilistic")
+    assert ("draft_sample_method probabilistic -> greedy" in capsys.readouterr().err) is cpu
 
 
 @pytest.mark.parametrize("window", [None, 2048])

@@ -619,6 +619,14 @@ def test_a_plan_counts_what_each_gpu_of_a_split_target_holds() -> None:
     assert of_a_sequence(half) == pytest.approx(2 * of_a_sequence(whole), rel=1e-6)
 
 
+def test_a_plan_splits_the_drafter_as_vllm_does() -> None:
+    whole, half = (
+        planned("llama-3.3-70b-eagle3", f"engine.tensor_parallel_size={size}")["evaluate"]["memory_bytes"]
+        for size in (4, 8)
+    )
+    assert half["drafter"] == pytest.approx(whole["drafter"] / 2)
+
+
 def test_engines_after_a_stage_s_first_start_sooner_on_cpus() -> None:
     """The demo's evaluation starts engines twice: for the drafter, and for a second baseline."""
     assert planned("demo")["evaluate"]["seconds"]["starting engines"] == 25 + 3

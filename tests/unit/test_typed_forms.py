@@ -138,6 +138,7 @@ def test_what_vllm_cannot_combine_is_refused() -> None:
     for wrong in (
         {"method": "eagle3", "parallel_drafting": True, "disable_padded_drafter_batch": True},
         {"method": "draft_model", "model": "a/b", "disable_padded_drafter_batch": True},
+        {"method": "dflash", "disable_padded_drafter_batch": True},
         {"method": "eagle3", "options": {"draft_tensor_parallel_size": 1}},
         {"method": "mtp", "parallel_drafting": True},
         {"method": "llama_mtp"},
@@ -242,6 +243,10 @@ def test_names_of_published_drafters() -> None:
     assert method_by_name("yuhuili/EAGLE-LLaMA3-Instruct-8B") == "eagle"
     assert method_by_name("ibm-granite/granite-8b-code-instruct-accelerator") == "mlp_speculator"
     assert method_by_name("FasterDecoding/medusa-vicuna-7b-v1.3") == "medusa"
+    assert method_by_name("z-lab/Qwen3-8B-DFlash-b16") == "dflash"
+    assert method_by_name("deepseek-ai/dspark_qwen3_8b_block7") == "dspark"
+    assert method_by_name("amd/GPT-OSS-P-EAGLE") == "p_eagle"
+    assert method_by_name("someone/sharp-eagle") == "eagle"
     assert method_by_name("Qwen/Qwen3-0.6B") is None
     assert todays_method({"spec_method": "ngram", "spec_tokens": 3}) == {"method": "ngram", "num_speculative_tokens": 3}
 
