@@ -89,6 +89,27 @@ def test_second_and_third_token_follow_from_the_last_position(tensors: Any, shap
     assert third > 0.7 * first  # one a group: 64 values stand for two maps of rank 61
 
 
+@pytest.mark.parametrize("seed", range(4))
+@pytest.mark.parametrize("shape", [(6, 2), (3, 3)], ids=["three a group", "one a group"])
+def test_on_any_processor(tensors: Any, shape: tuple[int, int], seed: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of directions that matter equally little, libraries of linear algebra return any basis; the slots' direction was one of it."""
+    eigh, generator = torch.linalg.eigh, torch.Generator().manual_seed(seed)
+
+    def of_another(matrix: torch.Tensor) -> Any:
+        values, vectors = eigh(matrix)
+        equal = int((values < 1e-5 * values[-1]).sum())
+        rotation = torch.linalg.qr(torch.randn(equal, equal, generator=generator)).Q
+        vectors[:, :equal] = vectors[:, :equal] @ rotation
+        return torch.return_types.linalg_eigh((values, vectors))
+
+    with monkeypatch.context() as patch:
+        patch.setattr(parallel.torch.linalg, "eigh", of_another)
+        drafter = make_drafter(tensors.embedding, heads=shape[0], kv_heads=shape[1])
+        drafter.init_from_target(tensors, texts(tensors, 60, seed=2))
+    first, second, third, _ = right_by_slot(drafter, texts(tensors, 10, seed=3))
+    assert min(second, third) > 0.9 * first
+
+
 @torch.no_grad()
 def test_the_first_token_stays_as_it_is(tensors: Any) -> None:
     """Three heads cancel at real positions."""

@@ -11,7 +11,7 @@ projections add up to zero, so that the first draft token stays EAGLE-3's. A slo
 real position, b to the slots, whose values are zero, and c to the last real position if that is one step away, and otherwise
 to the slots. With outputs A for a, D for c and -(A + D) for b, the first slot gets (A + D) y_p and the others A y_p.
 
-Slots are told from real positions by the state that they all read: it is put into a direction that hardly matters to the head.
+Slots are told from real positions by the state that they all read: it is put into a direction that matters little to the head.
 Which position is the last real one, RoPE says: with constant queries and keys a score is a function of the distance alone, a sum
 of the cosines and sines of its product with each rotary pair's frequency, fitted to fall by several logits per step.
 
@@ -42,8 +42,8 @@ if TYPE_CHECKING:
 
 ROWS_TO_FIT = 32_768
 """Rows to fit the second layer on."""
-_MASK_SIZE = 0.5
-"""RMS of the fused state that slots read; a state that the head reads is about one."""
+_MASK_SIZE = 0.25
+"""RMS of the fused state that slots read; a state that the head reads is about one. With less, more of the third draft tokens are right."""
 _SLOW = 0.003
 """Radians per position: a rotary pair that turns less tells slots from real positions at any distance."""
 _STEP, _TO_SLOTS, _NO_SCORE = 4.0, 8.0, 2.0
@@ -94,7 +94,7 @@ def draft_from_last_position(drafter: PEagleDrafter, batches: Iterable[Batch], *
     sums = _sums(drafter, batches, centered)
     if sums is None:
         return False
-    direction = _unimportant(drafter)
+    direction = _direction_of_slots(drafter)
     _read_the_same(drafter, direction * (_MASK_SIZE * hidden**0.5))
     at_slots = _output_at_slots(drafter, batches)
     slot = unit_rms(at_slots)
@@ -105,7 +105,7 @@ def draft_from_last_position(drafter: PEagleDrafter, batches: Iterable[Batch], *
     masked = masked / slot.dot(masked)
     real = real - masked * slot.dot(real)
 
-    rest = at_slots - direction * direction.dot(at_slots)  # what the direction holds stays: the head hardly sees it
+    rest = at_slots - direction * direction.dot(at_slots)  # what the direction holds stays: the head sees little of it
     wanted = sums.cross - torch.outer(sums.total, rest.repeat(2))
     full = solve(lower, wanted)  # [H, 2 H]
     rank = len(of_units) * drafter.config.head_dim
@@ -139,11 +139,20 @@ def cost_of_start(
     return flop, read
 
 
-def _unimportant(drafter: PEagleDrafter) -> torch.Tensor:
-    """A direction [H] that hardly matters to the head, beyond the quarter of them that may hold the codes of induction heads."""
+def _direction_of_slots(drafter: PEagleDrafter) -> torch.Tensor:
+    """The direction [H] of the state that slots read. It lies among the half of all that matter neither least to the head, where codes of
+    induction heads may be, nor most; in it is what layer 0's first heads find their own position by, as far as it goes, so that slots attend
+    to themselves too. Otherwise a slot's output would be some mix of the context's, unlike that of other slots."""
     head = drafter.lm_head.weight * drafter.norm.weight
     head = head - head.mean(0)
-    return torch.linalg.eigh(head.T @ head).eigenvectors[:, len(head.T) // 4]
+    hidden = len(head.T)
+    middle = torch.linalg.eigh(head.T @ head).eigenvectors[:, hidden // 4 : hidden - hidden // 4]
+    keys = drafter.decoder_layers()[0].self_attn.k_proj.weight
+    constant = keys[
+        int(drafter.inverse_frequencies().argmax()), hidden:
+    ]  # as `Eagle3Drafter.init_from_target` wrote it
+    inside = middle @ (middle.T @ constant)
+    return inside / inside.norm()
 
 
 def _sums(drafter: PEagleDrafter, batches: Iterable[Batch], centered: bool) -> _Sums | None:
