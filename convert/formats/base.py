@@ -23,6 +23,11 @@ SharedTensors = Callable[[], TargetTensors]
 """Loads the target's tensors, which is done only where a format leaves some out."""
 _OF_TARGET = f"{EXTRA}.embedding_of_target"
 """Whether the embedding is the target's but for rows that the format has no other place for."""
+_SHARED_BY = {
+    blocks.MASK: "`train.drafter.train_mask_embedding: false`",
+    blocks.HEAD: "`train.drafter.draft_vocab_size: null` and without `train.train_lm_head`",
+}
+"""Options of recipes with which a drafter's tensor stays the target's."""
 
 
 @dataclass(frozen=True)
@@ -240,7 +245,8 @@ class Format:
                     continue
             if rows.otherwise == "refused":
                 because = "differs from it" if known else "is not known to be the same"
-                hint = "" if known or index is None else " If it is, name the target with --target."
+                trained = f" A recipe trains one that shares it with {_SHARED_BY[name]}."
+                hint = trained if known or index is None else " If it is, name the target with --target."
                 raise UserError(
                     f"The format {self.name} cannot hold this drafter: its readers take `{name}` from the target's {rows.table}, and the "
                     f"drafter's own {because}.{hint}"

@@ -271,7 +271,7 @@ def test_zlab_holds_what_the_target_has(tensors: TargetTensors, target: TargetIn
         ({"lm_head.weight": Weight.of(-tensors.lm_head)}, r"`lm_head.weight` from the target's lm_head.*differs"),
         (
             {"mask_embedding": Weight.of(-tensors.embedding[7])},
-            r"`mask_embedding` from the target's embedding.*differs",
+            r"`mask_embedding` from the target's embedding.*differs.*`train.drafter.train_mask_embedding: false`",
         ),
         ({EMBEDDING: Weight.of(tensors.embedding)}, "an embedding of its own"),
     ):
@@ -281,7 +281,9 @@ def test_zlab_holds_what_the_target_has(tensors: TargetTensors, target: TargetIn
         FORMATS["zlab"].to_files(made)
     reduced = make_checkpoint("dflash", BLOCK | {"draft_vocab_size": 20})
     reduced = replace(reduced, weights={**reduced.weights, "mask_embedding": made.weights["mask_embedding"]})
-    with pytest.raises(UserError, match=r"`lm_head.weight` from the target's lm_head"):
+    with pytest.raises(
+        UserError, match=r"`lm_head.weight` from the target's lm_head.*`train.drafter.draft_vocab_size: null`"
+    ):
         FORMATS["zlab"].to_files(reduced, shared=lambda: tensors)
 
 

@@ -25,6 +25,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 import torch
+from torch.nn import functional as F
 
 from draftsmith.drafters.batch import Batch
 from draftsmith.drafters.init.least_squares import (
@@ -147,12 +148,10 @@ def _direction_of_slots(drafter: PEagleDrafter) -> torch.Tensor:
     head = head - head.mean(0)
     hidden = len(head.T)
     middle = torch.linalg.eigh(head.T @ head).eigenvectors[:, hidden // 4 : hidden - hidden // 4]
-    keys = drafter.decoder_layers()[0].self_attn.k_proj.weight
-    constant = keys[
-        int(drafter.inverse_frequencies().argmax()), hidden:
-    ]  # as `Eagle3Drafter.init_from_target` wrote it
-    inside = middle @ (middle.T @ constant)
-    return inside / inside.norm()
+    # As `Eagle3Drafter.init_from_target` wrote it, in one of the pairs that turn fast.
+    fastest = int(drafter.inverse_frequencies().argmax())
+    constant = drafter.decoder_layers()[0].self_attn.k_proj.weight[fastest, hidden:]
+    return F.normalize(middle @ (middle.T @ constant), dim=0)
 
 
 def _sums(drafter: PEagleDrafter, batches: Iterable[Batch], centered: bool) -> _Sums | None:
